@@ -4,8 +4,8 @@
     result = prune(model, batches, modules=["attention", "mlp"], budget={"flops": 0.6})
     result.save_pretrained("slim")
 
-prunes a model in memory, `PruningRecipe.from_yaml("bert.yaml").run()` does all that a recipe says, and `deploy` finds
-the fastest form that keeps the answers. Or stage by stage: `find_modules`, `collect_statistics`, `score_units`,
+prunes a model in memory, `PruningRecipe.from_yaml("bert.yaml").run()` runs a whole recipe, and `deploy` finds the
+fastest form that keeps the answers. Or stage by stage: `find_modules`, `collect_statistics`, `score_units`,
 `select_units`, `prune_units`, `compensate`, `save_slim`, `export_onnx`, `quantize_onnx`; measured by `bench`,
 `compare_latency`, `count_flops` and `count_parameters`. `apply_plan` does the cut on the files of a checkpoint. A saved
 slim model comes back with `load`, and an exported decoder generates with `OnnxGenerator`. `push_to_hub` publishes a

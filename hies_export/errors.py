@@ -6,7 +6,7 @@
     │   ├── DataError               the data has no such file, split, column or label
     │   ├── UnsupportedModelError   the model computes its attention or feed-forward blocks in a way that cannot be cut
     │   ├── PlanError               the plan does not fit the model, or no plan meets the budget
-    │   ├── OutputExistsError       the output's place is taken
+    │   ├── OutputExistsError       the output exists already
     │   └── MissingRuntimeError     the installation lacks a package
     └── StepError                   exit code 1: a step failed, and nothing half-written was left behind
         ├── NonFiniteError          the model's numbers: NaN or infinity in a loss, a gradient or a score
@@ -16,7 +16,7 @@
         ├── ParityError             the exported graph: it differs from torch
         ├── PushError               the Hub, or the network: the upload did not finish
         ├── DropError               the refit: it lost more quality than the recipe allows
-        └── ReproductionError       the machine, the libraries or we: a run repeated gives something else
+        └── ReproductionError       the machine, the libraries or our code: a repeated run gives other results
 
 A message says what must hold, what was given, and what to do.
 """
@@ -63,7 +63,7 @@ class RecipeError(RequestError):
     """The recipe has unknown, missing or impossible fields.
 
     Args:
-        problems: One sentence per problem, shortened where it quotes too much. The message has the first twenty.
+        problems: One sentence per problem, shortened if it quotes too much. The message has the first twenty.
     """
 
     def __init__(self, problems: Sequence[str]):
@@ -121,7 +121,7 @@ class DropError(StepError):
 
 
 class ReproductionError(StepError):
-    """A run that was repeated gave something else than its report says; the message names what."""
+    """A repeated run gave other results than its report has; the message names them."""
 
 
 class ParityError(StepError):
@@ -166,7 +166,7 @@ def _left_out(count: int, most: int = MOST_LISTED) -> list[str]:
 
 
 def shortened(text: str) -> str:
-    """Return a text that a message quotes, cut in the middle where it is long."""
+    """Return a text that a message quotes, cut in the middle if it is long."""
     half = LONGEST_QUOTE // 2
     return text if len(text) <= LONGEST_QUOTE else f"{text[:half]} ... {text[-half:]}"
 
@@ -182,7 +182,7 @@ _ADVICE = {
 
 
 def system_failure(error: BaseException) -> str | None:
-    """Return what the operating system refused, and what to do; None if the error or what it was raised from is other.
+    """Return what the operating system refused, and what to do; None if neither the error nor its cause is its own.
 
     Libraries in Rust, such as safetensors and tokenizers, raise errors of their own that end in "(os error 28)".
     """
@@ -197,7 +197,7 @@ def system_failure(error: BaseException) -> str | None:
 
 
 def quoted(value: Any) -> str:
-    """Return what Python writes for a value, cut in the middle where it is long: it may come from a damaged file."""
+    """Return Python's text of a value, cut in the middle if it is long: it may come from a damaged file."""
     shortening = reprlib.Repr()
     shortening.maxstring = shortening.maxother = shortening.maxlong = LONGEST_VALUE
     text = shortening.repr(value)

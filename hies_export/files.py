@@ -1,4 +1,4 @@
-"""Read JSON files against a schema, and refuse what is damaged in a sentence: the file, the place, what must be there.
+"""Read JSON files against a schema, and refuse damaged ones in a sentence: the file, the place, what must be there.
 
 Every JSON file that this package reads goes through `read_json`. A schema is a pydantic model, by default a `Schema`:
 strict about types, and indifferent to fields that it does not know.
@@ -19,7 +19,7 @@ from pydantic_core import ErrorDetails, from_json
 from .errors import LONGEST_VALUE, RequestError, quoted
 
 MEGABYTE = 10**6
-# In JSON: escaped, other than tab and line breaks; or as bytes, which JSON allows of U+007F to U+009F.
+# Control characters in JSON: escaped, except tab and line breaks; or as bytes, which JSON allows for U+007F to U+009F.
 _CONTROL = re.compile(
     rb"(?<!\\)(?:\\\\)*\\(?:[bf]|u00(?:0[0-8bcef]|1[0-9a-f]|7f|[89][0-9a-f]))|\x7f|\xc2[\x80-\x9f]", re.IGNORECASE
 )
@@ -40,7 +40,7 @@ class Rule:
         remedy: End of the sentence: what to do.
         error: Class of the refusal.
         megabytes: Largest size of the file.
-        shown: Whether its text is printed in terminals, to which control characters are commands.
+        shown: Whether its text is printed in terminals, where control characters act as commands.
     """
 
     must: str
@@ -55,7 +55,7 @@ class Rule:
 
 
 def read_json(path: str | Path, schema: Any, rule: Rule) -> Any:
-    """Return what a JSON file holds, as it stands there, after checking it against a schema."""
+    """Return the unchanged content of a JSON file, after checking it against a schema."""
     try:
         with Path(path).open("rb") as stream:
             data = stream.read(rule.megabytes * MEGABYTE + 1)
@@ -71,7 +71,7 @@ def read_json(path: str | Path, schema: Any, rule: Rule) -> Any:
 
 
 def parse_json(data: str | bytes, schema: Any, rule: Rule, *, where: str) -> Any:
-    """Return what a JSON text, or its bytes in UTF-8, holds; see `read_json`. A refusal calls it `where`."""
+    """Return the content of a JSON text, or of its bytes in UTF-8; see `read_json`. A refusal calls it `where`."""
     try:
         value = from_json(data)
     except ValueError as error:
@@ -84,7 +84,7 @@ def parse_json(data: str | bytes, schema: Any, rule: Rule, *, where: str) -> Any
 
 
 def check(value: Any, schema: Any, rule: Rule, *, where: str) -> Any:
-    """Return a parsed value as the schema makes it, or raise the rule's error."""
+    """Return a parsed value as the schema converts it, or raise the rule's error."""
     try:
         return _adapter(schema).validate_python(value)
     except ValidationError as error:
@@ -97,7 +97,7 @@ def _adapter(schema: Any) -> TypeAdapter[Any]:
 
 
 def _problems(error: ValidationError, value: Any) -> str:
-    """Return the first of a schema's objections to a value, and how many more there are."""
+    """Return the first problem that a schema finds in a value, and how many more there are."""
     found = error.errors(include_url=False)
     more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
     return _objection(found[0], value) + more
@@ -117,8 +117,8 @@ def _objection(problem: ErrorDetails, value: Any) -> str:
 def _place(location: Sequence[int | str], value: Any, *last: int | str) -> str:
     """Return a place in a JSON value as text, such as `kept["layer.0"].units[3]`.
 
-    `location` is of pydantic, which also names the members of unions that it tried: these are left out. `last` follows,
-    and is not in the value.
+    `location` comes from pydantic, which also names the members of unions that it tried; these are left out. `last`
+    follows, and is not in the value.
     """
     parts: list[int | str] = []
     for part in location:

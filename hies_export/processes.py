@@ -1,10 +1,10 @@
 """Share the work of a run among the processes that torchrun, accelerate or Slurm started, by torch.distributed.
 
-Every process runs the same program on a model of its own. `share` splits batches, `add_up` reduces the sums of a pass,
-`gather` and `broadcast` give everyone what one of them has, and `on_main` is for what only one may do. A process that
-fails or is lost is the launcher's to handle: the others fail at their next exchange.
+Every process runs the same program on its own copy of the model. `share` splits batches, `add_up` reduces the sums of a
+pass, `gather` and `broadcast` distribute values, and `on_main` runs work that only one process may do. Handling a
+failed or lost process is left to the launcher: the others fail at their next exchange.
 
-Outside of `together`, and inside of `on_main`, there is one process, and all of this is plain function calls.
+Outside of `together`, and inside of `on_main`, there is one process, and all of these are plain function calls.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 
 # One process may export and measure for hours while the others wait.
 LONGEST_WAIT = timedelta(days=7)
-# Seconds in which the first process says what all fail with, and the launcher ends the others.
+# Seconds in which the first process prints the common error, and the launcher ends the others.
 HEAD_START = 5.0
-# What a process must find in its environment.
+# Variables that a process needs in its environment.
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -56,7 +56,7 @@ def _number(variable: str) -> int:
 
 
 def refuse_several(what: str) -> None:
-    """Refuse to be started several times by a launcher."""
+    """Refuse to run as one of several processes of a launcher."""
     if (count := _number("WORLD_SIZE")) > 1:
         raise RequestError(f"{what} runs in one process, and the launcher started {count}; start it without one")
 
@@ -93,7 +93,7 @@ def share(items: Sequence[T]) -> list[tuple[int, T]]:
 
 
 def owners(sizes: Mapping[str, float]) -> dict[str, int]:
-    """Return which process owns each module: in their order, the one that has least memory or work so far."""
+    """Return which process owns each module: in order, the one with the least memory or work so far."""
     load = [0.0] * world()
     found = {}
     for name, size in sizes.items():
@@ -111,7 +111,7 @@ def add_up(tensors: Iterable[Tensor], owner: int | None = None) -> None:
             moved = tensor.to(ours.device).contiguous()
             dist.reduce(moved, dst=owner or 0, group=ours.group)
             if owner is None:
-                # `all_reduce` need not round alike everywhere, and all processes choose by these numbers.
+                # `all_reduce` may round differently in each process, but all processes choose by these numbers.
                 dist.broadcast(moved, src=0, group=ours.group)
             tensor.copy_(moved)
 
@@ -133,7 +133,7 @@ def gather(value: T, owner: int | None = None) -> list[T]:
 
 
 def merged(values: Mapping[str, T]) -> dict[str, T]:
-    """Return what all processes have by name, one after the other."""
+    """Return the named values of all processes, one process after the other."""
     return {name: value for part in gather(values) for name, value in part.items()}
 
 
@@ -167,7 +167,7 @@ def on_main(function: Callable[[], T]) -> T:
 
 @contextmanager
 def _exchange() -> Iterator[tuple[Any, _Group]]:
-    """Yield torch.distributed and the group, and say in one sentence if the processes cannot talk any more."""
+    """Yield torch.distributed and the group; a lost connection becomes a one-sentence error."""
     import torch.distributed as dist
 
     assert _group is not None
@@ -184,7 +184,7 @@ def _exchange() -> Iterator[tuple[Any, _Group]]:
 
 @contextmanager
 def together() -> Iterator[None]:
-    """Join the processes that the environment names, for the length of the block.
+    """Join the processes that the environment names, inside the block.
 
     Without a WORLD_SIZE above one in the environment, or inside another such block, nothing is done.
     """
@@ -196,23 +196,24 @@ def together() -> Iterator[None]:
         return
     import torch.distributed as dist
 
-    # Who imports this package may have met the others before, as with an Accelerator, and part from them later.
+    # The calling program may have joined the processes before, as with an Accelerator, and leave them later.
     met = dist.is_available() and dist.is_initialized()
     _group = _join()
     try:
         yield
     finally:
         _group = None
-    # After a failure the connections stay until this process ends, so that it says why before the others notice.
+    # After a failure the connections stay until this process ends, so that it prints its error before the others
+    # notice.
     if not met:
         dist.destroy_process_group()
 
 
 def _warn_of_one() -> None:
-    """Warn where a launcher was asked for several processes, and this one does all of the work."""
+    """Warn if a launcher was asked for several processes, but this one does all of the work."""
     if _number("SLURM_STEP_NUM_TASKS") > 1:
         logger.warning("srun started several processes, but without WORLD_SIZE each of them does all of the work")
-    # accelerate sets the port for several processes alone, and the world only where it starts them.
+    # accelerate sets the port only if several processes are wanted, and the world size only if it starts them.
     elif {"ACCELERATE_MIXED_PRECISION", "MASTER_PORT"} <= os.environ.keys() and "WORLD_SIZE" not in os.environ:
         logger.warning(
             "accelerate launch was asked for several processes and started one, as it does without several GPUs; start "
@@ -240,7 +241,7 @@ def _join() -> _Group:
                 f"every process must have a GPU of its own, but there are {os.environ['LOCAL_WORLD_SIZE']} processes "
                 f"and {torch.cuda.device_count()} GPUs; start fewer processes"
             )
-        # Of several GPUs per process, the first. Objects go by gloo, so that waiting takes no GPU.
+        # The first of several GPUs per process. Objects go by gloo, so that waiting takes no GPU.
         device, backend = torch.device("cuda", (own_devices() or [0])[0]), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
     if not dist.is_initialized():

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Progress(Protocol):
-    """What a long function reports to: the stages it comes to, and its loops.
+    """The receiver of a long function's progress: its stages and loops.
 
     A function takes `progress: Progress = SILENT` and writes `for batch in progress.track(batches, "score")`.
     """
@@ -63,7 +63,7 @@ class Clock:
 
 @contextlib.contextmanager
 def without_reports() -> Iterator[None]:
-    """Keep transformers from showing bars and reports of what it loads and saves while the block runs."""
+    """Keep transformers from showing progress bars and reports of loading and saving while the block runs."""
     from transformers.utils import logging as transformers_logging
 
     level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
@@ -81,7 +81,7 @@ def without_reports() -> Iterator[None]:
 def quiet(*, verbose: bool = False) -> Iterator[None]:
     """Discard warnings, log records and prints while the block runs, unless `verbose`.
 
-    This holds for the whole process: what other threads print or log in the meantime is discarded too.
+    This holds for the whole process: prints and logs of other threads are discarded too.
     """
     if verbose:
         yield

@@ -1,4 +1,4 @@
-"""The tasks a recipe may name, and everything that is decided by a task's name."""
+"""The tasks a recipe may name, and everything that depends on a task's name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Prediction = Literal["classes", "numbers", "tokens"]
 
 @dataclass(frozen=True)
 class Task:
-    """What the models of a task read and predict, and which columns of the data that takes.
+    """What the models of a task read and predict, and the data columns this needs.
 
     Attributes:
         auto_class: Name of the Auto class of transformers that loads its models.
@@ -36,7 +36,7 @@ class Task:
 
     @property
     def in_parts(self) -> bool:
-        """Whether its models are exported in parts, which no single graph can be timed for."""
+        """Whether its models are exported in parts, so that there is no single graph to time."""
         return self.text and self.images
 
     def refusal(self, data: Any) -> str | None:
@@ -48,7 +48,7 @@ class Task:
         return f"{self.name} needs {self.needs}" + (f" and no {surplus}" if surplus else "")
 
     def prediction(self, *, regression: bool = False) -> Prediction:
-        """Return what a model predicts: "classes", "numbers" where it is a regression, or "tokens"."""
+        """Return what a model predicts: "classes", "numbers" if it is a regression, or "tokens"."""
         if self.generative:
             return "tokens"
         return "numbers" if regression else "classes"

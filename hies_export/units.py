@@ -144,9 +144,9 @@ class PrunableModule(Units):
         name, units, groups, kind: See `Units`.
         unit_width: Number of the consumer's input columns that one unit owns.
         consumer: Dotted name of the linear layer that reads the units in order, such as `o_proj`.
-        slices: What the units and groups own of the producers, and of parameters outside of linear layers.
-        attributes: Attribute of the module that depends on its number of units -> what it counts. An attribute that
-            the module reads from its config is called "config.NAME".
+        slices: The parts of producers, and of parameters outside of linear layers, that the units and groups own.
+        attributes: Attribute of the module that depends on its number of units -> its meaning. An attribute that the
+            module reads from its config is called "config.NAME".
         key_width: Width of a unit's query and key vectors; None for units that have none.
     """
 

@@ -4,7 +4,7 @@ Statistics       averages per unit over the calibration samples            calib
 Scores           one number per unit; higher means keep                    score -> select
 PruningPlan      a selection with its provenance, saved as JSON            select -> slim, report, stream
 
-`units.py` has the others: what can be pruned, and what a selection keeps of it.
+`units.py` has the others: the units that can be pruned, and those that a selection keeps.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PLAN_FORMAT = 2
 
 @dataclass(frozen=True)
 class Calibration:
-    """The calibration run that produced the statistics, on so many samples."""
+    """The calibration run that produced the statistics, with its number of samples."""
 
     samples: int
     labels: str  # "data", or "predictions" if the model's own predictions replaced missing labels
@@ -69,8 +69,8 @@ class Statistics:
 class Removal:
     """One step of a chain of removals: the units that a module loses, by their original indices.
 
-    `effect` is that of this and all earlier removals of the chain on the prediction or the loss. It is in the same unit
-    for all chains, so that heads and neurons can be compared.
+    `effect` is the effect of this and all earlier removals of the chain on the prediction or the loss. It is in the
+    same unit for all chains, so that heads and neurons can be compared.
     """
 
     module: str
@@ -92,10 +92,10 @@ class Scores:
         scores: Module -> (units,) float64.
         effects: Module -> (units,) float64, how much removing each unit alone changes the prediction or the loss. It is
             in the same unit for all modules, so that removals of heads and of neurons can be compared.
-        ranked: Kinds of modules of which the scores say the order across modules. The other kinds are compared by
-            their effects.
-        chains: Orders of removal that take into account what was removed before. If given, they decide instead of
-            scores and effects.
+        ranked: Kinds of modules whose units the scores order across modules. Units of other kinds are compared by their
+            effects.
+        chains: Orders of removal that take earlier removals into account. If given, they decide instead of scores and
+            effects.
     """
 
     criterion: str
@@ -118,8 +118,8 @@ class Provenance:
         versions: Library -> version.
         model: Linear layer -> fingerprint of its weight, for the few layers by which a plan recognises its model; empty
             if unknown. See `hies_export.slim.fingerprint`.
-        compensation: How the model of the selection is compensated, if it is: `method`, as in recipes, and `refit`, the
-            SHA-256 of its refitted layers, once there are any. See `hies_export.checkpoint.refits`.
+        compensation: How the model of the selection is compensated, if at all: `method`, as in recipes, and `refit`,
+            the SHA-256 of its refitted layers, once they exist. See `hies_export.checkpoint.refits`.
     """
 
     criterion: str
@@ -191,7 +191,7 @@ class PruningPlan(Provenance):
     def to_json(self) -> str:
         """Return the plan as JSON text, always the same bytes for the same plan.
 
-        A module without a `kind` has heads, and a plan without `compensation` is of a model that was cut alone.
+        A module without a `kind` has heads, and a plan without `compensation` is of a model that was not compensated.
         """
         fields = asdict(self)
         written = {"format": PLAN_FORMAT, "kept": fields.pop("kept"), **fields}
@@ -209,7 +209,7 @@ class PruningPlan(Provenance):
 
     @classmethod
     def from_file(cls, path: str | Path) -> PruningPlan:
-        """Read a plan from a JSON file; a file that is none, or is not there, is a `PlanError`."""
+        """Read a plan from a JSON file; a missing or invalid file is a `PlanError`."""
         return cls._of_json(read_json(path, _Plan, _PLAN_RULE))
 
     @classmethod

@@ -168,7 +168,7 @@ def test_rows_of_one_class_and_units_that_are_the_same_are_said(
     write_rows(tmp_path / "train.jsonl", 20, label=lambda i: 1)
     resolve(PruningRecipe.from_yaml(tmp_path / "recipe.yaml", {"prune.unit": "query"}))
     assert "all 6 calibration rows are of class 1, so heads are scored by that class alone" in caplog.text
-    assert "unit: query is the same as unit: group here, because every head of this model has keys and" in caplog.text
+    assert "query is the same as unit: group here, because every head of this model has its own keys and" in caplog.text
 
 
 def test_held_out_rows_of_the_evaluated_split_are_not_evaluated(tmp_path: Path) -> None:

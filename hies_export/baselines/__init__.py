@@ -5,7 +5,7 @@ else: inside a `with` block, the model computes what the smaller model would, an
 
 names.py       names of the baselines, and how they differ from the published methods
 kwon.py        Kwon et al.: Fisher information with its cross terms
-flap.py        FLAP: the fluctuation of what consumers read
+flap.py        FLAP: the fluctuation of the inputs of consumers
 channels.py    LLM-Pruner's channel-wise mode: single features of heads
-slicing.py     SliceGPT: principal components of what attention reads and writes
+slicing.py     SliceGPT: principal components of attention's inputs and outputs
 """

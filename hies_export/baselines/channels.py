@@ -39,10 +39,10 @@ def check_channels(modules: Sequence[PrunableModule]) -> None:
 def select_channels(
     scores: Mapping[str, Tensor], modules: Sequence[PrunableModule], *, heads: float, constraints: Constraints
 ) -> dict[str, Tensor]:
-    """Return which channels stay, (groups * unit_width,) bool by module, when as many weights go as whole groups would.
+    """Return which channels stay, (groups * unit_width,) bool by module, if as many weights go as with whole groups.
 
-    `heads` is the share of key/value heads, and the smallest scores, (groups * unit_width,), go first. Of the
-    constraints, `unit` and `multiple_of` do not apply.
+    `heads` is the share of key/value heads, and the smallest scores, (groups * unit_width,), go first. The constraints
+    `unit` and `multiple_of` do not apply.
     """
     check_channels(modules)
     constraints = replace(constraints, unit="group", multiple_of=1)

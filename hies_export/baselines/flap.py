@@ -1,13 +1,13 @@
 """Score units as FLAP does, by how much their inputs fluctuate (An et al. 2023, https://arxiv.org/abs/2312.11983).
 
-The fluctuation of input channel j of a consumer is the sample variance of the channel over tokens, times |W_:j|^2: what
-the consumer's output loses if the channel is replaced by its mean. Fluctuations are standardised within each consumer.
-A head's score is the mean over its channels, and a neuron has one channel. All heads and neurons of the model are then
-ranked together, and the lowest go until the budget is met.
+The fluctuation of input channel j of a consumer is the sample variance of the channel over tokens, times |W_:j|^2: the
+error of the consumer's output if the channel is replaced by its mean. Fluctuations are standardised within each
+consumer. A head's score is the mean over its channels, and a neuron has one channel. All heads and neurons of the model
+are then ranked together, and the lowest go until the budget is met.
 
-FLAP replaces what is removed by its mean, which is the compensation `bias` of `slim.refit`. That needs a bias in every
-consumer. (The original adds one where there is none; here, models without are compared under another compensation.)
-Tokens are those of the compensation rows, without padding, where the original takes text of one length.
+FLAP replaces removed channels by their mean, which is the compensation `bias` of `slim.refit`. That needs a bias in
+every consumer. (The original adds missing biases; here, models without them are compared under another compensation.)
+Tokens are those of the compensation rows, without padding; the original takes text of one length.
 """
 
 from __future__ import annotations

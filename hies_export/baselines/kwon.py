@@ -68,7 +68,7 @@ def mask_gradients(
 
 
 def rearranged(selection: Selection, modules: Sequence[Units], gradients: Mapping[str, Tensor]) -> Selection:
-    """Exchange units within every module, so that the Fisher information of what is removed falls; counts stay."""
+    """Exchange units within every module, so that the Fisher information of the removed ones falls; counts stay."""
     found = dict(selection)
     for module in modules:
         kept = selection[module.name]
@@ -82,9 +82,9 @@ def rearranged(selection: Selection, modules: Sequence[Units], gradients: Mappin
 def exchanged(gradients: Tensor, removed: Sequence[int]) -> list[int]:
     """Return as many units to remove, so that |sum of their gradients|^2 over the samples is smaller or the same.
 
-    This sum is (1 - m)^T I (1 - m) times the number of samples; `gradients` are (samples, units). Every unit that stays
-    is removed in turn, in the order of its own Fisher information, and of all removed units the one comes back without
-    which the sum is least.
+    This sum is (1 - m)^T I (1 - m) times the number of samples; `gradients` are (samples, units). Every kept unit is
+    removed in turn, in the order of its own Fisher information. Then the removed unit whose return makes the sum least
+    comes back.
     """
     if not removed:
         return []

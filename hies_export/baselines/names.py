@@ -1,4 +1,4 @@
-"""Name the baselines of a sweep, and say how they differ from the methods they are named after."""
+"""Names of a sweep's baselines, and how they differ from the methods they are named after."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ OWN_SAMPLES = (*COMPENSATED_NAMES, FLAP, SLICED, SLICED_TUNED)
 
 # Approximated method -> how it differs from the original. Reports and the reference print this.
 DIFFERENCES = {
-    "llm-pruner-block": "only attention is pruned; the first three layers and the last lose heads where no others are "
-    "left, and, below 8 layers, like any other",
-    CHANNELS: "channels of heads, in attention only, as many weights as the heads have; masked, because heads of "
-    "unequal width cannot be saved",
-    SLICED: "only what q, k, v read and what o writes is projected, by the same share of every matrix; masked, and the "
-    "rotations, which would take about as many weights again, are not counted, so it has it easier than the others",
+    "llm-pruner-block": "only attention is pruned; the first three layers and the last lose heads only if no others "
+    "are left (in models of fewer than 8 layers, they lose heads like the others)",
+    CHANNELS: "it removes channels of heads, in attention only, until as many weights are gone as with whole heads; "
+    "it is masked, because heads of unequal width cannot be saved",
+    SLICED: "only the inputs of q, k, v and the outputs of o are projected, by the same share of every matrix; it is "
+    "masked, and the rotations, which would take about as many weights again, are not counted, which favours it",
     SLICED_TUNED: "slicegpt, then three epochs of q, k, v and o towards the dense model's predictions on unlabelled "
     "rows (the original tunes low-rank adapters on text)",
-    KWON: "its published form is with scalars; here they come from the dense model's inputs in one pass, not layer by "
-    "layer from the cut model's, and the search solves a knapsack for modules of any cost",
-    FLAP: "its published form is with bias; a consumer without a bias gets none, and padding is left out",
+    KWON: "it was published with scalars; here they are fitted to the dense model's inputs in one pass, not layer by "
+    "layer to the cut model's, and the search solves a knapsack for modules of any cost",
+    FLAP: "it was published with bias; a consumer without a bias gets none, and padding is left out",
 }
 
 

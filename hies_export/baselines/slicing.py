@@ -31,7 +31,7 @@ from ..units import PrunableModule
 
 @dataclass(frozen=True)
 class Bases:
-    """Principal components of what attention modules read (q, k and v) and write (o); uncentred, float64 on CPU.
+    """Principal components of attention's inputs (of q, k and v) and outputs (of o); uncentred, float64 on CPU.
 
     Each is (width, width) by module: one component per column, largest variance first.
     """
@@ -74,7 +74,7 @@ def collect_bases(
 
 @contextmanager
 def sliced(model: PreTrainedModel, modules: Sequence[PrunableModule], bases: Bases, *, share: float) -> Iterator[None]:
-    """Project what attention reads and writes onto its principal components without a share of them, in the block."""
+    """Project inputs and outputs of attention onto their principal components but for a share, in the block."""
     with ExitStack() as stack:
         for module in modules:
             output: Any = model.get_submodule(module.consumer)
@@ -101,9 +101,9 @@ def fine_tuned(
     epochs: int = 3,
     rate: float = 5e-5,
 ) -> Iterator[None]:
-    """Fine-tune the weights of attention, already `sliced`, for the time of the block; they are restored after it.
+    """Fine-tune the weights of attention, already `sliced`, inside the block; they are restored after it.
 
-    AdamW trains the q, k, v and o layers alone, without dropout, at a learning rate that falls to zero linearly. The
+    AdamW trains only the q, k, v and o layers, without dropout, at a learning rate that falls to zero linearly. The
     loss of a classifier is the cross-entropy to the dense model's probabilities, that of a regressor the squared error
     to the dense model's output (`targets`, on the same batches), and that of a language model its own loss on the text.
     """

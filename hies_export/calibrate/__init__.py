@@ -1,7 +1,7 @@
 """Run calibration batches through a dense model, and collect what scoring and refitting need.
 
-In go a model, its `PrunableModule`s and batches, out come `Statistics` (averages per unit), effects (inputs and
-gradients of every consumer) or moments (sums for least squares). The model is restored afterwards.
+The input is a model, its `PrunableModule`s and batches. The output is `Statistics` (averages per unit), effects (inputs
+and gradients of every consumer) or moments (sums for least squares). The model is restored afterwards.
 
 collect.py    `collect_statistics`: one forward and one backward pass per batch
 gates.py      "his": gradients to a gate of one on every unit's output
@@ -12,6 +12,6 @@ effects.py    `EffectStream`, for `score_compensated`
 moments.py    `MomentStream`, for `compensate`
 ridge.py      `Moments`, and the ridge regression that they allow
 sums.py       `LayerMoments`: running sums, from which moments follow for any weight of the tokens
-readings.py   what consumers read in a batch, the prediction of each sample, and its gradients there
+readings.py   inputs of the consumers in a batch, the prediction of each sample, and its gradients there
 stream.py     groups of modules under a memory limit, with a pass over the data for each
 """

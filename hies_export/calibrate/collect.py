@@ -98,7 +98,7 @@ def collect_statistics(
 
 
 def _check_labels(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], needs: Collection[str]) -> bool:
-    """Return whether the batches have labels; refuse those that a statistic needs labels for and lacks."""
+    """Return whether the batches have labels; refuse batches without labels that a statistic needs."""
     if not batches:
         raise DataError("calibration needs at least one sample, got none; raise calibration.samples")
     labelled = "labels" in batches[0]
@@ -124,7 +124,7 @@ class _OfBatch(NamedTuple):
 
 
 class _Pass:
-    """One forward and one backward pass per `at_once` samples of a batch: fewer where they do not fit into memory."""
+    """One forward and one backward pass per `at_once` samples of a batch; fewer if they do not fit into memory."""
 
     def __init__(
         self, model: PreTrainedModel, modules: Sequence[PrunableModule], needs: Collection[str], *, at_once: int
@@ -141,7 +141,7 @@ class _Pass:
         self._reset()
 
     def _reset(self) -> None:
-        """Discard what the last batch left."""
+        """Discard the values of the last batch."""
         self._gates = Gates(self._modules)
         self._read: dict[str, list[Tensor]] = {}
         self._entropies.take()

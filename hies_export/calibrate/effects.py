@@ -24,7 +24,7 @@ from .stream import LIMIT_BYTES, Stream
 
 @dataclass(frozen=True)
 class LayerEffects:
-    """What one consumer reads at the real tokens of all samples, and the gradients there; on CPU."""
+    """Inputs of one consumer at the real tokens of all samples, and the gradients there; on CPU."""
 
     inputs: Tensor  # (tokens, inputs) float32
     gradients: Tensor  # (tokens, inputs) float32, of the sample's prediction with respect to these inputs
@@ -88,7 +88,7 @@ def _sizes(
     with reading(model, modules) as read:
         seen = read(first, 0)
     samples = sum(map(size_of, batches))
-    # Where padding is excluded, or could be, tokens are those of the mask.
+    # If padding is excluded, or could be, tokens are those of the mask.
     mask = [batch["attention_mask"] for batch in batches if "attention_mask" in batch]
     in_text = sum(int(m.sum()) for m in mask)
     tokens = dict.fromkeys((module.name for module in modules), 0)

@@ -24,7 +24,7 @@ class Gates:
     def apply(self, name: str, x: Tensor, *, samples: int, rows: int | None = None) -> Tensor:
         """Return the input of a consumer, (..., units * unit_width), times the gates of its module.
 
-        `rows` is the number of samples in x where it is known. By default it is the length of x, or `samples` if x is
+        `rows` is the number of samples in x if it is known. By default it is the length of x, or `samples` if x is
         flat: some models flatten (samples, tokens) in front of their feed-forward blocks.
         """
         if rows is None:
@@ -65,7 +65,7 @@ class Gates:
 
 
 def with_labels(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the batch with labels: those it has, else the classes, or the shifted tokens, that the model predicts."""
+    """Return the batch with labels: its own, or else the classes or shifted tokens that the model predicts."""
     if "labels" in batch:
         return dict(batch)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Sum up what consumers read from their units: norms of activations and outputs, and the error of removing a unit."""
+"""Sum up the inputs of consumers by unit: norms of activations and outputs, and the error of removing a unit."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class InputSums:
                 yield module.name, found
 
     def add(self, name: str, added: Added) -> None:
-        """Add what `of` found for a module."""
+        """Add the sums of `of` for a module."""
         for what, value in added.items():
             total = self._sums[name][what]
             if what == "obs":

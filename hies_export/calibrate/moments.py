@@ -31,9 +31,9 @@ class MomentStream(Stream[LayerMoments]):
     A module takes 16 bytes for each pair of inputs, and as many for each pair of an input and an output if it has no
     more inputs than outputs (with more, those products follow from the others); twice that if `weighted`.
 
-    With a `selection`, the moments cover the inputs of the kept units only. With `slim`, a model cut by it, the inputs
-    are those of that model, and only the outputs the dense model's. If `weighted`, tokens are also added up weighted by
-    the gradient of the prediction; that takes a backward pass, and labels of a language model if the batches have some.
+    With a `selection`, the moments cover only the inputs of the kept units. With `slim`, a model cut by it, the inputs
+    come from that model and the outputs from the dense one. If `weighted`, tokens are also added up weighted by the
+    gradient of the prediction; this takes a backward pass, and uses a language model's labels if the batches have them.
     A module that `owners` leaves out is added up in all processes.
     """
 
@@ -90,7 +90,7 @@ def bytes_of(
 def _shape(dense: PreTrainedModel, module: PrunableModule, selection: Selection | None) -> tuple[int, int, bool]:
     """Return the numbers of covered inputs and of outputs, and whether sums over outputs follow from those over inputs.
 
-    With some of the inputs only, they do not. For square consumers, such as attention's, they are cheap to add up.
+    With only some of the inputs, they do not. For square consumers, such as attention's, they are cheap to add up.
     """
     outputs, inputs = features_of(dense.get_submodule(module.consumer))
     if selection is None:
@@ -113,7 +113,7 @@ def _new_sums(
 
 
 def _add(sums: LayerMoments, read: Reading, x: Tensor, held: Tensor) -> None:
-    """Add what a consumer read in one batch to the sums for fitting, and of held-out samples to those for judging.
+    """Add a consumer's inputs in one batch to the sums for fitting, or for judging if their samples are held out.
 
     `x` has the inputs to add up, (batch, tokens, inputs), and `held` says which samples are held out, (batch,).
     """

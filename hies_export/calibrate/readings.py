@@ -1,4 +1,4 @@
-"""Run batches through a model, and hand out what its consumers read and the gradients of the prediction there."""
+"""Run batches through a model, and return the inputs of its consumers and the gradients of the prediction there."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def predictions(model: PreTrainedModel, batch: Mapping[str, Tensor], logits: Ten
 def text_labels(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor:
     """Return the labels of a language model's batch, (batch, tokens): by default its own tokens.
 
-    Those are all real tokens that follow a real one, but none that stands for a part of an image.
+    These are all real tokens that follow a real one, except placeholders of image parts.
     """
     if "labels" in batch:
         return batch["labels"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# From this number of inputs on, sums and fits take the faster way, which rounds differently.
+# From this number of inputs on, sums and fits use a faster algorithm, which rounds differently.
 WIDE = 1024
 
 
@@ -16,7 +16,7 @@ WIDE = 1024
 class Moments:
     """Weighted sums over tokens of inputs x (tokens, inputs) and targets y (tokens, outputs), float64."""
 
-    tokens: float  # sum of the weights; the number of tokens where all weigh one
+    tokens: float  # sum of the weights; the number of tokens if all weigh one
     x: Tensor  # (inputs,) sum of x
     y: Tensor  # (outputs,) sum of y
     xx: Tensor  # (inputs, inputs) sum of x x^T
@@ -43,7 +43,7 @@ class Moments:
         if centred:
             xx = xx - torch.outer(mean_x, mean_x)
             yx = yx - torch.outer(self.y / self.tokens, mean_x)
-        left = (yx - weight @ xx).T  # what the weight does not explain
+        left = (yx - weight @ xx).T  # the part that the weight does not explain
         scale = xx.diagonal().mean()
         for ridge in ridges:
             damped = xx + ridge * scale * torch.eye(len(xx), dtype=xx.dtype, device=xx.device)
@@ -70,7 +70,7 @@ class Moments:
 class Spread:
     """Mean (inputs,) and second moments (inputs, inputs) of the inputs of a consumer, float64.
 
-    The moments are the mean of x x^T over tokens; if centred, that of the distances to the mean.
+    The moments are the mean of x x^T over tokens; if centred, of the differences to the mean.
     """
 
     mean: Tensor
@@ -87,7 +87,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class SplitMoments:
-    """Moments of one consumer: of the samples that a fit uses, and of every fifth, on which it is judged."""
+    """Moments of one consumer: over the samples that a fit uses, and over every fifth sample, on which it is judged."""
 
     fitting: Moments
     held_out: Moments

@@ -12,21 +12,21 @@ from ..units import PrunableModule
 
 logger = logging.getLogger(__name__)
 
-# What a stream holds at once, unless told otherwise.
+# Most bytes that a stream holds at once, by default.
 LIMIT_BYTES = 4 << 30
 
 T = TypeVar("T")
 
 
 class Stream(ABC, Generic[T]):
-    """Pairs of a module and what was collected for it, in the order of the modules.
+    """Pairs of a module and its collected data, in the order of the modules.
 
     Consecutive modules form groups that fit the limit together; a group has at least one module. Each group takes a
     pass over the data. If there is one group only, it is kept, so all iterations together take one pass. Otherwise
     every iteration collects group by group again; `passes` counts them.
 
-    Several processes share each pass (see `processes`): in the end the owner of a module has what all of them
-    collected for it, and each process iterates over the modules it owns. Owners are shared out by size.
+    Several processes share each pass (see `processes`): in the end the owner of a module has the data that all of them
+    collected for it, and each process iterates over the modules it owns. Modules are assigned to owners by size.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Stream(ABC, Generic[T]):
         return ((module, found) for module, found in self.each(names) if found is not None)
 
     def each(self, names: Collection[str] | None) -> Iterator[tuple[PrunableModule, T | None]]:
-        """Yield the pairs of some modules as `of` does, with None for what another process owns.
+        """Yield the pairs of some modules as `of` does, with None for modules that another process owns.
 
         Two streams that are iterated over side by side must come to their passes in the same order in all processes.
         """
@@ -78,7 +78,7 @@ class Stream(ABC, Generic[T]):
             if len(self.groups) == 1:
                 self._kept = found
             for module in wanted:
-                # What is not kept is freed as soon as the caller is done with the module.
+                # Data that is not kept is freed as soon as the caller is done with the module.
                 yield module, found.get(module.name) if self._kept is not None else found.pop(module.name, None)
 
 

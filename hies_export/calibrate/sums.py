@@ -41,7 +41,7 @@ class Sums:
             self._add(x * weights, y * weights, x * root, y * root)
 
     def _add(self, x: Tensor, y: Tensor, root_x: Tensor, root_y: Tensor) -> None:
-        """Add tokens times their weights to the plain sums, and those times the roots of the weights to products."""
+        """Add tokens times their weights to the plain sums, and tokens times the roots of their weights to products."""
         self.x += x.sum(0, dtype=torch.float64)
         _add_products(self.xx, root_x)
 
@@ -132,9 +132,9 @@ class LayerMoments:
     def mixed(self, mix: float = 1.0, columns: Tensor | None = None) -> SplitMoments:
         """Return the moments in which a token weighs mix + (1 - mix) q / mean(q), which is one on average.
 
-        Here q is the squared norm of the gradient. If nothing reads the consumer, so that q is zero, all weigh one.
-        Orders of removal need the inputs alone: `spread` leaves out the sums over targets, which take longer.
-        With `columns`, (columns,) int64, the moments are of these inputs only.
+        Here q is the squared norm of the gradient. If nothing reads the consumer, q is zero and all weigh one. Orders
+        of removal need only the inputs: `spread` leaves out the sums over targets, which take longer. With `columns`,
+        (columns,) int64, the moments are of these inputs only.
         """
         check_mix(mix, weighted=self.weighted is not None)
         if self.weighted is None or mix == 1:
@@ -187,8 +187,8 @@ def _moments(parts: Sequence[tuple[float, Sums]], columns: Tensor | None) -> Mom
 
 
 def _add_products(total: Tensor, x: Tensor) -> None:
-    """Add x^T x, of x (tokens, inputs), to a total (inputs, inputs); to a wide one only from the diagonal on."""
-    # Of a wide layer these products are the main cost of a pass, so they are float32 for each batch, and their sum is
+    """Add x^T x, with x (tokens, inputs), to a total (inputs, inputs); for wide ones only from the diagonal on."""
+    # For a wide layer these products are the main cost of a pass, so they are float32 for each batch, and their sum is
     # float64. On MiniLM's neurons no entry (i, j) is off by more than 1e-6 of the root of (i, i) times (j, j), and the
     # held-out error of a fit changes by 1e-6 of itself.
     if len(total) < ridge.WIDE:
@@ -199,7 +199,7 @@ def _add_products(total: Tensor, x: Tensor) -> None:
 
 
 def _mirror(total: Tensor) -> None:
-    """Copy what is above the blocks on the diagonal to below them."""
+    """Copy the part above the diagonal blocks to below them."""
     for start in range(0, len(total), BLOCK):
         end = start + BLOCK
         total[end:, start:end] = total[start:end, end:].T

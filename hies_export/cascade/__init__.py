@@ -1,7 +1,7 @@
-"""Answer with the slim model where it is sure, and with the dense one elsewhere, so that few answers change.
+"""Answer with the slim model if it is sure, and otherwise with the dense one, so that few answers change.
 
-In go both models and held-out rows; out comes a threshold of the margin with a promise about all answers, and one ONNX
-graph that computes the dense part only for the rows that need it.
+The input is both models and held-out rows; the output is a threshold of the margin with a promise about all answers,
+and one ONNX graph that computes the dense part only for the rows that need it.
 
 In the order of reading:
 

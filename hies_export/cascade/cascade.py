@@ -1,4 +1,4 @@
-"""Answer with a slim model, and with its dense one where the slim one is unsure."""
+"""Answer with a slim model, and with its dense model if the slim one is unsure."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ Model = Runtime | PreTrainedModel
 
 
 class Cascade:
-    """Two classifiers of the same classes: what the slim one is unsure of, the dense one answers.
+    """Two classifiers of the same classes: the dense one answers the rows that the slim one is unsure of.
 
     Attributes:
         threshold: Rows whose margin, the distance of the two largest logits, is at most this go on to the dense model.
-        promise: What the threshold was chosen by; None for a given one.
+        promise: The promise that the threshold was chosen for; None for a given threshold.
         rows: Number of rows that were answered so far.
         passed_on: Number of them that went on to the dense model.
 
@@ -82,7 +82,7 @@ class Cascade:
             processor: Tokenizer or image processor, which `export_onnx` saves.
 
         Raises:
-            RequestError: The models have other classes, or the rows are too few for the promise.
+            RequestError: The models' classes differ, or the rows are too few for the promise.
         """
         cascade = cls(slim, dense, threshold=0.0)
         check_disagreement(disagreement)
@@ -109,10 +109,9 @@ class Cascade:
     def export_onnx(
         self, folder: str | Path, *, processor: Any = None, quantize: Quantize | None = None, overwrite: bool = False
     ) -> CascadeExport:
-        """Write both models as one ONNX graph, whose threshold is chosen anew, by the answers of the graphs.
+        """Write both models as one ONNX graph for the CPU; the threshold is chosen anew, by the graphs' answers.
 
-        The output `logits` is as `export_onnx` names it; `passed_on`, (rows,), says which rows the dense part answered.
-        On the CPU.
+        The output `logits` is as in `export_onnx`; `passed_on`, (rows,), marks the rows that the dense part answered.
 
         Args:
             folder: Where to write; appears only when everything is written and checked.
@@ -124,7 +123,7 @@ class Cascade:
             RequestError: The cascade is not of two PyTorch models, or its threshold was not chosen on rows.
             OutputExistsError: The folder exists and `overwrite` is off.
             MissingRuntimeError: onnx or onnxruntime is not installed.
-            ParityError: The file answers otherwise than the two models; nothing is kept.
+            ParityError: The file answers differently from the two models; nothing is kept.
         """
         slim, dense = self._models
         if self.promise is None or isinstance(slim, Runtime) or isinstance(dense, Runtime):
@@ -168,6 +167,6 @@ def check_classes(slim: PreTrainedModel, dense: PreTrainedModel) -> None:
         found.append((classes, f"{type(model).__name__} with {classes or 'no'} classes"))
     if min(found)[0] < 2 or found[0][0] != found[1][0]:
         raise RequestError(
-            f"a cascade needs two classifiers of the same classes, got {found[0][1]} and {found[1][1]}; a number or a "
-            "token has no margin to tell how sure it is"
+            f"a cascade needs two classifiers of the same classes, got {found[0][1]} and {found[1][1]}; numbers and "
+            "tokens have no margin that says how sure the model is"
         )

@@ -26,11 +26,11 @@ from .promise import Promise, choose_threshold, margins
 
 # Metadata of a joined graph: its promise, as JSON.
 PROMISE = "hies_export.cascade"
-# How far the joined graph may be from the two graphs by hand: float32, and what computes in fewer bits, relative to the
-# largest logit. Rows that go on are computed in another batch, and without columns that are padding in all of them.
+# Tolerance between the joined graph and the two graphs by hand, relative to the largest logit: in float32, and in fewer
+# bits. Rows that go on are computed in another batch, and without columns that are padding in all of them.
 TOLERANCE, TOLERANCE_BITS = 1e-3, 5e-2
-# How far a margin may move in another graph or batch: float32, and the rounding of both logits in bfloat16, relative to
-# the largest logit.
+# How far a margin may move in another graph or batch, relative to the largest logit: in float32, and by the rounding of
+# both logits in bfloat16.
 RESOLUTION, RESOLUTION_BITS = 1e-4, torch.finfo(torch.bfloat16).eps
 
 
@@ -68,9 +68,9 @@ class CascadeExport:
         file: The graph, `model.onnx`.
         bytes: Size of graph and weights in bytes.
         shared_bytes: Size of the weights that both models use, which are stored once.
-        promise: The threshold, and what it promises of the answers of this file.
+        promise: The threshold, and its promise about the answers of this file.
         max_abs: Largest difference from the logits of the two graphs, over all held-out rows.
-        quantize: "int8" where the linear layers of the slim part are in 8 bits.
+        quantize: "int8" if the linear layers of the slim part are in 8 bits.
     """
 
     folder: Path
@@ -94,8 +94,8 @@ def export_cascade(
 ) -> CascadeExport:
     """Write `folder/model.onnx`: the slim graph, and the dense one for the rows that the slim one is unsure of.
 
-    The threshold is chosen by the logits of these graphs on the runtime that is to serve them. The written file then
-    answers all held-out rows, and must do so as the two graphs do.
+    The threshold is chosen by the logits of these graphs on the runtime that will serve them. The written file then
+    answers all held-out rows, and must agree with the two graphs.
 
     Args:
         slim, dense: Exports of two encoders with the same inputs and classes, for provider cpu in float32.
@@ -200,7 +200,7 @@ def _compared(
     near: float,
     tolerance: float,
 ) -> float:
-    """Return the largest difference of the joined graph from the two graphs by hand, if it is tolerable.
+    """Return the largest difference between the joined graph and the two graphs by hand, if it is within the tolerance.
 
     `apart`, (rows,), is how far each margin is above the threshold; within `near` of it, either answer is right.
     """
@@ -209,8 +209,8 @@ def _compared(
     worst = torch.where(apart.abs() <= near, torch.minimum(to_slim, to_dense), differences).max().item()
     if not worst <= tolerance:
         raise ParityError(
-            f"the graph of a cascade must answer as its two models do, and differs by {worst:.2e}, where "
-            f"{tolerance:.2e} is allowed; report the model"
+            f"the graph of a cascade must agree with its two models to {tolerance:.2e}, but differs by {worst:.2e}; "
+            "report the model"
         )
     return worst
 
@@ -220,6 +220,7 @@ def _check_promise(joined: torch.Tensor, answers: torch.Tensor, promise: Promise
     differ = int((joined.argmax(-1) != answers.argmax(-1)).sum())
     if upper_rate(differ, promise.rows, promise.confidence) > promise.disagreement:
         raise ParityError(
-            f"the graph of a cascade must change few enough of its held-out answers for {promise.disagreement:g}, got "
-            f"{differ} of {promise.rows:,}, where its two models change {promise.differ}; serve it in float32"
+            f"the graph of a cascade must keep the promised disagreement of {promise.disagreement:g}, but changes "
+            f"{differ} of {promise.rows:,} held-out answers (its two models in torch: {promise.differ}); serve it in "
+            "float32"
         )

@@ -22,7 +22,7 @@ def join_graphs(slim: Any, dense: Any, threshold: float) -> int:
 
     Args:
         slim, dense: The graphs, `onnx_ir.Graph`, with the same inputs and the output `logits`, (rows, classes).
-        threshold: Of the margin, the distance of the two largest logits.
+        threshold: Threshold of the margin, the distance of the two largest logits.
 
     Returns:
         Size of the weights that both graphs have, in bytes.
@@ -87,7 +87,7 @@ def _answers_of(dense: Any, new: Builder, inputs: Mapping[str, Any], rows: Any) 
 
 
 def _share_weights(slim: Any, dense: Any) -> int:
-    """Move the dense graph's weights to the slim graph but for those that it has; return the size of these in bytes."""
+    """Move the dense graph's weights to the slim graph, except those that it has; return the size of these in bytes."""
     known = {_content(value): value for value in slim.initializers.values()}
     shared = 0
     for value in list(dense.initializers.values()):

@@ -82,8 +82,8 @@ def choose_threshold(
     allowed -= int(lost.sum())
     if allowed < 0:
         raise PlanError(
-            f"a cascade may change {100 * disagreement:g} % of the answers, and the dense model as it is served "
-            f"changes {int(lost.sum())} of {count:,} itself; serve it in more bits, or ask for less"
+            f"a cascade may change {100 * disagreement:g} % of the answers, but the dense model as it is served "
+            f"changes {int(lost.sum())} of {count:,} itself; serve it in more bits, or promise less"
         )
     worst = margin[wrong & ~lost].sort(descending=True).values
     threshold = _between(margin, worst[allowed]) + resolution if len(worst) > allowed else 0.0
@@ -107,7 +107,7 @@ def _between(margin: torch.Tensor, below: torch.Tensor) -> float:
 
 
 def check_disagreement(disagreement: float) -> None:
-    """Refuse, by a RequestError, a share of answers that is none."""
+    """Refuse, by a RequestError, a share of answers outside (0, 1)."""
     if not 0 < disagreement < 1:
         raise RequestError(f"disagreement must be in (0, 1), a share of the answers, got {disagreement:g}")
 

@@ -1,19 +1,19 @@
 """Write slim checkpoints and load them back.
 
-A slim checkpoint is a folder of Hugging Face: config.json, safetensors, tokenizer or processor, `hies_plan.json`. Where
-no config can describe the shapes, it also holds `modeling_hies.py`. Loading never executes code from the folder.
+A slim checkpoint is a Hugging Face folder: config.json, safetensors, tokenizer or processor, `hies_plan.json`. If no
+config can describe the shapes, it also holds `modeling_hies.py`. Loading never executes code from the folder.
 
-folders.py    folders and files that appear whole or not at all
-contents.py   what a path holds
+folders.py    folders and files that appear complete or not at all
+contents.py   the kind of content that a path holds
 classes.py    the config and the model class of a checkpoint
 schema.py     what the JSON files of a checkpoint must hold
 stored.py     the files of a checkpoint's weights, and their dtype
 tensors.py    the tensors of safetensors files, read block by block
-weights.py    `from_pretrained`, its objections as ours
+weights.py    `from_pretrained`, with its errors as ours
 refits.py     `refit.safetensors`: the refitted layers beside a plan
 version4.py   checkpoints whose heads were pruned by transformers 4
 loading.py    `load` and `HIESModel`: folder or Hub id -> model
-settings.py   settings that transformers leaves out of a saved folder and some readers need
-marker.py     what marks a folder as written by this package; leftovers.py: folders of killed runs
+settings.py   settings that some readers need and transformers does not save
+marker.py     the mark of folders that this package wrote; leftovers.py: folders of killed runs
 save.py       `save_slim`: slim model -> folder, loaded again in every way and compared
 """

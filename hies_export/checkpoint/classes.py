@@ -30,7 +30,7 @@ def find_model_class(path: str | Path, **hub: Any) -> type[PreTrainedModel]:
 
 
 def class_named(config: Mapping[str, Any], path: str | Path) -> type[PreTrainedModel]:
-    """Return the class that a config.json names, or its slim version where the checkpoint is slim."""
+    """Return the class that a config.json names, or its slim version if the checkpoint is slim."""
     names = config.get("architectures") or []
     stock = getattr(transformers, names[0], None) if len(names) == 1 else None
     if not (isinstance(stock, type) and issubclass(stock, PreTrainedModel)):
@@ -42,7 +42,7 @@ def class_named(config: Mapping[str, Any], path: str | Path) -> type[PreTrainedM
 
 
 def read_config(path: str | Path, **hub: Any) -> dict[str, Any]:
-    """Return the config.json of a folder or Hub id, a `RequestError` where there is none or it is damaged."""
+    """Return the config.json of a folder or Hub id; raise a `RequestError` if there is none or it is damaged."""
     config: dict[str, Any] = read_json(_config_file(path, **hub), ConfigFile, CONFIG)
     return config
 

@@ -1,4 +1,4 @@
-"""Tell what a path holds."""
+"""Find out what a path holds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..errors import RequestError
 
 
 class Contents(Enum):
-    """What a path of this machine holds, in words that end "PATH is ..."."""
+    """What a local path holds, in words that end "PATH is ..."."""
 
     NOTHING = "not there"
     CHECKPOINT = "a checkpoint"
@@ -26,7 +26,7 @@ class Contents(Enum):
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
 # An export has a config too.
 _EXPORTS = {"*.onnx": Contents.ONNX, "*.gguf": Contents.GGUF}
-# Files that tell what a folder without a config is, the most telling first.
+# Files that identify a folder without a config, the most specific first.
 _TELLING = {
     "sweep.json": Contents.SWEEP,
     "report.json": Contents.RUN,
@@ -47,7 +47,7 @@ def contents(path: str | Path) -> Contents:
         for pattern, what in _EXPORTS.items():
             if any(folder.glob(pattern)):
                 return what
-    # First: what was pushed has the files of the checkpoint and the report in one folder.
+    # First: a pushed run has the files of the checkpoint and the report in one folder.
     if (folder / "config.json").is_file():
         return Contents.CHECKPOINT
     known = (what for name, what in _TELLING.items() if (folder / name).is_file())
@@ -57,7 +57,7 @@ def contents(path: str | Path) -> Contents:
 def refuse_other(
     path: str | Path, *welcome: Contents, must: str = "a model must be a folder with a config.json or a Hub id"
 ) -> None:
-    """Refuse a path that is known to hold no checkpoint, and nothing else that is welcome; say what to give instead.
+    """Refuse a path that is known to hold neither a checkpoint nor anything in `welcome`; say what to give instead.
 
     `must` begins the sentence.
     """
@@ -67,7 +67,7 @@ def refuse_other(
 
 
 def _instead(path: Path, found: Contents) -> str:
-    """Return what to give in the place of a path that holds no checkpoint."""
+    """Return what to give instead of a path that holds no checkpoint."""
     slim, beside = path / "slim", path.parent / "slim"
     if found is Contents.RUN:
         return f"give {slim}" if (slim / "config.json").is_file() else "its slim/ has no config.json: run it again"

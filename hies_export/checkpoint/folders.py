@@ -1,4 +1,4 @@
-"""Write folders and files that appear whole or not at all."""
+"""Write folders and files that appear complete or not at all."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .marker import MARKER, find_foreign, mark
 
 @contextmanager
 def new_folder(folder: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """Yield a temporary folder that becomes `folder` when the block ends without an exception, and else is deleted.
+    """Yield a temporary folder that becomes `folder` if the block ends without an exception, and else is deleted.
 
-    Before the block and after it, `refuse_existing` may refuse it.
+    `refuse_existing` may refuse it before the block and after it.
     """
     folder = Path(folder)
     refuse_existing(folder, overwrite=overwrite)
@@ -29,12 +29,12 @@ def new_folder(folder: str | Path, *, overwrite: bool = False) -> Iterator[Path]
         mark(temporary)
         _share(temporary)
         refuse_existing(folder, overwrite=overwrite)
-        # The old folder goes only once the new one is whole.
+        # The old folder is removed only once the new one is complete.
         replace(temporary, folder)
 
 
 def _share(folder: Path) -> None:
-    """Let those who may read one file of a folder read all: safetensors writes its own for their owner alone."""
+    """Let whoever may read one file of a folder read all: safetensors makes its files private to their owner."""
     mode = stat.S_IMODE((folder / MARKER).stat().st_mode)
     for file in folder.rglob("*"):
         if file.is_file() and not file.is_symlink():
@@ -46,7 +46,7 @@ def refuse_existing(
 ) -> None:
     """Refuse to write to a folder that exists, or to replace more than what this package wrote.
 
-    What killed processes left beside the folder is cleaned up first. `inputs` are read and must stay, such as "model"
+    Leftovers of killed processes beside the folder are removed first. `inputs` are read and must stay, such as "model"
     -> its folder; Hub ids are ignored.
     """
     clean_up(Path(folder))
@@ -88,7 +88,7 @@ def _relation(output: Path, path: Path) -> str | None:
 
 
 def replace_file(file: Path, text: str) -> None:
-    """Write a file whole or not at all, with the folders above it; replace one that exists."""
+    """Write a file completely or not at all, and create its parent folders; an existing file is replaced."""
     file.parent.mkdir(parents=True, exist_ok=True)
     clean_up(file)
     with hidden_folder(file) as temporary:
@@ -98,7 +98,7 @@ def replace_file(file: Path, text: str) -> None:
 
 
 def refuse_other_file(file: Path, what: str, is_ours: Callable[[str], bool]) -> None:
-    """Refuse to replace a file that is not `what`, such as "a page of this package", as its text tells `is_ours`."""
+    """Refuse to replace a file that is not `what`, such as "a page of this package"; `is_ours` judges by its text."""
     if not os.path.lexists(file):
         return
     try:
@@ -113,5 +113,5 @@ def refuse_other_file(file: Path, what: str, is_ours: Callable[[str], bool]) -> 
 
 
 def user_cache(what: str) -> Path:
-    """Return the folder for what is kept between runs, in $XDG_CACHE_HOME or ~/.cache."""
+    """Return the cache folder of this package, in $XDG_CACHE_HOME or ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hies_export" / what

@@ -1,7 +1,8 @@
-"""Write in a hidden folder beside the output, and clean up what killed processes left there.
+"""Write in a hidden folder beside the output, and remove the hidden folders of killed processes.
 
-A process holds a lock on a file in its hidden folder. The kernel ends the lock with the process, however that dies, so
-what can be locked is left over. On file systems without locks, and on Windows, nothing is removed.
+A process holds a lock on a file in its hidden folder. The kernel releases the lock when the process ends for any
+reason, so a folder whose file can be locked is left over. On file systems without locks, and on Windows, nothing is
+removed.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def hidden_folder(output: Path) -> Iterator[Path]:
         folder.rmdir()
         raise
     with owner:
-        with suppress(OSError):  # of a full disk, the first file of the output will tell
+        with suppress(OSError):  # if the disk is full, writing the first file of the output will say so
             if _lock(owner):
                 owner.write(_machine())
         try:
@@ -49,7 +50,7 @@ def hidden_folder(output: Path) -> Iterator[Path]:
 
 
 def replace(written: Path, output: Path) -> None:
-    """Put a file or folder that lies in a hidden one in the place of the output, and have both outlast a power loss.
+    """Move a file or folder from a hidden folder to the place of the output, durably even if the power fails.
 
     A folder that was there goes with the hidden one, but only if the new one takes its place.
     """
@@ -71,16 +72,16 @@ def replace(written: Path, output: Path) -> None:
 
 
 def _is_to_last(output: Path) -> bool:
-    """Return whether an output stays: not one in the system's temporary folder, nor part of another being written."""
+    """Return whether an output is permanent: not in the temporary folder, nor part of another being written."""
     parents = output.absolute().parents
     return Path(tempfile.gettempdir()) not in parents and not any((parent / OWNER).exists() for parent in parents)
 
 
 def _to_disk(path: Path) -> None:
-    """Wait until a file's content, or the names in a folder, are on the disk: a name alone may outlast a power loss."""
+    """Wait until a file's content, or the names in a folder, are on the disk: a name alone may survive a power loss."""
     if path.is_symlink() or (path.is_dir() and platform.system() == "Windows"):
         return
-    with suppress(OSError) if path.is_dir() else nullcontext():  # some file systems sync no folders
+    with suppress(OSError) if path.is_dir() else nullcontext():  # some file systems cannot sync folders
         descriptor = os.open(path, os.O_RDWR if platform.system() == "Windows" else os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -91,8 +92,8 @@ def _to_disk(path: Path) -> None:
 def clean_up(output: Path) -> None:
     """Remove what killed processes of this machine left in the folder of an output, and say so.
 
-    If one died between the two steps of a replacement, whose new folder was whole, the replacement is finished. What is
-    left of this output and cannot be removed safely is named in a warning.
+    If one died between the two steps of a replacement, when the new folder was complete, the replacement is finished.
+    Leftovers of this output that cannot be removed safely are named in a warning.
     """
     for folder in sorted(output.parent.glob(".*-*")):
         if not folder.is_dir() or folder.is_symlink():
@@ -102,7 +103,7 @@ def clean_up(output: Path) -> None:
                 _finish(folder)
                 _remove(folder)
                 done = "could not remove" if folder.exists() else "removed"
-                logger.warning("%s %s, which a run that was killed left behind", done, folder)
+                logger.warning("%s %s, which a killed run left behind", done, folder)
             elif _looks_like(folder, output):
                 _judge(folder, output)
 
@@ -122,7 +123,7 @@ def _lock(owner: IO[bytes]) -> bool:
 
 @contextmanager
 def _abandoned(folder: Path) -> Iterator[bool]:
-    """Yield whether the process that wrote in a hidden folder is gone; in the block no other can remove it."""
+    """Yield whether the writer of a hidden folder is gone; no other process can remove it during the block."""
     try:
         owner = (folder / OWNER).open("r+b")
     except OSError:
@@ -139,11 +140,11 @@ def _finish(folder: Path) -> None:
         new = folder / output.name
         if new.is_dir() and not output.exists():
             new.rename(output)
-            logger.warning("%s was whole when the run that wrote it was killed, and is in its place now", output)
+            logger.warning("%s was complete when its run was killed, and was moved into place", output)
 
 
 def _remove(folder: Path) -> None:
-    """Delete a hidden folder, the file with the lock last, so that a kill in between leaves what can be found again."""
+    """Delete a hidden folder, the file with the lock last, so that it can be found again after a kill in between."""
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -166,9 +167,9 @@ def _judge(folder: Path, output: Path) -> None:
         if not machine and inside <= {OWNER}:
             _remove(folder)  # killed before it wrote anything
         elif not machine and output.name in inside:
-            _warn_once(f"{folder} may be left of a run that was killed; delete it if nothing writes there")
+            _warn_once(f"{folder} may be left over from a killed run; delete it if nothing writes there")
         elif machine not in (b"", _machine()):
-            _warn_once(f"{folder} is of a run on {machine.decode(errors='replace')}; delete it if that has ended")
+            _warn_once(f"{folder} belongs to a run on {machine.decode(errors='replace')}; delete it if that has ended")
 
 
 @cache

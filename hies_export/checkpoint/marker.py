@@ -10,7 +10,7 @@ from pathlib import Path
 from .. import __version__
 
 MARKER = ".hies_export"
-# Copies of a folder get new times, and the marker need not be copied last.
+# Copies of a folder get new times, and their marker may not be the latest file.
 SLACK_SECONDS = 2.0
 # Desktops leave these in folders that people look into.
 _IGNORED = (MARKER, ".DS_Store", "Thumbs.db", "desktop.ini")
@@ -19,7 +19,7 @@ _IGNORED = (MARKER, ".DS_Store", "Thumbs.db", "desktop.ini")
 def mark(folder: Path) -> None:
     """Write the marker, last of all files: the version of this package, and the names of the files in the folder.
 
-    Folders in it that have a marker get a new one, as files came after it: the card of a slim checkpoint, for one.
+    Subfolders with a marker get a new one, because files were added after it, such as the card of a slim checkpoint.
     """
     for marker in {folder / MARKER, *folder.rglob(MARKER)}:
         content = {"hies_export": __version__, "files": sorted(_files(marker.parent))}
@@ -27,7 +27,7 @@ def mark(folder: Path) -> None:
 
 
 def find_foreign(folder: Path) -> str | None:
-    """Return what in a folder is not of this package, as the end of "but FOLDER ..."; None if it wrote everything."""
+    """Return what this package did not write in a folder, as the end of "but FOLDER ..."; None if it wrote all."""
     if not folder.is_dir():
         return "is not a folder"
     found = sorted(_files(folder))

@@ -1,7 +1,7 @@
 """Write the refitted layers of a compensated model beside its plan, and read them back.
 
-A plan says which units stay. What compensation made of the consumers is in `refit.safetensors`: the parameters that it
-changed, under their names in the model and in the shapes and the dtype of the slim checkpoint. The plan has its digest.
+A plan lists the units that stay. The compensated consumers are in `refit.safetensors`: the changed parameters, under
+their names in the model and in the shapes and the dtype of the slim checkpoint. The plan has its digest.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ tags:
 # Cut without its compensation
 
 The plan of this checkpoint was made for a model whose output projections are refitted after the cut ({method}). They
-were **not** refitted here: the files hold the weights of the dense model, without the units that were removed. What was
-measured of the refitted model does not hold for this one.
+were **not** refitted here: the files hold the weights of the dense model, without the units that were removed.
+Measurements of the refitted model do not hold for this one.
 
-`hies-export apply PLAN MODEL -o DIR --refit FILE` cuts and takes the refitted layers, which a compensated run writes
+`hies-export apply PLAN MODEL -o DIR --refit FILE` cuts and uses the refitted layers, which a compensated run writes
 beside its plan as `refit.safetensors`; `hies-export prune RECIPE --plan PLAN -o DIR` refits them anew.
 """
 
 
 @dataclass(frozen=True)
 class RefittedLayers:
-    """The file of the refitted parameters of a compensated model, and where each is in it, by name."""
+    """The file of the refitted parameters of a compensated model, and the position of each by name."""
 
     file: Path
     tensors: Mapping[str, StoredTensor]
@@ -57,7 +57,7 @@ def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
 
 
 def _digest(parts: Iterable[tuple[str, torch.dtype, Sequence[int], Iterable[memoryview]]]) -> str:
-    """Return the SHA-256 of the names, dtypes, shapes and bytes of tensors, which come in the order of their names."""
+    """Return the SHA-256 of the names, dtypes, shapes and bytes of tensors, in the order of their names."""
     total = hashlib.sha256()
     for name, dtype, shape, blocks in parts:
         total.update(f"{name}\0{dtype}\0{tuple(shape)}\0".encode())
@@ -73,7 +73,7 @@ def refit_beside(plan: PruningPlan, file: Path) -> Path | None:
 
 
 def read_refit(plan: PruningPlan, file: Path) -> RefittedLayers:
-    """Return where the refitted parameters of a plan are; their bytes are read once, for the digest."""
+    """Return the positions of a plan's refitted parameters in their file; their bytes are read once, for the digest."""
     if plan.refit is None:
         raise PlanError(
             f"refitted layers must be those of the plan, but this plan names none, got {file}; leave them out "
@@ -115,12 +115,12 @@ def load_refit(model: PreTrainedModel, refitted: RefittedLayers) -> None:
 
 
 def warn_uncompensated(plan: PruningPlan, folder: Path | None = None) -> None:
-    """Warn that a model is cut by the plan of a compensated one without its compensation, also in a folder's card."""
+    """Warn that a model is cut by a compensated model's plan but not compensated, also in a folder's card."""
     method = plan.compensation.get("method")
     remedy = "" if plan.refit is None else f"give the {REFIT} of the run that made the plan as refit=, or "
     logger.warning(
-        "the plan is of a model that is refitted after the cut (compensation: %s), and the layers are NOT refitted "
-        "here: quality is that of cutting alone; %srefit anew with compensate",
+        "the plan was made for a model that is refitted after the cut (compensation: %s), but its layers are NOT "
+        "refitted here, so quality is that of cutting alone; %srefit anew with compensate",
         method,
         remedy,
     )

@@ -42,7 +42,7 @@ def save_slim(
 ) -> float:
     """Save a slim model, load it again through every class that users may load it by, and compare.
 
-    What is compared is the model in the dtype that it is saved in, on both sides.
+    Both sides of the comparison are in the dtype that is saved.
 
     Args:
         model: The slim model.
@@ -50,8 +50,8 @@ def save_slim(
         plan: Saved as `hies_plan.json`.
         batch: Inputs on which the saved and the loaded models are compared.
         processor: Tokenizer or image processor to save with the model.
-        dtype: What to save in; by default the model's own. The model is not changed. Parameters that transformers keeps
-            in float32 stay so.
+        dtype: Dtype to save in; by default the model's own. The model is not changed. Parameters that transformers
+            keeps in float32 stay in float32.
         refitted: Parameters that compensation changed, to write as `refit.safetensors` beside the plan; their digest
             should be the plan's.
         overwrite: Replace an existing folder.
@@ -121,7 +121,7 @@ def check_reload(model: PreTrainedModel, folder: str | Path, batch: Mapping[str,
         difference = max_abs(first_output(loaded, inputs), expected)
         allowed = TOLERANCE * max(1.0, expected.abs().max().item())
         if not difference < allowed and computing in HALF:
-            # There, the last bits of a product are no less than that.
+            # Rounding errors of products there are at least as large.
             one, other = (first_output(convert(m, dtype=torch.float32), inputs) for m in (loaded, original))
             difference = max_abs(one, other)
         del loaded  # before the next one is loaded
@@ -135,10 +135,10 @@ def check_reload(model: PreTrainedModel, folder: str | Path, batch: Mapping[str,
 
 
 def _computing_dtype(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> torch.dtype:
-    """Return the dtype to compare outputs in: the model's own, but float32 where it does not compute in its own.
+    """Return the dtype to compare outputs in: the model's own, or float32 if it cannot compute in its own.
 
     CPUs lack some operations in half precision, and activations of a model that was trained in bfloat16 may be too
-    large for float16. Neither says anything about the files.
+    large for float16. Neither is a fault of the files.
     """
     if model.dtype not in HALF:
         return model.dtype

@@ -37,7 +37,7 @@ class SlimBlock(Schema):
 
 
 class ConfigFile(Schema):
-    """What this package reads itself of a config.json, and how many layers it may ask for."""
+    """The fields of a config.json that this package reads itself, and the most layers that it may ask for."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -65,7 +65,7 @@ def _layer_counts(fields: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 
 
 class GenerationFile(Schema):
-    """What this package reads of a generation_config.json."""
+    """The fields of a generation_config.json that this package reads."""
 
     eos_token_id: TokenId | list[TokenId] | None = None
     pad_token_id: TokenId | None = None
@@ -90,7 +90,7 @@ def read_weight_map(index: Path) -> dict[str, str]:
 
 
 def check_side_files(folder: str | Path) -> None:
-    """Check the JSON that transformers reads beside the config of a checkpoint in a folder; of a Hub id, nothing."""
+    """Check the JSON files beside a folder's config that transformers reads; nothing for a Hub id."""
     folder = Path(folder)
     if (folder / "generation_config.json").is_file():
         read_json(folder / "generation_config.json", GenerationFile, GENERATION)
@@ -99,7 +99,7 @@ def check_side_files(folder: str | Path) -> None:
 
 
 def check_slim_names(block: Mapping[str, Any], stock: PreTrainedModel, where: str | Path) -> None:
-    """Check that every name in a `hies_export` block is of the kind that the block says."""
+    """Check that every name in a `hies_export` block has the kind that the block gives it."""
     base = stock.base_model
     modules, parameters = dict(base.named_modules()), dict(base.named_parameters())
     for name in block["linear"]:
@@ -127,14 +127,14 @@ def _stranger(place: str, name: str, wanted: str, stock: PreTrainedModel, where:
 
 
 def empty_model(model_class: type[PreTrainedModel], config: Any, where: str | Path, dtype: Any = None) -> Any:
-    """Return a model of a checkpoint's config on the meta device; a `RequestError` where none can be built."""
+    """Return a model of a checkpoint's config on the meta device; raise a `RequestError` if none can be built."""
     with refusing(f"no {model_class.__name__} can be built of {where}"):
         return internals.empty_model(model_class, config, dtype)
 
 
 @contextmanager
 def refusing(what: str) -> Iterator[None]:
-    """Refuse a config, in the block, whatever the code of transformers and of its models raises about it."""
+    """Refuse a config if the code of transformers or of its models raises anything in the block."""
     try:
         yield
     except (HiesError, torch.OutOfMemoryError):

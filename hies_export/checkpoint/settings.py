@@ -1,4 +1,4 @@
-"""Add the settings to a saved folder that transformers leaves out and some readers need."""
+"""Add settings that some readers need, and that transformers leaves out, to a saved folder."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def name_tokenizer(folder: Path) -> None:
 
 
 def _labels(config: Any, file: Path) -> dict[str, Any]:
-    """Return the labels of a classifier, where transformers left them out of its saved config.
+    """Return the labels of a classifier if transformers left them out of its saved config.
 
-    It leaves out two labels with its own names, LABEL_0 and LABEL_1, also of a config whose class has another number of
-    labels by default, such as three in `BartConfig`. The head would then be loaded with that number of outputs.
+    It leaves out two labels with its default names, LABEL_0 and LABEL_1, even if the config's class has another number
+    of labels by default, such as three in `BartConfig`. The head would then be loaded with that number of outputs.
     """
     if type(config).from_json_file(file).num_labels == config.num_labels:
         return {}
@@ -70,9 +70,9 @@ def _labels(config: Any, file: Path) -> dict[str, Any]:
 def _with_older_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a saved config with the settings of rotary embeddings under the keys of transformers 4 too.
 
-    Version 5 writes them into `rope_parameters`. Version 4 does not read that, takes the defaults of the class, and so
-    computes something else without an error. Where kinds of layers differ in their parameters, nothing is added: the
-    keys of version 4 hold for all layers.
+    Version 5 writes them into `rope_parameters`. Version 4 does not read that, uses the defaults of the class, and so
+    computes something else without an error. If kinds of layers differ in their parameters, nothing is added: the keys
+    of version 4 hold for all layers.
     """
     parts = {key: _with_older_keys(value) for key, value in config.items() if isinstance(value, dict)}
     rotary, older = config.get("rope_parameters"), {}
@@ -88,7 +88,7 @@ def _with_older_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _reads_the_same(config_class: Any, longer: dict[str, Any], config: dict[str, Any]) -> bool:
-    """Return whether transformers 5 makes the same of a config with more keys; some classes read them in another way.
+    """Return whether transformers 5 reads a config with more keys as the same; some classes interpret them differently.
 
     The keys themselves may stay, as fields that nothing reads.
     """

@@ -1,4 +1,4 @@
-"""Say which files hold the weights of a checkpoint, and which dtype they are stored in."""
+"""Find the files that hold the weights of a checkpoint, and the dtype they are stored in."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def describe_tensors(file: Path) -> Iterator[tuple[str, str, list[int]]]:
 
 
 def stored_dtype(files: Iterable[Path], config: Any) -> torch.dtype | None:
-    """Return the dtype that a checkpoint is stored in, and its slim version is saved in; None if nothing tells."""
+    """Return the dtype that a checkpoint is stored in, and its slim version is saved in; None if it is unknown."""
     safe = [file for file in files if file.suffix == ".safetensors"]
     found = [_FLOATS[dtype] for file in safe for _, dtype, _ in describe_tensors(file) if dtype in _FLOATS]
     return checkpoint_dtype(found, config)
@@ -58,8 +58,8 @@ def stored_dtype(files: Iterable[Path], config: Any) -> torch.dtype | None:
 def checkpoint_dtype(stored: Iterable[torch.dtype], config: Any) -> torch.dtype | None:
     """Return the dtype of a checkpoint: the one its config names, as in transformers, or a narrower one of its tensors.
 
-    The narrower one counts where all floating tensors have it; in the config's, a slim checkpoint could be larger than
-    its source. Without a dtype in the config, that of the first of the tensors, `stored`, counts.
+    The narrower one counts if all floating tensors have it; otherwise a slim checkpoint could be larger than its
+    source. If the config has no dtype, that of the first tensor in `stored` counts.
     """
     floats = list(dict.fromkeys(dtype for dtype in stored if dtype in _FLOATS.values()))
     named = getattr(config, "dtype", None)

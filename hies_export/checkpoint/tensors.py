@@ -100,8 +100,8 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     whole = max((t.offset + t.bytes for t in tensors.values()), default=8 + length)
     if size != whole:
         raise RequestError(
-            f"{file} must have the {whole} bytes its header tells of, but has {size}; it is cut short or damaged: "
-            "fetch or save it again"
+            f"{file} must have the {whole} bytes that its header describes, but has {size}; it is cut short or "
+            "damaged: fetch or save it again"
         )
     return tensors
 
@@ -150,7 +150,7 @@ def read_tensor(tensor: StoredTensor, dtype: torch.dtype, buffer: bytearray) -> 
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """Return the bytes of a tensor, without a copy where it is contiguous."""
+    """Return the bytes of a tensor, without a copy if it is contiguous."""
     return memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
@@ -159,5 +159,5 @@ def _fill(stream: Any, block: memoryview, file: Path) -> None:
     while done < len(block):
         count = stream.readinto(block[done:])
         if not count:
-            raise StepError(f"{file} ended too early; was it changed meanwhile? Nothing was kept")
+            raise StepError(f"{file} ended too early; was it changed during the cut? Nothing was kept")
         done += count

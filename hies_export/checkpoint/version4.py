@@ -27,7 +27,7 @@ from .weights import load_weights, skeleton_of_files, stored_shapes
 
 @internals.never_asking()
 def load_version4(path: str | Path, **kwargs: Any) -> tuple[PreTrainedModel, PruningPlan]:
-    """Load a checkpoint that carries `pruned_heads`: the slim model, and the plan that cuts the original to it."""
+    """Load a checkpoint with `pruned_heads`; return the slim model, and the plan that cuts the original to it."""
     stock = find_model_class(path, **hub_options(kwargs))
     config = class_config(path, stock, **hub_options(kwargs))
     pruned = {int(layer): heads for layer, heads in (getattr(config, "pruned_heads", None) or {}).items() if heads}
@@ -70,7 +70,7 @@ def _plan(path: str | Path, pruned: Mapping[int, Sequence[int]], modules: Sequen
     beyond = sorted(layer for layer in pruned if layer >= len(modules))
     if beyond or any(module.units != module.groups for module in modules):
         raise UnsupportedModelError(
-            f"pruned_heads must be about layers of the model, each query head with a key/value head of its own, but "
+            f"pruned_heads must name layers of the model, in which each query head has its own key/value head, but "
             f"{path} has {len(modules)} such layers and names {listed(sorted(pruned))}"
         )
     return PruningPlan(kept=kept, criterion="pruned_heads", versions=library_versions())

@@ -1,4 +1,4 @@
-"""Load a checkpoint by `from_pretrained`, and refuse in one sentence whatever it stumbles over."""
+"""Load a checkpoint by `from_pretrained`, and turn its failures into one-sentence refusals."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .stored import describe_tensors
 Shapes = dict[str, list[int]]
 """Name of a tensor in the files -> its shape."""
 
-# A config that describes so many times what the files hold is damaged.
+# A config that describes this many times the size of the files is damaged.
 TIMES = 10
 
 
@@ -37,11 +37,10 @@ def check_files(model_class: Any, config: Any, path: str | Path) -> None:
 
 
 def _check_sizes(model_class: Any, config: Any, path: str | Path, shapes: Shapes) -> None:
-    """Refuse tensors of other sizes than the config describes, before transformers makes room for what it describes.
+    """Refuse tensors of other sizes than the config describes, before transformers allocates memory for these.
 
-    It is enough to look at tensors whose names are those of the model, and transposed ones fit: transformers checks all
-    of them, but fills what does not fit, or is not there, with random numbers first, which a damaged config may make
-    take all memory.
+    Only tensors with names of the model are checked, and transposed ones fit. transformers checks all of them, but
+    first fills missing and misfitting ones with random numbers, which may take all memory if the config is damaged.
     """
     if not shapes or getattr(config, "quantization_config", None) is not None:
         return
@@ -123,7 +122,7 @@ def load_weights(model_class: Any, path: str | Path, *, shapes: Shapes | None = 
 
 @contextmanager
 def _load_report() -> Iterator[list[str]]:
-    """Yield a list that receives transformers' report of what does not load, which else nobody sees."""
+    """Yield a list that receives transformers' report of what does not load, which would otherwise be lost."""
     logger = logging.getLogger("transformers.modeling_utils")
     found: list[str] = []
     before, shown = (logger.level, logger.propagate), logger.isEnabledFor(logging.WARNING)

@@ -1,7 +1,7 @@
 """The command line, `hies-export COMMAND ...`: one file per command.
 
-In goes what a user typed. Out come tables on standard output, progress and messages on standard error, and an exit
-code; `--json` adds one line of JSON, last on standard output. Only this folder prints. In the order of reading:
+The input is what a user typed. The output is tables on standard output, progress and messages on standard error, and an
+exit code; `--json` adds one line of JSON, last on standard output. Only this folder prints. In the order of reading:
 
 - `main.py`: the parser, assembled from the commands, and what exit code an error or an interrupt becomes;
 - `arguments.py`: options that several commands share, and the recipe they describe;

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from ..recipe import PruningRecipe
     from ..values import PruningPlan
 
-# Names that help texts list, as the command line starts without the libraries behind them; tests/cli/test_help.py holds
-# them to what the package knows.
+# Names that help texts list, because the command line starts without the libraries behind them; tests/cli/test_help.py
+# compares them with the package.
 RUNTIMES = (
     "torch, torch-compile, onnxruntime-cpu, onnxruntime-cpu-int8, onnxruntime-cuda, onnxruntime-tensorrt, openvino, "
     "llamacpp"
@@ -88,7 +88,7 @@ def add_output(parser: ArgumentParser, *flags: str, help: str = "folder to write
 
 
 def add_plan_options(parser: ArgumentParser) -> None:
-    """Add what is done with the refitted layers of a plan, and with one for other weights."""
+    """Add the options for a plan's refitted layers, and for a plan that was made for other weights."""
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument(
         "--refit", metavar="FILE", type=a_path, help="the plan's refitted layers (default: refit.safetensors beside it)"
@@ -100,7 +100,7 @@ def add_plan_options(parser: ArgumentParser) -> None:
 def find_refit(options: Namespace, plan: PruningPlan, file: Path) -> Path | None:
     """Return the refitted layers to use with a plan, by `add_plan_options`; None for none.
 
-    Those beside the plan are of the weights that it was made for, so `--force` leaves them alone.
+    Those beside the plan belong to the weights that it was made for, so `--force` ignores them.
     """
     from ..checkpoint.refits import refit_beside
 

@@ -65,7 +65,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
-    """Time both, print the comparison, and return what `hies-export report` shows again."""
+    """Time both, print the comparison, and return it as `hies-export report` reads it."""
     from ..measure.machine import machine_facts
     from ..pipeline.bench import bench
     from ..recipe import PruningRecipe
@@ -89,9 +89,9 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
 
 
 def _models(options: Namespace, progress: Progress) -> tuple[str, str]:
-    """Return what is compared: of a single run its dense model and its slim one, else what was given.
+    """Return the two models to compare: those of a single run, dense and slim, or else the given ones.
 
-    Of a run, `slim/` is taken; `onnx/` or `gguf/` where all runtimes read that.
+    A run stands for its `slim/`, or for its `onnx/` or `gguf/` if all runtimes read that.
     """
     from ..checkpoint.contents import Contents, contents
     from ..pipeline.provenance import dense_model
@@ -101,7 +101,7 @@ def _models(options: Namespace, progress: Progress) -> tuple[str, str]:
         slim = checkpoint_in(str(first), progress=progress)
         dense = dense_model(first)
         if dense is None:
-            progress.stage("its dense model is not where it was: its slim one is timed against itself, for the noise")
+            progress.stage("its dense model is gone: its slim model is timed against itself, which measures the noise")
         else:
             progress.stage(f"A is its dense model, {dense}; B is {slim}")
         return dense or slim, slim
@@ -112,7 +112,7 @@ def _models(options: Namespace, progress: Progress) -> tuple[str, str]:
         return first, second
     for path, export in exports:
         if export != path:
-            progress.stage(f"{path} is the folder of a run: its {export.name}/ is taken")
+            progress.stage(f"{path} is the folder of a run: using its {export.name}/")
     return str(exports[0][1]), str(exports[1][1])
 
 

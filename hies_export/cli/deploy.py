@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add the recipe, or the model and its data, the promise, and what may be tried for how long."""
+    """Add the recipe, or the model and its data, the promise, and the limits of runtimes and time."""
     parser.add_argument(
         "recipe", metavar="RECIPE|MODEL", type=a_path_or_id, help="a recipe, YAML, or a checkpoint folder or Hub id"
     )
@@ -60,13 +60,13 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--within",
         metavar="TIME",
         type=minutes,
-        help="start no further cut after this time, such as 30m or 2h; timing and writing the result come on top",
+        help="start no further cut after this time, such as 30m or 2h; timing and writing the result take extra time",
     )
     add_json(parser)
 
 
 def minutes(text: str) -> float:
-    """Read a time such as 90s, 30m or 2h in minutes; a number alone is of minutes."""
+    """Read a time such as 90s, 30m or 2h in minutes; a number without a unit is minutes."""
     per_unit = {"s": 1 / 60, "m": 1.0, "h": 60.0}
     number, unit = (text[:-1], text[-1]) if text[-1:] in per_unit else (text, "m")
     try:

@@ -123,7 +123,7 @@ def _export_gguf(options: Namespace, console: Console, progress: Progress) -> di
 
 
 def load_processor_if_any(path: str, model: Any) -> Any:
-    """Return the checkpoint's tokenizer or processor, or None, with a warning, where it has none."""
+    """Return the checkpoint's tokenizer or processor, or None, with a warning, if it has none."""
     from ..data.processors import load_processor
     from ..errors import DataError
     from ..onnx.multimodal import is_vision_language

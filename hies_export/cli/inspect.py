@@ -98,7 +98,7 @@ def _inspect_model(options: Namespace, console: Console) -> dict[str, Any]:
 
 
 def _find(model: PreTrainedModel) -> tuple[list[PrunableModule], dict[str, UnsupportedModelError]]:
-    """Return the modules of every kind that can be cut, and by kind why those of another cannot."""
+    """Return the modules of the kinds that can be cut, and by kind why others cannot."""
     from ..errors import UnsupportedModelError
     from ..measure.shapes import check_runs
     from ..model.tokens import sample_batch

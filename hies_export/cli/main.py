@@ -47,7 +47,7 @@ COMMANDS: tuple[ModuleType, ...] = (
     *(architectures, ui, report),
 )
 
-# These use neither transformers nor datasets, so they answer without the seconds it takes to import and silence them.
+# These use neither transformers nor datasets, so they skip the seconds it takes to import and silence them.
 WITHOUT_LIBRARIES = (architectures, report)
 
 # These share their work among the processes that accelerate or torchrun started.
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None, *, parser: argparse.ArgumentPar
     out = Console(width=None if sys.stdout.isatty() else 120, **console)
     err = Console(stderr=True, **console)
     if quiet:
-        # Else torch prints the stack when the first process is gone.
+        # Otherwise torch prints the stack when the first process is gone.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     progress = SILENT if quiet else TerminalProgress(err)
     silence = options.command not in WITHOUT_LIBRARIES
@@ -105,7 +105,7 @@ def main(arguments: Sequence[str] | None = None, *, parser: argparse.ArgumentPar
             err.print("interrupted; nothing half-written was left behind", style="red")
             return 130
         if quiet:
-            # The first process says what all fail with, and the launcher ends the others in the meantime.
+            # The first process prints the error that all fail with; the launcher meanwhile ends the others.
             time.sleep(processes.HEAD_START)
             err.quiet = False
         if isinstance(error, HiesError):

@@ -10,10 +10,10 @@ from ..progress import Progress
 
 
 def checkpoint_in(path: str, *welcome: Contents, progress: Progress) -> str:
-    """Return where the checkpoint is that a path means: the path itself, or `slim/` of a run's folder."""
+    """Return the checkpoint that a path stands for: the path itself, or `slim/` in the folder of a run."""
     slim = Path(path) / "slim"
     if contents(path) is Contents.RUN and (slim / "config.json").is_file():
-        progress.stage(f"{path} is {Contents.RUN.value}: its slim/ is taken")
+        progress.stage(f"{path} is {Contents.RUN.value}: using its slim/")
         return str(slim)
     wanted = ", ".join(("a checkpoint", *(what.value for what in welcome)))
     refuse_other(path, *welcome, must=f"the model must be {wanted} or the folder of a run")
@@ -21,13 +21,13 @@ def checkpoint_in(path: str, *welcome: Contents, progress: Progress) -> str:
 
 
 def plan_in(path: Path, *, progress: Progress) -> Path:
-    """Return the file of the plan that a path means: itself, or that of a run's or a slim checkpoint's folder."""
+    """Return the plan file that a path stands for: itself, or the plan in the folder of a run or slim checkpoint."""
     if not path.is_dir():
         return path
     found = contents(path)
     for name in ("plan.json", "hies_plan.json"):
         if (path / name).is_file():
-            progress.stage(f"{path} is {found.value}: its {name} is taken")
+            progress.stage(f"{path} is {found.value}: using its {name}")
             return path / name
     instead = f"save one from the page of 'hies-export ui {path}'" if found is Contents.SWEEP else "give a plan.json"
     raise RequestError(
@@ -37,7 +37,7 @@ def plan_in(path: Path, *, progress: Progress) -> Path:
 
 
 def refuse_other_than(path: str | Path, *wanted: Contents, needs: str) -> None:
-    """Refuse a path that does not hold what is wanted, and name what does where it is near."""
+    """Refuse a path that does not hold what is wanted; name a nearby one that does."""
     found = contents(path)
     if found not in wanted:
         near = next((p for p in (Path(path).parent, Path(path) / "run") if contents(p) in wanted), None)

@@ -29,8 +29,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(options: Namespace, console: Console, progress: Progress) -> None:
     """Write a slim checkpoint, cut by a given plan or by one made now.
 
-    A recipe that compensates refits the layers, also of a given plan. Otherwise those that were written with the plan
-    are taken.
+    A recipe that compensates refits the layers, also for a given plan. Otherwise the layers written with the plan are
+    used.
     """
     from ..checkpoint.refits import read_refit, warn_uncompensated
     from ..pipeline.cut import save, warn_if_larger
@@ -90,6 +90,6 @@ def _check_refit(options: Namespace, recipe: PruningRecipe) -> None:
         return
     why = "there is no --plan" if options.plan is None else "this recipe compensates, which refits anew"
     raise RequestError(
-        f"--refit and --no-refit are about a --plan under a recipe that does not compensate, but {why}; leave them "
-        "out, or add --set prune.compensation=null"
+        f"--refit and --no-refit need a --plan, and a recipe that does not compensate, but {why}; leave them out, or "
+        "add --set prune.compensation=null"
     )

@@ -73,7 +73,7 @@ def _show_report(options: Namespace, console: Console) -> Shown:
         print_report(found, console)
         return found.summary(), render_html(found), lambda: draw_report(found)
     if options.figures is not None:
-        raise RequestError(f"figures are drawn of a run, but {options.folder} is what a bench found; use --html")
+        raise RequestError(f"figures are drawn for a run, but {options.folder} is the result of a bench; use --html")
     print_bench(found, console)
     return asdict(found), render_bench(found), dict
 

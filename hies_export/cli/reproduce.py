@@ -17,7 +17,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace, console: Console, progress: Progress) -> None:
-    """Repeat the run, print the comparison, and fail if something came out different."""
+    """Repeat the run, print the comparison, and fail if a result differs."""
     from ..pipeline.reproduce import Compared, reproduce
     from ..report.terminal import PlainTable
 

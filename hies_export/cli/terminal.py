@@ -1,4 +1,4 @@
-"""What a terminal shows beside results: progress, warnings, log records."""
+"""Progress, warnings and log records on a terminal."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Seconds between two lines of a loop, where there is no bar.
+# Seconds between two lines of a loop, if there is no bar.
 EVERY = 30.0
 # Characters of a warning that is counted.
 _SHORT = 100
-# What messages tell callers in Python -> what it is on the command line.
+# Advice for callers in Python -> the same on the command line.
 _FLAGS = {
     "plan.kept (to apply_plan: force=True)": "--force",
     "overwrite=True": "--overwrite",
@@ -39,7 +39,7 @@ _FLAGS = {
 class TerminalProgress:
     """Progress on a terminal: a line per stage with the time since the start, and a bar for a loop while it runs.
 
-    Where the output is no terminal, such as a log, a loop gets a line every `EVERY` seconds instead of the bar.
+    If the output is not a terminal but, say, a log, a loop prints a line every `EVERY` seconds instead of the bar.
     """
 
     def __init__(self, console: Console):
@@ -91,7 +91,7 @@ def minutes(seconds: float) -> str:
 
 
 def in_flags(message: str) -> str:
-    """Return a message of the package with the flags of the commands in the place of parameters."""
+    """Return a message of the package with command-line flags in place of Python parameters."""
     for parameter, flag in _FLAGS.items():
         message = message.replace(parameter, flag)
     return message

@@ -1,4 +1,4 @@
-"""Cut a given number of bundles from every module, whichever they are: the cost depends on the number alone."""
+"""Cut a given number of bundles from every module, no matter which: the cost depends only on the number."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..units import Kept, PrunableModule, Units
 def cut_bundles(
     model: PreTrainedModel, modules: Sequence[PrunableModule], removed: Mapping[str, int], *, unit: str
 ) -> PreTrainedModel:
-    """Return a copy of the model, which shares its weights, without some bundles of modules, whichever they are."""
+    """Return a copy of the model that shares its weights, without some bundles of modules, no matter which."""
     kept = {
         module.name: keep_first(module, bundle_count(module, unit) - removed.get(module.name, 0), unit)
         for module in modules

@@ -14,7 +14,7 @@ from ..select.bundles import bundle_count
 from ..units import PrunableModule
 from .cut import cut_bundles
 
-# Bundles that modules lose in turn, in the cut on which the counts are checked.
+# Bundles that modules lose in turn, in the cut that checks the counts.
 UNEVEN = (1, 3, 0, 2, 5)
 
 
@@ -23,9 +23,9 @@ def flops_table(
 ) -> CostTable:
     """Return the table of FLOPs saved by removing bundles from every module, attention products included.
 
-    All modules of a kind lose a bundle in one cut, and the operations that are gone are attributed to the modules in
-    which they were done. An uneven cut of both kinds is counted too: unless the attribution predicts it to the
-    operation, every module is cut by itself.
+    All modules of a kind lose a bundle in one cut, and the saved operations are attributed to the modules that did
+    them. An uneven cut of both kinds is counted too. If the attribution does not predict it exactly, every module is
+    cut by itself.
 
     Args:
         model: The dense model.
@@ -54,7 +54,7 @@ def flops_table(
 def _saved_per_bundle(
     model: PreTrainedModel, modules: Sequence[PrunableModule], batch: Mapping[str, Any], unit: str
 ) -> tuple[int, dict[str, int]]:
-    """Return the FLOPs of the model, and for every module what it saves per bundle."""
+    """Return the FLOPs of the model, and the saving per bundle of every module."""
 
     def count(removed: Mapping[str, int]) -> dict[str, int]:
         return flops_by_module(cut_bundles(model, modules, removed, unit=unit), batch)
@@ -73,10 +73,10 @@ def _saved_per_bundle(
 
 
 def _attributed(modules: Sequence[PrunableModule], dense: Mapping[str, int], cut: Mapping[str, int]) -> dict[str, int]:
-    """Return which part of the FLOPs that a cut of all modules of a kind saves is due to each of them.
+    """Return how the FLOPs that a cut of all modules of a kind saves are attributed to these modules.
 
     A linear layer belongs to the module whose producer or consumer it is, anything else to the innermost module around
-    it. What belongs to none is left out.
+    it. Operations that belong to none are left out.
     """
     linear = {name: module.name for module in modules for name in module.layers}
     names = {module.name for module in modules}

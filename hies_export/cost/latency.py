@@ -38,7 +38,7 @@ from ..units import PrunableModule, Units
 from .cut import cut_bundles
 from .flops import flops_table
 
-# Share of its bundles that every module of a kind keeps in each timed cut; 0 means the fewest that are timed.
+# Share of its bundles that every module of a kind keeps in each timed cut; 0 stands for the smallest timed cut.
 LEVELS = (0.75, 0.5, 0.25, 0.0)
 # Timed cuts are cached only if no 95 % interval of a ratio is wider than this. Widths were 0.04 to 0.07 on an idle
 # machine, and twice that on a busy one.
@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TimedOn:
-    """The runtime, batch and number of runs to time cuts with, and what exports cuts if the runtime reads no models.
+    """The runtime, batch and number of runs to time cuts with, and the exporter for runtimes that read exports.
 
     `dtype` is what the runtime computes in; None leaves that to the model or its export.
     """
@@ -77,8 +77,8 @@ class TimedOn:
 class TimedCut:
     """A uniform cut of the modules of one `kind`, timed against the dense model.
 
-    `kept` is the share of the bundles that stay. `ratio` is the time of the cut model / that of the dense model, with
-    its 95 % interval; `control_low` and `control_high` are that of the dense model against itself.
+    `kept` is the share of the bundles that stay. `ratio` is the time of the cut model / time of the dense model, with
+    its 95 % interval; `control_low` and `control_high` are the interval of the dense model against itself.
     """
 
     kept: float
@@ -146,7 +146,7 @@ def latency_table(
 def compare_with_full(
     model: PreTrainedModel, dense: PreTrainedModel, where: TimedOn, *, progress: Progress = SILENT
 ) -> LatencyComparison:
-    """Time a model in the bits of a budget beside its dense one in float32, on the same runtime or its `full`."""
+    """Time a model in the bits of a budget beside the dense one in float32, on the same runtime or its `full`."""
     with tempfile.TemporaryDirectory(prefix="hies-full-") as temporary:
         first, second = Path(temporary) / "float32", Path(temporary) / "own"
         forms = [

@@ -1,4 +1,4 @@
-"""Say what a batch is, check batches that did not come from our readers, and order them by length."""
+"""Define a batch, check batches that did not come from our readers, and order them by length."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _check_numbers(numbers: torch.Tensor, known: int, key: str, place: str, *, d
 
 
 def by_length(batches: Sequence[Batch], *, config: Any) -> list[Batch]:
-    """Make batches of the same samples and sizes, shortest samples first, padded no further than they need.
+    """Make batches of the same samples and sizes, shortest samples first, padded no more than needed.
 
     Batches are of text: tensors like `attention_mask`, (batch, tokens), or (batch,), padded on either side by the
     config's padding token. Others (images, images with text) are returned as they are. Samples of equal length keep

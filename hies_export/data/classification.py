@@ -17,7 +17,7 @@ from .tokens import check_vocabulary, settle_padding, token_limit
 
 
 class ClassificationReader(Reader):
-    """Reads what a model classifies and, where `columns.label` names the column, labels.
+    """Reads the inputs of a classifier and, if `columns.label` names a column, labels.
 
     Batches have `labels` (batch,): int64 classes, or float32 for regression.
     """
@@ -43,8 +43,8 @@ class ClassificationReader(Reader):
 class TextReader(ClassificationReader):
     """Reads one or two text columns.
 
-    Batches have `input_ids`, `attention_mask` and what else the tokenizer gives, (batch, longest of the batch), padded
-    on the tokenizer's side.
+    Batches have `input_ids`, `attention_mask` and whatever else the tokenizer gives, (batch, longest of the batch),
+    padded on the tokenizer's side.
     """
 
     task = "text-classification"

@@ -11,7 +11,7 @@ import datasets
 import pandas
 import pyarrow as pa
 
-# Files below so many bytes are read as a whole, by `datasets`; gzipped text is a fraction of its size.
+# Files below this many bytes are read as a whole, by `datasets`; gzipped text is a fraction of its size.
 WHOLE_BYTES = 8_000_000
 WHOLE_GZIPPED_BYTES = 1_000_000
 ROWS = 20_000
@@ -25,8 +25,8 @@ def is_large(parts: Sequence[Path]) -> bool:
 def read_in_chunks(parts: Sequence[Path], folder: Path, options: Mapping[str, Any]) -> datasets.Dataset | None:
     """Read csv or tsv files in two passes: one finds the column types of the first file, one writes `rows.arrow`.
 
-    `options` are those of `pandas.read_csv`. Returns the rows, mapped from that file; None where only the whole file
-    says the type of a column.
+    `options` are those of `pandas.read_csv`. Returns the rows, mapped from that file; None if the type of a column can
+    only be told from the whole file.
     """
     kinds = _kinds(parts[0], options)
     if None in kinds.values():
@@ -53,7 +53,7 @@ def _tables(path: Path, options: Mapping[str, Any]) -> Iterator[pa.Table]:
 
 
 def _kinds(path: Path, options: Mapping[str, Any]) -> dict[str, str | None]:
-    """Return column -> "O" for text, "i", "f" or "b" for numbers; None where chunks say different things of it."""
+    """Return column -> "O" for text, "i", "f" or "b" for numbers; None if chunks disagree about it."""
     found: dict[str, set[str]] = {}
     with pandas.read_csv(path, chunksize=ROWS, **options) as chunks:
         for chunk in chunks:

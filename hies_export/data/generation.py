@@ -1,4 +1,4 @@
-"""Read text to generate: plain text, or prompts with answers. Labels are tokens, -100 where no loss is wanted."""
+"""Read text to generate: plain text, or prompts with answers. Labels are tokens; -100 means no loss."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 AnyGenerationReader = TypeVar("AnyGenerationReader", bound="GenerationReader")
 
-# Tokens of a block of plain text where the recipe does not say, and the model takes as many.
+# Default tokens of a block of plain text, if the model takes as many.
 BLOCK_LENGTH = 512
 
 
@@ -41,15 +41,15 @@ BLOCK_LENGTH = 512
 class GenerationReader(Reader):
     """Reads prompts and answers, for any model that generates text.
 
-    Rows with lists of questions become a sample per question (`one_row_per_question`). Of several choices the right
+    Rows with lists of questions become a sample per question (`one_row_per_question`). With several choices, the right
     one becomes the answer (`right_choice`), or every choice is read (`of_choices`).
 
     Attributes:
-        every_choice: Whether every choice becomes a row of a batch, without the end-of-text token. Batches then say
-            what their rows are (`CHOICE_KEYS`).
+        every_choice: Whether every choice becomes a row of a batch, without the end-of-text token. Batches then
+            describe their rows (`CHOICE_KEYS`).
 
     Batches have `labels` (batch, longest), the tokens themselves, not shifted: all of a plain text, only the answer's
-    after a prompt, -100 elsewhere; under left padding also `position_ids`, where the model takes them.
+    after a prompt, -100 elsewhere; with left padding also `position_ids`, if the model takes them.
     """
 
     a_row_is_a_sample: ClassVar[bool] = False
@@ -60,7 +60,7 @@ class GenerationReader(Reader):
         return replace(self, every_choice=True)
 
     def unlabelled(self: AnyGenerationReader) -> AnyGenerationReader:
-        """Return this reader: its labels are tokens, and the label column only says which of the choices is read."""
+        """Return this reader: its labels are tokens, and the label column only selects the choice to read."""
         return self
 
     @property
@@ -84,14 +84,14 @@ class GenerationReader(Reader):
         return rows if self.columns.label else one_row_per_question(rows, **self.template)
 
     def with_one_answer(self, samples: datasets.Dataset) -> tuple[datasets.Dataset, Choices | None]:
-        """Return the samples with one answer each, or the row of each once for every choice, and what these are."""
+        """Return the samples with one answer each, or each row once for every choice, with a description of these."""
         if not self.columns.label:
             return samples, None
         columns = {"answer": self.template["answer"], "label": self.columns.label}
         return one_row_per_choice(samples, **columns) if self.every_choice else (right_choice(samples, **columns), None)
 
     def texts(self, samples: datasets.Dataset) -> datasets.Dataset:
-        """Return only the columns that prompts and answers are made of: reading a row decodes the images it has."""
+        """Return only the columns that prompts and answers need, because reading a row decodes its images."""
         fields = template_fields(self.template["prompt"])
         return samples.select_columns(list(dict.fromkeys([*fields, self.template["answer"]])))
 
@@ -184,7 +184,7 @@ class TextGenerationReader(GenerationReader):
         tokens = [torch.tensor(ids) for ids, _ in samples]
         labels = [ids.clone() for ids in tokens]
         for of_row, (ids, counted) in zip(labels, samples, strict=True):
-            # A text's first token is predicted from nothing; as a label it would be predicted from padding.
+            # Nothing predicts a text's first token; as a label it would be predicted from padding.
             of_row[: max(len(ids) - counted, int(left and len(ids) < width))] = IGNORED
         input_ids = padded(tokens, tokenizer.pad_token_id, left=left)
         mask = padded([torch.ones_like(ids) for ids in tokens], 0, left=left)
@@ -194,7 +194,7 @@ class TextGenerationReader(GenerationReader):
 
 
 def check_answer(tokens: int, answer_tokens: int, row: str, limit: int | None) -> None:
-    """Check that a sample of so many tokens has a prompt, and an answer that fits behind it."""
+    """Check that a sample with this many tokens has a prompt, and an answer that fits after it."""
     if answer_tokens == 0 or answer_tokens == tokens:
         what = "an answer" if answer_tokens == 0 else "a prompt"
         raise DataError(f"every row must have {what} of at least one token, but {row} has none")
@@ -207,6 +207,6 @@ def check_answer(tokens: int, answer_tokens: int, row: str, limit: int | None) -
 
 
 def with_positions(batch: Batch, config: Any, labels: torch.Tensor) -> Batch:
-    """Return a batch with its labels, and with position ids where the model needs them."""
+    """Return a batch with its labels, and with position ids if the model needs them."""
     positions = position_ids(batch["attention_mask"], config)
     return batch | ({} if positions is None else {"position_ids": positions}) | {"labels": labels}

@@ -22,14 +22,14 @@ from .tokens import check_vocabulary
 
 logger = logging.getLogger(__name__)
 
-# Of the images of a data set, how many may fail to decode.
+# Share of a data set's images that may fail to decode.
 TOLERATED_SHARE = 0.01
 
 
 class ImageTextReader(GenerationReader):
     """Reads images, prompts and answers; labels are on the answer.
 
-    Nothing is cut: without its image's tokens or its first words a prompt is another prompt. Of the images one in a
+    Nothing is cut, because a prompt without its image's tokens or its first words is another prompt. One image in a
     hundred may fail to decode; such samples are left out.
     """
 
@@ -81,7 +81,7 @@ class ImageTextReader(GenerationReader):
 
 
 def _labels(batch: Batch, answer_tokens: Sequence[int]) -> torch.Tensor:
-    """The answers' tokens: the last real ones, whatever the image took in front of them."""
+    """The answers' tokens: the last real ones, no matter how many tokens the image took before them."""
     mask = batch["attention_mask"]
     tokens_to_the_end = mask.flip(-1).cumsum(-1).flip(-1)
     is_answer = mask.bool() & (tokens_to_the_end <= torch.tensor(answer_tokens)[:, None])
@@ -89,7 +89,7 @@ def _labels(batch: Batch, answer_tokens: Sequence[int]) -> torch.Tensor:
 
 
 def with_image_token(prompt: str, processor: Any) -> str:
-    """Say in a prompt where the image is: as the prompt says itself, by the chat template, or in a line before it."""
+    """Place the image in a prompt: where the prompt says, by the chat template, or in a line before it."""
     token = getattr(processor, "image_token", None)
     if token is not None and token in prompt:
         return prompt

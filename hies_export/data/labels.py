@@ -19,7 +19,7 @@ STRINGS = ("string", "large_string")
 
 
 def read_labels(rows: datasets.Dataset, *, column: str, config: Any) -> list[int] | list[float]:
-    """Return one label per row: class numbers, matched by name where the data has names, or numbers for regression."""
+    """Return one label per row: class numbers, matched by name if the data has names, or numbers for regression."""
     feature, values = rows.features[column], rows[column][:]
     for row, value in enumerate(values):
         if value is None or (isinstance(value, float) and math.isnan(value)):
@@ -87,7 +87,7 @@ def _hidden(where: str) -> str:
 
 def _numbers_of_names(names: Sequence[str], *, column: str, config: Any) -> list[int]:
     numbers = {str(name).casefold(): int(number) for name, number in config.label2id.items()}
-    # The exact name wins where two names differ in case only.
+    # The exact name wins if two names differ only in case.
     numbers |= {str(name): int(number) for name, number in config.label2id.items()}
     unknown = dict.fromkeys(name for name in names if name not in numbers and name.casefold() not in numbers)
     if unknown:

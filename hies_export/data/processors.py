@@ -1,4 +1,4 @@
-"""Load what turns text and images into tensors: a tokenizer, an image processor, or a processor of both."""
+"""Load the tokenizer, the image processor, or the processor of both."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..tasks import find_task
 
 logger = logging.getLogger(__name__)
 
-# Whether a task reads texts, and images -> what loads what it needs, and how that is called.
+# Whether a task reads texts, and images -> the loader of its processor, and the processor's name in messages.
 LOADERS: dict[tuple[bool, bool], tuple[Any, str]] = {
     (True, False): (AutoTokenizer, "a tokenizer"),
     (False, True): (AutoImageProcessor, "an image processor"),
@@ -28,8 +28,8 @@ def load_processor(path: str | Path, *, task: str, revision: str | None = None, 
     """Load the tokenizer, the image processor, or the processor of both that a task needs.
 
     Images always go through the Pillow backend, so results do not depend on torchvision being installed. Code of the
-    checkpoint is neither executed nor asked about. With `for_prompts` it pads on the left, and with its end-of-text or
-    unknown token where it has no padding token.
+    checkpoint is neither executed nor asked about. With `for_prompts` it pads on the left, with its end-of-text or
+    unknown token if it has no padding token.
     """
     wanted = find_task(task)
     loader, what = LOADERS[wanted.text, wanted.images]
@@ -59,7 +59,7 @@ def load_processor(path: str | Path, *, task: str, revision: str | None = None, 
         return loaded
     if wanted.images and not (hasattr(loaded, "tokenizer") and hasattr(loaded, "image_processor")):
         raise DataError(f"{needs}, but {path} has only a {type(loaded).__name__}; {REMEDY}")
-    # Where the files are missing, transformers 5 makes a tokenizer of nothing but special tokens.
+    # If the files are missing, transformers 5 makes a tokenizer with only special tokens.
     if len(words) < 2:
         raise DataError(f"{needs}, but the one of {path} has no vocabulary; {REMEDY}")
     if for_prompts:

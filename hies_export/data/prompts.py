@@ -59,9 +59,9 @@ def check_prompt(rows: datasets.Dataset, *, prompt: str, answer: str) -> None:
 def one_row_per_question(rows: datasets.Dataset, *, prompt: str, answer: str) -> datasets.Dataset:
     """Return one row for each pair of a question and an answer, in order.
 
-    Where a column of the template holds lists, all columns of the template that do, and the answer if it does, are
-    paired item by item, so a row's lists must be of one length. Where only the answer column holds lists, each list
-    holds several answers to one question, and rows stay as they are.
+    If columns of the template hold lists, these columns, and the answer if it holds lists too, are paired item by item,
+    so a row's lists must be of one length. If only the answer column holds lists, each list holds several answers to
+    one question, and rows stay as they are.
     """
     columns = _listed_columns(rows, prompt=prompt, answer=answer)
     if not columns:
@@ -78,18 +78,18 @@ def one_row_per_question(rows: datasets.Dataset, *, prompt: str, answer: str) ->
 
 
 def right_choice(rows: datasets.Dataset, *, answer: str, label: str) -> datasets.Dataset:
-    """Replace the choices in the answer column by the one that the label column numbers, counting from 0."""
+    """Replace the choices in the answer column by the one whose number is in the label column, from 0."""
     if not isinstance(rows.features[answer], LISTS):
         raise DataError(
-            f"data.label numbers the right one of the choices in data.answer, but {answer!r} holds "
-            f"{kind_of(rows.features[answer])}; leave data.label out where there is one answer"
+            f"data.label is the number of the right choice, so data.answer must hold lists of choices, but {answer!r} "
+            f"holds {kind_of(rows.features[answer])}; leave data.label out if there is one answer"
         )
     chosen = []
     for row, (choices, number) in enumerate(zip(rows[answer][:], rows[label][:], strict=True)):
         if not str(number).isdecimal() or int(number) >= len(choices):
             raise DataError(
-                f"every {label!r} must number one of the {len(choices)} choices from 0, but {row_name(rows, row)} has "
-                f"{quoted(number)}; use a split with labels"
+                f"every {label!r} must be the number of one of the {len(choices)} choices, from 0, but "
+                f"{row_name(rows, row)} has {quoted(number)}; use a split with labels"
             )
         chosen.append(choices[int(number)])
     kind = rows.features[answer].feature
@@ -107,18 +107,18 @@ def check_one_question(rows: datasets.Dataset, *, prompt: str) -> None:
 
 
 class Choices(NamedTuple):
-    """What the rows of `one_row_per_choice` are: texts of choices, and their values of `CHOICE_KEYS`, (rows, 4)."""
+    """A description of `one_row_per_choice`'s rows: texts of choices, and values of `CHOICE_KEYS`, (rows, 4)."""
 
     text: list[str]
     numbers: torch.Tensor
 
     def of(self, rows: Sequence[int]) -> dict[str, torch.Tensor]:
-        """Return what a batch says of these rows."""
+        """Return the description of these rows for a batch."""
         return {key: self.numbers[list(rows), column] for column, key in enumerate(CHOICE_KEYS)}
 
 
 def one_row_per_choice(rows: datasets.Dataset, *, answer: str, label: str) -> tuple[datasets.Dataset, Choices]:
-    """Return a question's row once for each choice in its answer column, in order, and what these rows are."""
+    """Return a question's row once for each choice in its answer column, in order, and their description."""
     right_choice(rows, answer=answer, label=label)
     choices, labels = rows[answer][:], rows[label][:]
     found = [(row, number, str(text)) for row, of_row in enumerate(choices) for number, text in enumerate(of_row)]
@@ -142,7 +142,7 @@ def _lengths(rows: datasets.Dataset, columns: Sequence[str]) -> list[int]:
 
 
 def filled(row: Mapping[str, Any], *, prompt: str, answer: str) -> tuple[str, str]:
-    """Return the prompt and the answer of a row; of a list of answers the most frequent one, the first of equals."""
+    """Return prompt and answer of a row; from a list of answers the most frequent one, the first among equals."""
     given = row[answer]
     if isinstance(given, list):
         given = Counter(given).most_common(1)[0][0]
@@ -152,7 +152,7 @@ def filled(row: Mapping[str, Any], *, prompt: str, answer: str) -> tuple[str, st
 def answer_text(prompt: str, answer: str, tokenizer: Any, *, end: bool = True) -> str:
     """Return what follows the prompt: a space unless it ends in one, the answer, and with `end` the end-of-text token.
 
-    That token is left out where the tokenizer sets it itself.
+    That token is left out if the tokenizer adds it itself.
     """
     last = (tokenizer.eos_token or "") if end else ""
     if last and tokenizer("a", verbose=False)["input_ids"][-1:] == [tokenizer.eos_token_id]:

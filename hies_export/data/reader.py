@@ -1,4 +1,4 @@
-"""What the readers of all tasks share: load the rows of a split, check them, draw samples, make batches."""
+"""The common part of all readers: load the rows of a split, check them, draw samples, make batches."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class Reader(ABC):
     Attributes:
         config: The model's configuration. Its labels, problem type, positions and vocabulary are read.
         processor: From `load_processor`; only `check` does without.
-        max_length: Tokens a text is cut to; None for as many as tokenizer and model take. Plain text to generate is
-            cut into blocks of so many, by default of 512 if the model takes them. A prompt with an answer loses its
-            first tokens, but never one of the answer's; one with an image is refused when it is too long.
+        max_length: Tokens a text is cut to; None for as many as tokenizer and model take. Plain text to generate is cut
+            into blocks of this length, by default 512 if the model takes as many. A prompt with an answer loses its
+            first tokens, but none of the answer's; one with an image is refused if it is too long.
         packing: Whether plain text to generate is packed into blocks; otherwise every row is a sample.
     """
 
@@ -52,7 +52,7 @@ class Reader(ABC):
     processor: Any = None
     max_length: int | None = None
     packing: bool = True
-    # Whether a row is a sample, so that no more rows have to be looked at than samples are wanted.
+    # Whether a row is a sample, so that only as many rows are read as samples are wanted.
     a_row_is_a_sample: ClassVar[bool] = True
 
     def load(
@@ -131,7 +131,7 @@ class Reader(ABC):
 
 
 def batched(items: Iterable[Item], batch_size: int) -> Iterator[list[Item]]:
-    """Yield so many items at a time; the last batch may have fewer."""
+    """Yield `size` items at a time; the last batch may have fewer."""
     if batch_size < 1:
         raise DataError(f"batch_size must be at least 1, got {batch_size}")
     remaining = iter(items)

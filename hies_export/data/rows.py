@@ -1,8 +1,8 @@
 """Load the rows of one split, of a Hub dataset or of local files, with `datasets`.
 
 Rows stay on disk until some of them are taken, so that memory does not grow with the number of rows. They are drawn,
-shuffled, sliced and repeated before they are read: a column with their numbers goes along, so that an error names the
-row that its user can look up.
+shuffled, sliced and repeated before they are read. A column keeps their numbers, so that an error names a row that its
+user can look up.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ..model.online import hub_or_cache
 from ..progress import quiet
 from .delimited import is_large, read_in_chunks
 
-# Only an empty cell is missing: "None", "NA" and "null" are words that texts contain. Without index_col, a row wider
-# than the header shifts all columns.
+# Only empty cells are missing values: "None", "NA" and "null" are words that texts contain. Without index_col, a row
+# wider than the header shifts all columns.
 _DELIMITED = {"na_values": [""], "keep_default_na": False, "index_col": False}
 _JSON = {"on_mixed_types": None, "parse_agent_traces": False}
 # File ending -> the builder of `datasets` and its options.
@@ -48,9 +48,9 @@ _BUILDERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-# Rows that are copied at once; of images, they are a few hundred megabytes.
+# Rows that are copied at once; with images, they are a few hundred megabytes.
 _TAKEN = 1000
-# The column's name says where the rows are from. No data set or prompt has a column of such a name.
+# The column's name contains the source of the rows. No data set or prompt has such a column.
 _NUMBERS = "hies_export: row of "
 
 
@@ -66,8 +66,8 @@ def load_rows(
 ) -> datasets.Dataset:
     """Load the rows of one split (or a slice: "train[:80%]"), of a Hub dataset or else of files, and `take` some.
 
-    Only the rows that are returned are held in memory. The cache of local files is thrown away: a file that changed is
-    never served stale, and nothing is left beside the user's files or in the cache of `datasets`.
+    Only the returned rows are held in memory. The cache of local files is deleted: a changed file is never read from an
+    old cache, and nothing is left beside the user's files or in the cache of `datasets`.
 
     `name` ends in the configuration: `nyu-mll/glue/sst2`. `files` maps splits to paths: json (a list of objects),
     jsonl, csv, tsv (quotes are ordinary characters, as in GLUE's files) and txt (a row a line, column `text`), each
@@ -75,7 +75,7 @@ def load_rows(
     The last part of a path may be a pattern: `train-*.parquet` reads all parts in name order. All parts have the column
     types of the first one, and a jsonl file those of its first 10 MB; in csv and tsv only an empty cell is missing.
 
-    The rows of an image folder are sorted by class, so there `samples` without a seed takes those of seed 0.
+    The rows of an image folder are sorted by class, so there `samples` without a seed uses seed 0.
     """
     with mapped_rows(name=name, files=files, split=split, numbered=numbered) as rows:
         by_class = files is not None and Path(files[split.partition("[")[0]]).expanduser().is_dir()
@@ -88,7 +88,7 @@ def load_rows(
 def mapped_rows(
     *, name: str | None = None, files: Mapping[str, str | Path] | None = None, split: str, numbered: bool = False
 ) -> Iterator[datasets.Dataset]:
-    """Yield all rows of one split, as `load_rows`; they stay on disk, and memory holds what is read of them."""
+    """Yield all rows of one split, as `load_rows`; they stay on disk, and memory holds only what was read."""
     split, bracket, slice_ = split.partition("[")
     # Windows does not delete files that are mapped.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
@@ -118,8 +118,8 @@ def take(
 ) -> datasets.Dataset:
     """Return the first rows, or the first of a seeded random order, copied into memory without the others.
 
-    `taken_from` tells of the result how many rows there were. With `in_order`, those that a seed takes come in their
-    own order.
+    `taken_from` of the result is how many rows there were. With `in_order`, rows that a seed draws keep their original
+    order.
     """
     order: Sequence[int] | np.ndarray = range(len(rows))
     if shuffle_seed is not None:
@@ -135,12 +135,12 @@ def take(
 
 
 def taken_from(rows: datasets.Dataset) -> int:
-    """Return how many rows there were to take these from, by `take`."""
+    """Return the number of rows from which `take` took these."""
     return int(rows.info.splits.total_num_examples)
 
 
 def column_values(rows: datasets.Dataset, column: str) -> Iterator[Any]:
-    """Yield the values of a column, of which a part at a time is in memory."""
+    """Yield the values of a column, with a part at a time in memory."""
     alone = rows.select_columns(column)
     for start in range(0, len(rows), _TAKEN):
         yield from alone[start : start + _TAKEN][column]
@@ -160,7 +160,7 @@ def row_name(rows: datasets.Dataset, row: int) -> str:
 
 
 def own_columns(rows: datasets.Dataset) -> list[str]:
-    """Return the names of the columns that the data has itself."""
+    """Return the names of the data's own columns."""
     return [column for column in rows.column_names if not column.startswith(_NUMBERS)]
 
 
@@ -270,7 +270,7 @@ def _reading() -> Iterator[None]:
 def _validated(rows: datasets.Dataset) -> datasets.Dataset:
     """Return mapped rows whose text is UTF-8: pyarrow reads other text without complaint."""
     for file in rows.cache_files:
-        # Not through the map: every page of it that is touched would be in memory.
+        # Not through the map: every touched page of it would stay in memory.
         with pa.OSFile(file["filename"]) as source, pa.ipc.open_stream(source) as batches:
             for batch in batches:
                 batch.validate(full=True)

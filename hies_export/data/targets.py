@@ -13,10 +13,10 @@ import torch
 
 from ..errors import DataError, listed
 
-# What transformers' losses leave out.
+# The label that transformers' losses ignore.
 IGNORED = -100
-# What a batch says of its rows where every row is a choice, (rows,) int64 each: the number of the question, of the
-# choice and of the right choice, from 0, and how many characters the choice has. Models do not take these.
+# Keys of a batch whose rows are choices, (rows,) int64 each: the number of the question, of the choice and of the right
+# choice, from 0, and how many characters the choice has. Models do not take these.
 CHOICE_KEYS = ("question", "choice", "right", "characters")
 
 
@@ -28,13 +28,13 @@ def is_regression(config: Any) -> bool:
 def predicted_positions(labels: torch.Tensor) -> torch.Tensor:
     """Return which outputs of a language model predict a label, (batch, tokens - 1) bool: the last one never does.
 
-    `labels` are (batch, tokens), not shifted, as models take them; -100 where no loss is wanted.
+    `labels` are (batch, tokens), not shifted, as models take them; -100 means no loss.
     """
     return labels[:, 1:] != IGNORED
 
 
 def check_label_tokens(batches: Sequence[Mapping[str, torch.Tensor]]) -> None:
-    """Check, where labels are tokens, that every sample has one to compute a loss from."""
+    """If labels are tokens, check that every sample has one to compute a loss from."""
     for index, batch in enumerate(batches):
         labels = batch.get("labels")
         if labels is not None and labels.dim() == 2:
@@ -53,7 +53,7 @@ def size_of(batch: Mapping[str, torch.Tensor]) -> int:
 
 
 def samples_of(batches: Sequence[Mapping[str, torch.Tensor]]) -> int:
-    """Return how many samples batches have: rows, or where every row is a choice, questions."""
+    """Return how many samples batches have: rows, or questions if every row is a choice."""
     if batches and "question" in batches[0]:
         return len(torch.cat([batch["question"] for batch in batches]).unique())
     return sum(map(size_of, batches))

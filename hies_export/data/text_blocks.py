@@ -25,12 +25,12 @@ TEXTS = 1000
 def pack_text(rows: datasets.Dataset, *, column: str, tokenizer: Any, length: int) -> datasets.Dataset:
     """Tokenise all texts, join them, and cut them into blocks: one row each, of `length` tokens in the column `BLOCK`.
 
-    Tokens go to a temporary file, so that memory does not grow with the number of rows, but for a running text, which
-    is tokenised in one piece. The incomplete last block is dropped unless it is the only one.
+    Tokens go to a temporary file, so that memory does not grow with the number of rows, except for a running text,
+    which is tokenised in one piece. The incomplete last block is dropped unless it is the only one.
 
-    Each row is a text of its own, and the tokenizer's end-of-text (or else begin-of-text) token is set between two of
-    them. Rows that come from a txt file, or of which some are blank (as in WikiText), are instead the lines of one
-    running text, joined by line breaks: there a blank row is the empty line between paragraphs or stories.
+    Each row is a separate text, and the tokenizer's end-of-text (or else begin-of-text) token separates them. Rows from
+    a txt file, or rows of which some are blank (as in WikiText), are instead the lines of one running text, joined by
+    line breaks: a blank row is the empty line between paragraphs or stories.
     """
     running = rows.info.builder_name == "text" or not all(text.strip() for text in column_values(rows, column))
     between = tokenizer.bos_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id

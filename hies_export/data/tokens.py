@@ -40,7 +40,7 @@ def token_limit(tokenizer: Any, config: Any, max_length: int | None) -> int | No
             allowed = "at least 1" if longest is None else f"in [1, {longest}], what the model takes"
             raise DataError(f"max_length must be {allowed}, got {max_length}")
         return max_length
-    # transformers writes 1e30 where it knows no limit.
+    # transformers writes 1e30 if it knows no limit.
     limits = [limit for limit in (tokenizer.model_max_length, longest) if limit and 0 < limit < 1_000_000]
     return min(limits) if limits else None
 
@@ -56,9 +56,9 @@ def check_vocabulary(input_ids: torch.Tensor, config: Any) -> None:
 
 
 def position_ids(attention_mask: torch.Tensor, config: Any) -> torch.Tensor | None:
-    """Return positions counted from each sample's first real token, (batch, tokens); None where none are needed.
+    """Return positions counted from each sample's first real token, (batch, tokens); None if none are needed.
 
-    By default models count positions from the left edge of the batch, which under left padding is not where a text
+    By default models count positions from the left edge of the batch, which with left padding is not where a text
     begins. Models whose positions have several axes (mrope) derive them from the mask themselves.
     """
     if bool(attention_mask[:, 0].all()):

@@ -1,7 +1,7 @@
-"""Measure what a pruned model still predicts: metrics, and agreement with the dense model.
+"""Measure the quality of a pruned model: metrics, and agreement with the dense model.
 
-In: a model, dense or slim, and batches from `data`. Out: `Quality` (metrics and stability) or `Judgement` (one
-metric with its standard error, and stability), and the scores of language-model benchmarks.
+The input is a model, dense or slim, and batches from `data`. The output is `Quality` (metrics and stability) or
+`Judgement` (one metric with its standard error, and stability), and the scores of language-model benchmarks.
 
 In the order of reading:
 

@@ -7,19 +7,19 @@ import math
 import torch
 from scipy import stats
 
-# Of all intervals here; two-sided, so that a value lies below its lower end with a probability of 2.5 %.
+# Confidence of all intervals here; two-sided, so a value lies below the lower end with a probability of 2.5 %.
 CONFIDENCE = 0.95
 
 
 def lower_share(same: torch.Tensor, samples: torch.Tensor | None = None) -> float:
     """Return the lower end of the Clopper-Pearson interval of a share.
 
-    Tokens of one text are not independent. For several predictions of a sample the interval is that of as many
-    independent ones as would vary like them.
+    Tokens of one text are not independent. If samples have several predictions, the interval is that of the number of
+    independent predictions with the same variance.
 
     Args:
         same: (predictions,) bool.
-        samples: (predictions,) int64, the sample that each prediction belongs to; None where each has its own.
+        samples: (predictions,) int64, the sample that each prediction belongs to; None if each has its own.
 
     Source: Clopper and Pearson, Biometrika 26 (1934); Korn and Graubard, Survey Methodology 24 (1998), for clusters.
     """
@@ -32,18 +32,18 @@ def lower_share(same: torch.Tensor, samples: torch.Tensor | None = None) -> floa
 
 
 def share_ends(same: torch.Tensor, samples: torch.Tensor | None = None) -> tuple[float, float]:
-    """Return both ends of that interval; the upper one leaves out at least as many as differ."""
+    """Return both ends of that interval; the upper end is computed from the share that differs."""
     return lower_share(same, samples), 1 - lower_share(~same, samples)
 
 
 def _effective_size(same: torch.Tensor, samples: torch.Tensor, share: float) -> float:
-    """Return how many independent predictions would give a share with the variance that these have."""
+    """Return how many independent predictions would give a share with the same variance as these."""
     _, place, sizes = samples.unique(return_inverse=True, return_counts=True)
     groups = len(sizes)
     apart = torch.zeros(groups, dtype=torch.float64).index_add(0, place, same - share)
     spread = apart.square().sum().item()
     if groups == 1 or spread == 0:
-        # One sample, or all predictions agree: nothing says that those of a sample are independent.
+        # One sample, or all predictions agree: nothing shows that predictions of one sample are independent.
         return float(groups)
     variance = spread * groups / (groups - 1) / len(same) ** 2
     size = min(share * (1 - share) / variance, float(len(same)))
@@ -52,15 +52,15 @@ def _effective_size(same: torch.Tensor, samples: torch.Tensor, share: float) -> 
 
 
 def upper_rate(count: int, rows: int, confidence: float = CONFIDENCE) -> float:
-    """Return the rate that `count` of `rows` do not exceed, with a confidence: a one-sided Clopper-Pearson bound."""
+    """Return the upper bound of the rate behind `count` of `rows`, with a confidence: one-sided Clopper-Pearson."""
     return 1.0 if count >= rows else float(stats.beta.ppf(confidence, count + 1, rows - count))
 
 
 def rate_rows_needed(rate: float, confidence: float = CONFIDENCE) -> int:
-    """Return on how many rows nothing must happen for the `upper_rate` to reach a rate in (0, 1)."""
+    """Return how many rows without any event make the `upper_rate` reach a rate in (0, 1)."""
     return math.ceil(math.log(1 - confidence) / math.log(1 - rate))
 
 
 def rows_needed(share: float) -> int:
-    """Return on how many rows all predictions must stay for the lower end to reach a share in (0, 1)."""
+    """Return how many rows, all with the same prediction, make the lower end reach a share in (0, 1)."""
     return math.ceil(math.log((1 - CONFIDENCE) / 2) / math.log(share))

@@ -37,11 +37,11 @@ class Quality:
 
 @dataclass(frozen=True)
 class Judgement:
-    """What pruning plans are compared by, on rows that heads were not scored on.
+    """The numbers that pruning plans are compared by, on rows that heads were not scored on.
 
     Attributes:
-        quality: The first metric; None where there are no labels.
-        standard_error: Of that metric, over as many samples.
+        quality: The first metric; None if there are no labels.
+        standard_error: Standard error of that metric, for the same number of samples.
         stability: Share, in [0, 1], of predictions that equal the dense model's.
     """
 
@@ -57,8 +57,8 @@ class Judge:
     Without labels the dense model's predictions are the reference, so its own metrics are perfect by definition.
 
     Attributes:
-        batches: What is predicted.
-        dense: The dense model's predictions of them.
+        batches: The batches to predict.
+        dense: The dense model's predictions on them.
         metrics: Names of metrics, the most important first.
         regression: Whether the logit is the prediction, rather than the class of the largest one.
         tolerance: Largest absolute difference, in units of the label, at which two numbers count as equal.
@@ -81,7 +81,7 @@ class Judge:
         tolerance: float = 0.25,
         progress: Progress = SILENT,
     ) -> Judge:
-        """Run the dense model over the batches, and return what judges other models on them."""
+        """Run the dense model over the batches, and return the judge of other models on them."""
         return cls(batches, predict(model, batches, progress=progress), metrics, regression, tolerance)
 
     def of(self, predictions: Predictions) -> Quality:
@@ -133,7 +133,7 @@ class Judge:
 
     @property
     def _samples(self) -> torch.Tensor | None:
-        """Sample of every prediction; None where each has its own."""
+        """Sample of every prediction; None if each has its own."""
         of_tokens = isinstance(self.dense, TokenPredictions) and not self.dense.answers
         return self.dense.sample if of_tokens else None  # type: ignore[union-attr]
 
@@ -177,7 +177,7 @@ def standard_error(
 ) -> float:
     """Return the bootstrap standard error of a metric: its standard deviation over resampled sets of samples.
 
-    Every set has as many samples as there are; where the metric is undefined it counts as 0.0.
+    Every set has the original number of samples; an undefined metric counts as 0.0.
     """
     generator = torch.Generator().manual_seed(seed)
     draws = torch.randint(0, len(predictions), (resamples, len(predictions)), generator=generator)
@@ -189,7 +189,7 @@ def standard_error(
 def _metric_inputs(
     predictions: Predictions, references: torch.Tensor, *, names: Sequence[str], regression: bool
 ) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
-    """Return what metrics take, predictions and references of (samples,) and options, after checking that all fits."""
+    """Return the inputs of metrics, predictions and references of (samples,) and options, after a check."""
     if isinstance(predictions, TokenPredictions):
         check_metrics(names, task="text-generation")
         if len(predictions.tokens) != len(references):

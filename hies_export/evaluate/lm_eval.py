@@ -47,7 +47,7 @@ def _is_file(task: str) -> bool:
 
 
 def _task_manager(tasks: Sequence[str]) -> Any:
-    # Reading the names of lm-eval's own tasks takes seconds, so only where one is asked for.
+    # Reading the names of lm-eval's own tasks takes seconds, so only if one is asked for.
     return _tasks_known(all(map(_is_file, tasks)))
 
 

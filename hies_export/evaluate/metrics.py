@@ -29,7 +29,7 @@ class Metric:
         name: The name recipes give it.
         of: What it compares: "classes", "numbers" (of a regression), "tokens" (of generated text) or "choices" (among
             answers to a prompt).
-        compute: The function, of predictions and references; NaN where the metric is undefined.
+        compute: The function, of predictions and references; NaN if the metric is undefined.
         higher_is_better: Whether more is better.
     """
 
@@ -56,7 +56,7 @@ def register_metric(name: str, *, of: str, higher_is_better: bool = True) -> Cal
     - of "choices": predictions with the fields `likeliest` and `per_character`, the choice of the largest
       log-likelihood, summed over its tokens or divided by its characters, and the right choice, (questions,) int64.
 
-    Where a metric is undefined, return NaN: 0.0 is reported, and a warning is logged once.
+    If a metric is undefined, return NaN: 0.0 is reported, and a warning is logged once.
     """
 
     def register(compute: Compute) -> Compute:
@@ -76,7 +76,7 @@ def accuracy(predictions: np.ndarray, references: np.ndarray, num_labels: int | 
 def f1(predictions: np.ndarray, references: np.ndarray, num_labels: int | None = None) -> float:
     """Return the F1 of class 1 for two classes; for more, the mean of the F1 of every class that occurs (macro).
 
-    Without `num_labels` the largest label that occurs tells the number of classes.
+    Without `num_labels` the largest label that occurs gives the number of classes.
     """
     classes = num_labels or max(np.max(predictions), np.max(references)) + 1
     average = "binary" if classes <= 2 else "macro"
@@ -85,7 +85,7 @@ def f1(predictions: np.ndarray, references: np.ndarray, num_labels: int | None =
 
 @register_metric("matthews_correlation", of="classes")
 def matthews_correlation(predictions: np.ndarray, references: np.ndarray, num_labels: int | None = None) -> float:
-    """Return Matthews' correlation, in [-1, 1]; NaN where all predictions or all references are one class."""
+    """Return Matthews' correlation, in [-1, 1]; NaN if all predictions or all references are one class."""
     if _is_constant(predictions, references):
         return math.nan
     return float(sklearn.metrics.matthews_corrcoef(references, predictions))
@@ -93,7 +93,7 @@ def matthews_correlation(predictions: np.ndarray, references: np.ndarray, num_la
 
 @register_metric("pearson", of="numbers")
 def pearson(predictions: np.ndarray, references: np.ndarray) -> float:
-    """Return Pearson's correlation, in [-1, 1]; NaN where one side is constant."""
+    """Return Pearson's correlation, in [-1, 1]; NaN if one side is constant."""
     if _is_constant(predictions, references):
         return math.nan
     return float(scipy.stats.pearsonr(predictions, references).statistic)
@@ -101,7 +101,7 @@ def pearson(predictions: np.ndarray, references: np.ndarray) -> float:
 
 @register_metric("spearman", of="numbers")
 def spearman(predictions: np.ndarray, references: np.ndarray) -> float:
-    """Return Spearman's rank correlation, in [-1, 1]; NaN where one side is constant."""
+    """Return Spearman's rank correlation, in [-1, 1]; NaN if one side is constant."""
     if _is_constant(predictions, references):
         return math.nan
     return float(scipy.stats.spearmanr(predictions, references).statistic)
@@ -148,7 +148,7 @@ def find_metric(name: str) -> Metric:
     return METRICS[name]
 
 
-# The errors among the metrics of `evaluate`, which does not say which way is better.
+# Metrics of `evaluate` for which lower is better; the library does not say.
 _ERRORS = frozenset({"brier_score", "mae", "mape", "mase", "mse", "smape"})
 
 
@@ -168,7 +168,7 @@ def _load_from_evaluate(name: str) -> Metric:
     """Load a metric of the `evaluate` library and try it on four samples.
 
     The name is that of one of its own metrics, `owner/name` of a metric on the Hub, or a local script or its folder.
-    The script's code is executed. It says which way is better by an attribute `higher_is_better` of its class.
+    The script's code is executed. The attribute `higher_is_better` of its class says which way is better.
     """
     try:
         with quiet():

@@ -18,7 +18,7 @@ from ..files import Rule, Schema, check, read_json
 from ..progress import SILENT, Progress
 from .text import encode_prompts, load_generator
 
-# LLaVA-1.5's own turn; an image is put in front of prompts that do not place it.
+# LLaVA-1.5's own prompt format; the image goes in front of prompts that do not place it.
 PROMPT = "USER: <image>\n{question} ASSISTANT:"
 
 _PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'
@@ -38,8 +38,8 @@ _CONTRACTIONS = {word.replace("'", "").lower(): word for word in _CONTRACTED.spl
 def normalise_answer(answer: str) -> str:
     """Normalise an answer as the VQA evaluation does before it compares (https://visualqa.org/evaluation.html).
 
-    Letters become lower case, number words digits, and contractions get their apostrophe. Articles are removed. So is
-    punctuation, but between letters it becomes a space, and a point inside a number stays.
+    Letters become lower case, number words digits, and contractions get their apostrophe. Articles and punctuation are
+    removed, but punctuation between letters becomes a space, and a point inside a number stays.
     """
     text = re.sub(r"[\n\t]", " ", answer).strip()
     has_thousands = re.search(r"\d,\d", text) is not None
@@ -55,8 +55,8 @@ def normalise_answer(answer: str) -> str:
 def vqa_accuracy(answer: str, given: Sequence[str]) -> float:
     """Return how many people agree with an answer: the mean over people of min(equal answers of the others / 3, 1).
 
-    Where all people gave the same answer, only white space is stripped, as in the evaluation's own code. Raises
-    DataError without answers.
+    If all people gave the same answer, only white space is stripped, as in the evaluation's own code. Raises DataError
+    without answers.
     """
     if not given:
         raise DataError("VQA accuracy needs the answers people gave, got none; leave such questions out")
@@ -67,7 +67,7 @@ def vqa_accuracy(answer: str, given: Sequence[str]) -> float:
 
 
 def mean_vqa_accuracy(answers: Sequence[str], given: Sequence[Sequence[str]]) -> float:
-    """Return the mean of `vqa_accuracy` over questions, of an answer and what people answered to each."""
+    """Return the mean of `vqa_accuracy` over questions, each with an answer and people's answers."""
     values = [vqa_accuracy(answer, people) for answer, people in zip(answers, given, strict=True)]
     return sum(values) / len(values)
 

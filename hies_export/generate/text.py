@@ -25,10 +25,11 @@ def generate_text(
     """Continue prompts with the most likely tokens.
 
     Args:
-        folder: What `export_onnx` wrote, run in ONNX Runtime; or a checkpoint, slim or not, run in torch in float32.
+        folder: A folder that `export_onnx` wrote, run in ONNX Runtime; or a checkpoint, slim or not, run in torch in
+            float32.
         prompts: Texts, padded on the left to run together.
         images: Files, one for each prompt or one for all; a prompt without an image token gets it in front.
-        max_new_tokens: Tokens to add at most.
+        max_new_tokens: Most tokens to add.
 
     Returns:
         The new text of each prompt, without special tokens.

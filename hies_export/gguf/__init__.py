@@ -1,8 +1,8 @@
 """Write a decoder as one GGUF file for stock llama.cpp, layers of different sizes included.
 
-In go a dense or slim model and its tokenizer; out comes a folder with `model.gguf`, and a `GgufExport` with the
-architecture that carries it and how far llama.cpp's outputs are from torch's. What no architecture of llama.cpp can
-carry is refused by name before anything is written.
+The input is a dense or slim model and its tokenizer; the output is a folder with `model.gguf`, and a `GgufExport` with
+the architecture and how far llama.cpp's outputs are from torch's. What no architecture of llama.cpp can compute is
+refused by name before anything is written.
 
 In the order of reading:
 
@@ -11,5 +11,5 @@ In the order of reading:
 - `graph.py`: compute in torch what llama.cpp computes from those tensors, to compare with the model before writing.
 - `vocabulary.py`: the tokens, merges and flags of a tokenizer.
 - `export.py`: `export_gguf`, the whole export.
-- `parity.py`: compare llama.cpp with torch, where it is installed.
+- `parity.py`: compare llama.cpp with torch, if it is installed.
 """

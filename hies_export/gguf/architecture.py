@@ -31,8 +31,8 @@ _QUERY_KEY_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 _LINEAR = tuple(name for name in LAYER_NAMES if name.endswith("_proj"))
 # Rotary frequencies that do not depend on the length of the text, so that a tensor of factors can hold them.
 _FIXED_ROPES = ("default", "linear", "llama3", "yarn")
-# Decoders whose code was read: of these, nothing but sliding windows depends on the length of the text, which the
-# comparison of logits on a short one would miss.
+# Decoders whose code was read: in these, only sliding windows depend on the length of the text, which the comparison of
+# logits on a short text would miss.
 _MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "seed_oss", "smollm3")
 # The smallest relative change of a rotary frequency that is not rounding.
 _ROUNDING = 1e-5
@@ -40,7 +40,7 @@ _ROUNDING = 1e-5
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """What one layer has: query heads, key/value heads, and neurons of its feed-forward block."""
+    """Sizes of one layer: query heads, key/value heads, and neurons of its feed-forward block."""
 
     heads: int
     key_value_heads: int
@@ -53,12 +53,12 @@ class Layout:
 
     Attributes:
         architecture: Its name in llama.cpp: `llama`, `qwen2`, `qwen3`, or `deci` for layers of different sizes.
-        sizes: Of every layer.
+        sizes: Sizes of every layer.
         head_dim: Width of a head.
         epsilon: Added to the variance in the norms.
         theta: Base of the rotary frequencies.
-        rope_factors: What the frequencies of `theta` are divided by, (head_dim / 2,); None for all ones.
-        rope_scale: What rotated queries and keys are multiplied by.
+        rope_factors: Divisors of the frequencies of `theta`, (head_dim / 2,); None for all ones.
+        rope_scale: Factor of rotated queries and keys.
         positions: Longest text in tokens.
     """
 
@@ -83,11 +83,11 @@ class Layout:
 
 
 def find_layout(model: PreTrainedModel, *, uneven: bool = False) -> Layout:
-    """Return how llama.cpp carries a decoder; raises UnsupportedModelError, which names the layer and the property.
+    """Return the layout of a decoder in llama.cpp; raises UnsupportedModelError with the layer and the property.
 
-    Layers of different sizes, which with `uneven` a cut is going to leave, need `deci`, which reads arrays of sizes and
-    optional biases. Layers of one size go under `llama`, and Qwen's under their own names where those read what the
-    model has.
+    Layers of different sizes need `deci`, which reads arrays of sizes and optional biases; `uneven` says that a later
+    cut will leave such layers. Layers of one size use `llama`, and Qwen's their own architectures if these read all
+    that the model has.
 
     Source: https://github.com/ggml-org/llama.cpp, src/models/deci.cpp, llama.cpp, qwen2.cpp and qwen3.cpp
     """
@@ -117,8 +117,8 @@ def find_layout(model: PreTrainedModel, *, uneven: bool = False) -> Layout:
 def refused(model: PreTrainedModel, problem: str, remedy: str = "export it to ONNX") -> UnsupportedModelError:
     """Return the error that names what llama.cpp cannot carry."""
     return UnsupportedModelError(
-        f"a GGUF file needs a model that an architecture of llama.cpp computes, but of {type(model).__name__} {problem}"
-        f"; {remedy}"
+        f"a GGUF file needs a model that an architecture of llama.cpp computes, but {type(model).__name__} is not one: "
+        f"{problem}; {remedy}"
     )
 
 
@@ -130,7 +130,7 @@ def _layers(model: PreTrainedModel) -> list[Any]:
     """Return the layers of a decoder with LLaMA's outer modules; raises UnsupportedModelError for other models."""
     base: Any = model.base_model
     if not model.can_generate() or model.config.is_encoder_decoder:
-        raise refused(model, "llama.cpp generates no text: it is no decoder with a language-modelling head")
+        raise refused(model, "it is no decoder with a language-modelling head")
     outer = ("embed_tokens", "layers", "norm", "rotary_emb")
     missing = next((name for name in outer if not hasattr(base, name)), None)
     if missing is not None:
@@ -139,7 +139,7 @@ def _layers(model: PreTrainedModel) -> list[Any]:
 
 
 def _problems(model: PreTrainedModel, layers: list[Any]) -> Iterator[str]:
-    """Yield what llama.cpp cannot carry, layer by layer; each as what follows "of LlamaForCausalLM"."""
+    """Yield what llama.cpp cannot carry, layer by layer."""
     yield from _outer_problems(model)
     known = {f"{name}.{kind}" for name in LAYER_NAMES for kind in ("weight", "bias")}
     first = layers[0]
@@ -176,39 +176,39 @@ def _outer_problems(model: PreTrainedModel) -> Iterator[str]:
     rope = getattr(base.rotary_emb, "rope_type", None)
     if rope not in _FIXED_ROPES:
         yield (
-            f"rotary frequencies are of type {rope!r}, and llama.cpp's llama and deci hold only those that do not "
+            f"rotary frequencies are of type {rope!r}, but llama.cpp's llama and deci hold only those that do not "
             f"depend on the length of the text ({', '.join(_FIXED_ROPES)})"
         )
     elif "rope_theta" not in config.rope_parameters:
-        yield "layers have different rotary frequencies, and llama.cpp's llama and deci hold those of one layer"
+        yield "layers have different rotary frequencies, but llama.cpp's llama and deci hold those of one layer"
 
 
 def _layer_problems(model: PreTrainedModel, layer: Any, first: Any) -> Iterator[str]:
     attention, mlp = layer.self_attn, layer.mlp
     for name in _LINEAR:
         if type(layer.get_submodule(name)) is not nn.Linear:
-            yield f"has a {type(layer.get_submodule(name)).__name__} as {name}, and llama.cpp reads plain matrices"
+            yield f"has a {type(layer.get_submodule(name)).__name__} as {name}, but llama.cpp reads plain matrices"
     if min(vars(_sizes(layer)).values()) < 1:
-        yield "has no heads or no neurons left, which llama.cpp's deci computes otherwise"
+        yield "has no heads or no neurons left, which llama.cpp's deci computes differently"
     if attention.head_dim != first.self_attn.head_dim:
-        yield f"has heads {attention.head_dim} wide and layer 0 {first.self_attn.head_dim}; GGUF holds one width"
+        yield f"has heads {attention.head_dim} wide, but layer 0 {first.self_attn.head_dim}; GGUF holds one width"
     rotated = 2 * _rope(model)[0].numel()
     if rotated != attention.head_dim:
-        yield f"rotates {rotated} of the {attention.head_dim} columns of a head, and llama.cpp's llama and deci all"
+        yield f"rotates {rotated} of {attention.head_dim} columns of a head, but llama.cpp's llama and deci rotate all"
     if abs(attention.scaling * attention.head_dim**0.5 - 1) > _ROUNDING:
         yield f"scales scores by {attention.scaling:g} and not by 1/sqrt({attention.head_dim}) as llama.cpp does"
     window = _window(model, attention)
     if window is not None and window < _text_config(model).max_position_embeddings:
-        yield f"attends within a sliding window of {window} tokens, and llama.cpp's llama and deci to all"
+        yield f"attends within a sliding window of {window} tokens, but llama.cpp's llama and deci attend to all"
     if not _is_silu(mlp.act_fn):
-        yield f"has the activation {type(mlp.act_fn).__name__}, and llama.cpp's llama and deci compute SiLU"
+        yield f"has the activation {type(mlp.act_fn).__name__}, but llama.cpp's llama and deci compute SiLU"
     epsilons = [getattr(norm, "variance_epsilon", None) for norm in (layer.input_layernorm, first.input_layernorm)]
     if epsilons[0] is None or epsilons[0] != epsilons[1]:
-        yield "has a norm without the epsilon of layer 0's, and GGUF holds one for all"
+        yield "has a norm whose epsilon is not layer 0's, but GGUF holds one for all"
 
 
 def _meaning(name: str) -> str:
-    """Return what a parameter is, in brackets, where its name says so."""
+    """Return what a parameter is, in brackets, if its name says so."""
     words = {"norm": "a further norm", "expert": "a mixture of experts", "sinks": "attention sinks"}
     return next((f" ({meaning})" for word, meaning in words.items() if word in name), "")
 
@@ -232,7 +232,7 @@ def _sizes(layer: Any) -> LayerSizes:
 
 
 def _rope(model: PreTrainedModel) -> tuple[Tensor, float]:
-    """Return the rotary frequencies, (rotated columns / 2,), and what rotated values are multiplied by."""
+    """Return the rotary frequencies, (rotated columns / 2,), and the factor of rotated values."""
     rotary: Any = model.base_model.rotary_emb
     return rotary.inv_freq.detach().float().cpu(), float(getattr(rotary, "attention_scaling", 1.0))
 
@@ -256,17 +256,17 @@ def _architecture(
 
 
 def _check_norms(model: PreTrainedModel, layers: list[Any], biases: set[str], *, scaled: bool, uneven: bool) -> None:
-    """Refuse what `qwen3`, which norms queries and keys by head, does not read beside these norms."""
+    """Refuse what `qwen3`, which norms queries and keys by head, does not support beside these norms."""
     norm = "a norm of queries and keys (self_attn.q_norm)"
     if uneven:
         raise refused(
             model,
-            f"layer 0 has {norm}, and llama.cpp's deci, which takes layers of different sizes, reads no such norm",
+            f"layer 0 has {norm}, but llama.cpp's deci, which takes layers of different sizes, reads no such norm",
             "cut it uniformly (allocation: uniform, without keep_layers), or export it to ONNX",
         )
     if biases:
-        raise refused(model, f"layer 0 has {norm} and {min(biases)}, and llama.cpp's qwen3 reads no biases")
+        raise refused(model, f"layer 0 has {norm} and {min(biases)}, but llama.cpp's qwen3 reads no biases")
     if scaled:
         raise refused(model, f"layer 0 has {norm} and scaled rotary frequencies, which llama.cpp's qwen3 does not read")
     if layers[0].self_attn.q_norm.weight.numel() != layers[0].self_attn.head_dim:
-        raise refused(model, f"layer 0 has {norm} across heads, and llama.cpp's qwen3 norms each head")
+        raise refused(model, f"layer 0 has {norm} across heads, but llama.cpp's qwen3 norms each head")

@@ -38,10 +38,10 @@ class GgufExport:
         folder: The folder that has it.
         file: The file, `model.gguf`.
         bytes: Its size.
-        architecture: Name of llama.cpp's architecture: `deci` where layers have different sizes.
-        dtype: What matrices are stored in.
+        architecture: Name of llama.cpp's architecture: `deci` if layers have different sizes.
+        dtype: Dtype that matrices are stored in.
         types: Number of tensors by the type that they are stored in, such as "Q8_0".
-        parity: How far llama.cpp's outputs are from torch's; None where llama.cpp is not installed.
+        parity: How far llama.cpp's outputs are from torch's; None if llama.cpp is not installed.
     """
 
     folder: Path
@@ -56,29 +56,30 @@ class GgufExport:
 def export_gguf(
     model: PreTrainedModel, folder: str | Path, *, tokenizer: Any, dtype: str = "float32", overwrite: bool = False
 ) -> GgufExport:
-    """Write a decoder as `folder/model.gguf`, for stock llama.cpp and what is built on it.
+    """Write a decoder as `folder/model.gguf`, for stock llama.cpp and programs built on it.
 
-    Before anything is written, the logits of the architecture that carries it are compared with the model's, both in
-    torch. Afterwards, where llama.cpp is installed (see `runtimes/llamacpp.py`), greedy tokens, next-token
-    probabilities and the tokens of some texts are compared with it. The GPU is not used.
+    Before anything is written, the logits of llama.cpp's architecture are compared with the model's, both in torch.
+    Afterwards, if llama.cpp is installed (see `runtimes/llamacpp.py`), greedy tokens, next-token probabilities and the
+    tokens of some texts are compared with it. The GPU is not used.
 
     Args:
-        model: A decoder of LLaMA's modules; layers may differ in heads and neurons. It is not changed.
+        model: A decoder with LLaMA's modules; layers may differ in heads and neurons. It is not changed.
         folder: Where to write; must not exist, unless `overwrite`.
-        tokenizer: Of transformers, with a fast backend.
-        dtype: What matrices are stored in: `float32`, `float16`, `bfloat16`, or blocks of 32 numbers with a scale, of
-            8 bits (`q8_0`) or 4 (`q4_0`, with the embedding and the head in `q8_0`). Norms and biases stay in float32.
-            A matrix whose rows are no multiple of 32 long is stored in float16 in place of blocks.
+        tokenizer: A tokenizer of transformers with a fast backend.
+        dtype: Dtype that matrices are stored in: `float32`, `float16`, `bfloat16`, or blocks of 32 numbers with a
+            scale, in 8 bits (`q8_0`) or 4 bits (`q4_0`, with the embedding and the head in `q8_0`). Norms and biases
+            stay in float32. A matrix with a row length that is not a multiple of 32 is stored in float16 instead of
+            blocks.
         overwrite: Replace an existing folder.
 
     Returns:
-        The file, and what it was compared with.
+        The file, and the results of the comparison.
 
     Raises:
         RecipeError: Unknown dtype.
         OutputExistsError: `folder` already exists.
         MissingRuntimeError: The package gguf is not installed.
-        UnsupportedModelError: No architecture of llama.cpp computes what the model computes.
+        UnsupportedModelError: No architecture of llama.cpp computes the same as the model.
         RequestError: llama.cpp does not know the tokenizer.
         NonFiniteError: A weight does not fit into float16.
         ParityError: llama.cpp's outputs differ from torch's beyond the tolerance.
@@ -107,7 +108,7 @@ def check_exportable(model: PreTrainedModel, tokenizer: Any, *, uneven: bool) ->
 
 
 def _find(model: PreTrainedModel, tokenizer: Any, *, uneven: bool = False) -> tuple[Layout, Vocabulary]:
-    """Return how llama.cpp carries model and tokenizer, after comparing its computation with the model's."""
+    """Return the layout and the vocabulary in llama.cpp, after comparing its computation with the model's."""
     layout = find_layout(model, uneven=uneven)
     vocabulary = find_vocabulary(tokenizer, size=_rows(model))
     ids = synthetic_batch(model, batch=1, sequence=min(CHECKED_TOKENS, layout.positions))["input_ids"].cpu()
@@ -150,7 +151,7 @@ def _write(file: Path, model: PreTrainedModel, layout: Layout, vocabulary: Vocab
     if dtype in IN_BLOCKS and types.get("F16"):
         logger.warning(
             "%d of %d matrices have rows whose length is no multiple of %d, and are stored in float16 instead of %s; "
-            "prune with multiple_of, of heads and neurons, so that all rows are",
+            "to avoid this, prune with multiple_of for heads and neurons",
             types["F16"],
             sum(types.get(STORED_AS[kind], 0) for kind in ("float16", *IN_BLOCKS)),
             BLOCK,
@@ -160,7 +161,7 @@ def _write(file: Path, model: PreTrainedModel, layout: Layout, vocabulary: Vocab
 
 
 def _write_sizes(writer: Any, model: PreTrainedModel, layout: Layout, dtype: str) -> None:
-    """Write what is known of the model: one number where layers agree, an array where they differ."""
+    """Write the sizes of the model: one number if layers agree, an array if they differ."""
     import gguf
 
     config: Any = model.config.get_text_config()

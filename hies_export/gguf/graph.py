@@ -1,7 +1,7 @@
 """Compute in torch what llama.cpp computes from the tensors of a GGUF file, and compare that with the model.
 
-This is what refuses a decoder that has LLaMA's modules and computes something else, such as multipliers or norms with
-an offset, before a file is written.
+This refuses, before a file is written, a decoder that has LLaMA's modules but computes something else, such as
+multipliers or norms with an offset.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def check_same_function(
     if not difference <= TOLERANCE * max(1.0, float(wanted.abs().max())):
         raise refused(
             model,
-            f"logits differ by {difference:.2g} from what llama.cpp's {layout.architecture} computes of the same "
-            "weights: something else than they is at work, such as a multiplier or another norm",
+            f"logits differ by {difference:.2g} from what llama.cpp's {layout.architecture} computes from the same "
+            "weights, so the model does something more, such as a multiplier or another norm",
         )
 
 

@@ -24,7 +24,7 @@ TOLERANCES = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 0.1, "q8_0": 0.2, "q
 # Two tokens whose probabilities differ by less than this share may swap places in greedy decoding.
 NEAR_TIE = 1e-2
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 3, 12, 64
-# What tokenizers differ in: spaces, contractions, digits, line breaks, letters with marks or of other scripts, code.
+# Where tokenizers differ: spaces, contractions, digits, line breaks, letters with marks or of other scripts, code.
 TEXTS = (
     "Once upon a time, there was a little girl.",
     "I'm sure they'LL say it's 3 o'clock;  we've waited 12345 days!",
@@ -40,7 +40,7 @@ class Parity:
 
     Attributes:
         max_abs: Largest difference of a next-token probability, over all prompts.
-        max_share: The largest as a share of the probability of the likeliest token.
+        max_share: Largest difference as a share of the probability of the likeliest token.
         tokens: Greedy tokens of each prompt that were compared.
         equal: How many of them, over all prompts, came before the first difference.
         texts: Number of texts whose tokens were compared.
@@ -56,10 +56,10 @@ class Parity:
 
 
 def check_parity(file: Path, model: PreTrainedModel, tokenizer: Any, *, dtype: str) -> Parity:
-    """Compare next-token probabilities, greedy tokens and a tokenizer's tokens with torch's of the weights as stored.
+    """Compare next-token probabilities, greedy tokens and a tokenizer's tokens with torch on the weights as stored.
 
     Greedy tokens must be equal in float32, up to a step where torch finds both tokens about as likely. In other dtypes
-    they are only counted, for activations are rounded too. Raises ParityError if they differ.
+    they are only counted, because activations are rounded too. Raises ParityError if they differ.
     """
     reference = _as_stored(model, dtype)
     positions = longest_sequence(model.config) or PROMPT_TOKENS + NEW_TOKENS
@@ -110,7 +110,7 @@ def _as_stored(model: PreTrainedModel, dtype: str) -> PreTrainedModel:
 
 
 def _same_tokens(reference: PreTrainedModel, prompt: Tensor, tokens: list[int], *, strict: bool) -> int:
-    """Return how many of the tokens that llama.cpp chose torch chooses too, before the first other one.
+    """Return how many of llama.cpp's tokens torch chooses too, before the first difference.
 
     With `strict`, another choice is a ParityError, unless torch finds both tokens about as likely.
     """
@@ -137,6 +137,6 @@ def _check_tokens(runtime: LlamaCppRuntime, tokenizer: Any, texts: Sequence[str]
         wanted = tokenizer(text, add_special_tokens=False)["input_ids"]
         if found != wanted:
             raise ParityError(
-                f"llama.cpp's tokenizer must split texts as the model's does, but of {text!r} it makes {found[:20]} "
+                f"llama.cpp's tokenizer must split texts as the model's does, but splits {text!r} into {found[:20]} "
                 f"and not {wanted[:20]}; report the tokenizer"
             )

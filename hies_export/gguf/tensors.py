@@ -18,7 +18,7 @@ STORED_AS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8
 # Those that store 32 numbers of a row with one scale.
 IN_BLOCKS = ("q8_0", "q4_0")
 BLOCK = 32
-# Embeddings and heads lose most in 4 bits, so a file of Q4_0 has them in 8, where llama.cpp's own has Q6_K.
+# Embeddings and heads lose most in 4 bits, so a Q4_0 file has them in 8 bits; llama.cpp's own files use Q6_K.
 OUTER = ("token_embd.weight", "output.weight")
 
 

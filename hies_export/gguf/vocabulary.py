@@ -1,8 +1,8 @@
 """Describe a tokenizer to llama.cpp: tokens, merges, pre-tokenizer, special tokens, chat template.
 
-llama.cpp has a tokenizer of its own for each kind. Of the two kinds that decoders use, `llama` is that of
-SentencePiece, which joins the neighbours with the highest score, and `gpt2` is byte-level BPE, which splits a text by a
-regular expression that llama.cpp knows by name.
+llama.cpp has its own tokenizer for each kind. Decoders use two kinds: `llama` is SentencePiece, which joins the
+neighbours with the highest score, and `gpt2` is byte-level BPE, which splits a text by a regular expression that
+llama.cpp knows by name.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class Vocabulary:
     Attributes:
         model: `llama` (SentencePiece) or `gpt2` (byte-level BPE).
         pre: Name of the pre-tokenizer.
-        tokens: Of every row of the embedding.
-        types: Of the tokens, as in a GGUF file.
-        scores: Of the tokens; the neighbours with the highest are joined first. Empty for `gpt2`.
+        tokens: Token of every row of the embedding.
+        types: Types of the tokens, as in a GGUF file.
+        scores: Scores of the tokens; the neighbours with the highest are joined first. Empty for `gpt2`.
         merges: Pairs that are joined, "left right", the first ones first. Empty for `llama`.
-        special: Numbers of special tokens by name: bos, eos, unk, pad; those that there are.
+        special: Numbers of the existing special tokens by name: bos, eos, unk, pad.
         adds: Whether bos and eos are put around a text.
         space_prefix: Whether a space is put in front of a text; for `llama`.
         chat_template: In Jinja, or None.
@@ -82,7 +82,7 @@ def find_vocabulary(tokenizer: Any, *, size: int) -> Vocabulary:
     model = described["model"]
     known = {**model["vocab"], **{token["content"]: token["id"] for token in described["added_tokens"]}}
     if max(known.values()) >= size:
-        raise _refused(f"it has token {max(known.values())} and the model's embedding {size} rows")
+        raise _refused(f"it has token {max(known.values())}, but the model's embedding has {size} rows")
     by_number = {number: token for token, number in known.items()}
     tokens = tuple(by_number.get(number, f"[unused{number}]") for number in range(size))
     sentence_piece = model.get("byte_fallback", False)
@@ -119,7 +119,7 @@ def _refused(problem: str) -> RequestError:
 
 
 def _described(tokenizer: Any) -> dict[str, Any]:
-    """Return what tokenizer.json says; raises RequestError if there is none, or its model is no BPE."""
+    """Return the content of tokenizer.json; raises RequestError if there is none, or its model is not BPE."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise _refused(f"this is a {type(tokenizer).__name__} without a tokenizer.json")
@@ -166,8 +166,8 @@ def _scores(model: Mapping[str, Any], tokens: tuple[str, ...]) -> Iterator[float
     """Yield the score of every token, which orders the joins as the ranks of the merges do.
 
     SentencePiece joins neighbours whose text is a token, the one with the highest score first. BPE joins pairs that are
-    merges, the first one first. Both are the same where all pairs whose text is a token are merges, and those of one
-    token stand together; else RequestError is raised.
+    merges, the first one first. Both are the same if all pairs whose text is a token are merges, and the merges of one
+    token are consecutive; else RequestError is raised.
     """
     missing = sorted(_BYTE_TOKENS - set(tokens))
     if missing:
@@ -207,7 +207,7 @@ def _space_prefix(described: Mapping[str, Any]) -> bool:
 
 
 def _check_normalizer(described: Mapping[str, Any]) -> None:
-    """Refuse what byte-level BPE in llama.cpp does not do; composed characters (NFC) it leaves as they are."""
+    """Refuse normalizers that byte-level BPE in llama.cpp lacks, except NFC: composed text stays as it is."""
     for step in _steps(described["normalizer"], "normalizers"):
         if step["type"] != "NFC":
             raise _refused(f"it changes texts by {step['type']} before it splits them")

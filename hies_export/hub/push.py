@@ -35,7 +35,7 @@ from ..report.text import model_name, title
 MAIN = "main"
 # Files of an earlier push, deleted if this push does not write them.
 _REPLACED = ("*.safetensors", "*.safetensors.index.json", "modeling_hies.py")
-# Folders of what the slim model was exported to.
+# Folders of the slim model's exports.
 _EXPORTS = ("onnx", "onnx-int8", "onnx-int4", "onnx-cascade", "gguf")
 _REPLACED_FOLDERS = (*_EXPORTS, "images")
 
@@ -118,7 +118,7 @@ def push_to_hub(
     origin = _origin(report, dense=dense, license=license)
     _check_repository(repository, info, found, private=private, overwrite=overwrite)
     progress.stage("draw")
-    # A report that names the model, not its path on this machine, and without the command line and its paths.
+    # The report without local paths: with the model's name, and without the command line.
     details = Details(**report.details.model_dump(exclude_unset=True, exclude={"run"}))
     public = replace(report, model=dense or model_name(report), details=details)
     contents = _contents(Path(folder), public, repository, None if revision == MAIN else revision, origin)
@@ -195,7 +195,7 @@ def _origin(report: Report, *, dense: str | None, license: str | None) -> dict[s
     name = model_name(report)
     if licensed is None and license is None:
         raise RequestError(
-            f"the licence of {name} must be known before what was made of it is published, but no card names it; give "
+            f"the licence of {name} must be known before a model made from it is published, but no card names it; give "
             "it as license=, an id of https://huggingface.co/docs/hub/repositories-licenses"
         )
     if licensed is not None and license not in (None, licensed["license"]):
@@ -278,8 +278,8 @@ def _check_card(card: str | bytes, repository: str) -> None:
                 problem = "; ".join(found["message"] for found in json.loads(problem)["errors"])
     if problem:
         raise RequestError(
-            f"the card must have metadata that the Hub takes, a licence of "
-            f"https://huggingface.co/docs/hub/repositories-licenses among them, but it says: {problem}"
+            f"the card must have metadata that the Hub accepts, including a licence of "
+            f"https://huggingface.co/docs/hub/repositories-licenses, but the Hub says: {problem}"
         )
 
 

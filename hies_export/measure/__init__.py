@@ -1,7 +1,7 @@
 """Count parameters, FLOPs and bytes of two models, and time one against the other.
 
-In go a dense and a slim model, batches by (batch, sequence), and the name of a runtime; out come counts, and one
-`LatencyRow` per runtime, dtype, phase and shape, as in report.json's `latency`.
+The input is a dense and a slim model, batches by (batch, sequence), and the name of a runtime; the output is counts,
+and one `LatencyRow` per runtime, dtype, phase and shape, as in report.json's `latency`.
 
 In the order of reading:
 
@@ -13,6 +13,6 @@ In the order of reading:
 - `rows.py`: `LatencyRow`, a comparison as a row of report.json, and which rows contradict others.
 - `record.py`: dataclasses that read like that file.
 - `compare.py`: `time_on` loads two models into a runtime, as many times as it needs, and times them at every shape.
-- `contention.py`: how many cores other work took in the meantime, on Linux.
+- `contention.py`: how many cores other work used at the same time, on Linux.
 - `machine.py`: processor, GPU and library versions, to be read beside the times.
 """

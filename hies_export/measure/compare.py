@@ -39,8 +39,8 @@ def time_on(
     """Time two models on one runtime, interleaved, with a second copy of the first as control.
 
     The models, or their exports (see `Runtime.reads_models`), are loaded `Runtime.loads` times. The runs of `timing`
-    are divided among the loads, each at least one. Each shape gives one row, with times in ms relative to `dense`;
-    of models that generate it gives two, "prefill" and "decode". `dtype` is as in `load_runtime`.
+    are divided among the loads, each at least one. Each shape gives one row, with times in ms and ratios to `dense`;
+    for models that generate it gives two, "prefill" and "decode". `dtype` is as in `load_runtime`.
     """
     watch = CpuWatch()
     found = compare_loads(runtime, dense, slim, batches, timing=timing, dtype=dtype, progress=progress)
@@ -84,7 +84,7 @@ def compare_forms(
 ) -> dict[Step, list[LatencyComparison]]:
     """Time models on any runtimes, all interleaved; return, by shape and phase, how each compares with the first.
 
-    All are loaded as often as the runtime among them that asks for most loads, and the first one twice, as control.
+    All are loaded as often as the most demanding runtime needs, and the first one twice, as control.
     """
     runtimes = dict.fromkeys(form.runtime for form in forms)
     loads, shapes = min(max(RUNTIMES[name].loads for name in runtimes), timing.repeats), list(batches)

@@ -1,4 +1,4 @@
-"""See, on Linux, how many cores other work takes while something is timed."""
+"""Measure, on Linux, how many cores other work uses while something is timed."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from .record import Record
 
 # Counters of all cores since the start of the system. Source: https://man7.org/linux/man-pages/man5/proc_stat.5.html
 STAT = Path("/proc/stat")
-# Columns of a core in which it works: user, nice, system, irq, softirq; in the last one it works for another guest.
+# Columns of a core's busy time: user, nice, system, irq, softirq, and steal, the time of another guest.
 _BUSY = (0, 1, 2, 5, 6, 7)
-# Other work is worth a sentence from this share of the cores on. Ticks of 10 ms are too coarse for short times.
+# Other work is reported from this share of the cores on. Ticks of 10 ms are too coarse for short times.
 MATTERS, SHORTEST_SECONDS = 0.05, 0.5
 
 
 @dataclass(frozen=True, eq=False)
 class OtherWork(Record):
-    """How many of the `cores` that this process may use others `used` on average, guests of the same host included."""
+    """How many of this process's `cores` other programs `used` on average, including other guests of the host."""
 
     used: float
     cores: int
 
     @property
     def matters(self) -> bool:
-        """Whether it is worth a sentence."""
+        """Whether it should be reported."""
         return self.used > MATTERS * self.cores
 
     def __str__(self) -> str:
@@ -34,7 +34,7 @@ class OtherWork(Record):
 
 
 class CpuWatch:
-    """Counts from when it is made; what this process and its finished children use is not other work."""
+    """Counts from its creation; this process and its finished children are not other work."""
 
     def __init__(self) -> None:
         self._started, self._before = time.monotonic(), _busy_seconds()
@@ -45,7 +45,7 @@ class CpuWatch:
         return time.monotonic() - self._started
 
     def seen(self) -> OtherWork | None:
-        """Return the other work so far; None where the system does not tell, or so far is too short."""
+        """Return the other work so far; None if the system does not tell, or the time is too short."""
         seconds, now = self.seconds, _busy_seconds()
         if self._before is None or now is None or seconds < SHORTEST_SECONDS:
             return None
@@ -55,9 +55,9 @@ class CpuWatch:
 
 
 def _busy_seconds() -> tuple[float, float, int] | None:
-    """Return the seconds for which the cores of this process worked, for which for it, and how many they are.
+    """Return the busy seconds of this process's cores, the seconds of this process, and the number of cores.
 
-    None where the system does not tell.
+    None if the system does not tell.
     """
     try:
         lines = [line.split() for line in STAT.read_text(encoding="ascii").splitlines() if line.startswith("cpu")]

@@ -19,11 +19,11 @@ from .record import Record
 
 T = TypeVar("T", int, float)
 Shape = tuple[int, int]  # (batch, sequence)
-# Bounds of numbers that are read from files: a larger one counts nothing, and cannot be made a float.
+# Bounds of numbers that are read from files: larger ones are meaningless, and may not fit a float.
 Count = Annotated[int, Field(ge=0, le=10**18)]
 Size = Annotated[int, Field(gt=0, le=10**18)]
 Share = Annotated[float, Field(ge=0, le=1)]
-# Of times, relative to another model's.
+# Bound of times relative to another model's.
 Ratio = Annotated[float, Field(ge=0, le=1000)]
 
 
@@ -71,7 +71,7 @@ class LayerFlops:
         projections: FLOPs of the linear layers before and after the attention.
         products: FLOPs of queries times keys, and of attention weights times values.
         other: FLOPs of the rest of the layer, such as feed-forward blocks whose neurons are not among the units.
-        feed_forward: FLOPs of the linear layers of feed-forward blocks; 0 where no such block was given.
+        feed_forward: FLOPs of the linear layers of feed-forward blocks; 0 if no such block was given.
     """
 
     layer: str
@@ -132,8 +132,8 @@ def flops_per_layer(
 ) -> list[LayerFlops]:
     """Count the FLOPs of one forward pass layer by layer; the parts add up to `count_flops`.
 
-    Of the modules, of either model, only the names are read. Layers come in their order; the last one, with empty
-    `layer`, is the rest of the model, such as embeddings and classifier.
+    Only the names of the modules are read, so they may be of either model. Layers come in their order; the last one,
+    with empty `layer`, is the rest of the model, such as embeddings and classifier.
     """
     found = flops_by_module(model, batch)
     layer_of = _layers(modules)
@@ -156,7 +156,7 @@ def flops_per_layer(
 
 
 def innermost(name: str, modules: Iterable[str]) -> str | None:
-    """Return the longest dotted name that is or encloses `name`, as the empty one always does; None if none does."""
+    """Return the longest dotted name that is or encloses `name` (the empty one always does); None if none does."""
     around = [module for module in modules if not module or f"{name}.".startswith(f"{module}.")]
     return max(around, key=len, default=None)
 
@@ -199,7 +199,7 @@ def cache_bytes_per_token(model: PreTrainedModel) -> int | None:
 
 
 def flops_by_module(model: PreTrainedModel, batch: Mapping[str, Any]) -> dict[str, int]:
-    """Return `count_flops` by dotted module name, with all modules inside; of the whole model under the empty name."""
+    """Return `count_flops` by dotted module name, with all modules inside; the empty name is the whole model."""
     inputs = forward_inputs(model, batch)
     try:
         # transformers reads the values of a padding mask, which meta tensors lack. The mask changes no FLOPs.

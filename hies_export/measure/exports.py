@@ -1,4 +1,4 @@
-"""Export a model to the format that is asked for, or that a runtime reads."""
+"""Export a model to the requested format, or to the one that a runtime reads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Exported = OnnxExport | GgufExport
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """What a model is exported to; the fields are those of a recipe's `export` section."""
+    """Options of an export; the fields are those of a recipe's `export` section."""
 
     format: Format = "onnx"
     provider: Provider = "cpu"
@@ -43,9 +43,9 @@ class ExportOptions:
         return cls(known.format, known.fused_for, known.exported_in(dtype))
 
     def read_by(self, runtime: str, dtype: str | None = None) -> ExportOptions:
-        """Return the options of the export that a runtime reads, to compute in `dtype`, by default in the own one.
+        """Return the options of the export that a runtime reads to compute in `dtype`, by default the export's own.
 
-        It is stored in float32 where the runtime's format does not know the dtype.
+        It is stored in float32 if the runtime's format does not know the dtype.
         """
         format = RUNTIMES[runtime].format
         stored = self.dtype if dtype is None else RUNTIMES[runtime].exported_in(dtype)
@@ -58,7 +58,7 @@ class Exporter:
     """Exports models by the same options.
 
     Attributes:
-        options: What they are exported to.
+        options: Options of the exports.
         sample: The batch that ONNX graphs are traced and compared on.
         processor: The tokenizer or image processor that is saved beside a graph, or in a GGUF file.
     """
@@ -113,7 +113,7 @@ def require_exporters(formats: Iterable[Format]) -> None:
 def check_exports(
     formats: Iterable[Format], model: PreTrainedModel, processor: Any, *, uneven: bool, quantize: Quantize | None = None
 ) -> None:
-    """Refuse, before anything is computed, a dense model or tokenizer that cannot be exported as it is wanted.
+    """Refuse, before anything is computed, a dense model or tokenizer that cannot be exported as requested.
 
     `uneven` says whether layers may keep different numbers of units. Raises RequestError.
     """

@@ -1,4 +1,4 @@
-"""Time models on the rows of a data set as they come: where the time depends on the rows, random ones tell nothing."""
+"""Time models on the rows of a data set as they come: if the time depends on the rows, random ones are misleading."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ WARMUP = 3
 
 @dataclass(frozen=True, kw_only=True)
 class RowsTime:
-    """The mean time of a batch in ms, and its ratio to the first model's; of the first, that of its control.
+    """The mean time of a batch in ms, and its ratio to the first model's; the first model has its control's.
 
-    A row has about so many `tokens`, padding included; 1 for images.
+    `tokens` is about how many tokens a row has, padding included; 1 for images.
     """
 
     ms: float
@@ -50,10 +50,10 @@ def time_on_rows(
 ) -> dict[int, list[RowsTime]]:
     """Time models on the same batches, interleaved; return the times of each model by the size of the batches.
 
-    A ratio is that of total times, so that what few rows cost counts as often as it comes. Its interval is a bootstrap
-    over batches. All models are loaded as often as the runtime among them that asks for most loads, the first one twice
-    (the control), and each load runs a part of the batches. Shapes are warm, as in a server that has run for a while:
-    OpenVINO compiles kernels for every new one.
+    A ratio is that of total times, so that rare expensive rows count as often as they occur. Its interval is a
+    bootstrap over batches. All models are loaded as often as the most demanding runtime needs, the first one twice (the
+    control), and each load runs a part of the batches. Shapes are warm, as in a server that has run for a while:
+    OpenVINO compiles kernels for every new shape.
     """
     loads = max(RUNTIMES[form.runtime].loads for form in forms)
     loaded = [*forms, forms[0]]

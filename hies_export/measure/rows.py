@@ -31,7 +31,7 @@ class LatencyRow(Record):
         ratio, ratio_low, ratio_high: Median of the paired ratios slim / dense, with a 95 % interval.
         realised: Share of time saved / share of FLOPs saved; None for a decode step, or if no FLOPs were saved.
         flops_ratio: FLOPs slim / dense; None for a decode step.
-        tokens_per_second: Over all rows: new tokens of a decode step, those read of a prefill; else None.
+        tokens_per_second: Over all rows: new tokens in a decode step, tokens read in a prefill; else None.
         control_ratio, control_low, control_high: The same ratio of a second copy of the dense model to the first (A/A).
         noisy: Whether the control shows too much noise for the ratio to be trusted, or the row took longer than one
             with more to compute (`with_contradictions`).
@@ -40,7 +40,8 @@ class LatencyRow(Record):
         cuda_graph: Whether replays of CUDA graphs were timed.
         peak_bytes: Peak device memory during a run; None on the CPU.
         gpu_clock_mhz: The GPU's clock right after the last run; None on the CPU.
-        other_work: What other work used while the rows of this runtime were timed; None where the system does not tell.
+        other_work: Cores that other work used while the rows of this runtime were timed; None if the system does not
+            tell.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(allow_inf_nan=False)
@@ -146,7 +147,7 @@ class LatencyRow(Record):
 
 
 def with_contradictions(rows: Sequence[LatencyRow]) -> list[LatencyRow]:
-    """Return the rows, with those called noisy that took clearly longer than one with more to compute.
+    """Return the rows; a row is marked noisy if it took clearly longer than one with more to compute.
 
     A larger batch or a longer sequence cannot take less time in the same phase, dtype and runtime, for either model.
     Disturbances add time and never take any away, so the row with less to compute is the wrong one.

@@ -12,7 +12,7 @@ from ..errors import RequestError, quoted, root_cause
 from ..model.tokens import longest_sequence, sequence_length, synthetic_batch
 from .counts import Shape, count_flops
 
-# More rows times tokens than any machine runs at once; a batch of more would fill the memory before a model sees it.
+# More tokens than any machine runs at once; a larger batch would fill the memory before a model sees it.
 MOST_TOKENS = 2**24
 
 
@@ -41,7 +41,7 @@ def model_shapes(model: PreTrainedModel, shapes: Sequence[Sequence[int]]) -> lis
 def check_runs(model: PreTrainedModel, batch: Mapping[str, Any], what: str) -> None:
     """Refuse, by a RequestError, a model that raises an error on a batch, which `what` names.
 
-    It is tried on tensors without data where the model's forward can do without.
+    It is tried on tensors without data if the model's forward can do without.
     """
     try:
         count_flops(model, batch)

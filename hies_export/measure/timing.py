@@ -14,7 +14,7 @@ from ..errors import NonFiniteError, RecipeError
 from ..runtimes.base import Runtime
 from .machine import gpu_facts
 
-# What is timed: a pass, of models that generate a prompt or a token, or the rows of a data set in batches.
+# What is timed: a forward pass (for models that generate: a prompt or one token), or a data set's rows in batches.
 Phase = Literal["forward", "prefill", "decode", "rows"]
 
 
@@ -53,7 +53,7 @@ class Conditions:
     Attributes:
         threads: CPU threads within an operator.
         provider: Device or execution provider of the first.
-        dtypes: Dtypes that they computed in.
+        dtypes: Dtypes that the models computed in.
         peak_bytes: Their peak device memory during a run; None on the CPU.
         cuda_graph: Whether replays of CUDA graphs were timed.
         clock_mhz: The GPU's clock right after the last run; None on the CPU.
@@ -175,5 +175,5 @@ def collecting_paused() -> Iterator[None]:
 
 
 def rotated(count: int, first: int) -> list[int]:
-    """Return the numbers below `count`, beginning with `first`, or with what it leaves when divided by `count`."""
+    """Return the numbers below `count`, rotated to begin with `first` modulo `count`."""
     return [(first + index) % count for index in range(count)]

@@ -1,4 +1,4 @@
-"""Look at torch models, and hold them, without changing them.
+"""Inspect, copy and run torch models without changing them.
 
 Every stage uses these modules. All but the last know nothing of pruning.
 
@@ -11,7 +11,7 @@ threads.py         a number of threads inside a block; small work on one
 watch.py           inputs and outputs of layers, recorded or replaced inside a block
 attention.py       the attention function of a model, replaced inside a block
 kernels.py         attention and the entropy of its rows, without attention maps
-online.py          whether the Hub answers; its cache where it does not
+online.py          whether the Hub answers, and its cache if it does not
 internals.py       private parts of transformers, for loading and saving
-modeling_hies.py   the slim model classes; this file travels with slim checkpoints
+modeling_hies.py   the slim model classes; this file is copied into slim checkpoints
 """

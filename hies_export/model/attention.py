@@ -1,4 +1,4 @@
-"""Replace the attention function of a model for the length of a block.
+"""Replace the attention function of a model inside a block.
 
 transformers lets a model's attention be computed by a registered function
 (https://huggingface.co/docs/transformers/attention_interface). `use_attention` registers one. Such functions are made
@@ -23,7 +23,7 @@ from ..errors import UnsupportedModelError
 
 AttentionFunction = Callable[["AttentionCall"], Tensor]
 
-# Some models pass these to their attention functions. To ignore one would be to score another model.
+# Some models pass these to their attention functions. Ignoring one would score a different model.
 _UNSUPPORTED_ARGUMENTS = ("position_bias", "cache")
 
 # transformers looks masks up by name in a global table, so the names are registered for good. The function is looked up
@@ -45,7 +45,7 @@ class AttentionCall:
         value: (batch, key/value heads, keys, value head_dim)
         mask: None, boolean (True = visible) or additive, broadcastable to (batch, heads, query, keys).
         scaling: Factor on the query-key products.
-        is_causal: Whether row i sees no key after i; True only where `mask` is None.
+        is_causal: Whether row i sees no key after i; True only if `mask` is None.
         dropout: Attention dropout probability; 0 in evaluation mode.
         softcap: Bound c of the scores, which become c * tanh(score / c) before the mask is added (Gemma 2).
         sinks: (heads,) score of one more key per head, which has no value (GPT-OSS).
@@ -111,7 +111,7 @@ def _attention_forward(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Serve transformers' attention interface by the function of the model; output is (batch, query, heads, width)."""
+    """Answer transformers' attention interface by the model's function; the output is (batch, query, heads, width)."""
     for argument in _UNSUPPORTED_ARGUMENTS:
         if kwargs.get(argument) is not None:
             raise UnsupportedModelError(

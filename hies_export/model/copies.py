@@ -26,8 +26,8 @@ def convert(
     """Copy a model's modules and config, with its tensors in another dtype or on another device.
 
     Args:
-        dtype: Of the floating tensors, or name of a parameter or buffer -> dtype; tensors without one keep theirs.
-        device: Of all tensors; None for the one they have.
+        dtype: Dtype of the floating tensors, or name of a parameter or buffer -> dtype; other tensors keep theirs.
+        device: Device of all tensors; None for the current one.
     """
     by_id: dict[int, torch.dtype] = {}
     if isinstance(dtype, Mapping):
@@ -46,9 +46,9 @@ def convert(
 
 
 def round_each(model: torch.nn.Module, dtypes: Mapping[str, torch.dtype]) -> list[str]:
-    """Round a model's floating parameters and buffers, in place, to what dtypes of their own can hold.
+    """Round a model's floating parameters and buffers, in place, each to the numbers of a given dtype.
 
-    They keep their dtypes. Returned are the names of those with numbers that are too large and became infinite.
+    They keep their dtypes. Returns the names of those with numbers that were too large and became infinite.
     """
     overflown = []
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):

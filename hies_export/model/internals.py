@@ -18,9 +18,9 @@ Questions about code         `dynamic_module_utils.TIME_OUT_REMOTE_CODE`
 What is saved, and as what   `PreTrainedModel._keys_to_ignore_on_save`, `core_model_loading.revert_weight_conversion`,
                              `modeling_utils.remove_tied_weights_from_state_dict`
 
-Other modules borrow for other ends: `attention` reads `_supports_sdpa` and restores `_attn_implementation_internal`,
-`modes` replaces `GradientCheckpointingLayer._gradient_checkpointing_func`, `auto` and `data.tokens` read the Auto
-classes' `_model_mapping`, `onnx.export` reads `_supports_sdpa`.
+Other modules use private parts for other purposes: `attention` reads `_supports_sdpa` and restores
+`_attn_implementation_internal`, `modes` replaces `GradientCheckpointingLayer._gradient_checkpointing_func`, `auto` and
+`data.tokens` read the Auto classes' `_model_mapping`, `onnx.export` reads `_supports_sdpa`.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ from ..errors import RequestError
 
 @contextmanager
 def never_asking() -> Iterator[None]:
-    """Refuse the code of a checkpoint, inside the block, where transformers would ask on standard input.
+    """Refuse the code of a checkpoint, inside the block, instead of letting transformers ask on standard input.
 
-    `trust_remote_code=False` does not reach all of its loaders: `AutoProcessor` drops it on the way to the image
-    processor, and a model does on the way to the models of its sub-configs. To these, no time to answer means no.
+    `trust_remote_code=False` does not reach all loaders: `AutoProcessor` does not pass it to the image processor, nor a
+    model to the models of its sub-configs. For these, a timeout of zero means no.
     """
     before = dynamic_module_utils.TIME_OUT_REMOTE_CODE
     dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
@@ -119,7 +119,7 @@ def dtypes_in(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dty
 
 
 def finish_loading(model: PreTrainedModel, info: Any, agree: Callable[[str, str], bool]) -> None:
-    """Tie the parameters that `from_pretrained` would tie, and take from `info` of `load_shapes` what may be missing.
+    """Tie the parameters that `from_pretrained` would tie, and remove from `info` of `load_shapes` what may be missing.
 
     `agree` says whether two parameters, both in the checkpoint, have the same values: only then are they tied.
     """
@@ -168,7 +168,7 @@ def without_tied(state: Mapping[str, Tensor], model: PreTrainedModel) -> dict[st
 
 
 def names_on_disk(model: PreTrainedModel, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return what `save_pretrained` makes of a state: renamed, merged and split for the files."""
+    """Return a state as `save_pretrained` writes it: renamed, merged and split for the files."""
     return revert_weight_conversion(model, dict(state))
 
 
@@ -197,8 +197,8 @@ class Conversions:
 
     Attributes:
         rename: Returns the new name of a tensor, and the pattern of the converter that also merges or splits it, or
-            None where it is only renamed.
-        finish: Returns the name of what a converter made.
+            None if it is only renamed.
+        finish: Returns the name of a converter's result.
         converters: Pattern -> converter.
     """
 

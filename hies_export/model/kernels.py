@@ -16,14 +16,14 @@ from .attention import AttentionCall
 # Additive masks hide keys by this number or a lower one; the softmax leaves no weight at either.
 _HIDDEN = -1e4
 
-# Where torch's fused kernels cannot serve, attention maps are computed in slices of so many elements.
+# If torch's fused kernels cannot be used, attention maps are computed in slices of this many elements.
 _MAP_ELEMENTS = 2**22
 
 
 class VisibleKeys:
-    """Find the keys that each query row sees, once per mask, as the layers of a model share their masks.
+    """Find the keys that each query row sees, once per mask, because the layers of a model share their masks.
 
-    What is remembered of a mask goes when the mask goes, so one object serves any number of forward passes.
+    The result for a mask is dropped with the mask, so one object serves any number of forward passes.
     """
 
     def __init__(self) -> None:
@@ -31,12 +31,12 @@ class VisibleKeys:
         self._without_mask: dict[Any, tuple[Tensor | None, Tensor, bool]] = {}
 
     def __call__(self, call: AttentionCall) -> tuple[Tensor | None, Tensor, bool]:
-        """Return what the mask of a call says: `bias`, `log_keys` and `has_bias`.
+        """Return the facts of a call's mask: `bias`, `log_keys` and `has_bias`.
 
-        `bias` is the additive mask in the query's dtype, None where the call has no mask. `log_keys` is the logarithm
-        of the number of keys that each row sees, float32, broadcastable to (batch, heads, query); 0 for rows that do
-        not count: those that see one key or none, and those of padding tokens. `has_bias` is whether the mask changes
-        the scores of visible keys.
+        `bias` is the additive mask in the query's dtype, None if the call has no mask. `log_keys` is the logarithm of
+        the number of keys that each row sees, float32, broadcastable to (batch, heads, query); 0 for rows that do not
+        count: those that see one key or none, and those of padding tokens. `has_bias` is whether the mask changes the
+        scores of visible keys.
         """
         query_length, key_length = call.query.shape[2], call.key.shape[2]
         seen = self._without_mask if call.mask is None else self._by_mask.setdefault(call.mask, {})
@@ -72,7 +72,7 @@ class VisibleKeys:
 
 
 def attend(call: AttentionCall, visible: VisibleKeys) -> Tensor:
-    """Compute the layer's own attention, (batch, heads, query, value head_dim), by fused kernels where they can."""
+    """Compute the layer's own attention, (batch, heads, query, value head_dim), by fused kernels if possible."""
     bias, _, _ = visible(call)
     key, value = _repeat_groups(call)
     if not call.is_plain:
@@ -86,12 +86,12 @@ def attend_with_entropy(call: AttentionCall, visible: VisibleKeys) -> tuple[Tens
     """Compute the layer's own attention and the length-normalised entropy of its rows, without a whole attention map.
 
     With s the scaled products (plus the mask) and p = softmax(s), H(p) = logsumexp(s) - E_p[s], and
-    E_p[s] = scale * q . (p K). The fused kernels return logsumexp(s), and p K where K is passed as the values.
+    E_p[s] = scale * q . (p K). The fused kernels return logsumexp(s), and also p K if K is passed as the values.
 
     Returns:
         output: (batch, heads, query, value head_dim), differentiable.
         entropy: (batch, heads) float32, mean over the real query rows of H(row) / log(keys the row sees), in [0, 1].
-        rows: (batch,) float32, number of rows in that mean; where it is 0, the entropy is 0 too.
+        rows: (batch,) float32, number of rows in that mean; if it is 0, the entropy is 0 too.
     """
     bias, log_keys, has_bias = visible(call)
     key, value = _repeat_groups(call)
@@ -157,7 +157,7 @@ def _aligned(bias: Tensor) -> Tensor:
 
 
 def _row_slices(call: AttentionCall) -> list[slice]:
-    """Return slices of query rows, each of at least one row and, where it can be, at most `_MAP_ELEMENTS` elements."""
+    """Return slices of query rows, each of at least one row and, if possible, at most `_MAP_ELEMENTS` elements."""
     batch, heads, rows = call.query.shape[:3]
     step = max(1, _MAP_ELEMENTS // (batch * heads * call.key.shape[2]))
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]

@@ -1,4 +1,4 @@
-"""Switch modes of a model for the length of a block: evaluation, cache, gradient checkpointing, frozen weights."""
+"""Switch modes of a model inside a block: evaluation, cache, gradient checkpointing, frozen weights."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def without_cache(model: nn.Module) -> Iterator[None]:
-    """Switch off the cache of keys and values inside the block: it serves a next token that nobody asks for."""
+    """Switch off the cache of keys and values inside the block, because no next token is computed."""
     configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
     with _switched_off(configs.values(), "use_cache"):
         yield
@@ -46,7 +46,7 @@ def without_cache(model: nn.Module) -> Iterator[None]:
 def checkpointing(model: nn.Module) -> Iterator[None]:
     """Let layers with gradient checkpointing switched on use it in evaluation mode too, inside the block.
 
-    transformers checkpoints a layer only where its training flag is set. Some layers apply dropout by the same flag. So
+    transformers checkpoints a layer only if its training flag is set. Some layers apply dropout by the same flag. So
     the flag is set while transformers decides, and unset while the layer computes, in the forward pass and again in the
     backward pass.
     """

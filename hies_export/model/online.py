@@ -1,4 +1,4 @@
-"""Read models and data sets of the Hub, or of its cache where the Hub does not answer."""
+"""Read models and data sets from the Hub, or from its cache if the Hub does not answer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..errors import HiesError, RequestError, root_cause
 
 logger = logging.getLogger(__name__)
 
-# Seconds to wait for an answer, and after which a Hub that gave none is asked again.
+# Seconds to wait for an answer, and until a Hub that gave none is asked again.
 PATIENCE = 5.0
 AGAIN_AFTER = 60.0
 
@@ -47,16 +47,16 @@ def hub_or_cache(
         if isinstance(failure, HiesError) or not _is_absent(failure):
             raise
         raise error(
-            f"a {what} must be on this machine, on the Hub or whole in its cache, but {name} is not here, and the Hub "
-            f"at {constants.ENDPOINT} {missing}; give a local path, or fetch it once where the Hub can be reached, and "
-            "set HF_HUB_OFFLINE=1 where it cannot"
+            f"a {what} must be on this machine, on the Hub or complete in its cache, but {name} is not here, and the "
+            f"Hub at {constants.ENDPOINT} {missing}; give a local path, or download it once while the Hub can be "
+            "reached, and set HF_HUB_OFFLINE=1 afterwards"
         ) from failure
     if not constants.is_offline_mode():
-        logger.warning("the Hub at %s %s: what its cache has of %s is used", constants.ENDPOINT, missing, name)
+        logger.warning("the Hub at %s %s: the cached copy of %s is used", constants.ENDPOINT, missing, name)
 
 
 def _is_absent(failure: BaseException | None) -> bool:
-    """Return whether an error says that the cache lacks something, and not that what it has is damaged."""
+    """Return whether an error says that the cache lacks something, rather than that its content is damaged."""
     while failure is not None:
         if isinstance(failure, (LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError)):
             return True
@@ -75,7 +75,7 @@ def _is_hub_id(name: str | Path) -> bool:
 
 
 def _unreachable() -> str | None:
-    """Return why the Hub cannot be asked, as the end of "the Hub ..."; None if it answers, whatever it says."""
+    """Return why the Hub cannot be asked, as the end of "the Hub ..."; None if it gives any answer."""
     if constants.is_offline_mode():
         return "is not asked, as HF_HUB_OFFLINE is set"
     endpoint, now = constants.ENDPOINT, time.monotonic()
@@ -93,7 +93,7 @@ def _unreachable() -> str | None:
 
 @contextmanager
 def _offline() -> Iterator[None]:
-    """Have the clients of models and of data sets ask nothing of the Hub inside the block, and not say so every time.
+    """Keep the clients of models and data sets from asking the Hub inside the block, without repeated messages.
 
     Source: https://huggingface.co/docs/huggingface_hub/package_reference/environment_variables#hfhuboffline
     """

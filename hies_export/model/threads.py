@@ -1,10 +1,10 @@
 """Run small work on one thread.
 
-On small tensors threads mostly wait for each other, and where other work takes a core they wait for it as well.
+On small tensors threads mostly wait for each other, and even longer if other work takes a core.
 
-Whether work is small follows from the model and its batches alone. Trying both numbers for a moment would be another
-rule, but sums over other numbers of threads differ in their last bits: gradients of weights (`taylor`) and moments
-(`obs`) do. Then a run would not give the same scores when it is repeated on the same machine.
+Whether work is small depends only on the model and its batches. Timing both numbers of threads would be another rule.
+But sums over different numbers of threads differ in their last bits: gradients of weights (`taylor`) and moments
+(`obs`) do. Then a run would not give the same scores when repeated on the same machine.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch import nn
 
 from .linear import is_linear
 
-# FLOPs of a forward pass below which it is small: some hundredths of a second on one core. Steps are then so short that
-# one thread costs little even where all cores are free.
+# A forward pass below this many FLOPs is small: some hundredths of a second on one core. Steps are then so short that
+# one thread costs little even if all cores are free.
 SMALL_FLOPS = 2e9
 
-# Pixels of a patch's side, where the config does not say one number.
+# Side of a patch in pixels, if the config does not give one number.
 _PATCH = 16
 # Variables by which the number of threads is chosen; torchrun sets the first one.
 _VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -48,8 +48,8 @@ def torch_threads(threads: int) -> Iterator[None]:
 def threads_for(model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> AbstractContextManager[None]:
     """Run torch on one thread inside the block if the batches are small work for the model.
 
-    The number of threads stays as it is where `chosen_by_hand`, and for a model that is not on the CPU. `batches` are
-    all of a loop: of several processes each takes a part, and all decide alike.
+    The number of threads stays as it is if `chosen_by_hand`, and for a model that is not on the CPU. `batches` are all
+    batches of a loop: each of several processes takes a part, but all decide alike.
     """
     on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
     small = bool(batches) and on_cpu and not chosen_by_hand() and mean_flops(model, batches) < SMALL_FLOPS
@@ -57,7 +57,7 @@ def threads_for(model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> Abstr
 
 
 def chosen_by_hand() -> bool:
-    """Return whether the environment says the number of threads, or it was set after this module was imported."""
+    """Return whether the environment sets the number of threads, or it was set after this module was imported."""
     return any(os.environ.get(name) for name in _VARIABLES) or torch.get_num_threads() != _AT_START
 
 

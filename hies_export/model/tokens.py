@@ -1,4 +1,4 @@
-"""Make synthetic batches, and describe the tokens of a batch: which are real, their positions, how many fit."""
+"""Make synthetic batches, and describe the tokens of a batch: which are real, their positions, their largest number."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _POSITIONS_START_AFTER_PAD = {
     *("camembert", "data2vec-text", "esm", "ibert", "lilt", "longformer", "luke", "markuplm", "mpnet"),
     *("roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
 }
-# Attributes of a config: tokens in whose places the features of an image, a video or a sound go.
+# Attributes of a config: placeholder tokens for the features of an image, a video or a sound.
 _PLACEHOLDERS = tuple(f"{kind}_token_{end}" for kind in ("image", "video", "audio") for end in ("id", "index"))
 
 
@@ -27,7 +27,7 @@ def longest_sequence(config: Any) -> int | None:
     """Return the longest sequence, in tokens, that a model of this configuration takes; None if there is no limit."""
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
-    if positions is None or positions < 1:  # some configurations write -1 for no limit
+    if positions is None or positions < 1:  # some configurations use -1 for no limit
         return None
     if text.model_type in _POSITIONS_START_AFTER_PAD and text.pad_token_id is not None:
         positions -= text.pad_token_id + 1
@@ -59,7 +59,7 @@ def _reads_text(model: PreTrainedModel, name: str) -> bool:
 def synthetic_batch(
     model: PreTrainedModel, *, batch: int, sequence: int | None = None, seed: int = 0
 ) -> dict[str, torch.Tensor]:
-    """Make random inputs of one shape, such as the model's task takes.
+    """Make random inputs of one shape, as the model's task takes them.
 
     They are `input_ids` and a mask of ones, both (batch, sequence), or `pixel_values`, (batch, channels, height,
     width), or all three for a model of images that also reads text. Multiple choice has one choice per row, so its
@@ -98,7 +98,7 @@ def sample_batch(model: PreTrainedModel, *, sequence: int | None = None) -> dict
 def end_of_text(model: PreTrainedModel) -> int | None:
     """Return the token whose last occurrence a classifier with a decoder, such as BART, reads; None for other models.
 
-    Every row must have that token, and as many of them as the others.
+    Every row must have the same number of these tokens, at least one.
     """
     if not model.config.is_encoder_decoder or "AutoModelForSequenceClassification" not in _heads(model):
         return None

@@ -1,4 +1,4 @@
-"""Record the inputs and outputs of layers, and replace their inputs, by hooks that go with the block."""
+"""Record the inputs and outputs of layers, and replace their inputs, by hooks that are removed after the block."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def decoder_sample(model: PreTrainedModel, prompt: Mapping[str, Tensor]) -> dict
 def trace_decoder(model: PreTrainedModel, prompt: Mapping[str, Tensor], fusions: Fusions) -> Any:
     """Trace a decoder to an `onnx_ir.Model`, fused, under Optimum's names; the prompt is as for `decoder_sample`.
 
-    The key/value head axis of every layer is a named dimension, and so is the head width where it is not hidden_size //
+    The key/value head axis of every layer is a named dimension, and so is the head width if it is not hidden_size //
     num_attention_heads: older Optimum compares integers there with its own guess and refuses the graph. The sizes are
     in the graph's metadata.
     """

@@ -49,13 +49,13 @@ class OnnxExport:
         bytes: Size of graphs and weights in bytes.
         max_abs: Largest absolute difference from torch over all outputs of all checked batches.
         provider: The provider that the graphs are fused for, `cpu`, `cuda` or `tensorrt`.
-        dtype: Dtype of weights and activations, `float32` or `float16`, where they are not quantised.
+        dtype: Dtype of weights and activations that are not quantised, `float32` or `float16`.
         checked_on: The execution provider that the comparison ran on.
         inputs: Names of the inputs of `file`.
         outputs: Names of the outputs of `file`.
         fused_ops: Number of occurrences of each of ONNX Runtime's own operators, over all graphs.
-        quantize: "int8" where linear layers are quantised; see `quantize_onnx`.
-        layers: Number of linear layers by dtype, `int8` and `float32`, where some are quantised.
+        quantize: "int8" if linear layers are quantised; see `quantize_onnx`.
+        layers: Number of linear layers by dtype, `int8` and `float32`, if some are quantised.
     """
 
     folder: Path

@@ -25,7 +25,7 @@ class OnnxGenerator:
 
     Attributes:
         decoder: The graph from tokens or embeddings, and cache, to logits and cache.
-        embed_tokens: The graph from tokens to embeddings; `None` where the decoder takes tokens.
+        embed_tokens: The graph from tokens to embeddings; `None` if the decoder takes tokens.
         vision_encoder: The graph from images to features; `None` for text.
         image_token_id: The token that stands for one image feature; `None` for text.
         vocabulary: Size of the vocabulary.

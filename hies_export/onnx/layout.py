@@ -38,7 +38,7 @@ def _separate_projections(graph: Any, node: Any) -> None:
 
 
 def _parts(graph: Any, node: Any, weight: Any) -> list[Any] | None:
-    """Return the weights of query, key and value; None where they are no constants."""
+    """Return the weights of query, key and value; None if they are not constants."""
     joined = weight.producer()
     if joined is not None:
         return list(joined.inputs) if joined.op_type == "Concat" and len(joined.inputs) == 3 else None
@@ -56,7 +56,7 @@ def _separate_norm(graph: Any, node: Any) -> None:
     """Replace SkipLayerNormalization by Sum and LayerNormalization.
 
     Its kernel is slow in ONNX Runtime 1.32: for 1,024 tokens of 384 features on one core it takes 1.7 ms, and Sum and
-    LayerNormalization 0.35. When ONNX Runtime loads a graph it would fuse Add again; Sum it leaves alone.
+    LayerNormalization 0.35. ONNX Runtime would fuse Add again when it loads the graph, but leaves Sum alone.
     """
     states, skip, scale, shift, bias = (*node.inputs, *[None] * 5)[:5]
     if any(output.uses() for output in node.outputs[1:3]):

@@ -46,7 +46,7 @@ def parity_batches(
 def check_parity(
     folder: Path, reference: PreTrainedModel, batches: Mapping[str, Mapping[str, torch.Tensor]], dtype: str
 ) -> tuple[float, str]:
-    """Return the largest absolute difference between graph and torch, if tolerable, and the graph's provider."""
+    """Return the largest absolute difference between graph and torch, if within tolerance, and the graph's provider."""
     exported = OnnxRuntime(folder, threads=torch.get_num_threads())
     dense = TorchRuntime(reference, threads=torch.get_num_threads())
     worst = 0.0
@@ -69,7 +69,7 @@ def generation_batches(given: Mapping[str, torch.Tensor], padded: Mapping[str, t
 def check_generation(
     folder: Path, reference: PreTrainedModel, batches: Mapping[str, Mapping[str, torch.Tensor]], dtype: str
 ) -> tuple[float, str]:
-    """Return the largest absolute difference between an exported folder and torch, if tolerable, and its provider.
+    """Return the largest absolute difference between an exported folder and torch, if tolerated, and its provider.
 
     The graphs take each prompt, then a chunk of two tokens, then two single tokens, each with the cache of the tokens
     before. Torch takes all tokens in one forward pass. Logits and cache of real tokens are compared.

@@ -24,8 +24,8 @@ from .multimodal import is_vision_language
 
 Quantize = Literal["int8", "int4"]
 
-# How far the 8-bit graph may be from the float32 graph, as a share of its outputs: both are root mean squares. Errors
-# of rounding are at most 0.05 on the models tried; a kernel that overflows, or a wrong scale, gives 1 and more.
+# How far the 8-bit graph may be from the float32 graph, as a share of its outputs (root mean squares). Rounding errors
+# are at most 0.05 on the models tried; an overflowing kernel or a wrong scale gives 1 and more.
 TOLERANCE = 0.3
 
 
@@ -41,13 +41,13 @@ def quantize_onnx(
     """Quantise an exported model: `model_quantized.onnx`, and `ort_config.json`, as Optimum writes them.
 
     Every linear layer of `smallest` weights or more, 16,384 by default, is quantised. In `int8`, its weights have a
-    scale per output channel, and what it reads a scale per token (in front of an encoder's attention, one for the
-    batch). In `int4`, every 32 weights have a scale and a zero point; that is for decoders alone, where the time of a
-    token is that of reading the weights. Embeddings are in 8 bits, with a scale per row. All else stays in float32, and
-    small layers too. The graphs need ONNX Runtime 1.23 or newer.
+    scale per output channel, and its inputs a scale per token (in front of an encoder's attention, one for the batch).
+    In `int4`, every 32 weights have a scale and a zero point; this is only for decoders, whose time per token is spent
+    on reading the weights. Embeddings are in 8 bits, with a scale per row. Small layers and everything else stay in
+    float32. The graphs need ONNX Runtime 1.23 or newer.
 
     Args:
-        exported: What `export_onnx` wrote for provider cpu in float32; its folder stays as it is.
+        exported: An export by `export_onnx` for provider cpu in float32; its folder stays as it is.
         folder: Where to write; appears only when everything is written and checked.
         batch: Inputs on which both graphs are run and compared.
         quantize: "int8" or "int4".
@@ -108,7 +108,7 @@ def export_in_bits(
     quantize: Quantize | None = None,
     overwrite: bool = False,
 ) -> OnnxExport:
-    """Export a model to ONNX, and quantise the graph if that is asked for; see `export_onnx` and `quantize_onnx`."""
+    """Export a model to ONNX, and quantise the graph if asked; see `export_onnx` and `quantize_onnx`."""
     how: dict[str, Any] = {"batch": batch, "processor": processor}
     if quantize is None:
         return export_onnx(model, folder, provider=provider, dtype=dtype, overwrite=overwrite, **how)
@@ -131,19 +131,19 @@ def check_quantizable(
 
 def _too_small(quantize: str) -> RequestError:
     return RequestError(
-        f"quantize: {quantize} needs a linear layer of {SMALLEST:,} weights or more, and all are smaller, where fewer "
-        "bits take longer; leave it out"
+        f"quantize: {quantize} needs a linear layer of {SMALLEST:,} weights or more, but all are smaller, and small "
+        "layers take longer in fewer bits; leave it out"
     )
 
 
 def _check(quantize: str, provider: str, dtype: str, *, decodes: bool, parts: int) -> None:
-    """Refuse what has no quantised form here."""
+    """Refuse exports that have no quantised form here."""
     if parts > 1:
         raise RequestError(f"quantize: {quantize} needs a single graph, got a vision-language model; leave it out")
     if quantize == "int4" and not decodes:
         raise RequestError(
-            "quantize: int4 is for models that generate, whose time is that of reading weights, got an encoder; use "
-            "int8"
+            "quantize: int4 is for models that generate, which spend their time on reading weights, got an encoder; "
+            "use int8"
         )
     if provider != "cpu" or dtype != "float32":
         raise RequestError(
@@ -152,7 +152,7 @@ def _check(quantize: str, provider: str, dtype: str, *, decodes: bool, parts: in
 
 
 def _compared(dense: Path, quantised: Path, batch: Mapping[str, Any]) -> float:
-    """Return the largest absolute difference between the outputs of two graphs, if that is tolerable."""
+    """Return the largest absolute difference between the outputs of two graphs, if within the tolerance."""
     outputs = []
     for file in (dense, quantised):
         runtime = OnnxRuntime(file, threads=torch.get_num_threads())
@@ -163,14 +163,14 @@ def _compared(dense: Path, quantised: Path, batch: Mapping[str, Any]) -> float:
         size = float(np.sqrt(np.mean(wanted**2)))
         if not apart <= TOLERANCE * size:
             raise ParityError(
-                f"the quantised graph must give what the float32 graph gives, to {TOLERANCE:.0%} of it, but its {name} "
-                f"are {apart:.2g} away from {size:.2g} (root mean square); nothing was kept: export without quantize"
+                f"the quantised graph must agree with the float32 graph to {TOLERANCE:.0%}, but its {name} are "
+                f"{apart:.2g} away from {size:.2g} (root mean square); nothing was kept: export without quantize"
             )
     return max(float(np.abs(wanted - other[name]).max(initial=0.0)) for name, wanted in one.items())
 
 
 def _ort_config(bits: int) -> dict[str, Any]:
-    """Return what Optimum's ORTQuantizer writes for dynamic quantisation; Optimum has no words for blocks of 4 bits."""
+    """Return what Optimum's ORTQuantizer writes for dynamic quantisation; it has no format for blocks of 4 bits."""
     weights = (
         {"weights_dtype": "QInt8", "weights_symmetric": True} if bits == 8 else {"bits": bits, "block_size": BLOCK}
     )

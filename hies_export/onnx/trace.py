@@ -23,7 +23,7 @@ def trace_sample(model: PreTrainedModel, given: Mapping[str, torch.Tensor]) -> d
     """Return the batch to trace: 2 rows, of text with at least 4 tokens, and with padding in the second.
 
     With a single row, the tracer would fix the batch axis; and it would drop a mask of ones. A missing mask and token
-    types are added where the model's forward takes them.
+    types are added if the model's forward takes them.
     """
     rows = {name: torch.cat([tensor, tensor])[:2] for name, tensor in given.items()}
     if "input_ids" not in rows:
@@ -64,9 +64,9 @@ def export_program(
     """Run transformers' exporter on a module, repair the graph, and remove this machine's paths from it.
 
     Args:
-        module: What to trace.
+        module: The module to trace.
         sample: Inputs by keyword: tensors or a cache.
-        fusions: What to fuse the graph for.
+        fusions: Provider whose fused operators may be used.
         axes: The dynamic axes of each input; by default the exporter tries to make all axes dynamic.
         flags: Keyword arguments of the forward that do not become inputs of the graph.
     """

@@ -1,14 +1,14 @@
 """Prune a model in memory, or run a recipe from start to end.
 
-In goes a model with batches, or a recipe; out comes a `PruneResult`, or the folder of a run and its `Report`.
-A recipe is resolved into plain options once; the stages see those alone.
+The input is a model with batches, or a recipe; the output is a `PruneResult`, or the folder of a run and its `Report`.
+A recipe is resolved into plain options once; the stages see only those.
 
 In the order of reading:
 
 - `prune.py`: `prune`, which chooses, cuts, compensates and judges; `memory.py`: batches from what a user holds.
 - `run.py`: `run`, which loads, prunes, saves, exports, measures and reports.
 - `resolve.py`: a recipe as loaded model, rows and `options.py`; `load.py`: load the model itself.
-- `prepare.py`: find what a model can lose, and check the request.
+- `prepare.py`: find the units that a model can lose, and check the request.
 - `choose.py`: calibrate, score (`candidates.py`) and select within the budget (`targets.py`), which gives the plan.
 - `search.py`: find alpha, the criterion or the largest allowed cut on held-out rows; `quality.py`: evaluate.
 - `cut.py`: cut by a plan, compensate (`refitting.py`), check and save.
@@ -16,7 +16,7 @@ In the order of reading:
   in every number of bits, by what `serving.py` has runtimes predict.
 - `deploy.py`: `deploy`, which finds the fastest form that keeps a promise (`answer.py`); `propose.py`: a recipe for a
   model and a data set alone.
-- `reporting.py`: what all of them found, as a `Report` and its files; `provenance.py`: how to repeat the run.
+- `reporting.py`: the results of all stages, as a `Report` and its files; `provenance.py`: how to repeat the run.
 - `reproduce.py`: `hies-export reproduce`; `bench.py`: `hies-export bench`, which times any two folders.
 - `quickstart.py`: train the small model of `hies-export quickstart`.
 """

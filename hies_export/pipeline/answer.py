@@ -1,4 +1,4 @@
-"""What a search for the fastest form has chosen, which a run then cuts, writes and measures."""
+"""The choice of a search for the fastest form, which a run then cuts, writes and measures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .options import PruneOptions
 
 @dataclass(frozen=True)
 class DenseForms:
-    """The dense model in all ways: what came of each, its judge on the held-out rows, and its exports."""
+    """The dense model in all forms: their results, the judge on the held-out rows, and the exports."""
 
     ways: list[DeployWay]
     judge: Judge
@@ -42,8 +42,8 @@ class Decided:
 class Answer(Decided):
     """The largest cut that keeps the promise as one way serves it, and what was found of every way.
 
-    Where no cut does, `choice` removes nothing. `options` are those that the cut was chosen by; `dense` knows of the
-    cuts that were searched for, too.
+    If no cut does, `choice` removes nothing. `options` are those that the cut was chosen by; `dense` also records the
+    cuts that were searched for.
     """
 
     options: PruneOptions
@@ -57,7 +57,7 @@ class Answer(Decided):
         return [(way.runtime, way.bits) for way in self.dense.ways if way.problem is None]
 
     def outcome(self, forms: Sequence[Form], file_of: Callable[[Form], str]) -> Deployment:
-        """Return which of the forms to deploy: the fastest that keeps the promise, with its file."""
+        """Return the form to deploy: the fastest that keeps the promise, with its file."""
         step = deciding_step(forms) or 0
         ratios = relative_times(forms, step)
         kept = [n for n, form in enumerate(forms) if form.at_least is not None and form.at_least >= self.promise]

@@ -67,14 +67,14 @@ def bench(
             or a GGUF file keeps its own dtype.
         repeats, min_seconds: As in `Timing`; on `rows`, every batch is run once.
         rows: A recipe whose evaluation rows, 512 at most, are run as they come, in place of random ones: the time of a
-            cascade depends on them. Of `shapes`, only the batch counts then; by default 1, 8 and 32.
+            cascade depends on them. Only the batch of each shape then counts; by default 1, 8 and 32.
         progress: Shows the loops.
 
     Returns:
         Rows as in report.json's `latency`; "dense" is the first model, "slim" the second.
 
     Raises:
-        RequestError: One of them is neither, the two models take different inputs, or a runtime cannot run one of them.
+        RequestError: An argument is not a model, the two models take different inputs, or a runtime cannot run one.
     """
     folders, timing = (Path(first), Path(second)), Timing(repeats=repeats, min_seconds=min_seconds)
     runtimes = runtimes or _default_runtimes(folders)
@@ -138,7 +138,7 @@ def _check_inputs(models: Sequence[PreTrainedModel]) -> None:
 
 
 def _format(folder: Path) -> Format | None:
-    """Return what a folder or file is an export to; None for a checkpoint."""
+    """Return the export format of a folder or file; None for a checkpoint."""
     if find_gguf(folder) is not None:
         return "gguf"
     return "onnx" if any((folder / name).is_file() for name in (ONNX_FILE, QUANTIZED_FILE)) else None

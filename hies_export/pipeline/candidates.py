@@ -23,14 +23,14 @@ from .search import ALPHAS
 # tries, because each is cut and refitted.
 AUTO_CRITERIA = ("fisher", "hies", "his")
 AUTO_ALPHAS = (0.3, 0.6, 0.9, 0.99)
-# Tokens whose gradients greedy removal takes, if there are unlabelled rows enough: of MiniLM fine-tuned on STS-B, half
-# of the FLOPs kept 90 % of the predictions with 7,000 tokens, and 94 % with 14,000 (dev/LOG.md).
+# Tokens whose gradients greedy removal uses, if there are enough unlabelled rows: with half of its FLOPs, MiniLM
+# fine-tuned on STS-B kept 90 % of the predictions with 7,000 tokens, and 94 % with 14,000 (dev/LOG.md).
 EFFECT_TOKENS = 16384
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """What the units of a model can be chosen by; statistics and the greedy order are computed once."""
+    """The scores that units can be chosen by; statistics and the greedy order are computed once."""
 
     prepared: Prepared
     options: PruneOptions
@@ -63,7 +63,7 @@ class Candidates:
                 if name != "hies" or "attention" in kinds
                 for alpha in (AUTO_ALPHAS if name == "hies" else (0.0,))
             ]
-            # The first is taken unless another is clearly better. It presumes a refit.
+            # The first is taken unless another is clearly better. It assumes a refit.
             return [self.compensated, *simple] if options.compensation else [*simple, self.compensated]
         if options.alpha is not None:
             return [self._by(criterion, options.alpha)]
@@ -83,8 +83,8 @@ class Candidates:
     def effect_batches(self) -> list[Batch]:
         """The batches whose gradients greedy removal takes.
 
-        Those are the calibration rows and, if these have fewer than `EFFECT_TOKENS` tokens, as many more of the rows to
-        refit on as reach that number. Both are drawn in the same order. A language model keeps to the calibration rows,
+        These are the calibration rows. If they have fewer than `EFFECT_TOKENS` tokens, rows to refit on are added until
+        that number is reached. Both are drawn in the same order. For a language model only calibration rows are used,
         because its prediction depends on the labels.
         """
         calibration, more = self.prepared.rows.calibration, self.prepared.rows.compensation
@@ -120,6 +120,6 @@ class Candidates:
 
 
 def criterion_of(scores: Scores, options: PruneOptions) -> str:
-    """Return the name of the criterion of scores, as the options have it where they name one."""
+    """Return the name of the criterion of scores, as the options spell it if they name one."""
     same = scores.criterion == COMPENSATED and options.criterion in COMPENSATED_NAMES
     return options.criterion if same else scores.criterion

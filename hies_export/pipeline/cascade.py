@@ -59,7 +59,7 @@ class Candidate:
 
 
 def answers_of(prepared: Prepared) -> torch.Tensor:
-    """Return the dense model's logits of the rows that a promise is made on, (rows, classes)."""
+    """Return the dense model's logits on the rows that a promise is made on, (rows, classes)."""
     found = predict(prepared.model, prepared.rows.promised)
     assert isinstance(found, torch.Tensor)
     return found
@@ -189,7 +189,7 @@ def cascade_facts(
     stability: float,
     tried: Sequence[SizeTried],
 ) -> tuple[CascadeSummary, CascadeFacts]:
-    """Return what a report says of a cascade with this share of answers that stay on the evaluation batches."""
+    """Return the report's facts about a cascade that keeps this share of answers on the evaluation batches."""
     promise, plain = exported.promise, sources.exporter.options.unquantized
     parts = Both(sources.exports(plain)[0].bytes, sources.exports(replace(plain, quantize=asked.quantize))[1].bytes)
     summary = CascadeSummary(

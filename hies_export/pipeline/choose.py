@@ -33,19 +33,19 @@ from .search import Candidate, HeldOut, Verdict, choose_alpha, choose_by_agreeme
 from .serving import predictor
 from .targets import Round, Targets
 
-# Returns the numbers of a cut that some runtime predicts (None: torch), refitted with some weights of tokens; the last
-# argument judges it.
+# Returns the numbers of a cut, by the runtime that predicts (None: torch) and the weights of tokens in its refit; the
+# last argument judges it.
 Recall = Callable[[Selection, str | None, float, Callable[[], tuple[float, float]]], tuple[float, float]]
 
 
 def judged_anew(
     selection: Selection, runtime: str | None, weights: float, judge: Callable[[], tuple[float, float]]
 ) -> tuple[float, float]:
-    """Judge a cut of which nothing is known."""
+    """Judge a cut that was not judged before."""
     return judge()
 
 
-# Below this share of the dense cost, `criterion: auto` trusts removal in steps most. Above, a step costs quality.
+# Below this share of the dense cost, removal in steps is the default of `criterion: auto`. Above, steps cost quality.
 STEPS_BELOW = 0.45
 
 
@@ -54,16 +54,16 @@ def choose(
 ) -> Choice:
     """Calibrate, score and select, for a slim model that is saved in a dtype.
 
-    With `alpha: auto` or `criterion: auto`, what is chosen is judged on the held-out rows. With `steps`, the budget is
-    spent in that many rounds. Each round scores the model that the previous rounds left, cut and, with compensation,
-    refitted. The statistics of a unit are those of the last round it was part of.
+    `alpha: auto` and `criterion: auto` are chosen on the held-out rows. With `steps`, the budget is spent in that many
+    rounds. Each round scores the model that the previous rounds left, cut and, with compensation, refitted. The
+    statistics of a unit are those of the last round it was part of.
     """
     return Chooser(prepared, options, progress, dtype).choose()
 
 
 @dataclass(frozen=True)
 class _Picked:
-    """What rounds of choosing ended in; the selection is one of the dense model."""
+    """The result of some rounds of choosing; the selection is one of the dense model."""
 
     statistics: Statistics
     scores: Scores
@@ -82,7 +82,7 @@ class Chooser:
         self._judge: Judge | None = None
 
     def choose(self) -> Choice:
-        """Choose by what the options ask for; see `choose`."""
+        """Choose as the options ask; see `choose`."""
         budget = self._options.budget
         if budget.max_drop is not None:
             return self.by_max_drop(budget.max_drop)
@@ -93,7 +93,7 @@ class Chooser:
         return self.as_told()
 
     def as_told(self) -> Choice:
-        """Choose by the criterion that is asked for, in as many rounds."""
+        """Choose by the requested criterion, in the requested number of rounds."""
         return self._choice(self._in_rounds(self._options.steps, self._options.criterion))
 
     def automatically(self) -> Choice:
@@ -174,7 +174,7 @@ class Chooser:
         return self._targets.flops_left(selection)
 
     def at(self, share: float, like: Choice | None = None) -> Choice:
-        """Choose what leaves at most a share of the dense model's FLOPs; statistics are those of the other shares.
+        """Choose a selection within a share of the dense model's FLOPs; all shares use the same statistics.
 
         The scores and the weights of tokens are those of a choice, if one is given.
         """
@@ -243,7 +243,7 @@ class Chooser:
     def _held_out(
         self, metrics: tuple[str, ...], token_weights: float | None = None, by: Predictor = predict
     ) -> HeldOut:
-        """Return the judge of selections on the held-out rows; it refits them where models are compensated."""
+        """Return the judge of selections on the held-out rows; it refits them if models are compensated."""
         prepared = self._prepared
         if self._judge is None or self._judge.metrics != metrics:
             judged = replace(prepared.judged, metrics=metrics)
@@ -286,8 +286,8 @@ class Chooser:
     ) -> Choice:
         """Choose the scores and the weights of tokens, and remove as much as the promise allows.
 
-        Where `stop` says so, nothing more is judged, and the largest cut so far is taken. `recall` may know what a cut
-        came to. Raises PlanError if no cut keeps the promise.
+        Once `stop` returns true, nothing more is judged, and the largest cut so far is taken. `recall` may know the
+        results of a cut. Raises PlanError if no cut keeps the promise.
         """
         metrics = self._prepared.judged.metrics if asked.metric is None else (asked.metric,)
         samples = samples_of(self._prepared.rows.held_out)
@@ -298,7 +298,7 @@ class Chooser:
         names = ("kept", "at_least") if asked.metric is None else ("lost", "at_most")
 
         def judges(runtime: str | None, by: Predictor) -> dict[float, Callable[[Selection], Verdict]]:
-            """Return a judge for each of the weights of tokens that are tried."""
+            """Return a judge for each weight of tokens that is tried."""
             return {w: judge_of(w, self._held_out(metrics, w, by), runtime) for w in self._refitting.tried}
 
         def judge_of(weights: float, rows: HeldOut, runtime: str | None) -> Callable[[Selection], Verdict]:
@@ -326,7 +326,7 @@ class Chooser:
             runtime = None if served is None else served.runtime
             found = self._largest(judges(runtime, by), problem, stop, runtime)
         else:
-            # An export takes longer than judging it, so torch finds about where to look.
+            # An export takes longer than judging it, so torch first finds roughly the size.
             found = self._largest(judges("torch", predict), problem, stop, "torch")
             judge = judges(served.runtime, predictor(self._prepared, self._options, served))[found.token_weights]
             found = self._largest_near(found, judge, served.runtime, problem, stop)
@@ -336,7 +336,7 @@ class Chooser:
         return self._choice(found.picked, token_weights=found.token_weights, outcome=outcome)
 
     def nothing(self, asked: KeepBudget) -> Choice:
-        """Choose to remove nothing, where no cut keeps a promise."""
+        """Choose to remove nothing, because no cut keeps a promise."""
         samples = samples_of(self._prepared.rows.held_out)
         outcome = KeepOutcome(
             kind="keep", predictions=asked.predictions, metric=asked.metric, by=asked.by, samples=samples, judged=()
@@ -354,18 +354,18 @@ class Chooser:
     ) -> _Largest:
         """Find the largest cut that the held-out rows allow, over all scores and then over the weights of tokens.
 
-        `judges` are by weights of tokens, and have `runtime` predict. Raises PlanError with the `problem` of what was
-        judged if none is allowed.
+        `judges` are by weights of tokens; `runtime` predicts in them. If no cut is allowed, raises PlanError with the
+        `problem` that the judged cuts have.
         """
         scored = self.score()
-        self._progress.stage("choose how much goes on held-out rows")
+        self._progress.stage("choose how much to remove, on held-out rows")
         sizes = self._targets.sizes()
 
         def select(scores: Scores, size: int) -> Selection:
             return self._targets.select(scores, sizes[size - 1])
 
         weights, *others = judges
-        tracked = self._progress.track(scored, "choose how much goes")
+        tracked = self._progress.track(scored, "choose how much to remove")
         first = (Candidate(scores, judges[weights], runtime) for scores in tracked)
         found = choose_largest(first, select, sizes=len(sizes), stop=stop)
         if found.candidate is None:
@@ -388,7 +388,7 @@ class Chooser:
         stop: Callable[[], bool],
     ) -> _Largest:
         """Find the largest cut by the scores and weights of a guess, around its size, by another judge."""
-        self._progress.stage(f"judge cuts around that one on {runtime}")
+        self._progress.stage(f"judge cuts near that size on {runtime}")
         sizes, scores, held = self._targets.sizes(), guess.picked.scores, False
 
         def judged(selection: Selection) -> Verdict:
@@ -402,7 +402,7 @@ class Chooser:
             lambda scores, size: self._targets.select(scores, sizes[size - 1]),
             sizes=len(sizes),
             near=guess.size,
-            # Smaller ones are judged until one holds, or what was found so far would be lost.
+            # Until one holds, smaller ones are judged even after the limit: otherwise there would be no result.
             stop=lambda: held and stop(),
         )
         if found.verdict is None:
@@ -423,7 +423,7 @@ class _Largest:
 
 
 def _after(earlier: _Picked, later: _Picked) -> _Picked:
-    """Merge what two successive rounds picked; the selection of the later one is of the dense model already."""
+    """Merge the picks of two successive rounds; the selection of the later one already is one of the dense model."""
     kept = earlier.selection
     values = {
         name: filled_in(earlier.statistics[name], later.statistics[name], kept) for name in earlier.statistics.values

@@ -1,4 +1,4 @@
-"""Cut the dense model by a plan, compensate it, and save what comes out."""
+"""Cut the dense model by a plan, compensate it, and save the result."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Slim:
 
     model: PreTrainedModel
     plan: PruningPlan
-    refitted: dict[str, Tensor] | None  # what compensation changed, as it is saved; None without compensation
+    refitted: dict[str, Tensor] | None  # the parameters that compensation changed, as saved; None without compensation
     fits: list[LayerFit]
     cut_max_abs: float  # largest difference of any output between the cut and the masked model
 
@@ -61,7 +61,7 @@ def cut(
     progress.stage("cut, and compare with the masked model")
     model, modules = prepared.model, prepared.modules
     plan = given.plan if isinstance(given, Choice) else given
-    # What was just chosen needs no check that it is of these weights.
+    # A plan that was just chosen is known to be of these weights.
     slim = prune_units(model, plan.kept if isinstance(given, Choice) else plan, modules)
     cut_max_abs = compare_cut(model, slim, plan, modules, prepared.sample)
     fits: list[LayerFit] = []
@@ -72,7 +72,7 @@ def cut(
         fits = _refit(prepared, compensation, slim, given, progress)
     dtypes = _round(slim, dtype or slim.dtype)
     if refit is None and compensation is None:
-        # Of a plan that was made for a compensated model, only the cut was done.
+        # The plan was made for a compensated model, but only the cut was done.
         return Slim(slim, replace(plan, compensation={}), None, fits, cut_max_abs)
     names = changed_by(slim, modules, fits) if refit is None else refit.tensors
     refitted = {name: _as_stored(slim.get_parameter(name), dtypes.get(name)) for name in names}
@@ -84,7 +84,7 @@ def cut(
 def _refit(
     prepared: Prepared, asked: RefitOptions, slim: PreTrainedModel, given: Choice | PruningPlan, progress: Progress
 ) -> list[LayerFit]:
-    """Refit a cut model in place, from the moments that choosing collected where there are any."""
+    """Refit a cut model in place, from the moments that choosing collected, if any."""
     rows, modules = prepared.rows.compensation, prepared.modules
     how = asked.compensation()
     plan: Any = given
@@ -99,7 +99,7 @@ def _refit(
 def _round(slim: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """Round a model, in place, to the dtype it is saved in; return the dtype of every parameter there.
 
-    What is evaluated, exported and timed is then what the files hold.
+    Evaluation, export and timing then use the weights that the files hold.
     """
     if dtype == slim.dtype:
         return {}

@@ -38,7 +38,7 @@ from .stages import output_folder, run_stages
 
 logger = logging.getLogger(__name__)
 
-# What is tried on a machine that has it, by runtime.
+# The bits that are tried on each installed runtime.
 WAYS = {
     "onnxruntime-cpu": ("float32",),
     "onnxruntime-cpu-int8": ("int8",),
@@ -61,23 +61,23 @@ def deploy(
 ) -> Report:
     """Find the fastest form of a model that keeps its answers, and write it with its report to `recipe.output`.
 
-    Every runtime of this machine is tried with the dense model, in the bits that it can compute in: judged on the
-    held-out rows, and timed. In the fastest ones, the largest cut is searched for whose file keeps the promise there,
-    by the lower end of a 95 % interval. Of a classifier, cascades of deeper cuts are tried there too: the dense model
-    answers what the slim one is unsure of. The fastest is then judged and timed in all ways beside the dense model; on
-    the evaluation rows, if it is a cascade. Statistics, moments and orders are computed once. Where no cut keeps the
-    promise, the fastest dense form that does is the answer, and nothing is cut.
+    The dense model is tried on every runtime of this machine, in all bits that the runtime computes in: it is judged on
+    the held-out rows, and timed. In the fastest forms, the search finds the largest cut whose file keeps the promise,
+    by the lower end of a 95 % interval. For a classifier, cascades of deeper cuts are tried too: the dense model
+    answers the rows that the slim one is unsure of. The fastest of all these is then judged and timed in all forms
+    beside the dense model; a cascade is timed on the evaluation rows. Statistics, moments and orders are computed once.
+    If no cut keeps the promise, nothing is cut, and the answer is the fastest dense form that keeps it.
 
     After an interruption, the same call judges no cut again: see `CutJournal`.
 
     Args:
-        recipe: Model, data, and how units are scored and refitted; its budget is not used. If it holds out no rows, the
-            promise is made on some of the evaluated split, see `with_held_out`.
+        recipe: Model, data, and how units are scored and refitted; its budget is ignored. If it holds out no rows, the
+            promise is made on part of the evaluated split, see `with_held_out`.
         keep: Share of the dense model's predictions on held-out rows that must stay, in (0, 1); by default that of the
             recipe's section `deploy`, or 0.99.
-        runtimes: What may be deployed on; by default the section's, or all that is installed.
-        minutes: After so many, no further cut is judged; by default the section's, or no limit. Timing and writing the
-            result come on top.
+        runtimes: Runtimes that may be deployed on; by default the section's, or all that are installed.
+        minutes: After this many minutes, no further cut is judged; by default the section's, or no limit. Timing and
+            writing the result take extra time.
         overwrite: Replace an existing output folder.
         command: The command line, which the report records.
         progress: Shows stages and loops.
@@ -126,7 +126,7 @@ def deploy(
         CutJournal(recipe, commit) as journal,
     ):
         if journal.found:
-            progress.stage(f"go on: {journal.found} cuts were judged before, and {journal.path} has what they came to")
+            progress.stage(f"resume: {journal.found} cuts were judged before; their results are in {journal.path}")
         dense = try_dense(resolved, Path(temporary), asked.runtimes, progress)
         limit = math.inf if asked.minutes is None else began + 60 * asked.minutes
         found = Search(resolved, promise, dense, journal, limit, progress).answer(Path(temporary), began)
@@ -134,7 +134,7 @@ def deploy(
 
 
 def try_dense(resolved: Resolved, folder: Path, runtimes: Sequence[str], progress: Progress) -> DenseForms:
-    """Judge the dense model in every way on the held-out rows, and time it; a way that fails keeps its reason."""
+    """Judge the dense model in every form on the held-out rows, and time it; a form that fails keeps its reason."""
     prepared = resolved.prepared
     exporter = Exporter(resolved.options.export, prepared.sample, prepared.processor)
     judge = Judge.on(prepared.model, prepared.rows.held_out, **asdict(prepared.judged))
@@ -162,7 +162,7 @@ def try_dense(resolved: Resolved, folder: Path, runtimes: Sequence[str], progres
         raise PlanError(f"no runtime here serves the dense model: {reasons or 'none is installed, see the extra cpu'}")
     times = [1.0]
     if len(served) > 1:
-        progress.stage("time the dense model in all ways")
+        progress.stage("time all forms of the dense model")
         shape, batch = next(iter(prepared.measured.items()))
         (found,) = compare_forms(served, {shape: batch}, timing=QUICK, decode=False, progress=progress).values()
         times += [one.ratio.median for one in found]
@@ -174,7 +174,7 @@ def try_dense(resolved: Resolved, folder: Path, runtimes: Sequence[str], progres
 def find_ways(prepared: Prepared, runtimes: Sequence[str]) -> list[tuple[str, str]]:
     """Return the runtimes that are installed, or those asked for, each with the bits to try."""
     if unknown := [name for name in runtimes if name in RUNTIMES and name not in WAYS]:
-        raise RecipeError([f"runtimes to deploy on are {', '.join(WAYS)}, got {', '.join(unknown)}"])
+        raise RecipeError([f"runtimes to deploy on must be among {', '.join(WAYS)}, got {', '.join(unknown)}"])
     found = []
     for name in runtimes or WAYS:
         try:

@@ -102,9 +102,9 @@ def judge_deployed(
 def form_ways(
     options: MeasureOptions, quantize: Quantize | None, cascade: CascadeOptions | None = None
 ) -> list[tuple[str, str]]:
-    """Return the runtimes and bits to judge both models in: those measured, float32 and what is exported.
+    """Return the runtimes and bits to judge both models in: those measured, those exported, and float32.
 
-    Nothing where all are float32, unless a cascade is to be compared with them.
+    Empty if all are float32, unless a cascade is compared with them.
     """
     ways = [(name, dtype) for name, dtype in options.ways if dtype is not None]
     if quantize is not None:
@@ -130,11 +130,11 @@ def judge_forms(
     cascades: Sequence[tuple[Served, int]] = (),
     rows: Mapping[int, Sequence[Batch]] | None = None,
 ) -> list[Form]:
-    """Judge and time both models in several ways, all in one interleaved run; `held_out` also judges what is promised.
+    """Judge and time both models in several forms, all in one interleaved run; `held_out` also judges the promise.
 
-    If both are the `same`, because nothing was cut, the dense one is judged alone. Of models in several graphs no forms
-    are returned. Cascades, with the size of their files, come last. All are timed on `rows`, batches by their size, if
-    these are given, and else on the batches to measure with.
+    If both are the `same`, because nothing was cut, only the dense one is judged. Models in several graphs have no
+    forms. Cascades, with the size of their files, come last. All are timed on `rows` (batches by their size) if given,
+    and otherwise on the batches to measure with.
     """
     if prepared.task.in_parts:
         return []
@@ -182,7 +182,7 @@ def judge_forms(
 
 
 def _load(sources: Sources, way: tuple[str, str]) -> Sequence[tuple[PreTrainedModel | Path, int | None]]:
-    """Return, of the dense and the slim model, what a runtime loads, and the size of that file."""
+    """Return what a runtime loads of the dense and the slim model, and the size of that file."""
     runtime, bits = way
     if RUNTIMES[runtime].reads_models:
         return [(model, None) for model in sources.of(runtime, bits)]
@@ -212,7 +212,7 @@ def keep_file(sources: Sources, form: Form, folder: Path, *, same: bool = False)
 
 
 def _time(step: Step, found: Sequence[LatencyComparison], index: int) -> FormTime:
-    """Return the time of a form; of the first, the control's ratio."""
+    """Return the time of a form; for the first form, the control's ratio."""
     (batch, sequence), phase = step
     one = found[max(0, index - 1)]
     ms, ratio = (one.slim.p50_ms, one.ratio) if index else (one.dense.p50_ms, one.control)
@@ -220,17 +220,17 @@ def _time(step: Step, found: Sequence[LatencyComparison], index: int) -> FormTim
 
 
 def _time_on_rows(size: int, found: RowsTime) -> FormTime:
-    """Return the time of a form on the rows; of the first, the control's ratio."""
+    """Return the time of a form on the rows; for the first form, the control's ratio."""
     ratio = found.ratio
     return FormTime(size, found.tokens, "rows", found.ms, ratio.median, ratio.low, ratio.high, found.noisy)
 
 
 def judge_exported(exported: Exported, folder: Path, judge: Judge, forms: Sequence[Form]) -> ExportedFile:
-    """Return the exported file of a run with its quality on the evaluation rows; it is run unless a form has it."""
+    """Return the exported file of a run with its quality on the evaluation rows; it is not run again if a form was."""
     quantize = None if isinstance(exported, GgufExport) else exported.quantize
     metric, known = judge.metrics[0], []
     if quantize is not None:
-        # Where nothing was cut, the last form in these bits is the dense one's.
+        # If nothing was cut, the last form in these bits is the dense one's.
         known = [(form.quality, form.stability) for form in forms if form.bits == quantize][-1:]
     elif (runtime := _runtime_of(exported)) is not None:
         found = judge.of(predict_served(Served(runtime, exported.folder), judge.batches))
@@ -249,7 +249,7 @@ def judge_exported(exported: Exported, folder: Path, judge: Judge, forms: Sequen
 
 
 def _runtime_of(exported: Exported) -> str | None:
-    """Return the runtime that an export was compared with torch on; None if it was not, and for several graphs."""
+    """Return the runtime on which an export was compared with torch; None if it was not, or has several graphs."""
     if isinstance(exported, GgufExport):
         return None if exported.parity is None else "llamacpp"
     if len(exported.files) > 1:

@@ -1,4 +1,4 @@
-"""Keep what judged cuts came to on disk until a deployment is written, so that one that was interrupted goes on."""
+"""Keep the results of judged cuts on disk until a deployment is written, so that an interrupted one can resume."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _LINE = TypeAdapter(tuple[str, FiniteFloat, FiniteFloat])
 
 
 class CutJournal:
-    """What judged cuts came to, in a file beside an output; used as a context manager.
+    """The results of judged cuts, in a file beside an output; used as a context manager.
 
     The file is `NAME.unfinished.jsonl`. It is deleted when the block ends, and when the request is refused; an
-    interruption or a failed stage leaves it for the next attempt. Its first line has a digest of what decides a cut's
-    judgement: recipe without promise and output, model, data, machine and versions. A file of another digest begins
-    anew.
+    interruption or a failed stage leaves it for the next attempt. Its first line has a digest of everything that a
+    cut's result depends on: the recipe without promise and output, model, data, machine and versions. A file with
+    another digest is started again.
     """
 
     def __init__(self, recipe: PruningRecipe, commit: str | None = None):
@@ -55,7 +55,7 @@ class CutJournal:
             self.path.unlink(missing_ok=True)
         elif self._known:
             logger.warning(
-                "what %d judged cuts came to is kept in %s; the same command goes on from there",
+                "the results of %d judged cuts are kept in %s; run the same command again to resume",
                 len(self._known),
                 self.path,
             )
@@ -63,7 +63,7 @@ class CutJournal:
     def recall(
         self, selection: Selection, how: tuple[Any, ...], judge: Callable[[], tuple[float, float]]
     ) -> tuple[float, float]:
-        """Return the two numbers of a cut that is refitted and served in some way; judge it if they are not known."""
+        """Return the two numbers of a cut, by how it is refitted and served; judge it if they are not known."""
         kept = json.dumps([how, [list(kept.units) for kept in selection.values()]])
         key = hashlib.sha256(kept.encode()).hexdigest()
         if key not in self._known:
@@ -71,7 +71,7 @@ class CutJournal:
         return self._known[key]
 
     def _read(self) -> dict[str, tuple[float, float]]:
-        """Return what a file of an earlier attempt holds; a last line that was cut off is not counted."""
+        """Return the results in the file of an earlier attempt; an incomplete last line is ignored."""
         try:
             content = self.path.read_bytes()
         except FileNotFoundError:
@@ -83,10 +83,10 @@ class CutJournal:
                 return {key: (found, end) for key, found, end in map(_LINE.validate_json, lines)}
         except (ValidationError, KeyError):
             raise OutputExistsError(
-                f"deploy keeps what it has judged in {self.path}, and that is another file; move it away, or choose "
-                "another output"
+                f"deploy must keep its results in {self.path}, but that is a file of something else; move it away, or "
+                "choose another output"
             ) from None
-        logger.warning("%s is of another model, recipe or machine; what it holds is judged anew", self.path)
+        logger.warning("%s is of another model, recipe or machine; its cuts are judged again", self.path)
         return {}
 
     def _add(self, key: str, found: float, end: float) -> None:

@@ -19,7 +19,7 @@ from ..model.copies import parameter_bytes
 from ..model.internals import never_asking
 from ..tasks import TASKS
 
-# What accelerate understands beside the names of devices.
+# Device maps of accelerate other than the names of devices.
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
@@ -34,7 +34,8 @@ class Source:
 def source_of(model: PreTrainedModel, path: str | Path, config: Any, *, asked: str | None = None, **hub: Any) -> Source:
     """Return how a model is stored.
 
-    A slim checkpoint is saved in the dtype of its source, whatever it was computed in, unless another one is asked for.
+    A slim checkpoint is saved in the dtype of its source, unless another one is asked for; the dtype of computing does
+    not matter.
     """
     files = weight_files(path, **hub)
     dtype = (stored_dtype(files, config) or model.dtype) if asked in (None, "auto") else getattr(torch, str(asked))
@@ -54,7 +55,7 @@ def task_class(path: str | Path, config: Any, *, task: str, **hub: Any) -> type[
 
 
 def check_device_map(device_map: str | None) -> None:
-    """Refuse a device map that means nothing on this machine."""
+    """Refuse a device map that this machine does not have."""
     if device_map is None or device_map in DEVICE_MAPS:
         return
     try:
@@ -100,6 +101,6 @@ def load_dense(
 
 
 def _max_memory(device_map: str | None) -> dict[int, int] | None:
-    """Return how much of which GPU a model may take, in bytes; None for all of all."""
+    """Return how much of which GPU a model may take, in bytes; None for no limit."""
     devices = None if device_map is None else processes.own_devices()
     return None if devices is None else {device: torch.cuda.mem_get_info(device)[0] for device in devices}

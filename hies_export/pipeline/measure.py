@@ -20,7 +20,7 @@ from .sources import Sources
 
 @dataclass(frozen=True)
 class MeasureOptions:
-    """What is timed: on which runtimes, each with a dtype (None: as the models are), and how often."""
+    """Which runtimes to time on, each with a dtype (None: as the models are), and how often."""
 
     ways: tuple[tuple[str, str | None], ...]
     timing: Timing
@@ -30,7 +30,7 @@ class MeasureOptions:
 class Measurements:
     """Size, FLOPs and latency of the dense and the slim model, in the types of the report.
 
-    FLOPs are of one forward pass at the first measured shape; `bytes` are those of the files of weights.
+    FLOPs are of one forward pass at the first measured shape; `bytes` are the sizes of the weight files.
     `cache_bytes_per_token` is what each token adds to the key/value cache; None without one.
     """
 

@@ -1,4 +1,4 @@
-"""Turn what a user holds in memory into batches: a DataLoader, a list of batches, or a data set with its columns."""
+"""Turn a DataLoader, a list of batches, or a data set with its columns into batches."""
 
 from __future__ import annotations
 
@@ -78,14 +78,14 @@ def batches_of(
 
 
 def _labelled(model: PreTrainedModel, task: Task, batches: Iterable[Mapping[str, Tensor]]) -> list[Batch]:
-    """Return the batches; text without labels is its own, as in training on plain text."""
+    """Return the batches; text without labels is its own label, as in training on plain text."""
     if not task.generative:
         return [dict(batch) for batch in batches]
     return [{**batch, "labels": text_labels(model, batch)} for batch in batches]
 
 
 def _of_inputs(model: PreTrainedModel, rows: datasets.Dataset, processor: Any) -> list[Batch]:
-    """Return the batches of a data set that has the model's inputs as columns, padded where they differ in length."""
+    """Return the batches of a data set whose columns are the model's inputs, padded if they differ in length."""
     accepted = inspect.signature(model.forward).parameters
     names = [name for name in rows.column_names if name in accepted or name in LABELS]
     tokenizer = getattr(processor, "tokenizer", processor)
@@ -97,7 +97,7 @@ def _of_inputs(model: PreTrainedModel, rows: datasets.Dataset, processor: Any) -
         found = list(DataLoader(rows.select_columns(names), batch_size=BATCH_SIZE, collate_fn=collate))
     except Exception as error:  # the collators of transformers raise what tensors and tokenizers raise
         raise DataError(
-            f"rows of {listed(names)} must make batches, but {root_cause(error)}; pass a processor= that can pad them"
+            f"rows of {listed(names)} must form batches, but {root_cause(error)}; pass a processor= that can pad them"
         ) from error
     return check_batches(model, found, what="batches")
 
@@ -142,12 +142,12 @@ def usual_columns(rows: datasets.Dataset, task: Task) -> dict[str, Any]:
         return {"text": tuple(texts), "label": None if task.generative else label}
     raise DataError(
         f"{task.name} needs columns= that name what to read ({task.needs}), such as "
-        f"columns={{'text': 'sentence', 'label': 'label'}}, for the data set has {listed(rows.column_names)}"
+        f"columns={{'text': 'sentence', 'label': 'label'}}, got none for a data set with {listed(rows.column_names)}"
     )
 
 
 def split_held_out(batches: list[Batch]) -> tuple[list[Batch], list[Batch]]:
-    """Return the batches to score on, and the last quarter of them, which is held out; of a single batch, of its rows.
+    """Return the batches to score on, and the last quarter, which is held out; a single batch is split by its rows.
 
     A single row stays, and nothing is held out.
     """

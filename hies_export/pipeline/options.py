@@ -1,4 +1,4 @@
-"""Hold what is asked of pruning as plain values, which know nothing of recipes."""
+"""The options of pruning as plain values, which know nothing of recipes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..slim.refit import Compensation
 
 @dataclass(frozen=True, kw_only=True)
 class TimedBudget:
-    """What a budget times: a runtime, a batch of so many rows of so many tokens, and the dtype, as in recipes."""
+    """What a budget times: a runtime, the rows of a batch and their tokens, and the dtype, as in recipes."""
 
     runtime: str
     batch: int
@@ -38,10 +38,10 @@ class LatencyBudget(TimedBudget):
 
 @dataclass(frozen=True)
 class KeepBudget:
-    """As much as can go while the held-out rows keep what is promised, by the end of a 95 % interval.
+    """Remove as much as possible while the held-out rows keep a promise, by the end of a 95 % interval.
 
-    Promised is a share of the predictions, or that a metric gets worse by at most `by`. `served` says what predicts,
-    torch without it, and `timed` whose time counts; without it FLOPs do.
+    The promise is a share of the predictions, or that a metric gets worse by at most `by`. `served` says what predicts
+    (torch if None), and `timed` whose time is saved (FLOPs are if None).
     """
 
     predictions: float | None = None
@@ -54,7 +54,7 @@ class KeepBudget:
 
 @dataclass(frozen=True)
 class DropBudget:
-    """As much as can go until `metric` gets worse by `by`, in its own unit, on held-out rows."""
+    """Remove as much as possible until `metric` gets worse by `by`, in its own unit, on held-out rows."""
 
     metric: str
     by: float
@@ -88,7 +88,7 @@ class Budget:
 
     @property
     def metric(self) -> str | None:
-        """Name of the metric that the budget is about; None where it is about none."""
+        """Name of the metric that the budget limits; None if it limits none."""
         asked = self.max_drop or self.keep
         return None if asked is None else asked.metric
 
@@ -112,7 +112,7 @@ class RefitOptions:
     limit_bytes: int = 4 << 30
 
     def compensation(self, token_weights: float | None = None) -> Compensation:
-        """Return the `Compensation`, with the given weights of tokens where the options leave them open."""
+        """Return the `Compensation`, with the given weights of tokens if the options leave them open."""
         weights = self.token_weights or token_weights or 1.0
         return Compensation(self.method, ridge=self.ridge, sequential=self.sequential, token_weights=weights)
 
@@ -139,7 +139,7 @@ class PruneOptions:
 
     @property
     def judged_on_held_out(self) -> str | None:
-        """What is chosen on held-out rows, for messages; None where nothing is."""
+        """What is chosen on held-out rows, for messages; None if nothing is."""
         if self.budget.max_drop is not None or self.budget.keep is not None:
             return self.budget.kind
         if self.criterion == AUTO:

@@ -1,4 +1,4 @@
-"""Find what a model can lose, and refuse a request that does not fit it before anything is computed."""
+"""Find the units that a model can lose, and refuse a request that does not fit it before anything is computed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Rows:
-    """The batches that decide what a model loses."""
+    """The batches that decide which units a model loses."""
 
     calibration: list[Batch]  # what units are scored on
     held_out: list[Batch]  # what alpha, the criterion or the sparsity is chosen on, disjoint from `calibration`
@@ -48,7 +48,7 @@ class Judged:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A dense model with its prunable modules and the batches that decide what it loses."""
+    """A dense model with its prunable modules and the batches that decide which units it loses."""
 
     model: PreTrainedModel
     processor: Any  # tokenizer, image processor, or processor of both; None if there is none
@@ -78,7 +78,7 @@ def prepare(
 ) -> Prepared:
     """Find the modules of a model that may lose units, and check that it runs on the rows, and at the shapes to time.
 
-    Only `towers` of a composite model lose units, by default the language model where there is one.
+    Only `towers` of a composite model lose units, by default the language model if there is one.
     """
     measured = _measured(model, shapes, rows.calibration[0], task)
     _warn_of_one_class(rows.calibration, regression=judged.regression)
@@ -95,7 +95,7 @@ def prepare(
 def shapes_to_measure(
     model: PreTrainedModel, shapes: Sequence[tuple[int, ...]], task: Task, timed: TimedBudget | None
 ) -> list[tuple[int, ...]]:
-    """Return the shapes that a request needs batches of: those given, or the usual ones, and that of its budget."""
+    """Return the shapes for which a request needs batches: those given, or the usual ones, and its budget's."""
     if task.in_parts:
         return [*(shapes or ((1,), (8,))), *([] if timed is None else [timed.shape])]
     return [*model_shapes(model, shapes), *([] if timed is None else model_shapes(model, [timed.shape]))]
@@ -120,7 +120,7 @@ def _measured(
 
 
 def check_options(prepared: Prepared, options: PruneOptions, *, criteria: Sequence[str] | None = None) -> None:
-    """Refuse, before anything is computed, options that do not suit the model, or criteria instead of the options'."""
+    """Refuse, before anything is computed, options that do not suit the model, or `criteria` in place of theirs."""
     _warn_without_compensation(options)
     _check_criteria(options, prepared.scored, (options.criterion,) if criteria is None else criteria)
     _check_enough_rows(prepared, options)
@@ -131,13 +131,13 @@ def check_options(prepared: Prepared, options: PruneOptions, *, criteria: Sequen
 
 
 def _check_enough_rows(prepared: Prepared, options: PruneOptions) -> None:
-    """Refuse a promise that so few held-out rows could not confirm even if all predictions stayed."""
+    """Refuse a promise that the held-out rows are too few to confirm even if all predictions stayed."""
     keep, count = options.budget.keep, samples_of(prepared.rows.held_out)
     if keep is None or keep.predictions is None or count >= (needed := rows_needed(keep.predictions)):
         return
     raise RequestError(
-        f"keep: {keep.predictions:g} can be told with 95 % confidence from {needed:,} held-out rows or more, and there "
-        f"are {count:,}; raise keep.samples, give more rows, or ask for less"
+        f"keep: {keep.predictions:g} can be promised with 95 % confidence from {needed:,} held-out rows or more, and "
+        f"there are {count:,}; raise keep.samples, give more rows, or ask for less"
     )
 
 
@@ -152,7 +152,7 @@ def _warn_without_compensation(options: PruneOptions) -> None:
 
 
 def _warn_of_one_class(batches: Sequence[Batch], *, regression: bool) -> None:
-    """Warn if all calibration rows are of one class: scores then ignore what distinguishes the others."""
+    """Warn if all calibration rows are of one class: scores then ignore the other classes."""
     labels = [batch["labels"] for batch in batches if "labels" in batch]
     if regression or not labels or labels[0].dim() > 1:
         return
@@ -182,13 +182,13 @@ def _in_towers(
 
 
 def _check_criteria(options: PruneOptions, modules: Sequence[PrunableModule], criteria: Sequence[str]) -> None:
-    """Refuse criteria that cannot score the modules: of heads where only neurons go, or of whole key/value groups."""
+    """Refuse criteria that cannot score the modules: of heads if only neurons go, or of whole key/value groups."""
     by_query = options.constraints.unit == "query"
     grouped = any(module.group_size > 1 for module in modules)
     if by_query and not grouped:
         logger.warning(
-            "unit: query is the same as unit: group here, because every head of this model has keys and values of its "
-            "own: a head that goes takes its part of a cache along"
+            "unit: query is the same as unit: group here, because every head of this model has its own keys and "
+            "values: a removed head takes its part of the cache along"
         )
     for name in criteria:
         criterion = CRITERIA.get(name)

@@ -1,4 +1,4 @@
-"""Propose a recipe for a model and a data set, of which nothing else is said."""
+"""Propose a recipe for a model and a data set, given nothing else."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .memory import LABELS, task_by_class, usual_columns
 
 logger = logging.getLogger(__name__)
 
-# Splits to evaluate on, the best first; all others than the first one of a data set that has no "train".
+# Splits to evaluate on, the best first; without "train", the first split is scored on and the others are evaluated.
 _EVALUATED = ("validation", "validation_matched", "dev", "test")
 # Rows to make a promise on; more narrow the interval, and every cut takes longer to judge.
 HELD_OUT = 1024
-# Where a data set has no such split, its last fifth is evaluated.
+# If a data set has no such split, its last fifth is evaluated.
 _FIRST, _LAST = "[:80%]", "[80%:]"
 # Text columns of data sets that have others too.
 _PAIRS = (
@@ -48,17 +48,17 @@ def propose_recipe(
     """Return a recipe that scores and refits by `criterion: auto`, on heads and neurons, to deploy.
 
     Args:
-        model: Checkpoint folder or Hub id; the class in its config says the task.
+        model: Checkpoint folder or Hub id; the class in its config determines the task.
         name: Hub data set, its configuration last; or
         files: Split -> file.
-        text: Text columns; by default those that leave no choice.
+        text: Text columns; by default those of the data set, if there is only one choice.
         image: Image column; likewise.
-        label: Label column; likewise, and none where there is none.
+        label: Label column; likewise, and none if there is none.
         output: Folder of the result.
 
     Raises:
-        RequestError: The model's class is of no task here.
-        DataError: The splits or the columns leave a choice; the message names them.
+        RequestError: The model's class belongs to no supported task.
+        DataError: There is more than one choice of splits or columns; the message names them.
     """
     task = _task_of(model)
     splits = [*(hub_splits(str(name)) if files is None else files)]
@@ -94,10 +94,10 @@ def propose_recipe(
 
 
 def with_held_out(recipe: PruningRecipe, needed: int, promise: str, *, most: int = HELD_OUT) -> PruningRecipe:
-    """Return a recipe that says which rows a promise, in words, is made on; it needs so many, and `most` are enough.
+    """Return a recipe that names the rows for a promise, given in words; it needs `needed` rows, and `most` are enough.
 
     The model was often trained on the split that units are scored on, and is surer of those rows than of new ones. So
-    where another split is evaluated and nothing is held out, two thirds of its rows are, if these are enough to tell.
+    if another split is evaluated and nothing is held out, two thirds of its rows are held out, if these are enough.
     """
     split = recipe.evaluation.split
     apart = split.partition("[")[0] != recipe.calibration.split.partition("[")[0]
@@ -133,7 +133,7 @@ def _task_of(model: str) -> Task:
 
 
 def _columns(rows: datasets.Dataset, task: Task) -> dict[str, Any]:
-    """Return the columns to read: a usual pair of texts, or those that leave no choice."""
+    """Return the columns to read: a usual pair of texts, or the only possible ones."""
     label = next((name for name in LABELS if name in rows.column_names), None)
     if task.text and not task.images:
         for pair in _PAIRS:

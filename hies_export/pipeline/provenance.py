@@ -1,4 +1,4 @@
-"""What a report records of its run, so that the run can be repeated: recipe, command line, digests of what was read."""
+"""The record that lets a run be repeated: its recipe, command line, and digests of its inputs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from ..stream.skeleton import fetch
 class RunRecord:
     """How to repeat a run; all paths are absolute.
 
-    `digests` has, by the names of `PruningRecipe.inputs`, the SHA-256 of an input's files; of a Hub model, its commit.
+    `digests` maps the names of `PruningRecipe.inputs` to the SHA-256 of the input's files, or to the commit of a Hub
+    model.
     """
 
     recipe: Mapping[str, Any]  # the fields that were given, without `output`
@@ -50,10 +51,10 @@ class RunRecord:
             ) from error
 
     def request_at(self, folder: Path, output: Path) -> PruningRecipe:
-        """Return the recipe with the paths of today.
+        """Return the recipe with current paths.
 
-        What was read is looked for where it lay as seen from the run's folder, which is at `folder` now, so that a
-        project can be moved, and then where it was. A model of the Hub is the commit that the run read.
+        Inputs are looked up relative to the run's folder, now `folder`, so that a project can be moved, and then at
+        their old paths. A Hub model is the commit that the run read.
         """
         of_hub = not os.path.isabs(self.recipe["model"])
         commit = {"revision": self.digests["model"]} if of_hub and "model" in self.digests else {}
@@ -62,9 +63,9 @@ class RunRecord:
         )
 
     def model_at(self, folder: Path) -> str | None:
-        """Return the path or Hub id of the dense model of today; None if there is none.
+        """Return the current path or Hub id of the dense model; None if there is none.
 
-        Of a Hub model with a revision, it is the folder of the commit that the run read.
+        For a Hub model with a revision, it is the folder of the commit that the run read.
         """
         model = str(self.recipe["model"])
         if not os.path.isabs(model):
@@ -78,7 +79,7 @@ class RunRecord:
         return here if _matches(Path(here)) else path
 
     def check_inputs(self, recipe: PruningRecipe) -> None:
-        """Refuse to go on with other inputs than those of the run."""
+        """Refuse inputs that are not those of the run."""
         for name, path in recipe.inputs.items():
             if name not in self.digests or not os.path.isabs(path):
                 continue
@@ -93,7 +94,7 @@ class RunRecord:
 
 
 def dense_model(folder: Path) -> str | None:
-    """Return the path or Hub id of the dense model that a run read; None where it is not known or not there."""
+    """Return the path or Hub id of the dense model that a run read; None if it is unknown or gone."""
     try:
         return RunRecord.from_report(Report.from_file(folder), folder).model_at(folder)
     except RequestError:  # no report, or one from before runs were recorded
@@ -101,7 +102,7 @@ def dense_model(folder: Path) -> str | None:
 
 
 def digest(files: Mapping[str, Path]) -> str:
-    """Return the SHA-256 of files: of each name, by which they are sorted, and the SHA-256 of its content."""
+    """Return one SHA-256 over the names of files, sorted, and the SHA-256 of their contents."""
     total = hashlib.sha256()
     for name in sorted(files):
         content = hashlib.sha256()
@@ -115,8 +116,8 @@ def digest(files: Mapping[str, Path]) -> str:
 def _files(name: str, path: str | Path) -> dict[str, Path]:
     """Return the files of an input by their names in it; none for a Hub id.
 
-    Of a model these are the files of its folder but for texts for people, of data a file, those that match a pattern,
-    or the images of a folder.
+    For a model these are the files of its folder, except texts for people. For data they are a file, the files that
+    match a pattern, or the images of a folder.
     """
     path = Path(path).expanduser()
     if name == "model":
@@ -127,7 +128,7 @@ def _files(name: str, path: str | Path) -> dict[str, Path]:
 
 
 def _matches(path: Path) -> list[Path]:
-    """Return the paths that a path or, in its last part, a pattern names."""
+    """Return the paths that match a path whose last part may be a pattern."""
     return [path] if path.exists() else sorted(path.parent.glob(path.name))
 
 

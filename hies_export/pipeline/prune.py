@@ -53,7 +53,7 @@ WIDTH = 100
 
 @dataclass(frozen=True, repr=False)
 class PruneResult:
-    """A slim model, what it was chosen from, and how it compares with its dense model.
+    """A slim model, the scores it was chosen by, and how it compares with its dense model.
 
     Its text is a table of what was cut, of both models' sizes, and of the agreement on the held-out batches.
 
@@ -61,7 +61,7 @@ class PruneResult:
         prepared: The dense model, its modules, and the batches.
         slim: The slim model, its plan and its checks.
         choice: Scores and statistics that the plan was chosen from; None for a given plan.
-        budget: The budget, with what is predicted for the plan; None for a given plan.
+        budget: The budget, with the prediction for the plan; None for a given plan.
         parameters: Number of parameters of both models.
         flops: Floating-point operations of one forward pass of both models at `flops.shape`.
         held_out: Metrics of both models and the share of equal predictions on the held-out batches; None without.
@@ -82,7 +82,7 @@ class PruneResult:
 
     @property
     def plan(self) -> PruningPlan:
-        """Which units stay, and where that comes from."""
+        """The units that stay, with their provenance."""
         return self.slim.plan
 
     @property
@@ -118,7 +118,7 @@ class PruneResult:
         Raises:
             OutputExistsError: The folder exists and `overwrite` is off.
             ReloadMismatchError: The loaded model differs from the saved one by 1e-4 or more.
-            RequestError: There is no token for the push, or it may not write there; the folder is written.
+            RequestError: There is no Hub token, or it may not write to the repository; the folder is written.
             PushError: The push did not finish; the folder is written.
         """
         with without_reports():
@@ -170,15 +170,14 @@ class PruneResult:
     def cascade(self, rows: Any, *, disagreement: float, columns: Mapping[str, Any] | None = None) -> Cascade:
         """Leave rows that the slim model is unsure of to the dense one, so that few answers change.
 
-        The threshold is chosen on held-out rows, of which at most a share of all answers may differ from the dense
-        model's, with 95 % confidence; see `choose_threshold`. `export_onnx` of the result writes both models as one
-        graph.
+        The threshold is chosen on held-out rows, so that with 95 % confidence at most a share of all answers differs
+        from the dense model's; see `choose_threshold`. `export_onnx` of the result writes both models as one graph.
 
         Args:
-            rows: Held-out rows like those to be served, as batches or a data set, as for `prune`; of their labels
-                nothing is used. Rows that the model was trained on, or that pruning read, promise too much.
+            rows: Held-out rows like those to be served, as batches or a data set, as for `prune`; their labels are not
+                used. Rows that the model was trained on, or that pruning read, make the promise too optimistic.
             disagreement: Largest share of the answers that may differ, in (0, 1).
-            columns: What to read of a data set of texts or images, as for `prune`.
+            columns: Columns to read of a data set of texts or images, as for `prune`.
 
         Raises:
             RequestError: The model is no classifier, or the rows are too few for the promise.
@@ -244,22 +243,23 @@ def prune(
     compared with the masked model, refitted if `compensation` says so, and judged on the held-out batches.
 
     Batches are a DataLoader, a list, or a `datasets.Dataset` with `processor`. A batch maps the names of the model's
-    inputs to tensors. Labels are used where there are any. Otherwise the model's own predictions replace classes, and
-    plain text is its own label. Of a data set all rows are read; a few hundred are enough.
+    inputs to tensors. Labels are used if there are any. Otherwise the model's own predictions replace classes, and
+    plain text is its own label. All rows of a data set are read; a few hundred are enough.
 
     Args:
-        model: Classifies or regresses texts or images, or generates text, also from images.
-        batches: What units are scored on.
-        held_out: What alpha, the criterion or the size of the cut is chosen on, and what the agreement in the result is
-            of. By default the last quarter of `batches`, which are then not scored on; an empty list for none.
-        compensation_batches: What the cut model is refitted on; by default the batches that units are scored on.
-        plan: Cut by this plan instead of choosing. Of the options only `compensation` applies then.
+        model: A model that classifies or regresses texts or images, or generates text, also from images.
+        batches: Batches that units are scored on.
+        held_out: Batches that alpha, the criterion or the size of the cut is chosen on, and that the agreement in the
+            result is measured on. By default the last quarter of `batches`, which then is not used for scoring; an
+            empty list for none.
+        compensation_batches: Batches that the cut model is refitted on; by default those that units are scored on.
+        plan: Cut by this plan instead of choosing. Only the option `compensation` applies then.
         processor: The model's tokenizer, image processor, or processor of both: reads a data set, and is saved with the
             result.
-        columns: What to read of a data set that has texts or images, by the fields of a recipe's `data`: text, image,
-            label, prompt, answer, max_length, packing. By default columns that leave no choice.
-        shape: (batch, sequence) for which FLOPs are counted, or (batch,) for images; by default a row of 128 tokens, or
-            of as many as the model takes.
+        columns: Columns to read of a data set that has texts or images, by the fields of a recipe's `data`: text,
+            image, label, prompt, answer, max_length, packing. By default the only columns that fit.
+        shape: (batch, sequence) for which FLOPs are counted, or (batch,) for images; by default one row of 128 tokens,
+            or fewer if the model takes no more.
         seed: Seed of the criterion `random`; the plan records it.
         progress: Shows stages and loops.
         **options: The fields of a recipe's `prune` section: budget (required), modules, criterion, alpha, normalize,
@@ -407,10 +407,10 @@ def prune_prepared(
     clock: Clock | None = None,
     progress: Progress = SILENT,
 ) -> PruneResult:
-    """Choose what a prepared model loses, unless a plan says so, and cut it; what `prune` and a run of a recipe share.
+    """Choose the units that a prepared model loses, unless a plan names them, and cut it. Used by `prune` and by runs.
 
-    A `choice` that was made by the options already is not made again. The slim model is rounded to `dtype`. The clock
-    takes the seconds of "score" and "cut".
+    A `choice` that was already made by these options is used. The slim model is rounded to `dtype`. The clock records
+    the seconds of "score" and "cut".
     """
     clock = clock or Clock()
     if choice is None and isinstance(asked, PruneOptions):

@@ -57,7 +57,7 @@ def cut_beside(
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How a slim model compares with the dense one: metrics and lm-eval's benchmarks by name, and more."""
+    """How a slim model compares with the dense one: metrics and lm-eval benchmarks by name, and stability."""
 
     metrics: Mapping[str, Both[float]]
     stability: float  # share of predictions that equal the dense model's, in [0, 1]

@@ -24,7 +24,7 @@ from ..report.report import Report
 # Inside the package, so that it is installed too; recipes/ links to it.
 RECIPE = Path(__file__).with_name("quickstart-vit-digits.yaml")
 
-# The model's folder, by which the recipe, and so the report, name it.
+# The model's folder; the recipe and the report use this name.
 MODEL = "vit-digits"
 
 

@@ -1,4 +1,4 @@
-"""Refit cut models from the moments of the dense model, which are collected once where memory allows."""
+"""Refit cut models from the moments of the dense model, which are collected once if memory allows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOKEN_WEIGHTS = (1.0, 0.3, 0.1)
 class Refitting:
     """Refits of models cut from one dense model, with one of the weights of tokens in `tried`.
 
-    What they change is rounded to `dtype`, so that the model that is judged is the one that will be saved.
+    Changed parameters are rounded to `dtype`, so that the judged model is the one that will be saved.
     """
 
     def __init__(self, prepared: Prepared, options: PruneOptions, progress: Progress, dtype: torch.dtype | None = None):

@@ -1,4 +1,4 @@
-"""Write what the stages of a run found as its report."""
+"""Write the results of a run's stages as its report."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def build_report(recipe: PruningRecipe, done: Finished, seconds: dict[str, float
 
 
 def _details(recipe: PruningRecipe, done: Finished, command: str | None) -> Details:
-    """Return what the renderings of a report show beyond the summary."""
+    """Return the part of a report beyond the summary, for its renderings."""
     prepared, plan, evaluation = done.resolved.prepared, done.result.plan, done.evaluation
     choice, budget, deployed = done.result.choice, done.result.budget, done.deployed
     assert choice is not None
@@ -88,7 +88,7 @@ def _details(recipe: PruningRecipe, done: Finished, command: str | None) -> Deta
     return Details(
         base_model=None if Path(recipe.model).exists() else recipe.model,
         head_map=head_map(plan),
-        # What is known of every neuron would fill megabytes.
+        # The statistics of all neurons would fill megabytes.
         heads={name: of for name, of in head_numbers(choice).items() if plan.kept[name].kind == ATTENTION},
         **({"neurons": neurons} if neurons else {}),
         budget=budget,
@@ -147,7 +147,7 @@ def _export_differences(exported: Exported) -> dict[str, float | None]:
 
 
 def _export_details(exported: Exported) -> dict[str, Any]:
-    """Return what the details of a report say of the exported model."""
+    """Return the report's details about the exported model."""
     if isinstance(exported, GgufExport):
         parity = asdict(exported.parity) if exported.parity else None
         return {"gguf": {"architecture": exported.architecture, "types": exported.types, "parity": parity}}

@@ -1,4 +1,4 @@
-"""Repeat a run from its report, and compare what it gives with what the report says."""
+"""Repeat a run from its report, and compare the new results with the report."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ logger = logging.getLogger(__name__)
 # What may differ on another machine or with other versions: rounding turns over a few choices between units that are
 # nearly equal.
 UNITS, SCORES, METRICS, STABILITY, SIZES = 0.02, 0.01, 0.01, 0.02, 0.02
-# What scores, metrics and stability may differ by on the same machine. Units, and what is counted, may not.
+# How much scores, metrics and stability may differ on the same machine. Units and counts may not differ.
 ROUNDED = 1e-4
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One quantity of a run, as recorded and as it came out again."""
+    """One quantity of a run, as recorded and as repeated."""
 
     name: str
     recorded: str
     again: str
-    difference: float | None = None  # None where that says nothing
-    allowed: float | None = None  # None where the quantity is shown only
+    difference: float | None = None  # None if it has no meaning
+    allowed: float | None = None  # None if the quantity is only shown
 
     @property
     def holds(self) -> bool:
@@ -54,23 +54,23 @@ class Reproduction:
     output: Path
 
     def check(self) -> None:
-        """Refuse a repetition that gave something else."""
+        """Refuse a repetition with other results."""
         if different := [row.name for row in self.rows if not row.holds]:
             raise ReproductionError(
-                f"the run must give again what its report says, but {', '.join(different)} came out different; "
-                f"compare it with {self.output}"
+                f"a repeated run must give the results of its report, but {', '.join(different)} differ; compare it "
+                f"with {self.output}"
             )
 
 
 def reproduce(
     folder: Path, output: Path, *, overwrite: bool = False, command: str | None = None, progress: Progress = SILENT
 ) -> Reproduction:
-    """Make a recorded run again in a new folder, and compare plan, scores, metrics and sizes.
+    """Repeat a recorded run in a new folder, and compare plan, scores, metrics and sizes.
 
     On the same machine with the same versions, units and sizes must be equal, and scores, metrics and stability within
     1e-4: some processors round a product differently when it is repeated. Elsewhere units may differ by 2 % of all,
     scores by 1 % of the largest, metrics by 1 % of themselves, stability by 0.02, and sizes by 2 %. Time and the digest
-    of refitted layers are shown and not judged, and what was chosen by measured time is not either: under a latency
+    of refitted layers are shown but not judged. Neither is a choice that depends on measured time: under a latency
     budget, in a deployment, or in a cascade that chose its size.
     """
     folder = folder / "run" if not (folder / "report.json").exists() and (folder / "run").is_dir() else folder
@@ -116,13 +116,13 @@ def _read(folder: Path) -> _Files:
         scores = TypeAdapter(dict[str, list[float]]).validate_python(written.get("scores"))
     except (OSError, ValidationError) as error:
         raise RequestError(
-            f"a run must have its scores.json to be compared, but {file} is none ({error}); make the run anew"
+            f"a run must have its scores.json to be compared, but {file} is not one ({error}); make the run anew"
         ) from error
     return _Files(PruningPlan.from_file(folder / "plan.json"), scores)
 
 
 def _choice_rows(one: _Files, other: _Files) -> Iterator[Compared]:
-    """Compare what was scored on, the scores, and the units that were kept."""
+    """Compare the calibration batches, the scores, and the kept units."""
     fingerprints = [str(files.plan.calibration.get("fingerprint"))[:12] for files in (one, other)]
     yield _equal("calibration batches", *fingerprints)
     yield _equal("criterion", one.plan.criterion, other.plan.criterion)
@@ -184,7 +184,7 @@ def _number(name: str, one: float, other: float, allowed: float) -> Compared:
 
 
 def _equal(name: str, one: str, other: str) -> Compared:
-    """Compare two texts, of which no difference is good."""
+    """Compare two texts, which must be equal."""
     return Compared(name, one, other, float(one != other), 0.0)
 
 

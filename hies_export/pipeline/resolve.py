@@ -56,7 +56,7 @@ class Benchmarks:
 
 @dataclass(frozen=True)
 class Resolved:
-    """What a recipe names, loaded, and what it asks for, as plain options."""
+    """The loaded model and rows of a recipe, and its requests as plain options."""
 
     prepared: Prepared
     options: PruneOptions
@@ -80,7 +80,7 @@ def resolve(
 ) -> Resolved:
     """Load model and rows, and check that the recipe can be run; every argument is by default what the recipe says.
 
-    All `criteria` must suit the model. What was `loaded` before is not read again.
+    All `criteria` must suit the model. A model that is already `loaded` is not read again.
     """
     options = options or options_of(recipe)
     recipe = _holding_out(recipe)
@@ -167,7 +167,7 @@ def _cascade(recipe: PruningRecipe, prepared: Prepared, options: PruneOptions) -
 
 
 def rows_in_order(recipe: PruningRecipe) -> Callable[[int], list[Batch]]:
-    """Return what gives batches of a size, of the first 512 rows that a recipe evaluates, in their order."""
+    """Return a function of a batch size that gives batches of the first 512 evaluation rows, in their order."""
     hub: dict[str, Any] = {} if recipe.revision is None else {"revision": recipe.revision}
     reader = _reader(recipe, load_config(recipe.model, **hub))
     rows = evaluated(recipe, partial(reader.load, name=recipe.data.name, files=recipe.data.files))
@@ -183,7 +183,7 @@ def _metrics(recipe: PruningRecipe, *, regression: bool) -> tuple[str, ...]:
     asked = recipe.prune.budget.max_drop or recipe.prune.budget.keep
     extra = () if asked is None or asked.metric is None else (asked.metric,)
     named = (*recipe.evaluation.metrics, *extra)
-    # Of choices, metrics of tokens judge the right ones alone.
+    # For questions with choices, token metrics judge only the right choices.
     of_tokens = any(name in METRICS and METRICS[name].of == "tokens" for name in named)
     choices = TASKS[recipe.task].generative and recipe.data.label is not None and not of_tokens
     metrics = recipe.evaluation.metrics or default_metrics(
@@ -196,7 +196,7 @@ def _metrics(recipe: PruningRecipe, *, regression: bool) -> tuple[str, ...]:
 
 
 def runtimes_of(recipe: PruningRecipe, wanted: tuple[str, ...] | None = None) -> tuple[str, ...]:
-    """Return the names of the runtimes to measure on, and that of a budget of time."""
+    """Return the names of the runtimes to measure on, and the runtime of a latency budget."""
     names, timed = recipe.measure.runtimes if wanted is None else wanted, recipe.prune.budget.timed
     return names if timed is None else tuple(dict.fromkeys((*names, timed.runtime)))
 
@@ -222,7 +222,7 @@ def _checked_runtimes(recipe: PruningRecipe, names: tuple[str, ...]) -> tuple[st
 
 
 def _ways(recipe: PruningRecipe, names: Sequence[str]) -> tuple[tuple[str, str | None], ...]:
-    """Return each runtime to measure on with each dtype that it can compute in, and those of a budget of time."""
+    """Return each runtime to measure on with each dtype that it can compute in, and those of a latency budget."""
     ways = [
         (name, dtype)
         for dtype in recipe.measure.dtypes or (None,)

@@ -1,4 +1,4 @@
-"""Run a recipe: all stages with what it says, or the search for what to deploy that it asks for."""
+"""Run a recipe: all of its stages, or its search for the fastest form to deploy."""
 
 from __future__ import annotations
 

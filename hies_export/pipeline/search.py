@@ -32,7 +32,7 @@ def _key(selection: Selection) -> _Key:
 
 
 class HeldOut:
-    """Judge of selections on held-out rows, on which units were not scored; equal selections are evaluated once.
+    """Judge selections on held-out rows, which were not used for scoring; equal selections are evaluated once.
 
     `refit` compensates the model that a selection cuts; without it, the model is masked instead. `by` predicts.
     """
@@ -171,7 +171,7 @@ def choose_by_agreement(
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a cut keeps what a budget asks of the held-out rows, and the numbers that say so, by name."""
+    """Whether a cut meets a budget on the held-out rows, and the numbers that show it, by name."""
 
     holds: bool
     numbers: Mapping[str, float]
@@ -179,7 +179,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Scores to select by, and what judges their selections; `runtime` names what predicts, where that matters."""
+    """Scores to select by, and the judge of their selections; `runtime` names what predicts, if that matters."""
 
     scores: Scores
     judge: Callable[[Selection], Verdict]
@@ -188,7 +188,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class LargestCut:
-    """The largest cut that holds, by the candidate of that number; `candidate` and `verdict` are None where none does.
+    """The largest cut that holds, and the number of its candidate; `candidate` and `verdict` are None if none does.
 
     `judged` has a mapping for each selection tried, in order: criterion, alpha, number of units removed, the
     candidate's runtime if it has one, and the verdict's numbers.
@@ -213,8 +213,8 @@ def choose_largest(
 
     A later candidate replaces the best so far only if it allows a larger cut. For most candidates one evaluation rules
     that out. A larger size, in 1..sizes, removes at least as much. Only cuts larger than `at_least` are looked for.
-    Once `stop` says so, nothing more is judged. With a guess, `near`, of the first candidate's largest size, sizes are
-    tried from there on.
+    Once `stop` returns true, nothing more is judged. With a guess, `near`, of the first candidate's largest size, sizes
+    are tried from there on.
     """
     judged: list[Mapping[str, Any]] = []
     known: dict[tuple[Any, _Key], Verdict] = {}

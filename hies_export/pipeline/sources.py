@@ -1,4 +1,4 @@
-"""Give each runtime what it loads of the dense and the slim model, and export each form of them once."""
+"""Provide what each runtime loads of the dense and the slim model, and export each form of them once."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ class Sources:
     """What runtimes load of both models: the models, or their exports.
 
     Attributes:
-        exported, dense_exports: The exports of the slim and the dense model that there are, by their options; they are
-            not repeated.
+        exported, dense_exports: Existing exports of the slim and the dense model, by their options; they are reused.
         exporter: Makes the others.
-        folder: Where the others are written; somebody else deletes it.
+        folder: Where the others are written; the caller deletes it.
     """
 
     dense: PreTrainedModel
@@ -37,7 +36,7 @@ class Sources:
     dense_exports: dict[ExportOptions, Exported] = field(default_factory=dict)
 
     def prepare(self, runtime: str, dtype: str | None = None) -> None:
-        """Export what a runtime loads, where it loads exports."""
+        """Export the models for a runtime that loads exports."""
         if not RUNTIMES[runtime].reads_models:
             self.exports(self.exporter.options.unquantized.read_by(runtime, dtype))
 

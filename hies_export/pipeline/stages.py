@@ -63,7 +63,7 @@ def run_stages(
     *,
     answer: Answer | None = None,
 ) -> Report:
-    """Run all stages, and write what they return into the folder; an `answer` has chosen already what goes."""
+    """Run all stages, and write their results into the folder; an `answer` is a choice that was already made."""
     clock, watch = Clock(), CpuWatch()
     if answer is not None:
         # The search has scored the units, and judged cuts.
@@ -136,7 +136,7 @@ def _decide(resolved: Resolved, clock: Clock, progress: Progress) -> Decided:
 def _export(
     exporter: Exporter, model: PreTrainedModel, folder: Path, clock: Clock, progress: Progress
 ) -> dict[ExportOptions, Exported]:
-    """Export the slim model into the folder of a run, and quantise the export where that is asked."""
+    """Export the slim model into the folder of a run, and quantise the export if asked."""
     options = exporter.options
     kind = "ONNX" if options.format == "onnx" else "GGUF"
     with clock("export"):
@@ -151,7 +151,7 @@ def _export(
 def _with_cost(
     result: PruneResult, prepared: Prepared, options: PruneOptions, measured: Measurements, progress: Progress
 ) -> PruneResult:
-    """Fill in what a budget of cost came to; a budget of other kinds is as it was."""
+    """Fill in the measured result of a budget of cost; other budgets stay as they are."""
     budget = result.budget
     if not isinstance(budget, CostOutcome):
         return result
@@ -163,7 +163,7 @@ def _with_cost(
 
 
 def _other_work(watch: CpuWatch) -> OtherWork | None:
-    """Return what other work used while a single process computed for long, and warn if that mattered; else None."""
+    """Return the processor time of other work in a long run of one process, and warn if it matters; else None."""
     seen = watch.seen() if processes.world() == 1 and watch.seconds >= LONG_SECONDS else None
     if seen is not None and seen.matters:
         logger.warning("%s while this run computed, which took longer than it does on an idle machine", seen)

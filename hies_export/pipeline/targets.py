@@ -27,7 +27,7 @@ from ..values import Scores
 from .options import PruneOptions, TimedBudget
 from .prepare import Prepared
 
-# Where the held-out rows say how much goes, cost is removed in so many parts of what can be removed.
+# If held-out rows decide how much goes, the removable cost is divided into this many sizes.
 SIZES = 100
 
 
@@ -52,12 +52,12 @@ Goal = iterative.HeadTarget | float
 
 
 class Targets:
-    """How much a budget removes from a dense model; a PlanError if the constraints do not allow a cut that meets it."""
+    """How much a budget removes from a dense model; PlanError if the constraints allow no cut that meets it."""
 
     def __init__(self, prepared: Prepared, options: PruneOptions, progress: Progress):
         self._prepared, self._options, self._progress = prepared, options, progress
         self._constraints, self.ratio = options.constraints, options.budget.ratio
-        # Time of the dense model in the bits of the budget / that of what the budget's ratio is to.
+        # Time of the dense model in the bits of the budget / time of the budget's reference.
         self._full = self._time_in_full()
         if self.ratio is not None:
             self.ratio /= self._full
@@ -87,8 +87,7 @@ class Targets:
     def sizes(self) -> list[Round]:
         """Return rounds that remove more and more of the dense model, for budgets that held-out rows decide.
 
-        Each removes a hundredth more of the time, or of the FLOPs, that can be removed; of heads alone without a time,
-        one head more.
+        Each removes a hundredth more of the removable time or FLOPs; for heads alone and no runtime, one head more.
         """
         prepared, scored = self._prepared, self._prepared.scored
         found: list[Round] = []
@@ -130,7 +129,7 @@ class Targets:
         if budget.timed is not None:
             self._progress.stage("time cuts of several sizes, to predict the time of a plan")
             where = timed_on(self._prepared, self._options)
-            # Times differ between processes, and what they choose must not.
+            # Times differ between processes, but their choices must not.
             table = processes.on_main(
                 lambda: latency_table(prepared.model, prepared.scored, where, unit=unit, progress=self._progress)
             )
@@ -145,7 +144,7 @@ class Targets:
         return table
 
     def _time_in_full(self) -> float:
-        """Return the dense model's time in the bits of the budget / its time in float32, where the ratio is to that."""
+        """Return the dense model's time in the bits of the budget / its time in float32, if the ratio is to float32."""
         timed, model = self._options.budget.latency, self._prepared.model
         if timed is None or timed.of == "same":
             return 1.0
@@ -208,7 +207,7 @@ class Targets:
 
 
 def timed_on(prepared: Prepared, options: PruneOptions) -> TimedOn:
-    """Return where a budget of time is measured."""
+    """Return where a latency budget is measured."""
     timed = options.budget.timed
     assert timed is not None
     return TimedOn(
@@ -221,7 +220,7 @@ def timed_on(prepared: Prepared, options: PruneOptions) -> TimedOn:
 
 
 def _budget_shape(prepared: Prepared, timed: TimedBudget) -> tuple[int, int]:
-    """Return the measured (batch, sequence) of a budget of time.
+    """Return the measured (batch, sequence) of a latency budget.
 
     For images and prompts only the batch is compared, because every batch has the same sequence.
     """

@@ -1,6 +1,6 @@
 """Find the units of a model that can be removed, and rehearse their removal.
 
-In go a model and a batch of inputs, out come `PrunableModule`s: for each attention layer or feed-forward block, the
+The input is a model and a batch; the output is `PrunableModule`s: for each attention layer or feed-forward block, the
 rows and columns of its linear layers that belong to each head or neuron, and the attributes that count them. No weight
 is read.
 
@@ -9,8 +9,8 @@ attention.py        `find_attention`: heads; what cannot be cut is refused with 
 mlp.py              `find_mlp`: neurons, likewise
 probe.py            a weightless copy of the model, and which feature reaches which head
 observe.py          one run of the copy: inputs and readers of every attention module
-reads.py            one run of the copy: what every linear layer reads, and which feature reaches which column
-blocks.py           which linear layers are, by what they read, the two halves of feed-forward blocks
+reads.py            one run of the copy: inputs of every linear layer, and which feature reaches which column
+blocks.py           find the two linear layers of feed-forward blocks from these inputs
 rehearse.py         runs with fewer units, to find the attributes that must change
 follow.py           kept units -> kept rows and columns, and new values of attributes
 architectures.py    the table of tested model types, architectures.json

@@ -48,7 +48,7 @@ def read_table(model_types: Sequence[str] = ()) -> dict[str, Any]:
     - `class`, `inputs`, `heads`: The class and the inputs of the tiny model, and its numbers of query and of
       key/value heads over all layers.
     - `config_alone`: Whether stock transformers loads a uniform cut without code from this package.
-    - `neurons`: The same of the neurons of feed-forward blocks, with `units`, their number over all blocks.
+    - `neurons`: The same for the neurons of feed-forward blocks, with `units`, their number over all blocks.
     """
     table: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
     for name in model_types:
@@ -63,7 +63,7 @@ def read_table(model_types: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def neurons_of(entry: Entry) -> Entry:
-    """Return what holds for the neurons of a model type, an entry of its own."""
+    """Return the results for the neurons of a model type, which have their own entry."""
     return entry.get("neurons", {"refused": NOT_RUN})
 
 
@@ -87,7 +87,7 @@ def why_not(entry: Entry, steps: Iterable[str] = STEPS) -> str:
 
 
 def neurons_in_short(entry: Entry) -> str:
-    """Return what holds for the neurons of a model type, in a few words."""
+    """Return the results for the neurons of a model type in a few words."""
     neurons = neurons_of(entry)
     if "steps" not in neurons:
         return NOT_RUN if neurons["refused"] == NOT_RUN else "refused"
@@ -96,7 +96,7 @@ def neurons_in_short(entry: Entry) -> str:
 
 
 def counts(table: Table) -> dict[str, int]:
-    """Return how many model types there are, were tried, and pass each step; those for neurons are "neurons cut"..."""
+    """Return how many model types exist, were tried, and pass each step; steps for neurons are "neurons cut"..."""
     types = table["types"].values()
     return {
         "types": len(types),

@@ -41,7 +41,7 @@ _QUERY_WIDTH_NAMES = ("all_head_size",)
 _WHOLE = ("query", "value")
 
 Refusal = Callable[[str], UnsupportedModelError]
-# Linear layer -> whether key/value heads own the features (else query heads) -> for every head, the features it owns.
+# Linear layer -> whether key/value heads own the features (else query heads) -> the features of every head.
 _Owned = dict[str, dict[bool, list[set[int]]]]
 
 
@@ -219,7 +219,7 @@ def _without_first_group(module: PrunableModule) -> Kept:
 
 
 def _without_first_query(module: PrunableModule) -> Kept:
-    """Return all units but the first of every group; all units where a group has only one."""
+    """Return all units but the first of every group; all units if a group has only one."""
     first = module.group_size > 1
     return module.kept(u for u in range(module.units) if not first or u % module.group_size)
 

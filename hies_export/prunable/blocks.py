@@ -1,12 +1,12 @@
-"""Tell from what every linear layer reads which of them are the two halves of feed-forward blocks.
+"""Find the two halves of feed-forward blocks from the inputs of every linear layer.
 
-A block is found where every input column of a linear layer (the consumer: `fc2`, `down_proj`, `output.dense`) depends,
-token by token, on single features of the layers in front of it (the producers: `fc1`, `gate_proj` and `up_proj`, or a
-fused `gate_up_proj`), and where these features reach nothing else.
+A linear layer is the consumer of a block (`fc2`, `down_proj`, `output.dense`) if every one of its input columns
+depends, token by token, on single features of the layers in front of it (the producers: `fc1`, `gate_proj` and
+`up_proj`, or a fused `gate_up_proj`), and these features reach nothing else.
 
-Only blocks inside a stack of layers count, that is below an element of an `nn.ModuleList`. So poolers, classifiers, LM
-heads and the projectors between towers stay alone. So do two linear layers with no activation between them, which are
-one layer of low rank, and networks that see no sample, such as those that make position biases.
+Only blocks inside a stack of layers count, that is below an element of an `nn.ModuleList`. This excludes poolers,
+classifiers, LM heads and the projectors between towers. Also excluded are two linear layers with no activation between
+them, which are one layer of low rank, and networks that see no sample, such as those that make position biases.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def layers_of_linears(model: nn.Module) -> dict[str, str]:
 def found_blocks(
     model: nn.Module, dense: LinearObserver, layers: Mapping[str, str]
 ) -> tuple[list[FoundBlock], dict[str, str]]:
-    """Return the feed-forward blocks of a model in the order of the run, and consumer -> why it is not quite one.
+    """Return the feed-forward blocks in the order of the run, and near misses: layer -> why it is no consumer.
 
-    The latter are in layers that have no block.
+    Near misses are only reported in layers that have no block.
     """
     reasons: dict[str, str] = {}
     blocks = _named(model, _blocks(dense, reasons), layers)
@@ -105,13 +105,13 @@ def _block(read: Read, call: Call, dense: LinearObserver, reasons: dict[str, str
     ):
         return None
     columns = {name: reach.column for (name, _), reach in read.reach.items()}
-    # What all neurons share stays as it is.
+    # Parameters that all neurons share stay as they are.
     parameters = {n: reach.column for n, reach in read.parameters.items() if not (reach.column < 0).all()}
     return FoundBlock("", nn.Module(), read.layer, read.columns, columns, parameters)
 
 
 def _reason_against(read: Read, call: Call, dense: LinearObserver) -> str:
-    """Return why a layer that reads something like neurons is not the consumer of a block; else an empty string."""
+    """Return why a layer with neuron-like inputs is not the consumer of a block; else an empty string."""
     names = " and ".join(dict.fromkeys(name for name, _ in read.reach))
     own = {source for source in read.reach if dense.readers[source] == {call}}
     if own < read.sources:
@@ -148,8 +148,8 @@ def _equal(one: FoundBlock, other: FoundBlock) -> bool:
 def _named(model: nn.Module, blocks: Sequence[FoundBlock], layers: Mapping[str, str]) -> list[FoundBlock]:
     """Return the blocks inside of layers, named after the innermost module with all of their linear layers.
 
-    Where that module has linear layers of its own beside them, as an attention module has, or two blocks share it, a
-    block is named after its consumer.
+    If that module has other linear layers, as an attention module has, or two blocks share it, a block is named after
+    its consumer.
     """
     inside = []
     for block in blocks:

@@ -2,8 +2,8 @@
 
 Nothing here knows an architecture. Derivatives on a weightless copy show where the features of linear layers become the
 input columns of another, one by one and token by token (`blocks`). Then the cut is rehearsed: with fewer neurons
-everywhere, the model's own code must hand the consumer exactly the remaining columns, and every other layer and the
-outputs what they had before.
+everywhere, the model's own code must pass the consumer exactly the remaining columns, and every other layer and the
+outputs must get the same as before.
 """
 
 from __future__ import annotations
@@ -83,14 +83,14 @@ def _refusal(label: str, reason: str) -> UnsupportedModelError:
 
 
 def _run(probe: Probe, batch: Mapping[str, Tensor], **hooks: Callable[[str, Tensor], None]) -> Any:
-    """Run the probe; what a model draws at random is the same in every run."""
+    """Run the probe; random draws of the model are the same in every run."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return probe.run(batch, **hooks)
 
 
 def _refuse_experts(model: PreTrainedModel, label: str) -> None:
-    """Refuse a mixture of experts: a module that is called so, and has parameters."""
+    """Refuse a mixture of experts: a module with such a name and with parameters."""
     for name, module in model.named_modules():
         kind = type(module).__name__
         named = _EXPERTS.fullmatch(name.rpartition(".")[2]) or "Experts" in kind
@@ -115,7 +115,7 @@ def _describe(block: FoundBlock, probe: Probe, label: str) -> PrunableModule:
 
 
 def _spans(unit_of: Tensor, units: int) -> tuple[Span, ...]:
-    """Return the spans of features that belong to units, as many to each; `units.spans_of` is for few units.
+    """Return the spans of features that belong to units, equally many to each; `units.spans_of` is for few units.
 
     `unit_of` is the unit of each feature, (features,) int64.
     """
@@ -148,7 +148,7 @@ def _neuron_counts(module: PrunableModule) -> Meanings:
 
 
 def _some(module: PrunableModule) -> Kept:
-    """Return two thirds of the units: those whose number is no multiple of three; all where there is one."""
+    """Return two thirds of the units: those whose number is no multiple of three; all if there is only one."""
     return module.kept(u for u in range(module.units) if u % 3 or module.units == 1)
 
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from ..model.copies import copy_with
 from ..model.linear import features_of, is_linear, set_parameter
 
-# Larger parameters are embeddings or experts, whose values do not matter: one number stands for all of them.
+# Larger parameters are embeddings or experts, whose values do not matter: one number replaces all of them.
 _LARGEST_REAL_PARAMETER = 2**20
 
 

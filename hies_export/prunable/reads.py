@@ -1,8 +1,8 @@
 """Observe one run of a weightless model: which linear layers read the features of which, and how.
 
 Every linear layer of the probe returns leaves, so the autograd graph of a layer's input ends at the layers right in
-front of it. Where each column of the input depends on single features of these, at the same token, the two layers are
-the two halves of a feed-forward block.
+front of it. If each column of the input depends on single features of these, at the same token, the two layers are the
+two halves of a feed-forward block.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Call = tuple[str, int]
 """A linear layer, and the number of its call in the run."""
 
 MIXED, NOWHERE = -1, -2
-# A block has one producer, or gate and up. An input with more sources is on the path between layers, so that features
-# which other layers have read as well need not be looked into.
+# A block has one producer, or gate and up. An input with more sources is on the path between layers, so features that
+# other layers also read need not be examined.
 _FEW = 3
 _SAMPLED_ROWS = 16
 _ENOUGH_DIGITS = 0.1
@@ -56,10 +56,10 @@ class Read:
     Attributes:
         sources: Calls of the layers on whose features its input depends.
         constant: Whether its input depends on nothing but buffers, such as a table of coordinates.
-        reach: Source that was looked into -> which column each of its features reaches.
-        parameters: Parameter outside of linear layers -> the same of its elements.
+        reach: Examined source -> which column each of its features reaches.
+        parameters: Parameter outside of linear layers -> the same for its elements.
         rows: Some rows of the input, (rows, columns), if `reach` is not empty.
-        signature: Two sums over the input, by which a changed one is noticed.
+        signature: Two sums over the input, which reveal a change.
     """
 
     layer: str
@@ -82,7 +82,7 @@ class LinearObserver:
     """
 
     def __init__(self, probe: Probe, inside: Iterable[str]):
-        """Record the inputs of all layers, and look into those of the layers named in `inside`."""
+        """Record the inputs of all layers, and examine those of the layers named in `inside`."""
         small = {id(p) for p in probe.small_parameters() if p.numel()}
         self._parameters = {id(p): name for name, p in probe.model.named_parameters() if id(p) in small}
         self._leaves: Any = WeakTensorKeyDictionary()

@@ -1,7 +1,7 @@
 """Rehearse a cut on a weightless copy of the model, to find the attributes that must change with the number of units.
 
-The model's own code is the judge. With fewer features everywhere, it must compute exactly what the units that stay
-computed before. What that means for a kind of unit is a subclass of `Rehearsal`.
+The model's own code decides. With fewer features everywhere, it must compute exactly what the kept units computed
+before. A subclass of `Rehearsal` defines what that means for a kind of unit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .probe import Probe
 
 
 class Found(Protocol):
-    """What a finder observed of a module: its dotted name, and the module of the probe's model."""
+    """A module that a finder observed: its dotted name, and the module of the probe's model."""
 
     name: str
     module: nn.Module
@@ -73,7 +73,7 @@ class Rehearsal(Generic[F]):
         return self.wrong[0] if self.wrong else None
 
     def compare(self, batch: Mapping[str, Tensor]) -> None:
-        """Run the probe, and add to `wrong` what differs from the dense run."""
+        """Run the probe, and add differences from the dense run to `wrong`."""
         raise NotImplementedError
 
 
@@ -147,5 +147,5 @@ def fewer(probe: Probe, pairs: Sequence[tuple[F, PrunableModule]], kept: Mapping
 
 
 def same(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors are equal but for rounding."""
+    """Return whether two tensors are equal up to rounding."""
     return one.shape == other.shape and torch.allclose(one, other, rtol=1e-4, atol=1e-5)

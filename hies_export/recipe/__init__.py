@@ -1,8 +1,8 @@
-"""The recipe: all that a run is asked to do, checked before any work starts.
+"""The recipe: everything a run is asked to do, checked before any work starts.
 
-In go the fields of a YAML file, or the same as keyword arguments; out comes a `PruningRecipe`, frozen and consistent,
-or one `RecipeError` that names all problems at once. Nothing is loaded: whether model, data and recipe fit together
-is for `pipeline.resolve` to find out.
+The input is the fields of a YAML file, or the same as keyword arguments. The output is a `PruningRecipe`, frozen and
+consistent, or one `RecipeError` that names all problems at once. Nothing is loaded: `pipeline.resolve` finds out
+whether model, data and recipe fit together.
 
 - `sections.py`: the fields and their defaults, section by section.
 - `recipe.py`: the whole, and what one section demands of another.

@@ -1,7 +1,7 @@
 """Read plain YAML: mappings with text as keys, lists, text, numbers, truth values and null.
 
-The rest of YAML is refused. A few lines of aliases stand for gigabytes, tags ask for other types, and of a key that is
-given twice one value would be lost. Dates stay text.
+The rest of YAML is refused. A few lines of aliases can stand for gigabytes, tags ask for other types, and a key that is
+given twice would lose one of its values. Dates stay text.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import yaml
 
 from ..errors import RecipeError, quoted, shortened
 
-# No recipe comes near these; they bound the time and the memory that reading takes.
+# Far above any real recipe; they bound the time and the memory that reading takes.
 MOST_BYTES = 1 << 16
 DEEPEST = 20
 LONGEST_NUMBER = 40

@@ -1,4 +1,4 @@
-"""The whole recipe, and what one of its sections demands of another."""
+"""The whole recipe, and the rules between its sections."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ..report.report import Report
 
 
-# What `cascade` tries where there is no budget.
+# Shares of the FLOPs that `cascade` tries if there is no budget.
 FLOPS_TO_TRY = (0.75, 0.55, 0.35)
 
 
@@ -39,11 +39,11 @@ class PruningRecipe(Section):
     Attributes:
         model: Folder or Hub id of a fine-tuned model.
         revision: Revision of a Hub model.
-        dtype: What the model is loaded, scored and, but for `save_dtype`, saved in: float32 (default on CPU), float16,
+        dtype: Dtype for loading, scoring and, unless `save_dtype` is given, saving: float32 (default on CPU), float16,
             bfloat16, or "auto" for the checkpoint's own (default on GPU).
-        save_dtype: What the slim checkpoint is saved in, as for `dtype`. By default that of `dtype` where it is given,
-            else the checkpoint's own, so that the slim one is not the larger. What is evaluated, exported and timed
-            is rounded to it.
+        save_dtype: Dtype of the slim checkpoint, as for `dtype`. By default `dtype` if it is given, and else the
+            checkpoint's own, so that the slim one is not larger. Evaluation, export and timing use weights rounded to
+            it.
         device_map: Where the layers go, as in `from_pretrained`: "auto" spreads a model over all GPUs. By default the
             GPU if there is one.
         task: text-classification (regression is text-classification with one label), image-classification,
@@ -56,7 +56,7 @@ class PruningRecipe(Section):
         export: See `ExportSection`.
         cascade: See `CascadeSection`.
         measure: See `MeasureSection`.
-        deploy: See `DeploySection`; with it, `prune` has no budget.
+        deploy: See `DeploySection`. With it, `prune` has no budget.
         output: Folder to write; must not exist.
 
     Raises:
@@ -95,21 +95,21 @@ class PruningRecipe(Section):
     @model_validator(mode="before")
     @classmethod
     def _deploy_has_its_budget(cls, fields: Any) -> Any:
-        """Make what `deploy` promises the budget, by which the report judges the run."""
+        """Make the promise of `deploy` the budget, by which the report judges the run."""
         prune, asked = (fields.get(name) for name in ("prune", "deploy"))
         if not isinstance(prune, dict) or not isinstance(asked, dict):
             return fields
         budget, keep = prune.get("budget"), asked.get("keep", DeploySection().keep)
-        # Of a recipe that was read before, the budget is the promise that the section had.
+        # A recipe that was read before already has the section's promise as its budget.
         own = isinstance(budget, dict) and isinstance(budget.get("keep"), dict) and [*budget["keep"]] == ["predictions"]
         if budget is not None and not own:
-            raise ValueError("deploy chooses how much goes, and prune.budget says it too; leave out one of them")
+            raise ValueError("deploy chooses how much to remove, and prune.budget sets it too; leave out one of them")
         return {**fields, "prune": {**prune, "budget": {"keep": keep}}}
 
     @model_validator(mode="before")
     @classmethod
     def _cascade_may_choose_the_budget(cls, fields: Any) -> Any:
-        """Try the usual shares of the FLOPs where there is no budget; the budget is then the largest of them."""
+        """Try the usual shares of the FLOPs if there is no budget; the budget is then the largest of them."""
         prune, asked = (fields.get(name) for name in ("prune", "cascade"))
         if not isinstance(prune, dict) or not isinstance(asked, dict) or isinstance(fields.get("deploy"), dict):
             return fields
@@ -125,7 +125,7 @@ class PruningRecipe(Section):
         if budget == {"flops": largest}:
             return fields
         if budget is not None:
-            raise ValueError("cascade.flops chooses how much goes, and prune.budget says it too; leave out one of them")
+            raise ValueError("cascade.flops chooses how much to remove, and prune.budget sets it too; leave out one")
         budgeted = {**prune, "budget": {"flops": largest}}
         return {**fields, "cascade": {**asked, "flops": shares}, "prune": budgeted}
 
@@ -201,12 +201,12 @@ class PruningRecipe(Section):
 
     @property
     def held_out_of_evaluation(self) -> bool:
-        """Whether the held-out rows are of the split that is evaluated, which is then divided."""
+        """Whether the held-out rows come from the evaluated split, which is then divided."""
         return self.held_out is not None and self.held_out.split == self.evaluation.split
 
     @property
     def inputs(self) -> dict[str, str | Path]:
-        """What the recipe reads, by field: the model and the files of the data. A Hub id stays one."""
+        """The inputs of the recipe by field: the model and the data files. A Hub id stays as it is."""
         return {"model": self.model, **{f"data.files.{split}": path for split, path in (self.data.files or {}).items()}}
 
     def run(self, *, progress: Progress = SILENT) -> Report:

@@ -1,4 +1,4 @@
-"""The sections of a recipe: their fields, defaults, and what each demands of its values."""
+"""The sections of a recipe: their fields, defaults, and the rules for their values."""
 
 from __future__ import annotations
 
@@ -84,12 +84,12 @@ class DataSection(Section):
         image: Image column.
         prompt: What to ask, with the columns it reads in braces: "Question: {question}"; instead of `text` in
             text-generation, and always in image-text-to-text.
-        answer: Column of answers; the loss and the quality are those of its tokens.
-        label: Label column; without one, the model's own predictions stand in for calibration. Where `answer` holds
-            choices, the column with the number of the right one, from 0: units are scored on the right choices, and
-            quality and stability are those of the likeliest choice, unless `evaluation.metrics` says otherwise.
+        answer: Column of answers; loss and quality are computed on their tokens.
+        label: Label column; without one, calibration uses the model's own predictions. If `answer` holds choices, this
+            column has the number of the right one, from 0: units are scored on the right choices, and quality and
+            stability are judged by the likeliest choice, unless `evaluation.metrics` says otherwise.
         max_length: Longest sequence in tokens; the model's own limit by default, and at most 512 for packed text.
-        packing: Whether texts to generate are joined and cut into blocks of max_length, or are a sample each.
+        packing: Whether texts to generate are joined and cut into blocks of max_length, or each is one sample.
     """
 
     name: str | None = None
@@ -121,7 +121,7 @@ class CalibrationSection(Section):
     Attributes:
         split: Split of the data set, or a slice of one such as "train[:60%]".
         samples: How many rows to draw.
-        batch_size: Most rows that go through the model at once. It is halved where they do not fit into memory.
+        batch_size: Most rows that go through the model at once. It is halved if they do not fit into memory.
         seed: Seed of the draw.
     """
 
@@ -134,14 +134,14 @@ class CalibrationSection(Section):
 class HeldOutSection(Section):
     """Which rows `alpha: auto`, `criterion: auto`, `max_drop` and `keep` are judged on.
 
-    Without this section, these are further rows of the calibration split. Where the model was trained on that split, it
-    does better there than on new rows, and choices are made for rows that it knows.
+    Without this section, these are further rows of the calibration split. A model that was trained on that split does
+    better there than on new rows, so choices made there may not hold for new rows.
 
     Attributes:
-        split: Split of the data set, or a slice of one such as "validation[:50%]". If it is the one that is evaluated,
-            the held-out rows are drawn from it and the others are evaluated.
-        samples: How many rows to draw; by default 256 for alpha, 512 for a criterion, and 1,024 for
-            `max_drop` and `keep`, of an evaluated split at most half.
+        split: Split of the data set, or a slice of one such as "validation[:50%]". If it is the evaluated split,
+            held-out rows are drawn from it and the others are evaluated.
+        samples: How many rows to draw; by default 256 for alpha, 512 for a criterion, and 1,024 for `max_drop` and
+            `keep`, but at most half of an evaluated split.
     """
 
     split: str
@@ -154,14 +154,14 @@ class EvaluationSection(Section):
     Attributes:
         split: Split of the data set, or a slice of one.
         samples: How many rows to judge on; all of them by default.
-        rows: Which ones, of more: "drawn" by a seed that is the same for every run, or the "first". Data sets are often
-            sorted, by topic or by length.
+        rows: Which rows, if there are more: "drawn" by a seed that is the same for every run, or the "first". Data sets
+            are often sorted, by topic or by length.
         batch_size: Most rows that go through the model at once.
-        metrics: Names of metrics, as `evaluate/metrics.py` lists them, or what `evaluate.load` finds: `owner/name` on
-            the Hub, or a local script. The first one is the report's. By default those usual for the task.
+        metrics: Names of metrics, as `evaluate/metrics.py` lists them, or for `evaluate.load`: `owner/name` on the Hub,
+            or a local script. The first one leads the report. By default the usual ones for the task.
         stability_tolerance: How far a regression output may move and still count as the same prediction.
-        lm_eval: Benchmarks of lm-eval (an extra) that language models are judged on as well: names of its tasks, or
-            YAML files. `samples` documents of each are used.
+        lm_eval: Benchmarks of lm-eval (an extra) for language models, in addition: names of its tasks, or YAML files.
+            `samples` documents of each are used.
     """
 
     split: str = "validation"
@@ -179,9 +179,9 @@ class TimedSection(Section):
     Attributes:
         runtime: Name of the runtime.
         batch: Rows in a batch.
-        sequence: Tokens in a row. Leave it out for an image model, where it follows from the image size, and for a
-            vision-language model, where it follows from the prompts.
-        dtype: What the runtime computes in, such as "bfloat16" on openvino; by default in what the model is exported.
+        sequence: Tokens in a row. Leave it out for image models (it follows from the image size) and vision-language
+            models (it follows from the prompts).
+        dtype: Dtype that the runtime computes in, such as "bfloat16" on openvino; by default that of the export.
     """
 
     runtime: Runtime = "onnxruntime-cpu"
@@ -195,8 +195,8 @@ class LatencyBudget(TimedSection):
 
     Attributes:
         ratio: Time of the slim model divided by that of the dense one, in (0, 1).
-        of: What the ratio is to: "same" is the dense model in the same bits, "float32" that model in float32, on the
-            same runtime (for onnxruntime-cpu-int8, on onnxruntime-cpu).
+        of: Reference of the ratio: "same" is the dense model in the same bits, "float32" the dense model in float32, on
+            the same runtime (for onnxruntime-cpu-int8, on onnxruntime-cpu).
     """
 
     ratio: ShareOfDense
@@ -204,15 +204,15 @@ class LatencyBudget(TimedSection):
 
 
 class KeepBudget(TimedSection):
-    """Remove as much as can go while held-out rows keep what is promised, by the end of a 95 % interval.
+    """Remove as much as possible while the held-out rows keep a promise, judged by the end of a 95 % interval.
 
     Attributes:
         predictions: Share of the predictions that must stay the dense model's, in (0, 1). The lower end of the interval
             must reach it, so all predictions of 368 rows must stay for 0.99, or all but 4 of 1,024.
         metric: In place of a share of predictions, the name of a metric.
-        by: How much worse it may get at most, in its own unit.
-        runtime: Remove what saves most time on this runtime, in place of FLOPs, and judge the files that it runs; with
-            `batch`, `sequence` and `dtype` as for `latency`.
+        by: How much worse the metric may get at most, in its own unit.
+        runtime: Save time on this runtime in place of FLOPs, and judge the files that it runs; with `batch`, `sequence`
+            and `dtype` as for `latency`.
         samples: How many held-out rows to draw.
     """
 
@@ -262,7 +262,8 @@ class BudgetSection(Section):
     """How much is removed: exactly one of these.
 
     Attributes:
-        heads: Share of heads to remove, in (0, 1), where only heads are removed. The others cover all kinds of units.
+        heads: Share of heads to remove, in (0, 1), if only heads are removed. The other budgets cover all kinds of
+            units.
         flops: Largest share of the dense model's FLOPs that may be left, at the first measured shape.
         parameters: Largest share of the dense model's parameters that may be left.
         latency: Largest share of the dense model's time that may be left.
@@ -299,7 +300,7 @@ class BudgetSection(Section):
 
 
 class MultipleOf(Section):
-    """What the number of units that a layer keeps is divisible by, if it loses any.
+    """Divisors of the number of units that a layer keeps, if it loses any.
 
     Attributes:
         heads: For heads: key/value heads, or query heads under `unit: query`.
@@ -314,17 +315,18 @@ class CompensationSection(Section):
     """How the output projections are refitted after the cut, without training; see `compensate`.
 
     Attributes:
-        method: "least_squares" refits weights and bias. "bias" only adds to the bias what the removed units wrote on
-            average, so the projections need one. "scalars" multiplies every unit that stays by a number of its own.
+        method: "least_squares" refits weights and bias. "bias" only adds the removed units' average output to the bias,
+            so the projections need one. "scalars" multiplies every unit that stays by its own factor.
         samples: How many rows of the calibration split to use, without their labels.
         ridge: Strength of the ridge, relative to the mean of the diagonal of the inputs' covariance. By default the
             one with the smallest error on held-out tokens is chosen for every layer.
         sequential: Fit layer by layer, with inputs from the layers already cut and refitted. This takes one pass of
             both models for each layer instead of one for all.
-        token_weights: How evenly least squares weighs tokens, in (0, 1]. 1 weighs all alike. Below, the rest of the
-            weight follows the squared gradient of the prediction at each token, which helps where few tokens are read,
-            as in a ViT with a class token. By default 1; `criterion: auto` then chooses it on held-out rows.
-        memory_gb: Largest size of the moments that are held at once. Where those of all layers are larger, they are
+        token_weights: How evenly least squares weighs tokens, in (0, 1]. 1 weighs all alike. Below 1, the rest of the
+            weight follows the squared gradient of the prediction at each token, which helps if the prediction reads few
+            tokens, as in a ViT with a class token. By default 1, but `criterion: auto` then chooses it on held-out
+            rows.
+        memory_gb: Largest size of the moments that are held at once. If those of all layers are larger, they are
             collected in several passes over the rows.
     """
 
@@ -348,30 +350,29 @@ class PruneSection(Section):
     """How units are scored, selected and compensated; see `score_units`, `select_units` and `compensate`.
 
     Attributes:
-        modules: What loses units: "attention" (heads), "mlp" (feed-forward neurons), or both under one budget.
-        criterion: What units are ranked by. HIES and other criteria of attention rank heads among themselves; neurons
-            beside them are then ranked by `fisher`. `compensated` presumes `compensation`, and uses neither
-            alpha nor labels. Where the calibration rows have fewer than 16,384 tokens it reads rows of the compensation
-            too; see `score_compensated`. `auto` cuts, refits and judges what several criteria would choose, on held-out
-            rows.
-        alpha: Of HIES, the weight of importance against focus, in [0, 1): score = alpha * importance + (1 - alpha) *
-            focus, where focus is one minus the attention's entropy. "auto" tries twelve values on held-out rows.
+        modules: Which modules lose units: "attention" (heads), "mlp" (feed-forward neurons), or both under one budget.
+        criterion: How units are ranked. HIES and other criteria of attention rank only heads; neurons are then ranked
+            by `fisher`. `compensated` assumes `compensation`, and uses neither alpha nor labels. If the calibration
+            rows have fewer than 16,384 tokens, it also reads compensation rows; see `score_compensated`. `auto` tries
+            several criteria: it cuts, refits and judges the choice of each on held-out rows.
+        alpha: Weight of importance against focus in HIES, in [0, 1): score = alpha * importance + (1 - alpha) * focus,
+            where focus is one minus the attention's entropy. "auto" tries twelve values on held-out rows.
         normalize: Over which heads the two terms of HIES are scaled to [0, 1] before they are blended. "model": over
-            all, so a layer of weak heads may lose most of them. "layer": over those of each layer, so that every layer
-            has a head with 0 and one with 1.
+            all heads, so a layer of weak heads may lose most of them. "layer": over the heads of each layer, so that
+            every layer has a head with 0 and one with 1.
         budget: See `BudgetSection`.
-        allocation: "uniform" removes as many heads from every layer, "global" those that score lowest anywhere. Or one
-            for each kind, as in {attention: uniform, mlp: global}: plain config fields then say the heads beside uneven
-            neurons, where the config has fields for them. A uniform kind loses a share of its own; a kind that is not
-            named is "global".
-        unit: Of grouped-query attention, "group" removes whole key/value groups, with their part of the cache, "query"
-            as many query heads from each group, so that the cache keeps its size. Without groups the two are the same:
-            every head is a group of its own, and takes its part of the cache along.
-        towers: The parts of a composite model that lose heads; by default the language model where there is one.
+        allocation: "uniform" removes the same number of heads from every layer, "global" those that score lowest
+            anywhere. Or one for each kind, as in {attention: uniform, mlp: global}: the config's own fields, if it has
+            them, then describe the heads beside uneven neurons. Each uniform kind loses its own share; a kind that is
+            not named is "global".
+        unit: With grouped-query attention, "group" removes whole key/value groups, with their part of the cache, and
+            "query" the same number of query heads from each group, so that the cache keeps its size. Without groups the
+            two are the same: every head is its own group, and takes its part of the cache along.
+        towers: The parts of a composite model that lose heads; by default the language model if there is one.
         min_heads: Query heads that every layer keeps, however low they score.
         keep_layers: Layers that lose neither heads nor neurons, counted from 0; -1 is the last.
-        multiple_of: What the number of units left in a layer is divisible by: a number, for heads, or see `MultipleOf`.
-        steps: Parts in which the heads are removed; those that are left are scored anew in between.
+        multiple_of: Divisor of the number of units left in a layer: a number, for heads, or see `MultipleOf`.
+        steps: Number of rounds in which the heads are removed; the remaining ones are scored anew in between.
         compensation: See `CompensationSection`; None for no compensation.
     """
 
@@ -467,10 +468,10 @@ class ExportSection(Section):
     """The model in the format of another runtime.
 
     Attributes:
-        format: "onnx" writes an ONNX folder, "gguf" a GGUF file for llama.cpp, of decoders like LLaMA's.
+        format: "onnx" writes an ONNX folder, "gguf" a GGUF file for llama.cpp (decoders like LLaMA's only).
         provider: Execution provider that an ONNX graph is fused for.
-        dtype: What the weights are stored in: float32 or float16; of a GGUF file also bfloat16, q8_0 or q4_0.
-        quantize: "int8" also writes the ONNX graph with its linear layers in 8 bits, to `onnx-int8/`; of decoders
+        dtype: Dtype that the weights are stored in: float32 or float16; in a GGUF file also bfloat16, q8_0 or q4_0.
+        quantize: "int8" also writes the ONNX graph with its linear layers in 8 bits, to `onnx-int8/`; for decoders
             "int4" writes 4 bits, to `onnx-int4/`. Both models are then judged and timed in float32 and in these bits.
     """
 
@@ -482,7 +483,7 @@ class ExportSection(Section):
     @model_validator(mode="after")
     def _fits_the_format(self) -> ExportSection:
         if self.quantize and self.format == "gguf":
-            raise ValueError(f"quantize is of format: onnx, got {self.quantize} for gguf; set dtype: q8_0 or q4_0")
+            raise ValueError(f"quantize belongs to format: onnx, got {self.quantize} for gguf; set dtype: q8_0 or q4_0")
         if self.quantize and (self.provider, self.dtype) != ("cpu", "float32"):
             raise ValueError(
                 f"quantize: {self.quantize} needs provider: cpu and dtype: float32, got {self.provider} and "
@@ -491,15 +492,15 @@ class ExportSection(Section):
         if self.format == "onnx" and self.dtype not in ("float32", "float16"):
             raise ValueError(f"dtype must be float32 or float16 for format: onnx, got {self.dtype}; set format: gguf")
         if self.format == "gguf" and self.provider != "cpu":
-            raise ValueError(f"provider is of format: onnx, got {self.provider} for format: gguf; leave it out")
+            raise ValueError(f"provider belongs to format: onnx, got {self.provider} for format: gguf; leave it out")
         return self
 
 
 class CascadeSection(Section):
     """Leave the rows that the slim classifier is unsure of to the dense one, in one ONNX graph in `onnx-cascade/`.
 
-    With `quantize: int8`, its slim part is in 8 bits. The threshold is chosen on held-out rows, see
-    `HeldOutSection`; without that section, on some of the evaluated split, if they are enough.
+    With `quantize: int8`, its slim part is in 8 bits. The threshold is chosen on held-out rows, see `HeldOutSection`;
+    without that section, on part of the evaluated split if that is large enough.
 
     Attributes:
         disagreement: Largest share of the answers that may differ from the dense model's, with 95 % confidence.
@@ -527,13 +528,13 @@ class MeasureSection(Section):
     """What is timed.
 
     Attributes:
-        runtimes: What to time on, such as "torch" or "onnxruntime-cpu". An empty list times nothing; the ONNX model is
-            written and compared with torch all the same.
-        dtypes: What the models are timed in, each on the runtimes that can run it; by default torch runs the model
-            as it is, and ONNX Runtime the graph as it is exported. Quality is measured in each too, of both models.
+        runtimes: Runtimes to time on, such as "torch" or "onnxruntime-cpu". An empty list times nothing; the ONNX model
+            is still written and compared with torch.
+        dtypes: Dtypes to time the models in, each on the runtimes that support it; by default torch runs the model as
+            it is, and ONNX Runtime the graph as it is exported. The quality of both models is measured in each, too.
         shapes: (batch, sequence) pairs; an image model's sequence follows from its image size, so (batch,) is enough.
         repeats: Timed runs of each model, at least.
-        min_seconds: Go on beyond `repeats` until the runs of a shape have taken so many seconds together.
+        min_seconds: Continue beyond `repeats` until the runs of a shape have taken this many seconds together.
     """
 
     runtimes: tuple[Runtime, ...] = ("torch", "onnxruntime-cpu")
@@ -552,12 +553,12 @@ class MeasureSection(Section):
 
 
 class DeploySection(Section):
-    """Search for what to deploy, in place of a run with a budget; see `hies_export.deploy`.
+    """Search for the fastest form to deploy, in place of a run with a budget; see `hies_export.deploy`.
 
     Attributes:
         keep: Share of the dense model's predictions on held-out rows that must stay, in (0, 1).
-        runtimes: What may be deployed on; by default all that is installed.
-        minutes: After so many, no further cut is judged.
+        runtimes: Runtimes that may be deployed on; by default all that are installed.
+        minutes: After this many minutes, no further cut is judged.
     """
 
     keep: float = Field(0.99, gt=0, lt=1)

@@ -41,7 +41,7 @@ class BenchTable:
 
 @dataclass(frozen=True)
 class Bench:
-    """Comparisons, a sentence for each that was asked for and not measured, and the environment."""
+    """Comparisons, a sentence for each requested one that was not measured, and the environment."""
 
     title: str
     tables: Sequence[BenchTable]

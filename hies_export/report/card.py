@@ -40,8 +40,8 @@ def render_card(
     """Return the README.md of a slim checkpoint.
 
     Args:
-        location: What the checkpoint is loaded from: its folder, or a Hub id; the export is beside it or in it.
-        revision: Branch on the Hub, where it is not the main one.
+        location: Where the checkpoint is loaded from: its folder, or a Hub id; the export is beside it or in it.
+        revision: Branch on the Hub, if it is not the main one.
         origin: `base_model` and the licence, as in the metadata of a card; see `read_card`.
         images: File -> its caption.
     """
@@ -52,7 +52,7 @@ def render_card(
         images=images or {},
         location=location,
         on_hub="/" in location,
-        # A further argument, where there is one.
+        # A further argument, if needed.
         revision=f", revision={json.dumps(revision)}" if revision else "",
         download=_download(location, revision),
         ort_class=ORT_CLASSES.get(report.task),
@@ -104,7 +104,7 @@ def card_metadata(report: Report, origin: Mapping[str, Any]) -> ModelCardData:
 def read_card(model: str | Path) -> dict[str, Any]:
     """Return `base_model` and the licence of a model's card, from its folder or else from the Hub; empty without any.
 
-    Somebody else wrote the card. What is neither text nor a list of texts is left out.
+    The card comes from outside, so anything but text and lists of text is left out.
     """
     try:
         with hub_or_cache(model, "model card"):

@@ -1,4 +1,4 @@
-"""`details` of report.json: what the renderings show beyond the summary, as a run builds it and as a file is read."""
+"""`details` of report.json: the content of the renderings beyond the summary, built by a run or read from a file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Numbers = dict[str, Annotated[list[FiniteFloat], FailFast()]]
 
 @dataclass(frozen=True)
 class NeuronCount:
-    """How many neurons of a feed-forward block stay, and how many there were."""
+    """How many neurons of a feed-forward block stay, and how many it had."""
 
     kept: Count
     total: Annotated[Count, Field(ge=1)]
@@ -56,7 +56,7 @@ class HeadsOutcome(BudgetOutcome):
 class CostOutcome(BudgetOutcome):
     """A budget of FLOPs, parameters or time, as shares of the dense model's; `measured` is None until it is known.
 
-    Of time only: where and in which dtype it is measured, the timed cuts behind the prediction (`CostTable.measured`),
+    Only for time: where and in which dtype it is measured, the timed cuts behind the prediction (`CostTable.measured`),
     whether the control shows that the measurement is unreliable, and the dense model of the ratio: "same" is in the
     same bits, "float32" in float32.
     """
@@ -110,7 +110,7 @@ class MaxDropOutcome(BudgetOutcome):
 
     @property
     def asked(self) -> str:
-        """What is asked for, in words."""
+        """The request in words."""
         return f"a loss of at most {self.by:g} of {self.metric}"
 
     @property
@@ -124,10 +124,10 @@ class MaxDropOutcome(BudgetOutcome):
 class KeepOutcome(BudgetOutcome):
     """The largest cut that keeps a promise on `samples` held-out rows, by the end of a 95 % interval.
 
-    Promised is a share of `predictions` that stay, or that a `metric` gets worse by at most `by`. `slim` is that share,
-    or that loss, of the slim model, and `slim_end` the end of its interval; both are None until it is evaluated.
-    `judged` are the selections that were tried, see `LargestCut`. Where time counts, and not FLOPs, `predicted` is the
-    share of it that is left, on `runtime`.
+    The promise is a share of `predictions` that stay, or that a `metric` gets worse by at most `by`. `slim` is that
+    share, or that loss, of the slim model, and `slim_end` the end of its interval; both are None until it is evaluated.
+    `judged` are the selections that were tried, see `LargestCut`. If time is saved in place of FLOPs, `predicted` is
+    the remaining share of the time on `runtime`.
     """
 
     kind: Literal["keep"]
@@ -159,7 +159,7 @@ class KeepOutcome(BudgetOutcome):
 
     @property
     def asked(self) -> str:
-        """What is promised, in words."""
+        """The promise in words."""
         if self.predictions is not None:
             return f"{100 * self.predictions:g} % of the predictions"
         return f"at most {self.by:g} of {self.metric}"
@@ -206,7 +206,7 @@ class Tried:
 
 @dataclass(frozen=True)
 class Family:
-    """Model types of both models; they differ where the slim one was written as a sibling."""
+    """Model types of both models; they differ if the slim one was written as a sibling."""
 
     dense: str
     slim: str
@@ -281,15 +281,15 @@ class Form:
     Attributes:
         model: "dense", "slim", or "cascade": the slim one, and the dense one for the rows that it is unsure of.
         runtime: Name of the runtime.
-        bits: What its linear layers are computed in: "float32", "bfloat16", "float16" or "int8"; of a cascade, those of
-            its slim part.
-        bytes: Size of the exported file; None where the runtime reads no export.
+        bits: What its linear layers are computed in: "float32", "bfloat16", "float16" or "int8"; for a cascade, its
+            slim part's.
+        bytes: Size of the exported file; None if the runtime reads no export.
         quality: The first metric.
         stability: Share of predictions that equal the dense model's.
         stability_low, stability_high: Ends of its 95 % interval.
-        times: A row for each shape and phase. Of the first form they are those of its control.
-        kept, at_least: Where something is promised, the share of predictions of the held-out rows that stay, and the
-            lower end of its 95 % interval.
+        times: A row for each shape and phase. For the first form, its control's.
+        kept, at_least: If something is promised, the share of predictions on the held-out rows that stay, and the lower
+            end of its 95 % interval.
     """
 
     model: Literal["dense", "slim", "cascade"]
@@ -312,19 +312,19 @@ def deciding_step(forms: Sequence[Form]) -> int | None:
 
 
 def relative_times(forms: Sequence[Form], step: int) -> list[float]:
-    """Return the time of every form at a step as a share of the first one's, whose own row is its control's."""
+    """Return the time of every form at a step relative to the first form, whose own row is its control."""
     return [1.0, *(form.times[step].ratio for form in forms[1:])]
 
 
 @dataclass(frozen=True)
 class DeployWay:
-    """A runtime and bits that were tried, and what came of it.
+    """A runtime and bits that were tried, and the result.
 
     Attributes:
-        kept, at_least: Share of the dense model's predictions of the held-out rows that stay in these bits, and the
+        kept, at_least: Share of the dense model's predictions on the held-out rows that stay in these bits, and the
             lower end of its 95 % interval.
         dense_ratio: Time of the dense model, relative to the first way's.
-        flops: Share of the FLOPs that the largest cut leaves which keeps the promise; None where none was searched for.
+        flops: Share of the FLOPs left by the largest cut that keeps the promise; None if no cut was searched for.
         judged: The cuts that were tried, see `LargestCut`.
         problem: Why the runtime does not serve the model.
         search: Why no cut was found.
@@ -345,8 +345,8 @@ class DeployWay:
 class Deployment:
     """Which form to deploy: the fastest that keeps a share of `promise` on held-out rows, by its lower end.
 
-    `form` is its index among the forms, None where none keeps it; `step` is that of the times that were compared, the
-    first that are not noisy; `seconds` is what finding it took; `file` is the form's file in the run's folder.
+    `form` is its index among the forms, None if none keeps the promise; `step` is the index of the compared times, the
+    first that are not noisy; `seconds` is the time of the search; `file` is the form's file in the run's folder.
     """
 
     promise: Share
@@ -359,13 +359,13 @@ class Deployment:
 
 @dataclass(frozen=True, kw_only=True)
 class SizeTried:
-    """A share of the FLOPs that was tried for a cascade, and what came of it.
+    """A share of the FLOPs that was tried for a cascade, and the result.
 
     Attributes:
         flops: Share that the cut leaves.
         passed_on: Share of the held-out rows that go on to the dense part.
         differ: Number of them that get another answer than the dense model's.
-        time: Time of the cascade relative to the dense model's; None where only one size was left to time.
+        time: Time of the cascade relative to the dense model's; None if there was only one size to time.
         problem: Why it has no cascade.
     """
 
@@ -378,12 +378,12 @@ class SizeTried:
 
 @dataclass(frozen=True, kw_only=True)
 class CascadeFacts:
-    """What a cascade is made of, and what its promise rests on.
+    """The parts of a cascade, and the evidence for its promise.
 
     Attributes:
         file: The graph, in the run's folder.
-        quantize: "int8" where the slim part is in 8 bits.
-        parts: Sizes of the files of both models alone; `shared_bytes` of what they share is in the cascade once.
+        quantize: "int8" if the slim part is in 8 bits.
+        parts: Sizes of the files of both models alone; the cascade stores their `shared_bytes` once.
         held_out_passed_on: Share of the held-out rows that went on to the dense part.
         differ: Number of them that got another answer than the dense model's.
         bound: Upper end of the interval of that share.
@@ -403,19 +403,19 @@ class CascadeFacts:
 
 
 class Details(BaseModel):
-    """What the renderings show beyond the summary, in the order of report.json.
+    """The content of the renderings beyond the summary, in the order of report.json.
 
     Attributes:
         base_model: Hub id of the dense model; None if it was read from a folder.
         head_map: Attention module -> a mark per head, ■ kept, · cut.
         heads: Attention module -> "his", "entropy" or "score" -> one number per head.
         uncompensated: Quality of the cut alone; None if nothing was compensated.
-        alpha_curve, tried: What `alpha: auto` and `criterion: auto` tried.
+        alpha_curve, tried: Candidates of `alpha: auto` and `criterion: auto`.
         stability_of: Word for one prediction: "choice", "answer", "next token" or "prediction".
         stability_tolerance: Largest difference of equal predictions of a regression.
         custom_code: Whether transformers needs `modeling_hies.py` to load the slim model, as its `auto_class`.
-        deployment: Which form to deploy; None where that was not asked.
-        cascade: What the cascade is made of; None where none was asked for.
+        deployment: Which form to deploy; None if that was not asked.
+        cascade: The parts of the cascade; None if none was asked for.
         forms: Both models in float32 and in fewer bits; the dense one in float32 comes first.
         run: How to repeat the run, a `RunRecord`.
     """

@@ -39,7 +39,7 @@ class MapFigure:
 
 
 class Bar(NamedTuple):
-    """The bar of a layer: the share of its units that stay, what is written beside it, and what it says on its own."""
+    """The bar of a layer: the share of its units that stay, the text beside it, and its tooltip."""
 
     share: float
     text: str
@@ -67,12 +67,12 @@ class Dot(NamedTuple):
 
 @dataclass(frozen=True)
 class Scale:
-    """Where a share of the dense model's goes: an axis from 0 to `high`, at least 1, that all bars of a chart share."""
+    """The axis of shares of the dense model's, from 0 to `high`, at least 1; all bars of a chart have the same."""
 
     high: float
 
     def __call__(self, share: float) -> float:
-        """Return a place in percent of the width; what lies outside is at the end."""
+        """Return a place in percent of the width; values outside are at the end."""
         return 100 * min(max(share, 0.0), self.high) / self.high
 
     @property
@@ -138,7 +138,7 @@ def shaded(marks: Mapping[str, str], shades: Sequence[Sequence[float]]) -> list[
 def neuron_bars(counts: Mapping[str, NeuronCount], *, beside: Iterable[str] = ()) -> BarFigure | None:
     """Return the bars of the neurons, each at the height of its layer in the map `beside` them; None without neurons.
 
-    Where layers do not match, the bars stand one below the other.
+    If layers do not match, the bars are placed one below the other.
     """
     if not counts:
         return None
@@ -158,7 +158,7 @@ def neuron_bars(counts: Mapping[str, NeuronCount], *, beside: Iterable[str] = ()
 
 
 def _places(modules: Sequence[str], beside: Sequence[str]) -> list[int]:
-    """Return for each module the row of its layer: the one whose name begins most like its own.
+    """Return for each module the row of its layer: the one whose name shares the longest beginning.
 
     Nothing if two modules share a row or their order differs.
     """

@@ -16,11 +16,11 @@ from .report import Report
 from .text import held_out_rows
 
 CAPTIONS = {
-    "frontier.svg": "Agreement with the dense model against time, and the frontier of what is fastest for how much",
-    "head-maps.svg": "Numbers of every head, and the plan; crosses mark the heads that were cut",
+    "frontier.svg": "Agreement with the dense model against time, and the frontier that nothing else beats on both",
+    "head-maps.svg": "Statistics of every head, and the plan; crosses mark the heads that were cut",
     "neurons.svg": "Feed-forward neurons that every layer keeps",
     "latency.svg": "Time of the slim model relative to the dense one, beside the dense one against itself",
-    "alpha.svg": "Quality and stability by alpha, on rows apart from those scored on",
+    "alpha.svg": "Quality and stability by alpha, on rows that were not used for scoring",
 }
 # Width of a panel, and the room between two and above one, in units of the SVG.
 _WIDTH, _GAP, _TITLE = 480, 24, 26

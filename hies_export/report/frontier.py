@@ -1,4 +1,4 @@
-"""Place the picture of agreement against time: a point for everything that was measured, the frontier through them."""
+"""Lay out the picture of agreement against time: a point for every measured form, and the frontier."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ Ends = tuple[float, float]
 WIDTH = 600
 # The axes, in units of the SVG. Above them is the name of the upright one and room for names of points at 100 %.
 AXES = Area(84, 78, 586, 390)
-# Where something is promised, the upright axis ends where five times as many answers differ; the rest lies below.
+# If something is promised, the vertical axis ends where five times as many answers differ; the rest lies below.
 _WORST = 5
 
 
 class Measured(NamedTuple):
-    """A model as something runs it: its time and agreement, as shares of the dense model's, with their intervals.
+    """A model on some runtime: its time and agreement, as shares of the dense model's, with their intervals.
 
     Attributes:
         name: Lines of text beside its point; without them the point has no intervals either.
-        kind: CSS class: whose it is.
+        kind: CSS class: this package's or another tool's.
         shape: Number of its mark.
-        note: What the point says of itself.
-        series: A thin line joins those of the same series, whose first name is that of the line.
+        note: Tooltip of the point.
+        series: A thin line joins the points of a series; its first name is that of the line.
     """
 
     name: tuple[str, ...]
@@ -91,7 +91,7 @@ class FrontierFigure:
     Attributes:
         line: The frontier, from the fastest on.
         labels: Names of points, or their numbers in the legend.
-        promise: Height of what was promised.
+        promise: Height of the promised agreement.
         across, upwards: Names of the axes.
         text: The frontier in words.
         height: Of the whole, with the legend.
@@ -115,9 +115,9 @@ class FrontierFigure:
 
 
 def frontier_figure(report: Report, others: Sequence[Measured] = ()) -> FrontierFigure | None:
-    """Return the picture of a report's forms, and of other tools', at the shape that decides.
+    """Return the picture of a report's forms, and of other tools' models, at the deciding shape.
 
-    None where there are no forms, or all times are noisy.
+    None if there are no forms, or all times are noisy.
     """
     forms, found = report.details.forms, report.details.deployment
     step = deciding_step(forms)
@@ -158,13 +158,13 @@ def _runtime(form: Form) -> str:
 
 
 def _same_ends(form: Form) -> Ends:
-    """Return the interval of a form's agreement; an end that is not known is the agreement itself."""
+    """Return the interval of a form's agreement; an unknown end is the agreement itself."""
     low, high = form.stability_low, form.stability_high
     return form.stability if low is None else low, form.stability if high is None else high
 
 
 def frontier(found: Sequence[Measured]) -> list[int]:
-    """Return those that nothing else beats in time without losing agreement, from the fastest on."""
+    """Return those that no other beats in time without losing agreement, fastest first."""
     best, line = -1.0, []
     for number in sorted(range(len(found)), key=lambda number: (found[number].time, -found[number].same)):
         if found[number].same > best:
@@ -285,7 +285,7 @@ def _trail(series: tuple[str, ...], found: Sequence[Measured], places: Sequence[
 
 
 def _text(one: Measured, *, below: bool) -> tuple[str, ...]:
-    """Return the lines of a name, with the agreement of what lies below the axis."""
+    """Return the lines of a name, with the agreement of a point below the axis."""
     return (f"{one.name[0]} ↓ {100 * one.same:.0f} %", *one.name[1:]) if one.name and below else one.name
 
 

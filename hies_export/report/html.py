@@ -44,7 +44,7 @@ def render_html(report: Report, *, location: str = "slim") -> str:
 
 
 def _common_scale(report: Report) -> Scale:
-    """Return the scale of all bars of times and sizes, which a slim model larger than its source fits too."""
+    """Return the common scale of all bars of times and sizes, including a slim model larger than its source."""
     return Scale(max(latency_scale(report.latency).high, *(row.ratio + 0.01 for row in size_rows(report))))
 
 
@@ -61,7 +61,7 @@ def is_page(text: str) -> bool:
 
 
 def head_figures(report: Report) -> list[MapFigure]:
-    """Return the plan, and a map of every number that is known of the heads; nothing where the run left them alone."""
+    """Return the plan, and a map of every known statistic of the heads; nothing if the run left them alone."""
     marks, heads = report.details.head_map, report.details.heads
     if not marks:
         return []
@@ -88,7 +88,7 @@ def _numbers(report: Report) -> str:
 
 
 def alpha_curves(report: Report) -> list[Curve]:
-    """Return the metric and the stability by alpha, where alpha was chosen on data; no metric without labels."""
+    """Return the metric and the stability by alpha, if alpha was chosen on data; no metric without labels."""
     points, metric = report.details.alpha_curve, report.quality.metric
     if len(points) < 2 or report.alpha is None:
         return []

@@ -1,4 +1,4 @@
-"""Fill the templates. HTML escapes whatever it is given; Markdown escapes by the filters `md` and `code`,
+"""Fill the templates. HTML escapes everything by itself; Markdown escapes by the filters `md` and `code`,
 and by `line` and `literal` in blocks of code."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def render(template: str, **values: Any) -> str:
 
 
 def render_report(template: str, report: Report, **values: Any) -> str:
-    """Fill a template about a run, which itself asks `text`, `rows` and `maps` for what they say of the report."""
+    """Fill a template about a run; the template calls `text`, `rows` and `maps` on the report."""
     return render(template, report=report, details=report.details, title=text.title(report), **values)
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 Place = tuple[float, float]
 Segment = tuple[float, float, float, float]
 
-# Size of the text on a narrow screen, where it is largest, in units of the SVG; its lines are a fifth further apart.
+# Text size on a narrow screen, the largest case, in units of the SVG; lines are a fifth further apart.
 TEXT = 19
 LINE = 23
 # Where a name stands: how far its near edge is from the point to the right and below, and which part of it that is.
@@ -18,7 +18,7 @@ _SIDES = ((1, 0), (-1, 0), (0, -1), (0, 1), (0.8, -0.8), (-0.8, -0.8), (0.8, 0.8
 _AWAY = (13, 30, 52)
 _ANCHORS = {-1: "end", 0: "middle", 1: "start"}
 # What it costs to cover a point or a name, to cross a line, to stand further away and on a later side.
-# A name that another point is nearer to reads as that one's, where no line leads to its own.
+# A name that is nearer to another point seems to belong to that one, unless a line leads to its own.
 _COVERS, _CROSSES, _FAR, _SIDE, _MISREAD = 100.0, 1.0, 0.12, 0.15, 20.0
 
 
@@ -46,7 +46,7 @@ class Area(NamedTuple):
 
 
 class Label(NamedTuple):
-    """Lines of text: where the first one stands, which end of it that is, and a thin line to a point that is far."""
+    """Lines of text: the place of the first one, the end of it at that place, and a thin line to a distant point."""
 
     x: float
     y: float
@@ -64,10 +64,10 @@ def text_width(text: str) -> float:
 def place_labels(
     points: Sequence[Place], texts: Sequence[tuple[str, ...]], *, within: Area, lines: Sequence[Segment]
 ) -> list[Label | None]:
-    """Return where the text of each point stands, None where it is empty; the first points matter most.
+    """Return the place of each point's text, None if it is empty; the first points matter most.
 
-    Every text takes the cheapest place beside those that stand, three times over. Of those that then cover something
-    the last give way. They have their text where room is left, else its first line, else a number, from 1, where it
+    Every text takes the cheapest place beside the placed ones, in three rounds. Among those that then cover something,
+    the last ones move. They keep their text if there is room, else its first line, else a number, from 1, where it
     covers least.
     """
     discs = [Area(x - 8, y - 8, x + 8, y + 8) for x, y in points]
@@ -109,7 +109,7 @@ def place_labels(
 
 
 def _candidates(point: Place, text: tuple[str, ...], within: Area) -> list[tuple[Label, float]]:
-    """Return the places of a text that lie within the picture, with what each costs by itself."""
+    """Return the places of a text within the picture, with the cost of each by itself."""
     width, height = max(map(text_width, text), default=0.0), LINE * (len(text) - 1) + TEXT
     found = []
     for away, (rank, (right, down)) in itertools.product(_AWAY, enumerate(_SIDES)):
@@ -128,7 +128,7 @@ def _candidates(point: Place, text: tuple[str, ...], within: Area) -> list[tuple
 
 
 def _cost(label: Label, discs: Sequence[Area], crossed: Sequence[Place]) -> float:
-    """Return what it costs to cover these points and lines; a leader must not run over a point either."""
+    """Return the cost of covering these points and lines; a leader must not run over a point either."""
     through = () if label.leader is None else _along(label.leader)[2:]
     covered = sum(map(label.area.meets, discs)) + sum(disc.has(place) for disc in discs for place in through)
     return _COVERS * covered + _CROSSES * sum(map(label.area.has, crossed))

@@ -11,13 +11,13 @@ from .report import Report
 from .rows import form_step
 from .text import runtime_name
 
-# How metrics are written in a sentence, where their names in a recipe are not.
+# Metrics whose names in a sentence differ from those in a recipe.
 _WRITTEN = {"pearson": "Pearson", "spearman": "Spearman", "f1": "F1", "matthews_correlation": "Matthews correlation"}
 _WRITTEN |= {"choice_accuracy": "accuracy of choices", "exact_match": "exact matches"}
 
 
 def lead_text(report: Report) -> str:
-    """Return what the run came to, in a sentence.
+    """Return the result of the run in one sentence.
 
     An example is "0.82 of the time on ONNX Runtime at 8 x 128; 97 % of the predictions stay; Pearson 0.903 → 0.901;
     budget kept." A value that was not measured is left out.
@@ -28,7 +28,7 @@ def lead_text(report: Report) -> str:
 
 
 def _deployed(report: Report) -> str:
-    """Return which form to deploy, and its time; empty where that was not asked, or none keeps the promise."""
+    """Return which form to deploy, and its time; empty if that was not asked, or none keeps the promise."""
     found = report.details.deployment
     if found is None or found.form is None:
         return ""
@@ -41,7 +41,7 @@ def _deployed(report: Report) -> str:
 
 
 def _cascade(report: Report) -> str:
-    """Return the time of a cascade in batches of several rows; empty where none was asked for."""
+    """Return the time of a cascade in batches of several rows; empty if none was asked for."""
     if report.cascade is None:
         return ""
     forms = report.details.forms
@@ -54,10 +54,10 @@ def _cascade(report: Report) -> str:
 
 
 def asked_row(report: Report) -> LatencyRow | None:
-    """Return the row of time that was asked for; None where that one is noisy or was not measured.
+    """Return the row of time that was asked for; None if it is noisy or was not measured.
 
-    It is the budget's where time was the budget. Else it is the row of the first shape of the recipe on ONNX Runtime,
-    for which the run exports the model, or on the first runtime where ONNX Runtime was not timed. It is never picked by
+    It is the budget's row if time was the budget. Otherwise it is the row of the recipe's first shape on ONNX Runtime,
+    for which the run exports the model, or on the first runtime if ONNX Runtime was not timed. It is never picked by
     its ratio.
     """
     rows = [row for row in report.latency if row.phase != "decode"]
@@ -100,7 +100,7 @@ def _judged(report: Report) -> tuple[float, float]:
 
 
 def _agreement(report: Report) -> str:
-    """Return how many predictions stay, and for a regression within which tolerance."""
+    """Return how many predictions stay, and the tolerance for a regression."""
     what, tolerance = report.details.stability_of, report.details.stability_tolerance
     within = "" if tolerance is None else f" within {tolerance:g}"
     stability, _ = _judged(report)
@@ -126,7 +126,7 @@ def _number(value: float) -> str:
 
 
 def _budget(report: Report) -> str:
-    """Return whether the budget was kept; empty where the report does not know it."""
+    """Return whether the budget was kept; empty if the report does not know."""
     budget, heads = report.details.budget, report.heads
     if isinstance(budget, KeepOutcome):
         if not budget.met:

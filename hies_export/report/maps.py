@@ -61,7 +61,7 @@ def _maps(marks: Mapping[str, str], neurons: Mapping[str, NeuronCount]) -> list[
 
 
 def bar(count: NeuronCount) -> str:
-    """Return a bar of marks; a mark is cut where any unit is cut, and one is kept where any unit stays."""
+    """Return a bar of marks; at least one mark is cut if any unit is cut, and one is kept if any unit stays."""
     full = BAR_WIDTH * count.kept // count.total
     if count.kept:
         full = max(full, 1)

@@ -26,7 +26,7 @@ REPORT = Rule("a report must be a report.json or a run's folder", "give the fold
 class UnitCounts(Record):
     """How many units of a kind the dense model has, how many were removed, and how many each module keeps.
 
-    Heads are query heads. `kept_per_layer` is empty where the run left this kind of unit alone.
+    Heads are query heads. `kept_per_layer` is empty if the run left this kind of unit alone.
     """
 
     total: Count
@@ -47,7 +47,7 @@ class UnitCounts(Record):
 
 
 def plan_counts(plan: PruningPlan) -> tuple[UnitCounts, UnitCounts | None]:
-    """Return the counts of heads and of neurons; None for neurons where the plan covers no feed-forward block."""
+    """Return the counts of heads and of neurons; None for neurons if the plan covers no feed-forward block."""
     neurons = plan.of_kind(MLP)
     return UnitCounts.of(plan.of_kind(ATTENTION)), UnitCounts.of(neurons) if neurons else None
 
@@ -76,11 +76,11 @@ class ExportedFile(Record):
     Attributes:
         file: Where it is in the folder of the run.
         format: "onnx" or "gguf".
-        quantize: "int8" where its linear layers are in 8 bits.
+        quantize: "int8" if its linear layers are in 8 bits.
         bytes: Size of graph and weights.
-        quality: The first metric; None where no runtime here gives the file's logits (GGUF, models in several graphs).
+        quality: The first metric; None if no runtime here gives the file's logits (GGUF, models in several graphs).
         stability: Share of predictions that equal the dense model's; None with `quality`.
-        layers: Number of linear layers by dtype, where some are in 8 bits.
+        layers: Number of linear layers by dtype, if some are in 8 bits.
         float_neurons: Number of neurons that are computed in float32 inside quantised layers. It is 0: with a scale
             for each token, an outlier takes no range from other tokens.
     """
@@ -128,11 +128,11 @@ class Report:
     Attributes:
         model: Path or Hub id of the dense model.
         task: Task of the recipe.
-        criterion: What the units were chosen by.
-        alpha: Weight of the importance in that criterion; None where it has none.
+        criterion: Criterion that the units were chosen by.
+        alpha: Weight of the importance in that criterion; None if it has none.
         seed: Seed of the run.
-        heads: Query heads; none where the run left them alone.
-        neurons: Feed-forward neurons; None where the run left them alone.
+        heads: Query heads; none if the run left them alone.
+        neurons: Feed-forward neurons; None if the run left them alone.
         parameters: Number of parameters.
         bytes: Size of the weights.
         flops: Floating-point operations of one forward pass.
@@ -149,8 +149,8 @@ class Report:
         environment: Hardware and library versions that the numbers were measured with.
         cache_bytes_per_token: Bytes that a token adds to the key/value cache; None for a model without a cache.
         exported: The exported file, judged as it is deployed; None in reports of older versions.
-        cascade: The cascade of both models; None where none was asked for.
-        details: What the renderings show beyond the summary.
+        cascade: The cascade of both models; None if none was asked for.
+        details: The content of the renderings beyond the summary.
     """
 
     model: str
@@ -198,8 +198,8 @@ class Report:
     def summary(self) -> dict[str, Any]:
         """Return everything but `details`, as plain values.
 
-        `neurons` is there only where the run could remove some, what is said of a GGUF file where it wrote one, and
-        `cascade` where there is one.
+        `neurons` is present only if the run could remove some, the keys of a GGUF file only if it wrote one, and
+        `cascade` only if there is one.
         """
         values = asdict(self)
         left_out = {"details"} | {name for name in ("neurons", "cascade") if not values[name]}

@@ -81,7 +81,7 @@ def comparison_table(report: Report) -> Table:
 
 
 def quality_table(report: Report) -> Table:
-    """Return all metrics and benchmarks; where units were compensated, also the metrics of the cut alone."""
+    """Return all metrics and benchmarks; with compensation, also the metrics of the cut alone."""
     before = report.details.uncompensated
     alone = before.metrics if before else {}
     rows = [
@@ -93,9 +93,9 @@ def quality_table(report: Report) -> Table:
 
 
 def forms_table(report: Report) -> Table | None:
-    """Return both models in float32 and in fewer bits, with size, agreement and times; None where nothing was.
+    """Return both models in float32 and in fewer bits, with size, agreement and times; None if there are no such forms.
 
-    Times are ratios to the first form, whose own is in the header; its row has the control's.
+    Times are ratios to the first form, whose own time is in the header; its row has the control.
     """
     forms = report.details.forms
     if not forms:
@@ -116,14 +116,14 @@ def forms_table(report: Report) -> Table | None:
 
 
 def form_name(form: Form, forms: Sequence[Form]) -> str:
-    """Return model and bits of a form, and its runtime where the forms are of several."""
+    """Return model and bits of a form, and its runtime if the forms have several."""
     runtimes = {one.runtime.removesuffix("-int8") for one in forms}
     on = f", {runtime_name(form.runtime.removesuffix('-int8'))}" if len(runtimes) > 1 else ""
     return f"{form.model} {form.bits}{on}"
 
 
 def form_step(time: FormTime | LatencyRow) -> str:
-    """Return the shape of a time, and its phase where a model generates: "8 x 128", "1 x 128 decode", "8 rows"."""
+    """Return the shape of a time, and its phase if a model generates: "8 x 128", "1 x 128 decode", "8 rows"."""
     if time.phase == "rows":
         return f"{time.batch} {'row' if time.batch == 1 else 'rows'}"
     return f"{time.batch} x {time.sequence}" + ("" if time.phase == "forward" else f" {time.phase}")
@@ -134,7 +134,7 @@ def _form_ratio(form: Form, step: int) -> str:
 
 
 def tried_table(report: Report) -> Table | None:
-    """Return what `criterion: auto` tried and how it was judged on held-out rows; None where nothing was.
+    """Return the candidates of `criterion: auto` and their results on held-out rows; None if there are none.
 
     Columns without values are left out.
     """
@@ -150,7 +150,7 @@ def tried_table(report: Report) -> Table | None:
 
 
 def _candidate(row: Tried) -> str:
-    """Return a candidate by its criterion, and what sets it apart: "hies, alpha 0.3", "compensated, 2 steps"."""
+    """Return a candidate's name: its criterion and options, "hies, alpha 0.3" or "compensated, 2 steps"."""
     parts = [
         "" if row.alpha is None else f"alpha {row.alpha:g}",
         "" if row.steps == 1 else f"{row.steps} steps",
@@ -160,7 +160,7 @@ def _candidate(row: Tried) -> str:
 
 
 def filled(columns: Mapping[str, Callable[[Any], str]], rows: Sequence[Any]) -> Table:
-    """Return the table of what each column says of each row, without empty columns."""
+    """Return the table of every column's text for every row, without empty columns."""
     cells = {name: [cell(row) for row in rows] for name, cell in columns.items()}
     cells = {name: column for name, column in cells.items() if any(column)}
     return Table(list(cells), [list(row) for row in zip(*cells.values(), strict=True)])
@@ -181,12 +181,12 @@ def check_table(report: Report) -> Table:
 
 
 def environment_table(environment: Mapping[str, Any]) -> Table:
-    """Return what is known of the hardware and the libraries."""
+    """Return the known facts about the hardware and the libraries."""
     return Table(("", ""), [(name, str(value)) for name, value in environment.items() if value is not None])
 
 
 def latency_table(rows: Sequence[LatencyRow], names: tuple[str, str] = ("dense", "slim")) -> Table:
-    """Return medians, the paired ratio beside the control's, and what else the rows know; no empty columns."""
+    """Return medians, the paired ratio beside the control's, and further values of the rows; no empty columns."""
     first, second = names
     columns: dict[str, Callable[[LatencyRow], str]] = {
         "": lambda row: row.get("model", ""),
@@ -235,7 +235,7 @@ def layer_table(dense: Sequence[LayerFlops], slim: Sequence[LayerFlops] | None =
 
 
 def row_name(row: LatencyRow) -> str:
-    """Return runtime and shape of a row, its phase where a model generates, its precision if it is not float32."""
+    """Return runtime and shape of a row, its phase if a model generates, its precision if it is not float32."""
     dtype = "" if row.dtype == "float32" else f" {row.dtype}"
     return f"{row.runtime} {form_step(row)}{dtype}"
 
@@ -257,7 +257,7 @@ def _control(row: LatencyRow) -> str:
 
 
 def _realised(row: LatencyRow) -> str:
-    """Return the share of the saved FLOPs that was saved in time; empty for a decode step."""
+    """Return the share of the FLOPs saving that became a time saving; empty for a decode step."""
     if row.realised is None or row.noisy:
         return ""
     return f"{row.realised:.0%}" + (f" of {1 - row.flops_ratio:.1%}" if row.flops_ratio else "")
@@ -274,5 +274,5 @@ def change(dense: float, slim: float) -> str:
 
 
 def _millions(number: float) -> str:
-    """Return a number in millions, with four significant digits, or whole where it has more."""
+    """Return a number in millions, with four significant digits, or whole if it has more."""
     return f"{number / 1e6:,.0f}" if number >= 1e9 else f"{number / 1e6:.4g}"

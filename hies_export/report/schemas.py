@@ -66,7 +66,7 @@ SweepFile = Annotated[list[SweepRow], Field(min_length=1)]
 
 
 class SweepAbout(Schema):
-    """`about` of details.json of a sweep: what the rows are of. `shape`: batch and sequence of the FLOPs."""
+    """`about` of details.json of a sweep: facts about the rows. `shape`: batch and sequence of the FLOPs."""
 
     model: str = ""
     task: str = ""
@@ -80,7 +80,7 @@ class SweepAbout(Schema):
 
 
 class SweepPage(Schema):
-    """What the page of a sweep needs of details.json."""
+    """The part of details.json that the page of a sweep needs."""
 
     about: SweepAbout = Field(default_factory=SweepAbout)
 
@@ -95,7 +95,7 @@ class _SweepPlan(Schema):
 
 
 class SweepFigures(Schema):
-    """What the figures need of details.json of a sweep."""
+    """The part of a sweep's details.json that the figures need."""
 
     his: Numbers
     entropy: Numbers

@@ -28,7 +28,7 @@ GAP = 2
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Print the sentence that leads, the maps of what was cut, and the tables."""
+    """Print the first sentence, the maps of what was cut, and the tables."""
     console.print(f"\n{lead_text(report)}", markup=False, style="bold", soft_wrap=True)
     for units in unit_maps(report):
         console.print()
@@ -80,11 +80,11 @@ def map_text(units: UnitMap, width: int) -> Text:
 class PlainTable:
     """A table without a frame; a string is shown as it is, brackets included.
 
-    Columns that do not fit side by side follow below, where the first column stands again.
+    Columns that do not fit side by side follow below, with the first column repeated.
     """
 
     def __init__(self, header: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> None:
-        # A table would take "[bold]" in a string for markup.
+        # A table would read "[bold]" in a string as markup.
         lines = [[Text(cell) if isinstance(cell, str) else cell for cell in line] for line in (header, *rows)]
         self._columns = list(zip(*lines, strict=True))
 

@@ -18,7 +18,7 @@ FAR = 0.1
 
 
 def model_name(report: Report) -> str:
-    """Return the dense model's Hub id, or the name of its folder without the path, which is this machine's affair."""
+    """Return the dense model's Hub id, or the name of its folder without the local path."""
     path = Path(report.model)
     return path.name if path.is_absolute() or os.path.exists(path) else report.model
 
@@ -112,7 +112,7 @@ def budget_text(report: Report) -> str:
 
 
 def _keep_text(report: Report, budget: KeepOutcome) -> str:
-    """Return what was promised, what the held-out rows say, and how the evaluated rows differ."""
+    """Return the promise, the result on the held-out rows, and the difference on the evaluated rows."""
     rows = held_out_rows(report, otherwise=f"{budget.samples:,} held-out rows")
     text = f"Budget: {budget.asked}, promised on {rows}: {budget.found}; {_tried(len(budget.judged), 'cut')}."
     if budget.predicted is not None:
@@ -132,7 +132,7 @@ def _tried(count: int, what: str) -> str:
 
 
 def forms_text(report: Report) -> str:
-    """Return how the forms of both models were judged and timed; empty where there is only one."""
+    """Return how the forms of both models were judged and timed; empty if there is only one."""
     forms = report.details.forms
     if not forms:
         return ""
@@ -145,13 +145,13 @@ def forms_text(report: Report) -> str:
     on_rows = any(time.phase == "rows" for time in forms[0].times)
     timed = " on these rows as they come" if on_rows else ""
     return (
-        f"Every form ran the evaluation rows itself. All were timed{timed}, interleaved in one process; time is "
-        f"relative to {forms[0].model} {forms[0].bits}, whose own row is that of a second copy, the control.{counts}"
+        f"Every form ran the evaluation rows itself. All were timed{timed}, interleaved in one process. Time is "
+        f"relative to {forms[0].model} {forms[0].bits}; its own row times a second copy, the control.{counts}"
     )
 
 
 def cascade_text(report: Report) -> str:
-    """Return what a cascade promises, on what grounds, and what came of it; empty without one."""
+    """Return the promise of a cascade, its evidence, and its results; empty without one."""
     found, facts = report.cascade, report.details.cascade
     if found is None or facts is None:
         return ""
@@ -174,7 +174,7 @@ def cascade_text(report: Report) -> str:
 
 
 def family_text(report: Report) -> str:
-    """Return that the slim model is of another stock family, and why; empty where it is not."""
+    """Return that the slim model is of another stock family, and why; empty if it is not."""
     family = report.details.family
     return family_note(family.dense, family.slim) if family else ""
 
@@ -200,7 +200,7 @@ def method_text(report: Report) -> str:
 
 
 def alpha_text(report: Report) -> str:
-    """Return why `alpha: auto` chose its alpha, which need not have the best metric; empty where alpha was given."""
+    """Return why `alpha: auto` chose its alpha, which may not have the best metric; empty if alpha was given."""
     points = report.details.alpha_curve
     chosen = next((point for point in points if point.alpha == report.alpha), None)
     if chosen is None:
@@ -224,18 +224,18 @@ def alpha_text(report: Report) -> str:
     as_many = [f"{p.alpha:g}" for p in close if p.stability == chosen.stability and p is not chosen]
     if not as_many:
         return f"{said}."
-    return f"{said}, as many as {', '.join(as_many)}; of these {better}the larger alpha is taken."
+    return f"{said}, as many as {', '.join(as_many)}; a tie goes to {better}the larger alpha."
 
 
 def tried_text(report: Report) -> str:
-    """Return why `criterion: auto` chose its candidate, which need not have the best numbers; empty where none was."""
+    """Return why `criterion: auto` chose its candidate, which may not have the best numbers; empty if it chose none."""
     chosen = next((row for row in report.details.tried if row.chosen), None)
     if chosen is None:
         return ""
     metric = "" if chosen.quality is None else f" and its {report.quality.metric} is not clearly worse"
     return (
-        "Candidates stand in the order of trust. A later one is taken only if it agrees with the dense model more "
-        f"often by two standard errors{metric}. None after the chosen one is."
+        "Candidates are listed in order of trust. A later one is taken only if it agrees with the dense model more "
+        f"often by two standard errors{metric}. No candidate after the chosen one does."
     )
 
 
@@ -249,7 +249,7 @@ def held_out_rows(report: Report, *, otherwise: str = "held-out rows") -> str:
 
 
 def _held_out_note(report: Report) -> str:
-    """Return a warning where the chosen plan does far better on the rows it was chosen on; else nothing."""
+    """Return a warning if the chosen plan does far better on the rows it was chosen on; else nothing."""
     found = [point.quality for point in report.details.alpha_curve if point.alpha == report.alpha]
     found += [row.quality for row in report.details.tried if row.chosen]
     slim = report.quality.slim
@@ -263,7 +263,7 @@ def _held_out_note(report: Report) -> str:
 
 
 def _other_work_note(report: Report) -> str:
-    """Return how much processor time other work took while the run computed, where that matters; else nothing."""
+    """Return how much processor time other work took while the run computed, if that matters; else nothing."""
     others = report.details.other_work
     return f"{str(others).capitalize()} while the run computed." if others and others.matters else ""
 
@@ -295,18 +295,18 @@ def latency_text(rows: Sequence[LatencyRow], names: tuple[str, str] = ("dense", 
     loads = dict.fromkeys(f"{row.loads} times on {row.runtime}" for row in rows if row.loads > 1)
     loaded = f"The models were loaded anew {' and '.join(loads)}. " if loads else ""
     apart = ", on llamacpp in a process for each," if any(row.runtime == "llamacpp" for row in rows) else ""
-    how = "the median of paired ratios to their mean, and its 95 % interval is that of a bootstrap over loads, "
+    how = "the median of paired ratios to their mean, and its 95 % interval is from a bootstrap over loads, "
     how += "copies and runs"
     if all(row.phase == "rows" for row in rows):
-        how = "that of total times to their mean, and its 95 % interval is that of a bootstrap over batches"
+        how = "that of total times to their mean, and its 95 % interval is from a bootstrap over batches"
     sentences = [
         f"Timed interleaved in one process{apart} with two copies of {first}; the ratio is {how}. {loaded}"
         f"The control, {first} against itself, gave {min(controls):.3f} to {max(controls):.3f}."
     ]
     if any(row.noisy for row in rows):
         sentences.append(
-            "A row is noisy where the control's interval misses 1 by more than 2 % or is wider than 10 %, or where it "
-            "took longer than a row with more to compute: its ratio means nothing; measure again on an idle machine."
+            "A row is noisy if the control's interval misses 1 by more than 2 % or is wider than 10 %, or if it took "
+            "longer than a row with more to compute. Its ratio means nothing; measure again on an idle machine."
         )
     busy = {row.runtime: row.other_work for row in rows if row.other_work and row.other_work.matters}
     sentences += [f"{str(others).capitalize()} while {runtime} was timed." for runtime, others in busy.items()]

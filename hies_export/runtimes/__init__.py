@@ -1,6 +1,6 @@
 """Run and time a model on torch, ONNX Runtime, OpenVINO or llama.cpp through one interface.
 
-In goes a `PreTrainedModel`, an ONNX folder or a GGUF file; out comes a `Runtime`: `prepare(batch)` once,
+The input is a `PreTrainedModel`, an ONNX folder or a GGUF file; the output is a `Runtime`: `prepare(batch)` once,
 `run(prepared)` any number of times, `fetch(result)` for the outputs. A runtime never falls back to another device: if
 the device in its name is missing, it raises.
 
@@ -11,7 +11,7 @@ In the order of reading:
 - `ort.py`: `onnxruntime-cpu` and `onnxruntime-cpu-int8`; also the names of the files in an ONNX folder.
 - `ort_gpu.py`: `onnxruntime-cuda` and `onnxruntime-tensorrt`.
 - `openvino.py`: `openvino`.
-- `llamacpp.py`: `llamacpp`, with `llamacpp.mjs`, which runs in Node beside the model and takes the times.
+- `llamacpp.py`: `llamacpp`, with `llamacpp.mjs`, which runs the model in Node and times it there.
 - `registry.py`: import these modules, which registers them; `load_runtime`.
 
 To add a runtime, write one module and name it in one line:

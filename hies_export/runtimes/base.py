@@ -12,7 +12,7 @@ import torch
 
 # The execution provider that an ONNX graph is exported for.
 Provider = Literal["cpu", "cuda", "tensorrt"]
-# What a model is exported to.
+# Formats of exports.
 Format = Literal["onnx", "gguf"]
 
 RUNTIMES: dict[str, type[Runtime]] = {}
@@ -42,15 +42,15 @@ class Runtime(ABC):
     Attributes:
         name: The registered name.
         reads_models: Whether the source is a `PreTrainedModel`; otherwise it is a file or folder of `format`.
-        format: What a model is exported to, for a runtime that reads no models.
+        format: Format of the export, for a runtime that reads no models.
         fused_for: For ONNX sources, the provider to export for, as in `export_onnx`.
         dtypes: Names of the torch dtypes it can run a model in.
-        hints: Those of them that it computes a float32 graph in; the constructor then also takes `dtype`. For the other
+        hints: Those dtypes in which it can compute a float32 graph; the constructor then also takes `dtype`. For other
             dtypes, the graph itself is exported in them.
         loads: How many times a comparison loads the models; more than 1 if copies of one model differ in time.
         width_step: Kernels compute a layer's width in blocks of this size, so that a width takes the time of the next
-            multiple. Budgets of time count on no saving in between.
-        full: The runtime that computes the same graph in float32, where this one does not.
+            multiple. Latency budgets assume no saving in between.
+        full: The runtime that computes the same graph in float32, if this one does not.
         threads: CPU threads within an operator.
         cuda_graph: Whether a run replays a captured CUDA graph.
     """

@@ -1,9 +1,9 @@
 """Quantise the linear layers and the embeddings of a graph to 8 or 4 bits, in operators of ONNX Runtime.
 
 In 8 bits, weights get a scale per output channel, and activations a scale per token, found during the run. Both are
-symmetric. A scale per token needs no calibration, and keeps an outlier from every other token. The dynamic mode of
-onnxruntime.quantization has one scale for all tokens of a batch; only what queries, keys and values of an encoder read
-has that here. In 4 bits, every 32 weights of an output channel get a scale and a zero point of their own.
+symmetric. A scale per token needs no calibration, and an outlier affects no other token. The dynamic mode of
+onnxruntime.quantization has one scale for all tokens of a batch; here only the inputs of an encoder's queries, keys and
+values do. In 4 bits, every 32 weights of an output channel get their own scale and zero point.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import numpy as np
 
 from .graphs import Rewrite, drop_unused
 
-# int8 without -128; activations are stored around ZERO, for x86 multiplies unsigned by signed integers.
+# int8 without -128; activations are stored around ZERO, because x86 multiplies unsigned by signed integers.
 LEVELS, ZERO = 127, 128
 # Weights of the smallest layer that is quantised. Two layers (N, N) in a row, in 8 bits against float32, one core with
 # VNNI: N = 64 takes 1.43 of the time at 8 x 128, N = 128 0.75 (1.24 at 1 x 32), N = 192 0.58, N = 384 0.40.
 SMALLEST = 2**14
-# What a quantised graph multiplies with, by onnxruntime.quantization or by `quantize_graph`.
+# Operators that a quantised graph multiplies with, by onnxruntime.quantization or by `quantize_graph`.
 INTEGER_OPERATORS = ("MatMulIntegerToFloat", "MatMulInteger", "DynamicQuantizeMatMul", "QLinearMatMul", "MatMulNBits")
 # Weights in 4 bits that share a scale and a zero point.
 BLOCK = 32
@@ -39,8 +39,7 @@ def quantize_graph(graph: Any, *, bits: int = 8, smallest: int = SMALLEST, table
         tables: Whether embeddings are quantised too.
 
     Returns:
-        Number of linear layers by dtype: `int8`, `int4` where there are some, and `float32` for those too small
-        to be worth it.
+        Number of linear layers by dtype: `int8`, `int4` if there are any, and `float32` for those too small to gain.
     """
     attending: set[Any] = set()
     for node in [node for node in graph if node.op_type == "MultiHeadAttention"]:
@@ -102,8 +101,8 @@ def _quantize_layer(graph: Any, node: Any, tokens: dict[Any, tuple[Any, Any]]) -
 def _quantize_projection(graph: Any, node: Any, batches: dict[Any, tuple[Any, Any, Any]]) -> None:
     """Replace x W + b in front of attention by (quantised x) (quantised W) + b, with one scale for all tokens of x.
 
-    Queries, keys and values read a normed x, whose tokens are of one size, so that a scale for each gains nothing
-    (dev/LOG.md), and costs three passes over what they write.
+    Queries, keys and values read a normed x, whose tokens have one magnitude, so that a scale for each gains nothing
+    (dev/LOG.md), and costs three passes over their outputs.
     """
     states, matrix = node.inputs[0], _weight_of(node)
     (use, *others) = node.outputs[0].uses()
@@ -176,8 +175,8 @@ def _quantize_tokens(new: Rewrite, states: Any, width: int) -> tuple[Any, Any]:
 def _replace_attention(graph: Any, node: Any) -> set[Any]:
     """Replace MultiHeadAttention by ONNX's own Attention, whose kernel is faster; return the products that it reads.
 
-    At 8 x 128 with 12 heads of 32, two cores, ONNX Runtime 1.32: 0.95 ms, MultiHeadAttention 1.78. Without masks of
-    other kinds and caches, which are left to MultiHeadAttention.
+    At 8 x 128 with 12 heads of 32, two cores, ONNX Runtime 1.32: 0.95 ms, MultiHeadAttention 1.78. Other kinds of
+    masks, and caches, are left to MultiHeadAttention.
     """
     query, key, value, bias, padding, scores, *past = (*node.inputs, *[None] * 6)[:8]
     constant = None if bias is None else bias.const_value
@@ -191,7 +190,7 @@ def _replace_attention(graph: Any, node: Any) -> set[Any]:
     new = Rewrite(graph, node)
     if constant is not None:
         array, width = constant.numpy(), _weight_of(query.producer()).shape[1]
-        # What the bias of keys adds to the scores is the same for all keys of a query, so that softmax drops it.
+        # The bias of keys adds the same to the scores of all keys of a query, so softmax drops it.
         query = new("Add", query, new.constant(array[:width]))
         value = new("Add", value, new.constant(array[2 * width :]))
     heads = node.attributes.get_int("num_heads")

@@ -1,4 +1,4 @@
-"""Edit ONNX graphs in place: put new nodes where an old one was, add constants, and drop what nothing reads."""
+"""Edit ONNX graphs in place: replace a node by new ones, add constants, and drop unused ones."""
 
 from __future__ import annotations
 

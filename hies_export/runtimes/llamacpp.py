@@ -1,6 +1,6 @@
-"""Run GGUF files in a stock llama.cpp on the CPU, through node-llama-cpp, which comes with a built one.
+"""Run GGUF files in a stock llama.cpp on the CPU, through node-llama-cpp, which contains a prebuilt one.
 
-llama.cpp runs in a process of its own, of `llamacpp.mjs`, which also takes the times.
+llama.cpp runs in a separate process of `llamacpp.mjs`, which also measures the times.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MOST_ENTRIES = 10**6
 _SCRIPT = Path(__file__).with_name("llamacpp.mjs")
 # Numbers of file types in llama.cpp. Source: https://github.com/ggml-org/llama.cpp, include/llama.h, llama_ftype
 _DTYPES = {0: "float32", 1: "float16", 2: "q4_0", 7: "q8_0", 32: "bfloat16"}
-# Names under which node-llama-cpp publishes built ones without a GPU.
+# Names under which node-llama-cpp publishes CPU builds.
 _BUILDS = {
     ("Linux", "x86_64"): "linux-x64",
     ("Linux", "aarch64"): "linux-arm64",
@@ -57,7 +57,7 @@ def is_installed() -> bool:
 
 
 def installed_version() -> str | None:
-    """Return the version of node-llama-cpp; None where it is not installed, or is damaged."""
+    """Return the version of node-llama-cpp; None if it is not installed, or is damaged."""
     folder = _package_folder()
     try:
         return None if folder is None else read_version(folder / "package.json")
@@ -66,12 +66,12 @@ def installed_version() -> str | None:
 
 
 def read_version(package: Path) -> str:
-    """Return the version that a package.json names; raises RequestError where it is damaged."""
+    """Return the version that a package.json names; raises RequestError if it is damaged."""
     return str(read_json(package, _Package, _PACKAGE)["version"])
 
 
 def _package_folder() -> Path | None:
-    """Return the folder of node-llama-cpp, which Node too looks for in the folders above."""
+    """Return the folder of node-llama-cpp; like Node, look for it in the parent folders too."""
     start = Path(os.environ.get(FOLDER_VARIABLE) or Path.cwd()).resolve()
     places = (folder / "node_modules" / "node-llama-cpp" for folder in (start, *start.parents))
     return next((place for place in places if (place / "package.json").is_file()), None)
@@ -89,14 +89,14 @@ def find_gguf(source: str | Path) -> Path | None:
 class LlamaCppRuntime(Runtime):
     """A GGUF file in llama.cpp on the CPU, which computes the texts of a batch together.
 
-    A timed pass over a prompt gives the probabilities of the next token alone. `exact` attends in float32; llama.cpp's
-    default is flash attention on a cache in float16. `release` is llama.cpp's repository and release.
+    A timed pass over a prompt gives only the probabilities of the next token. `exact` computes attention in float32;
+    llama.cpp's default is flash attention on a cache in float16. `release` is llama.cpp's repository and release.
     """
 
     format: ClassVar[Format] = "gguf"
     dtypes: ClassVar[tuple[str, ...]] = ("float32", "float16", "bfloat16", "q8_0", "q4_0")
     loads: ClassVar[int] = 3
-    # Not measured: every neuron counts.
+    # Not measured; one means that every neuron counts.
     width_step: ClassVar[int] = 1
 
     def __init__(self, source: str | Path, *, threads: int, exact: bool = False):
@@ -145,20 +145,20 @@ class LlamaCppRuntime(Runtime):
 
     @property
     def dtype(self) -> str:
-        """What the file's matrices are stored in."""
+        """The dtype that the file's matrices are stored in."""
         return _DTYPES.get(self._file_type, f"llama.cpp's file type {self._file_type}")
 
     @property
     def decodes(self) -> bool:
-        """Whether it generates from a cache, as all that llama.cpp runs here does."""
+        """Whether it generates from a cache, as all models do that llama.cpp runs here."""
         return True
 
     def prepare(self, batch: Mapping[str, Any]) -> int:
-        """Hand the tokens of a batch over; padding is left out."""
+        """Send the tokens of a batch; padding is left out."""
         return self._prepare(batch, step=False)
 
     def prepare_step(self, batch: Mapping[str, Any]) -> int:
-        """Hand the tokens of a batch over, to run the last one of each text with the others in the cache."""
+        """Send the tokens of a batch, to run the last one of each text with the others in the cache."""
         return self._prepare(batch, step=True)
 
     def _prepare(self, batch: Mapping[str, Any], *, step: bool) -> int:
@@ -173,7 +173,7 @@ class LlamaCppRuntime(Runtime):
         return feed
 
     def time_ns(self, feed: int) -> int:
-        """Run the model once, and return its time in nanoseconds, taken beside it."""
+        """Run the model once, and return its time in nanoseconds, measured in its own process."""
         return int(self._ask("run", feed=feed)["nanoseconds"])
 
     def fetch(self, result: int) -> dict[str, np.ndarray]:
@@ -184,7 +184,7 @@ class LlamaCppRuntime(Runtime):
     def logits(self, batch: Mapping[str, Any]) -> torch.Tensor:
         """Return the log-probabilities of the token after each one, (batch, tokens, vocabulary); zeros at padding.
 
-        Node passes on every probability by itself, so 500 tokens of a vocabulary of 32,000 take seconds.
+        Node passes on every probability separately, so 500 tokens of a vocabulary of 32,000 take seconds.
         """
         ids = batch["input_ids"]
         found: list[torch.Tensor] = []
@@ -235,7 +235,7 @@ def _real_tokens(batch: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _check_header(file: Path) -> None:
-    """Refuse, by a DataError, a file that is no GGUF, on which node-llama-cpp would not return."""
+    """Refuse, by a DataError, a file that is not GGUF: node-llama-cpp would hang on it."""
     with file.open("rb") as stream:
         header = stream.read(24)
     if len(header) == 24:
@@ -254,7 +254,7 @@ def _start(errors: IO[bytes]) -> Any:
 
 
 def _stop(process: Any, errors: IO[bytes]) -> None:
-    """End the process, which ends by itself when its input does; kill it if it does not."""
+    """End the process by closing its input; kill it if it does not end."""
     try:
         process.stdin.close()
         process.wait(timeout=5)

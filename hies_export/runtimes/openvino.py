@@ -1,8 +1,8 @@
 """Run ONNX graphs in OpenVINO on the CPU, in float32 or in bfloat16.
 
 OpenVINO reads the graphs of `export_onnx` as they are, ONNX Runtime's fused operators included. The default precision
-of its CPU plugin depends on the processor (bfloat16 where that has instructions for it), so the precision is always
-set here, and read back from the compiled model.
+of its CPU plugin depends on the processor (bfloat16 if that has instructions for it), so the precision is always set
+here, and read back from the compiled model.
 
 Source: https://docs.openvino.ai/2026/openvino-workflow/running-inference/inference-devices-and-modes/cpu-device.html
 """
@@ -30,7 +30,7 @@ class OpenVinoRuntime(GraphRuntime):
 
     dtypes: ClassVar[tuple[str, ...]] = ("float32", "bfloat16")
     hints: ClassVar[tuple[str, ...]] = ("bfloat16",)
-    # As many as for ONNX Runtime: what makes its copies differ, where weights lie in memory, is the same here.
+    # As many as for ONNX Runtime: its copies differ because their weights have other memory addresses, as here.
     loads: ClassVar[int] = 5
     # Measured like the base class's: 497 to 512 neurons take the same time within 1 %, 513 to 528 take 2 to 4 % more.
     width_step: ClassVar[int] = 16
@@ -54,7 +54,7 @@ class OpenVinoRuntime(GraphRuntime):
             self._model = core.compile_model(graph, _DEVICE, options)
         except RuntimeError as error:
             raise ExportError(f"OpenVINO must load {file.name}, and refused: {_reason(error)}") from error
-        # Fewer than asked for where the machine has fewer cores.
+        # Fewer than asked for if the machine has fewer cores.
         self.threads = int(self._model.get_property("INFERENCE_NUM_THREADS"))
         # A tensor may have several names in OpenVINO; those of the file are among them.
         header = onnx.load(str(file), load_external_data=False)
@@ -82,7 +82,7 @@ class OpenVinoRuntime(GraphRuntime):
         return _NAMES.get(precision, precision)
 
     def prepare(self, batch: Mapping[str, Any]) -> Any:
-        """Set the inputs of a new infer request; what the batch lacks is filled in as for ONNX Runtime."""
+        """Set the inputs of a new infer request; missing inputs are filled in as for ONNX Runtime."""
         import openvino
 
         request = self._model.create_infer_request()
@@ -109,7 +109,7 @@ class OpenVinoRuntime(GraphRuntime):
 
 
 def _reason(error: RuntimeError) -> str:
-    """Return what OpenVINO says went wrong, without the places in its source that it names first."""
+    """Return OpenVINO's error message, without the source locations at its beginning."""
     lines = [line.strip() for line in str(error).splitlines()]
     said = [line for line in lines if line and not line.startswith(("Exception from ", "Check '"))]
     return " ".join(said or lines[:1])[:300]

@@ -49,7 +49,7 @@ class BoundFeed:
 
 
 class GraphRuntime(Runtime):
-    """What runtimes of ONNX graphs share; `inputs` and `outputs` are the names of the graph's."""
+    """The common part of runtimes of ONNX graphs; `inputs` and `outputs` are the graph's names of these."""
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -215,7 +215,7 @@ _NAMES = {"tensor(float)": "float32", "tensor(float16)": "float16", "tensor(bflo
 
 
 def onnx_file(source: str | Path, name: str) -> Path:
-    """Return a given ONNX file, or that of a folder; raises RecipeError if there is none, or several graphs."""
+    """Return a given ONNX file, or that of a folder; raises RecipeError if it has no graph, or several."""
     if not isinstance(source, (str, Path)):
         raise RecipeError([f"runtime {name!r} needs an ONNX file or folder, got {type(source).__name__}"])
     refuse_parts(source)
@@ -246,8 +246,8 @@ _METADATA = Rule("an ONNX file must be what hies_export wrote", "export the mode
 def cache_sizes(metadata: Mapping[str, str], shapes: Mapping[str, Sequence[Any]]) -> dict[str, tuple[int, int]]:
     """Return the sizes of every cache input: name -> (key/value heads, head width).
 
-    They come from the metadata that `export_onnx` writes, or else from the input shapes, whose open axes are no
-    integers. Raises RequestError if the metadata has others than hies_export writes.
+    They come from the metadata that `export_onnx` writes, or else from the input shapes, whose dynamic axes are not
+    integers. Raises RequestError if the metadata is not as hies_export writes it.
     """
     written = metadata.get(CACHE_SIZES)
     if written is not None:

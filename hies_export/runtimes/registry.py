@@ -43,7 +43,7 @@ def check_runtime(name: str, *, task: str | None = None) -> None:
 
 
 def check_task(name: str, task: str) -> None:
-    """Refuse, by a RecipeError, a runtime of decoders (GGUF) for another task than generating text."""
+    """Refuse, by a RecipeError, a runtime of decoders (GGUF) for a task other than generating text."""
     if RUNTIMES[name].format == "gguf" and task != "text-generation":
         raise RecipeError([f"runtime {name} runs decoders (text-generation), got task: {task}; leave it out"])
 
@@ -66,8 +66,8 @@ def load_runtime(
         source: A `PreTrainedModel` for `torch` and `torch-compile`; an ONNX file, or a folder with `model.onnx`, for
             ONNX Runtime and OpenVINO; a GGUF file, or a folder with `model.gguf`, for `llamacpp`.
         threads: CPU threads within an operator; by default torch's number, so that runtimes are comparable.
-        dtype: What to compute in, where the runtime can compute a float32 graph in it (`Runtime.hints`); otherwise the
-            source alone decides.
+        dtype: Dtype to compute in, if the runtime can compute a float32 graph in it (`Runtime.hints`); otherwise the
+            source decides.
 
     Returns:
         The loaded model, with `.prepare(batch)`, `.run(prepared)` and `.fetch(result)`.

@@ -1,9 +1,9 @@
 """Turn what calibration collected into one score per unit; a higher score means keep.
 
-In go `Statistics` and the name of a criterion, or a model and batches, out come `Scores`. To add a criterion, decorate
-a function with `criterion`.
+The input is `Statistics` and the name of a criterion, or a model and batches; the output is `Scores`. To add a
+criterion, decorate a function with `criterion`.
 
 criteria.py       the criteria by name, `criterion` to register one, and `score_units`
 compensated.py    `score_compensated`: greedy removal, taking the refit of the others into account
-merge.py          convex hulls of chains of removals, and their merger into one order
+merge.py          convex hulls of chains of removals, merged into one order
 """

@@ -13,10 +13,10 @@ respect to the consumer's output and input. The effect of keeping K is
 
     e(K) = E_x [ sum_t d_t^2 + (sum_t d_t)^2 ]
 
-in the same unit for every consumer. The second term is what the prediction of the sample feels. Within a sample the
-errors of tokens cancel on the calibration rows and need not elsewhere; the first term does not let them. (Each alone
-was worse somewhere; see dev/LOG.md.) The text of a language model is no single prediction, so only the first term
-counts there. Units are removed step by step, each time those that raise e least.
+in the same unit for every consumer. The second term is the change of the sample's prediction. In it, errors of tokens
+cancel on the calibration rows, but may not cancel on others; the first term prevents that. (Each term alone was worse
+somewhere; see dev/LOG.md.) The text of a language model is not a single prediction, so only the first term counts
+there. Units are removed step by step, each time those that raise e least.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from .merge import merged
 
 # Neurons are removed this share of a layer at a time.
 SHARE_PER_STEP = 0.01
-# Columns that are gone are dropped when fewer than this share of the columns is left: dropping them copies the others.
+# Removed columns are dropped when less than this share of the columns is left, because dropping copies the others.
 STILL_LEFT = 0.8
 # Tokens whose numbers for all neurons fit a processor's cache together.
 TOKENS_AT_ONCE = 512
@@ -90,14 +90,14 @@ def score_compensated(
             only if they are tokens. Fewer than about 256 samples need a larger ridge, or `moments`.
         modules: The modules that may lose units, heads or neurons, in the model's order.
         moments: The moments of at least these modules, from rows with more tokens than `batches` have: with few tokens,
-            an order takes neurons to be free that are not. By default those of `batches`.
+            some neurons wrongly look free to remove. By default those of `batches`.
         ridge, per_sample: See `RemovalOptions`.
         limit_bytes: Bytes that inputs and gradients of several modules may take together, see `EffectStream`.
         progress: Shows the loops over the batches.
 
     Returns:
-        The chains of removals, and as score of a unit its rank among the units of its kind, in [0, 1): (units,)
-        float64 per module.
+        The chains of removals. The score of a unit is its rank among the units of its kind, in [0, 1): (units,) float64
+        per module.
 
     Raises:
         RecipeError: The ridge is not positive.
@@ -109,7 +109,7 @@ def score_compensated(
         'compensated'
     """
     options = RemovalOptions(ridge, per_sample, model.device)
-    # Whoever owns the effects of a module needs its moments.
+    # The process that owns the effects of a module needs its moments.
     owners = None if moments is None else moments.owners
     known = repeat((None, None)) if moments is None else moments.each({module.name for module in modules})
     chains = {}
@@ -155,7 +155,7 @@ def removal_chain(
 ) -> Chain:
     """Return the order in which greedy removal takes the groups of one module, with the effect after each step.
 
-    Neurons go 1 % of a layer at a time. `spread` has mu and C from more tokens than the effects of the samples have.
+    Neurons go 1 % of a layer at a time. `spread` has mu and C from more tokens than the effects have.
     """
     state = _Greedy(layer, module, samples, spread, options)
     step = 1 if module.kind == ATTENTION else max(1, round(SHARE_PER_STEP * module.groups))
@@ -207,9 +207,9 @@ class _Greedy:
         self._left = torch.ones(module.groups, dtype=torch.bool, device=options.device)
 
     def remove(self, count: int) -> tuple[list[int], float]:
-        """Remove the `count` groups that raise the effect least, least first; return them and the effect now.
+        """Remove the `count` groups that raise the effect least, least first; return them and the new effect.
 
-        Of equals the later group goes first.
+        Among equals the later group goes first.
         """
         sizes = torch.where(self._left, self._candidates(), torch.inf)
         places = len(sizes) - 1 - sizes.flip(0).argsort(stable=True)[:count]
@@ -240,7 +240,7 @@ class _Greedy:
         self._groups, self._left = self._groups[self._left], self._left[self._left]
 
     def _candidates(self) -> Tensor:
-        """Return the effect after the removal of each group alone, (groups,) float64; of no meaning for those gone."""
+        """Return the effect after the removal of each group alone, (groups,) float64; meaningless for removed ones."""
         if self._width == 1:
             diagonal = self._inverse.diagonal().where(self._left, 1.0).to(self._read)
             size = diagonal.new_zeros(len(diagonal), dtype=torch.float64)

@@ -30,8 +30,8 @@ class Criterion:
             of shape (units,) per module.
         needs: Statistics it reads, by their names in `collect_statistics`.
         kinds: Kinds of modules it can score, see `PrunableModule.kind`.
-        effect: Statistic in whose unit a removal is compared across kinds of modules.
-        ranks: Whether the scores only order the units of one kind. If not, the effects order the units as the scores
+        effect: Statistic by which a removal is compared across kinds of modules.
+        ranks: Whether the scores only order the units of one kind. If false, the effects order the units as the scores
             do, and are compared across modules.
     """
 
@@ -189,7 +189,7 @@ def llm_pruner_block(statistics: Statistics) -> Mapping[str, Tensor]:
     """First-order Taylor importance of a head's weights, as in LLM-Pruner's block-wise mode (Ma et al. 2023).
 
     LLM-Pruner never prunes the first three layers and the last. Here, in models of at least 8 layers, these lose heads
-    only after all others. It is an approximation also because only attention is pruned.
+    only after all others. Only attention is pruned, which is a second difference.
     """
     found = min_max(statistics["taylor"], normalize="model", what="Taylor importance")
     last = len(found) - 1
@@ -236,7 +236,7 @@ def score_units(
 
     Args:
         statistics: From `collect_statistics`.
-        modules: The modules that may lose units. With them, the scores also say what removing each unit costs, in a
+        modules: The modules that may lose units. If given, the scores also have the effect of removing each unit, in a
             unit common to heads and neurons. By default all modules of the statistics, which must be of one kind.
         criterion: A name in `CRITERIA`.
         alpha: Weight of HIS against entropy in `hies`, in [0, 1).
@@ -269,7 +269,7 @@ def score_units(
         parameters = used if covered else parameters
         if found.ranks:
             ranked.append(kind)
-    # Ranks say nothing of how kinds compare: the criterion's own effect does, or the Fisher information.
+    # Ranks cannot compare kinds; the criterion's own effect, or the Fisher information, does.
     effects = statistics[CRITERIA[criterion].effect]
     return Scores(criterion, parameters, scores, {name: effects[name] for name in scores}, tuple(ranked))
 

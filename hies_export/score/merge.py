@@ -1,4 +1,4 @@
-"""Merge chains of removals into one order, by what each part of a chain costs in quality for what it saves."""
+"""Merge chains of removals into one order, by the quality lost for each part's saving."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class Edge(NamedTuple):
 def edges_by_slope(curves: Iterable[tuple[Sequence[float], Sequence[float]]]) -> list[tuple[int, Edge]]:
     """Return the edges of the hulls of several curves, each with its curve's number, least slope first.
 
-    A curve is what its first 1, 2, ... removals save, and their effect. Of equal slopes the later curve's come first.
+    A curve has the savings and the effect of the first 1, 2, ... removals. Among equal slopes the later curve's come
+    first.
     """
     edges = [(edge.slope, -number, edge) for number, curve in enumerate(curves) for edge in hull(*curve)]
     return [(-number, edge) for _, number, edge in sorted(edges)]
@@ -29,8 +30,8 @@ def edges_by_slope(curves: Iterable[tuple[Sequence[float], Sequence[float]]]) ->
 def hull(saved: Sequence[float], effects: Sequence[float]) -> list[Edge]:
     """Return the lower convex hull of a chain's points, from (0, 0) on; slopes, of effect per unit saved, ascend.
 
-    `saved` and `effects` are those of the first 1, 2, ... removals together. A point that saves no more than an earlier
-    one is never the end of an edge. Where an estimated effect falls, it counts as level.
+    `saved` and `effects` are totals over the first 1, 2, ... removals. A point that saves no more than an earlier one
+    is never the end of an edge. An estimated effect that falls counts as level.
     """
     points = [(0.0, 0.0, 0)]
     highest = 0.0
@@ -49,7 +50,7 @@ def _slope(one: tuple[float, float, int], other: tuple[float, float, int]) -> fl
 
 
 def merged(chains: Sequence[Chain]) -> Iterator[Removal]:
-    """Yield the removals of all chains in the order of the least effect per unit; of equals the later chain's first."""
+    """Yield the removals of all chains by least effect per unit; among equals the later chain's come first."""
     curves = (
         ([*accumulate(len(removal.units) for removal in chain)], [removal.effect for removal in chain])
         for chain in chains

@@ -1,7 +1,7 @@
 """Choose the units that stay, within a budget and constraints.
 
-In go `Scores` and the `Units` of every module, out comes a `Selection`. A budget is a share of the heads, or a share of
-the dense model's cost (FLOPs, parameters or latency).
+The input is `Scores` and the `Units` of every module; the output is a `Selection`. A budget is a share of the heads, or
+a share of the dense model's cost (FLOPs, parameters or latency).
 
 select.py         `select_units`, for every budget
 constraints.py    `Constraints`, and the check that a budget of heads can be met
@@ -9,5 +9,5 @@ bundles.py        which units go together: whole groups, or one unit of every gr
 budget.py         `CostTable`, what bundles save, and the check that a budget of cost can be met
 joint.py          one budget of cost for several kinds, or for chains of removals
 knapsack.py       an exact solver for the multiple-choice knapsack
-iterative.py      the same budget in several rounds, each scored on the model that the last one left
+iterative.py      one budget in several rounds, each scored on the model that the previous one left
 """

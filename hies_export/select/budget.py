@@ -1,4 +1,4 @@
-"""Say what bundles of units save, and which budgets of cost are within reach."""
+"""Tables of what removing bundles of units saves, and checks that a budget of cost is reachable."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..units import Units
 from .bundles import bundle_count
 from .constraints import NONE, Constraints, removable_counts
 
-# Shares that are tried one by one are at most so many.
+# At most this many shares are tried one by one.
 MOST_SHARES = 1000
 
 
@@ -37,7 +37,7 @@ class CostTable:
         return 1.0 - sum(self.saved[name][count] for name, count in counts.items())
 
     def after(self, counts: Mapping[str, int]) -> CostTable:
-        """Return the table of the model that is left, in shares of the dense cost; `ratio` leaves out what it saved."""
+        """Return the table of the remaining model, in shares of the dense cost; `ratio` ignores earlier savings."""
         saved = {
             name: tuple(share - row[counts.get(name, 0)] for share in row[counts.get(name, 0) :])
             for name, row in self.saved.items()
@@ -100,7 +100,7 @@ def uniform_counts(modules: Sequence[Units], constraints: Constraints) -> list[l
             for module, option in zip(modules, options, strict=True)
         ]
         counts = [o[bisect_right(o, w) - 1] for o, w in zip(options, wanted, strict=True)]
-        # A module that min_heads stops would lose a smaller share than the others.
+        # A module at its min_heads would lose a smaller share than the others.
         if any(w > o[-1] for w, o in zip(wanted, options, strict=True)):
             break
         if any(counts) and (not found or counts != found[-1]):

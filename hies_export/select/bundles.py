@@ -22,7 +22,7 @@ def bundle_count(module: Units, unit: str) -> int:
 
 
 def ranked_bundles(scores: Tensor, module: Units, unit: str) -> list[tuple[float, tuple[int, ...]]]:
-    """Return the score and the units of every bundle of a module, worst first; of equals the later unit comes first."""
+    """Return score and units of every bundle of a module, worst first; among equals the later unit comes first."""
     wrong = (~scores.isfinite()).nonzero().flatten().tolist()
     if wrong:
         raise NonFiniteError(
@@ -54,7 +54,7 @@ def worst_first(scores: Mapping[str, Tensor], modules: Sequence[Units], unit: st
 
 
 def bundles_lost(selection: Selection, modules: Sequence[Units], *, unit: str) -> dict[str, int]:
-    """Return how many bundles each module loses that loses any; `unit` is "group" or "query"."""
+    """Return how many bundles each module loses, for modules that lose any; `unit` is "group" or "query"."""
     lost = {
         module.name: bundle_count(module, unit) * len(selection[module.name].removed) // module.units
         for module in modules

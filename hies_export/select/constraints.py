@@ -21,13 +21,13 @@ class Constraints:
     Attributes:
         allocation: "global" (the worst units of all modules go) or "uniform" (every module loses the same share). Or
             one for each kind, as in {"attention": "uniform"}: every module of a uniform kind then loses the same share,
-            which is that kind's own. A kind that is not named is "global".
-        unit: What goes as a whole, in the recipe's word, not a unit (head or neuron) itself: "group", a key/value head
-            with its query heads, so that the cache shrinks; or "query", as many query heads of every group.
+            which may differ between kinds. A kind that is not named is "global".
+        unit: What is removed together (not a unit in the sense of head or neuron): "group", a key/value head with its
+            query heads, so that the cache shrinks; or "query", the same number of query heads of every group.
         min_heads: Least number of query heads that every attention module keeps. A feed-forward block keeps at least
             one neuron.
-        keep_layers: Positions of modules that lose nothing, among those of the same kind that may lose units. Negative
-            ones count from the end.
+        keep_layers: Positions of modules that lose nothing, among the modules of their kind. Negative ones count from
+            the end.
         multiple_of: For tensor-parallel serving: an attention module that loses units keeps a multiple of this number
             of groups (key/value heads), or of query heads under `unit: query`.
         neurons_multiple_of: A feed-forward block that loses neurons keeps a multiple of this number.
@@ -41,7 +41,7 @@ class Constraints:
     neurons_multiple_of: int = 1
 
     def parts(self, modules: Sequence[Units]) -> list[list[Units]]:
-        """Return the modules that have an allocation together: all, or those of each kind if each has its own."""
+        """Return the modules that share an allocation: all, or those of each kind if each has its own."""
         if isinstance(self.allocation, str):
             return [list(modules)] if modules else []
         kinds = dict.fromkeys(module.kind for module in modules)
@@ -77,7 +77,7 @@ NONE = Constraints()
 def check_budget(modules: Sequence[Units], *, heads: float, constraints: Constraints = NONE) -> int | list[int]:
     """Return how many bundles a share of heads is, after checking that the constraints allow it, before any scoring.
 
-    They are those of all modules together under `global`, and one number for each module under `uniform`.
+    The number is for all modules together under `global`, and for each module under `uniform`.
     """
     share = [] if 0 < heads < 1 else [f"sparsity (budget.heads) must be in (0, 1), got {heads}"]
     check_constraints(modules, constraints, problems=share)
@@ -89,7 +89,7 @@ def check_budget(modules: Sequence[Units], *, heads: float, constraints: Constra
     wanted, possible, of = (
         (round(heads * sum(bundles)), sum(most), sum(bundles))
         if whole
-        # The module that falls short the most, for the message.
+        # The module that falls furthest short, for the message.
         else max(zip(counts, most, bundles, strict=True), key=lambda item: item[0] - item[1])
     )
     grouped = any(module.group_size > 1 for module in modules)

@@ -50,7 +50,7 @@ def head_targets(
 
 
 def compose(first: Selection, second: Selection) -> Selection:
-    """Return the selection that equals `first`, followed by `second` on the model that `first` left."""
+    """Return the selection that equals `first`, then `second`, which selects from the model cut by `first`."""
     return {
         name: replace(before, units=tuple(before.units[i] for i in second[name].units))
         for name, before in first.items()

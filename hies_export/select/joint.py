@@ -1,12 +1,12 @@
-"""Choose the units of several kinds that stay within one budget of cost, by the slopes of their removal curves.
+"""Choose the units of several kinds to keep within one budget of cost, by the slopes of their removal curves.
 
-Every chain of removals has a curve: the cost that its first 1, 2, ... removals save, and their effect on quality. One
+Every chain of removals has a curve: the cost saved by its first 1, 2, ... removals, and their effect on quality. One
 point of every curve is chosen, so that the cost fits the budget and the effects add up to the least: a multiple-choice
 knapsack. Up to `MOST_OPTIONS` points it is solved exactly. Beyond, as in large models, the lower convex hull of each
-curve is cut into edges, and the edges of all chains are taken in the order of their slope, effect per cost saved
-(Sinha and Zoltners 1979). Curves are then so fine that the last edge makes no difference.
+curve is cut into edges, and the edges of all chains are taken in the order of their slope, effect per cost saved (Sinha
+and Zoltners 1979). Such curves are so fine that the last edge makes no difference.
 
-A kind whose allocation is its own and uniform has one curve: its points are the shares that all its modules can lose.
+A kind with its own uniform allocation has one curve: its points are the shares that all its modules can lose.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .knapsack import least_loss_saving
 
 # Costs count in steps of 1 / GRID of the dense model's, rounded so that no budget is exceeded.
 GRID = 20_000
-# Up to so many points of all curves, the choice is exact, which takes seconds.
+# Up to this many points of all curves, the choice is exact, which takes seconds.
 MOST_OPTIONS = 20_000
 
 # Sums of the same costs in different orders differ by less.
@@ -46,7 +46,7 @@ def removed_jointly(
     free = sizes.keys() - {module.name for part in tied for module in part}
     allowed = [list(allowed_removals(_of(chain, free), sizes, options)) for chain in chains]
     curves = [curve_of(chain, sizes, table) for chain in allowed]
-    # Unit by unit, whatever the constraints: `uniform_counts` regards them.
+    # Unit by unit, whatever the constraints: `uniform_counts` applies them.
     single = {module.name: range(module.units) for part in tied for module in part}
     bundles = {
         name: [removal for chain in chains for removal in allowed_removals(_of(chain, {name}), sizes, single)]
@@ -73,7 +73,7 @@ def removed_jointly(
 
 
 def _of(chain: Chain, names: Collection[str]) -> Chain:
-    """Return the removals of a chain from some modules; the effect of each is that of those up to it."""
+    """Return the removals of a chain from some modules, with the effect up to each."""
     if all(removal.module in names for removal in chain):
         return chain
     found: list[Removal] = []
@@ -89,7 +89,7 @@ def _of(chain: Chain, names: Collection[str]) -> Chain:
 def _uniform_curve(
     part: Sequence[Units], shares: Sequence[Sequence[int]], bundles: Mapping[str, Sequence[Removal]], table: CostTable
 ) -> _Curve:
-    """Return what each share saves that all modules of a part lose, and its effect."""
+    """Return the saving and the effect of each share that all modules of a part can lose."""
     effects = {module.name: [0.0, *(removal.effect for removal in bundles[module.name])] for module in part}
     return [saved_by(table, part, counts) for counts in shares], [
         sum(effects[module.name][count] for module, count in zip(part, counts, strict=True)) for counts in shares
@@ -133,7 +133,7 @@ def by_slopes(curves: Sequence[_Curve], wanted: float) -> list[int]:
             break
         saved = curves[number][0]
         before = saved[edge.start]
-        # All of an edge; of the last one, as little as is enough.
+        # A whole edge, or as little of the last one as is enough.
         enough = (p for p in range(edge.start + 1, edge.end) if total + saved[p] - before >= wanted)
         taken[number] = next(enough, edge.end)
         total += saved[taken[number]] - before
@@ -141,7 +141,7 @@ def by_slopes(curves: Sequence[_Curve], wanted: float) -> list[int]:
 
 
 def curve_of(chain: Sequence[Removal], sizes: Mapping[str, int], table: CostTable) -> _Curve:
-    """Return what the first 0, 1, 2, ... removals of a chain save, as a share of the dense cost, and their effect.
+    """Return the savings of the first 0, 1, 2, ... removals of a chain, as shares of the dense cost, and their effects.
 
     `sizes` has the number of units per bundle of each module.
     """
@@ -158,7 +158,7 @@ def curve_of(chain: Sequence[Removal], sizes: Mapping[str, int], table: CostTabl
 def allowed_removals(
     chain: Chain, sizes: Mapping[str, int], options: Mapping[str, Collection[int]]
 ) -> Iterator[Removal]:
-    """Yield the removals of a chain so that each leaves its module a number of units that the constraints allow.
+    """Yield the removals of a chain such that each leaves its module an allowed number of units.
 
     A bundle waits until its module has lost enough others with it. Units beyond what a module may lose stay. `sizes`
     has the number of units per bundle, and `options` the numbers of bundles that each module may lose.

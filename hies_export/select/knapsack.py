@@ -13,8 +13,8 @@ def least_loss(
 ) -> tuple[np.ndarray, Callable[[int], list[int]]]:
     """Solve a multiple-choice knapsack exactly, from the cost (whole, from 0) and loss of every option of every module.
 
-    Return the least total loss for every exact total cost, (limit + 1,), infinite where no choice costs that; and a
-    function from a total cost to its choice, the number of one option per module; of equals, the earlier option.
+    Return the least total loss for every exact total cost, (limit + 1,), infinite if no choice has that cost. Also
+    return a function from a total cost to its choice: the number of one option per module, among equals the earlier.
     """
     best = np.full(limit + 1, np.inf)
     best[0] = 0.0
@@ -44,10 +44,10 @@ def least_loss(
 def least_loss_saving(
     saved: Sequence[Sequence[float]], losses: Sequence[Sequence[float]], wanted: float, *, grid: int
 ) -> list[int]:
-    """Return one option per module, by number, so that they save what is wanted together at the least loss.
+    """Return one option per module, by number, so that together they save enough at the least loss.
 
-    Savings are shares of the dense cost, of every option of every module; the first saves nothing. They count in steps
-    of 1 / grid, rounded so that enough is saved.
+    Savings are shares of the dense cost, for every option of every module; the first option saves nothing. They count
+    in steps of 1 / grid, rounded so that enough is saved.
     """
     # Timings need not fall with every unit, so costs are relative to the most that a module can save.
     most = [max(row) for row in saved]

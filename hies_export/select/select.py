@@ -41,7 +41,7 @@ def select_units(
     - `heads`: the round(share * bundles) bundles with the smallest scores go, except that every module keeps its best
       `min_heads`. Of equal scores, the later module's go first, then the later bundle. With `multiple_of`, the number
       removed is rounded down.
-    - `ratio`, heads alone: the least total score goes that meets the budget (a knapsack).
+    - `ratio`, heads alone: the heads with the least total score that meet the budget go (a knapsack).
     - `ratio`, with neurons or chains of removals: the least total effect goes; see `hies_export.select.joint`.
       That also holds where each kind has its own allocation.
 
@@ -49,7 +49,7 @@ def select_units(
         scores: From `score_units` or `score_compensated`.
         modules: In the model's order. Modules without scores keep all units, and do not count towards the budget.
         heads: Share of heads to remove, in (0, 1).
-        counts: Number of bundles that each module with scores loses. Of the constraints, only `unit` applies then.
+        counts: Number of bundles that each module with scores loses. Only the constraint `unit` then applies.
         table: What each module saves, e.g. from `flops_table`; given with `ratio`.
         ratio: Greatest cost left, as a share of the dense model's.
         constraints: Constraints of the selection.
@@ -101,7 +101,7 @@ def _without(removed: Mapping[str, Iterable[int]], modules: Sequence[Units]) -> 
 
 
 def _worst_first(scores: Scores, modules: Sequence[Units], unit: str, *, by_chains: bool) -> dict[str, list[int]]:
-    """Return the units of each module in the order in which its bundles go: that of the chains, or of the scores."""
+    """Return the units of each module in the order in which its bundles go, by the chains or the scores."""
     if by_chains and scores.chains:
         order: dict[str, list[int]] = {module.name: [] for module in modules}
         for removal in chain.from_iterable(scores.chains):
@@ -136,7 +136,7 @@ def _counts_of_share(scores: Scores, modules: Sequence[Units], heads: float, con
 def _counts_within(
     scores: Scores, modules: Sequence[Units], table: CostTable, ratio: float, constraints: Constraints
 ) -> Sequence[int]:
-    """Return how many bundles each module loses within a budget of cost: uniformly, or so that the least score goes."""
+    """Return how many bundles each module loses within a budget of cost: uniformly, or with the least total score."""
     check_reachable(modules, table, ratio=ratio, constraints=constraints)
     if constraints.uniform(modules):
         return next(c for c in uniform_counts(modules, constraints) if ratio_of(table, modules, c) <= ratio)

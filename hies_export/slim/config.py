@@ -1,4 +1,4 @@
-"""Describe a slim model in its config, by a `hies_export` block and a slim class; `uniform` has the other way."""
+"""Describe a slim model in its config, by a `hies_export` block and a slim class; `uniform` uses plain fields."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def slim_class(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 
 def stock_class(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Return the class of transformers that a model class is, or is the slim version of."""
+    """Return a model class's stock class of transformers: itself, or the one that it is the slim version of."""
     return next(c for c in model_class.__mro__ if c.__module__.startswith("transformers."))
 
 
 def is_slim(model: PreTrainedModel) -> bool:
-    """Return whether a model's config has a `hies_export` block, without which its shapes are not known."""
+    """Return whether a model's config has a `hies_export` block, which its shapes depend on."""
     return getattr(model.config, "hies_export", None) is not None
 
 
@@ -50,7 +50,8 @@ class Shapes:
 def become_slim(model: PreTrainedModel, shapes: Shapes, layers: PerLayer | None) -> None:
     """Write the `hies_export` block into the config of a cut model, and change its class to the slim version.
 
-    `layers`, from `per_layer_config`, says the same as `shapes` in fields of the config; None if they cannot say it.
+    `layers`, from `per_layer_config`, describes the same as `shapes` in config fields; None if fields cannot describe
+    it.
     """
     prefix = model.base_model_prefix + "."
     under_base = (lambda name: name.removeprefix(prefix)) if model.base_model is not model else (lambda name: name)
@@ -64,7 +65,7 @@ def become_slim(model: PreTrainedModel, shapes: Shapes, layers: PerLayer | None)
         block["attributes"].setdefault(under_base(name), {}).update(changed)
     if layers is None:
         block.pop("per_layer_config", None)
-    elif "per_layer_config" in block:  # otherwise an earlier cut could not be said
+    elif "per_layer_config" in block:  # otherwise an earlier cut would be lost
         for layer, fields in layers.items():
             block["per_layer_config"].setdefault(layer, {}).update(fields)
     stock = stock_class(type(model))

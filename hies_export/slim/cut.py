@@ -30,17 +30,17 @@ def prune_units(
     """Remove from a model the units that a plan does not keep.
 
     Producers lose rows, consumers lose columns, and attributes that count units are updated. If a config alone can
-    describe the result (a uniform ViT, LLaMA, ...), the config is updated and the model keeps its stock class. Where
-    its own config refuses the result and a sibling's takes it (a LLaMA of 6 heads at width 64, as a Mistral), the model
-    becomes the sibling (`siblings`). Otherwise the class becomes the slim version of the stock class
-    (`modeling_hies`), whose code `save_pretrained` writes next to the weights. Heads that a config can describe beside
-    neurons that it cannot are in its plain fields, and the `hies_export` block has the neurons only.
+    describe the result (a uniform ViT, LLaMA, ...), the config is updated and the model keeps its stock class. If its
+    own config refuses the result and a sibling's accepts it (a LLaMA of 6 heads at width 64, as a Mistral), the model
+    becomes the sibling (`siblings`). Otherwise the class becomes the slim version of the stock class (`modeling_hies`),
+    whose code `save_pretrained` writes next to the weights. If a config can describe the heads but not the neurons, the
+    heads are in its plain fields, and the `hies_export` block has only the neurons.
 
     Args:
         model: The dense model.
-        plan: The units that stay. The weights that a plan was made for are checked; a bare selection names none.
+        plan: The units that stay. A plan is checked to be of these weights; a bare selection is not.
         modules: From `find_modules` on this model.
-        inplace: Cut `model` itself instead of a copy. A sibling shares its tensors, and is another object.
+        inplace: Cut `model` itself instead of a copy. A sibling is another object that shares its tensors.
 
     Returns:
         The slim model, an ordinary `PreTrainedModel`.
@@ -59,7 +59,7 @@ def prune_units(
         check_weights(plan.model, fingerprint(model, modules))
     slim = model if inplace else copy.deepcopy(model)
     shapes = Shapes()
-    # Heads first: once their shapes need a block, those of the neurons go into it too.
+    # Heads first: if their shapes need a block, the neurons' shapes go into it too.
     for kind in KINDS:
         of_kind = [module for module in modules if module.kind == kind]
         earlier = bool(shapes)
@@ -72,7 +72,7 @@ def prune_units(
 
 
 def _cut(slim: PreTrainedModel, modules: Sequence[PrunableModule], selection: Selection, shapes: Shapes) -> None:
-    """Cut modules in place, and add what changed to `shapes`."""
+    """Cut modules in place, and add the changes to `shapes`."""
     for module in modules:
         kept = selection[module.name]
         for name, axis, index in feature_cuts(slim, module, kept):

@@ -12,11 +12,11 @@ from ..errors import PlanError
 from ..model.linear import weight_of
 from ..units import PrunableModule
 
-# Weights that differ by this share of their norm are others. Rounding to bfloat16 moves a number of a fingerprint by
-# 0.001 of the norm (one standard deviation), and two fine-tunings of one model by 0.04.
+# Weights that differ by this share of their norm are different weights. Rounding to bfloat16 moves a number of a
+# fingerprint by 0.001 of the norm (one standard deviation); between two fine-tunings of one model it moves by 0.04.
 TOLERANCE = 0.006
 
-# After so many elements, signs repeat.
+# Signs repeat after this many elements.
 PERIOD = 1 << 20
 # Odd 64-bit numbers, written as signed ones.
 _FACTORS = (-0x61C8864680B583EB, -0x3D4D51C2D82B14B1)
@@ -24,7 +24,7 @@ _MIX = -0x40A7B892E31B1A47
 
 
 def fingerprint(model: nn.Module, modules: Sequence[PrunableModule]) -> dict[str, tuple[float, ...]]:
-    """Return what a plan recognises its model by: layer -> fingerprint, of the first and the last module's layers."""
+    """Return the fingerprints that identify a model: layer -> fingerprint, for the first and the last module."""
     names = dict.fromkeys(name for m in (modules[0], modules[-1]) for name in m.layers)
     return {name: fingerprint_of([weight_of(model.get_submodule(name)).detach()]) for name in names}
 
@@ -32,15 +32,15 @@ def fingerprint(model: nn.Module, modules: Sequence[PrunableModule]) -> dict[str
 def fingerprint_of(parts: Iterable[Tensor]) -> tuple[float, ...]:
     """Return the L2 norm of a tensor, and the sums of its elements under two fixed patterns of signs.
 
-    The norms of two fine-tunings of one model differ by less than a thousandth; signed sums by a share of the norm that
-    is as large as the difference of the weights (random projections, Johnson and Lindenstrauss 1984). `parts` are
+    The norms of two fine-tunings of one model differ by less than a thousandth. Their signed sums differ by about as
+    large a share of the norm as the weights do (random projections, Johnson and Lindenstrauss 1984). `parts` are
     consecutive parts of the tensor, in the order of its elements in memory.
     """
     squares, sums, place = 0.0, torch.zeros(len(_FACTORS), dtype=torch.float64), 0
     for part in parts:
         left = part.flatten()
         while len(left):
-            # Up to where the pattern begins anew.
+            # Up to where the pattern repeats.
             numbers = left[: PERIOD - place].double()
             squares += numbers.square().sum().item()
             sums += (_signs(numbers.device)[:, place : place + len(numbers)] @ numbers).cpu()
@@ -72,7 +72,7 @@ def check_weights(made_for: Mapping[str, Sequence[float]], found: Mapping[str, S
 
 
 def _apart(made: Sequence[float], here: Sequence[float]) -> float:
-    """Return how far two fingerprints are apart, as a share of the norm."""
+    """Return the distance of two fingerprints, as a share of the norm."""
     return max(abs(one - other) for one, other in zip(made, here, strict=True)) / max(made[0], 1e-30)
 
 

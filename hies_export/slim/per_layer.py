@@ -1,10 +1,10 @@
-"""Say how many heads and neurons each layer keeps, in the schema that transformers has for layers that differ.
+"""Describe how many heads and neurons each layer keeps, in transformers' schema for layers that differ.
 
 `config.per_layer_config` of transformers maps a layer to the fields in which it differs from the config, as in
-{"5": {"num_key_value_heads": 2, "intermediate_size": 8192}}. The key must not stand in config.json itself: 5.23 then
-raises `AmbiguousGlobalPerLayerAttributeError` when a LLaMA's config is read, and when a BERT or a ViT is built, for
-their code reads one number for all layers. So it stands in the `hies_export` block, for tools that read it, and for the
-day on which a family does: `config.per_layer_config = config.hies_export["per_layer_config"]`.
+{"5": {"num_key_value_heads": 2, "intermediate_size": 8192}}. The key must not be in config.json itself: transformers
+5.23 then raises `AmbiguousGlobalPerLayerAttributeError` when a LLaMA's config is read, and when a BERT or a ViT is
+built, because their code reads one number for all layers. So it is in the `hies_export` block, for tools that read it.
+A family that supports it can use `config.per_layer_config = config.hies_export["per_layer_config"]`.
 
 Source: `transformers/integrations/heterogeneity/configuration_utils.py`
 """
@@ -29,10 +29,10 @@ def per_layer_config(
 ) -> PerLayer | None:
     """Return the fields in which layers differ from the config of the model, after the cut.
 
-    The config has the numbers of the dense model, but those of a uniform cut of heads where its fields say that.
+    The config has the numbers of the dense model, except those of a uniform cut of heads that its fields describe.
 
-    None where fields cannot say it: the config has no width of a head that is independent of their number, or another
-    name for the numbers, or the model has several stacks of layers.
+    None if fields cannot describe it: the config has no head width that is independent of the number of heads, or other
+    names for the numbers, or the model has several stacks of layers.
     """
     found: PerLayer = {}
     seen = set()
@@ -50,7 +50,7 @@ def per_layer_config(
 
 
 def _fields(config: Any, module: PrunableModule, selection: Selection) -> dict[str, int] | None:
-    """Return the fields that say what a module keeps, or None if the config lacks one of them."""
+    """Return the fields that describe what a module keeps, or None if the config lacks one of them."""
     kept = selection[module.name]
     if module.kind == ATTENTION:
         fields = {"num_attention_heads": len(kept.units), "num_key_value_heads": len(kept.kept_groups)}

@@ -55,13 +55,14 @@ class Compensation:
 
     Attributes:
         method: "bias", "least_squares" or "scalars".
-        ridge: lambda relative to the mean of the diagonal of C_KK; None to choose it on held-out samples. For scalars
-            it draws them towards one.
+        ridge: lambda relative to the mean of the diagonal of C_KK; None to choose it on held-out samples. With scalars
+            it pulls them towards one.
         sequential: Whether to refit layer by layer, with inputs from the slim model as refitted so far. It takes a pass
             of both models for each layer. Targets always come from the dense model.
         token_weights: How evenly tokens weigh, in (0, 1]: each weighs this + (1 - this) q / mean(q), where q is the
             squared norm of the gradient of the sample's prediction with respect to the consumer's input at that token.
-            1 for all the same. Where the prediction is read from one token, as in many image classifiers, 0.1 helps.
+            With 1, all weigh the same. If the prediction is read from one token, as in many image classifiers, 0.1
+            helps.
 
     Raises:
         RecipeError: The method is unknown, the ridge is not positive, or the token weights are out of range or
@@ -195,7 +196,7 @@ def refit(
     moments: MomentStream,
     how: Compensation = LEAST_SQUARES,
 ) -> list[LayerFit]:
-    """Refit the consumers of `slim` in place from the dense model's moments of all inputs, which serve any plan."""
+    """Refit the consumers of `slim` in place from the dense model's moments of all inputs, which fit any plan."""
     selection = selection_of(plan)
     cut = {module.name: module.columns(selection[module.name].units) for module in modules}
     cut = {name: columns for name, columns in cut.items() if selection[name].removed}
@@ -238,7 +239,7 @@ def _refit(layer: nn.Module, module: PrunableModule, moments: SplitMoments, how:
         except torch.linalg.LinAlgError:
             instead = "its bias is refitted" if len(tried) > 1 else "it is left as it was cut"
             warnings.warn(
-                f"the covariance of the inputs of {name} is singular (what they give is the same for all tokens), "
+                f"the covariance of the inputs of {name} is singular (they are the same for all tokens), "
                 f"so least squares cannot be fitted and {instead}; check that layer's weights",
                 SingularInputsWarning,
                 stacklevel=4,
@@ -260,7 +261,7 @@ def _refit(layer: nn.Module, module: PrunableModule, moments: SplitMoments, how:
 def _scaled(
     moments: Moments, weight: Tensor, bias: Tensor | None, *, width: int, ridges: Sequence[float]
 ) -> Iterator[Tensor]:
-    """Yield the weight with every unit times its scalar, for each of several ridges that draw scalars towards one.
+    """Yield the weight with every unit times its scalar, for each of several ridges that pull scalars towards one.
 
     The squared error is s^T A s - 2 s^T c + const, with A_uv = tr(W_u^T W_v E x_v x_u^T) and
     c_u = tr(W_u^T E (y - b) x_u^T). Moments are of the kept inputs, `weight` is (outputs, inputs), a unit has `width`
@@ -287,8 +288,8 @@ def _warn_of_few_tokens(name: str, moments: Moments, how: Compensation, *, width
     if moments.counted < wanted:
         what = "units" if how.method == "scalars" else "inputs"
         warnings.warn(
-            f"{moments.counted} calibration tokens are few for the {unknowns} {what} of {name}; at least {wanted} are "
-            "wanted: raise compensation.samples",
+            f"{moments.counted} calibration tokens are too few for the {unknowns} {what} of {name}, which need at "
+            f"least {wanted}: raise compensation.samples",
             FewTokensWarning,
             stacklevel=5,
         )

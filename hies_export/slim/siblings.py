@@ -1,4 +1,4 @@
-"""Write a model as another stock family that computes the same, where its own config refuses the result of a cut.
+"""Write a model as another stock family that computes the same, if its own config refuses the result of a cut.
 
 Some configs take only numbers of heads that divide the width of the model, though their code would run with others.
 """
@@ -40,8 +40,8 @@ def as_sibling(
 ) -> PreTrainedModel | None:
     """Return a cut model as one of another family, with the same tensors; None if no family takes it.
 
-    Of a model of several parts, one part changes its family, such as the language model of a LLaVA. `settings` has, by
-    position of a config in `configs_in`, the fields that the cut changed, with their new values.
+    In a model of several parts, one part changes its family, such as the language model of a LLaVA. `settings` maps the
+    position of a config in `configs_in` to the fields that the cut changed, with their new values.
     """
     own = configs_in(model.config)
     for position, fields in settings.items():
@@ -63,7 +63,7 @@ def config_field(config: PreTrainedConfig, name: str) -> Any:
     """Return a field of a config; None if it lacks the field, or if layers differ in it."""
     try:
         return getattr(config, name, None)
-    except RuntimeError:  # AmbiguousGlobalPerLayerAttributeError, of a family with layers that differ by themselves
+    except RuntimeError:  # AmbiguousGlobalPerLayerAttributeError, from a family whose layers already differ
         return None
 
 
@@ -98,7 +98,7 @@ def families(dense: PreTrainedConfig, slim: PreTrainedConfig) -> tuple[str, str]
 
 
 def family_note(own: str, written: str) -> str:
-    """Return what a run says of a model that was written as a sibling, by `families`; empty where they are the same."""
+    """Return a run's note about a model that was written as a sibling, by `families`; empty if they are the same."""
     if own == written:
         return ""
     return f"Written as {written}, which computes the same: a config of {own} does not take this number of heads."

@@ -1,4 +1,4 @@
-"""Describe a uniformly cut model by the fields of its config alone, if they can."""
+"""Describe a uniformly cut model by the fields of its config alone, if possible."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ def plain_model(
     """Return a uniformly cut model with a config that alone describes it, or None if there is no such config.
 
     A config is tried first: the stock class, built from it on the meta device, must have the slim model's shapes. Each
-    config and sub-config describes the modules that hold it, so the towers of a model may differ. Where the model's own
-    config refuses the result, a sibling's is tried, and the model returned is of its class and shares the tensors.
+    config and sub-config describes the modules that hold it, so the towers of a model may differ. If the model's own
+    config refuses the result, a sibling's is tried; the returned model then has the sibling's class and shares the
+    tensors.
     """
     if getattr(model.config, "hies_export", None) is not None:
         return None
@@ -80,8 +81,8 @@ def _head_settings(model: PreTrainedModel, selection: Selection, modules: Sequen
 class _NeuronFields:
     """The fields of a config that give the numbers of neurons, found by changing them one at a time.
 
-    A field is the right one if the stock model built with its new value differs from the dense one in the shapes of
-    feed-forward blocks only, and has there the numbers of neurons that stay.
+    A field is the right one if the stock model built with its new value differs from the dense one only in the shapes
+    of feed-forward blocks, which have the kept numbers of neurons.
     """
 
     def __init__(self, model: PreTrainedModel, selection: Selection, modules: Sequence[PrunableModule]):
@@ -102,7 +103,7 @@ class _NeuronFields:
             governed = left & self._governed(position, name, values[0], shapes).keys()
             if not governed:
                 continue
-            # Once a field is found, the modules that it governs agree on a value of it or on none.
+            # Once a field is found, the modules that it governs either agree on its value, or there is none.
             for value in values:
                 given = self._governed(position, name, value, shapes)
                 if given and all(self._stays[module] == units for module, units in given.items()):

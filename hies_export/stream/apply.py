@@ -47,7 +47,7 @@ class Applied:
     dense_bytes: int
     slim_bytes: int
     seconds: float  # wall time, all included
-    note: str = ""  # that the slim model is of another stock family, which computes the same
+    note: str = ""  # a note if the slim model is of another stock family, which computes the same
 
 
 def apply_plan(
@@ -66,9 +66,9 @@ def apply_plan(
 
     With the refitted layers of a compensated run, the weights are those of the run, byte for byte.
 
-    Peak memory does not grow with the model. Only tensors that transformers merges or splits on loading (mixtures of
-    experts), and that the result needs merged, are held whole, one group at a time. Beside the weights, only what
-    belongs to a checkpoint is taken along; see `COMPANIONS`.
+    Peak memory does not grow with the model. Tensors that transformers merges or splits on loading (mixtures of
+    experts), and that the result needs merged, are held whole, one group at a time. Beside the weights, only files that
+    belong to a checkpoint are copied; see `COMPANIONS`.
 
     Args:
         plan: The units that stay.
@@ -77,9 +77,9 @@ def apply_plan(
         batch: Two short samples, on which the modules are found; by default random ones.
         max_shard_size: Bytes, or such as "5GB", as in `save_pretrained`.
         overwrite: Replace an existing folder.
-        force: Cut also if the plan was made for other weights; the plan that is written says these.
+        force: Cut even if the plan was made for other weights; the written plan names these weights.
         refit: The refitted layers of a compensated model, the `refit.safetensors` that was written with the plan.
-            Without it, the plan of such a model is applied with a warning, which the card in the folder repeats.
+            Without it, such a plan is applied with a warning, which the card in the folder repeats.
         progress: Follows the tensors as they are written.
 
     Returns:
@@ -90,7 +90,7 @@ def apply_plan(
         RequestError: The checkpoint has no safetensors, or they are damaged, incomplete or not the model's.
         UnsupportedModelError: Modules of the plan's kinds cannot be cut in this model.
         OutputExistsError: The folder exists and `overwrite` is off, or it is, holds or lies inside the dense one.
-        ReloadMismatchError: What was written is not what the slim model needs; nothing is kept.
+        ReloadMismatchError: The written tensors are not those that the slim model needs; nothing is kept.
 
     Examples:
         >>> model.save_pretrained(folder / "dense")
@@ -107,7 +107,7 @@ def apply_plan(
     dense, origins = build_skeleton(source, tensors)
     modules = _find_modules(dense, plan, batch)
     check_selection(plan.kept, modules)
-    # What loading makes of other tensors has no bytes of its own to compare.
+    # Tensors that loading converts have no stored bytes to compare.
     steps = {name: origins.get(f"{name}.weight") for name in plan.model}
     stored = {name: step for name, step in steps.items() if step is None or step.convert is None}
     found = {name: _fingerprint(tensors[step.sources[0]]) for name, step in stored.items() if step is not None}
@@ -141,7 +141,7 @@ def apply_plan(
 def _find_modules(
     model: PreTrainedModel, plan: PruningPlan, batch: Mapping[str, Tensor] | None
 ) -> tuple[PrunableModule, ...]:
-    """Return the modules of the plan's kinds, those of an image tower included where the plan names them."""
+    """Return the modules of the plan's kinds, including those of an image tower if the plan names them."""
     kinds = tuple(dict.fromkeys(kept.kind for kept in plan.kept.values())) or (ATTENTION,)
     found = find_modules(model, batch or sample_batch(model, sequence=3), kinds=kinds)
     modules = {module.name: module for module in found}
@@ -192,7 +192,7 @@ def _check_written(folder: Path, written: Mapping[str, Tensor]) -> None:
         tensors = read_tensors(folder)
         build_skeleton(folder, tensors)
     except RequestError as error:
-        raise ReloadMismatchError(f"what was written does not load again: {error}; nothing was kept") from error
+        raise ReloadMismatchError(f"the written folder does not load again: {error}; nothing was kept") from error
     found = {name: (t.shape, t.dtype) for name, t in tensors.items()}
     if found != {name: (tuple(t.shape), t.dtype) for name, t in written.items()}:
-        raise ReloadMismatchError("what was written is not what was to be written; nothing was kept")
+        raise ReloadMismatchError("the written tensors are not the intended ones; nothing was kept")

@@ -1,4 +1,4 @@
-"""The files of a checkpoint beside its weights: what `apply` takes along, and nothing else of the folder."""
+"""The files of a checkpoint beside its weights that `apply` copies; nothing else in the folder is copied."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import shutil
 from pathlib import Path
 
-# What tokenizers, image processors and their chat templates are saved as, and the licence of the weights.
+# Files of tokenizers, image processors and their chat templates, and the licence of the weights.
 COMPANIONS = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "vocab.txt", "merges.txt", "bpe.codes", "dict.txt", "vocab-src.json", "vocab-tgt.json"),
@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 def copy_companions(source: Path, folder: Path) -> None:
     """Copy tokenizer, processor and licence files that are not in the folder yet.
 
-    A link is followed where the Hub's cache has them: from a snapshot to the blobs of the same repository. Others are
-    left out with a warning, as they may lead to files that are not the model's to pass on.
+    Links are followed only as the Hub's cache uses them: from a snapshot to the blobs of the same repository. Others
+    are left out with a warning, because they may lead to files that must not be passed on.
     """
     root = source.resolve()
     for pattern in COMPANIONS:

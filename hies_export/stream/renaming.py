@@ -1,4 +1,4 @@
-"""Say which tensors of a checkpoint become which parameters of a model on loading, and which tensors on saving.
+"""Find out which tensors of a checkpoint become which parameters on loading, and which tensors on saving.
 
 Many models are saved under older names, and some tensors are merged or split on the way, such as those of experts. The
 rules are transformers' own (`model.internals`).
@@ -19,9 +19,9 @@ from ..model.internals import Conversions
 
 @dataclass(frozen=True)
 class Step:
-    """A renaming or conversion that loading or saving does: which tensors it reads, and which it makes of them.
+    """A renaming or conversion on loading or saving: the tensors that it reads, and those that it makes.
 
-    `convert` takes tensors and returns tensors, by name; None where one tensor only gets another name.
+    `convert` takes tensors and returns tensors, by name; None if one tensor only gets another name.
     """
 
     sources: tuple[str, ...]

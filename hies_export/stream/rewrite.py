@@ -1,4 +1,4 @@
-"""Write the tensors of a slim checkpoint out of those of the dense one, a few blocks at a time."""
+"""Write the tensors of a slim checkpoint from those of the dense one, a few blocks at a time."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ Cuts = Mapping[str, Mapping[int, Tensor]]
 class Rewrite:
     """Knows how the tensors of a slim checkpoint come from those of the dense one.
 
-    `slim` is on the meta device, as are the tensors of the slim checkpoint, `written`. `origins` says which step of
-    loading a parameter comes from. A `refitted` parameter takes the place of the dense one.
+    `slim` is on the meta device, as are the tensors of the slim checkpoint, `written`. `origins` has the step of
+    loading that makes each parameter. A `refitted` parameter replaces the dense one.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Rewrite:
         refitted: Mapping[str, StoredTensor],
     ):
         self._total_parameters = slim.num_parameters()
-        # A refitted parameter comes from one tensor, which is under a name that no checkpoint has.
+        # A refitted parameter comes from one tensor, under a name that no checkpoint has.
         own = {name: f"refitted:{name}" for name in refitted}
         self._tensors = {**tensors, **{own[name]: tensor for name, tensor in refitted.items()}}
         self._origins = {**origins, **{name: Step((source,), (name,)) for name, source in own.items()}}
@@ -68,7 +68,7 @@ class Rewrite:
         if sorted(targets) != sorted(self.written):
             odd = sorted(set(targets) ^ set(self.written))
             raise UnsupportedModelError(
-                f"the tensors of the files cannot be told from the model's: {', '.join(odd[:3])}"
+                f"the tensors of the files must follow from the model's, but these do not: {', '.join(odd[:3])}"
             )
         for name, tensor in self._parameters.items():
             origin = self._origins[name]

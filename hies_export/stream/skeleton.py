@@ -1,4 +1,4 @@
-"""Read from the files of a checkpoint where its tensors are, and which model they make, without reading weights."""
+"""Find the tensors of a checkpoint in its files, and the model they belong to, without reading weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..model.online import hub_or_cache
 from .companions import COMPANIONS
 from .renaming import Step, loading_steps
 
-# What is fetched beside the weights.
+# Files that are fetched beside the weights.
 SIDE_FILES = (CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, *COMPANIONS)
 
 
@@ -41,7 +41,7 @@ def fetch(model: str | Path, revision: str | None = None) -> Path:
                 files = sorted(set(read_weight_map(folder / SAFE_WEIGHTS_INDEX_NAME).values()))
                 folder = Path(snapshot_download(str(model), allow_patterns=[*SIDE_FILES, *files], revision=revision))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
-        raise RequestError(f"the files of {model} must be at hand or on the Hub, but: {error}") from error
+        raise RequestError(f"the files of {model} must be on this machine or on the Hub, but: {error}") from error
     return folder
 
 

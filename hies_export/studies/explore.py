@@ -31,7 +31,7 @@ from ..units import Kept, Units
 from ..values import Calibration, PruningPlan, Scores, Statistics, library_versions
 from .trials import Result, Trial, compensation_how, row_label, same_units
 
-# The criteria whose plans quality is predicted from. At equal HIS lost, plans of other criteria lose other quality.
+# Quality is predicted from plans of these criteria. At equal HIS lost, plans of other criteria differ in quality.
 FAMILY = ("hies", "his")
 
 
@@ -62,11 +62,11 @@ class Exploration:
         normalize: Normalisation of the criterion, as in recipes.
         plan: The folder's own plan; all other plans have its modules, seed and model.
         flops_per_head: Share of the dense model's FLOPs that a query head costs, averaged over the removed heads.
-        flops_per_neuron: The same of a feed-forward neuron; 0 if no neurons may be removed.
+        flops_per_neuron: The same for a feed-forward neuron; 0 if no neurons may be removed.
         shape: Shape at which FLOPs were counted, as "batch x sequence"; empty if the folder does not name it.
         metric: Name of the metric of quality.
         measured: The evaluated plans that quality is predicted from.
-        trials: All evaluated plans that the folder has the units of, of any criterion.
+        trials: All evaluated plans, of any criterion, whose units the folder has.
     """
 
     model: str
@@ -138,7 +138,7 @@ class Exploration:
         Raises:
             PlanError: The allocation does not allow that share.
 
-        The plan of a compensated folder is compensated too; refitted layers there are of the folder's own plan only.
+        The plan of a compensated folder is compensated too; only the folder's own plan has refitted layers there.
         """
         constraints = Constraints(allocation=allocation, unit=self.unit)
         scores = self.scores(alpha)
@@ -299,7 +299,7 @@ def _of_run(folder: Path) -> Exploration:
 
 
 def _check_units(statistics: Statistics, plan: PruningPlan) -> None:
-    """Raise ValueError where statistics are not of the units of a plan."""
+    """Raise ValueError if statistics do not match the units of a plan."""
     for statistic, found in statistics.values.items():
         for name, values in found.items():
             kept = plan.kept.get(name)
@@ -311,7 +311,7 @@ def _check_units(statistics: Statistics, plan: PruningPlan) -> None:
 
 
 def _numbers(values: Sequence[float | None]) -> tuple[float, ...]:
-    """Return the metric of every plan; nothing where one has none, or where it is not defined (NaN)."""
+    """Return the metric of every plan; nothing if one has none, or if it is undefined (NaN)."""
     known = tuple(value for value in values if value is not None and math.isfinite(value))
     return known if len(known) == len(values) else ()
 
@@ -379,7 +379,7 @@ def _of_sweep(folder: Path) -> Exploration:
 def _trials(
     rows: Sequence[Mapping[str, Any]], plans: Mapping[tuple[Any, ...], PruningPlan], *, seed: int
 ) -> tuple[Trial, ...]:
-    """Return the plans of a sweep with the rows of their seed; of several calibration sizes, the first is theirs."""
+    """Return the plans of a sweep with the rows of their seed and the first calibration size."""
     found: dict[tuple[Any, ...], dict[str, Mapping[str, Any]]] = {}
     for row in rows:
         if row["seed"] == seed and _sweep_key(row) in plans:
@@ -396,7 +396,7 @@ def _trials(
 
 
 def _sweep_key(found: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what tells the plans of a sweep apart, of a plan or of a row; older ones remove heads only."""
+    """Return the key of a sweep's plan, from the plan or from its row; older ones remove only heads."""
     flops = found.get("flops_target")
     modules = None if flops is None else found["modules"]
     return (found["criterion"], found["alpha"], found["sparsity"], flops, modules)

@@ -1,4 +1,4 @@
-"""The plans that a run or a sweep evaluated, and what it measured of each."""
+"""The plans that a run or a sweep evaluated, with their measurements."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _REMOVES = {"attention": "heads only", "mlp": "neurons only", "attention+mlp": "
 
 @dataclass(frozen=True)
 class Result:
-    """What was measured of a plan; `how` says in words on which models and rows, as in `Measured`."""
+    """The measurements of a plan; `how` describes the models and rows in words, as in `Measured`."""
 
     how: str
     quality: float | None
@@ -22,13 +22,13 @@ class Result:
 
     @classmethod
     def of(cls, how: str, quality: float | None, stability: float) -> Result:
-        """Return a result whose metric is None where it is not defined."""
+        """Return a result whose metric is None if it is undefined."""
         return cls(how, quality if quality is not None and math.isfinite(quality) else None, stability)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A plan that was evaluated, with a result for every compensation; no FLOPs where they were not counted."""
+    """A plan that was evaluated, with a result for every compensation; no FLOPs if they were not counted."""
 
     plan: PruningPlan
     label: str
@@ -37,7 +37,7 @@ class Trial:
 
 
 def row_label(row: Mapping[str, Any]) -> str:
-    """Return what the plan of a row of a sweep is called."""
+    """Return the name of the plan of a sweep's row."""
     alpha = "" if row["alpha"] is None else f", alpha {row['alpha']:g}"
     target = row.get("flops_target")
     budget = "of the heads removed" if target is None else "of the FLOPs left"
@@ -47,7 +47,7 @@ def row_label(row: Mapping[str, Any]) -> str:
 
 
 def compensation_how(compensation: str) -> str:
-    """Return how a sweep made the models of a compensation, and what they were judged on."""
+    """Return how a sweep made the models of a compensation, and on which rows they were judged."""
     made = "masked" if compensation == "none" else f"cut and compensated ({compensation})"
     return f"the dense model and the sweep's plans: {made}, on the evaluation rows"
 
@@ -58,7 +58,7 @@ def same_units(one: PruningPlan, other: PruningPlan) -> bool:
 
 
 def results_of(trials: Sequence[Trial], plan: PruningPlan) -> list[Result]:
-    """Return what was measured of the plans that keep the same units, each way of measuring once."""
+    """Return the measurements of the plans that keep the same units, once for each `how`."""
     found: dict[str, Result] = {}
     for trial in trials:
         if same_units(trial.plan, plan):

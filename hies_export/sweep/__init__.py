@@ -1,7 +1,7 @@
 """Compare many ways to prune one model.
 
-In go a recipe and a `SweepGrid` of criteria, alphas, kinds of modules, budgets, seeds, calibration sizes and
-compensations. Out comes a folder with one row of quality and stability per combination, as JSON, CSV, tables and
+The input is a recipe and a `SweepGrid` of criteria, alphas, kinds of modules, budgets, seeds, calibration sizes and
+compensations. The output is a folder with one row of quality and stability per combination, as JSON, CSV, tables and
 figures, with measured time if wanted. No checkpoint is written.
 
 In the order of reading:
@@ -10,9 +10,9 @@ In the order of reading:
 - `sweep.py`: `sweep`, which evaluates every cell.
 - `choosing.py`: `Chooser`, which scores and selects the units that a cell keeps.
 - `latency.py`: `Stopwatch`, which times the slim models.
-- `shared.py`: what cells have in common, computed once: the model, statistics, moments.
+- `shared.py`: the common parts of cells, computed once: the model, statistics, moments.
 - `journal.py`: the finished cells on disk, so that an interrupted sweep can continue; `entries.py` checks its lines.
-- `claims.py`, `remaining.py`: who works on which cell, where several processes share a sweep.
+- `claims.py`, `remaining.py`: which process works on which cell, if several share a sweep.
 - `tables.py`: write the rows as JSON, CSV, Markdown and LaTeX.
 - `charts.py`, `templates/`: the curves; `page.py`: sweep.html; `figures.py`: the figures as files.
 """

@@ -1,4 +1,4 @@
-"""Place the curves of a sweep's page: which point goes where. The template draws them."""
+"""Lay out the curves of a sweep's page. The template draws them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .tables import Row, budget_name, budget_of, budgets_of, deviation, line_nam
 # The drawing, in units of the SVG: its size, and the room around the curves.
 WIDTH, HEIGHT = 460, 300
 LEFT, RIGHT, TOP, BOTTOM = 46, 14, 12, 50
-# Lines with a colour of their own; more cannot be told apart.
+# Most lines with their own colour; more cannot be told apart.
 COLOURED = 8
 DASHES = {"attention": "2 4", "mlp": "7 4", "attention+mlp": ""}
 # Beyond this ratio of the largest to the smallest, perplexities are drawn by their logarithm.
@@ -35,7 +35,7 @@ class Style(NamedTuple):
 
 
 class Point(NamedTuple):
-    """A mean over seeds: its place, the heights of one standard deviation up and down, and what it says."""
+    """A mean over seeds: its place, the heights of one standard deviation up and down, and its tooltip."""
 
     x: float
     y: float
@@ -72,7 +72,7 @@ class Tick(NamedTuple):
 class Chart:
     """Lines over an axis, grey ones first, so that the others lie above them.
 
-    `dense` is the height of the dense model; None where it has no line.
+    `dense` is the height of the dense model; None if it has no line.
     """
 
     title: str
@@ -87,7 +87,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Axis:
-    """The horizontal axis of a chart: where a row goes, the numbers on it, each with two texts, and what they are."""
+    """The horizontal axis of a chart: the place of a row, the numbers on it, each with two texts, and its name."""
 
     at: Callable[[Row], float]
     ticks: Sequence[tuple[float, str, str]]
@@ -97,8 +97,8 @@ class Axis:
 def line_styles(rows: Sequence[Row], *, most: int = COLOURED) -> dict[str, Style]:
     """Return how every line is drawn, the coloured ones first.
 
-    A method has a colour, and what it removes has a dash where the rows differ in that. Of too many methods, those
-    that keep most predictions have a colour, and HIES and HIS. Beyond `COLOURED`, colours return with a dash.
+    A method has a colour. If rows differ in the kinds of modules, each kind has a dash. If there are too many methods,
+    only HIES, HIS and those that keep most predictions have a colour. Beyond `COLOURED`, colours repeat with a dash.
     """
     lines = {line_name(row, rows): (line_name(row, [row]), row.get("modules") or ATTENTION) for row in rows}
     methods = list(dict.fromkeys(method for method, _ in lines.values()))
@@ -152,7 +152,7 @@ def alpha_axis(rows: Sequence[Row]) -> Axis:
 
 
 def time_axis(rows: Sequence[Row]) -> Axis:
-    """Return the axis of the measured time, faster models on the left; a budget goes to the mean of its times."""
+    """Return the axis of the measured time, faster models on the left; a budget is at the mean of its times."""
     times: dict[tuple[str, str, float], list[float]] = {}
     for row in rows:
         times.setdefault(_timed_with(row), []).append(row["latency_ratio"])
@@ -229,7 +229,7 @@ def _across(places: Sequence[float]) -> Callable[[float], float]:
 
 
 def _heights(values: Iterable[float], *, share: bool, may_be_log: bool) -> tuple[Callable[[float], float], list[Tick]]:
-    """Return where a value goes, and the ticks of the vertical axis.
+    """Return the function of a value's place, and the ticks of the vertical axis.
 
     A `share` is a percentage, which ends at 100. `may_be_log` allows logarithms for values far apart.
     """

@@ -63,7 +63,7 @@ class Chooser:
                 progress.stage(f"{modules}: {', '.join(out)} of the FLOPs left out, the lowest is {lowest:.3f}")
 
     def _check_groups(self) -> None:
-        """Refuse Kwon's rearrangement, of whole key/value groups, where query heads are removed inside of them."""
+        """Refuse Kwon's rearrangement, which exchanges whole groups, if query heads are removed inside of groups."""
         grouped = any(module.group_size > 1 for module in self._base.scored)
         if KWON in self._grid.criteria and grouped and self._constraints.unit == "query":
             raise RecipeError(

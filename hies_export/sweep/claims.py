@@ -1,10 +1,10 @@
 """Claim cells of a sweep through lock files, so that any number of processes and machines can share one folder.
 
 A claim is a `SoftFileLease` of filelock: a file created exclusively that names host, process and start, and that its
-holder touches every `LEASE_SECONDS` / 3. Another worker takes over at once where the holder was a process of its own
-machine that is gone, and else when it has not seen the file change for `LEASE_SECONDS` by its own monotonic clock; no
-two clocks are compared. A holder that was only asleep may go on beside its successor: both find the same row, and
-readers of the journals take one.
+holder touches every `LEASE_SECONDS` / 3. Another worker takes over at once if the holder was a process of the same
+machine that is gone, and otherwise when it has not seen the file change for `LEASE_SECONDS` by its own monotonic clock;
+no two clocks are compared. A holder that was only asleep may continue beside its successor: both compute the same row,
+and readers of the journals take one.
 
 Source: https://py-filelock.readthedocs.io
 """
@@ -22,7 +22,7 @@ from filelock import SoftFileLease, Timeout
 from ..errors import OutputExistsError
 
 LEASE_SECONDS = 60.0
-# How long to wait before asking again for what another worker holds.
+# Seconds to wait before asking again for work that another worker holds.
 POLL_SECONDS = 1.0
 _PREFIX = ".claim-"
 
@@ -40,7 +40,7 @@ class Claims:
 
     @contextmanager
     def tried(self, work: str) -> Iterator[bool]:
-        """Claim some work for the length of the block, and yield whether it is ours; do not wait for it."""
+        """Claim some work inside the block, and yield whether it is ours; do not wait for it."""
         lease = self._lease(work)
         try:
             lease.acquire(blocking=False)
@@ -55,7 +55,7 @@ class Claims:
 
     @contextmanager
     def waited(self, work: str) -> Iterator[None]:
-        """Claim some work for the length of the block, after waiting for whoever holds it."""
+        """Claim some work inside the block, after waiting for whoever holds it."""
         with self._lease(work).acquire(poll_interval=POLL_SECONDS) as lease:
             _flush(Path(lease.lock_file))
             yield
@@ -69,7 +69,7 @@ class Claims:
         return _owner(self._lease(work))
 
     def refuse_others(self) -> None:
-        """Refuse to discard what workers that are alive have begun."""
+        """Refuse to discard the work of workers that are alive."""
         for path in sorted(self._folder.glob(f"{_PREFIX}*.lock")):
             lease = SoftFileLease(path, lease_duration=self._lease_seconds)
             who = _owner(lease) or "a worker"

@@ -1,4 +1,4 @@
-"""What a line of a sweep's journal must hold for the sweep to go on with it."""
+"""Check the lines of a sweep's journal before the sweep resumes from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The figures of a sweep as SVG files: the charts of its page, and what the page does not show."""
+"""The figures of a sweep as SVG files: the charts of its page, and further ones."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def seeds(rows: Sequence[Row]) -> str:
 
 
 def _at_the_middle(rows: Sequence[Row], axis: Axis) -> str:
-    """Return stability along an axis at the median budget; of an even number the deeper cut of the middle two."""
+    """Return stability along an axis at the median budget, or at the deeper cut of the middle two."""
     budgets = budgets_of(rows)
     budget = budgets[len(budgets) // 2]
     at = [row for row in rows if budget_of(row) == budget]
@@ -129,7 +129,7 @@ def _budget_text(plan: Mapping[str, Any]) -> str:
 def _plans_of(details: Mapping[str, Any], criterion: str) -> list[Mapping[str, Any]]:
     """Return the plans of a criterion that remove heads, one per budget, the smallest cut first.
 
-    Of several alphas, or modules, the first.
+    If there are several alphas, or kinds of modules, the first is used.
     """
     found: dict[float, Mapping[str, Any]] = {}
     for plan in details["plans"]:

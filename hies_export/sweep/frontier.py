@@ -11,7 +11,7 @@ from .tables import COMPENSATIONS, Row, budget_of, deviation, line_name, share_t
 
 
 def sweep_frontier(rows: Sequence[Row], styles: Mapping[str, Style], *, legend: bool = False) -> FrontierFigure | None:
-    """Return means over seeds, those of the frontier named and with intervals; None where nothing was timed.
+    """Return means over seeds; those on the frontier have names and intervals. None if nothing was timed.
 
     Intervals are one standard deviation of the agreement, and all of the times' 95 % intervals. What is too noisy to
     compare is left out. A `legend` has the names of all methods, whatever they remove: that has no marks of its own.
@@ -41,7 +41,7 @@ def sweep_frontier(rows: Sequence[Row], styles: Mapping[str, Style], *, legend: 
 
 
 def _measured(rows: Sequence[Row], style: Style, series: tuple[str, str], *, several: bool) -> Measured:
-    """Return the mean of rows that differ in the seed alone."""
+    """Return the mean of rows that differ only in the seed."""
     same, times = [row["stability"] for row in rows], [row["latency_ratio"] for row in rows]
     mean, time = statistics.fmean(same), statistics.fmean(times)
     spread = deviation(same) or 0.0

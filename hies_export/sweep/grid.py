@@ -15,7 +15,7 @@ from ..slim.refit import METHODS, Compensation
 # `auto` chooses an alpha for each budget, `auto-area` one alpha for all budgets.
 AUTOMATIC = ("auto", "auto-area")
 SPARSITIES = (0.1, 0.3, 0.5, 0.7)
-# What may lose units, and the kinds of modules that are meant.
+# Names of what may lose units -> the kinds of modules.
 MODULES = {ATTENTION: (ATTENTION,), MLP: (MLP,), "both": KINDS}
 # Least squares in which tokens weigh this + (1 - this) times the relative squared gradient of the prediction there.
 WEIGHTED, TOKEN_WEIGHTS = "weighted", 0.3
@@ -29,15 +29,15 @@ class SweepGrid:
     Attributes:
         criteria: Names from `hies_export.baselines.names.sweep_names()`.
         alphas: For criteria that use alpha: numbers in [0, 1), "auto" (chosen for every budget on held-out rows) or
-            "auto-area" (one for all, by the weighted area under the curve of quality against what is removed).
+            "auto-area" (one for all, by the weighted area under the curve of quality against the share removed).
         sparsities: Shares of heads to remove; by default `SPARSITIES`, unless `flops` is given.
         seeds: Seeds of the draw of calibration rows.
         calibration_sizes: Numbers of calibration rows to score on.
         compensations: "none", "bias", "scalars", "least_squares" or "weighted" (least squares with token weights of
             `TOKEN_WEIGHTS`); always "none" for criteria that do not remove whole units.
         flops: Instead of sparsities, largest shares of the dense model's FLOPs that may be left.
-        modules: What loses units: "attention", "mlp" or "both"; by default what the recipe says. A criterion that
-            scores heads only has no cells with "mlp" alone.
+        modules: Modules that lose units: "attention", "mlp" or "both"; by default the recipe's. A criterion that scores
+            heads only has no cells with "mlp" alone.
 
     Raises:
         RecipeError: A value is out of range or unknown; the message lists all problems.
@@ -145,7 +145,7 @@ class Cell:
     Attributes:
         criterion, alpha, seed, compensation: As in `SweepGrid`; alpha is None for criteria that do not use it.
         sparsity: Share of heads to remove; None if FLOPs are given.
-        samples: Number of calibration rows to score on; 0 for criteria with a number of their own, `OWN_SAMPLES`.
+        samples: Number of calibration rows to score on; 0 for criteria with their own number, `OWN_SAMPLES`.
         flops: Largest share of the dense model's FLOPs; None if a sparsity is given.
         modules: A name in `MODULES`.
     """
@@ -173,7 +173,7 @@ class Cell:
     def key(self, grid: SweepGrid, *, shape: object = None) -> str:
         """Return the cell's name in the journal; under "auto-area" it includes all budgets, which decide alpha."""
         own = (self.criterion, self.alpha, self.sparsity, self.seed, self.samples, self.compensation)
-        # Cells of sparsities are named as they were before there were others, so that journals stay valid.
+        # Cells of sparsities keep their original names, so that older journals stay valid.
         more = () if self.flops is None else (f"flops {self.flops}", self.modules, shape)
         over = [grid.shares or grid.flops] if self.alpha == "auto-area" else []
         return "|".join(str(value) for value in (*own, *more, *over))

@@ -1,6 +1,6 @@
 """Write each finished cell of a sweep as a line of JSON, so that the sweep can continue after `kill -9`.
 
-Every worker writes a journal of its own, so no file has two writers, and reads those of all workers as one.
+Every worker writes its own journal, so that no file has two writers, and reads those of all workers as one.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Journal:
     """The journals in a sweep's folder, and the one that this worker writes, open inside a `with` block.
 
     The first line of a journal has a digest of every field that decides the results, `asked`. They must match: the
-    journal of another recipe is refused, and so is a folder that holds something, but no journal. `rows` and `alphas`
-    are by `Cell.key`, `latency` by `Stopwatch.key`.
+    journal of another recipe is refused, and so is a non-empty folder without a journal. `rows` and `alphas` are by
+    `Cell.key`, `latency` by `Stopwatch.key`.
     """
 
     def __init__(self, folder: Path, *, asked: Mapping[str, Any], overwrite: bool = False):
@@ -84,7 +84,7 @@ class Journal:
         return self
 
     def reread(self) -> None:
-        """Read all journals from the start, so that of a cell with two rows every worker takes the same one."""
+        """Read all journals from the start, so that every worker takes the same row of a cell that has two."""
         for entries in (self.rows, self.alphas, self.latency):
             entries.clear()
         self._done.clear()

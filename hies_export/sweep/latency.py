@@ -1,4 +1,4 @@
-"""Time the slim models of a sweep against the dense one. Models with as many units in every module are timed once."""
+"""Time the slim models of a sweep against the dense one. Models with equal unit counts everywhere are timed once."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from .shared import Shared
 class LatencyRequest:
     """How to time slim models: on which runtime, at which (batch, sequence), and how often.
 
-    The sequence is at most the model's longest, and of images there is none. The models are ranked by quality as well,
-    so a few repeats are enough.
+    The sequence is at most the model's longest; images have none. The models are ranked by quality as well, so a few
+    repeats are enough.
     """
 
     runtime: str = "onnxruntime-cpu"
@@ -68,7 +68,7 @@ class Stopwatch:
     def key(self, lost: Mapping[str, int]) -> str:
         """Return the name of a timing in the journal."""
         export = self._shared.options.export
-        # A journal of an earlier version has none of this for what is exported by default.
+        # Keys for the default export have no such part, as in journals of earlier versions.
         other = [] if export == type(export)() else [[export.format, export.dtype, export.provider]]
         return json.dumps([self._request.runtime, self._shape, self._request.repeats, sorted(lost.items()), *other])
 

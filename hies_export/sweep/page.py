@@ -47,7 +47,7 @@ class Panel(NamedTuple):
 
 
 def read_sweep(folder: Path) -> tuple[list[Row], SweepAbout]:
-    """Return the rows of a finished sweep, and what is known about it.
+    """Return the rows of a finished sweep, and the facts about it.
 
     Raises:
         RequestError: The sweep is not finished, or its files are damaged.
@@ -70,7 +70,7 @@ def write_page(folder: Path) -> Path:
 
 
 def render_sweep(rows: Sequence[Row], about: SweepAbout, *, name: str) -> str:
-    """Return the page; `name` is the sweep's, where it does not know its model."""
+    """Return the page; `name` is the sweep's, used if it does not know its model."""
     quality, stability = sweep_tables(rows)
     shown = drawn_rows(rows)
     styles = line_styles(shown)
@@ -102,9 +102,9 @@ def render_sweep(rows: Sequence[Row], about: SweepAbout, *, name: str) -> str:
 
 
 def lead_text(rows: Sequence[Row]) -> str:
-    """Return which method keeps most predictions at the middle budget, what it costs there, and how often it leads.
+    """Return which method keeps most predictions at the middle budget, its quality there, and how often it leads.
 
-    Baselines that are judged and cannot be cut are left out, where there are others.
+    Baselines that are judged but cannot be cut are left out, if there are others.
     """
     rows = [row for row in rows if row["criterion"] not in JUDGED_ONLY] or rows
     quality, stability = sweep_tables(rows)
@@ -141,7 +141,7 @@ def _subtitle(rows: Sequence[Row], about: SweepAbout) -> str:
 
 
 def drawn_rows(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows of the curves: of the first calibration size, and of alphas that were chosen, where some were."""
+    """Return the rows of the curves: of the first calibration size, and of automatic alphas if there are any."""
     shown = of_first_size(rows)
     chosen = [row for row in shown if row.get("alpha_by") != "given"]
     given = {row["alpha"] for row in shown if row.get("alpha_by") == "given"}
@@ -154,7 +154,7 @@ def budget_panels(rows: Sequence[Row], styles: Mapping[str, Style]) -> list[Pane
 
 
 def timed_panels(rows: Sequence[Row], styles: Mapping[str, Style]) -> list[Panel]:
-    """Return quality by the measured time; nothing where nothing was timed. `sweep_frontier` is of the stability."""
+    """Return quality by the measured time; nothing if nothing was timed. `sweep_frontier` shows stability."""
     timed = [row for row in rows if row.get("latency_ratio") is not None]
     return (
         panels(timed, time_axis(timed), styles, QUANTITIES[1:], name=lambda row: line_name(row, timed)) if timed else []
@@ -245,7 +245,7 @@ def _every_row(rows: Sequence[Row]) -> Table:
 
 
 def _method_text(rows: Sequence[Row], about: SweepAbout) -> str:
-    """Return what was done, and on which rows."""
+    """Return how the sweep was made, and on which rows."""
     sizes = sorted({row["calibration_samples"] for row in rows})
     sizes_text = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
     where = f" of {about.calibration_split}" if about.calibration_split else ""

@@ -1,4 +1,4 @@
-"""Hold what the cells of a sweep have in common: the model, and the statistics, moments and scores of one seed."""
+"""The common parts of a sweep's cells: the model, and the statistics, moments and scores of one seed."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Shared:
             draws=self._draws(seed, samples),
             loaded=loaded,
             criteria=criteria,
-            # Cells are timed on runtimes of their own, so the recipe's need not be installed.
+            # Cells are timed on the sweep's own runtimes, so the recipe's need not be installed.
             runtimes=("torch",),
         )
 
@@ -94,7 +94,7 @@ class Shared:
         return tuple(module for module in self.base.scored if module.kind in kinds)
 
     def moments(self, seed: int) -> MomentStream:
-        """Return the moments to refit from; they are collected where they are first read."""
+        """Return the moments to refit from; they are collected when first read."""
 
         def stream() -> MomentStream:
             how = self.options.compensation or RefitOptions()

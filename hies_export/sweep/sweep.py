@@ -85,10 +85,10 @@ def sweep(
         recipe: Model, data, evaluation and constraints. The grid replaces its criterion, alpha, budget, compensation
             method, calibration seed and calibration size.
         grid: The cells to evaluate. Those whose modules cannot meet a budget of FLOPs are left out, unless none can.
-        latency: How to time the slim models against the dense one; None to time nothing. Models that keep as many units
-            in every module are timed once.
-        folder: Where to write: a new folder, or one with journals of a sweep of the same recipe. Of several machines,
-            a folder they share.
+        latency: How to time the slim models against the dense one; None to time nothing. Models that keep equal numbers
+            of units in every module are timed once.
+        folder: Where to write: a new folder, or one with journals of a sweep of the same recipe. Several machines must
+            share it.
         overwrite: Discard existing journals. Only the first of several processes may.
         progress: Shows stages and loops.
 
@@ -122,7 +122,7 @@ def sweep(
 
 
 def _version(file: Path) -> tuple[int, int] | None:
-    """Return what changes when a file is replaced; None if there is none."""
+    """Return a value that changes when a file is replaced; None if there is no file."""
     try:
         found = file.stat()
     except FileNotFoundError:
@@ -189,7 +189,7 @@ class _Runner:
         return {row["judged"]: row["result"] for row in self._journal.rows.values()}
 
     def run(self) -> list[dict[str, Any]]:
-        """Evaluate the missing cells with whoever else does, and return the rows of all cells."""
+        """Evaluate the missing cells, together with other workers, and return the rows of all cells."""
         cells, journal = {self._chooser.key(cell): cell for cell in self._cells}, self._journal
         waiting = [cell for key, cell in cells.items() if key not in journal.rows]
         if len(waiting) < len(cells):
@@ -215,13 +215,13 @@ class _Runner:
         return [self._row(cell) for cell in self._cells]
 
     def _say(self, cell: Cell, done: int, wanted: int, seconds: float) -> None:
-        """Say how far the sweep is, by the rows of all workers since this one began."""
+        """Report the progress of the sweep, by the rows of all workers since this one began."""
         left = f", about {seconds / done * (wanted - done) / 60:.0f} min left" if done else ""
         name = f"seed {cell.seed}, compensation {cell.compensation}"
         self._progress.stage(f"{name}: {done} of {wanted} rows done{left}")
 
     def details(self) -> dict[str, Any]:
-        """Return details.json: statistics and selections of the first seed and size, alpha curves, what rows are of."""
+        """Return details.json: statistics and selections of the first seed and size, alpha curves, and row facts."""
         seed, size = self._grid.seeds[0], self._grid.calibration_sizes[0]
         _, statistics = self._shared.calibrated(seed, size)
         plans = {}
@@ -249,7 +249,7 @@ class _Runner:
         }
 
     def _about(self) -> dict[str, Any]:
-        """Return what the rows are of: model, data and environment."""
+        """Return the facts about the rows: model, data and environment."""
         recipe, base, resolved = self._recipe, self._base, self._shared.resolved
         return {
             "model": recipe.model,
@@ -279,7 +279,7 @@ class _Runner:
         return {"judged": judged, "alpha": alpha, "samples": self._samples(cell), "result": result, "lost": lost}
 
     def _lost(self, cell: Cell) -> Mapping[str, int] | None:
-        """Return how many bundles each module of a finished cell loses; None in journals from before this was kept."""
+        """Return how many bundles each module of a finished cell loses; None in older journals, which lack it."""
         found: Mapping[str, int] | None = self._journal.rows[self._chooser.key(cell)].get("lost")
         return found
 
@@ -328,7 +328,7 @@ class _Runner:
         }
 
     def _evaluate_baseline(self, cell: Cell) -> tuple[str, dict[str, Any]]:
-        """Evaluate a baseline without channels or with sliced inputs; return a name, the same for equal models, too."""
+        """Evaluate a baseline without channels or with sliced inputs; also return a name that equal models share."""
         model, modules = self._base.model, self._base.scored
         assert cell.sparsity is not None
         stay: dict[str, Tensor] = {}

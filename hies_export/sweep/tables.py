@@ -29,7 +29,7 @@ COMPENSATIONS = {
     "least_squares": "least squares",
     "weighted": "weighted least squares",
 }
-# Characters that mean something else in LaTeX's text.
+# Characters with a special meaning in LaTeX.
 LATEX = str.maketrans(
     {
         **{character: f"\\{character}" for character in "#$%&_{}"},
@@ -88,7 +88,7 @@ def write_results(folder: Path, rows: Sequence[Row], *, details: Mapping[str, An
         "sweep.csv": render_csv(rows),
         "tables.md": render_markdown(tables),
         "tables.tex": render_latex(tables),
-        # Last: where it is, the others are.
+        # Last, so that if it exists, the others do too.
         "sweep.json": dump_json(list(rows)),
     }
     for name, text in files.items():
@@ -107,7 +107,7 @@ def share_text(share: float) -> str:
 
 
 def budget_name(rows: Sequence[Row]) -> str:
-    """Return what the budgets of a sweep are shares of."""
+    """Return the quantity that the budgets of a sweep are shares of."""
     return "heads removed" if rows[0].get("flops_target") is None else "FLOPs left"
 
 
@@ -117,12 +117,12 @@ def budgets_of(rows: Sequence[Row]) -> list[float]:
 
 
 def modules_label(row: Row) -> str:
-    """Return what loses units in a row, in words; rows from before neurons have heads only."""
+    """Return the kinds that lose units in a row, in words; older rows have only heads."""
     return MODULES[row.get("modules") or "attention"]
 
 
 def method_label(row: Row, rows: Sequence[Row]) -> str:
-    """Return the label of a row's method: its criterion, and what distinguishes it from the other rows."""
+    """Return the label of a row's method: its criterion, and the options in which rows differ."""
     parts = []
     if len({r.get("modules", "attention") for r in rows}) > 1:
         parts.append(modules_label(row))
@@ -165,7 +165,7 @@ def deviation(values: Sequence[float]) -> float | None:
 
 
 def percent(metric: str) -> float:
-    """Return the factor of a metric in tables and figures: 100, or 1 for perplexity, which is no share."""
+    """Return the factor of a metric in tables and figures: 100, or 1 for perplexity, which is not a share."""
     return 1.0 if metric == "perplexity" else 100.0
 
 

@@ -1,7 +1,7 @@
 """Explore a finished run or sweep in the browser: plans, what they keep and cost, their measured or predicted quality.
 
-In comes the folder that `hies-export run` or `sweep` wrote; out comes a page served on this machine, and the plans that
-a reader saves from it. What the page shows is computed in `studies/explore.py`.
+The input is the folder that `hies-export run` or `sweep` wrote; the output is a page served on this machine, and the
+plans that a reader saves from it. `studies/explore.py` computes what the page shows.
 
 - `page.py`: the controls (Gradio), and what is drawn when they move.
 - `guard.py`: refuses requests that are not the page's own.

@@ -1,7 +1,7 @@
-"""Answer this machine's own page only.
+"""Answer only this machine's own page.
 
-A site that the browser shows can send requests to a server on this machine; and by a name of its own that it lets point
-here (DNS rebinding), it could read the answers too. The browser says both in the headers Origin and Host.
+A web site in the browser can send requests to a server on this machine. If it points its own host name here (DNS
+rebinding), it could also read the answers. The headers Origin and Host reveal both.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ from .guard import THIS_MACHINE, Guard
 
 # What the list of measured plans begins with.
 BY_SLIDERS = "by the sliders (HIES)"
-# Title of the numbers of a plan that was evaluated itself.
-MEASURED = "Measured, of this plan itself"
+# Title of the results of a plan that was itself evaluated.
+MEASURED = "Measured for exactly this plan"
 _NOT_COMPENSATED = (
     "apply does NOT compensate this plan: it cuts only, and quality is lower. prune refits the layers, as its recipe "
     "says."
@@ -38,7 +38,7 @@ _NOT_COMPENSATED = (
 
 
 class Settings(NamedTuple):
-    """What the controls of the page are set to, in their order; see `Exploration.plan_at`."""
+    """The settings of the page's controls, in their order; see `Exploration.plan_at`."""
 
     alpha: float
     sparsity: float
@@ -48,18 +48,18 @@ class Settings(NamedTuple):
 
     @property
     def by_sliders(self) -> bool:
-        """Whether the sliders make the plan; else the measured one is shown that is `chosen`."""
+        """Whether the sliders make the plan; otherwise the `chosen` measured plan is shown."""
         return self.chosen == BY_SLIDERS
 
     def plan(self, exploration: Exploration) -> PruningPlan:
-        """Return the plan that is asked for."""
+        """Return the requested plan."""
         if self.by_sliders:
             return exploration.plan_at(self.alpha, self.sparsity, self.allocation, neurons=self.neurons)
         return next(trial.plan for trial in exploration.trials if trial.label == self.chosen)
 
 
 def require_gradio() -> None:
-    """Raise MissingRuntimeError where Gradio is not installed."""
+    """Raise MissingRuntimeError if Gradio is not installed."""
     require_package("gradio", who="the page needs", package="Gradio", extra="ui")
 
 
@@ -201,9 +201,9 @@ def draw(exploration: Exploration, *values: Any) -> str:
 def _figures(
     exploration: Exploration, plan: PruningPlan, alpha: float | None
 ) -> tuple[MapFigure | None, BarFigure | None]:
-    """Return the map of the heads and the bars of the neurons; None for what the folder's plan leaves alone.
+    """Return the map of the heads and the bars of the neurons; None for a kind that the folder's plan leaves alone.
 
-    The map is shaded by HIES where an alpha is given.
+    The map is shaded by HIES if an alpha is given.
     """
     known = exploration.statistics["his"]
     marks = head_map(plan)
@@ -218,7 +218,7 @@ def _figures(
 
 
 def save(exploration: Exploration, folder: Path, *values: Any) -> str:
-    """Write the plan of the controls into the folder; return as HTML where it is and the commands that cut by it."""
+    """Write the plan of the controls into the folder; return HTML with its path and the commands that apply it."""
     settings = Settings(*values)
     try:
         plan = settings.plan(exploration)
@@ -236,14 +236,14 @@ def save(exploration: Exploration, folder: Path, *values: Any) -> str:
     commands = f"hies-export apply {name} {model} -o SLIM\nhies-export prune RECIPE.yaml --plan {name} -o SLIM"
     return _render(
         "message.html.j2",
-        text=f"Saved: {removed_text(*plan_counts(plan))}. To cut by it:",
+        text=f"Saved: {removed_text(*plan_counts(plan))}. To apply it:",
         commands=commands,
         warning=_compensation_note(exploration, plan),
     )
 
 
 def _compensation_note(exploration: Exploration, plan: PruningPlan) -> str:
-    """Return what must be known of compensated models before a plan is applied; nothing if none was compensated."""
+    """Return the warning about compensated models before a plan is applied; nothing if none was compensated."""
     method = plan.compensation.get("method")
     if plan.refit is not None:
         return (
@@ -252,17 +252,16 @@ def _compensation_note(exploration: Exploration, plan: PruningPlan) -> str:
         )
     if method is not None:
         return (
-            f"The models that were measured here are compensated ({method}), and so is what is predicted. "
-            + _NOT_COMPENSATED
+            f"The measured models are compensated ({method}), and the predictions assume that too. " + _NOT_COMPENSATED
         )
     if any("compensated" in result.how for trial in exploration.trials for result in trial.results):
-        return f"Some of the models that were measured here are compensated. {_NOT_COMPENSATED}"
+        return f"Some of the measured models are compensated. {_NOT_COMPENSATED}"
     return ""
 
 
 @dataclass(frozen=True)
 class _Prediction:
-    """What one kind of measurement says of a plan; `curves` has what was measured, and the line of the prediction."""
+    """The prediction for a plan by one kind of measurement; `curves` has the measurements, and the fitted line."""
 
     title: str
     how: str
@@ -271,9 +270,9 @@ class _Prediction:
 
 
 def _predicted(exploration: Exploration, measured: Measured, lost: float, exact: Result | None) -> _Prediction:
-    """Return what one kind of measurement says of a plan that removes the share `lost` of the importance.
+    """Return the prediction by one kind of measurement for a plan that removes the share `lost` of the importance.
 
-    `exact` is what was measured of the plan itself, if it was.
+    `exact` is the measurement of the plan itself, if there is one.
     """
     metric = exploration.metric
     kinds = [
@@ -299,7 +298,7 @@ def _predicted(exploration: Exploration, measured: Measured, lost: float, exact:
 
 
 def _only_measured(exploration: Exploration, result: Result) -> _Prediction:
-    """Return what was measured of a plan in a way that predicts nothing of others."""
+    """Return the measurement of a plan that allows no prediction for others."""
     rows = [["same predictions", f"{result.stability:.1%}"]]
     if result.quality is not None:
         rows.insert(0, [exploration.metric, f"{result.quality:.4f}"])
@@ -307,7 +306,7 @@ def _only_measured(exploration: Exploration, result: Result) -> _Prediction:
 
 
 def _trial_table(exploration: Exploration) -> Table:
-    """Return all plans that were measured, and what of them."""
+    """Return all measured plans with their results."""
     columns: dict[str, Callable[[tuple[Trial, Result]], str]] = {
         "plan": lambda row: row[0].label,
         "": lambda row: _made(row[1].how),
@@ -328,7 +327,7 @@ def _made(how: str) -> str:
 def _curve(
     name: str, lost: Sequence[float], values: Sequence[float], share: float, higher_is_better: bool, at: float | None
 ) -> Curve:
-    """Return what was measured by the share of importance removed, the fitted line, and the plan.
+    """Return the measurements by the share of importance removed, the fitted line, and the plan.
 
     The plan is at `share`, at the height `at`; None places it on the line.
     """

@@ -205,7 +205,7 @@ def test_a_file_that_answers_otherwise_is_not_kept(
     joined = export_module.join_graphs
     monkeypatch.setattr(export_module, "join_graphs", lambda slim, dense, threshold: joined(slim, dense, 1e9))
     cascade = Cascade.choose(*models, texts(), disagreement=0.2)
-    with pytest.raises(ParityError, match="must answer as its two models do"):
+    with pytest.raises(ParityError, match="must agree with its two models to"):
         cascade.export_onnx(tmp_path / "onnx")
     assert not (tmp_path / "onnx").exists()
 
@@ -222,7 +222,7 @@ def test_near_the_threshold_either_answer_is_right(
     assert rows.double().mean() < exported.promise.passed_on
     assert exported.max_abs < 1e-4
     monkeypatch.setattr(export_module, "join_graphs", lambda slim, dense, at: joined(slim, dense, at - 0.6))
-    with pytest.raises(ParityError, match="must answer as its two models do"):
+    with pytest.raises(ParityError, match="must agree with its two models to"):
         cascade.export_onnx(tmp_path / "worse")
 
 
@@ -232,7 +232,7 @@ def test_a_file_that_breaks_its_promise_is_not_kept(
     joined, cascade = export_module.join_graphs, Cascade.choose(*models, texts(), disagreement=0.2)
     monkeypatch.setattr(export_module, "TOLERANCE", 1e9)
     monkeypatch.setattr(export_module, "join_graphs", lambda slim, dense, _: joined(slim, dense, -1.0))
-    with pytest.raises(ParityError, match=r"few enough of its held-out answers for 0.2, got \d+ of 48"):
+    with pytest.raises(ParityError, match=r"keep the promised disagreement of 0.2, but changes \d+ of 48"):
         cascade.export_onnx(tmp_path / "onnx")
     assert not (tmp_path / "onnx").exists()
 

@@ -244,7 +244,7 @@ def test_killed_at_every_moment(tmp_path: Path) -> None:
         assert (later, listed) == (whole[2], ["out"])
     assert between >= 1
     assert "removed" in made.stderr
-    assert "was whole when the run that wrote it was killed, and is in its place now" in made.stderr
+    assert "was complete when its run was killed, and was moved into place" in made.stderr
 
 
 WAITS = """
@@ -280,7 +280,7 @@ def test_only_what_no_process_writes_is_removed(
     assert (hidden / "out" / "half").is_file()
     write(tmp_path / "another")  # of any name in the same folder
     assert sorted(p.name for p in tmp_path.iterdir()) == ["another"]
-    assert caplog.messages == [f"removed {hidden}, which a run that was killed left behind"]
+    assert caplog.messages == [f"removed {hidden}, which a killed run left behind"]
 
 
 def test_another_machine_and_an_older_version_are_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -294,8 +294,8 @@ def test_another_machine_and_an_older_version_are_left_alone(tmp_path: Path, cap
     kept = [".config-12345678", ".other-older12", ".out-older123", ".out-remote01", "out"]
     assert sorted(p.name for p in tmp_path.iterdir()) == kept
     older, remote = caplog.messages
-    assert "older123 may be left of a run that was killed; delete it if nothing writes there" in older
-    assert "remote01 is of a run on another-machine; delete it if that has ended" in remote
+    assert "older123 may be left over from a killed run; delete it if nothing writes there" in older
+    assert "remote01 belongs to a run on another-machine; delete it if that has ended" in remote
 
 
 def test_without_locks_nothing_is_removed(

@@ -13,7 +13,7 @@ import hies_export
 from hies_export.checkpoint.contents import Contents, contents
 from hies_export.errors import RequestError
 
-TAKEN = "is the folder of a run: its {} is taken"
+TAKEN = "is the folder of a run: using its {}"
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_bench_without_the_dense_model_measures_the_noise(ran: Path, tmp_path: P
     (alone / "report.json").write_text(json.dumps(values))
     code, err, found = told("bench", alone, "--shape", "1x8", "--repeats", "2", "--json")
     assert (code, found["a"], found["b"]) == (0, str(alone / "slim"), str(alone / "slim"))
-    assert "its dense model is not where it was" in err
+    assert "its dense model is gone: its slim model is timed" in err
 
 
 @pytest.fixture

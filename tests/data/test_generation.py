@@ -317,10 +317,10 @@ def test_the_right_choice_is_the_answer() -> None:
     reader = reader_for("text-generation", columns=columns, config=config, processor=generative_tokenizer())
     (batch,) = read(reader, rows, 2)
     assert labelled(batch) == ["e </s>", "f </s>"]
-    for label, message in (("2", "number one of the 2 choices from 0, but row 1 .* has '2'"), ("", "has ''")):
+    for label, message in (("2", "number of one of the 2 choices, from 0, but row 1 .* has '2'"), ("", "has ''")):
         with pytest.raises(DataError, match=message):
             reader.check(rows_of(question=["a", "c"], choices=[["d", "e"]] * 2, label=["1", label]))
-    with pytest.raises(DataError, match="leave data.label out where there is one answer"):
+    with pytest.raises(DataError, match="leave data.label out if there is one answer"):
         reader.check(rows_of(question=["a"], choices=["d"], label=["0"]))
     with pytest.raises(DataError, match="must have the column 'label', but it has question, choices, labels"):
         reader.check(rows_of(question=["a"], choices=[["d"]], labels=["0"]))

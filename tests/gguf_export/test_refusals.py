@@ -53,34 +53,37 @@ def half_rotated() -> PreTrainedModel:
 
 ROPE = {"rope_theta": 1e4, "factor": 4.0}
 REFUSED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
-    "no decoder": (bert, "of BertForSequenceClassification llama.cpp generates no text"),
-    "other modules": (lambda: of("gpt2"), "of GPT2LMHeadModel the decoder has no embed_tokens"),
+    "no decoder": (bert, "but BertForSequenceClassification is not one: it is no decoder"),
+    "other modules": (lambda: of("gpt2"), "but GPT2LMHeadModel is not one: the decoder has no embed_tokens"),
     "sliding window": (
         lambda: mistral(sliding_window=128),
-        "of MistralForCausalLM layer 0 attends within a sliding window of 128 tokens",
+        "but MistralForCausalLM is not one: layer 0 attends within a sliding window of 128 tokens",
     ),
     "sliding window in some layers": (
         lambda: qwen2(use_sliding_window=True, sliding_window=32, max_window_layers=2, num_hidden_layers=3),
-        "of Qwen2ForCausalLM layer 2 attends within a sliding window of 32 tokens",
+        "but Qwen2ForCausalLM is not one: layer 2 attends within a sliding window of 32 tokens",
     ),
     "query and key norms": (
         lambda: cut(qwen3()),
-        r"layer 0 has a norm of queries and keys \(self_attn.q_norm\), and llama.cpp's deci, which takes layers of "
+        r"layer 0 has a norm of queries and keys \(self_attn.q_norm\), but llama.cpp's deci, which takes layers of "
         r"different sizes, reads no such norm; cut it uniformly \(allocation: uniform, without keep_layers\)",
     ),
     "biases beside them": (
         lambda: qwen3(attention_bias=True),
-        r"self_attn.k_proj.bias, and llama.cpp's qwen3 reads no biases",
+        r"self_attn.k_proj.bias, but llama.cpp's qwen3 reads no biases",
     ),
     "further norms": (lambda: of("olmo2"), r"layer 0 has post_feedforward_layernorm.weight \(a further norm\)"),
     "mixture of experts": (lambda: of("mixtral"), r"layer 0 has mlp.experts.down_proj \(a mixture of experts\)"),
     "biases of norms": (lambda: of("stablelm"), "model.norm.bias is a weight that llama.cpp's llama and deci do not"),
-    "partial rotation": (half_rotated, "layer 0 rotates 4 of the 8 columns of a head"),
+    "partial rotation": (
+        half_rotated,
+        "layer 0 rotates 4 of 8 columns of a head, but llama.cpp's llama and deci rotate all",
+    ),
     "capped logits": (lambda: of("gemma2", head_dim=16), r"logits are capped \(attn_logit_softcapping: 50.0\)"),
-    "activation": (lambda: with_act("gelu"), "layer 0 has the activation GELUActivation, and llama.cpp's llama"),
+    "activation": (lambda: with_act("gelu"), "layer 0 has the activation GELUActivation, but llama.cpp's llama"),
     "frequencies that depend on the length": (
         lambda: llama(rope_parameters={"rope_type": "dynamic", **ROPE}),
-        r"rotary frequencies are of type 'dynamic', and llama.cpp's llama and deci hold only those that do not depend",
+        r"rotary frequencies are of type 'dynamic', but llama.cpp's llama and deci hold only those that do not depend",
     ),
     "scale": (scaled_layer, r"layer 2 scales scores by 0.5 and not by 1/sqrt\(8\)"),
     "a type whose code was not read": (lambda: of("cwm", sliding_window=256), "the type 'cwm' was not compared"),
@@ -185,7 +188,7 @@ def test_a_tokenizer_that_llama_cpp_does_not_know_is_refused(case: str, tmp_path
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused() -> None:
-    with pytest.raises(RequestError, match=r"it has token \d+ and the model's embedding 300 rows"):
+    with pytest.raises(RequestError, match=r"it has token \d+, but the model's embedding has 300 rows"):
         find_vocabulary(byte_level_tokenizer(), size=300)
 
 
@@ -222,7 +225,7 @@ def test_a_recipe_is_held_to_what_the_format_knows() -> None:
     assert recipe(export={"format": "gguf", "dtype": "q8_0"}).export.dtype == "q8_0"
     refused = {
         "dtype must be float32 or float16 for format: onnx, got q8_0; set format: gguf": {"export": {"dtype": "q8_0"}},
-        "provider is of format: onnx, got cuda": {"export": {"format": "gguf", "provider": "cuda"}},
+        "provider belongs to format: onnx, got cuda": {"export": {"format": "gguf", "provider": "cuda"}},
         "export.format gguf is for text-generation, got task: text-classification": {
             "export": {"format": "gguf"},
             "task": "text-classification",

@@ -201,7 +201,7 @@ def test_other_content_is_refused_or_replaced_whole(hub: Hub, run_folder: Path) 
         ({"base_model": "user/dense"}, r"keeps the licence of its dense model, .* which is apache-2.0, got mit; leave"),
         ({"base_model": "user/none"}, r"there is no model user/none on the Hub .*; leave base_model= out"),
         ({"base_model": "no id"}, r"there is no model no id on the Hub"),
-        ({"license": "beerware"}, r"metadata that the Hub takes.* it says: .license. must be one of"),
+        ({"license": "beerware"}, r"metadata that the Hub accepts.* the Hub says: .license. must be one of"),
         ({"private": True}, r"user/there must be private, but it exists and is public"),
     ],
 )

@@ -90,7 +90,7 @@ def test_a_cached_model_serves_without_the_hub(
         again = hies_export.load("org/model")
         load_processor("org/model", task="text-classification")
     assert "cannot be reached" in caplog.text
-    assert "what its cache has of org/model is used" in caplog.text
+    assert "the cached copy of org/model is used" in caplog.text
     assert {record.name for record in caplog.records} == {online.__name__}
     for name, values in first.state_dict().items():
         assert torch.equal(values, again.state_dict()[name])

@@ -184,7 +184,7 @@ def test_models_of_small_layers_and_of_several_graphs_are_refused(
     batch: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
     small = {"input_ids": batch["input_ids"] % 50, "attention_mask": batch["attention_mask"]}
-    with pytest.raises(RequestError, match="needs a linear layer of 16,384 weights or more, and all are smaller"):
+    with pytest.raises(RequestError, match="needs a linear layer of 16,384 weights or more, but all are smaller"):
         export_in_bits(tiny_bert(), tmp_path / "out", batch=small, quantize="int8")
     with pytest.raises(RequestError, match="int4 is for models that generate.* got an encoder; use int8"):
         export_in_bits(encoder(), tmp_path / "out", batch=small, quantize="int4")

@@ -198,7 +198,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "two sizes": (
         {"cascade": {"disagreement": 0.2, "flops": [0.5]}},
-        "cascade.flops chooses how much goes, and prune.budget says it too; leave out one of them",
+        "cascade.flops chooses how much to remove, and prune.budget sets it too; leave out one",
     ),
 }
 

@@ -161,7 +161,7 @@ def test_an_interrupted_search_judges_no_cut_twice(
         deploy(recipe, keep=0.4)
     journal = tmp_path / "out.unfinished.jsonl"
     assert [path.name for path in tmp_path.iterdir()] == [journal.name]
-    assert f"what 2 judged cuts came to is kept in {journal}; the same command goes on from there" in caplog.text
+    assert f"the results of 2 judged cuts are kept in {journal}; run the same command again to resume" in caplog.text
     # Killed while it wrote a line.
     journal.write_text(journal.read_text() + '["half of a')
     again = True
@@ -191,7 +191,7 @@ def test_a_journal_of_something_else_is_not_used(
     assert CutJournal(recipe.with_overrides({"calibration.seed": 7})).found == 0
     assert "is of another model, recipe or machine" in caplog.text
     (tmp_path / "out.unfinished.jsonl").write_text("notes of mine\n")
-    with pytest.raises(OutputExistsError, match="and that is another file; move it away"):
+    with pytest.raises(OutputExistsError, match="but that is a file of something else; move it away"):
         CutJournal(recipe)
 
 
@@ -200,7 +200,7 @@ def test_the_section_of_a_recipe_is_its_budget(folder: Path) -> None:
     recipe = PruningRecipe.from_yaml(folder / "recipe.yaml", {"prune.budget": None, "deploy": asked})
     assert recipe.prune.budget.keep.predictions == 0.5
     assert recipe.with_overrides({"deploy.keep": 0.7}).prune.budget.keep.predictions == 0.7
-    with pytest.raises(RecipeError, match=r"deploy chooses how much goes, and prune.budget says it too"):
+    with pytest.raises(RecipeError, match=r"deploy chooses how much to remove, and prune.budget sets it too"):
         recipe.with_overrides({"prune.budget": {"flops": 0.5}})
     with pytest.raises(RecipeError, match=r"deploy.keep must be less than 1, got 1.5"):
         recipe.with_overrides({"deploy.keep": 1.5})
@@ -219,7 +219,7 @@ def test_a_runtime_that_fails_is_left_out_by_its_reason(
     with pytest.raises(PlanError, match="no runtime here serves the dense model: ONNX Runtime must run the graph"):
         deploy(recipe_of(folder, tmp_path / "out"), keep=0.4)
     assert "onnxruntime-cpu in float32 is left out: ONNX Runtime must run the graph, and stopped" in caplog.text
-    with pytest.raises(RecipeError, match="runtimes to deploy on are onnxruntime-cpu, got torch"):
+    with pytest.raises(RecipeError, match="runtimes to deploy on must be among onnxruntime-cpu, got torch"):
         deploy(recipe_of(folder, tmp_path / "out"), keep=0.5, runtimes=["torch"])
     assert list(tmp_path.iterdir()) == []
 

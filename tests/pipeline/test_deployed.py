@@ -124,7 +124,7 @@ def test_a_dtype_that_is_timed_is_judged(tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "GGUF": ({"format": "gguf"}, "quantize is of format: onnx, got int8 for gguf; set dtype: q8_0 or q4_0"),
+    "GGUF": ({"format": "gguf"}, "quantize belongs to format: onnx, got int8 for gguf; set dtype: q8_0 or q4_0"),
     "a GPU": ({"provider": "cuda"}, "needs provider: cpu and dtype: float32, got cuda and float32; leave them out"),
     "half": ({"dtype": "float16"}, "needs provider: cpu and dtype: float32, got cpu and float16; leave them out"),
 }

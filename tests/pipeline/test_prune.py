@@ -40,7 +40,7 @@ BOTH = ["attention", "mlp"]
 REFIT = {"method": "least_squares", "samples": 64}
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*calibration tokens are few"),
+    pytest.mark.filterwarnings("ignore:.*calibration tokens are too few"),
     pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning"),
 ]
 

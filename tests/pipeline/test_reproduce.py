@@ -135,7 +135,7 @@ def test_what_was_edited_is_named(
         return
     assert named in names
     assert len(names) == (2 if "f1" in path else 1)
-    with pytest.raises(ReproductionError, match=f"what its report says, but .*{named}.* came out different"):
+    with pytest.raises(ReproductionError, match=f"the results of its report, but .*{named}.* differ; compare it"):
         found.check()
 
 

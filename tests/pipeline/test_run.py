@@ -442,7 +442,7 @@ def test_what_bench_prints_is_shown_again(project: Path, capsys: pytest.CaptureF
     page = (project / "bench.html").read_text()
     assert 'torch <span class="muted">2 × 8 float16</span>' in page
     assert hies("report", project / "bench.json", "--figures", project / "figures") == 2
-    assert "figures are drawn of a run" in capsys.readouterr().err
+    assert "figures are drawn for a run" in capsys.readouterr().err
     assert not (project / "figures").exists()
 
 

@@ -178,13 +178,13 @@ def curve(*points: tuple[float, float | None, float]) -> list[dict[str, float | 
         ),
         (
             ((0.1, 0.9, 0.9), (0.4, 0.9, 0.9), (0.5, 0.9, 0.9)),
-            "(90.0%), as many as 0.1, 0.4; of these the better accuracy, then the larger alpha is taken.",
+            "(90.0%), as many as 0.1, 0.4; a tie goes to the better accuracy, then the larger alpha.",
         ),
         (
             ((0.1, 0.8, 1.0), (0.5, 0.9, 0.7)),
             "no other comes within one standard error (0.01) of its accuracy, 0.9000.",
         ),
-        (((0.1, None, 0.9), (0.5, None, 0.9)), "(90.0%), as many as 0.1; of these the larger alpha is taken."),
+        (((0.1, None, 0.9), (0.5, None, 0.9)), "(90.0%), as many as 0.1; a tie goes to the larger alpha."),
         (((0.1, None, 0.8), (0.5, None, 0.9)), "of the 2 alphas it keeps the most predictions (90.0%)."),
     ],
 )
@@ -212,7 +212,7 @@ def test_what_was_chosen_of_criteria_says_why() -> None:
         for name in ("hies", "his")
     ]
     assert tried_text(make_report(tried=tried)).endswith(
-        "its accuracy is not clearly worse. None after the chosen one is."
+        "its accuracy is not clearly worse. No candidate after the chosen one does."
     )
     unlabelled = [{**row, "quality": None} for row in tried]
     assert "accuracy" not in tried_text(make_report(tried=unlabelled))

@@ -146,7 +146,7 @@ def test_a_fit_that_does_not_carry_over_is_not_kept() -> None:
     batches = [text_batch(5, 3, padding=False, labels=False)]
     slim, plan, sites = random_cut(dense, batches[0])
     weights = [slim.get_submodule(s.consumer).weight.clone() for s in sites]
-    with pytest.warns(FewTokensWarning, match="15 calibration tokens are few for the"):
+    with pytest.warns(FewTokensWarning, match="15 calibration tokens are too few for the"):
         fits = compensate(dense, slim, plan, sites, batches, Compensation(ridge=1e-9))
     kept = [fit.method for fit in fits]
     assert set(kept) - {"least_squares"}

@@ -135,7 +135,7 @@ def test_how_many_tokens_are_wanted_is_said() -> None:
     with pytest.warns(FewTokensWarning, match="60 calibration tokens") as said_again:
         refit(other, selection, modules, MomentStream(dense, modules, batches))
     expected = [
-        f"60 calibration tokens are few for the 32 inputs of {m.name}; at least 128 are wanted" for m in modules
+        f"60 calibration tokens are too few for the 32 inputs of {m.name}, which need at least 128" for m in modules
     ]
     assert [str(warning.message).partition(":")[0] for warning in (*said, *said_again)] == expected * 2
     assert len(fits) == 3

@@ -318,7 +318,7 @@ def spoil(folder: Path, what: str) -> None:
     ("what", "message"),
     [
         ("a shard less", r"shards are named in .*, but 1 of them are missing: 'model-00002-of"),
-        ("cut short", r"must have the \d+ bytes its header tells of, but has \d+; it is cut short"),
+        ("cut short", r"must have the \d+ bytes that its header describes, but has \d+; it is cut short"),
         ("half a header", "must be a safetensors file, but .* is not: its header is longer"),
         ("no safetensors", "must be a safetensors file, but .* is not: its header is longer"),
         ("empty index", "the index of a sharded checkpoint must name the file of every .* weight_map is missing"),
@@ -399,7 +399,7 @@ class Watcher:
 
 @pytest.mark.parametrize(
     ("shrinks", "error", "match"),
-    [(False, KeyboardInterrupt, "at the sixth"), (True, StepError, "ended too early; was it changed meanwhile")],
+    [(False, KeyboardInterrupt, "at the sixth"), (True, StepError, "ended too early; was it changed during the cut")],
 )
 def test_stopped_in_the_middle(
     shrinks: bool, error: type[BaseException], match: str, plan: PruningPlan, dense: Path, tmp_path: Path

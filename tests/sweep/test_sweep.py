@@ -146,7 +146,7 @@ def test_baselines_that_cut_no_heads_are_judged_beside_the_others(recipe_file: P
         for file in ("tables.md", "tables.tex"):
             assert f"{name}" in (tmp_path / "out" / file).read_text()
     said = (tmp_path / "out" / "tables.md").read_text()
-    assert "- slicegpt differs from the original: only what q, k, v read" in said
+    assert "- slicegpt differs from the original: only the inputs of q, k, v" in said
     assert "- his differs" not in said
     again = sweep(recipe, grid, tmp_path / "out")
     assert (again.rows, again.evaluations) == (result.rows, 0)

@@ -88,7 +88,7 @@ def test_a_plan_with_other_neurons_is_saved_under_its_own_name(tmp_path: Path) -
     text = save(explored(), tmp_path, 0.5, 0.25, "global", 0.4)
     (file,) = tmp_path.iterdir()
     assert file.name == "plan-alpha0.5-global-0.25-neurons-0.4.json"
-    assert "Saved: 2 of 8 heads and 4 of 10 neurons removed. To cut by it:" in text
+    assert "Saved: 2 of 8 heads and 4 of 10 neurons removed. To apply it:" in text
     assert PruningPlan.from_file(file).kept == explored().plan_at(0.5, 0.25, "global", neurons=0.4).kept
     save(explored(ranked=HEADS), tmp_path, 0.5, 0.25, "global", 0.4)
     assert (tmp_path / "plan-alpha0.5-global-0.25.json").is_file()
