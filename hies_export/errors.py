@@ -230,7 +230,7 @@ def root_cause(error: BaseException, *, limit: int = 300) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an exception's text, or its class where it has none."""
+    """Return the first line of an exception's text, or its class if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 

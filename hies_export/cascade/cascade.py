@@ -45,8 +45,8 @@ class Cascade:
         """Take two models, in torch or as `load_runtime` returns them.
 
         Raises:
-            RequestError: A model is not loaded, both are PyTorch models and of other classes, or the threshold is no
-                margin.
+            RequestError: A model is not loaded, both are PyTorch models and their classes differ, or the threshold is
+                no margin.
         """
         for model in (slim, dense):
             if not isinstance(model, Runtime | PreTrainedModel):

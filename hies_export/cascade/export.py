@@ -36,15 +36,15 @@ RESOLUTION, RESOLUTION_BITS = 1e-4, torch.finfo(torch.bfloat16).eps
 
 @dataclass(frozen=True, kw_only=True)
 class CascadeOptions:
-    """What a cascade promises, and what serves it.
+    """What a cascade promises, and the runtime that serves it.
 
     Attributes:
         disagreement: Largest share of answers that may differ from the dense model's, in (0, 1).
         confidence: The probability that the promise holds, in (0, 1).
         quantize: "int8" writes the linear layers of the slim part in 8 bits. Embeddings stay in float32: the dense part
             reads them too.
-        runtime: What serves the file, as in `load_runtime`.
-        dtype: What the runtime computes in, where it has a choice.
+        runtime: The runtime that serves the file, as in `load_runtime`.
+        dtype: What the runtime computes in, if it has a choice.
     """
 
     disagreement: float
@@ -101,7 +101,7 @@ def export_cascade(
         slim, dense: Exports of two encoders with the same inputs and classes, for provider cpu in float32.
         folder: Where to write; appears only when everything is written and checked.
         batches: Held-out rows, like those to be served.
-        answers: Logits of the dense model in torch of these rows, (rows, classes), which the promise is about.
+        answers: Logits of the dense model in torch on these rows, (rows, classes), which the promise is about.
         options: The promise, the bits, and the runtime that serves the file.
         overwrite: Replace an existing folder.
 

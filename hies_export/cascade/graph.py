@@ -63,7 +63,7 @@ def _margin(new: Builder, logits: Any) -> Any:
 
 
 def _answers_of(dense: Any, new: Builder, inputs: Mapping[str, Any], rows: Any) -> Any:
-    """Move the nodes of the dense graph to where `new` builds, for some rows of the inputs; return their logits."""
+    """Move the nodes of the dense graph into the graph of `new`, for some rows of the inputs; return their logits."""
     columns = new.constant(np.array([1]))
     index = new("Squeeze", rows, columns)
     taken = {name: new("Gather", value, index, axis=0) for name, value in inputs.items()}

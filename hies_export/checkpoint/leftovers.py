@@ -52,7 +52,7 @@ def hidden_folder(output: Path) -> Iterator[Path]:
 def replace(written: Path, output: Path) -> None:
     """Move a file or folder from a hidden folder to the place of the output, durably even if the power fails.
 
-    A folder that was there goes with the hidden one, but only if the new one takes its place.
+    A folder that was there before is deleted with the hidden one, but only if the new one takes its place.
     """
     lasting = _is_to_last(output)
     if lasting:

@@ -94,7 +94,7 @@ def export_gguf(
         types = _write(file, model, layout, vocabulary, dtype)
         parity = check_parity(file, model, tokenizer, dtype=dtype) if is_installed() else None
         size = file.stat().st_size
-        write_config(model, staging)  # by which `bench` knows what the file computes
+        write_config(model, staging)  # which tells `bench` what the file computes
     return GgufExport(target, target / GGUF_FILE, size, layout.architecture, dtype, types, parity)
 
 

@@ -7,7 +7,7 @@ tokens.py          batches of tokens: positions, padding, random inputs
 auto.py            the Auto classes that know a model class
 copies.py          copies of a model that share its weights, or have none
 modes.py           evaluation mode, frozen weights, gradient checkpointing inside a block
-threads.py         a number of threads inside a block; small work on one
+threads.py         set a number of threads inside a block; run small work on one thread
 watch.py           inputs and outputs of layers, recorded or replaced inside a block
 attention.py       the attention function of a model, replaced inside a block
 kernels.py         attention and the entropy of its rows, without attention maps

@@ -40,7 +40,7 @@ class Decided:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer(Decided):
-    """The largest cut that keeps the promise as one way serves it, and what was found of every way.
+    """The largest cut that keeps the promise in one form, and the results of all forms.
 
     If no cut does, `choice` removes nothing. `options` are those that the cut was chosen by; `dense` also records the
     cuts that were searched for.

@@ -36,7 +36,7 @@ from .sources import Sources
 
 # Sizes of the batches in which a cascade is timed on the rows.
 BATCHES = (1, 8, 32)
-# What the forms of a quantised model are compared with, and what runs them.
+# The form that forms of a quantised model are compared with, and the runtime for each number of bits.
 _FULL = ("onnxruntime-cpu", "float32")
 _QUANTIZED = {"int8": "onnxruntime-cpu-int8", "int4": "onnxruntime-cpu"}
 
@@ -76,7 +76,7 @@ def judge_deployed(
     answer = decided if isinstance(decided, Answer) else None
     joined, cascades, rows = None, [], None
     if asked is not None and answers is not None:
-        sources.progress.stage("join both models in a cascade, and compare with the two")
+        sources.progress.stage("join both models in a cascade, and compare it with them")
         joined = write_cascade(prepared, sources, asked, answers, folder)
         cascades.append((Served(asked.runtime, joined.folder, asked.bits), joined.bytes))
         rows = {size: resolved.in_order(size) for size in BATCHES}

@@ -22,7 +22,7 @@ HELD_OUT_SAMPLES = 256
 AUTO_SAMPLES = 512
 # Held-out rows on which `max_drop` is checked: on fewer rows, noise would hide a loss of 0.01.
 MAX_DROP_SAMPLES = 1024
-# Whatever seed a run has, its quality is that of the same rows.
+# Quality is judged on the same rows, whatever the seed of a run.
 EVALUATION_SEED = 0
 
 
@@ -34,12 +34,12 @@ class Draws:
     scoring: int
     held_out: int  # after those to score on
     compensation: int  # from the start again
-    apart: bool = False  # whether held-out samples are not refitted on either, as far as there are enough
-    promised: int = 0  # of those held out, after those that anything is chosen on
+    apart: bool = False  # whether held-out samples are kept out of the refit too, if there are enough
+    promised: int = 0  # held-out samples for a promise, after those for choices
 
     @classmethod
     def of(cls, options: PruneOptions, *, samples: int, promised: int = 0) -> Draws:
-        """Return the draws of a run that scores units on so many samples, and promises something on others."""
+        """Return the draws of a run, by the number of samples to score on and to make a promise on."""
         by_choice = {
             "max_drop": MAX_DROP_SAMPLES,
             "keep": 0 if options.budget.keep is None else options.budget.keep.samples,

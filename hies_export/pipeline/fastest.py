@@ -38,9 +38,9 @@ logger = logging.getLogger(__name__)
 
 # Runtimes that run a cascade.
 CASCADED = ("onnxruntime-cpu", "onnxruntime-cpu-int8", "openvino")
-# A cut is searched for in so many ways, those in which the dense model is fastest; its model is then tried in all.
+# A cut is searched for in this many forms, the fastest of the dense model; the cut model is then tried in all forms.
 SEARCHED = 2
-# Enough to tell which way is faster by more than a few percent.
+# Enough to see which form is faster by more than a few percent.
 QUICK = Timing(repeats=10)
 
 
@@ -75,7 +75,7 @@ class Search:
         self._best = math.inf
 
     def answer(self, folder: Path, began: float) -> Answer:
-        """Return the cut whose model is fastest, or none where that is a dense form; exports go into the folder."""
+        """Return the cut whose model is fastest, or none if a dense form is; exports go into the folder."""
         tried, share = list(self._dense.ways), self._promise.predictions
         assert share is not None
         order = sorted(
@@ -157,9 +157,9 @@ class Search:
         return _Found(way, Budget(keep=asked), choice, self._chooser.flops_left(choice.plan.kept))
 
     def _add_cascades(self, found: list[_Found], folder: Path) -> dict[CascadeOptions, tuple[SizeTried, ...]]:
-        """Add what cascades of a classifier keep the promise in the fastest ways; return the sizes tried for each.
+        """Add the cascades of a classifier that keep the promise in the fastest forms; return the sizes tried for each.
 
-        In 8 bits, the dense model alone need not keep it: the dense part is in float32.
+        The dense model in 8 bits need not keep the promise by itself: the dense part is in float32.
         """
         prepared, share, tried = self._prepared, self._promise.predictions, {}
         assert share is not None
@@ -202,7 +202,7 @@ class Search:
         """Time the cuts, each in its own way, and return the fastest."""
         if len(found) == 1:
             return found[0]
-        self._progress.stage("time what was found")
+        self._progress.stage("time the cuts that were found")
         exporter = Exporter(self._options.export, self._prepared.sample, self._prepared.processor)
         served = []
         for number, one in enumerate(found):

@@ -56,7 +56,7 @@ def _budget(section: BudgetSection) -> Budget:
 
 
 def _keep(section: BudgetSection) -> KeepBudget | None:
-    """Return the promise; what a runtime is to serve is judged and timed there."""
+    """Return the promise; if it names a runtime, models are judged and timed there."""
     asked = section.keep
     if asked is None:
         return None

@@ -43,7 +43,7 @@ from .targets import timed_on
 
 logger = logging.getLogger(__name__)
 
-# A run that computes for less is not worth a warning of other work.
+# Shorter runs do not warn of other work.
 LONG_SECONDS = 10.0
 
 

@@ -505,9 +505,9 @@ class CascadeSection(Section):
     Attributes:
         disagreement: Largest share of the answers that may differ from the dense model's, with 95 % confidence.
         samples: How many held-out rows to draw.
-        flops: Shares of the dense model's FLOPs to try: the one is taken whose cascade is fastest on the held-out rows,
-            in batches of 8. In place of `prune.budget`, and by default if that is left out.
-        runtime: What serves the file; the threshold is chosen by the answers that it gives there.
+        flops: Shares of the dense model's FLOPs to try in place of `prune.budget`. The one whose cascade is fastest on
+            the held-out rows, in batches of 8, is used. If neither is given, the usual shares are tried.
+        runtime: The runtime that serves the file; the threshold is chosen by its answers.
         dtype: What that runtime computes in; "bfloat16" is for openvino.
     """
 

@@ -229,10 +229,10 @@ class FlopsByLayer:
 class DataFacts:
     """Which rows units were scored on, plans were judged on (held out), and metrics were measured on.
 
-    `labels` are "data" or "predictions" of the model itself; `evaluation_of` is how many samples the split has;
-    without labels (`evaluation_labelled`), metrics compare both models with the dense model's own predictions;
-    held-out rows are `further` where they are of the calibration split; `name` is on the Hub, and `fingerprint` is of
-    the calibration batches.
+    `labels` are "data" or the model's own "predictions"; `evaluation_of` is how many samples the split has; without
+    labels (`evaluation_labelled`), metrics compare both models with the dense model's own predictions; held-out rows
+    are `further` rows if they come from the calibration split; `name` is on the Hub, and `fingerprint` is that of the
+    calibration batches.
     """
 
     labels: str

@@ -182,7 +182,7 @@ def place_frontier(
     interval: str = "95 % interval",
     promise: float | None = None,
 ) -> FrontierFigure:
-    """Return the picture of everything that was measured; `shapes` and `interval` are what marks and bars mean."""
+    """Return the picture of everything that was measured; `shapes` and `interval` explain marks and bars."""
     scales = _Scales.of(found, promise)
     places = [(scales.right(one.time), scales.up(one.same)) for one in found]
     marks = [_mark(one, place, scales) for one, place in zip(found, places, strict=True)]

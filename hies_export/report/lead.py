@@ -72,7 +72,7 @@ def asked_row(report: Report) -> LatencyRow | None:
 
 
 def _time(report: Report) -> str:
-    """Return the share of the time of the row that was asked for, else the median; without any, that of the FLOPs."""
+    """Return the time ratio of the row that was asked for, else the median; without times, the ratio of FLOPs."""
     timed = [row for row in report.latency if row.phase != "decode"]
     if not timed:
         return f"{report.flops.ratio:.2f} of the FLOPs"

@@ -143,7 +143,7 @@ class Report:
         onnx_max_abs: Largest difference between the outputs of the ONNX and the torch model; None without an ONNX
             model.
         gguf_max_abs: Largest difference between next-token probabilities of the GGUF file in llama.cpp and the torch
-            model; None without a GGUF file, or where llama.cpp is not installed.
+            model; None without a GGUF file, or if llama.cpp is not installed.
         seconds: Time spent by stage: score, cut, export, measure. The search of a deployment counts as score.
         latency: One row per runtime, precision, phase and shape.
         environment: Hardware and library versions that the numbers were measured with.

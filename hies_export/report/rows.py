@@ -55,7 +55,7 @@ def size_rows(report: Report) -> list[SizeRow]:
 
 
 def comparison_table(report: Report) -> Table:
-    """Return everything that both models have a value of: units, sizes, the first metric, stability, benchmarks.
+    """Return everything that both models have: units, sizes, the first metric, stability, benchmarks.
 
     Without labels there is no metric: it would compare with the dense model's own predictions, as stability does.
     """

@@ -313,7 +313,7 @@ def latency_text(rows: Sequence[LatencyRow], names: tuple[str, str] = ("dense", 
     if any(row.phase == "decode" for row in rows):
         sentences.append("Decode: the step that computes a row's last token, with the tokens before it in the cache.")
     if any(row.realised is not None and not row.noisy for row in rows):
-        sentences.append("Realised: the share of the saved FLOPs that was saved in time.")
+        sentences.append("Realised: the share of the FLOPs saving that became a time saving.")
     graphs = sorted({row.runtime for row in rows if row.cuda_graph})
     if graphs:
         sentences.append(f"CUDA graphs were replayed by {', '.join(graphs)}.")

@@ -10,7 +10,7 @@ import numpy as np
 class Builder:
     """Adds nodes at the end of an `onnx_ir.Graph`: `new("Add", x, y)` adds a node and returns its output.
 
-    Names begin with `prefix`. Constants go to the `outermost` graph, where the graph is in a branch of another one.
+    Names begin with `prefix`. Constants go to the `outermost` graph if the graph is in a branch of another one.
     """
 
     def __init__(self, graph: Any, prefix: str, *, outermost: Any = None):
@@ -46,7 +46,7 @@ class Builder:
 
 
 class Rewrite(Builder):
-    """Builds what replaces a node of a graph, in front of that node."""
+    """Builds the replacement of a node of a graph, in front of that node."""
 
     def __init__(self, graph: Any, node: Any):
         super().__init__(graph, node.name or node.outputs[0].name)

@@ -28,7 +28,7 @@ SIDE_FILES = (CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, *COM
 
 
 def fetch(model: str | Path, revision: str | None = None) -> Path:
-    """Return the folder of a checkpoint, after fetching what a Hub id needs, of a revision if one is given."""
+    """Return the folder of a checkpoint, after fetching the files of a Hub id, at a revision if one is given."""
     read_config(model, revision=revision)
     if Path(model).is_dir():
         return Path(model)

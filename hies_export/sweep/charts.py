@@ -146,7 +146,7 @@ def _removed(budget: float, name: str) -> float:
 def alpha_axis(rows: Sequence[Row]) -> Axis:
     """Return the axis of alpha."""
     alphas = sorted({row["alpha"] for row in rows})
-    # At most seven numbers, evenly.
+    # At most seven numbers, evenly spread.
     shown = alphas[:: -(-len(alphas) // 7)]
     return Axis(lambda row: row["alpha"], [(a, f"{a:g}", "") for a in shown], "alpha (0: entropy alone)")
 

@@ -83,7 +83,7 @@ class Claims:
                 ) from None
 
     def forget(self, works: Iterable[str]) -> None:
-        """Delete the claims on work that is finished, which processes that were killed have left."""
+        """Delete claims on finished work that killed processes have left."""
         for name in self.held().intersection(map(self.name, works)):
             (self._folder / name).unlink(missing_ok=True)
 

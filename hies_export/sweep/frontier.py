@@ -13,8 +13,8 @@ from .tables import COMPENSATIONS, Row, budget_of, deviation, line_name, share_t
 def sweep_frontier(rows: Sequence[Row], styles: Mapping[str, Style], *, legend: bool = False) -> FrontierFigure | None:
     """Return means over seeds; those on the frontier have names and intervals. None if nothing was timed.
 
-    Intervals are one standard deviation of the agreement, and all of the times' 95 % intervals. What is too noisy to
-    compare is left out. A `legend` has the names of all methods, whatever they remove: that has no marks of its own.
+    Intervals are one standard deviation of the agreement, and the hull of the times' 95 % intervals. Rows that are too
+    noisy to compare are left out. A `legend` names each method once, whatever it removes: marks do not show that.
     """
     timed = [row for row in rows if row.get("latency_ratio") is not None and not row.get("latency_noisy")]
     if not timed:

@@ -69,7 +69,7 @@ class Journal:
             self._file.close()
         if error is not None and not isinstance(error, RequestError) and self.rows:
             logger.warning(
-                "%d finished rows are kept in %s; the same command goes on from there", len(self.rows), self._folder
+                "%d finished rows are kept in %s; run the same command again to resume", len(self.rows), self._folder
             )
 
     def add(self, key: str, value: Mapping[str, Any], *, kind: str = "row") -> None:
@@ -107,7 +107,7 @@ class Journal:
         return dict(json.loads(text))
 
     def _take(self, line: dict[str, Any]) -> None:
-        """Remember a line; the first of a cell counts."""
+        """Remember a line; the first line of a cell counts."""
         entries = {"row": self.rows, "alpha": self.alphas, "latency": self.latency}.get(line["kind"])
         if entries is not None:
             entries.setdefault(line["key"], line["value"])

@@ -35,7 +35,7 @@ from .tables import (
 
 PAGE = "sweep.html"
 QUANTITIES = ("stability", "quality")
-# Alphas that make a curve.
+# Least number of alphas for a curve.
 FEWEST_ALPHAS = 3
 
 

@@ -101,7 +101,7 @@ def test_what_is_finished_is_said_to_be_kept_when_a_sweep_is_stopped(
     assert not caplog.messages
     with pytest.raises(KeyboardInterrupt, match="stopped"):
         sweep(KeyboardInterrupt("stopped"), rows=2)
-    said = f"2 finished rows are kept in {tmp_path / 'out'}; the same command goes on from there"
+    said = f"2 finished rows are kept in {tmp_path / 'out'}; run the same command again to resume"
     assert caplog.messages == [said]
 
 
