@@ -143,7 +143,7 @@ def require_package(module: str, *, who: str, package: str, extra: str) -> None:
 def did_you_mean(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
     """Return the end of a message, "; did you mean 'known'?", or "" where no known word is close; case is ignored.
 
-    Two words are named where both are close: 'heis' may be 'his' or 'hies'. Words that begin with it are closest.
+    Two words are named if both are close: 'heis' may be 'his' or 'hies'. Words that begin with it are closest.
     `cutoff` is that of `get_close_matches`.
     """
     written = {name.lower(): name for name in known}

@@ -235,7 +235,7 @@ def _load_files(path: Path, cache: str) -> datasets.Dataset:
 
 
 def _reason(error: Exception) -> str:
-    """Return why data does not load: where it has no rows, what the builders of `datasets` raise does not say so."""
+    """Return why data does not load; if it has no rows, the errors of `datasets` do not say so."""
     cause = root_cause(error)
     return "it has none" if cause == "StopIteration" or "corresponds to no data" in cause else cause
 

@@ -47,7 +47,7 @@ class Deployed:
 
     file: ExportedFile
     forms: list[Form]  # of both models, in several runtimes and bits
-    deployment: Deployment | None  # which of them to deploy, where that was asked
+    deployment: Deployment | None  # which of them to deploy, if that was asked
     cascade: tuple[CascadeSummary, CascadeFacts] | None
 
 

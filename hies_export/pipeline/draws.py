@@ -1,4 +1,4 @@
-"""Draw the rows of a run from the splits that a recipe names, each use from rows of its own where there are enough."""
+"""Draw the rows of a run from the splits that a recipe names, each use from separate rows if there are enough."""
 
 from __future__ import annotations
 

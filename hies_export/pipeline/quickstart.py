@@ -51,7 +51,7 @@ def prepare_quickstart(folder: Path, *, epochs: int = 40, seed: int = 0, progres
 
 
 def rename_in_report(report: Report, written: Path, folder: Path) -> Report:
-    """Return a report with the paths that are right once `written`, where all of them lie, is renamed to `folder`."""
+    """Return a report whose paths inside `written` are in `folder`, to which it will be renamed."""
     names = {os.path.abspath(written): os.path.abspath(folder), str(written): str(folder)}
 
     def renamed(value: Any) -> Any:

@@ -125,7 +125,7 @@ def run_stages(
 
 
 def _decide(resolved: Resolved, clock: Clock, progress: Progress) -> Decided:
-    """Choose the cut by the time of its cascade, where that is asked; else leave it to the stages."""
+    """Choose the cut by the time of its cascade, if that was asked for; else leave it to the stages."""
     asked = resolved.cascade
     if asked is None or not asked.flops:
         return Decided(cascade=asked)

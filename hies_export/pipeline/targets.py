@@ -27,7 +27,7 @@ from ..values import Scores
 from .options import PruneOptions, TimedBudget
 from .prepare import Prepared
 
-# If held-out rows decide how much goes, the removable cost is divided into this many sizes.
+# If held-out rows decide how much to remove, the removable cost is divided into this many sizes.
 SIZES = 100
 
 

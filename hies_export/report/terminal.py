@@ -47,7 +47,7 @@ def print_report(report: Report, console: Console) -> None:
 
 
 def print_table(console: Console, title: str, table: Table | None, note: str = "") -> None:
-    """Print a table between its title and a note, after an empty line; nothing where there is no table."""
+    """Print a table between its title and a note, after an empty line; nothing if there is no table."""
     if table is None:
         return
     console.print(f"\n{title}" if title else "", markup=False)

@@ -160,7 +160,7 @@ def grouped(rows: Sequence[Row]) -> dict[str, dict[float, list[Row]]]:
 
 
 def deviation(values: Sequence[float]) -> float | None:
-    """Return the standard deviation over seeds; None for one seed, and where a perplexity is infinite."""
+    """Return the standard deviation over seeds; None for one seed, or if a perplexity is infinite."""
     return statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else None
 
 
