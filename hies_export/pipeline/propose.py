@@ -73,7 +73,7 @@ def propose_recipe(
         columns = {key: value for key, value in _columns(rows, task).items() if value} | columns
 
     def at_most(count: int, rows: datasets.Dataset) -> int:
-        """Return a number of samples that is there: nobody who did not ask for more wants to be warned of fewer."""
+        """Return `count`, or the number of rows if that is smaller: no run should warn of a count nobody chose."""
         # What a decoder reads are blocks of text, whose number is known only when all of it is read.
         return count if task.generative else min(count, taken_from(rows))
 

@@ -224,7 +224,7 @@ class _Scales(NamedTuple):
 
     @classmethod
     def of(cls, found: Sequence[Measured], promise: float | None) -> _Scales:
-        """Return the axes on which everything has room, but what agrees far less than promised."""
+        """Return axes that show every point, except those that agree far less than promised."""
         fastest = math.floor(10 * (min(0.9, *(one.time for one in found)) - 0.05)) / 10
         slowest = max(1.0, *(one.time for one in found), *(one.time_ends[1] for one in found if one.name))
         floor = 0.0 if promise is None else 1 - _WORST * (1 - promise)
@@ -235,12 +235,12 @@ class _Scales(NamedTuple):
         return cls(max(0.0, fastest), slowest, max(0.0, 1 - step * math.ceil(round(lost / step, 6))), step)
 
     def right(self, time: float) -> float:
-        """Return the place of a time; what is faster than the axis goes is at its beginning."""
+        """Return the place of a time; times below the axis are put at its start."""
         share = (max(time, self.fastest) - self.fastest) / (self.slowest - self.fastest)
         return AXES.left + (AXES.right - AXES.left) * share
 
     def up(self, same: float) -> float:
-        """Return the height of an agreement; what agrees less than the axis goes is at its beginning."""
+        """Return the height of an agreement; those below the axis are put at its start."""
         share = (max(same, self.lowest) - self.lowest) / (1 - self.lowest)
         return AXES.bottom - (AXES.bottom - AXES.top) * share
 
