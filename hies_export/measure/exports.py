@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..errors import ExportError, RequestError
 from ..gguf.export import GgufExport, check_exportable, export_gguf, require_gguf
 from ..model.copies import convert
 from ..onnx.export import DTYPES as ONNX_DTYPES
@@ -83,10 +84,13 @@ class Exporter:
         )
 
     def quantize(self, exported: Exported, folder: Path) -> OnnxExport:
-        """Quantise an ONNX export into a new folder."""
+        """Quantise an ONNX export into a new folder; an ExportError where the cut has left only small layers."""
         assert isinstance(exported, OnnxExport)
         assert self.options.quantize is not None
-        return quantize_onnx(exported, folder, batch=self.sample, quantize=self.options.quantize)
+        try:
+            return quantize_onnx(exported, folder, batch=self.sample, quantize=self.options.quantize)
+        except RequestError as error:  # the request was checked on the dense model
+            raise ExportError(f"the slim model has no form in fewer bits: {error}") from error
 
     def source(
         self, runtime: str, model: PreTrainedModel, folder: Path, dtype: str | None = None

@@ -37,8 +37,11 @@ def make_project(folder: Path, **sections: object) -> Path:
         validation=ROWS,
         calibration={"samples": 8, "batch_size": 4},
         evaluation={"batch_size": 5},
-        prune={"alpha": 0.5, "budget": {"heads": 0.25}, "allocation": "uniform"},
-        **{"measure": {"shapes": [[2, 16], [1, 8]], "repeats": 6}} | sections,
+        **{
+            "prune": {"alpha": 0.5, "budget": {"heads": 0.25}, "allocation": "uniform"},
+            "measure": {"shapes": [[2, 16], [1, 8]], "repeats": 6},
+        }
+        | sections,
     )
     torch.manual_seed(0)
     save_text_model(folder / "model", **SHAPE)
@@ -145,6 +148,19 @@ def test_a_model_of_small_layers_is_refused_before_the_work(tmp_path: Path) -> N
     save_text_model(tmp_path / "model")
     with pytest.raises(RequestError, match="needs a linear layer of 16,384 weights or more"):
         run(PruningRecipe.from_yaml(recipe))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_cut_that_leaves_only_small_layers_is_no_mistake_in_the_recipe(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # 96 x 192 weights are worth 8 bits, 96 x 96 are not.
+    prune = {"modules": ["mlp"], "criterion": "l2", "budget": {"flops": 0.8}, "allocation": "uniform"}
+    recipe = make_project(tmp_path, export={"quantize": "int8"}, prune=prune)
+    save_text_model(tmp_path / "model", **SHAPE | {"hidden_size": 96})
+    assert hies("run", recipe) == 1
+    said = " ".join(capsys.readouterr().err.split())
+    assert "the slim model has no form in fewer bits: quantize: int8 needs a linear layer of 16,384 weights" in said
     assert not (tmp_path / "out").exists()
 
 
