@@ -26,6 +26,7 @@ from hies_export.errors import PlanError, RecipeError
 from hies_export.evaluate.predict import predict
 from hies_export.measure.counts import count_flops
 from hies_export.pipeline import candidates as candidates_module
+from hies_export.pipeline import draws as draws_module
 from hies_export.pipeline import resolve as resolve_module
 from hies_export.pipeline import targets
 from hies_export.pipeline.candidates import Candidates
@@ -85,7 +86,7 @@ def done(folder: Path) -> Run:
     recipe = recipe_of(folder, prune__criterion="auto", prune__compensation=compensation, output=str(folder / "auto"))
     with pytest.MonkeyPatch.context() as patch, without_tracing():
         # As in a data set that has rows enough for all uses.
-        patch.setattr(resolve_module, "AUTO_SAMPLES", 90)
+        patch.setattr(draws_module, "AUTO_SAMPLES", 90)
         report = recipe.run()
         resolved = resolve(recipe)
     return Run(folder / "auto", recipe, report, resolved.prepared, resolved.evaluation)
@@ -258,7 +259,7 @@ def test_what_auto_says_of_its_candidates_is_found_again_by_hand(done: Run) -> N
 
 
 def test_auto_is_judged_on_rows_that_nothing_else_saw(done: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resolve_module, "AUTO_SAMPLES", 90)
+    monkeypatch.setattr(draws_module, "AUTO_SAMPLES", 90)
 
     def rows(batches: list[dict[str, torch.Tensor]]) -> int:
         return sum(len(batch["input_ids"]) for batch in batches)
@@ -268,14 +269,14 @@ def test_auto_is_judged_on_rows_that_nothing_else_saw(done: Run, monkeypatch: py
     assert [rows(batches) for batches in by_use] == [20, 60, 90]
     # Shuffled by the recipe's seed: the first 20 of the 60 are scored on, and the 90 behind them are held out.
     options = options_of(done.recipe)
-    draws = resolve_module.Draws.of(options, samples=20)
+    draws = draws_module.Draws.of(options, samples=20)
     assert (draws.scoring, draws.held_out, draws.compensation, draws.apart) == (20, 90, 60, True)
     reader = resolve_module._reader(done.recipe, prepared.model.config)
     load = partial(reader.load, files=done.recipe.data.files)
-    _, held_out, compensation = resolve_module._draw(done.recipe, load, options, draws)
+    found = draws_module.draw(done.recipe, load, options, draws)
     drawn = load("train", samples=150, shuffle_seed=0)
-    assert [*held_out] == [*drawn.select(range(60, 150))]
-    assert [*compensation] == [*drawn.select(range(60))]
+    assert [*found.held_out] == [*drawn.select(range(60, 150))]
+    assert [*found.compensation] == [*drawn.select(range(60))]
 
 
 def chosen_by(recipe: PruningRecipe) -> tuple[Prepared, Choice]:
