@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ..kinds import ATTENTION
 from ..model.copies import share_weights
-from ..model.tokens import forward_inputs
+from ..model.tokens import forward_inputs, keys_and_values
 from ..units import PrunableModule
 from .record import Record
 
@@ -193,9 +193,8 @@ def cache_bytes_per_token(model: PreTrainedModel) -> int | None:
     empty = share_weights(model, device="meta").eval()
     ids = torch.zeros(1, 8, dtype=torch.int64, device="meta")
     with torch.no_grad():
-        cache = empty(input_ids=ids, use_cache=True).past_key_values
-    tensors = [t for layer in getattr(cache, "layers", ()) for t in (layer.keys, layer.values) if t is not None]
-    return sum(t.numel() * t.element_size() for t in tensors) // ids.shape[1]
+        cached = keys_and_values(empty(input_ids=ids, use_cache=True))
+    return sum(t.numel() * t.element_size() for layer in cached.values() for t in layer) // ids.shape[1]
 
 
 def flops_by_module(model: PreTrainedModel, batch: Mapping[str, Any]) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Load and save as transformers does, through parts of transformers that are not public. Tried with 5.23.0.
+"""Load and save as transformers does, through parts of transformers that are not public. Tried with 5.24.0.
 
 Everything that this package borrows from the private parts of loading and saving is here. To try another version, run
 `tests/stream` and `tests/checkpoint`, which compare with `from_pretrained` and `save_pretrained`, byte for byte.
@@ -20,7 +20,8 @@ What is saved, and as what   `PreTrainedModel._keys_to_ignore_on_save`, `core_mo
 
 Other modules use private parts for other purposes: `attention` reads `_supports_sdpa` and restores
 `_attn_implementation_internal`, `modes` replaces `GradientCheckpointingLayer._gradient_checkpointing_func`, `auto` and
-`data.tokens` read the Auto classes' `_model_mapping`, `onnx.export` reads `_supports_sdpa`.
+`data.tokens` read the Auto classes' `_model_mapping`, `onnx.export` reads `_supports_sdpa`, and `onnx.decoder`
+`_is_stateful`.
 """
 
 from __future__ import annotations

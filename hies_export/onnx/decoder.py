@@ -13,12 +13,12 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from ..errors import ExportError, UnsupportedModelError
-from ..model.tokens import positions_of
+from ..model.tokens import cache_name, positions_of
 from ..runtimes.ort import CACHE_SIZES
 from .trace import Fusions, export_program, fixed_size, name_axes, reason
 
 TOTAL = "past_sequence + sequence"
-_CACHE_TENSOR = re.compile(r"(?:(?:in|out)put\.)?past_key_values\.layers\.(\d+)\.(key|value)s")
+_CACHE_TENSOR = re.compile(r"(?:(?:in|out)put\.)?(?:cache|past_key_values)\.layers\.(\d+)\.(key|value)s")
 
 
 def check_decoder(model: PreTrainedModel) -> None:
@@ -28,9 +28,14 @@ def check_decoder(model: PreTrainedModel) -> None:
             f"export_onnx needs an encoder, a decoder or a vision-language model, and {type(model).__name__} is an "
             "encoder-decoder: export its encoder"
         )
-    if "past_key_values" not in inspect.signature(model.forward).parameters:
+    if cache_name(model) is None:
         raise UnsupportedModelError(
-            f"export_onnx needs a decoder with a key/value cache, and {type(model).__name__} takes no past_key_values"
+            f"export_onnx needs a decoder with a key/value cache, and {type(model).__name__} takes no cache"
+        )
+    if getattr(model, "_is_stateful", False):  # transformers' mark of a state that cannot be cut back to a prefix
+        raise UnsupportedModelError(
+            f"export_onnx needs a decoder whose cache is keys and values, and {type(model).__name__} keeps a recurrent "
+            "state"
         )
 
 
@@ -72,16 +77,17 @@ def decoder_sample(model: PreTrainedModel, prompt: Mapping[str, Tensor]) -> dict
     # The model's own cache may drop tokens outside a sliding window. A DynamicCache keeps them all, and the attention
     # mask applies the window.
     past, length = DynamicCache(), tokens.shape[1]
+    cache = {str(cache_name(model)): past}
     try:
         with torch.no_grad():
-            model(**inputs(0, length - 2), past_key_values=past, use_cache=True)
+            model(**inputs(0, length - 2), **cache, use_cache=True)
     except Exception as error:  # depends on the model: another kind of cache, a missing input
         raise ExportError(
             f"a decoder must run with a cache of keys and values, and {type(model).__name__} refused: {reason(error)}"
         ) from error
     if not past.get_seq_length():
         raise ExportError(f"a decoder must fill its cache, and {type(model).__name__} left it empty")
-    return {**inputs(length - 2, length), "past_key_values": past}
+    return {**inputs(length - 2, length), **cache}
 
 
 def trace_decoder(model: PreTrainedModel, prompt: Mapping[str, Tensor], fusions: Fusions) -> Any:
@@ -94,7 +100,7 @@ def trace_decoder(model: PreTrainedModel, prompt: Mapping[str, Tensor], fusions:
     sample = decoder_sample(model, prompt)
     program = export_program(model, sample, fusions, flags={"use_cache": True})
     layers = _name_cache(program, type(model).__name__)
-    text = {name: {0: "batch", 1: "sequence"} for name in sample if name not in ("attention_mask", "past_key_values")}
+    text = {name: {0: "batch", 1: "sequence"} for name in sample if name not in ("attention_mask", cache_name(model))}
     cache = {name: {0: "batch", 2: "past_sequence"} for name in layers}
     name_axes(program, {**text, "attention_mask": {0: "batch", 1: TOTAL}, **cache})
     _name_sizes(program, layers, model)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from ..errors import ExportError, MissingRuntimeError, RecipeError
 from ..model.copies import parameter_bytes, share_weights
 from ..model.threads import torch_threads
-from ..model.tokens import forward_inputs, positions_of
+from ..model.tokens import cache_name, forward_inputs, keys_and_values, positions_of
 from .base import Runtime, last_token, register_runtime
 
 # Shapes of models that are compiled in a process; more than anybody times.
@@ -45,7 +45,8 @@ class TorchRuntime(Runtime):
         self._model = share_weights(source).eval()
         self._forward: Any = self._model
         self._on_cuda = self._model.device.type == "cuda"
-        self._inputs = inspect.signature(self._model.forward).parameters
+        self._takes_positions = "position_ids" in inspect.signature(self._model.forward).parameters
+        self._cache_name = cache_name(self._model)
 
     @property
     def provider(self) -> str:
@@ -62,12 +63,12 @@ class TorchRuntime(Runtime):
     def decodes(self) -> bool:
         """Whether the model generates with a key/value cache."""
         model = self._model
-        return model.can_generate() and not model.config.is_encoder_decoder and "past_key_values" in self._inputs
+        return model.can_generate() and not model.config.is_encoder_decoder and self._cache_name is not None
 
     def prepare(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Move tensors to the model's device, floating ones to its dtype."""
         inputs = forward_inputs(self._model, batch)
-        if self.decodes and "input_ids" in inputs and "position_ids" in self._inputs:
+        if self.decodes and "input_ids" in inputs and self._takes_positions:
             mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
             inputs.setdefault("position_ids", positions_of(mask)[:, -inputs["input_ids"].shape[1] :])
         feed: dict[str, Any] = {
@@ -82,14 +83,14 @@ class TorchRuntime(Runtime):
         # Not with the compiled model: a CUDA graph overwrites its earlier outputs when it runs again.
         with torch.inference_mode():
             model: Any = self._model
-            past = model(**self.prepare(prompt)).get("past_key_values")
+            past = model(**self.prepare(prompt)).get("cache")
         if not getattr(past, "layers", ()):
             raise ExportError(f"a decoder must return its cache to be timed, and {type(self._model).__name__} has none")
-        return {**self.prepare(step), "past_key_values": past}
+        return {**self.prepare(step), str(self._cache_name): past}
 
     def run(self, feed: dict[str, Any]) -> Any:
         """Run one forward pass."""
-        inputs = _fresh(feed)
+        inputs = self._fresh(feed)
         with torch_threads(self.threads), torch.inference_mode():
             output = self._forward(**inputs)
             if self._on_cuda:
@@ -98,7 +99,7 @@ class TorchRuntime(Runtime):
 
     def time_ns(self, feed: dict[str, Any]) -> int:
         """Return the time of one forward pass in nanoseconds, measured with CUDA events on a GPU."""
-        inputs = _fresh(feed)
+        inputs = self._fresh(feed)
         with torch_threads(self.threads), torch.inference_mode():
             if not self._on_cuda:
                 start_ns = perf_counter_ns()
@@ -113,11 +114,20 @@ class TorchRuntime(Runtime):
                 end.synchronize()
                 return round(start.elapsed_time(end) * 1e6)
 
+    def _fresh(self, feed: dict[str, Any]) -> dict[str, Any]:
+        """Return the inputs with a copy of the cache object, because a run extends it; its tensors are shared."""
+        past = feed.get(self._cache_name) if self._cache_name else None
+        if past is None:
+            return feed
+        cache = copy.copy(past)
+        cache.layers = [copy.copy(layer) for layer in past.layers]
+        return {**feed, str(self._cache_name): cache}
+
     def fetch(self, result: Any) -> dict[str, np.ndarray]:
         """Return float32 arrays by output name; a decoder's cache is `present.{layer}.key` and `.value`."""
         tensors = {name: value for name, value in result.items() if isinstance(value, torch.Tensor)}
-        for index, layer in enumerate(getattr(result.get("past_key_values"), "layers", ())):
-            tensors |= {f"present.{index}.key": layer.keys, f"present.{index}.value": layer.values}
+        for index, (keys, values) in keys_and_values(result).items():
+            tensors |= {f"present.{index}.key": keys, f"present.{index}.value": values}
         return {name: value.detach().float().cpu().numpy() for name, value in tensors.items()}
 
     def peak_memory_bytes(self, feed: dict[str, Any]) -> int | None:
@@ -164,13 +174,3 @@ def peak_memory_bytes(model: PreTrainedModel, run: Callable[[], object]) -> int 
     before = torch.cuda.memory_allocated(model.device)
     run()
     return parameter_bytes(model) + torch.cuda.max_memory_allocated(model.device) - before
-
-
-def _fresh(feed: dict[str, Any]) -> dict[str, Any]:
-    """Return the inputs with a copy of the cache object, because a run extends it; its tensors are shared."""
-    past = feed.get("past_key_values")
-    if past is None:
-        return feed
-    cache = copy.copy(past)
-    cache.layers = [copy.copy(layer) for layer in past.layers]
-    return {**feed, "past_key_values": cache}

@@ -241,7 +241,7 @@ def test_refused_before_any_work(tmp_path, monkeypatch):
     with pytest.raises(UnsupportedModelError, match="T5ForConditionalGeneration is an encoder-decoder"):
         export_onnx(t5, tmp_path / "onnx", batch=batch)
     mamba = MambaForCausalLM(MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=10))
-    with pytest.raises(UnsupportedModelError, match="MambaForCausalLM takes no past_key_values"):
+    with pytest.raises(UnsupportedModelError, match="MambaForCausalLM keeps a recurrent state"):
         export_onnx(mamba, tmp_path / "onnx", batch=batch)
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(MissingRuntimeError, match=r'pip install "hies-export\[cpu\]"'):

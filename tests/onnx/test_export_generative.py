@@ -76,7 +76,7 @@ def test_an_uneven_decoder_equals_torch_in_any_pieces(
         cache = {name.replace("present", "past_key_values"): array for name, array in outputs.items()}
     real = mask.bool().numpy()
     np.testing.assert_allclose(np.concatenate(logits, 1)[real], want.logits.numpy()[real], atol=1e-4)
-    for layer, kept in enumerate(want.past_key_values.layers):
+    for layer, kept in enumerate(want.cache.layers):
         for kind, tensor in (("key", kept.keys), ("value", kept.values)):
             got = cache[f"past_key_values.{layer}.{kind}"]
             assert got.shape == tensor.shape
