@@ -101,7 +101,7 @@ class StepError(HiesError):
 
 
 class NonFiniteError(StepError):
-    """The model gave NaN or infinity in a loss, a gradient or a score; the message names the batch or the head."""
+    """The model gave NaN or infinity in a loss, a gradient, a score or a refit; the message names where."""
 
 
 class CutMismatchError(StepError):

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from ..data.targets import IGNORED, predicted_positions
 from ..errors import NonFiniteError, UnsupportedModelError
 from ..kinds import UNIT_NAMES
+from ..model.tokens import judged_tokens
 from ..units import PrunableModule
 
 
@@ -65,7 +66,7 @@ class Gates:
 
 
 def with_labels(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the batch with labels: its own, or else the classes or shifted tokens that the model predicts."""
+    """Return the batch with labels: its own, or else what the model predicts: a class, or each of `judged_tokens`."""
     if "labels" in batch:
         return dict(batch)
     with torch.no_grad():
@@ -74,9 +75,7 @@ def with_labels(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[str
         return {**batch, "labels": predicted}
     labels = torch.full_like(predicted, IGNORED)
     labels[:, 1:] = predicted[:, :-1]
-    if "attention_mask" in batch:
-        labels = labels.masked_fill(batch["attention_mask"] == 0, IGNORED)
-    return {**batch, "labels": labels}
+    return {**batch, "labels": labels.where(judged_tokens(model, batch, labels), IGNORED)}
 
 
 def summed_loss(model: PreTrainedModel, batch: Mapping[str, Tensor], index: int) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from ..data.targets import IGNORED, is_regression, predicted_positions, size_of
 from ..errors import DataError, NonFiniteError
 from ..model.modes import evaluating, frozen, without_cache
-from ..model.tokens import real_tokens
+from ..model.tokens import judged_tokens, real_tokens
 from ..model.watch import Watched, watch
 from ..units import PrunableModule
 
@@ -110,22 +110,13 @@ def predictions(model: PreTrainedModel, batch: Mapping[str, Tensor], logits: Ten
 
 
 def text_labels(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor:
-    """Return the labels of a language model's batch, (batch, tokens): by default its own tokens.
-
-    These are all real tokens that follow a real one, except placeholders of image parts.
-    """
+    """Return the labels of a language model's batch, (batch, tokens): by default its own `judged_tokens`."""
     if "labels" in batch:
         return batch["labels"]
     if "input_ids" not in batch:
         raise DataError(f"a language model's batch must have labels or input_ids, got {', '.join(batch)}")
     ids = batch["input_ids"]
-    real = batch.get("attention_mask", torch.ones_like(ids)).bool()
-    counted = real.clone()
-    counted[:, 1:] &= real[:, :-1]  # with padding on the left, nothing real predicts the first token
-    image = getattr(model.config, "image_token_id", None)
-    if image is not None:
-        counted &= ids != image
-    return ids.where(counted, IGNORED)
+    return ids.where(judged_tokens(model, batch, ids), IGNORED)
 
 
 def _log_probabilities(logits: Tensor, labels: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .. import processes
-from ..model.linear import weight_of
+from ..model.linear import by_features, weight_of
 from ..units import PrunableModule, Slice
 
 STATISTICS = ("taylor", "channel_taylor")
@@ -119,7 +119,7 @@ class WeightGradients:
         for name, gradient in self._sums.items():
             layer = self._layers[name]
             product = (layer.weight.detach().float() * gradient).abs().double().cpu()
-            salience[name] = product if weight_of(layer).shape == product.shape else product.T
+            salience[name] = by_features(layer, product)
         found = {"taylor": {m.name: sum_by_unit(m, salience.__getitem__) for m in self._modules}}
         if has_channels(self._modules):
             found["channel_taylor"] = {m.name: sum_by_channel(m, salience.__getitem__) for m in self._modules}

@@ -38,17 +38,26 @@ def share_ends(same: torch.Tensor, samples: torch.Tensor | None = None) -> tuple
 
 def _effective_size(same: torch.Tensor, samples: torch.Tensor, share: float) -> float:
     """Return how many independent predictions would give a share with the same variance as these."""
-    _, place, sizes = samples.unique(return_inverse=True, return_counts=True)
-    groups = len(sizes)
-    apart = torch.zeros(groups, dtype=torch.float64).index_add(0, place, same - share)
-    spread = apart.square().sum().item()
-    if groups == 1 or spread == 0:
+    groups, variance = len(samples.unique()), variance_of_mean(same, samples)
+    if groups == 1 or variance == 0:
         # One sample, or all predictions agree: nothing shows that predictions of one sample are independent.
         return float(groups)
-    variance = spread * groups / (groups - 1) / len(same) ** 2
     size = min(share * (1 - share) / variance, float(len(same)))
     tail = (1 + CONFIDENCE) / 2
     return float(size * (stats.t.ppf(tail, len(same) - 1) / stats.t.ppf(tail, groups - 1)) ** 2)
+
+
+def variance_of_mean(values: torch.Tensor, samples: torch.Tensor | None = None) -> float:
+    """Return the variance of the mean of values, (predictions,), over draws of samples; infinite for a single sample.
+
+    `samples` are as in `lower_share`. Values of one sample may depend on each other, so only their sum counts.
+    """
+    apart = values.double() - values.double().mean()
+    if samples is not None:
+        found, place = samples.unique(return_inverse=True)
+        apart = apart.new_zeros(len(found)).index_add(0, place, apart)
+    groups = len(apart)
+    return math.inf if groups == 1 else apart.square().sum().item() * groups / (groups - 1) / len(values) ** 2
 
 
 def upper_rate(count: int, rows: int, confidence: float = CONFIDENCE) -> float:

@@ -15,7 +15,7 @@ import torch
 from ..data.batches import Batch
 from ..errors import DataError
 from ..progress import SILENT, Progress
-from .interval import CONFIDENCE, lower_share, share_ends
+from .interval import CONFIDENCE, lower_share, share_ends, variance_of_mean
 from .metrics import METRICS, check_metrics, quality_loss
 from .predict import ChoicePredictions, Predictions, TokenPredictions, predict, predicted, references
 
@@ -105,11 +105,11 @@ class Judge:
     def kept(self, predictions: Predictions) -> tuple[float, float]:
         """Return the share of predictions that equal the dense model's, and the lower end of its 95 % interval."""
         same = self.agreement(predictions)
-        return same.double().mean().item(), lower_share(same, self._samples)
+        return same.double().mean().item(), lower_share(same, self.samples)
 
     def kept_ends(self, predictions: Predictions) -> tuple[float, float]:
         """Return both ends of the interval of that share."""
-        return share_ends(self.agreement(predictions), self._samples)
+        return share_ends(self.agreement(predictions), self.samples)
 
     def lost(self, predictions: Predictions, *, resamples: int = 1000, seed: int = 0) -> tuple[float, float]:
         """Return how much worse the first metric is than the dense model's, and the upper end of its 95 % interval.
@@ -132,7 +132,7 @@ class Judge:
         return loss(slice(None)), float(np.quantile(losses, (1 + CONFIDENCE) / 2))
 
     @property
-    def _samples(self) -> torch.Tensor | None:
+    def samples(self) -> torch.Tensor | None:
         """Sample of every prediction; None if each has its own."""
         of_tokens = isinstance(self.dense, TokenPredictions) and not self.dense.answers
         return self.dense.sample if of_tokens else None  # type: ignore[union-attr]
@@ -250,7 +250,11 @@ def stability(dense: Predictions, other: Predictions, *, regression: bool = Fals
     return agreement(dense, other, regression=regression, tolerance=tolerance).double().mean().item()
 
 
-def clearly_better(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether one model's `agreement` is above another's, beyond two paired standard errors."""
+def clearly_better(one: torch.Tensor, other: torch.Tensor, samples: torch.Tensor | None = None) -> bool:
+    """Return whether one model's `agreement` is above another's, beyond two paired standard errors.
+
+    Tokens of one text are not independent: `samples` says which sample each prediction belongs to, (predictions,)
+    int64; None if each has its own.
+    """
     gained = one.double() - other.double()
-    return bool(gained.mean() > 2 * gained.std() / len(gained) ** 0.5)
+    return gained.mean().item() > 2 * variance_of_mean(gained, samples) ** 0.5

@@ -16,8 +16,12 @@ def is_linear(module: nn.Module) -> bool:
 
 def weight_of(layer: nn.Module) -> Tensor:
     """Return a view of the weight as (out_features, in_features)."""
-    weight: Tensor = layer.weight  # type: ignore[assignment]
-    return weight.T if isinstance(layer, Conv1D) else weight
+    return by_features(layer, layer.weight)  # type: ignore[arg-type]
+
+
+def by_features(layer: nn.Module, values: Tensor) -> Tensor:
+    """Return a view as (out_features, in_features) of one value per weight, in the layout of the stored weight."""
+    return values.T if isinstance(layer, Conv1D) else values
 
 
 def weight_axis(layer: nn.Module, axis: int) -> int:

@@ -46,6 +46,26 @@ def real_tokens(model: PreTrainedModel, name: str, batch: Mapping[str, Tensor], 
     return torch.ones(y.shape[:2], dtype=torch.bool, device=y.device)
 
 
+def judged_tokens(model: PreTrainedModel, batch: Mapping[str, Tensor], like: Tensor) -> Tensor:
+    """Return a mask of the tokens of a text, shaped as `like`, (batch, tokens), that a language model has to predict.
+
+    These are all real tokens that follow a real one, except placeholders of images, videos and audio. A mask and tokens
+    of another shape are those of an encoder.
+    """
+    own = {name: given for name, given in batch.items() if given.shape == like.shape}
+    real = own.get("attention_mask", torch.ones_like(like)).bool()
+    judged = real.clone()
+    judged[:, 1:] &= real[:, :-1]  # with padding on the left, nothing real predicts the first token
+    ids = own.get("input_ids")
+    return judged if ids is None else judged & ~torch.isin(ids, _placeholders(model.config).to(ids))
+
+
+def _placeholders(config: Any) -> Tensor:
+    """Return the tokens that stand for features of an image, a video or a sound, int64."""
+    named = (getattr(config, name, None) for name in _PLACEHOLDERS)
+    return torch.tensor([token for token in named if isinstance(token, int)], dtype=torch.int64)
+
+
 def _reads_text(model: PreTrainedModel, name: str) -> bool:
     """Return whether the innermost `PreTrainedModel` around a module takes text."""
     while name:
@@ -132,7 +152,7 @@ def _random_text(
     accepted = inspect.signature(model.forward).parameters
     vocabulary = getattr(config.get_text_config(), "vocab_size", 256)  # CANINE has none: it reads code points
     end = end_of_text(model)
-    never = [t for t in (end, *(getattr(config, name, None) for name in _PLACEHOLDERS)) if isinstance(t, int)]
+    never = [*([] if end is None else [end]), *_placeholders(config).tolist()]
     instead = next(token for token in range(vocabulary) if token not in never)
 
     def draw() -> Tensor:

@@ -54,6 +54,11 @@ class HeldOut:
         """Name of the metric by which selections are compared."""
         return self._judge.metrics[0]
 
+    @property
+    def samples(self) -> Tensor | None:
+        """Sample of every prediction; None if each has its own."""
+        return self._judge.samples
+
     def dense(self) -> float:
         """Return the metric of the dense model."""
         return self._judge.of(self._judge.dense).metrics[self.metric]
@@ -151,10 +156,10 @@ def choose_by_agreement(
         return Tried(number, scores.criterion, alpha, steps[number], weights, found.quality, found.stability)
 
     def better(one: Tried, other: Tried) -> bool:
-        flags = [held_out[t.token_weights].agreement(candidates[t.candidate][1]) for t in (one, other)]
+        flags, others = (held_out[t.token_weights].agreement(candidates[t.candidate][1]) for t in (one, other))
         error = held_out[one.token_weights].judgement(candidates[one.candidate][1]).standard_error
         lost = 0.0 if one.quality is None or other.quality is None else sign * (other.quality - one.quality)
-        return clearly_better(*flags) and lost <= error
+        return clearly_better(flags, others, held_out[first].samples) and lost <= error
 
     def best_of(tried: Sequence[Tried]) -> Tried:
         best = tried[0]

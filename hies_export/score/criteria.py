@@ -194,7 +194,8 @@ def llm_pruner_block(statistics: Statistics) -> Mapping[str, Tensor]:
     found = min_max(statistics["taylor"], normalize="model", what="Taylor importance")
     last = len(found) - 1
     kept = {0, 1, 2, last} if last >= 7 else set()
-    return {name: values + (1.0 if layer in kept else 0.0) for layer, (name, values) in enumerate(found.items())}
+    # By 1 alone, the least head of these layers would tie with the greatest of the others, and could go first.
+    return {name: values + (2.0 if layer in kept else 0.0) for layer, (name, values) in enumerate(found.items())}
 
 
 @criterion(name="ae + activation-l2", needs=("entropy", "activation_l2"))

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PlanError
-from ..model.linear import weight_of
 from ..units import PrunableModule
 
 # Weights that differ by this share of their norm are different weights. Rounding to bfloat16 moves a number of a
@@ -26,7 +25,8 @@ _MIX = -0x40A7B892E31B1A47
 def fingerprint(model: nn.Module, modules: Sequence[PrunableModule]) -> dict[str, tuple[float, ...]]:
     """Return the fingerprints that identify a model: layer -> fingerprint, for the first and the last module."""
     names = dict.fromkeys(name for m in (modules[0], modules[-1]) for name in m.layers)
-    return {name: fingerprint_of([weight_of(model.get_submodule(name)).detach()]) for name in names}
+    # As it is stored, not as `weight_of` turns it: `apply_plan` reads the same numbers from a file, in their order.
+    return {name: fingerprint_of([model.get_parameter(f"{name}.weight").detach()]) for name in names}
 
 
 def fingerprint_of(parts: Iterable[Tensor]) -> tuple[float, ...]:

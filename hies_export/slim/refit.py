@@ -27,7 +27,7 @@ from ..calibrate.moments import MomentStream, check_samples
 from ..calibrate.ridge import Moments, SplitMoments
 from ..calibrate.stream import LIMIT_BYTES
 from ..calibrate.sums import check_mix
-from ..errors import RecipeError, RequestError
+from ..errors import NonFiniteError, RecipeError, RequestError
 from ..model.linear import weight_of
 from ..model.threads import threads_for
 from ..progress import SILENT, Progress
@@ -142,6 +142,7 @@ def compensate(
     Raises:
         RequestError: The method is `bias`, and a consumer has no bias.
         DataError: Fewer than five samples.
+        NonFiniteError: An input or output of a consumer is NaN or infinite; that consumer is left as it was cut.
 
     Warns:
         FewTokensWarning: Fewer tokens than four times the inputs of a consumer.
@@ -218,6 +219,7 @@ def _refit(layer: nn.Module, module: PrunableModule, moments: SplitMoments, how:
     weight = weight_of(layer).detach().double()
     bias = layer.bias.detach().double() if isinstance(layer.bias, Tensor) else None
     everything = fitting + held_out
+    _check_finite(module, everything)
     _warn_of_few_tokens(name, everything, how, width=module.unit_width)
 
     def fits(of: Moments, ridges: Sequence[float]) -> Iterator[tuple[Tensor, Tensor | None]]:
@@ -279,6 +281,17 @@ def _scaled(
         factor = torch.linalg.cholesky(damped)
         change = torch.cholesky_solve((wanted - products.sum(1))[:, None], factor)[:, 0]
         yield weight * (1 + change).repeat_interleave(width)
+
+
+def _check_finite(module: PrunableModule, moments: Moments) -> None:
+    """Refuse moments of tokens that are no numbers: of errors that are NaN, none is the least, and a fit is NaN too."""
+    found = (moments.x, moments.y, moments.xx, moments.yx, moments.yy)
+    if not all(values.isfinite().all() for values in found):
+        raise NonFiniteError(
+            f"every input and output of {module.consumer} must be finite to refit it, but over {moments.counted} "
+            "calibration tokens they add up to NaN or infinity; check the weights before it, the compensation rows and "
+            "the model's dtype (float16 overflows where bfloat16 does not), or leave compensation out"
+        )
 
 
 def _warn_of_few_tokens(name: str, moments: Moments, how: Compensation, *, width: int) -> None:

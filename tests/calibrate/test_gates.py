@@ -1,13 +1,18 @@
 """Gates by hand: what they multiply, the gradient of each sample's own loss, and what is refused."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from support.generative import padded, with_images
+from support.models import causal_lm, llava
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from hies_export.calibrate.gates import Gates, summed_loss, with_labels
+from hies_export.calibrate.readings import text_labels
 from hies_export.data.targets import IGNORED
 from hies_export.errors import NonFiniteError, UnsupportedModelError
 from hies_export.units import PrunableModule
@@ -80,7 +85,7 @@ class Fixed:
     """A model that gives the same logits and the same loss whatever it reads."""
 
     def __init__(self, logits: Tensor, loss: float = 0.5):
-        self.logits, self.loss = logits, torch.tensor(loss)
+        self.logits, self.loss, self.config = logits, torch.tensor(loss), SimpleNamespace()
 
     def __call__(self, **batch: Any) -> SimpleNamespace:
         return SimpleNamespace(logits=self.logits, loss=self.loss)
@@ -99,6 +104,42 @@ def test_labels_of_the_data_are_kept_and_else_predicted() -> None:
     assert with_labels(tokens, batch)["labels"].tolist() == [[IGNORED, 3, 1, 2], [IGNORED, 1, 1, IGNORED]]  # type: ignore[arg-type]
     del batch["attention_mask"]
     assert with_labels(tokens, batch)["labels"].tolist() == [[IGNORED, 3, 1, 2], [IGNORED, 1, 1, 3]]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("make", [causal_lm, llava])
+def test_own_labels_are_those_of_each_text_by_itself(make: Callable[[], PreTrainedModel], side: str) -> None:
+    """Nothing real predicts a text's first token, and no label is an image's part, whatever is padded."""
+    model, batch = make(), padded([9, 4, 6], side)
+    batch = with_images(batch) if make is llava else batch
+    del batch["labels"]
+    expected = torch.full_like(batch["input_ids"], -100)
+    for row, mask in enumerate(batch["attention_mask"]):
+        places = [place for place, real in enumerate(mask.tolist()) if real]
+        alone = {"input_ids": batch["input_ids"][row, places][None]}
+        alone |= {"pixel_values": batch["pixel_values"][row : row + 1]} if make is llava else {}
+        likeliest = model(**alone).logits[0].argmax(-1)
+        for before, place in enumerate(places[1:]):
+            if batch["input_ids"][row, place] != 4 or make is causal_lm:
+                expected[row, place] = likeliest[before]
+    found = with_labels(model, batch)["labels"]
+    assert found.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("name", ["image_token_id", "image_token_index", "video_token_id", "audio_token_id"])
+def test_no_label_is_a_placeholder_of_any_kind(name: str) -> None:
+    tokens = Fixed(torch.eye(4)[torch.tensor([[3, 1, 2, 0]])])
+    tokens.config = SimpleNamespace(**{name: 7})
+    batch = {"input_ids": torch.tensor([[5, 7, 6, 7]])}
+    assert with_labels(tokens, batch)["labels"].tolist() == [[-100, -100, 1, -100]]  # type: ignore[arg-type]
+    assert text_labels(tokens, batch).tolist() == [[5, -100, 6, -100]]  # type: ignore[arg-type]
+
+
+def test_the_text_that_an_encoder_reads_hides_no_label_of_the_decoder() -> None:
+    tokens = Fixed(torch.eye(4)[torch.tensor([[3, 1, 2, 0]])])
+    batch = {"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.tensor([[1, 1, 0]])}
+    batch["decoder_input_ids"] = torch.tensor([[1, 2, 3, 1]])
+    assert with_labels(tokens, batch)["labels"].tolist() == [[-100, 3, 1, 2]]  # type: ignore[arg-type]
 
 
 def test_a_mean_loss_becomes_the_sum_of_its_losses() -> None:

@@ -3,14 +3,17 @@
 import pytest
 import torch
 from support.generative import padded, with_images
-from support.models import bert, causal_lm, llama, llava, text_batch
+from support.models import bert, causal_lm, llama, llava, shake, text_batch
 from support.neurons import one_by_one
 from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from hies_export.calibrate.collect import collect_statistics
 from hies_export.calibrate.inputs import RIDGE
 from hies_export.errors import DataError
+from hies_export.kinds import ATTENTION, KINDS
 from hies_export.prunable.attention import find_attention
+from hies_export.prunable.find import find_modules
 
 EXTRA = ("activation_l2", "output_norm", "obs", "taylor")
 
@@ -75,6 +78,33 @@ def test_signals_equal_loops_over_samples_and_the_gradients_that_torch_leaves_in
         # LLaVA reads the image tower before its last layer, which therefore moves no loss.
         towers = {site.name: found["taylor"][site.name].sum() > 0 for site in sites}
         assert [name for name, moves in towers.items() if not moves] == [[n for n in towers if "vision" in n][-1]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("inner", [32, 48], ids=["square", "wide"])
+def test_weights_that_are_stored_transposed_have_the_signals_of_their_own_units(inner: int, kind: str) -> None:
+    """Every layer of a GPT-2 is a Conv1D, whose weight is stored (inputs, outputs): a unit reads columns, not rows."""
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_inner": inner, "vocab_size": 32, "n_positions": 64}
+    model = shake(GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=2, eos_token_id=3)))
+    batches = [padded([9, 4, 6], "left", answers=[2, 3, 1]), padded([7, 5], "right")]
+    modules = find_modules(model, batches[0], kinds=(kind,))
+    needs = {"taylor": 1, "weight_l2": 2} | ({"channel_taylor": 1} if kind == ATTENTION else {})
+    found = collect_statistics(model, batches, modules, needs=[*needs])
+    for batch in batches:
+        (model(**batch).loss * len(batch["input_ids"])).backward()
+    for module in modules:
+        (producer,) = (model.get_submodule(name).weight for name in module.producers)
+        consumer = model.get_submodule(module.consumer).weight
+        for what, root in needs.items():
+            into, out = (
+                w.detach().double().pow(2) if what == "weight_l2" else (w * w.grad).abs().double()
+                for w in (producer, consumer)
+            )
+            # By feature: the columns of q, k and v, or of a neuron, and the row that reads them.
+            by_feature = into.sum(0).view(-1, len(out)).sum(0) + out.sum(1)
+            width = 1 if what == "channel_taylor" else module.unit_width
+            expected = by_feature.view(-1, width).sum(1) ** (1 / root)
+            torch.testing.assert_close(found[what][module.name], expected, rtol=1e-4, atol=1e-9)
 
 
 def test_gradients_of_weights_need_the_labels_of_a_language_model() -> None:

@@ -12,7 +12,7 @@ from support.models import causal_lm
 from torch import Tensor
 
 from hies_export.errors import DataError
-from hies_export.evaluate.judge import Judge, Judgement, Quality, standard_error
+from hies_export.evaluate.judge import Judge, Judgement, Quality, clearly_better, standard_error
 from hies_export.evaluate.predict import TokenPredictions, predict
 
 
@@ -107,3 +107,46 @@ def test_resampled_sets_where_a_metric_is_undefined_count_as_zero(caplog: Any) -
     assert 0 < sum(values) < 100
     assert standard_error(logits, labels, name="matthews_correlation") == pytest.approx(np.std(values, ddof=1))
     assert caplog.messages == []
+
+
+def texts_of(gained: list[list[int]]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the agreement of two models whose tokens differ so, 1 where only the first agrees, and their texts."""
+    flat = torch.tensor([token for text in gained for token in text])
+    text = torch.tensor([number for number, tokens in enumerate(gained) for _ in tokens])
+    return flat > 0, flat < 0, text
+
+
+def test_what_one_text_gains_is_no_clear_gain() -> None:
+    # 30 of 500 tokens are far beyond two standard errors of independent ones, but they are of one text.
+    one, other, text = texts_of([[1] * 30 + [0] * 20, *([0] * 50 for _ in range(9))])
+    assert clearly_better(one, other)
+    assert not clearly_better(one, other, text)
+    # The same tokens, three of each text.
+    one, other, text = texts_of([[1] * 3 + [0] * 47 for _ in range(10)])
+    assert clearly_better(one, other, text)
+    assert not clearly_better(other, one, text)
+    # A single text shows nothing of others, nor does a single sample.
+    one, other, text = texts_of([[1] * 50])
+    assert clearly_better(one, other)
+    assert not clearly_better(one, other, text)
+    assert not clearly_better(one[:1], other[:1])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_clear_gain_is_two_standard_errors_of_a_mean_over_clusters(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    lengths, drift = generator.integers(1, 30, size=25), generator.normal(0.1, 0.3, size=25)
+    gained = [
+        [int(np.sign(x)) if abs(x) > 0.5 else 0 for x in generator.normal(shift, 0.5, size=length)]
+        for length, shift in zip(lengths, drift, strict=True)
+    ]
+    tokens = sum(map(len, gained))
+    mean = sum(map(sum, gained)) / tokens
+    between = sum((sum(text) - mean * len(text)) ** 2 for text in gained)
+    error = (len(gained) / (len(gained) - 1) * between) ** 0.5 / tokens
+    one, other, text = texts_of(gained)
+    assert clearly_better(one, other, text) == (mean > 2 * error)
+    # Samples of one prediction each are as good as none.
+    alone = torch.arange(tokens)
+    paired = np.std([token for of in gained for token in of], ddof=1) / tokens**0.5
+    assert clearly_better(one, other, alone) == clearly_better(one, other) == (mean > 2 * paired)

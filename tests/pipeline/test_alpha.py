@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from hies_export.evaluate.judge import Judgement
+from hies_export.evaluate.judge import Judge, Judgement
+from hies_export.evaluate.predict import TokenPredictions
 from hies_export.pipeline.search import HeldOut, choose_alpha, choose_by_agreement
 from hies_export.units import Kept, Selection
 from hies_export.values import Scores
@@ -12,8 +13,8 @@ from hies_export.values import Scores
 class Given(HeldOut):
     """Judges a selection by the number of heads it keeps, as a table says, and notes what it is asked."""
 
-    def __init__(self, by_heads: dict[int, Judgement], metric: str = "accuracy"):
-        self._by_heads, self._name = by_heads, metric
+    def __init__(self, by_heads: dict[int, Judgement], metric: str = "accuracy", texts: torch.Tensor | None = None):
+        self._by_heads, self._name, self.texts = by_heads, metric, texts
         self.asked: list[int] = []
 
     @property
@@ -23,6 +24,10 @@ class Given(HeldOut):
     def judgement(self, selection: Selection) -> Judgement:
         self.asked.append(len(selection["layer"].units))
         return self._by_heads[self.asked[-1]]
+
+    @property
+    def samples(self) -> torch.Tensor | None:
+        return self.texts
 
     def agreement(self, selection: Selection) -> torch.Tensor:
         return torch.arange(100) < 100 * self.judgement(selection).stability
@@ -109,10 +114,29 @@ def test_what_clearly_agrees_more_is_chosen_and_else_the_first() -> None:
     assert best(first, {1: (85, 1.0)}) == (0, 1.0)
 
 
+@pytest.mark.parametrize(("length", "best"), [(1, 1), (5, 0)])
+def test_tokens_of_one_text_are_no_reasons_of_their_own(length: int, best: int) -> None:
+    """Of 100 tokens, five more agree: clearly so if they are of five texts, and not if they are all of one."""
+    candidates = [(Scores(f"c{n}", {}, {}), selection_of(scores_for(n, 0.0))) for n in (1, 2)]
+    table = {n: Judgement(9.0, 0.5, share) for n, share in ((1, 0.9), (2, 0.95))}
+    held_out = Given(table, "perplexity", torch.arange(100) // length)
+    tried = choose_by_agreement(candidates, {1.0: held_out}, steps=[1, 1])
+    assert [t.candidate for t in tried if t.chosen] == [best]
+
+
+@pytest.mark.parametrize(("answers", "texts"), [(False, [0, 0, 1]), (True, None)])
+def test_held_out_rows_say_which_predictions_are_of_one_text(answers: bool, texts: list[int] | None) -> None:
+    tokens, sample = torch.tensor([5, 6, 7]), torch.tensor([0, 0, 1])
+    dense = TokenPredictions(tokens, torch.zeros(3), sample, samples=2, answers=answers)
+    found = HeldOut(Judge((), dense, ("perplexity",)), None, ()).samples  # type: ignore[arg-type]
+    assert (found if found is None else found.tolist()) == texts
+    assert HeldOut(Judge((), torch.zeros(3, 2), ("accuracy",)), None, ()).samples is None  # type: ignore[arg-type]
+
+
 def test_equal_selections_are_predicted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     predicted: list[int] = []
 
-    class Judge:
+    class Fixed:
         metrics = ("accuracy",)
         batches = ()
 
@@ -130,7 +154,7 @@ def test_equal_selections_are_predicted_once(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr("hies_export.pipeline.search.predict_pruned", predict)
     candidates = [scores_for(2 if i < 6 else 3, i / 12) for i in range(12)]
-    choice = choose_alpha(candidates, selection_of, HeldOut(Judge(), None, ()))  # type: ignore[arg-type]
+    choice = choose_alpha(candidates, selection_of, HeldOut(Fixed(), None, ()))  # type: ignore[arg-type]
     assert predicted == [2, 3]
     assert len(choice.curve) == 12
     assert choice.scores.parameters["heads"] == 3

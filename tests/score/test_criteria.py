@@ -20,6 +20,7 @@ from hies_export.score.criteria import (
     score_units,
     uses_alpha,
 )
+from hies_export.select.select import select_units
 from hies_export.units import Units
 from hies_export.values import Calibration, Statistics
 
@@ -112,8 +113,23 @@ def test_llm_pruner_spares_the_first_layers_and_the_last_of_deep_models(layers: 
     given = statistics(taylor={f"l{i}": [float(i), float(i + 1)] for i in range(layers)})
     found = score_units(given, criterion="llm-pruner-block").scores
     for i, row in enumerate(found.values()):
-        expected = torch.tensor([i, i + 1], dtype=torch.float64) / layers + (1.0 if i in kept else 0.0)
+        expected = torch.tensor([i, i + 1], dtype=torch.float64) / layers + (2.0 if i in kept else 0.0)
         torch.testing.assert_close(row, expected)
+
+
+@pytest.mark.parametrize("spared", [0, 2, 7])
+@pytest.mark.parametrize("best", [3, 5, 6])
+def test_llm_pruner_takes_the_best_of_the_others_before_the_worst_that_is_spared(spared: int, best: int) -> None:
+    """The worst head is in a layer that is spared, and the best two in another one; each keeps one of them."""
+    rows = {f"l{i}": [0.4, 0.5] for i in range(8)} | {f"l{spared}": [0.0, 0.5], f"l{best}": [1.0, 1.0]}
+    scores = score_units(statistics(taylor=rows), criterion="llm-pruner-block")
+    modules = [Units(name=name, units=2) for name in rows]
+    kept = select_units(scores, modules, heads=4 / 16)
+    assert [name for name, of in kept.items() if of.removed] == ["l3", "l4", "l5", "l6"]
+    # Of equal heads the last goes first, as under every criterion; the next to go is the worst of those spared.
+    assert kept[f"l{best}"].removed == (1,)
+    further = select_units(scores, modules, heads=5 / 16)
+    assert [name for name, of in further.items() if of.removed] == sorted({"l3", "l4", "l5", "l6", f"l{spared}"})
 
 
 def test_names_needs_and_alpha() -> None:

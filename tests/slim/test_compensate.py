@@ -1,4 +1,5 @@
 import copy
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -10,12 +11,13 @@ from support.references import assert_least_squares, kept_columns, read_tokens
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hies_export.calibrate.moments import MomentStream
 from hies_export.calibrate.ridge import Moments
-from hies_export.errors import DataError, RecipeError, RequestError
+from hies_export.errors import DataError, NonFiniteError, RecipeError, RequestError
 from hies_export.prunable.attention import find_attention
 from hies_export.slim.check import max_abs
 from hies_export.slim.cut import prune_units
-from hies_export.slim.refit import Compensation, FewTokensWarning, SingularInputsWarning, compensate
+from hies_export.slim.refit import Compensation, FewTokensWarning, SingularInputsWarning, compensate, refit
 from hies_export.units import Kept
 from hies_export.values import PruningPlan
 
@@ -175,6 +177,44 @@ def test_inputs_that_never_change_are_said_and_least_squares_left_out(make: Call
     assert fits.pop(empty.name) in ("bias", "none")
     assert set(fits.values()) <= {"least_squares", "bias"}
     assert torch.isfinite(slim(**batches[0]).logits).all()
+
+
+HOW = {
+    "least squares": Compensation(),
+    "layer by layer": Compensation(sequential=True),
+    "scalars": Compensation(method="scalars"),
+    "bias": Compensation(method="bias"),
+}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("stays", [True, False], ids=["a head that stays", "a head that goes"])
+@pytest.mark.parametrize(
+    ("make", "how"), [*((bert, how) for how in HOW), *((llama, how) for how in HOW if how != "bias")]
+)
+def test_inputs_that_are_no_numbers_are_refused_by_name(
+    make: Callable[[], PreTrainedModel], how: str, stays: bool, value: float
+) -> None:
+    """What a head gives that goes is in the outputs to be met, and not among the inputs."""
+    dense = make()
+    batches = [text_batch(8, 40, padding=False, labels=False) for _ in range(2)]
+    sites = find_attention(dense, batches[0])
+    plan = random_plan(sites, uniform=False)
+    last = [site for site in sites if plan.kept[site.name].removed][-1]
+    head = (plan.kept[last.name].units if stays else plan.kept[last.name].removed)[0]
+    values = dense.get_submodule(f"{last.name}.{'value' if make is bert else 'v_proj'}")
+    with torch.no_grad():
+        values.weight[head // last.group_size * last.unit_width] = value
+    slim = prune_units(dense, plan.kept, sites)
+    before = copy.deepcopy(slim.get_submodule(last.consumer)).state_dict()
+    said = f"every input and output of {last.consumer} must be finite to refit it, but .* NaN or infinity"
+    with pytest.raises(NonFiniteError, match=said):
+        compensate(dense, slim, plan, sites, batches, HOW[how])
+    after = slim.get_submodule(last.consumer).state_dict()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    stream = MomentStream(dense, sites, batches)
+    with pytest.raises(NonFiniteError, match=said):
+        refit(slim, plan, sites, stream, HOW[how])
 
 
 def test_bad_requests() -> None:

@@ -363,6 +363,36 @@ def test_a_plan_for_other_weights(plan: PruningPlan, dense: Path, tmp_path: Path
     assert_same_plan(written, replace(plan, model=fingerprint(model, find_attention(model, batch_for(model)))))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("inner", [None, 48], ids=["wide", "square"])
+def test_a_plan_knows_its_own_weights_where_they_are_transposed(inner: int | None, kind: str, tmp_path: Path) -> None:
+    """Every layer of a GPT-2 is a Conv1D, whose weight is stored (inputs, outputs), and attention's last is square."""
+    architecture("GPT2", "LMHeadModel", n_inner=inner)().save_pretrained(tmp_path / "dense")
+    model = load(tmp_path / "dense")
+    modules = find_modules(model, batch_for(model), kinds=(kind,))
+    made = PruningPlan("random", kept=random_neurons(modules, uniform=False), model=fingerprint(model, modules))
+    (tmp_path / "plan.json").write_text(made.to_json())
+    plan = PruningPlan.from_file(tmp_path / "plan.json")
+    assert plan.model.keys() == {name for module in (modules[0], modules[-1]) for name in module.layers}
+    prune_units(model, plan, modules).save_pretrained(tmp_path / "memory")
+    apply_plan(plan, tmp_path / "dense", tmp_path / "disk")
+    assert digests(tmp_path / "disk") == digests(tmp_path / "memory")
+    apply_plan(plan, tmp_path / "dense", tmp_path / "forced", force=True)
+    assert_same_plan(PruningPlan.from_file(tmp_path / "forced" / "hies_plan.json"), plan)
+    # The same numbers in another order are other weights, which their norm would not tell.
+    name = modules[-1].consumer
+    with torch.no_grad():
+        weight = model.get_submodule(name).weight
+        weight.copy_(weight.T.reshape(weight.shape).clone())
+    model.save_pretrained(tmp_path / "other")
+    for refused in (
+        lambda: prune_units(model, plan, modules),
+        lambda: apply_plan(plan, tmp_path / "other", tmp_path / "nothing"),
+    ):
+        with pytest.raises(PlanError, match=f"those of {name} differ from"):
+            refused()
+
+
 def test_a_model_that_is_nowhere(plan: PruningPlan, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="must be on this machine, on the Hub or .* but someone/nothing is not here"):
         apply_plan(plan, "someone/nothing", tmp_path / "slim")
