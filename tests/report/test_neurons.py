@@ -88,6 +88,11 @@ def test_texts_name_both_kinds() -> None:
     assert title(report) == "some/model, 25% of its attention heads and 12% of its feed-forward neurons removed"
     assert method_text(report).startswith("Heads and neurons were scored on 8 samples with their labels; quality is")
     assert title(without_heads(report)) == "some/model, 12% of its feed-forward neurons removed"
+    whole = dataclasses.replace(report.heads, removed=0)
+    few = UnitCounts(192, 1, (64, 64, 63))
+    of_neurons = dataclasses.replace(report, heads=whole, neurons=few)
+    assert title(of_neurons) == "some/model, under 1% of its feed-forward neurons removed"
+    assert title(dataclasses.replace(of_neurons, neurons=None)) == "some/model, nothing removed"
     assert method_text(without_heads(report)).startswith("Neurons were scored on 8")
     rows = [tuple(row) for row in comparison_table(report).rows[:2]]
     assert rows == [
