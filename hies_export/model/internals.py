@@ -20,8 +20,7 @@ What is saved, and as what   `PreTrainedModel._keys_to_ignore_on_save`, `core_mo
 
 Other modules use private parts for other purposes: `attention` reads `_supports_sdpa` and restores
 `_attn_implementation_internal`, `modes` replaces `GradientCheckpointingLayer._gradient_checkpointing_func`, `auto` and
-`data.tokens` read the Auto classes' `_model_mapping`, `onnx.export` reads `_supports_sdpa`, and `onnx.decoder`
-`_is_stateful`.
+`data.tokens` read the Auto classes' `_model_mapping`, `onnx.export` reads `_supports_sdpa`.
 """
 
 from __future__ import annotations

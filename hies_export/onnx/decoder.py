@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from ..errors import ExportError, UnsupportedModelError
 from ..model.tokens import cache_name, positions_of
@@ -32,7 +33,7 @@ def check_decoder(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(
             f"export_onnx needs a decoder with a key/value cache, and {type(model).__name__} takes no cache"
         )
-    if getattr(model, "_is_stateful", False):  # transformers' mark of a state that cannot be cut back to a prefix
+    if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in DynamicCache(config=model.config).layers):
         raise UnsupportedModelError(
             f"export_onnx needs a decoder whose cache is keys and values, and {type(model).__name__} keeps a recurrent "
             "state"
