@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 # Splits to evaluate on, the best first; without "train", the first split is scored on and the others are evaluated.
 _EVALUATED = ("validation", "validation_matched", "dev", "test")
+# Rows to score on; a row of a decoder is a block of text, of which a corpus may have few, and each has many tokens.
+_SCORED, _SCORED_BLOCKS = 256, 64
 # Rows to make a promise on; more narrow the interval, and every cut takes longer to judge.
 HELD_OUT = 1024
 # If a data set has no such split, its last fifth is evaluated.
@@ -81,7 +83,7 @@ def propose_recipe(
         model=model,
         task=task.name,
         data={**source, **columns},
-        calibration={"split": calibration, "samples": at_most(256, rows)},
+        calibration={"split": calibration, "samples": at_most(_SCORED_BLOCKS if task.generative else _SCORED, rows)},
         evaluation={"split": evaluation, "samples": at_most(2000, evaluated)},
         prune={
             "modules": ["attention", "mlp"],

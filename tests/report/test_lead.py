@@ -124,6 +124,20 @@ def test_one_sentence_speaks_of_one_model(form: int | None, said: str) -> None:
         assert said in lead_text(dataclasses.replace(report, cascade=None))
 
 
+def test_a_noisy_time_is_not_told_of_what_is_deployed() -> None:
+    served = copy.deepcopy(SERVED)
+    for one in served["forms"]:
+        one["times"] = [one["times"][0] | {"noisy": True}, one["times"][0] | {"batch": 32, "noisy": False}]
+    report = make_report(**served)
+    assert lead_text(report).startswith("Deploy the slim model in int8 on ONNX Runtime: 0.45 of the time")
+    assert "at 32 " in lead_text(report)
+    for one in served["forms"]:
+        one["times"][1]["noisy"] = True
+    assert lead_text(make_report(**served)).startswith(
+        "Deploy the slim model in int8 on ONNX Runtime, time too noisy to tell; "
+    )
+
+
 @pytest.mark.parametrize(
     ("number", "text"),
     [
