@@ -79,6 +79,7 @@ def propose_recipe(
         # What a decoder reads are blocks of text, whose number is known only when all of it is read.
         return count if task.generative else min(count, taken_from(rows))
 
+    refitted = max(5, at_most(1024, rows))
     return PruningRecipe(
         model=model,
         task=task.name,
@@ -88,7 +89,7 @@ def propose_recipe(
         prune={
             "modules": ["attention", "mlp"],
             "criterion": "auto",
-            "compensation": {"method": "least_squares", "samples": max(5, at_most(1024, rows))},
+            "compensation": {"method": "least_squares"} | ({} if task.generative else {"samples": refitted}),
         },
         deploy={},
         output=output,
