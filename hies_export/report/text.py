@@ -115,7 +115,8 @@ def budget_text(report: Report) -> str:
 def _keep_text(report: Report, budget: KeepOutcome) -> str:
     """Return the promise, the result on the held-out rows, and the difference on the evaluated rows."""
     rows = held_out_rows(report, otherwise=f"{budget.samples:,} held-out rows")
-    text = f"Budget: {budget.asked}, promised on {rows}: {budget.found}; {_tried(len(budget.judged), 'cut')}."
+    tried = _tried(len(budget.judged), "cut") if budget.judged else "no cut was found that keeps it"
+    text = f"Budget: {budget.asked}, promised on {rows}: {budget.found}; {tried}."
     if budget.predicted is not None:
         text += f" {budget.predicted:.3f} of the time on {runtime_name(str(budget.runtime))} was predicted."
     if budget.predictions is None:

@@ -234,6 +234,7 @@ def test_what_was_chosen_of_criteria_says_why() -> None:
 
 def test_a_single_cut_was_tried_and_two_were() -> None:
     budget = {"kind": "keep", "predictions": 0.9, "samples": 8, "slim": 0.95, "slim_end": 0.91}
+    assert "; no cut was found that keeps it." in budget_text(make_report(budget=budget | {"judged": []}))
     assert "; 1 cut was tried." in budget_text(make_report(budget=budget | {"judged": [{}]}))
     assert "; 2 cuts were tried." in budget_text(make_report(budget=budget | {"judged": [{}, {}]}))
 
