@@ -20,7 +20,8 @@ from hies_export.report.bench import Bench, read_report
 from hies_export.report.details import FormTime, deciding_step, relative_times
 from hies_export.report.figures import draw_frontier
 from hies_export.report.frontier import Measured, frontier_figure
-from hies_export.report.rows import form_name, form_step, si
+from hies_export.report.rows import form_name, form_step
+from hies_export.report.text import si
 
 REPORT, *PEERS, OUT = sys.argv[1:]
 OURS = ("dense", "slim")

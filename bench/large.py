@@ -29,7 +29,8 @@ from hies_export.measure.counts import count_parameters
 from hies_export.measure.machine import machine_facts
 from hies_export.pipeline.cut import save
 from hies_export.pipeline.prune import prune_prepared
-from hies_export.pipeline.resolve import options_of, resolve
+from hies_export.pipeline.resolve import resolve
+from hies_export.pipeline.sections import options_of
 from hies_export.recipe import PruningRecipe
 
 T = TypeVar("T")

@@ -27,7 +27,8 @@ from hies_export.measure.machine import machine_facts
 from hies_export.measure.timing import Timing
 from hies_export.onnx.export import export_onnx
 from hies_export.onnx.quantize import quantize_onnx
-from hies_export.pipeline.resolve import Draws, Resolved, resolve
+from hies_export.pipeline.draws import Draws
+from hies_export.pipeline.resolve import Resolved, resolve
 from hies_export.pipeline.serving import predict_served
 from hies_export.recipe import PruningRecipe
 from hies_export.runtimes.registry import Served, load_runtime
