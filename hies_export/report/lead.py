@@ -34,7 +34,8 @@ def _deployed(report: Report) -> str:
         return ""
     forms = report.details.forms
     form = forms[found.form]
-    what = f"Deploy the {form.model} model in {form.bits} on {runtime_name(form.runtime.removesuffix('-int8'))}"
+    model = "cascade" if form.model == "cascade" else f"{form.model} model"
+    what = f"Deploy the {model} in {form.bits} on {runtime_name(form.runtime.removesuffix('-int8'))}"
     quiet = _quiet_steps(form)
     if not quiet:
         return f"{what}, time too noisy to tell"
@@ -133,16 +134,21 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3f}" if abs(value) < 1 else f"{value:.3g}"
 
 
+def _promise(report: Report, predictions: float | None) -> str:
+    """Return that a promise was kept on held-out rows, and whether a promised share was missed on those evaluated."""
+    kept = "promise kept on held-out rows"
+    return kept if predictions is None or _judged(report)[0] >= predictions else f"{kept}, missed on those evaluated"
+
+
 def _budget(report: Report) -> str:
     """Return whether the budget was kept; empty if the report does not know."""
-    budget, heads = report.details.budget, report.heads
+    budget, heads, deployed = report.details.budget, report.heads, report.details.deployment
+    if deployed is not None and deployed.form is not None:
+        return _promise(report, deployed.promise)
     if isinstance(budget, KeepOutcome):
         if not budget.met:
             return f"{budget.asked} promised, and held-out rows have {budget.found}"
-        kept = "promise kept on held-out rows"
-        if budget.predictions is None:
-            return kept
-        return kept if _judged(report)[0] >= budget.predictions else f"{kept}, missed on those evaluated"
+        return _promise(report, budget.predictions)
     if isinstance(budget, MaxDropOutcome):
         assert budget.slim is not None
         lost = quality_loss(budget.metric, budget.dense, budget.slim)

@@ -108,6 +108,7 @@ def test_a_budget_is_kept_or_it_says_by_how_much_not(budget: dict[str, Any] | No
     [
         (0, "Deploy the dense model in float32 on ONNX Runtime: 1.00 of the time of dense float32 at 8 rows; all pred"),
         (1, "; 99.2 % of the predictions stay; accuracy 0.900 → 0.870; promise kept on held-out rows."),
+        (2, "Deploy the cascade in int8 on ONNX Runtime: 0.48 of the time of dense float32 at 8 rows; 98 % of the "),
         (2, "; 98 % of the predictions stay; accuracy 0.900 → 0.850; promise kept on held-out rows, missed on those"),
         (None, "Cascade of both models: 0.48 of the time of dense float32 at 8 rows; 99.5 % of the predictions stay"),
     ],
@@ -122,6 +123,14 @@ def test_one_sentence_speaks_of_one_model(form: int | None, said: str) -> None:
     # Without a cascade the form that is deployed has these numbers too.
     if form is not None:
         assert said in lead_text(dataclasses.replace(report, cascade=None))
+
+
+def test_a_deployed_cascade_is_judged_by_the_promise_and_not_by_the_size_of_its_cut() -> None:
+    served = copy.deepcopy(SERVED)
+    served["deployment"]["form"] = 2
+    budget = {"kind": "flops", "target": 0.75, "predicted": 0.75, "measured": 0.75}
+    report = make_report(**served | {"budget": budget})
+    assert lead_text(report).endswith("; promise kept on held-out rows.")
 
 
 def test_a_noisy_time_is_not_told_of_what_is_deployed() -> None:
