@@ -237,6 +237,24 @@ def test_the_step_of_the_last_token_is_what_the_whole_prompt_ends_in(name, decod
         assert got["present.0.key"].shape[2] == 9
 
 
+def test_a_model_may_call_its_cache_as_before_transformers_5_24(decoder):
+    """As the code does that travels with older checkpoints."""
+    ids = torch.randint(5, 30, (2, 9))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    wanted = decoder(**batch).logits[:, -1].detach()
+
+    class Older(type(decoder)):
+        def forward(self, input_ids=None, attention_mask=None, past_key_values=None, use_cache=None):
+            return super().forward(input_ids, attention_mask, cache=past_key_values, use_cache=use_cache)
+
+    decoder.__class__ = Older
+    runtime = TorchRuntime(decoder, threads=1)
+    assert runtime.decodes
+    got = runtime.fetch(runtime.run(runtime.prepare_step(batch)))
+    np.testing.assert_allclose(got["logits"][:, -1], wanted.numpy(), atol=2e-4)
+    assert got["present.0.key"].shape[2] == 9
+
+
 def test_an_encoder_does_not_decode(model, folder):
     assert not load_runtime("torch", model).decodes
     assert not load_runtime("onnxruntime-cpu", folder).decodes
