@@ -25,7 +25,7 @@ def hub_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find_model_class(path: str | Path, **hub: Any) -> type[PreTrainedModel]:
-    """Return the class of a folder or Hub id; see `class_named` and `read_config`."""
+    """Return the model class of a checkpoint folder or Hub id; see `class_named` and `read_config`."""
     return class_named(read_config(path, **hub), path)
 
 

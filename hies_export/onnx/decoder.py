@@ -101,7 +101,8 @@ def trace_decoder(model: PreTrainedModel, prompt: Mapping[str, Tensor], fusions:
     sample = decoder_sample(model, prompt)
     program = export_program(model, sample, fusions, flags={"use_cache": True})
     layers = _name_cache(program, type(model).__name__)
-    text = {name: {0: "batch", 1: "sequence"} for name in sample if name not in ("attention_mask", cache_name(model))}
+    tokens = [name for name, value in sample.items() if isinstance(value, Tensor) and name != "attention_mask"]
+    text = {name: {0: "batch", 1: "sequence"} for name in tokens}
     cache = {name: {0: "batch", 2: "past_sequence"} for name in layers}
     name_axes(program, {**text, "attention_mask": {0: "batch", 1: TOTAL}, **cache})
     _name_sizes(program, layers, model)

@@ -79,17 +79,18 @@ def propose_recipe(
         # What a decoder reads are blocks of text, whose number is known only when all of it is read.
         return count if task.generative else min(count, taken_from(rows))
 
-    refitted = max(5, at_most(1024, rows))
+    scored = _SCORED_BLOCKS if task.generative else at_most(_SCORED, rows)
+    refitted = {} if task.generative else {"samples": max(5, at_most(1024, rows))}
     return PruningRecipe(
         model=model,
         task=task.name,
         data={**source, **columns},
-        calibration={"split": calibration, "samples": at_most(_SCORED_BLOCKS if task.generative else _SCORED, rows)},
+        calibration={"split": calibration, "samples": scored},
         evaluation={"split": evaluation, "samples": at_most(2000, evaluated)},
         prune={
             "modules": ["attention", "mlp"],
             "criterion": "auto",
-            "compensation": {"method": "least_squares"} | ({} if task.generative else {"samples": refitted}),
+            "compensation": {"method": "least_squares", **refitted},
         },
         deploy={},
         output=output,

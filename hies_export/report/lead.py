@@ -6,7 +6,7 @@ import statistics
 
 from ..evaluate.metrics import quality_loss
 from ..measure.rows import LatencyRow
-from .details import CostOutcome, Form, HeadsOutcome, KeepOutcome, MaxDropOutcome, relative_times
+from .details import CostOutcome, HeadsOutcome, KeepOutcome, MaxDropOutcome, deciding_step, relative_times
 from .report import Report
 from .rows import form_step
 from .text import runtime_name
@@ -36,10 +36,9 @@ def _deployed(report: Report) -> str:
     form = forms[found.form]
     model = "cascade" if form.model == "cascade" else f"{form.model} model"
     what = f"Deploy the {model} in {form.bits} on {runtime_name(form.runtime.removesuffix('-int8'))}"
-    quiet = _quiet_steps(form)
-    if not quiet:
+    step = deciding_step(forms)
+    if step is None:
         return f"{what}, time too noisy to tell"
-    step = found.step if found.step in quiet else quiet[0]
     ratio, at = relative_times(forms, step)[found.form], form_step(form.times[step])
     return f"{what}: {ratio:.2f} of the time of dense {forms[0].bits} at {at}"
 
@@ -49,17 +48,12 @@ def _cascade(report: Report) -> str:
     if report.cascade is None:
         return ""
     forms = report.details.forms
-    quiet = _quiet_steps(forms[0])
+    quiet = [step for step, at in enumerate(forms[0].times) if not at.noisy]
     if not quiet:
         return "Cascade of both models, time too noisy to tell"
     step = next((step for step in quiet if forms[0].times[step].batch > 1), quiet[0])
     ratio, at = relative_times(forms, step)[-1], form_step(forms[0].times[step])
     return f"Cascade of both models: {ratio:.2f} of the time of dense {forms[0].bits} at {at}"
-
-
-def _quiet_steps(form: Form) -> list[int]:
-    """Return the steps at which the time of a form is not noisy."""
-    return [step for step, at in enumerate(form.times) if not at.noisy]
 
 
 def asked_row(report: Report) -> LatencyRow | None:

@@ -43,8 +43,8 @@ def kinds_text(report: Report, *, joined: str = "and") -> str:
 
 def title(report: Report) -> str:
     """Return the report's headline, with the kinds of units of which some were removed."""
-    removed = [(name, 100 * units.removed / units.total) for name, units in named_units(report) if units.removed]
-    shares = [f"{f'{share:.0f}' if share >= 1 else 'under 1'}% of its {name}" for name, share in removed]
+    removed = [(name, units.removed / units.total) for name, units in named_units(report) if units.removed]
+    shares = [f"{f'{share:.0%}' if share >= 0.01 else 'under 1%'} of its {name}" for name, share in removed]
     return f"{model_name(report)}, {' and '.join(shares) or 'nothing'} removed"
 
 

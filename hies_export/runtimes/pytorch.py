@@ -90,7 +90,7 @@ class TorchRuntime(Runtime):
 
     def run(self, feed: dict[str, Any]) -> Any:
         """Run one forward pass."""
-        inputs = self._fresh(feed)
+        inputs = _fresh(feed)
         with torch_threads(self.threads), torch.inference_mode():
             output = self._forward(**inputs)
             if self._on_cuda:
@@ -99,7 +99,7 @@ class TorchRuntime(Runtime):
 
     def time_ns(self, feed: dict[str, Any]) -> int:
         """Return the time of one forward pass in nanoseconds, measured with CUDA events on a GPU."""
-        inputs = self._fresh(feed)
+        inputs = _fresh(feed)
         with torch_threads(self.threads), torch.inference_mode():
             if not self._on_cuda:
                 start_ns = perf_counter_ns()
@@ -113,15 +113,6 @@ class TorchRuntime(Runtime):
                 end.record()
                 end.synchronize()
                 return round(start.elapsed_time(end) * 1e6)
-
-    def _fresh(self, feed: dict[str, Any]) -> dict[str, Any]:
-        """Return the inputs with a copy of the cache object, because a run extends it; its tensors are shared."""
-        past = feed.get(self._cache_name) if self._cache_name else None
-        if past is None:
-            return feed
-        cache = copy.copy(past)
-        cache.layers = [copy.copy(layer) for layer in past.layers]
-        return {**feed, str(self._cache_name): cache}
 
     def fetch(self, result: Any) -> dict[str, np.ndarray]:
         """Return float32 arrays by output name; a decoder's cache is `present.{layer}.key` and `.value`."""
@@ -174,3 +165,13 @@ def peak_memory_bytes(model: PreTrainedModel, run: Callable[[], object]) -> int 
     before = torch.cuda.memory_allocated(model.device)
     run()
     return parameter_bytes(model) + torch.cuda.max_memory_allocated(model.device) - before
+
+
+def _fresh(feed: dict[str, Any]) -> dict[str, Any]:
+    """Return the inputs with a copy of the cache object, because a run extends it; its tensors are shared."""
+    fresh = dict(feed)
+    for name, past in feed.items():
+        if hasattr(past, "layers"):
+            fresh[name] = copy.copy(past)
+            fresh[name].layers = [copy.copy(layer) for layer in past.layers]
+    return fresh
