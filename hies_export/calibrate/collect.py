@@ -17,7 +17,8 @@ from ..data.targets import batches_fingerprint, check_label_tokens, is_regressio
 from ..errors import DataError, StepError, memory_failure
 from ..kinds import ATTENTION
 from ..model.attention import use_attention
-from ..model.modes import checkpointing, frozen, without_cache
+from ..model.internals import checkpointing
+from ..model.modes import frozen, without_cache
 from ..model.threads import threads_for
 from ..model.watch import intercept
 from ..progress import SILENT, Progress

@@ -9,10 +9,10 @@ from typing import Any
 
 import transformers
 from transformers import CONFIG_MAPPING, PreTrainedModel
-from transformers.utils import cached_file
 
 from ..errors import RequestError, first_line, quoted, root_cause
 from ..files import read_json
+from ..model.internals import file_of
 from ..model.online import hub_or_cache
 from ..slim.config import slim_class
 from .contents import refuse_other
@@ -50,7 +50,7 @@ def read_config(path: str | Path, **hub: Any) -> dict[str, Any]:
 def _config_file(path: str | Path, **hub: Any) -> str:
     try:
         with hub_or_cache(path, "model", local_files_only=hub.get("local_files_only", False)):
-            file = cached_file(str(path), "config.json", **hub)
+            file = file_of(path, "config.json", required=True, **hub)
         if file is None:  # of a folder
             raise FileNotFoundError(path)
     except (OSError, ValueError) as error:

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
 
 from ..errors import ReloadMismatchError
-from ..model.auto import auto_classes, has_auto_base
 from ..model.copies import convert
-from ..model.internals import dtypes_in, saved_state
+from ..model.internals import auto_classes, dtypes_in, has_auto_base, saved_state
 from ..model.tokens import for_base_model
 from ..slim.check import first_output, max_abs
 from ..slim.config import is_slim

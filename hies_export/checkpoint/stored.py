@@ -8,14 +8,9 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers.utils import (
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
-    WEIGHTS_INDEX_NAME,
-    WEIGHTS_NAME,
-    cached_file,
-)
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
+from ..model.internals import file_of
 from ..model.online import hub_or_cache
 from .schema import read_weight_map
 
@@ -26,18 +21,12 @@ def weight_files(path: str | Path, **hub: Any) -> list[Path]:
     """Return the files that `from_pretrained` reads weights from; none if the checkpoint has none that it knows."""
     with hub_or_cache(path, "model", local_files_only=hub.get("local_files_only", False)):
         for name, index in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
-            if (whole := _file(path, name, **hub)) is not None:
+            if (whole := file_of(path, name, **hub)) is not None:
                 return [whole]
-            if (listing := _file(path, index, **hub)) is not None:
-                shards = [_file(path, shard, **hub) for shard in sorted(set(read_weight_map(listing).values()))]
+            if (listing := file_of(path, index, **hub)) is not None:
+                shards = [file_of(path, shard, **hub) for shard in sorted(set(read_weight_map(listing).values()))]
                 return [shard for shard in shards if shard is not None]
     return []
-
-
-def _file(path: str | Path, name: str, **hub: Any) -> Path | None:
-    missing: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
-    found = cached_file(str(path), name, **missing, **hub)
-    return None if found is None else Path(found)
 
 
 def describe_tensors(file: Path) -> Iterator[tuple[str, str, list[int]]]:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-import re
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from ..errors import RequestError, listed, root_cause
+from ..model.internals import load_report
 from ..model.online import hub_or_cache
 from ..slim.config import stock_class
 from .classes import class_config, hub_options
@@ -98,7 +96,7 @@ def load_weights(model_class: Any, path: str | Path, *, shapes: Shapes | None = 
         _check_sizes(model_class, config, path, stored_shapes(path) if shapes is None else shapes)
     try:
         with (
-            _load_report() as report,
+            load_report() as report,
             hub_or_cache(path, "model", local_files_only=kwargs.get("local_files_only", False)),
         ):
             model, info = model_class.from_pretrained(
@@ -118,27 +116,3 @@ def load_weights(model_class: Any, path: str | Path, *, shapes: Shapes | None = 
             "they would be random: save the checkpoint again from the model that was trained"
         )
     return model.eval()
-
-
-@contextmanager
-def _load_report() -> Iterator[list[str]]:
-    """Yield a list that receives transformers' report of what does not load, which would otherwise be lost."""
-    logger = logging.getLogger("transformers.modeling_utils")
-    found: list[str] = []
-    before, shown = (logger.level, logger.propagate), logger.isEnabledFor(logging.WARNING)
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: found.append(_plain(record.getMessage()))  # type: ignore[method-assign]
-    logger.setLevel(logging.WARNING)
-    logger.propagate = logger.propagate and shown
-    logger.addHandler(handler)
-    try:
-        yield found
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(before[0])
-        logger.propagate = before[1]
-
-
-def _plain(text: str) -> str:
-    """Return a report without colours, on one line, 300 characters at most."""
-    return " ".join(re.sub(r"\x1b\[[0-9;]*m", "", text).split())[:300]

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from ..errors import DataError, did_you_mean, listed, quoted
-from ..model.auto import auto_classes
+from ..model.internals import auto_classes
 from .targets import CHOICE_KEYS, IGNORED, is_regression
 
 Batch = dict[str, torch.Tensor]

@@ -7,9 +7,9 @@ import logging
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from ..errors import DataError
+from ..model.internals import model_class_of
 from ..model.tokens import longest_sequence, positions_of
 
 logger = logging.getLogger(__name__)
@@ -64,9 +64,8 @@ def position_ids(attention_mask: torch.Tensor, config: Any) -> torch.Tensor | No
     if bool(attention_mask[:, 0].all()):
         return None
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    for mapping in (AutoModelForCausalLM._model_mapping, AutoModelForImageTextToText._model_mapping):
-        if type(config) in mapping and "mrope_section" not in rope:
-            model_class: Any = mapping[type(config)]
-            if "position_ids" in inspect.signature(model_class.forward).parameters:
-                return positions_of(attention_mask)
-    return None
+    model_class = model_class_of(config, "AutoModelForCausalLM", "AutoModelForImageTextToText")
+    if model_class is None or "mrope_section" in rope:
+        return None
+    takes_positions = "position_ids" in inspect.signature(model_class.forward).parameters
+    return positions_of(attention_mask) if takes_positions else None

@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from ..kinds import ATTENTION
 from ..model.copies import share_weights
-from ..model.tokens import forward_inputs, keys_and_values
+from ..model.internals import keys_and_values
+from ..model.tokens import forward_inputs
 from ..units import PrunableModule
 from .record import Record
 

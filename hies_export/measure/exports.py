@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from ..errors import ExportError, RequestError
 from ..gguf.export import GgufExport, check_exportable, export_gguf, require_gguf
 from ..model.copies import convert
+from ..model.internals import require_onnx_exporter
 from ..onnx.export import DTYPES as ONNX_DTYPES
 from ..onnx.export import OnnxExport
 from ..onnx.quantize import Quantize, check_quantizable, export_in_bits, quantize_onnx
@@ -109,6 +110,7 @@ def export_formats(options: ExportOptions, runtimes: Iterable[str]) -> set[Forma
 def require_exporters(formats: Iterable[Format]) -> None:
     """Refuse, by a MissingRuntimeError, formats whose packages are not installed."""
     if "onnx" in formats:
+        require_onnx_exporter()
         require_onnxruntime()
     if "gguf" in formats:
         require_gguf()

@@ -16,10 +16,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
-from transformers.modeling_utils import AttentionInterface
 
 from ..errors import UnsupportedModelError
+from .internals import attention_name, attention_restored, fused_attention_fits, register_attention
 
 AttentionFunction = Callable[["AttentionCall"], Tensor]
 
@@ -75,25 +74,21 @@ def use_attention(model: PreTrainedModel, function: AttentionFunction) -> Iterat
     The function takes an `AttentionCall` and returns the head outputs, (batch, heads, query, value head_dim).
     """
 
-    for registered, mask in ((_NAME, sdpa_mask), (_NAME_EAGER, eager_mask)):
-        AttentionInterface.register(registered, _attention_forward)
-        AttentionMaskInterface.register(registered, mask)
-    fused = all(m._supports_sdpa for m in model.modules() if isinstance(m, PreTrainedModel))
+    fused = fused_attention_fits(model)
     name = _NAME if fused else _NAME_EAGER
-    before = _implementations(model)
+    register_attention(name, _attention_forward, additive_mask=not fused)
     outer = {module: _FUNCTIONS.get(module) for module in model.modules()}
     _FUNCTIONS.update(dict.fromkeys(outer, function))
     try:
-        try:
-            model.set_attn_implementation(name)
-        except ValueError as error:
-            raise UnsupportedModelError(_not_on_the_interface(model)) from error
-        if model.config._attn_implementation != name:
-            raise UnsupportedModelError(_not_on_the_interface(model))
-        yield
+        with attention_restored(model):
+            try:
+                model.set_attn_implementation(name)
+            except ValueError as error:
+                raise UnsupportedModelError(_not_on_the_interface(model)) from error
+            if attention_name(model.config) != name:
+                raise UnsupportedModelError(_not_on_the_interface(model))
+            yield
     finally:
-        for config, implementation in before:
-            config._attn_implementation_internal = implementation
         for module, previous in outer.items():
             if previous is None:
                 _FUNCTIONS.pop(module, None)
@@ -134,20 +129,6 @@ def _attention_forward(
         sinks=kwargs.get("s_aux"),
     )
     return _FUNCTIONS[module](call).transpose(1, 2).contiguous(), None
-
-
-def _implementations(model: PreTrainedModel) -> list[tuple[Any, str | None]]:
-    # set_attn_implementation cannot restore None, nor submodels that differ, so every config's own is kept.
-    configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
-    queue = list(configs.values())
-    while queue:
-        config = queue.pop()
-        for key in config.sub_configs:
-            child = getattr(config, key, None)
-            if child is not None and id(child) not in configs:
-                configs[id(child)] = child
-                queue.append(child)
-    return [(config, config._attn_implementation_internal) for config in configs.values()]
 
 
 def _not_on_the_interface(model: PreTrainedModel) -> str:

@@ -1,55 +1,90 @@
-"""Load and save as transformers does, through parts of transformers that are not public. Tried with 5.24.0.
+"""Use what transformers, torch and the Hub's clients keep private, or what their releases do differently.
 
-Everything that this package borrows from the private parts of loading and saving is here. To try another version, run
-`tests/stream` and `tests/checkpoint`, which compare with `from_pretrained` and `save_pretrained`, byte for byte.
-
-A model without weights      `PreTrainedModel._from_config`
-Loading without data         `core_model_loading.convert_and_load_state_dict_in_model`,
-                             `modeling_utils.LoadStateDictConfig`, `PreTrainedModel._get_dtype_plan`
-Dtypes of parameters         `PreTrainedModel._get_dtype_plan`, `core_model_loading.build_glob_alternation`
-Names and merged tensors     `conversion_mapping.get_model_conversion_mapping`, `PreTrainedModel._weight_conversions`,
-                             `core_model_loading`: `WeightRenaming`, `WeightConverter`, `rename_source_key`,
-                             `apply_converters`, `apply_renamings`, `dot_natural_key`
-Older names, slim classes    `PreTrainedModel.is_custom_code`
-Tied and optional tensors    `PreTrainedModel.all_tied_weights_keys`, `tie_weights(recompute_mapping=)`,
-                             `_adjust_missing_and_unexpected_keys`
-Generation configs           `PreTrainedModel.adjust_generation_fn`
-Questions about code         `dynamic_module_utils.TIME_OUT_REMOTE_CODE`
-What is saved, and as what   `PreTrainedModel._keys_to_ignore_on_save`, `core_model_loading.revert_weight_conversion`,
-                             `modeling_utils.remove_tied_weights_from_state_dict`
-
-Other modules use private parts for other purposes: `attention` reads `_supports_sdpa` and restores
-`_attn_implementation_internal`, `modes` replaces `GradientCheckpointingLayer._gradient_checkpointing_func`, `auto` and
-`data.tokens` read the Auto classes' `_model_mapping`, `onnx.export` reads `_supports_sdpa`.
+Everything of this kind that the package needs is here, each a function named for what it does; `scripts/lint` refuses
+such names in other files. A release is asked for a feature, never for its version. `scripts/versions` runs a contract
+on the oldest and the newest release and on some between, each in an environment of its own.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import functools
+import importlib.util
+import inspect
+import logging
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel, dynamic_module_utils
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    apply_converters,
-    apply_renamings,
-    build_glob_alternation,
-    convert_and_load_state_dict_in_model,
-    dot_natural_key,
-    rename_source_key,
-    revert_weight_conversion,
-)
-from transformers.modeling_utils import LoadStateDictConfig, remove_tied_weights_from_state_dict
+import transformers
+from huggingface_hub import constants
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, cache_utils, dynamic_module_utils
+from transformers.core_model_loading import build_glob_alternation
+from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import AttentionInterface
+from transformers.models.auto import modeling_auto
+from transformers.utils import cached_file
 
-from ..errors import RequestError
+from ..errors import MissingRuntimeError, RequestError
+
+logger = logging.getLogger(__name__)
+
+# The newest minor release of transformers that scripts/versions was run with.
+NEWEST_TRIED = (5, 24)
+
+
+@functools.cache
+def note_newer_release() -> None:
+    """Log, once in a process, that transformers is newer than the newest release this package was tried with."""
+    release = tuple(int(part) for part in transformers.__version__.split(".")[:2] if part.isdecimal())
+    if release > NEWEST_TRIED:
+        tried = ".".join(map(str, NEWEST_TRIED))
+        logger.warning(
+            "transformers %s is newer than %s, the newest release tried; what fails is worth a report",
+            transformers.__version__,
+            tried,
+        )
+
+
+# Auto classes
+
+
+def auto_classes(name: str, model_type: str) -> list[str]:
+    """Return the names of the AutoModel classes that load a model class, which is given by its name."""
+    found = []
+    for constant, auto_class in modeling_auto.__dict__.items():
+        if constant.startswith("AutoModel") and hasattr(auto_class, "_model_mapping"):
+            # The inner mapping holds names, so that no model has to be imported.
+            names = auto_class._model_mapping._model_mapping.get(model_type, ())
+            if name in ((names,) if isinstance(names, str) else names):
+                found.append(constant)
+    return found
+
+
+def has_auto_base(model: PreTrainedModel) -> bool:
+    """Return whether `AutoModel` loads the base model of a model; for some types it loads another class."""
+    return "AutoModel" in auto_classes(type(model.base_model).__name__, model.config.model_type)
+
+
+def model_class_of(config: PreTrainedConfig, *auto_names: str) -> type[PreTrainedModel] | None:
+    """Return the class that the first of some Auto classes makes of a config; None if all of them refuse it."""
+    for name in auto_names:
+        mapping = getattr(transformers, name)._model_mapping
+        if type(config) in mapping:
+            found: type[PreTrainedModel] = mapping[type(config)]
+            return found
+    return None
+
+
+# Load and save
 
 
 @contextmanager
@@ -80,25 +115,14 @@ def _is_about_code(error: BaseException) -> bool:
 
 
 @never_asking()
-def empty_model(model_class: type[PreTrainedModel], config: Any, dtype: torch.dtype | None = None) -> PreTrainedModel:
+def empty_model(
+    model_class: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype | None = None
+) -> PreTrainedModel:
     """Return a model of a config, which is copied, on the meta device; its dtype is the config's by default."""
     options = {} if dtype is None else {"dtype": dtype}
     with torch.device("meta"):
-        return model_class._from_config(copy.deepcopy(config), **options)
-
-
-def load_shapes(model: PreTrainedModel, stored: Mapping[str, Tensor], dtype: torch.dtype) -> Any:
-    """Load tensors without data into a model on the meta device, as `from_pretrained` loads tensors with data.
-
-    Returns the `LoadStateDictInfo` of transformers: `missing_keys`, `mismatched_keys`, `conversion_errors`.
-    """
-    options = LoadStateDictConfig(
-        device_map={"": "meta"},
-        dtype=dtype,
-        dtype_plan=model._get_dtype_plan(dtype),
-        weight_mapping=get_model_conversion_mapping(model),  # type: ignore[arg-type]
-    )
-    return convert_and_load_state_dict_in_model(model, dict(stored), options)[0]
+        model: PreTrainedModel = model_class._from_config(copy.deepcopy(config), **options)
+    return model
 
 
 def dtypes_in(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
@@ -118,58 +142,10 @@ def dtypes_in(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dty
     return found
 
 
-def finish_loading(model: PreTrainedModel, info: Any, agree: Callable[[str, str], bool]) -> None:
-    """Tie the parameters that `from_pretrained` would tie, and remove from `info` of `load_shapes` what may be missing.
-
-    `agree` says whether two parameters, both in the checkpoint, have the same values: only then are they tied.
-    """
-    missing = info.missing_keys
-    for target, source in list(model.all_tied_weights_keys.items()):
-        if target in missing or source in missing:
-            continue
-        if agree(target, source):
-            missing.add(target)
-        else:
-            del model.all_tied_weights_keys[target]
-    model.tie_weights(missing_keys=missing, recompute_mapping=False)
-    model._adjust_missing_and_unexpected_keys(info)
-
-
-def load_generation_config(model: PreTrainedModel, folder: Path) -> None:
-    """Give a model the generation config of a folder, or the one that its config implies."""
-    if not model.can_generate():
-        return
-    adjust: Any = model.adjust_generation_fn
-    adjust(
-        generation_config=None,
-        from_auto_class=False,
-        from_pipeline=False,
-        pretrained_model_name_or_path=folder,
-        cache_dir=None,
-        force_download=False,
-        proxies=None,
-        local_files_only=True,
-        token=None,
-        revision="main",
-        subfolder="",
-        trust_remote_code=False,
-    )
-
-
 def saved_state(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return what `save_pretrained` saves, by the names of the modules, with tied parameters twice."""
     ignored = set(model._keys_to_ignore_on_save or ())
     return {name: tensor for name, tensor in model.state_dict().items() if name not in ignored}
-
-
-def without_tied(state: Mapping[str, Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return a state in which every tied parameter has only the name that `save_pretrained` gives it."""
-    return remove_tied_weights_from_state_dict(dict(state), model)
-
-
-def names_on_disk(model: PreTrainedModel, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a state as `save_pretrained` writes it: renamed, merged and split for the files."""
-    return revert_weight_conversion(model, dict(state))
 
 
 def save_as_loaded(model: PreTrainedModel, other: PreTrainedModel) -> None:
@@ -186,72 +162,254 @@ def reads_old_names(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]
     return type(model_class.__name__, (model_class,), {"is_custom_code": classmethod(lambda cls: False)})
 
 
-def in_loading_order(names: Iterable[str]) -> list[str]:
-    """Return names in the order in which transformers reads tensors; experts are merged in it."""
-    return sorted(names, key=dot_natural_key)
+def file_of(path: str | Path, name: str, *, required: bool = False, **hub: Any) -> Path | None:
+    """Return a file of a folder or Hub id, fetched if it is not here; None if there is none.
 
-
-@dataclass(frozen=True)
-class Conversions:
-    """The rules by which transformers renames, merges and splits tensors, in one direction.
-
-    Attributes:
-        rename: Returns the new name of a tensor, and the pattern of the converter that also merges or splits it, or
-            None if it is only renamed.
-        finish: Returns the name of a converter's result.
-        converters: Pattern -> converter.
+    With `required`, transformers raises an OSError that says why.
     """
-
-    model: PreTrainedModel
-    rename: Callable[[str], tuple[str, str | None]]
-    finish: Callable[[str], str]
-    converters: Mapping[str, WeightConverter]
-
-    def convert(self, name: str, patterns: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Merge or split tensors into new ones, by name.
-
-        Args:
-            patterns: Old name -> pattern, both of `rename`, in loading order.
-            tensors: Old name -> tensor.
-        """
-        converter: Any = copy.deepcopy(self.converters[next(iter(patterns.values()))])
-        for key, pattern in patterns.items():
-            converter.add_tensor(name, key, pattern, tensors[key])
-        values = converter.convert(name, model=self.model, config=self.model.config)
-        return {self.finish(n): v[0] if isinstance(v, list) else v for n, v in values.items()}
+    missing: dict[str, Any] = {"_raise_exceptions_for_missing_entries": required}
+    found = cached_file(str(path), name, **missing, **hub)
+    return None if found is None else Path(found)
 
 
-def loading_conversions(model: PreTrainedModel) -> Conversions:
-    """Return the rules by which a model was loaded, by `load_shapes` or `from_pretrained`."""
-    renamings, converters = _split(getattr(model, "_weight_conversions", None) or [])
-    expected = model.state_dict()
-
-    def rename(key: str) -> tuple[str, str | None]:
-        prefix = model.base_model_prefix
-        name, pattern = rename_source_key(key, renamings, converters, prefix, expected)
-        if name not in expected and key in expected:
-            return rename_source_key(key, [], [], prefix, expected)
-        return name, pattern
-
-    return Conversions(model, rename, lambda name: name, _by_pattern(converters))
-
-
-def saving_conversions(model: PreTrainedModel) -> Conversions:
-    """Return the rules by which `save_pretrained` saves a model: those of its loading, backwards."""
-    transforms: Sequence[Any] = getattr(model, "_weight_conversions", None) or []
-    renamings, converters = _split([transform.reverse_transform() for transform in transforms[::-1]])
-
-    def rename(key: str) -> tuple[str, str | None]:
-        name, pattern = apply_converters(key, converters)
-        return (name, pattern) if pattern is not None else (apply_renamings(key, renamings), None)
-
-    return Conversions(model, rename, lambda name: apply_renamings(name, renamings), _by_pattern(converters))
+@contextmanager
+def load_report() -> Iterator[list[str]]:
+    """Yield a list that receives transformers' report of what does not load, which would otherwise be lost."""
+    of_loading = logging.getLogger("transformers.modeling_utils")
+    found: list[str] = []
+    before, shown = (of_loading.level, of_loading.propagate), of_loading.isEnabledFor(logging.WARNING)
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(_plain(record.getMessage()))  # type: ignore[method-assign]
+    of_loading.setLevel(logging.WARNING)
+    of_loading.propagate = of_loading.propagate and shown
+    of_loading.addHandler(handler)
+    try:
+        yield found
+    finally:
+        of_loading.removeHandler(handler)
+        of_loading.setLevel(before[0])
+        of_loading.propagate = before[1]
 
 
-def _split(transforms: Sequence[Any]) -> tuple[list[WeightRenaming], list[WeightConverter]]:
-    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
-    return renamings, [t for t in transforms if isinstance(t, WeightConverter)]
+def _plain(text: str) -> str:
+    """Return a report without colours, on one line, 300 characters at most."""
+    return " ".join(re.sub(r"\x1b\[[0-9;]*m", "", text).split())[:300]
 
 
-def _by_pattern(converters: Iterable[WeightConverter]) -> dict[str, WeightConverter]:
-    return {pattern: converter for converter in converters for pattern in converter.source_patterns}
+# The Hub
+
+
+def hub_endpoint() -> str:
+    """Return the address of the Hub."""
+    return constants.ENDPOINT
+
+
+def hub_is_switched_off() -> bool:
+    """Return whether HF_HUB_OFFLINE keeps the clients from asking the Hub."""
+    return constants.is_offline_mode()
+
+
+@contextmanager
+def hub_switched_off() -> Iterator[None]:
+    """Keep the clients of models and data sets from asking the Hub inside the block, without repeated messages.
+
+    Source: https://huggingface.co/docs/huggingface_hub/package_reference/environment_variables#hfhuboffline
+    """
+    datasets = sys.modules.get("datasets")
+    places: list[Any] = [constants] if datasets is None else [constants, datasets.config]
+    before = [place.HF_HUB_OFFLINE for place in places]
+    client = logging.getLogger("huggingface_hub")
+    level = client.level
+    try:
+        client.setLevel(logging.ERROR)
+        for place in places:
+            place.HF_HUB_OFFLINE = True
+        yield
+    finally:
+        client.setLevel(level)
+        for place, value in zip(places, before, strict=True):
+            place.HF_HUB_OFFLINE = value
+
+
+# Attention
+
+
+def register_attention(name: str, function: Callable[..., Any], *, additive_mask: bool) -> None:
+    """Let models compute their attention by a function of ours, which gets an additive mask in every call, or not."""
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, eager_mask if additive_mask else sdpa_mask)
+
+
+def fused_attention_fits(model: PreTrainedModel) -> bool:
+    """Return whether every part of a model can compute its attention by torch's fused function."""
+    return all(part._supports_sdpa for part in model.modules() if isinstance(part, PreTrainedModel))
+
+
+def attention_name(config: PreTrainedConfig) -> str:
+    """Return the name of the attention function that a config selects."""
+    name: str = config._attn_implementation
+    return name
+
+
+def select_attention(config: PreTrainedConfig, like: PreTrainedConfig) -> None:
+    """Select the attention function of another config in a new one."""
+    config._attn_implementation = like._attn_implementation
+
+
+@contextmanager
+def attention_restored(model: PreTrainedModel) -> Iterator[None]:
+    """Give every part of a model back, after the block, the attention function it had before."""
+    # set_attn_implementation cannot restore None, nor submodels that differ, so every config's own is kept.
+    configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
+    queue = list(configs.values())
+    while queue:
+        config = queue.pop()
+        for key in config.sub_configs:
+            child = getattr(config, key, None)
+            if child is not None and id(child) not in configs:
+                configs[id(child)] = child
+                queue.append(child)
+    before = [(config, config._attn_implementation_internal) for config in configs.values()]
+    try:
+        yield
+    finally:
+        for config, implementation in before:
+            config._attn_implementation_internal = implementation
+
+
+def fused_attention_cpu(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return torch's fused attention on the CPU, and the logarithm of the sum of each row, (batch, heads, query)."""
+    output, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, is_causal, attn_mask=bias, scale=scale
+    )
+    return output, logsumexp
+
+
+def fused_attention_cuda(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return the same on a GPU; the rows of `bias` must be aligned in memory, to 16 elements."""
+    output, logsumexp, _, _ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, bias, True, 0.0, is_causal, scale=scale
+    )
+    # This kernel rounds the rows of its logsumexp up to a multiple of 32.
+    return output, logsumexp[..., : query.shape[2]]
+
+
+# Modules
+
+
+@contextmanager
+def checkpointing(model: nn.Module) -> Iterator[None]:
+    """Let layers with gradient checkpointing switched on use it in evaluation mode too, inside the block.
+
+    transformers checkpoints a layer only if its training flag is set. Some layers apply dropout by the same flag. So
+    the flag is set while transformers decides, and unset while the layer computes, in the forward pass and again in the
+    backward pass.
+    """
+    found = (m for m in model.modules() if isinstance(m, GradientCheckpointingLayer) and m.gradient_checkpointing)
+    layers: list[Any] = list(found)
+    before = [(layer, layer.training, layer._gradient_checkpointing_func) for layer in layers]
+
+    def compute(layer: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
+        layer.training = False
+        try:
+            return function(*args)
+        finally:
+            layer.training = True
+
+    def checkpointed(layer: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
+        return checkpoint(partial(compute, layer, function), *args, use_reentrant=False)
+
+    for layer in layers:
+        layer.training, layer._gradient_checkpointing_func = True, partial(checkpointed, layer)
+    try:
+        yield
+    finally:
+        for layer, training, function in before:
+            layer.training, layer._gradient_checkpointing_func = training, function
+
+
+def forget_hooks(module: nn.Module) -> None:
+    """Remove from a copied module the hooks and the forwards that were put on the original."""
+    # accelerate adds these to the layers of a model that is spread over devices.
+    for name in ("forward", "_old_forward", "_hf_hook"):
+        vars(module).pop(name, None)
+    module._forward_hooks.clear()
+    module._forward_pre_hooks.clear()
+    # transformers installs its hooks for hidden states on the first forward pass only, and sets this mark.
+    vars(module).pop("_output_capturing_hooks_installed", None)
+
+
+def share_tensors(model: nn.Module, other: nn.Module) -> None:
+    """Give a model the very parameters and buffers of another one, whose modules have the same names."""
+    for name, module in other.named_modules():
+        if module._parameters or module._buffers:
+            place = model.get_submodule(name)
+            place._parameters.update(module._parameters)
+            place._buffers.update(module._buffers)
+
+
+def compile_many_shapes(most: int) -> None:
+    """Raise torch's limit on how many shapes of a model are compiled, for the whole process."""
+    limits: Any = torch._dynamo.config
+    limits.recompile_limit = limits.accumulated_recompile_limit = most
+
+
+# Caches of keys and values
+
+
+def cache_name(model: nn.Module) -> str | None:
+    """Return the name under which the model's forward takes its cache, or None."""
+    accepted = inspect.signature(model.forward).parameters
+    return next((name for name in ("cache", "past_key_values") if name in accepted), None)
+
+
+def cache_of(output: Mapping[str, Any]) -> Any:
+    """Return the cache in a model's output, or None."""
+    return next((output[name] for name in ("cache", "past_key_values") if output.get(name) is not None), None)
+
+
+def keys_and_values(output: Mapping[str, Any]) -> dict[int, tuple[Tensor, Tensor]]:
+    """Return the keys and values that a model's output has in its cache, by layer; other kinds of state have none."""
+    layers = dict(enumerate(getattr(cache_of(output), "layers", ())))
+    return {at: (layer.keys, layer.values) for at, layer in layers.items() if getattr(layer, "keys", None) is not None}
+
+
+def keeps_recurrent_state(config: PreTrainedConfig) -> bool:
+    """Return whether a model's cache has layers with a recurrent state in place of keys and values."""
+    recurrent = getattr(cache_utils, "LinearAttentionCacheLayerMixin", ())
+    return any(isinstance(layer, recurrent) for layer in DynamicCache(config=config).layers)
+
+
+# Export
+
+
+def require_onnx_exporter() -> None:
+    """Raise a MissingRuntimeError if this release of transformers cannot export to ONNX."""
+    if importlib.util.find_spec("transformers.exporters") is None:
+        raise MissingRuntimeError(
+            f"ONNX export needs the exporter of transformers 5.13 or later, and {transformers.__version__} is "
+            'installed; install a later one with: pip install "transformers>=5.13"'
+        )
+
+
+def exported_program(
+    module: Any, sample: Mapping[str, Any], fusions: str | None, shapes: Mapping[str, Any] | None
+) -> Any:
+    """Return a module as an `onnx_ir.Model`, from transformers' exporter; older releases do not fuse operators.
+
+    Args:
+        sample: Inputs by keyword: tensors, a cache, or flags, which do not become inputs of the graph.
+        fusions: The provider whose fused operators may be used, "cpu" or "cuda"; None for ONNX's own only.
+        shapes: The dynamic axes of each input; None makes all axes dynamic that can be.
+    """
+    from transformers.exporters import OnnxConfig, OnnxExporter
+
+    options: dict[str, Any] = {"dynamic": True, "dynamic_shapes": shapes}
+    if "ort_fusions" in inspect.signature(OnnxConfig).parameters:
+        options["ort_fusions"] = fusions
+    exported: Any = OnnxExporter().export(module, dict(sample), OnnxConfig(**options))
+    return exported.program if hasattr(exported, "program") else exported.model

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .attention import AttentionCall
+from .internals import fused_attention_cpu, fused_attention_cuda
 
 # Additive masks hide keys by this number or a lower one; the softmax leaves no weight at either.
 _HIDDEN = -1e4
@@ -132,17 +133,10 @@ def _output_and_logsumexp(
     query = call.query
     same_width = query.shape[-1] == value.shape[-1]
     if query.device.type == "cpu" and same_width and call.dropout == 0:
-        output, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, call.is_causal, attn_mask=bias, scale=call.scaling
-        )
-        return output, logsumexp
+        return fused_attention_cpu(query, key, value, bias, is_causal=call.is_causal, scale=call.scaling)
     if query.device.type == "cuda" and call.dropout == 0:
         aligned = bias if bias is None else _aligned(bias.expand(*query.shape[:3], key.shape[2]))
-        output, logsumexp, _, _ = torch.ops.aten._scaled_dot_product_efficient_attention(
-            query, key, value, aligned, True, 0.0, call.is_causal, scale=call.scaling
-        )
-        # This kernel rounds the rows of its logsumexp up to a multiple of 32.
-        return output, logsumexp[..., : query.shape[2]]
+        return fused_attention_cuda(query, key, value, aligned, is_causal=call.is_causal, scale=call.scaling)
     output = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, bias, call.dropout, call.is_causal, scale=call.scaling
     )

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-from huggingface_hub import constants, get_session
+from huggingface_hub import get_session
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 from huggingface_hub.utils import validate_repo_id
 
 from ..errors import HiesError, RequestError, root_cause
+from .internals import hub_endpoint, hub_is_switched_off, hub_switched_off
 
 logger = logging.getLogger(__name__)
 
@@ -41,18 +40,18 @@ def hub_or_cache(
         yield
         return
     try:
-        with _offline():
+        with hub_switched_off():
             yield
     except Exception as failure:  # of the clients, each its own kind
         if isinstance(failure, HiesError) or not _is_absent(failure):
             raise
         raise error(
             f"a {what} must be on this machine, on the Hub or complete in its cache, but {name} is not here, and the "
-            f"Hub at {constants.ENDPOINT} {missing}; give a local path, or download it once while the Hub can be "
+            f"Hub at {hub_endpoint()} {missing}; give a local path, or download it once while the Hub can be "
             "reached, and set HF_HUB_OFFLINE=1 afterwards"
         ) from failure
-    if not constants.is_offline_mode():
-        logger.warning("the Hub at %s %s: the cached copy of %s is used", constants.ENDPOINT, missing, name)
+    if not hub_is_switched_off():
+        logger.warning("the Hub at %s %s: the cached copy of %s is used", hub_endpoint(), missing, name)
 
 
 def _is_absent(failure: BaseException | None) -> bool:
@@ -76,9 +75,9 @@ def _is_hub_id(name: str | Path) -> bool:
 
 def _unreachable() -> str | None:
     """Return why the Hub cannot be asked, as the end of "the Hub ..."; None if it gives any answer."""
-    if constants.is_offline_mode():
+    if hub_is_switched_off():
         return "is not asked, as HF_HUB_OFFLINE is set"
-    endpoint, now = constants.ENDPOINT, time.monotonic()
+    endpoint, now = hub_endpoint(), time.monotonic()
     asked, found = _answers.get(endpoint, (0.0, ""))
     if found is None or (found and now - asked < AGAIN_AFTER):
         return found
@@ -89,25 +88,3 @@ def _unreachable() -> str | None:
         found = f"cannot be reached ({root_cause(failure, limit=100)})"
     _answers[endpoint] = (now, found)
     return found
-
-
-@contextmanager
-def _offline() -> Iterator[None]:
-    """Keep the clients of models and data sets from asking the Hub inside the block, without repeated messages.
-
-    Source: https://huggingface.co/docs/huggingface_hub/package_reference/environment_variables#hfhuboffline
-    """
-    datasets = sys.modules.get("datasets")
-    places: list[Any] = [constants] if datasets is None else [constants, datasets.config]
-    before = [place.HF_HUB_OFFLINE for place in places]
-    client = logging.getLogger("huggingface_hub")
-    level = client.level
-    try:
-        client.setLevel(logging.ERROR)
-        for place in places:
-            place.HF_HUB_OFFLINE = True
-        yield
-    finally:
-        client.setLevel(level)
-        for place, value in zip(places, before, strict=True):
-            place.HF_HUB_OFFLINE = value

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import RecipeError, RequestError
-from .auto import auto_classes
 from .copies import share_weights
+from .internals import auto_classes
 
 # These models number positions from pad_token_id + 1, so their first pad_token_id + 1 position embeddings are unused.
 _POSITIONS_START_AFTER_PAD = {
@@ -210,21 +210,6 @@ def forward_inputs(model: torch.nn.Module, batch: Mapping[str, Any]) -> dict[str
     """Return the tensors of a batch that the model's forward takes, in the order of its parameters, without labels."""
     accepted = [name for name in inspect.signature(model.forward).parameters if name != "labels"]
     return {name: batch[name] for name in accepted if isinstance(batch.get(name), torch.Tensor)}
-
-
-def cache_name(model: torch.nn.Module) -> str | None:
-    """Return the name under which the model's forward takes its cache, or None.
-
-    transformers 5.24 renamed `past_key_values` to `cache`; a model whose code travels with it may keep the older name.
-    """
-    accepted = inspect.signature(model.forward).parameters
-    return next((name for name in ("cache", "past_key_values") if name in accepted), None)
-
-
-def keys_and_values(output: Mapping[str, Any]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """Return the keys and values that a model's output has in its cache, by layer; other kinds of state have none."""
-    layers = dict(enumerate(getattr(output.get("cache"), "layers", ())))
-    return {at: (layer.keys, layer.values) for at, layer in layers.items() if getattr(layer, "keys", None) is not None}
 
 
 def positions_of(attention_mask: torch.Tensor) -> torch.Tensor:

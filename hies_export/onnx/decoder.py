@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from ..errors import ExportError, UnsupportedModelError
-from ..model.tokens import cache_name, positions_of
+from ..model.internals import cache_name, keeps_recurrent_state
+from ..model.tokens import positions_of
 from ..runtimes.ort import CACHE_SIZES
 from .trace import Fusions, export_program, fixed_size, name_axes, reason
 
@@ -33,7 +33,7 @@ def check_decoder(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(
             f"export_onnx needs a decoder with a key/value cache, and {type(model).__name__} takes no cache"
         )
-    if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in DynamicCache(config=model.config).layers):
+    if keeps_recurrent_state(model.config):
         raise UnsupportedModelError(
             f"export_onnx needs a decoder whose cache is keys and values, and {type(model).__name__} keeps a recurrent "
             "state"

@@ -16,6 +16,7 @@ from ..checkpoint.folders import new_folder, refuse_existing
 from ..checkpoint.settings import name_tokenizer, write_config
 from ..errors import DataError, RecipeError
 from ..model.copies import convert
+from ..model.internals import fused_attention_fits, note_newer_release, require_onnx_exporter
 from ..model.tokens import end_of_text, forward_inputs, longest_sequence
 from ..progress import quiet
 from ..runtimes.base import Provider
@@ -132,9 +133,11 @@ def export_onnx(
         >>> exported.files, exported.max_abs < 1e-3
         (('model.onnx',), True)
     """
+    note_newer_release()
     target = Path(folder)
     _check_request(provider, dtype)
     refuse_existing(target, overwrite=overwrite)
+    require_onnx_exporter()
     require_onnxruntime("cpu" if provider == "cpu" else "gpu")
     given = {name: tensor.cpu() for name, tensor in forward_inputs(model, batch).items()}
     if model.main_input_name not in given:
@@ -214,7 +217,7 @@ def _trace(
 def _float32_copy(model: PreTrainedModel) -> PreTrainedModel:
     """Copy the model as the reference of the comparison: float32, CPU, evaluation mode, torch's own attention."""
     copied = convert(model, dtype=torch.float32, device="cpu").eval()
-    copied.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+    copied.set_attn_implementation("sdpa" if fused_attention_fits(model) else "eager")
     return copied
 
 

@@ -18,9 +18,9 @@ from .trace import Fusions, export_program, name_axes, reason
 
 def is_vision_language(model: PreTrainedModel) -> bool:
     """Return whether the model generates text from images and text."""
-    from transformers.exporters.utils import is_multimodal
-
-    return is_multimodal(model) and "pixel_values" in inspect.signature(model.forward).parameters
+    parts = (model.get_encoder(modality="image"), model.get_decoder())
+    takes_images = "pixel_values" in inspect.signature(model.forward).parameters
+    return takes_images and all(part is not None and part is not model for part in parts)
 
 
 def image_text_batch(model: PreTrainedModel, *, batch: int = 2, text: int = 8, seed: int = 0) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..errors import ExportError
+from ..model.internals import exported_program
 from .layout import arrange_for_cpu
 from .repair import flatten_gemm_inputs, share_tied_weights
 
@@ -73,12 +74,8 @@ def export_program(
     shapes = None
     if axes is not None:
         shapes = {name: dict.fromkeys(open_axes, torch.export.Dim.AUTO) for name, open_axes in axes.items()}
-    traced: Any = module
     try:
-        from transformers.exporters import OnnxConfig, OnnxExporter
-
-        config = OnnxConfig(dynamic=True, dynamic_shapes=shapes, ort_fusions=fusions)
-        program = OnnxExporter().export(traced, {**sample, **(flags or {})}, config).program
+        program = exported_program(module, {**sample, **(flags or {})}, fusions, shapes)
     except Exception as error:
         raise ExportError(
             f"the model must be exportable to ONNX, and the exporter refused {type(module).__name__}: {reason(error)}"

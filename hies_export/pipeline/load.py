@@ -14,9 +14,8 @@ from ..checkpoint.classes import find_model_class
 from ..checkpoint.stored import stored_dtype, weight_files
 from ..checkpoint.weights import load_weights
 from ..errors import RequestError, quoted, require_package, root_cause
-from ..model.auto import auto_classes
 from ..model.copies import parameter_bytes
-from ..model.internals import never_asking
+from ..model.internals import auto_classes, never_asking
 from ..tasks import TASKS
 
 # Device maps of accelerate other than the names of devices.

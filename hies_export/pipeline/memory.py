@@ -20,7 +20,7 @@ from ..data.reader import Columns
 from ..data.registry import reader_for
 from ..data.targets import size_of
 from ..errors import DataError, RequestError, listed, root_cause
-from ..model.auto import auto_classes
+from ..model.internals import auto_classes
 from ..tasks import TASKS, Task
 
 # Rows of a data set that go through the model at once.

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from PIL import Image
 from sklearn.datasets import load_digits
-from transformers import ViTConfig, ViTForImageClassification
-from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
+from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessorPil
 
 from ..model.threads import torch_threads
 from ..progress import SILENT, Progress

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..kinds import ATTENTION, MLP
+from ..model.internals import note_newer_release
 from ..units import PrunableModule
 from .attention import find_attention
 from .mlp import find_mlp
@@ -40,4 +41,5 @@ def find_modules(
         >>> [(module.kind, module.units) for module in modules][::3]
         [('attention', 6), ('mlp', 64)]
     """
+    note_newer_release()
     return tuple(module for kind in kinds for module in FINDERS[kind](model, batch))

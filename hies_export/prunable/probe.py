@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..model.copies import copy_with
+from ..model.internals import forget_hooks
 from ..model.linear import features_of, is_linear, set_parameter
 
 # Larger parameters are embeddings or experts, whose values do not matter: one number replaces all of them.
@@ -193,13 +194,7 @@ def _weightless(model: PreTrainedModel) -> PreTrainedModel:
 
     copied = copy_with(model, stand_in)
     for module in copied.modules():
-        # accelerate adds these to the layers of a model that is spread over devices.
-        for name in ("forward", "_old_forward", "_hf_hook"):
-            vars(module).pop(name, None)
-        module._forward_hooks.clear()
-        module._forward_pre_hooks.clear()
-        # transformers installs its hooks for hidden states on the first forward pass only, and sets this mark.
-        vars(module).pop("_output_capturing_hooks_installed", None)
+        forget_hooks(module)
     return copied
 
 

@@ -16,8 +16,9 @@ from transformers import PreTrainedModel
 
 from ..errors import ExportError, MissingRuntimeError, RecipeError
 from ..model.copies import parameter_bytes, share_weights
+from ..model.internals import cache_name, cache_of, compile_many_shapes, keys_and_values
 from ..model.threads import torch_threads
-from ..model.tokens import cache_name, forward_inputs, keys_and_values, positions_of
+from ..model.tokens import forward_inputs, positions_of
 from .base import Runtime, last_token, register_runtime
 
 # Shapes of models that are compiled in a process; more than anybody times.
@@ -83,7 +84,7 @@ class TorchRuntime(Runtime):
         # Not with the compiled model: a CUDA graph overwrites its earlier outputs when it runs again.
         with torch.inference_mode():
             model: Any = self._model
-            past = model(**self.prepare(prompt)).get("cache")
+            past = cache_of(model(**self.prepare(prompt)))
         if not getattr(past, "layers", ()):
             raise ExportError(f"a decoder must return its cache to be timed, and {type(self._model).__name__} has none")
         return {**self.prepare(step), str(self._cache_name): past}
@@ -144,8 +145,7 @@ class CompiledTorchRuntime(TorchRuntime):
             )
         self.cuda_graph = self._on_cuda
         # By default torch compiles eight shapes of all models of a class together, and runs the next ones uncompiled.
-        limits: Any = torch._dynamo.config
-        limits.recompile_limit = limits.accumulated_recompile_limit = MOST_COMPILED
+        compile_many_shapes(MOST_COMPILED)
         mode = "reduce-overhead" if self.cuda_graph else None
         self._forward = torch.compile(self._model, dynamic=False, mode=mode)
 

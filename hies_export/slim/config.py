@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from ..errors import UnsupportedModelError
 from ..model import modeling_hies
-from ..model.auto import auto_classes, has_auto_base
+from ..model.internals import auto_classes, has_auto_base
 from .per_layer import PerLayer
 
 

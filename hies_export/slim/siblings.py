@@ -15,7 +15,7 @@ import transformers
 from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
-from ..model.internals import empty_model, save_as_loaded
+from ..model.internals import empty_model, save_as_loaded, select_attention, share_tensors
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def _config(config: PreTrainedConfig, settings: Mapping[str, Any], sibling: Sibl
         made.validate()
     except Exception:  # whatever a config's own code raises on values it does not take
         return None
-    made._attn_implementation = config._attn_implementation
+    select_attention(made, like=config)
     return made
 
 
@@ -144,11 +144,7 @@ def _empty_twin(
 
 def _with_weights(twin: PreTrainedModel, model: PreTrainedModel) -> PreTrainedModel:
     """Give a model the tensors of another one with the same names, the same generation config, mode and devices."""
-    for name, module in model.named_modules():
-        if module._parameters or module._buffers:
-            place = twin.get_submodule(name)
-            place._parameters.update(module._parameters)
-            place._buffers.update(module._buffers)
+    share_tensors(twin, model)
     if type(twin) is type(model):
         save_as_loaded(twin, model)
     if model.can_generate():

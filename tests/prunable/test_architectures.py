@@ -1,7 +1,8 @@
 """The committed table of model types is what the contract earns: every "yes" and every refusal is found again.
 
-By default of the types in tests/support/representatives.py; `-m architectures` takes the others, without the export,
-and `-m exports` exports all that can be.
+By default of the types in tests/support/representatives.py, with any release of transformers; `-m architectures` takes
+the others, without the export, and `-m exports` exports all that can be. These two are for the release that the table
+was made with.
 """
 
 import dataclasses
@@ -12,26 +13,15 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Container, Iterable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
-from support import representatives
+import transformers
 from support.architectures import model_types
 from support.contract import MORE_STEPS, NEURON_STEPS, STEPS, Broken, Subject, cut, score, train
-from support.representatives import (
-    CUT,
-    EXPORTED,
-    NEURONS,
-    NEURONS_REFUSED,
-    QUANTISED,
-    REFUSED,
-    changed_since_all_were_checked,
-    decisive_sources,
-)
+from support.representatives import CUT, EXPORTED, NEURONS, NEURONS_REFUSED, QUANTISED, REFUSED
 from torch import nn
 
-import hies_export
 from hies_export.cli.main import main
 from hies_export.errors import CutMismatchError, RequestError
 from hies_export.kinds import MLP
@@ -88,7 +78,7 @@ def test_a_cut_in_8_bits_gives_nearly_the_same(model_type: str) -> None:
 
 @pytest.mark.parametrize("model_type", types(of_kind("refused"), REFUSED, pytest.mark.architectures))
 def test_what_the_table_says_is_refused_for_that_reason(model_type: str) -> None:
-    assert Subject.of(model_type).refusal() == ENTRIES[model_type]["refused"]
+    assert words(Subject.of(model_type).refusal()) == words(ENTRIES[model_type]["refused"])
 
 
 def with_neurons(what: str) -> list[str]:
@@ -132,69 +122,21 @@ def test_the_representatives_are_in_the_table() -> None:
     assert all(holds(ENTRIES[name], "onnx") for name in EXPORTED)
     assert all(holds(neurons_of(ENTRIES[name]), "cut") for name in NEURONS)
     assert all("refused" in ENTRIES[name]["neurons"] for name in NEURONS_REFUSED)
-    assert {words(name) for name in of_kind("refused")} == {words(name) for name in REFUSED}
-    assert len({words(name) for name in REFUSED}) == len(REFUSED)
+    reasons = {name: words(ENTRIES[name]["refused"]) for name in of_kind("refused")}
+    assert set(reasons.values()) == {reasons[name] for name in REFUSED}
+    assert len({reasons[name] for name in REFUSED}) == len(REFUSED)
 
 
-def words(model_type: str) -> str:
+def words(reason: str | None) -> str:
     """Return a reason without the names of types, classes, modules and sizes."""
-    outside = re.sub(r"\([^)]*\)?", "", ENTRIES[model_type]["refused"].replace(model_type, ""))
-    return " ".join(word for word in outside.split() if word.isalpha() and word.islower())
-
-
-CUT_SOURCE = (
-    '"""Cut."""\n\nclass Cut:\n    """One."""\n\n    def of(self):\n        """What."""\n        return "one"\n'
-)
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "noticed"),
-    [
-        ('"""Cut."""', '"""Cut heads."""', False),
-        ('    """One."""\n', "", False),
-        ('"""What."""', '"""What,\n        in two lines."""', False),
-        ("\n\nclass", "\n# why\nclass", False),
-        ('return "one"', 'return ("one")  # why', False),
-        ('return "one"', 'return "two"', True),
-        ('return "one"', '"two"\n        return "one"', True),
-        ("def of", "async def of", True),
-        ('"""What."""', 'f"""What."""', True),
-    ],
-)
-def test_changes_of_the_code_are_noticed_and_those_of_words_are_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str, after: str, noticed: bool
-) -> None:
-    package = package_beside_a_lock(tmp_path, monkeypatch)
-    assert CUT_SOURCE.count(before) == 1
-    (package / "slim/cut.py").write_text(CUT_SOURCE.replace(before, after))
-    assert changed_since_all_were_checked() == noticed
-
-
-def test_files_that_move_are_noticed_where_they_decide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = package_beside_a_lock(tmp_path, monkeypatch)
-    (package / "report/page.py").write_text("1")
-    assert not changed_since_all_were_checked()
-    (package / "slim/cut.py").rename(package / "slim/mask.py")
-    assert changed_since_all_were_checked()
-
-
-def package_beside_a_lock(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a small package for whose code a lock holds."""
-    package = folder / "hies_export"
-    for name in ("__init__.py", "prunable/attention.py", "slim/cut.py", "report/page.py"):
-        (package / name).parent.mkdir(parents=True, exist_ok=True)
-        (package / name).write_text(CUT_SOURCE)
-    monkeypatch.setattr(hies_export, "__file__", str(package / "__init__.py"))
-    monkeypatch.setattr(representatives, "LOCK", folder / "lock")
-    assert changed_since_all_were_checked()
-    (folder / "lock").write_text(decisive_sources() + "\n")
-    assert not changed_since_all_were_checked()
-    return package
+    outside = re.sub(r"\([^)]*\)?", "", reason or "")
+    return " ".join(word for word in outside.split() if word.isalpha() and word.islower() and word not in ENTRIES)
 
 
 def test_the_table_is_whole() -> None:
     table = read_table()
-    assert list(table["types"]) == model_types()
+    if transformers.__version__ == table["versions"]["transformers"]:
+        assert list(table["types"]) == model_types()
     assert set(DESCRIBED) == set(STEPS)
     assert set(NEURONS_DESCRIBED) == set(NEURON_STEPS)
     number = counts(table)

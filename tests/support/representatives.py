@@ -1,11 +1,5 @@
 """Name the model types that every test run covers: each layout of attention once, each reason for a refusal once."""
 
-import ast
-import hashlib
-from pathlib import Path
-
-import hies_export
-
 CUT = {
     "albert": "layers that share their weights",
     "bart": "encoder-decoder with cross-attention",
@@ -50,35 +44,3 @@ NEURONS = {
     "t5": "a model whose heads are refused",
 }
 NEURONS_REFUSED = {"bitnet": "a norm over neurons", "mixtral": "experts", "resnet": "no block"}
-
-DECISIVE = ("model", "prunable", "calibrate", "slim", "checkpoint")
-# Of these: the table itself, and what makes and replaces folders, whatever they hold.
-NOT_DECISIVE = ("architectures.py", "folders.py", "leftovers.py")
-LOCK = Path(__file__).parents[1] / "prunable" / "architectures.lock"
-
-
-def decisive_sources() -> str:
-    """Return a digest of the code that decides which steps a model type passes, without comments and docstrings."""
-    root = Path(hies_export.__file__).parent
-    files = sorted(
-        path for folder in DECISIVE for path in (root / folder).rglob("*.py") if path.name not in NOT_DECISIVE
-    )
-    digest = hashlib.sha256()
-    for path in files:
-        digest.update(f"{path.relative_to(root).as_posix()}\0{_without_words(path)}\0".encode())
-    return digest.hexdigest()
-
-
-def _without_words(path: Path) -> str:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and (
-            ast.get_docstring(node, clean=False) is not None
-        ):
-            del node.body[0]
-    return ast.unparse(tree)
-
-
-def changed_since_all_were_checked() -> bool:
-    """Return whether `scripts/architectures --check` has something to do."""
-    return not LOCK.is_file() or LOCK.read_text().strip() != decisive_sources()

@@ -1,0 +1,98 @@
+"""The package works with what a release of transformers has, and says what is missing."""
+
+import importlib.util
+import logging
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from support.models import causal_lm, llava, text_batch, vit
+from torch import nn
+
+from hies_export.errors import MissingRuntimeError
+from hies_export.measure.exports import require_exporters
+from hies_export.model import internals
+from hies_export.onnx.multimodal import is_vision_language
+
+
+@pytest.mark.parametrize(
+    ("release", "logged"),
+    [("5.4.0", 0), (transformers.__version__, 0), ("5.99.1", 1), ("6.0.0.dev0", 1)],
+)
+def test_a_newer_release_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, release: str, logged: int
+) -> None:
+    monkeypatch.setattr(internals, "NEWEST_TRIED", tuple(map(int, transformers.__version__.split(".")[:2])))
+    monkeypatch.setattr(transformers, "__version__", release)
+    internals.note_newer_release.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        internals.note_newer_release()
+        internals.note_newer_release()
+    internals.note_newer_release.cache_clear()
+    assert [release in record.getMessage() for record in caplog.records] == [True] * logged
+
+
+def test_export_is_refused_by_name_where_transformers_has_no_exporter(monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if "exporters" in name else find_spec(name, *rest)
+    )
+    with pytest.raises(MissingRuntimeError, match=r'5\.13 or later, and .* is installed; .*"transformers>=5\.13"'):
+        require_exporters({"onnx"})
+    require_exporters({"gguf"})
+
+
+@dataclass
+class OlderOnnxConfig:
+    """The options of releases that fuse nothing."""
+
+    dynamic: bool = False
+    dynamic_shapes: object = None
+
+
+def test_exporters_that_fuse_nothing_are_not_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    class OlderOnnxExporter:
+        def export(self, module: nn.Module, sample: dict[str, object], config: OlderOnnxConfig) -> SimpleNamespace:
+            asked.append((module, sample, config))
+            return SimpleNamespace(model="graph")
+
+    monkeypatch.setattr(transformers.exporters, "OnnxConfig", OlderOnnxConfig)
+    monkeypatch.setattr(transformers.exporters, "OnnxExporter", OlderOnnxExporter)
+    module = nn.Linear(2, 2)
+    assert internals.exported_program(module, {"x": 1}, "cpu", {"x": {0: "batch"}}) == "graph"
+    assert asked == [(module, {"x": 1}, OlderOnnxConfig(True, {"x": {0: "batch"}}))]
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_a_cache_is_found_under_either_name(name: str) -> None:
+    class Decoder(nn.Module):
+        if name == "cache":
+
+            def forward(self, input_ids: torch.Tensor, cache: object = None) -> None: ...
+        else:
+
+            def forward(self, input_ids: torch.Tensor, past_key_values: object = None) -> None: ...
+
+    assert internals.cache_name(Decoder()) == name
+    layers = [SimpleNamespace(keys=1, values=2), SimpleNamespace(keys=None, values=None)]
+    assert internals.keys_and_values({"logits": 0, name: SimpleNamespace(layers=layers)}) == {0: (1, 2)}
+    assert internals.cache_name(vit()) is None
+    assert internals.cache_of(vit()(torch.zeros(1, 3, 16, 16))) is None
+
+
+def test_the_cache_of_a_model_of_this_release_is_found() -> None:
+    model = causal_lm()
+    assert internals.cache_name(model) is not None
+    output = model(input_ids=text_batch(2, 6)["input_ids"] % 32, use_cache=True)
+    found = internals.keys_and_values(output)
+    assert {at: keys.shape for at, (keys, _) in found.items()} == {0: (2, 2, 6, 8), 1: (2, 2, 6, 8)}
+
+
+def test_a_vision_language_model_has_an_image_tower_and_a_decoder() -> None:
+    assert is_vision_language(llava())
+    assert not is_vision_language(vit())
+    assert not is_vision_language(causal_lm())

@@ -1,0 +1,129 @@
+"""Run the contract of a few model types on the installed releases, and print one row of a table.
+
+`scripts/versions` runs this file in one environment after another. What failed goes to standard error.
+"""
+
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+SHORT = ("bert", "llama")
+TYPES = ("bert", "vit", "llama", "llava")
+STEPS = ("score", "cut", "reload", "alone", "train", "onnx", "int8", "neurons")
+
+# In a process of its own, as on a machine that has torch and transformers only.
+ALONE = """
+import sys
+sys.modules["hies_export"] = None
+import torch, transformers
+folder, loader = sys.argv[1:]
+model = getattr(transformers, loader).from_pretrained(folder, trust_remote_code=True).eval()
+with torch.no_grad():
+    torch.save(model(**torch.load(f"{folder}/batch.pt"))[0], f"{folder}/output.pt")
+"""
+
+
+def main() -> int:
+    """Print the header, or the row of this environment; return 1 if a step fails."""
+    if "--header" in sys.argv:
+        print("| transformers | torch | Python |", *(f"{step} |" for step in STEPS))
+        print("| --- | --- | --- |" + " --- |" * len(STEPS), flush=True)
+        return 0
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    releases = [version("transformers"), version("torch"), ".".join(map(str, sys.version_info[:3]))]
+    cells, failures = [], []
+    for name, step in steps().items():
+        results = {}
+        for model_type in SHORT if "--short" in sys.argv else TYPES:
+            results[model_type] = result_of(step, model_type)
+        cells.append(in_short(results))
+        failures += [
+            f"transformers {releases[0]}, torch {releases[1]}: {name} of {model_type}: {result}"
+            for model_type, result in results.items()
+            if result.startswith("no: ")
+        ]
+    print("|", " | ".join([*releases, *cells]), "|", flush=True)
+    print("\n".join(failures), end="\n" if failures else "", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def steps() -> dict[str, Callable[[str], None]]:
+    """Return the steps by name, each a function of a model type."""
+    from hies_export.kinds import MLP
+    from support.contract import MORE_STEPS, NEURON_STEPS, Subject
+    from support.contract import STEPS as HEAD_STEPS
+
+    found: dict[str, Callable[[str], None]] = {
+        name: lambda model_type, step=step: step(Subject.of(model_type))
+        for name, step in {**HEAD_STEPS, **MORE_STEPS}.items()
+    }
+    found["alone"] = alone
+    found["neurons"] = lambda model_type: NEURON_STEPS["cut"](Subject.of(model_type, MLP))
+    return {name: found[name] for name in STEPS}
+
+
+def alone(model_type: str) -> None:
+    """Load an uneven cut where this package is not installed, and compare its output."""
+    import torch
+
+    from hies_export.checkpoint.save import save_slim
+    from hies_export.model.internals import auto_classes
+    from hies_export.slim.check import first_output, max_abs
+    from support.contract import Broken, Subject
+
+    subject = Subject.of(model_type)
+    slim = subject.slim[False]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "slim"
+        save_slim(slim, folder, plan=subject.plan(False), batch=subject.batch)
+        torch.save(subject.batch, folder / "batch.pt")
+        loader = auto_classes(type(slim).__name__, slim.config.model_type)[0]
+        done = subprocess.run([sys.executable, "-c", ALONE, folder, loader], capture_output=True, text=True)
+        if done.returncode:
+            raise Broken(done.stderr.splitlines()[-1])
+        difference = max_abs(torch.load(folder / "output.pt"), first_output(slim, subject.batch))
+    if not difference < 1e-4:
+        raise Broken(f"the outputs differ by {difference:.3g}")
+
+
+def result_of(step: Callable[[str], None], model_type: str) -> str:
+    """Return "yes", "n/a", "refused" or "no: " and the reason."""
+    from hies_export.errors import MissingRuntimeError
+    from support.references import NotApplicable
+
+    try:
+        step(model_type)
+    except NotApplicable:
+        return "n/a"
+    except MissingRuntimeError:  # of a release without an exporter
+        return "refused"
+    except Exception as error:  # of any library
+        return f"no: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return "yes"
+
+
+def in_short(results: dict[str, str]) -> str:
+    """Return what holds for all model types, or which of them fail."""
+    wrong = [model_type for model_type, result in results.items() if result.startswith("no: ")]
+    if wrong:
+        return f"not {', '.join(wrong)}"
+    return "refused" if "refused" in results.values() else "yes"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
