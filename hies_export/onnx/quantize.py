@@ -44,7 +44,7 @@ def quantize_onnx(
     scale per output channel, and its inputs a scale per token (in front of an encoder's attention, one for the batch).
     In `int4`, every 32 weights have a scale and a zero point; this is only for decoders, whose time per token is spent
     on reading the weights. Embeddings are in 8 bits, with a scale per row. Small layers and everything else stay in
-    float32. The graphs need ONNX Runtime 1.23 or newer.
+    float32. The graphs need ONNX Runtime 1.24 or newer, and so Python 3.11.
 
     Args:
         exported: An export by `export_onnx` for provider cpu in float32; its folder stays as it is.

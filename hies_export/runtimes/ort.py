@@ -91,7 +91,10 @@ class OnnxRuntime(GraphRuntime):
         try:
             self._session = self._open(self._file)
         except Exception as error:  # ONNX Runtime has a class for each status, and no common one
-            raise ExportError(f"ONNX Runtime must load {self._file.name}, and refused: {first_line(error)}") from error
+            older = "; a later ONNX Runtime may have it" if "NOT_IMPLEMENTED" in str(error) else ""
+            raise ExportError(
+                f"ONNX Runtime must load {self._file.name}, and refused: {first_line(error)}{older}"
+            ) from error
         if self.provider != self.requested:
             raise self._missing(f"its session fell back to {self.provider}")
         self.inputs = tuple(node.name for node in self._session.get_inputs())
