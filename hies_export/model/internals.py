@@ -1,22 +1,14 @@
 """Load and save as transformers does, through parts of transformers that are not public. Tried with 5.24.0.
 
 Everything that this package borrows from the private parts of loading and saving is here. To try another version, run
-`tests/stream` and `tests/checkpoint`, which compare with `from_pretrained` and `save_pretrained`, byte for byte.
+`tests/checkpoint`.
 
 A model without weights      `PreTrainedModel._from_config`
-Loading without data         `core_model_loading.convert_and_load_state_dict_in_model`,
-                             `modeling_utils.LoadStateDictConfig`, `PreTrainedModel._get_dtype_plan`
 Dtypes of parameters         `PreTrainedModel._get_dtype_plan`, `core_model_loading.build_glob_alternation`
-Names and merged tensors     `conversion_mapping.get_model_conversion_mapping`, `PreTrainedModel._weight_conversions`,
-                             `core_model_loading`: `WeightRenaming`, `WeightConverter`, `rename_source_key`,
-                             `apply_converters`, `apply_renamings`, `dot_natural_key`
+Names and merged tensors     `PreTrainedModel._weight_conversions`
 Older names, slim classes    `PreTrainedModel.is_custom_code`
-Tied and optional tensors    `PreTrainedModel.all_tied_weights_keys`, `tie_weights(recompute_mapping=)`,
-                             `_adjust_missing_and_unexpected_keys`
-Generation configs           `PreTrainedModel.adjust_generation_fn`
 Questions about code         `dynamic_module_utils.TIME_OUT_REMOTE_CODE`
-What is saved, and as what   `PreTrainedModel._keys_to_ignore_on_save`, `core_model_loading.revert_weight_conversion`,
-                             `modeling_utils.remove_tied_weights_from_state_dict`
+What is saved                `PreTrainedModel._keys_to_ignore_on_save`
 
 Other modules use private parts for other purposes: `attention` reads `_supports_sdpa` and restores
 `_attn_implementation_internal`, `modes` replaces `GradientCheckpointingLayer._gradient_checkpointing_func`, `auto` and
@@ -26,28 +18,14 @@ Other modules use private parts for other purposes: `attention` reads `_supports
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, dynamic_module_utils
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    apply_converters,
-    apply_renamings,
-    build_glob_alternation,
-    convert_and_load_state_dict_in_model,
-    dot_natural_key,
-    rename_source_key,
-    revert_weight_conversion,
-)
-from transformers.modeling_utils import LoadStateDictConfig, remove_tied_weights_from_state_dict
+from transformers.core_model_loading import build_glob_alternation
 
 from ..errors import RequestError
 
@@ -87,20 +65,6 @@ def empty_model(model_class: type[PreTrainedModel], config: Any, dtype: torch.dt
         return model_class._from_config(copy.deepcopy(config), **options)
 
 
-def load_shapes(model: PreTrainedModel, stored: Mapping[str, Tensor], dtype: torch.dtype) -> Any:
-    """Load tensors without data into a model on the meta device, as `from_pretrained` loads tensors with data.
-
-    Returns the `LoadStateDictInfo` of transformers: `missing_keys`, `mismatched_keys`, `conversion_errors`.
-    """
-    options = LoadStateDictConfig(
-        device_map={"": "meta"},
-        dtype=dtype,
-        dtype_plan=model._get_dtype_plan(dtype),
-        weight_mapping=get_model_conversion_mapping(model),  # type: ignore[arg-type]
-    )
-    return convert_and_load_state_dict_in_model(model, dict(stored), options)[0]
-
-
 def dtypes_in(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """Return the dtypes that parameters and buffers have, by name, when a model's checkpoint is loaded in a dtype.
 
@@ -118,58 +82,10 @@ def dtypes_in(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dty
     return found
 
 
-def finish_loading(model: PreTrainedModel, info: Any, agree: Callable[[str, str], bool]) -> None:
-    """Tie the parameters that `from_pretrained` would tie, and remove from `info` of `load_shapes` what may be missing.
-
-    `agree` says whether two parameters, both in the checkpoint, have the same values: only then are they tied.
-    """
-    missing = info.missing_keys
-    for target, source in list(model.all_tied_weights_keys.items()):
-        if target in missing or source in missing:
-            continue
-        if agree(target, source):
-            missing.add(target)
-        else:
-            del model.all_tied_weights_keys[target]
-    model.tie_weights(missing_keys=missing, recompute_mapping=False)
-    model._adjust_missing_and_unexpected_keys(info)
-
-
-def load_generation_config(model: PreTrainedModel, folder: Path) -> None:
-    """Give a model the generation config of a folder, or the one that its config implies."""
-    if not model.can_generate():
-        return
-    adjust: Any = model.adjust_generation_fn
-    adjust(
-        generation_config=None,
-        from_auto_class=False,
-        from_pipeline=False,
-        pretrained_model_name_or_path=folder,
-        cache_dir=None,
-        force_download=False,
-        proxies=None,
-        local_files_only=True,
-        token=None,
-        revision="main",
-        subfolder="",
-        trust_remote_code=False,
-    )
-
-
 def saved_state(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return what `save_pretrained` saves, by the names of the modules, with tied parameters twice."""
     ignored = set(model._keys_to_ignore_on_save or ())
     return {name: tensor for name, tensor in model.state_dict().items() if name not in ignored}
-
-
-def without_tied(state: Mapping[str, Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return a state in which every tied parameter has only the name that `save_pretrained` gives it."""
-    return remove_tied_weights_from_state_dict(dict(state), model)
-
-
-def names_on_disk(model: PreTrainedModel, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a state as `save_pretrained` writes it: renamed, merged and split for the files."""
-    return revert_weight_conversion(model, dict(state))
 
 
 def save_as_loaded(model: PreTrainedModel, other: PreTrainedModel) -> None:
@@ -184,74 +100,3 @@ def reads_old_names(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]
     transformers renames them only for the classes that it takes to be its own.
     """
     return type(model_class.__name__, (model_class,), {"is_custom_code": classmethod(lambda cls: False)})
-
-
-def in_loading_order(names: Iterable[str]) -> list[str]:
-    """Return names in the order in which transformers reads tensors; experts are merged in it."""
-    return sorted(names, key=dot_natural_key)
-
-
-@dataclass(frozen=True)
-class Conversions:
-    """The rules by which transformers renames, merges and splits tensors, in one direction.
-
-    Attributes:
-        rename: Returns the new name of a tensor, and the pattern of the converter that also merges or splits it, or
-            None if it is only renamed.
-        finish: Returns the name of a converter's result.
-        converters: Pattern -> converter.
-    """
-
-    model: PreTrainedModel
-    rename: Callable[[str], tuple[str, str | None]]
-    finish: Callable[[str], str]
-    converters: Mapping[str, WeightConverter]
-
-    def convert(self, name: str, patterns: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Merge or split tensors into new ones, by name.
-
-        Args:
-            patterns: Old name -> pattern, both of `rename`, in loading order.
-            tensors: Old name -> tensor.
-        """
-        converter: Any = copy.deepcopy(self.converters[next(iter(patterns.values()))])
-        for key, pattern in patterns.items():
-            converter.add_tensor(name, key, pattern, tensors[key])
-        values = converter.convert(name, model=self.model, config=self.model.config)
-        return {self.finish(n): v[0] if isinstance(v, list) else v for n, v in values.items()}
-
-
-def loading_conversions(model: PreTrainedModel) -> Conversions:
-    """Return the rules by which a model was loaded, by `load_shapes` or `from_pretrained`."""
-    renamings, converters = _split(getattr(model, "_weight_conversions", None) or [])
-    expected = model.state_dict()
-
-    def rename(key: str) -> tuple[str, str | None]:
-        prefix = model.base_model_prefix
-        name, pattern = rename_source_key(key, renamings, converters, prefix, expected)
-        if name not in expected and key in expected:
-            return rename_source_key(key, [], [], prefix, expected)
-        return name, pattern
-
-    return Conversions(model, rename, lambda name: name, _by_pattern(converters))
-
-
-def saving_conversions(model: PreTrainedModel) -> Conversions:
-    """Return the rules by which `save_pretrained` saves a model: those of its loading, backwards."""
-    transforms: Sequence[Any] = getattr(model, "_weight_conversions", None) or []
-    renamings, converters = _split([transform.reverse_transform() for transform in transforms[::-1]])
-
-    def rename(key: str) -> tuple[str, str | None]:
-        name, pattern = apply_converters(key, converters)
-        return (name, pattern) if pattern is not None else (apply_renamings(key, renamings), None)
-
-    return Conversions(model, rename, lambda name: apply_renamings(name, renamings), _by_pattern(converters))
-
-
-def _split(transforms: Sequence[Any]) -> tuple[list[WeightRenaming], list[WeightConverter]]:
-    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
-    return renamings, [t for t in transforms if isinstance(t, WeightConverter)]
-
-
-def _by_pattern(converters: Iterable[WeightConverter]) -> dict[str, WeightConverter]:
-    return {pattern: converter for converter in converters for pattern in converter.source_patterns}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from hies_export.stream.companions import COMPANIONS, copy_companions
+from hies_export.checkpoint.companions import COMPANIONS, copy_companions
 
 OURS = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "spiece.model", "preprocessor_config.json", "LICENSE")
 TEMPLATES = ("chat_template.jinja", "additional_chat_templates/tools.jinja")
