@@ -7,9 +7,8 @@
 prunes a model in memory, `PruningRecipe.from_yaml("bert.yaml").run()` runs a whole recipe, and `deploy` finds the
 fastest form that keeps the answers. Or stage by stage: `find_modules`, `collect_statistics`, `score_units`,
 `select_units`, `prune_units`, `compensate`, `save_slim`, `export_onnx`, `quantize_onnx`; measured by `bench`,
-`compare_latency`, `count_flops` and `count_parameters`. `apply_plan` does the cut on the files of a checkpoint. A saved
-slim model comes back with `load`, and an exported decoder generates with `OnnxGenerator`. `push_to_hub` publishes a
-run.
+`compare_latency`, `count_flops` and `count_parameters`. `apply_plan` cuts a saved checkpoint by a plan. A saved slim
+model comes back with `load`, and an exported decoder generates with `OnnxGenerator`. `push_to_hub` publishes a run.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .calibrate.collect import collect_statistics
     from .cascade.cascade import Cascade
+    from .checkpoint.apply import apply_plan
     from .checkpoint.loading import HIESModel, load
     from .checkpoint.save import save_slim
     from .cost.flops import flops_table
@@ -68,7 +68,6 @@ if TYPE_CHECKING:
     from .slim.cut import prune_units
     from .slim.mask import masked_units
     from .slim.refit import Compensation, compensate
-    from .stream.apply import apply_plan
     from .units import Kept, PrunableModule, Selection
     from .values import Provenance, PruningPlan, Scores, Statistics
 
@@ -109,7 +108,7 @@ _HOMES = {
     "Statistics": "values",
     "StepError": "errors",
     "UnsupportedModelError": "errors",
-    "apply_plan": "stream.apply",
+    "apply_plan": "checkpoint.apply",
     "bench": "pipeline.bench",
     "collect_statistics": "calibrate.collect",
     "compare_cut": "slim.check",

@@ -2,7 +2,7 @@
 
 Statistics       averages per unit over the calibration samples            calibrate -> score
 Scores           one number per unit; higher means keep                    score -> select
-PruningPlan      a selection with its provenance, saved as JSON            select -> slim, report, stream
+PruningPlan      a selection with its provenance, saved as JSON            select -> slim, report, checkpoint
 
 `units.py` has the others: the units that can be pruned, and those that a selection keeps.
 """

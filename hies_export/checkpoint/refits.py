@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..errors import PlanError
+from ..errors import PlanError, root_cause
 from ..values import PruningPlan
-from .tensors import StoredTensor, as_bytes, read_blocks, read_header, read_tensor
 
 REFIT = "refit.safetensors"
 
@@ -45,24 +45,18 @@ beside its plan as `refit.safetensors`; `hies-export prune RECIPE --plan PLAN -o
 
 @dataclass(frozen=True)
 class RefittedLayers:
-    """The file of the refitted parameters of a compensated model, and the position of each by name."""
+    """The refitted parameters of a compensated model, by name, and the file that they were read from."""
 
     file: Path
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[str, Tensor]
 
 
 def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
-    """Return the digest of refitted parameters in memory."""
-    return _digest((name, t.dtype, t.shape, [as_bytes(t.detach().cpu())]) for name, t in sorted(tensors.items()))
-
-
-def _digest(parts: Iterable[tuple[str, torch.dtype, Sequence[int], Iterable[memoryview]]]) -> str:
     """Return the SHA-256 of the names, dtypes, shapes and bytes of tensors, in the order of their names."""
     total = hashlib.sha256()
-    for name, dtype, shape, blocks in parts:
-        total.update(f"{name}\0{dtype}\0{tuple(shape)}\0".encode())
-        for block in blocks:
-            total.update(block)
+    for name, tensor in sorted(tensors.items()):
+        total.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+        total.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return total.hexdigest()
 
 
@@ -73,7 +67,7 @@ def refit_beside(plan: PruningPlan, file: Path) -> Path | None:
 
 
 def read_refit(plan: PruningPlan, file: Path) -> RefittedLayers:
-    """Return the positions of a plan's refitted parameters in their file; their bytes are read once, for the digest."""
+    """Return a plan's refitted parameters, after checking that the plan was written with this file."""
     if plan.refit is None:
         raise PlanError(
             f"refitted layers must be those of the plan, but this plan names none, got {file}; leave them out "
@@ -81,10 +75,13 @@ def read_refit(plan: PruningPlan, file: Path) -> RefittedLayers:
         )
     if not file.is_file():
         raise PlanError(f"refitted layers must be a file, but there is no {file}; {_ADVICE}")
-    tensors = read_header(file)
-    found = _digest(
-        (name, t.dtype, t.shape, read_blocks(t, {}, t.dtype, bytearray())) for name, t in sorted(tensors.items())
-    )
+    try:
+        tensors = load_file(file)
+    except Exception as error:  # safetensors raises errors of its own, and others for dtypes that torch lacks
+        raise PlanError(
+            f"refitted layers must be a safetensors file, but {file} is none: {root_cause(error)}; {_ADVICE}"
+        ) from error
+    found = digest_tensors(tensors)
     if found != plan.refit:
         raise PlanError(
             f"refitted layers must be those of the plan, whose digest is {plan.refit[:12]}, but that of {file} is "
@@ -93,25 +90,19 @@ def read_refit(plan: PruningPlan, file: Path) -> RefittedLayers:
     return RefittedLayers(file, tensors)
 
 
-def check_refit(refitted: RefittedLayers, model: PreTrainedModel) -> None:
-    """Refuse refitted parameters that the slim model does not have, or has in another shape, by a `PlanError`."""
+def load_refit(model: PreTrainedModel, refitted: RefittedLayers) -> None:
+    """Put refitted parameters into a slim model, in place; raise a `PlanError` if one does not fit, and change none."""
     state = model.state_dict()
     for name, tensor in refitted.tensors.items():
-        if name not in state or list(tensor.shape) != list(state[name].shape):
+        if name not in state or tensor.shape != state[name].shape:
             has = f"{list(state[name].shape)} there" if name in state else "no such parameter"
             raise PlanError(
                 f"refitted layers must fit the model that the plan leaves, but {name} is {list(tensor.shape)} in "
                 f"{refitted.file}, and the model has {has}; {_ADVICE}"
             )
-
-
-def load_refit(model: PreTrainedModel, refitted: RefittedLayers) -> None:
-    """Put refitted parameters into a slim model, in place, after `check_refit`."""
-    check_refit(refitted, model)
-    buffer = bytearray()
     with torch.no_grad():
         for name, tensor in refitted.tensors.items():
-            model.get_parameter_or_buffer(name).copy_(read_tensor(tensor, tensor.dtype, buffer))
+            model.get_parameter_or_buffer(name).copy_(tensor)
 
 
 def warn_uncompensated(plan: PruningPlan, folder: Path | None = None) -> None:

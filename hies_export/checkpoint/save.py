@@ -20,6 +20,7 @@ from ..slim.check import first_output, max_abs
 from ..slim.config import is_slim
 from ..values import PruningPlan
 from .classes import find_model_class
+from .companions import COMPANIONS, LICENCES, copy_companions
 from .folders import new_folder
 from .refits import REFIT
 from .settings import complete_settings
@@ -35,6 +36,7 @@ def save_slim(
     plan: PruningPlan,
     batch: Mapping[str, Tensor],
     processor: Any = None,
+    dense: Path | None = None,
     dtype: torch.dtype | None = None,
     refitted: Mapping[str, Tensor] | None = None,
     overwrite: bool = False,
@@ -49,6 +51,7 @@ def save_slim(
         plan: Saved as `hies_plan.json`.
         batch: Inputs on which the saved and the loaded models are compared.
         processor: Tokenizer or image processor to save with the model.
+        dense: Folder of the dense model. Its licence is copied, and without a `processor` also the files of its own.
         dtype: Dtype to save in; by default the model's own. The model is not changed. Parameters that transformers
             keeps in float32 stay in float32.
         refitted: Parameters that compensation changed, to write as `refit.safetensors` beside the plan; their digest
@@ -67,17 +70,36 @@ def save_slim(
         >>> save_slim(slim, folder / "slim", plan=plan, batch=batches[0])
         0.0
     """
+    with new_folder(folder, overwrite=overwrite) as temporary:
+        return write_slim(
+            model, temporary, plan=plan, batch=batch, processor=processor, dense=dense, dtype=dtype, refitted=refitted
+        )
+
+
+def write_slim(
+    model: PreTrainedModel,
+    folder: Path,
+    *,
+    plan: PruningPlan,
+    batch: Mapping[str, Tensor],
+    processor: Any = None,
+    dense: Path | None = None,
+    dtype: torch.dtype | None = None,
+    refitted: Mapping[str, Tensor] | None = None,
+) -> float:
+    """Write a slim model into a folder that exists, and check it, as `save_slim` does."""
     if dtype is not None and dtype != model.dtype:
         model = convert(model, dtype=dtypes_in(model, dtype))
-    with new_folder(folder, overwrite=overwrite) as temporary:
-        model.save_pretrained(temporary)
-        if processor is not None:
-            processor.save_pretrained(temporary)
-        complete_settings(model, temporary)
-        (temporary / "hies_plan.json").write_text(plan.to_json(), encoding="utf-8")
-        if refitted is not None:
-            save_file(dict(refitted), temporary / REFIT)
-        return check_reload(model, temporary, batch)
+    model.save_pretrained(folder)
+    if processor is not None:
+        processor.save_pretrained(folder)
+    if dense is not None:
+        copy_companions(dense, folder, COMPANIONS if processor is None else LICENCES)
+    complete_settings(model, folder)
+    (folder / "hies_plan.json").write_text(plan.to_json(), encoding="utf-8")
+    if refitted is not None:
+        save_file(dict(refitted), folder / REFIT)
+    return check_reload(model, folder, batch)
 
 
 def check_reload(model: PreTrainedModel, folder: str | Path, batch: Mapping[str, Tensor]) -> float:

@@ -38,21 +38,16 @@ def describe_tensors(file: Path) -> Iterator[tuple[str, str, list[int]]]:
 
 
 def stored_dtype(files: Iterable[Path], config: Any) -> torch.dtype | None:
-    """Return the dtype that a checkpoint is stored in, and its slim version is saved in; None if it is unknown."""
-    safe = [file for file in files if file.suffix == ".safetensors"]
-    found = [_FLOATS[dtype] for file in safe for _, dtype, _ in describe_tensors(file) if dtype in _FLOATS]
-    return checkpoint_dtype(found, config)
+    """Return the dtype that a checkpoint is stored in, and its slim version is saved in; None if it is unknown.
 
-
-def checkpoint_dtype(stored: Iterable[torch.dtype], config: Any) -> torch.dtype | None:
-    """Return the dtype of a checkpoint: the one its config names, as in transformers, or a narrower one of its tensors.
-
-    The narrower one counts if all floating tensors have it; otherwise a slim checkpoint could be larger than its
-    source. If the config has no dtype, that of the first tensor in `stored` counts.
+    It is the one that its config names, as in transformers, or a narrower one of its tensors. The narrower one counts
+    if all floating tensors have it; otherwise a slim checkpoint could be larger than its source. If the config has no
+    dtype, that of the first tensor counts.
     """
-    floats = list(dict.fromkeys(dtype for dtype in stored if dtype in _FLOATS.values()))
+    safe = [file for file in files if file.suffix == ".safetensors"]
+    floats = [_FLOATS[dtype] for file in safe for _, dtype, _ in describe_tensors(file) if dtype in _FLOATS]
     named = getattr(config, "dtype", None)
     named = getattr(torch, named, None) if isinstance(named, str) else named
     if not isinstance(named, torch.dtype):
         return floats[0] if floats else None
-    return floats[0] if len(floats) == 1 and floats[0].itemsize < named.itemsize else named
+    return floats[0] if len(set(floats)) == 1 and floats[0].itemsize < named.itemsize else named

@@ -65,8 +65,8 @@ def run(options: Namespace, console: Console, progress: Progress) -> None:
         progress=progress,
     )
     progress.stage("save, load again and compare")
-    written: dict[str, Any] = {"processor": prepared.processor, "dtype": source.dtype, "overwrite": options.overwrite}
-    saved = save(result.slim, prepared, recipe.output, **written)
+    written: dict[str, Any] = {"processor": prepared.processor, "dense": source.folder, "dtype": source.dtype}
+    saved = save(result.slim, prepared, recipe.output, overwrite=options.overwrite, **written)
     warn_if_larger(saved, source)
     if given is not None and given.compensation and not result.plan.compensation:
         warn_uncompensated(given)

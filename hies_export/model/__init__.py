@@ -12,6 +12,6 @@ watch.py           inputs and outputs of layers, recorded or replaced inside a b
 attention.py       the attention function of a model, replaced inside a block
 kernels.py         attention and the entropy of its rows, without attention maps
 online.py          whether the Hub answers, and its cache if it does not
-internals.py       private parts of transformers, for loading and saving
+internals.py       what transformers, torch and the Hub keep private, or change between releases
 modeling_hies.py   the slim model classes; this file is copied into slim checkpoints
 """

@@ -170,13 +170,15 @@ def save(
     folder: str | Path,
     *,
     processor: Any = None,
+    dense: Path | None = None,
     dtype: torch.dtype | None = None,
     refit_file: Path | None = None,
     overwrite: bool = False,
 ) -> Saved:
     """Save a slim model, load it again and compare; of several processes, the first does.
 
-    The refitted layers of a compensated model go to `refit_file`, by default into `folder`.
+    The licence in the folder `dense` is copied. The refitted layers of a compensated model go to `refit_file`, by
+    default into `folder`.
     """
 
     def write() -> Saved:
@@ -188,6 +190,7 @@ def save(
             plan=slim.plan,
             batch=prepared.sample,
             processor=processor,
+            dense=dense,
             dtype=dtype,
             refitted=slim.refitted if refit_file is None else None,
             overwrite=overwrite,

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from .. import processes
 from ..checkpoint.classes import find_model_class
+from ..checkpoint.companions import LICENCES, fetch_files
 from ..checkpoint.stored import stored_dtype, weight_files
 from ..checkpoint.weights import load_weights
 from ..errors import RequestError, quoted, require_package, root_cause
@@ -24,8 +25,15 @@ DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 @dataclass(frozen=True)
 class Source:
-    """The size of a dense model's files of weights, and the dtype that its slim version is saved in."""
+    """How a dense model is stored.
 
+    Attributes:
+        folder: Where its files are; of a Hub id, those that were fetched.
+        dtype: What its slim version is saved in.
+        bytes: Size of its files of weights.
+    """
+
+    folder: Path
     dtype: torch.dtype
     bytes: int
 
@@ -38,7 +46,8 @@ def source_of(model: PreTrainedModel, path: str | Path, config: Any, *, asked: s
     """
     files = weight_files(path, **hub)
     dtype = (stored_dtype(files, config) or model.dtype) if asked in (None, "auto") else getattr(torch, str(asked))
-    return Source(dtype, sum(file.stat().st_size for file in files) or parameter_bytes(model))
+    folder = fetch_files(path, LICENCES, hub.get("revision"))
+    return Source(folder, dtype, sum(file.stat().st_size for file in files) or parameter_bytes(model))
 
 
 def task_class(path: str | Path, config: Any, *, task: str, **hub: Any) -> type[PreTrainedModel]:

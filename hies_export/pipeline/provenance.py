@@ -11,10 +11,10 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from ..checkpoint.companions import fetch
 from ..errors import RequestError
 from ..recipe import PruningRecipe
 from ..report.report import Report
-from ..stream.skeleton import fetch
 
 
 @dataclass(frozen=True)

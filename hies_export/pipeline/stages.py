@@ -82,7 +82,8 @@ def run_stages(
     with clock("cut"):
         progress.stage("save, load again and compare")
         place, refit_file = folder / "slim", folder / REFIT
-        saved = save(result.slim, prepared, place, processor=prepared.processor, dtype=dtype, refit_file=refit_file)
+        written: dict[str, Any] = {"processor": prepared.processor, "dense": resolved.source.folder, "dtype": dtype}
+        saved = save(result.slim, prepared, place, refit_file=refit_file, **written)
         warn_if_larger(saved, resolved.source)
     uncompensated = result.plan.kept if options.compensation else None
     progress.stage("evaluate both models")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 
 import torch
@@ -25,26 +25,21 @@ _MIX = -0x40A7B892E31B1A47
 def fingerprint(model: nn.Module, modules: Sequence[PrunableModule]) -> dict[str, tuple[float, ...]]:
     """Return the fingerprints that identify a model: layer -> fingerprint, for the first and the last module."""
     names = dict.fromkeys(name for m in (modules[0], modules[-1]) for name in m.layers)
-    # As it is stored, not as `weight_of` turns it: `apply_plan` reads the same numbers from a file, in their order.
-    return {name: fingerprint_of([model.get_parameter(f"{name}.weight").detach()]) for name in names}
+    # As it is stored, not as `weight_of` turns it.
+    return {name: fingerprint_of(model.get_parameter(f"{name}.weight").detach()) for name in names}
 
 
-def fingerprint_of(parts: Iterable[Tensor]) -> tuple[float, ...]:
+def fingerprint_of(tensor: Tensor) -> tuple[float, ...]:
     """Return the L2 norm of a tensor, and the sums of its elements under two fixed patterns of signs.
 
     The norms of two fine-tunings of one model differ by less than a thousandth. Their signed sums differ by about as
-    large a share of the norm as the weights do (random projections, Johnson and Lindenstrauss 1984). `parts` are
-    consecutive parts of the tensor, in the order of its elements in memory.
+    large a share of the norm as the weights do (random projections, Johnson and Lindenstrauss 1984).
     """
-    squares, sums, place = 0.0, torch.zeros(len(_FACTORS), dtype=torch.float64), 0
-    for part in parts:
-        left = part.flatten()
-        while len(left):
-            # Up to where the pattern repeats.
-            numbers = left[: PERIOD - place].double()
-            squares += numbers.square().sum().item()
-            sums += (_signs(numbers.device)[:, place : place + len(numbers)] @ numbers).cpu()
-            left, place = left[len(numbers) :], (place + len(numbers)) % PERIOD
+    squares, sums = 0.0, torch.zeros(len(_FACTORS), dtype=torch.float64)
+    for part in tensor.flatten().split(PERIOD):
+        numbers = part.double()
+        squares += numbers.square().sum().item()
+        sums += (_signs(numbers.device)[:, : len(numbers)] @ numbers).cpu()
     return (squares**0.5, *sums.tolist())
 
 

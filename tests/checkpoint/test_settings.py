@@ -14,6 +14,7 @@ from support.models import causal_lm, generative_tokenizer, llava, shake
 from support.tolerance import assert_near
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, PreTrainedModel
 
+from hies_export.checkpoint.apply import apply_plan
 from hies_export.checkpoint.classes import load_config
 from hies_export.checkpoint.loading import load
 from hies_export.checkpoint.save import save_slim
@@ -25,7 +26,6 @@ from hies_export.prunable.attention import find_attention
 from hies_export.prunable.find import find_modules
 from hies_export.slim.check import first_output
 from hies_export.slim.cut import prune_units
-from hies_export.stream.apply import apply_plan
 from hies_export.values import PruningPlan
 
 LLAMA3 = {

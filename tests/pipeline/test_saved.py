@@ -39,6 +39,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
         measure={"runtimes": ["torch"], "shapes": [[2, 16]], "repeats": 4},
     )
     load(folder / "model").half().save_pretrained(folder / "model")
+    for name in ("LICENSE", "NOTICE.txt", "README.md", "vocab.txt", "notes.txt"):
+        (folder / "model" / name).write_text(f"the dense model's {name}")
     with without_tracing():
         assert hies("run", folder / "recipe.yaml") == 0
     return folder
@@ -93,6 +95,17 @@ def test_what_is_evaluated_is_what_was_saved(project: Path, monkeypatch: pytest.
     assert (
         export_onnx(load(project / "out" / "slim", dtype=torch.float32), tmp_path / "onnx", batch=batch).max_abs < 1e-4
     )
+
+
+def test_the_licence_comes_along(project: Path, tmp_path: Path) -> None:
+    """Of the tokenizer, the files are those that it was saved in."""
+    assert hies("prune", project / "recipe.yaml", "-o", tmp_path / "slim") == 0
+    for slim in (project / "out" / "slim", tmp_path / "slim"):
+        for name in ("LICENSE", "NOTICE.txt"):
+            assert (slim / name).read_text() == f"the dense model's {name}"
+        assert not (slim / "vocab.txt").exists()
+        assert not (slim / "notes.txt").exists()
+        assert not (slim / "README.md").exists() or "the dense model's" not in (slim / "README.md").read_text()
 
 
 def test_apply_gives_the_bytes_of_a_compensated_run(project: Path, tmp_path: Path) -> None:

@@ -44,10 +44,7 @@ def test_a_fingerprint_is_what_a_loop_finds(period: int, monkeypatch: pytest.Mon
     monkeypatch.setattr(fingerprints, "PERIOD", period)
     fingerprints._signs.cache_clear()
     weight = torch.randn(37, 29)
-    expected = pytest.approx(naive(weight.flatten().tolist(), period))
-    assert list(fingerprint_of([weight])) == expected
-    assert list(fingerprint_of(iter(weight.split(5)))) == expected
-    assert list(fingerprint_of(iter(weight.flatten().split(100)))) == expected
+    assert list(fingerprint_of(weight)) == pytest.approx(naive(weight.flatten().tolist(), period))
     fingerprints._signs.cache_clear()
 
 

@@ -11,6 +11,7 @@ from support.tolerance import assert_near
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hies_export
+from hies_export.checkpoint.apply import apply_plan
 from hies_export.checkpoint.loading import load
 from hies_export.checkpoint.save import save_slim
 from hies_export.kinds import ATTENTION, KINDS
@@ -18,7 +19,6 @@ from hies_export.pipeline.prune import prune
 from hies_export.prunable.find import find_modules
 from hies_export.slim.check import compare_cut, first_output
 from hies_export.slim.cut import prune_units
-from hies_export.stream.apply import apply_plan
 from hies_export.units import Selection
 from hies_export.values import PruningPlan
 

@@ -14,6 +14,7 @@ from support.tolerance import assert_near
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, LlamaConfig, PreTrainedModel
 
+from hies_export.checkpoint.apply import apply_plan
 from hies_export.checkpoint.loading import load
 from hies_export.checkpoint.save import save_slim
 from hies_export.kinds import KINDS
@@ -24,7 +25,6 @@ from hies_export.slim.check import compare_cut, first_output
 from hies_export.slim.config import is_slim
 from hies_export.slim.cut import prune_units
 from hies_export.slim.siblings import SIBLINGS, as_sibling, families, tensor_shapes
-from hies_export.stream.apply import apply_plan
 from hies_export.values import PruningPlan
 
 TASKS = ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "Model")

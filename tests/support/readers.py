@@ -20,6 +20,7 @@ from rich.console import Console
 from safetensors.torch import save_file
 from transformers import ViTImageProcessorPil
 
+from hies_export.checkpoint.apply import apply_plan
 from hies_export.checkpoint.loading import load
 from hies_export.checkpoint.refits import REFIT, digest_tensors, read_refit
 from hies_export.checkpoint.version4 import load_version4
@@ -43,8 +44,6 @@ from hies_export.runtimes.llamacpp import read_version
 from hies_export.runtimes.ort import CACHE_SIZES, cache_sizes
 from hies_export.slim.check import check_selection
 from hies_export.slim.cut import prune_units
-from hies_export.stream.apply import apply_plan
-from hies_export.stream.skeleton import build_skeleton, read_tensors
 from hies_export.studies.explore import estimate, lost_share, read_exploration
 from hies_export.sweep.figures import draw_sweep
 from hies_export.sweep.journal import Journal
@@ -120,9 +119,9 @@ def _plans(folder: Path) -> list[Read]:
     model = _tiny()
     _, plan, modules = random_cut(model, text_batch())
     plan = replace(plan, compensation={"method": "least_squares"})
-    files = {name: folder / name for name in ("plan.json", "streamed.json")}
+    files = {name: folder / name for name in ("plan.json", "applied.json")}
     files["plan.json"].write_text(plan.to_json())
-    files["streamed.json"].write_text(plan.to_json())
+    files["applied.json"].write_text(plan.to_json())
     model.save_pretrained(folder / "dense")
 
     def cut(file: Path) -> None:
@@ -133,8 +132,8 @@ def _plans(folder: Path) -> list[Read]:
         check_selection(read.kept, modules)
         prune_units(model, read, modules)
 
-    def stream() -> None:
-        apply_plan(PruningPlan.from_file(files["streamed.json"]), folder / "dense", folder / "cut", overwrite=True)
+    def apply() -> None:
+        apply_plan(PruningPlan.from_file(files["applied.json"]), folder / "dense", folder / "cut", overwrite=True)
 
     layers = {"a.weight": torch.randn(4, 6), "a.bias": torch.randn(4).half()}
     of_plan = replace(plan, compensation={"method": "bias", "refit": digest_tensors(layers)})
@@ -142,7 +141,7 @@ def _plans(folder: Path) -> list[Read]:
     return [
         Read("refitted layers", "safetensors", folder / REFIT, lambda: read_refit(of_plan, folder / REFIT), 12),
         Read("plan, shown and cut", "json", files["plan.json"], lambda: cut(files["plan.json"]), 30),
-        Read("plan, apply", "json", files["streamed.json"], stream, 2),
+        Read("plan, apply", "json", files["applied.json"], apply, 2),
     ]
 
 
@@ -155,17 +154,11 @@ def _checkpoints(folder: Path) -> list[Read]:
     assert index.is_file()
     assert "hies_export" in json.loads((slim / "config.json").read_text())
 
-    def skeleton(checkpoint: Path) -> None:
-        build_skeleton(checkpoint, read_tensors(checkpoint))
-
     return [
         Read("config, load", "json", dense / "config.json", lambda: load(dense), 6),
         Read("slim config, load", "json", slim / "config.json", lambda: load(slim), 8),
-        Read("slim config, apply", "json", slim / "config.json", lambda: skeleton(slim), 3),
         Read("safetensors, load", "safetensors", dense / "model.safetensors", lambda: load(dense), 6),
-        Read("safetensors, apply", "safetensors", dense / "model.safetensors", lambda: skeleton(dense), 6),
         Read("index of shards, load", "json", index, lambda: load(sharded), 4),
-        Read("index of shards, apply", "json", index, lambda: skeleton(sharded), 4),
     ]
 
 

@@ -1,13 +1,17 @@
-"""What `apply` takes along beside the weights: files of a tokenizer or processor, and nothing that links lead to."""
+"""What is fetched and copied beside the weights: a tokenizer, a processor, a licence, and nothing links lead to."""
 
 import re
+import shutil
 from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 import transformers
+from support.hub import Hub
+from support.models import save_text_model
 
-from hies_export.stream.companions import COMPANIONS, copy_companions
+from hies_export.checkpoint.companions import COMPANIONS, LICENCES, copy_companions, fetch, fetch_files
+from hies_export.errors import RequestError
 
 OURS = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "spiece.model", "preprocessor_config.json", "LICENSE")
 TEMPLATES = ("chat_template.jinja", "additional_chat_templates/tools.jinja")
@@ -76,6 +80,22 @@ def test_a_snapshot_of_the_hub_is_links_and_comes_along(dense: Path, tmp_path: P
     assert files(tmp_path / "slim") == sorted((*OURS, *TEMPLATES))
     assert not any(path.is_symlink() for path in (tmp_path / "slim").rglob("*"))
     assert (tmp_path / "slim" / "vocab.txt").read_text() == "dense vocab.txt"
+
+
+def test_only_files_of_a_checkpoint_are_fetched(hub: Hub, dense: Path, tmp_path: Path) -> None:
+    save_text_model(tmp_path / "model")
+    for name in ("LICENSE", "spiece.model", "notes.txt", "training_args.bin"):
+        shutil.copy(dense / name, tmp_path / "model")
+    hub.add("org/model", {file.name: file.read_bytes() for file in (tmp_path / "model").iterdir()})
+    folder = fetch_files("org/model", LICENCES)
+    assert files(folder) == ["LICENSE"]
+    wanted = ["LICENSE", "config.json", "model.safetensors", "spiece.model", "tokenizer.json", "tokenizer_config.json"]
+    for revision in (None, folder.name):
+        assert fetch("org/model", revision) == folder
+        assert files(folder) == wanted
+    for refused in (lambda: fetch("org/none"), lambda: fetch_files("org/none", LICENCES)):
+        with pytest.raises(RequestError, match="org/none"):
+            refused()
 
 
 def test_every_tokenizer_of_transformers_is_known() -> None:

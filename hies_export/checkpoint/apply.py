@@ -1,0 +1,156 @@
+"""Cut a checkpoint by a plan, from folder to folder."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..errors import RequestError
+from ..kinds import ATTENTION
+from ..model.tokens import sample_batch
+from ..progress import SILENT, Progress
+from ..prunable.find import find_modules
+from ..slim.cut import prune_units
+from ..slim.fingerprint import fingerprint
+from ..slim.siblings import families, family_note
+from ..units import PrunableModule
+from ..values import PruningPlan
+from .classes import load_config
+from .companions import fetch
+from .folders import new_folder, refuse_existing
+from .loading import load
+from .refits import load_refit, read_refit, warn_uncompensated
+from .save import write_slim
+from .stored import stored_dtype, weight_files
+
+
+@dataclass(frozen=True)
+class Applied:
+    """A slim checkpoint that `apply_plan` wrote, and the sizes of the weight files before and after."""
+
+    folder: Path
+    dense_bytes: int
+    slim_bytes: int
+    seconds: float  # wall time, all included
+    note: str = ""  # a note if the slim model is of another stock family, which computes the same
+
+
+def apply_plan(
+    plan: PruningPlan,
+    model: str | Path,
+    folder: str | Path,
+    *,
+    batch: Mapping[str, Tensor] | None = None,
+    overwrite: bool = False,
+    force: bool = False,
+    refit: str | Path | None = None,
+    progress: Progress = SILENT,
+) -> Applied:
+    """Load a checkpoint, cut it by a plan, save it, and check that it loads again.
+
+    The weights are saved in the dtype that the checkpoint is stored in. With the refitted layers of a compensated run,
+    they equal those of the run. The tokenizer, the processor and the licence come along; see `COMPANIONS`.
+
+    Args:
+        plan: The units that stay.
+        model: The dense checkpoint, a folder or a Hub id.
+        folder: Where to write; appears only when everything is written and checked.
+        batch: Two short samples, on which the modules are found and the saved model is compared; by default random
+            ones.
+        overwrite: Replace an existing folder.
+        force: Cut even if the plan was made for other weights; the written plan names these weights.
+        refit: The refitted layers of a compensated model, the `refit.safetensors` that was written with the plan.
+            Without it, such a plan is applied with a warning, which the card in the folder repeats.
+        progress: Follows the stages.
+
+    Returns:
+        The folder, the sizes and the time.
+
+    Raises:
+        PlanError: The plan is not for this model, or for other weights; or the refitted layers are not of this plan.
+        RequestError: The checkpoint does not load, or is quantised.
+        UnsupportedModelError: Modules of the plan's kinds cannot be cut in this model.
+        OutputExistsError: The folder exists and `overwrite` is off, or it is, holds or lies inside the dense one.
+        ReloadMismatchError: The saved model does not load again as the one that was cut; nothing is kept.
+
+    Examples:
+        >>> model.save_pretrained(folder / "dense")
+        >>> applied = apply_plan(plan, folder / "dense", folder / "slim")
+        >>> applied.slim_bytes < applied.dense_bytes
+        True
+    """
+    start = time.perf_counter()
+    layers = None if refit is None else read_refit(plan, Path(refit))
+    given = {"model": model} if refit is None else {"model": model, "refitted layers": refit}
+    refuse_existing(folder, overwrite=overwrite, inputs=given)
+    progress.stage("load the model")
+    source = fetch(model)
+    dense = _load(source)
+    own_config = dense.config
+    progress.stage("cut")
+    modules = _find_modules(dense, plan, batch)
+    if force:
+        plan = replace(plan, model=fingerprint(dense, modules))
+    sample = batch or sample_batch(dense, sequence=3)
+    slim = prune_units(dense, plan, modules, inplace=True)
+    del dense
+    if layers is not None:
+        load_refit(slim, layers)
+    written = replace(plan, compensation={}) if layers is None else plan
+    progress.stage("save, load again and compare")
+    with new_folder(folder, overwrite=overwrite) as temporary:
+        write_slim(slim, temporary, plan=written, batch=sample, dense=source)
+        if plan.compensation and layers is None:
+            warn_uncompensated(plan, temporary)
+    return Applied(
+        folder=Path(folder),
+        dense_bytes=_bytes(source),
+        slim_bytes=_bytes(folder),
+        seconds=time.perf_counter() - start,
+        note=family_note(*families(own_config, slim.config)),
+    )
+
+
+def _load(source: Path) -> PreTrainedModel:
+    """Return the model of a folder, in the dtype that it is stored in."""
+    config = load_config(source)
+    if getattr(config, "quantization_config", None) is not None:
+        raise RequestError(f"the weights must be plain numbers, but {source} is quantised; dequantise it first")
+    return load(source, dtype=stored_dtype(weight_files(source), config) or "auto")
+
+
+def _bytes(folder: str | Path) -> int:
+    return sum(file.stat().st_size for file in weight_files(folder))
+
+
+def _find_modules(
+    model: PreTrainedModel, plan: PruningPlan, batch: Mapping[str, Tensor] | None
+) -> tuple[PrunableModule, ...]:
+    """Return the modules of the plan's kinds, including those of an image tower if the plan names them."""
+    kinds = tuple(dict.fromkeys(kept.kind for kept in plan.kept.values())) or (ATTENTION,)
+    found = find_modules(model, batch or sample_batch(model, sequence=3), kinds=kinds)
+    modules = {module.name: module for module in found}
+    for name, tower in model.named_modules():
+        inside = [n for n in plan.kept if n not in modules and n.startswith(f"{name}.")]
+        if batch is None and name and inside and getattr(tower, "main_input_name", "") == "pixel_values":
+            assert isinstance(tower, PreTrainedModel)
+            for module in find_modules(tower, sample_batch(tower), kinds=kinds):
+                module = _inside(name, module)
+                modules.setdefault(module.name, module)
+    order = {name: position for position, name in enumerate(plan.kept)}
+    return tuple(sorted(modules.values(), key=lambda module: order.get(module.name, len(order))))
+
+
+def _inside(outer: str, module: PrunableModule) -> PrunableModule:
+    """Return a module of a submodel, under the names it has in the model."""
+    return replace(
+        module,
+        name=f"{outer}.{module.name}",
+        consumer=f"{outer}.{module.consumer}",
+        slices=tuple(replace(part, tensor=f"{outer}.{part.tensor}") for part in module.slices),
+    )

@@ -1,0 +1,90 @@
+"""Fetch the files of a checkpoint, and copy those beside its weights that a slim one needs, and no others."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
+
+from ..errors import RequestError, root_cause
+from ..model.online import hub_or_cache
+from .classes import read_config
+from .stored import weight_files
+
+LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*")
+# Files of tokenizers, image processors and their chat templates, and the licence of the weights.
+COMPANIONS = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "bpe.codes", "dict.txt", "vocab-src.json", "vocab-tgt.json"),
+    *("entity_vocab.json", "target_vocab.json", "word_shape.json", "word_pronunciation.json", "emoji.json"),
+    *("tokenizer.model*", "spiece.model", "spm.model", "spm_char.model", "sentencepiece*.model"),
+    *("*.spm", "*.tiktoken", "tekken.json", "prophetnet.tokenizer", "normalizer.json", "byte_maps.json"),
+    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
+    *("audio_tokenizer_config.json", "chat_template.json", "chat_template.jinja", "additional_chat_templates/*.jinja"),
+    *LICENCES,
+)
+
+logger = logging.getLogger(__name__)
+
+
+def fetch(model: str | Path, revision: str | None = None) -> Path:
+    """Return the folder of a checkpoint, after fetching the files of a Hub id, at a revision if one is given."""
+    read_config(model, revision=revision)
+    with _fetching(model):
+        weight_files(model, revision=revision)
+    return fetch_files(model, (CONFIG_NAME, GENERATION_CONFIG_NAME, *COMPANIONS), revision)
+
+
+def fetch_files(model: str | Path, patterns: Sequence[str], revision: str | None = None) -> Path:
+    """Return the folder of a checkpoint, after fetching those files of a Hub id whose names match a pattern."""
+    folder = str(model)
+    if not Path(model).is_dir():
+        with _fetching(model):
+            folder = snapshot_download(folder, allow_patterns=list(patterns), revision=revision)
+    return Path(folder)
+
+
+@contextmanager
+def _fetching(model: str | Path) -> Iterator[None]:
+    """Refuse a model, by a `RequestError`, whose files cannot be fetched in the block."""
+    try:
+        with hub_or_cache(model, "model"):
+            yield
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise RequestError(
+            f"the files of {model} must be on this machine or on the Hub, but: {root_cause(error)}; try again, or "
+            "give the folder of a download"
+        ) from error
+
+
+def copy_companions(source: Path, folder: Path, patterns: Sequence[str] = COMPANIONS) -> None:
+    """Copy the files that match a pattern and are not in the folder yet: by default tokenizer, processor and licence.
+
+    Links are followed only as the Hub's cache uses them: from a snapshot to the blobs of the same repository. Others
+    are left out with a warning, because they may lead to files that must not be passed on.
+    """
+    root = source.resolve()
+    for pattern in patterns:
+        for path in sorted(source.glob(pattern)):
+            name = path.relative_to(source)
+            if not path.is_file() or (folder / name).exists():
+                continue
+            real = path.resolve()
+            if real != root / name and not _is_blob(real, root):
+                logger.warning(
+                    "%s was not copied, because it is a link to %s; copy it if it is the model's", path, real
+                )
+                continue
+            (folder / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(real, folder / name)
+
+
+def _is_blob(file: Path, snapshot: Path) -> bool:
+    """Return whether a file is a blob of the repository whose snapshot a folder is, in a cache of the Hub."""
+    return snapshot.parent.name == "snapshots" and file.is_relative_to(snapshot.parents[1] / "blobs")

@@ -1,0 +1,121 @@
+"""The refitted layers beside a plan: found, and refused if they are another plan's, damaged or another model's."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.checkpoints import digests
+from support.cuts import random_cut
+from support.models import bert, text_batch
+from support.runs import hies
+
+from hies_export.checkpoint.loading import load
+from hies_export.checkpoint.refits import REFIT, digest_tensors, load_refit, read_refit
+from hies_export.checkpoint.save import save_slim
+from hies_export.errors import PlanError
+from hies_export.values import PruningPlan
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """dense/, a run folder with plan.json and refit.safetensors, and slim/ with its refitted layers."""
+    bert().save_pretrained(tmp_path / "dense")
+    slim, plan, modules = random_cut(load(tmp_path / "dense"), text_batch())
+    layers = {f"{m.consumer}.weight": torch.randn_like(slim.get_submodule(m.consumer).weight) for m in modules}
+    slim.load_state_dict(layers, strict=False)
+    (tmp_path / "run").mkdir()
+    save_file(layers, tmp_path / "run" / REFIT)
+    plan = replace(plan, compensation={"method": "least_squares", "refit": digest_tensors(layers)})
+    (tmp_path / "run" / "plan.json").write_text(plan.to_json())
+    save_slim(slim, tmp_path / "slim", plan=plan, batch=text_batch(), refitted=layers)
+    return tmp_path
+
+
+def test_they_are_found_beside_the_plan_or_named(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan, dense, slim = project / "run" / "plan.json", project / "dense", project / "slim"
+    want = digests(slim)
+    # As `prune` writes it, with the refitted layers inside.
+    assert hies("apply", plan, dense, "-o", slim, "--overwrite", "--refit", slim / REFIT) == 2
+    assert "must not delete what is read" in " ".join(capsys.readouterr().err.split())
+    assert digests(slim) == want
+    del want[REFIT]
+    assert hies("apply", plan, dense, "-o", project / "out") == 0
+    captured = capsys.readouterr()
+    assert REFIT in captured.out
+    assert "NOT refitted" not in captured.err
+    assert digests(project / "out") == want
+    shutil.move(project / "run" / REFIT, project / "elsewhere")
+    assert hies("apply", plan, dense, "-o", project / "named", "--refit", project / "elsewhere") == 0
+    assert digests(project / "named") == want
+
+
+@pytest.mark.parametrize("how", ["lost", "--no-refit", "--force", "not compensated"])
+def test_what_was_not_refitted_is_said(how: str, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan, out, said = project / "run" / "plan.json", project / "out", how != "not compensated"
+    if how == "lost":
+        (project / "run" / REFIT).unlink()
+    elif not said:
+        plan.write_text(replace(PruningPlan.from_file(plan), compensation={}).to_json())
+    options = [how] if how.startswith("--") else []
+    assert hies("apply", plan, project / "dense", "-o", out, *options) == 0
+    assert ("NOT refitted" in " ".join(capsys.readouterr().err.split())) is said
+    assert (out / "README.md").exists() is said
+    assert not said or "**not** refitted here" in (out / "README.md").read_text()
+    assert not PruningPlan.from_file(out / "hies_plan.json").compensation, "a plan says what the weights beside it are"
+    cut, found = random_cut(load(project / "dense"), text_batch())[0].state_dict(), load(out).state_dict()
+    assert all(torch.equal(cut[name], found[name]) for name in cut)
+
+
+@pytest.mark.parametrize("damage", ["another", "cut short", "no tensors", "absent", "not of this plan"])
+def test_others_are_refused(damage: str, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, plan = project / "run" / REFIT, project / "run" / "plan.json"
+    if damage == "another":
+        tensors = load_file(file)
+        next(iter(tensors.values())).view(-1)[-1] += 1e-3
+        save_file(tensors, file)
+    elif damage == "absent":
+        file.unlink()
+    elif damage == "not of this plan":
+        plan.write_text(replace(PruningPlan.from_file(plan), compensation={}).to_json())
+    else:
+        file.write_bytes(file.read_bytes()[:-4] if damage == "cut short" else b"nothing")
+    said = {"another": "whose digest is", "absent": "there is no", "not of this plan": "this plan names none"}
+    with pytest.raises(
+        PlanError, match=said.get(damage, "must be a safetensors file, but .* is none: SafetensorError")
+    ):
+        read_refit(PruningPlan.from_file(plan), file)
+    assert hies("apply", plan, project / "dense", "-o", project / "out", "--refit", file) == 2
+    assert REFIT in capsys.readouterr().err
+    assert not (project / "out").exists()
+
+
+@pytest.mark.parametrize("change", ["name", "shape"])
+def test_layers_that_do_not_fit_the_model_change_nothing(change: str, project: Path) -> None:
+    tensors = load_file(project / "run" / REFIT)
+    name, tensor = tensors.popitem()
+    tensors |= {name: tensor[:, :-1].clone()} if change == "shape" else {"no.such.weight": tensor}
+    save_file(tensors, project / "odd")
+    plan = PruningPlan.from_file(project / "run" / "plan.json")
+    plan = replace(plan, compensation={"method": "least_squares", "refit": digest_tensors(tensors)})
+    slim = random_cut(load(project / "dense"), text_batch())[0]
+    before = {name: tensor.clone() for name, tensor in slim.state_dict().items()}
+    match = "and the model has no such parameter" if change == "name" else r"and the model has \[.*\] there"
+    with pytest.raises(PlanError, match=match):
+        load_refit(slim, read_refit(plan, project / "odd"))
+    assert all(torch.equal(before[name], tensor) for name, tensor in slim.state_dict().items())
+
+
+def test_the_digest_is_of_names_dtypes_shapes_and_numbers() -> None:
+    one = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2)}
+    others = [
+        {"a": one["a"], "c": one["b"]},
+        {"a": one["a"].view(3, 2), "b": one["b"]},
+        {"a": one["a"].view(torch.int32), "b": one["b"]},
+        {"a": one["a"] + 1, "b": one["b"]},
+        {"a": one["a"]},
+    ]
+    assert digest_tensors(dict(reversed(one.items()))) == digest_tensors(one)
+    assert len({digest_tensors(tensors) for tensors in (one, *others)}) == len(others) + 1
