@@ -144,7 +144,8 @@ def test_a_failure_of_one_ends_all(tmp_path: Path, failing: int) -> None:
     said, code, seconds = torch.load(tmp_path / f"failed-{failing}-{1 - failing}.pt")
     assert said.startswith("another process failed or is gone")
     assert code == 1
-    assert seconds < 60
+    # Long enough for a busy machine. A process that is not told waits for days.
+    assert seconds < 600
 
 
 def test_modules_are_shared_out_by_size(monkeypatch: pytest.MonkeyPatch) -> None:

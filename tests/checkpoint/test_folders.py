@@ -254,7 +254,7 @@ from hies_export.checkpoint.folders import new_folder
 with new_folder(Path(sys.argv[1])) as folder:
     (folder / "half").write_text("written")
     print(folder.parent, flush=True)
-    time.sleep(60)
+    time.sleep(3600)
 """
 
 

@@ -56,18 +56,19 @@ def test_commands_with_a_result_print_it_as_json(name: str, capsys: pytest.Captu
     assert ("--json" in help_of(capsys, name)) == (returns != "None")
 
 
-def test_help_needs_no_library_and_little_time() -> None:
+def test_help_needs_no_library_and_few_modules() -> None:
+    """Importing is what takes time; how much depends on what else the machine does, and the modules do not."""
     code = f"""
-import sys, time
+import sys
 from hies_export.cli.main import main
 for arguments in [], *([name] for name in {COMMANDS}):
     try:
         main([*arguments, "--help"])
     except SystemExit:
         pass
-print(time.process_time(), *sys.modules)
+print(*sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    seconds, *modules = done.stdout.splitlines()[-1].split()
+    modules = done.stdout.splitlines()[-1].split()
     assert not {"torch", "transformers", "datasets", "numpy", "pydantic", "yaml"} & set(modules)
-    assert float(seconds) < 1  # importing torch alone takes longer
+    assert len(modules) < 500  # 200, and 100 of coverage; torch brings 1000

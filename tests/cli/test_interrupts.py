@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 
+# Seconds in which a signal surely comes, even on a busy machine; what it interrupts waits no longer.
+PATIENCE = 300
 INTERRUPTED = (130, "", "interrupted; nothing half-written was left behind\n")
 
 
 def interrupt(number: int = signal.SIGINT) -> None:
     os.kill(os.getpid(), number)
-    time.sleep(5)
+    time.sleep(PATIENCE)
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +53,7 @@ def test_it_comes_through_when_python_is_in_a_finaliser(run_command: Callable[..
 
     def run(*_: object) -> None:
         Interrupting()
-        time.sleep(5)
+        time.sleep(PATIENCE)
 
     assert run_command(run) == INTERRUPTED
 

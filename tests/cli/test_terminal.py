@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,14 @@ class OurWarning(UserWarning):
 
 
 OurWarning.__module__ = "hies_export.somewhere"
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time that stages and loops are told: it passes when a test says so."""
+    told = [100.0]
+    monkeypatch.setattr(terminal, "time", SimpleNamespace(monotonic=lambda: told[0]))
+    return told
 
 
 def warn(*_: object) -> None:
@@ -64,6 +73,7 @@ def test_only_without_verbose_transformers_is_silenced(verbose: bool, run_comman
         transformers_logging.set_verbosity(before)
 
 
+@pytest.mark.usefixtures("now")
 def test_names_of_stages_are_text(run_command: Callable[..., Any]) -> None:
     def run(console: Console, progress: TerminalProgress) -> None:
         progress.stage("[red]benchmark[/] :smile: [/]")
@@ -80,6 +90,7 @@ def test_nothing_stays_attached(run_command: Callable[..., Any]) -> None:
     assert warnings.showwarning is show
 
 
+@pytest.mark.usefixtures("now")
 @pytest.mark.parametrize("shown", [False, True])
 def test_a_bar_is_for_terminals_and_a_stage_for_all(shown: bool) -> None:
     file = io.StringIO()
@@ -92,9 +103,7 @@ def test_a_bar_is_for_terminals_and_a_stage_for_all(shown: bool) -> None:
         assert file.getvalue() == "0:00 · score\n"
 
 
-def test_a_log_says_now_and_then_how_far_a_loop_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
+def test_a_log_says_now_and_then_how_far_a_loop_is(now: list[float]) -> None:
     file = io.StringIO()
     progress = TerminalProgress(Console(file=file, width=80))
     now[0] += 3725

@@ -17,12 +17,11 @@ from hies_export.calibrate.moments import MomentStream
 from hies_export.cli.main import main
 from hies_export.cost.cut import cut_bundles
 from hies_export.cost.flops import flops_table
-from hies_export.cost.latency import WIDEST_INTERVAL, TimedCut, TimedOn, latency_table
+from hies_export.cost.latency import TimedCut, TimedOn, latency_table
 from hies_export.errors import RecipeError
 from hies_export.evaluate.metrics import quality_loss
 from hies_export.measure.counts import count_flops
 from hies_export.measure.exports import Exporter, ExportOptions
-from hies_export.measure.ratios import is_noisy
 from hies_export.measure.timing import Timing
 from hies_export.pipeline.search import most_near, most_within
 from hies_export.recipe import BudgetSection, PruningRecipe
@@ -106,22 +105,49 @@ def test_a_drop_is_what_got_worse() -> None:
     assert quality_loss("perplexity", 6.5, 7.0) == 0.5
 
 
-def test_a_timed_table_is_kept_unless_it_is_noisy(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+# By the last of the timed cuts: how far its interval reaches on each side, and the control's interval.
+NOISE = {
+    "calm": (0.039, (0.99, 1.01), False),
+    "wide": (0.041, (0.99, 1.01), True),
+    "a control that misses 1": (0.039, (1.03, 1.05), True),
+}
+
+
+@pytest.mark.parametrize(("reach", "control", "noisy"), NOISE.values(), ids=NOISE)
+def test_a_timed_table_is_kept_unless_it_is_noisy(
+    reach: float,
+    control: tuple[float, float],
+    noisy: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ratios = [0.9, 0.8, 0.65, 0.6]
+    calm = SimpleNamespace(low=0.99, high=1.01)
+    timed = [
+        SimpleNamespace(ratio=SimpleNamespace(median=r, low=r - 0.01, high=r + 0.01), control=calm) for r in ratios
+    ]
+    timed[-1].ratio = SimpleNamespace(median=ratios[-1], low=ratios[-1] - reach, high=ratios[-1] + reach)
+    timed[-1].control = SimpleNamespace(low=control[0], high=control[1])
+    comparisons = iter(timed)
+
+    def compare(runtime: str, dense: Any, slim: Any, batches: Any, **_: Any) -> Any:
+        assert (runtime, [*batches]) == ("torch", [(2, 12)])
+        return {((2, 12), "forward"): next(comparisons)}
+
+    monkeypatch.setattr("hies_export.cost.latency.compare_loads", compare)
     model, batch = bert(), text_batch(2, 12, padding=False, labels=False)
     sites = find_attention(model, batch)
     where = TimedOn("torch", batch, Timing(repeats=6), Exporter(ExportOptions(), batch))
     table = latency_table(model, sites, where, cache=tmp_path)
-    assert [round(6 * point["kept"]) for point in table.measured] == [4, 3, 2, 1]
-    noisy = any(
-        is_noisy(p["control_low"], p["control_high"]) or p["ratio_high"] - p["ratio_low"] > WIDEST_INTERVAL
-        for p in table.measured
-    )
+    assert [(round(6 * point["kept"]), point["ratio"]) for point in table.measured] == [
+        *((4, 0.9), (3, 0.8), (2, 0.65), (1, 0.6))
+    ]
     assert ("too busy" in caplog.text) == noisy
     assert len(list(tmp_path.glob("*.json"))) == (0 if noisy else 1)
     # What all modules save at a timed cut is what was timed.
-    for point in table.measured:
-        counts = dict.fromkeys(table.saved, 6 - round(6 * point["kept"]))
-        assert table.ratio(counts) == pytest.approx(point["ratio"])
+    for kept, ratio in zip((4, 3, 2, 1), ratios, strict=True):
+        assert table.ratio(dict.fromkeys(table.saved, 6 - kept)) == pytest.approx(ratio)
 
 
 def test_a_kept_table_is_read_for_the_same_model_and_shape_only(

@@ -15,6 +15,8 @@ from hies_export.measure.rows import LatencyRow, with_contradictions
 from hies_export.measure.timing import Timing
 
 HEADER = "cpu  9 9 9 9 9 9 9 9 0 0\n"
+# Read before any test: while tests run, the counters lie nowhere.
+STAT = contention.STAT
 
 
 @pytest.fixture
@@ -77,6 +79,21 @@ def test_where_nothing_is_known_nothing_is_said(machine: SimpleNamespace, monkey
         assert watch.seen() is None
     monkeypatch.delattr(os, "sched_getaffinity")
     assert CpuWatch().seen() is None
+
+
+def test_the_counters_of_this_system_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Path("/proc/stat")
+    lines = place.read_text().splitlines() if place.exists() else []
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    told = [core for core in cores if any(line.startswith(f"cpu{core} ") for line in lines)]
+    if not told:
+        pytest.skip("this system does not tell what its cores do")
+    monkeypatch.setattr(contention, "STAT", STAT)
+    monkeypatch.setattr(contention, "SHORTEST_SECONDS", 0.0)
+    seen = CpuWatch().seen()
+    assert seen is not None
+    assert seen.cores == len(told)
+    assert 0 <= seen.used <= seen.cores
 
 
 def a_row(batch: int, sequence: int, dense_ms: float, slim_ms: float, **other: Any) -> LatencyRow:

@@ -65,7 +65,7 @@ class Browser:
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
-    def wait(self, script: str, seconds: float = 60) -> Any:
+    def wait(self, script: str, seconds: float = 300) -> Any:
         end = time.monotonic() + seconds
         while not (found := self.ask(script)):
             assert time.monotonic() < end, (script, self.ask("document.body.innerText")[:2000])

@@ -155,7 +155,7 @@ class _Handler(BaseHTTPRequestHandler):
         path = unquote(urlparse(self.path).path)
         body = self._body()
         if path in self.state.refuse:
-            self.state.one_came.wait(timeout=10)
+            self.state.one_came.wait(timeout=300)
         with self.state.lock:
             self.state.requests.append(f"{self.command} {path}")
             try:

@@ -82,7 +82,7 @@ def test_the_page_is_guarded() -> None:
         def status(**headers: str) -> int:
             request = urllib.request.Request(page.local_url + "config", headers=headers)
             try:
-                with urllib.request.urlopen(request, timeout=30) as response:
+                with urllib.request.urlopen(request, timeout=300) as response:
                     return response.status
             except urllib.error.HTTPError as error:
                 return error.code

@@ -219,7 +219,7 @@ def address(ran: Path) -> Iterator[str]:
         assert server.stdout is not None
         yield server.stdout.readline().split()[0]
         server.send_signal(signal.SIGINT)
-        assert server.wait(30) in (0, 130)
+        assert server.wait(300) in (0, 130)
 
 
 SLIDE = """(() => { const n = document.querySelectorAll('input[type=number]')[%d];
