@@ -4,9 +4,8 @@ Every stage uses these modules. All but the last know nothing of pruning.
 
 linear.py          `nn.Linear` and GPT-2's `Conv1D` as one kind of layer
 tokens.py          batches of tokens: positions, padding, random inputs
-auto.py            the Auto classes that know a model class
 copies.py          copies of a model that share its weights, or have none
-modes.py           evaluation mode, frozen weights, gradient checkpointing inside a block
+modes.py           evaluation mode, cache and frozen weights inside a block
 threads.py         set a number of threads inside a block; run small work on one thread
 watch.py           inputs and outputs of layers, recorded or replaced inside a block
 attention.py       the attention function of a model, replaced inside a block

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import ValidationError
@@ -17,7 +18,7 @@ from ..cascade.cascade import Cascade
 from ..checkpoint.refits import RefittedLayers
 from ..data.batches import Batch
 from ..data.targets import is_regression, samples_of
-from ..errors import RecipeError, RequestError, did_you_mean
+from ..errors import RecipeError, RequestError
 from ..evaluate.judge import Judge
 from ..evaluate.metrics import check_metrics, default_metrics
 from ..hub.push import push_folder
@@ -26,7 +27,7 @@ from ..model.modes import evaluating
 from ..onnx.export import OnnxExport
 from ..onnx.quantize import Quantize, export_in_bits
 from ..progress import SILENT, Clock, Progress, without_reports
-from ..recipe import CompensationSection, PruneSection, sentences
+from ..recipe import Allocation, BudgetSection, CompensationSection, MultipleOf, PruneSection, sentences
 from ..report.details import BudgetOutcome
 from ..report.maps import plan_maps
 from ..report.report import plan_counts
@@ -227,15 +228,27 @@ def prune(
     model: PreTrainedModel,
     batches: Any,
     *,
+    budget: BudgetSection | Mapping[str, Any] | None = None,
+    modules: Sequence[Literal["attention", "mlp"]] = ("attention",),
+    criterion: str = "hies",
+    alpha: float | Literal["auto"] = 0.9,
+    normalize: Literal["model", "layer"] = "model",
+    allocation: Allocation | Mapping[str, Allocation] = "global",
+    unit: Literal["group", "query"] = "group",
+    towers: Sequence[str] = (),
+    min_heads: int = 1,
+    keep_layers: Sequence[int] = (),
+    multiple_of: int | MultipleOf | Mapping[str, int] = 1,
+    steps: int = 1,
+    compensation: CompensationSection | Mapping[str, Any] | None = None,
+    plan: PruningPlan | None = None,
     held_out: Any = None,
     compensation_batches: Any = None,
-    plan: PruningPlan | None = None,
     processor: Any = None,
     columns: Mapping[str, Any] | None = None,
     shape: tuple[int, ...] | None = None,
     seed: int = 0,
     progress: Progress = SILENT,
-    **options: Any,
 ) -> PruneResult:
     """Prune a model in memory; the model itself stays as it is.
 
@@ -249,11 +262,26 @@ def prune(
     Args:
         model: A model that classifies or regresses texts or images, or generates text, also from images.
         batches: Batches that units are scored on.
+        budget: How much is removed; required without `plan`. Exactly one of `{"heads": share removed}`, `{"flops":
+            share left}`, `{"parameters": share left}`, `{"latency": {...}}`, `{"max_drop": {...}}` and `{"keep": ...}`;
+            see `BudgetSection`. This and the next twelve are the fields of a recipe's `prune` section.
+        modules: Kinds of units: heads ("attention"), feed-forward neurons ("mlp"), or both.
+        criterion: How units are ranked; "auto" judges several on the held-out batches.
+        alpha: Weight of importance against focus in HIES, in [0, 1); "auto" judges twelve values.
+        normalize: Whether the terms of HIES are scaled over all heads or over each layer's.
+        allocation: "uniform" removes the same number of heads from every layer; or one for each kind.
+        unit: Under grouped-query attention, whether key/value groups or query heads of each group go.
+        towers: Parts of a composite model that lose units; by default the language model.
+        min_heads: Query heads that every layer keeps.
+        keep_layers: Layers that lose nothing, counted from 0; -1 is the last.
+        multiple_of: Divisor of the number of units left in a layer.
+        steps: Rounds of removal, with scores anew in between.
+        compensation: How layers are refitted after the cut; see `CompensationSection`.
+        plan: Cut by this plan instead of choosing. Only `compensation` applies then.
         held_out: Batches that alpha, the criterion or the size of the cut is chosen on, and that the agreement in the
             result is measured on. By default the last quarter of `batches`, which then is not used for scoring; an
             empty list for none.
         compensation_batches: Batches that the cut model is refitted on; by default those that units are scored on.
-        plan: Cut by this plan instead of choosing. Only the option `compensation` applies then.
         processor: The model's tokenizer, image processor, or processor of both: reads a data set, and is saved with the
             result.
         columns: Columns to read of a data set that has texts or images, by the fields of a recipe's `data`: text,
@@ -262,14 +290,12 @@ def prune(
             or fewer if the model takes no more.
         seed: Seed of the criterion `random`; the plan records it.
         progress: Shows stages and loops.
-        **options: The fields of a recipe's `prune` section: budget (required), modules, criterion, alpha, normalize,
-            allocation, unit, towers, min_heads, keep_layers, multiple_of, steps and compensation.
 
     Returns:
         The slim model with its plan and scores, which saves and exports itself.
 
     Raises:
-        RecipeError: An option is unknown, missing or out of range; all problems at once.
+        RecipeError: An option is missing or out of range; all problems at once.
         RequestError: The model or the batches do not allow what is asked; raised before anything is computed.
         DataError: There are no batches, or they are not what the model takes.
         UnsupportedModelError: Units of the model cannot be removed; the message says why.
@@ -281,6 +307,11 @@ def prune(
         >>> result.plan.removed, type(result.model).__name__
         (9, 'BertForSequenceClassification')
     """
+    options = {
+        **{"budget": budget, "modules": modules, "criterion": criterion, "alpha": alpha, "normalize": normalize},
+        **{"allocation": allocation, "unit": unit, "towers": towers, "min_heads": min_heads},
+        **{"keep_layers": keep_layers, "multiple_of": multiple_of, "steps": steps, "compensation": compensation},
+    }
     asked = _asked(options, plan, seed)
     task = task_of(model)
     read: dict[str, Any] = {"task": task, "processor": processor, "columns": columns}
@@ -323,25 +354,20 @@ class _OfPlan:
 
 def _asked(options: Mapping[str, Any], plan: PruningPlan | None, seed: int) -> PruneOptions | _OfPlan:
     """Return the options as plain values, after the checks of a recipe."""
-    known = list(PruneSection.model_fields)
-    if unknown := [name for name in options if name not in known]:
-        raise RecipeError(
-            [
-                f"prune() has no argument {name}{did_you_mean(name, known) or '; the options are ' + ', '.join(known)}"
-                for name in unknown
-            ]
-        )
-    if plan is not None and (more := [name for name in options if name != "compensation"]):
-        raise RequestError(f"with plan=, of the options only compensation applies, got {', '.join(more)}; leave it out")
+    changed = {name: value for name, value in options.items() if value != signature(prune).parameters[name].default}
     try:
         if plan is None:
-            section = PruneSection(**options)
+            section = PruneSection.model_validate(changed)
             if section.budget.keep is not None and "samples" in section.budget.keep.model_fields_set:
                 raise RequestError(
                     "keep.samples says how many rows a recipe draws; pass that many as held_out= instead"
                 )
             return prune_options(section, seed=seed)
-        given = options.get("compensation")
+        given = changed.pop("compensation", None)
+        if changed:
+            raise RequestError(
+                f"with plan=, of the options only compensation applies, got {', '.join(changed)}; leave it out"
+            )
         refits = None if given is None else CompensationSection.model_validate(given)
         return _OfPlan(plan, refit_options(refits))
     except ValidationError as error:

@@ -11,14 +11,16 @@ whether model, data and recipe fit together.
 
 from .reading import sentences
 from .recipe import FLOPS_TO_TRY, PruningRecipe
-from .sections import MOST, BudgetSection, CompensationSection, DeploySection, PruneSection
+from .sections import MOST, Allocation, BudgetSection, CompensationSection, DeploySection, MultipleOf, PruneSection
 
 __all__ = [
     "FLOPS_TO_TRY",
     "MOST",
+    "Allocation",
     "BudgetSection",
     "CompensationSection",
     "DeploySection",
+    "MultipleOf",
     "PruneSection",
     "PruningRecipe",
     "sentences",

@@ -1,6 +1,7 @@
 """prune() on objects in memory: it leaves the model alone, chooses as a run does, saves, exports, and refuses early."""
 
 import copy
+import inspect
 import json
 import warnings
 from collections.abc import Callable, Iterator
@@ -34,6 +35,7 @@ import hies_export
 from hies_export import HiesError, PruningPlan, PruningRecipe, prune
 from hies_export.pipeline import choose as choosing
 from hies_export.pipeline.resolve import resolve
+from hies_export.recipe import PruneSection
 from hies_export.slim import cut as cutting
 
 BOTH = ["attention", "mlp"]
@@ -292,7 +294,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "argument of BertForSequenceClassification.forward, but batch 0 .* has 'idx'; leave it out",
     ),
     ({"batches": lambda: [image_batch()]}, "batch 0 .* has 'pixel_values'"),
-    ({"critreion": "his"}, r"prune\(\) has no argument critreion; did you mean 'criterion'\?"),
     ({"budget": None}, "budget must be given"),
     (
         {"budget": {"heads": 1.5}, "alpha": 2},
@@ -318,6 +319,20 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "must have the column 'story', but it has text",
     ),
 ]
+
+
+def test_keywords_are_the_fields_of_a_recipe_with_their_defaults() -> None:
+    parameters = inspect.signature(prune).parameters
+    for name, field in PruneSection.model_fields.items():
+        assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
+        if name != "budget":
+            section = PruneSection(budget={"heads": 0.5}, **{name: parameters[name].default})
+            assert getattr(section, name) == field.default
+    assert all(
+        parameter.annotation is not Any for name, parameter in parameters.items() if name in PruneSection.model_fields
+    )
+    with pytest.raises(TypeError, match="unexpected keyword argument 'critreion'"):
+        prune(bert(), texts(), critreion="his", budget={"heads": 0.5})  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(("arguments", "message"), BAD)
