@@ -16,9 +16,9 @@ from support.runs import hies
 
 from hies_export.checkpoint.loading import load
 from hies_export.errors import PlanError, RequestError
+from hies_export.lab.sweep.journal import Journal
 from hies_export.onnx.generator import OnnxGenerator
 from hies_export.report.report import Report
-from hies_export.sweep.journal import Journal
 from hies_export.values import PruningPlan
 
 

@@ -158,10 +158,10 @@ def _print_flops(model: PreTrainedModel, found: Sequence[PrunableModule], consol
 
 
 def _inspect_theory(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
+    from ..lab.studies.theory import theory
     from ..pipeline.resolve import resolve
     from ..recipe import PruningRecipe
     from ..report.terminal import PlainTable
-    from ..studies.theory import theory
     from ..values import dump_json
 
     if not options.model.endswith((".yaml", ".yml")):

@@ -79,8 +79,8 @@ def _show_report(options: Namespace, console: Console) -> Shown:
 
 
 def _show_sweep(options: Namespace, console: Console) -> Shown:
-    from ..sweep.figures import draw_sweep
-    from ..sweep.page import lead_text, read_sweep, render_sweep
+    from ..lab.sweep.figures import draw_sweep
+    from ..lab.sweep.page import lead_text, read_sweep, render_sweep
     from .sweep import print_tables
 
     rows, about = read_sweep(options.folder)

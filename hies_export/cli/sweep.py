@@ -13,7 +13,7 @@ from ..progress import Progress
 from .arguments import CRITERIA, add_json, add_recipe, read_recipe
 
 if TYPE_CHECKING:
-    from ..sweep.grid import SweepGrid
+    from ..lab.sweep.grid import SweepGrid
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -41,16 +41,16 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
     """Judge every cell of the grid, print the tables, and return rows, seconds and the number of models judged."""
-    from ..sweep.latency import LatencyRequest
-    from ..sweep.sweep import sweep
+    from ..lab.sweep.latency import LatencyRequest
+    from ..lab.sweep.sweep import sweep
 
     recipe = read_recipe(options)
     grid = _read_grid(options, calibration_size=recipe.calibration.samples)
     latency = LatencyRequest(options.latency) if options.latency else None
     result = sweep(recipe, grid, recipe.output, latency=latency, overwrite=options.overwrite, progress=progress)
     if not options.no_figures:
+        from ..lab.sweep.figures import draw_sweep
         from ..report.figures import write_figures
-        from ..sweep.figures import draw_sweep
 
         progress.stage("draw")
         write_figures(draw_sweep(recipe.output), recipe.output / "figures")
@@ -63,7 +63,7 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
 
 def print_tables(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
     """Print the tables of a sweep's rows, and how baselines differ from the originals."""
-    from ..sweep.tables import sweep_tables, terminal_table
+    from ..lab.sweep.tables import sweep_tables, terminal_table
 
     for table in sweep_tables(rows):
         console.print(f"\n{table.title}")
@@ -73,7 +73,7 @@ def print_tables(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
 
 
 def _read_grid(options: Namespace, *, calibration_size: int) -> SweepGrid:
-    from ..sweep.grid import SweepGrid
+    from ..lab.sweep.grid import SweepGrid
 
     numbers: dict[str, Callable[[str], Any]] = {
         **{"alphas": _number_or_word, "sparsities": float, "flops": float},

@@ -22,7 +22,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(options: Namespace, console: Console, progress: Progress) -> None:
     """Serve the page until it is interrupted."""
     from ..checkpoint.contents import Contents
-    from ..ui.page import show
+    from ..lab.ui.page import show
 
     wanted = (Contents.RUN, Contents.SWEEP)
     refuse_other_than(options.folder, *wanted, needs="ui needs the folder of a finished run or sweep")

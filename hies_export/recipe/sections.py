@@ -416,14 +416,8 @@ class PruneSection(Section):
     @field_validator("criterion")
     @classmethod
     def _is_known(cls, value: str) -> str:
-        from ..baselines.names import JUDGED_ONLY
         from ..score.criteria import criterion_names
 
-        if value in JUDGED_ONLY:
-            raise ValueError(
-                f"criterion must remove whole heads to be cut and saved, got {value!r}, which removes parts of all of "
-                f"them; compare with it in hies-export sweep --criteria hies,{value}"
-            )
         return _known(value, criterion_names(), what="criterion")
 
     @field_validator("alpha", mode="before")

@@ -16,13 +16,13 @@ from typing import Any
 from smoke import smoke_overrides
 
 from hies_export.evaluate.lm_eval import run_benchmarks
+from hies_export.lab.sweep.grid import SweepGrid
+from hies_export.lab.sweep.sweep import sweep
 from hies_export.pipeline.choose import choose
 from hies_export.pipeline.prepare import prepare
 from hies_export.progress import Silent
 from hies_export.recipe import PruningRecipe
 from hies_export.slim.mask import masked_units
-from hies_export.sweep.grid import SweepGrid
-from hies_export.sweep.sweep import sweep
 
 HERE = Path(__file__).parent
 CRITERIA = {

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from hies_export import cli
-from hies_export.baselines.names import sweep_names
 from hies_export.cli import arguments
 from hies_export.cli.main import main
+from hies_export.lab.baselines.names import sweep_names
 from hies_export.runtimes.registry import RUNTIMES
 
 SHARED = {"__init__", "main", "arguments", "paths", "terminal"}

@@ -24,6 +24,7 @@ from hies_export.cost.flops import flops_table
 from hies_export.cost.parameters import parameters_table
 from hies_export.errors import PlanError, RecipeError
 from hies_export.evaluate.predict import predict
+from hies_export.lab.studies.explore import read_exploration
 from hies_export.measure.counts import count_flops
 from hies_export.pipeline import candidates as candidates_module
 from hies_export.pipeline import draws as draws_module
@@ -48,7 +49,6 @@ from hies_export.select.iterative import compose
 from hies_export.select.select import select_units
 from hies_export.slim.cut import prune_units
 from hies_export.slim.refit import Compensation, refit
-from hies_export.studies.explore import read_exploration
 from hies_export.units import Selection
 from hies_export.values import PruningPlan, Scores
 

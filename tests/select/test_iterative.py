@@ -13,6 +13,8 @@ from torch import Tensor
 from hies_export.checkpoint.loading import load
 from hies_export.cli.main import main
 from hies_export.errors import PlanError, RecipeError
+from hies_export.lab.sweep.grid import SweepGrid
+from hies_export.lab.sweep.sweep import sweep
 from hies_export.pipeline.choose import choose
 from hies_export.pipeline.resolve import options_of, resolve
 from hies_export.progress import Silent
@@ -23,8 +25,6 @@ from hies_export.select.iterative import HeadTarget, compose, filled_in, head_ta
 from hies_export.select.select import select_units
 from hies_export.slim.cut import prune_units
 from hies_export.slim.refit import compensate
-from hies_export.sweep.grid import SweepGrid
-from hies_export.sweep.sweep import sweep
 from hies_export.units import Kept, Units
 from hies_export.values import PruningPlan, Scores
 

@@ -29,6 +29,10 @@ from hies_export.cost.latency import TimedCut, _read
 from hies_export.data.processors import load_processor
 from hies_export.errors import HiesError
 from hies_export.generate.questions import read_questions
+from hies_export.lab.studies.explore import estimate, lost_share, read_exploration
+from hies_export.lab.sweep.figures import draw_sweep
+from hies_export.lab.sweep.journal import Journal
+from hies_export.lab.sweep.page import read_sweep, render_sweep
 from hies_export.onnx.generator import _generation_config
 from hies_export.pipeline.journal import CutJournal
 from hies_export.recipe import PruningRecipe
@@ -44,10 +48,6 @@ from hies_export.runtimes.llamacpp import read_version
 from hies_export.runtimes.ort import CACHE_SIZES, cache_sizes
 from hies_export.slim.check import check_selection
 from hies_export.slim.cut import prune_units
-from hies_export.studies.explore import estimate, lost_share, read_exploration
-from hies_export.sweep.figures import draw_sweep
-from hies_export.sweep.journal import Journal
-from hies_export.sweep.page import read_sweep, render_sweep
 from hies_export.units import Kept
 from hies_export.values import PruningPlan
 from support.cuts import random_cut

@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from hies_export.lab.sweep.grid import SweepGrid
+from hies_export.lab.sweep.sweep import _Runner, sweep
 from hies_export.recipe import PruningRecipe
-from hies_export.sweep.grid import SweepGrid
-from hies_export.sweep.sweep import _Runner, sweep
 
 GRID = SweepGrid(
     criteria=("his", "random", "l2", "ad"), sparsities=(0.2, 0.5), seeds=(0, 1), calibration_sizes=(8,), alphas=(0.5,)

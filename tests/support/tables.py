@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from hies_export import CRITERIA, PruningRecipe, score_compensated
-from hies_export.baselines.names import DIFFERENCES, FLAP, JUDGED_ONLY, KWON
+from hies_export.lab.baselines.names import DIFFERENCES, FLAP, JUDGED_ONLY, KWON
 from hies_export.score.criteria import COMPENSATED
 
 REFERENCE = Path(__file__).resolve().parents[2] / "docs" / "reference"

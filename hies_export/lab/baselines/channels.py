@@ -1,0 +1,83 @@
+"""Remove the least important channels of heads: LLM-Pruner's channel-wise mode, for attention alone.
+
+A channel is one feature of a key/value head: a row of k and v and, for each of its query heads, a row of q and a column
+of o. A head of width w has w channels, so removing w channels removes as many weights as removing the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ...calibrate.weights import channel_rows, has_channels
+from ...errors import UnsupportedModelError
+from ...model.linear import features_of, weight_of
+from ...select.constraints import Constraints, check_budget
+from ...select.select import select_units
+from ...units import PrunableModule, Units
+from ...values import Scores
+from .names import CHANNELS
+
+
+def check_channels(modules: Sequence[PrunableModule]) -> None:
+    """Refuse attention whose heads have no channels that q, k, v and o share."""
+    if not has_channels(modules):
+        widths = sorted({(module.key_width, module.unit_width) for module in modules})
+        raise UnsupportedModelError(
+            f"llm-pruner-channel needs heads that are equally wide in q, k, v and o of all layers, but their widths in "
+            f"q and v are {', '.join(f'{q} and {v}' for q, v in widths)}, or their features are shared; compare with "
+            "llm-pruner-block instead"
+        )
+
+
+def select_channels(
+    scores: Mapping[str, Tensor], modules: Sequence[PrunableModule], *, heads: float, constraints: Constraints
+) -> dict[str, Tensor]:
+    """Return which channels stay, (groups * unit_width,) bool by module, if as many weights go as with whole groups.
+
+    `heads` is the share of key/value heads, and the smallest scores, (groups * unit_width,), go first. The constraints
+    `unit` and `multiple_of` do not apply.
+    """
+    check_channels(modules)
+    constraints = replace(constraints, unit="group", multiple_of=1)
+    size = check_budget(modules, heads=heads, constraints=constraints)
+    width = modules[0].unit_width
+    channels = [Units(name=module.name, units=module.groups * width) for module in modules]
+    budget: dict[str, Any] = {"counts": [count * width for count in size]} if isinstance(size, list) else {}
+    if isinstance(size, int):
+        groups = max(-(-constraints.min_heads // module.group_size) for module in modules)
+        constraints = replace(constraints, min_heads=groups * width)
+        budget["heads"] = size * width / sum(module.units for module in channels)
+    kept = select_units(Scores(CHANNELS, {}, scores), channels, **budget, constraints=constraints)
+    stay = {module.name: torch.zeros(module.units, dtype=torch.bool) for module in channels}
+    for name, found in kept.items():
+        stay[name][list(found.units)] = True
+    return stay
+
+
+@contextmanager
+def masked_channels(
+    model: PreTrainedModel, modules: Sequence[PrunableModule], stay: Mapping[str, Tensor]
+) -> Iterator[None]:
+    """Multiply the features of removed channels in q, k and v by zero, inside the block.
+
+    The columns of o then read zeros, so a removed channel has no effect. The head width that scales attention scores,
+    and norms over the features of a head, are still those of the dense model.
+    """
+    with ExitStack() as stack:
+        for module in modules:
+            by_group = stay[module.name].view(module.groups, module.unit_width)
+            for name in module.producers:
+                layer = model.get_submodule(name)
+                mask = torch.ones(features_of(layer)[0])
+                for group, channels in channel_rows(module, name):
+                    mask[channels] = by_group[group].float()
+                mask = mask.to(weight_of(layer))
+                stack.enter_context(layer.register_forward_hook(lambda _, x, y, mask=mask: y * mask))
+        yield

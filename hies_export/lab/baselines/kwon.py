@@ -1,0 +1,104 @@
+"""Choose units as Kwon et al. 2022 do (A Fast Post-Training Pruning Framework, https://arxiv.org/abs/2204.09656).
+
+Their method has three steps, for masks m of heads and neurons at one:
+
+1. Search (section 4.2): minimise the diagonal of the empirical Fisher information, sum_{m_i = 0} E (dL/dm_i)^2, under a
+   budget of FLOPs. Here this is the criterion `fisher` under the budget's knapsack, which minimises the same sum.
+2. Rearrangement (section 4.3): in every layer, with as many units as the search left there, minimise
+   (1 - m)^T I (1 - m) with the Fisher information I of the layer's masks, cross terms included. `rearranged` does it
+   greedily, in one round, as their code does (github.com/WoosukKwon/retraining-free-pruning, `greedy_rearrange`).
+3. Tuning (section 4.4): a scalar per unit that stays, by linear least squares, layer by layer. This is the compensation
+   `scalars` of `slim.refit`.
+
+What differs: the search is exact for modules of any cost (theirs assumes that all heads cost the same, and all
+neurons). Scalars are fitted from the dense model's inputs in one pass, towards the consumer's dense output (theirs from
+the cut model's, layer by layer, with the difference in the residual stream in the target). Held-out tokens choose the
+ridge that shrinks them towards one, and whether a layer gets any (theirs: a fixed ridge, and none beyond 10).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ...calibrate.gates import Gates, summed_loss, with_labels
+from ...data.targets import size_of
+from ...errors import DataError
+from ...model.modes import frozen, without_cache
+from ...model.watch import intercept
+from ...progress import SILENT, Progress
+from ...units import PrunableModule, Selection, Units
+
+
+def mask_gradients(
+    model: PreTrainedModel,
+    batches: Sequence[dict[str, Tensor]],
+    modules: Sequence[PrunableModule],
+    *,
+    progress: Progress = SILENT,
+) -> dict[str, Tensor]:
+    """Return the gradient of every sample's own loss to a mask on every unit, (samples, units) float64 by module.
+
+    The Fisher information of a module's masks is the mean over samples of the products of two of its columns, and the
+    statistic "fisher" of `collect_statistics` its diagonal. Without `labels`, the model's predictions replace them.
+    """
+    if not batches:
+        raise DataError("scoring needs at least one sample, got none; raise calibration.samples")
+    found: dict[str, list[Tensor]] = {module.name: [] for module in modules}
+    consumers = {module.name: module.consumer for module in modules}
+    gates, samples = Gates(modules), 0
+
+    def masked(name: str, x: Tensor) -> Tensor:
+        return gates.apply(name, x, samples=samples)
+
+    with frozen(model), without_cache(model):
+        for index, given in enumerate(progress.track(batches, "mask gradients")):
+            batch = with_labels(model, {key: value.to(model.device) for key, value in given.items()})
+            gates, samples = Gates(modules), size_of(batch)
+            with intercept(model, consumers, masked), torch.enable_grad():
+                total, losses = summed_loss(model, batch, index)
+                gradients = torch.autograd.grad(total, list(gates.tensors.values()), allow_unused=True)
+            per_sample = gates.per_sample(dict(zip(gates.tensors, gradients, strict=True)), losses, index)
+            for name, values in per_sample.items():
+                found[name].append(values)
+    return {name: torch.cat(parts) for name, parts in found.items()}
+
+
+def rearranged(selection: Selection, modules: Sequence[Units], gradients: Mapping[str, Tensor]) -> Selection:
+    """Exchange units within every module, so that the Fisher information of the removed ones falls; counts stay."""
+    found = dict(selection)
+    for module in modules:
+        kept = selection[module.name]
+        of_group = gradients[module.name].view(-1, module.groups, module.group_size).sum(-1)  # (samples, groups)
+        removed = exchanged(of_group, kept.removed_groups)
+        stay = sorted(set(range(module.groups)) - set(removed))
+        found[module.name] = module.kept(g * module.group_size + i for g in stay for i in range(module.group_size))
+    return found
+
+
+def exchanged(gradients: Tensor, removed: Sequence[int]) -> list[int]:
+    """Return as many units to remove, so that |sum of their gradients|^2 over the samples is smaller or the same.
+
+    This sum is (1 - m)^T I (1 - m) times the number of samples; `gradients` are (samples, units). Every kept unit is
+    removed in turn, in the order of its own Fisher information. Then the removed unit whose return makes the sum least
+    comes back.
+    """
+    if not removed:
+        return []
+    alone = gradients.square().sum(0)  # the diagonal of I, times the number of samples
+    gone = torch.zeros(gradients.shape[1], dtype=torch.bool)
+    gone[list(removed)] = True
+    total = gradients[:, gone].sum(1)
+    order = [unit for unit in alone.argsort(stable=True).tolist() if not gone[unit]]
+    for unit in order:
+        gone[unit] = True
+        total = total + gradients[:, unit]
+        # |total - g_i|^2 without |total|^2, which is the same for every unit i.
+        without = alone - 2 * (total @ gradients)
+        back = int(without.masked_fill(~gone, torch.inf).argmin())
+        gone[back] = False
+        total = total - gradients[:, back]
+    return gone.nonzero().flatten().tolist()

@@ -1,0 +1,427 @@
+"""Predict units, FLOPs and quality of plans that a finished run or sweep did not evaluate.
+
+No model is loaded. Scores and plans are computed from the statistics in the folder. Quality is predicted from the plans
+that the run or sweep evaluated, as a function of the share of importance (HIS) that the removed heads hold.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.isotonic import IsotonicRegression
+
+from ...calibrate.collect import DEFAULT_NEEDS
+from ...errors import RequestError, root_cause
+from ...files import read_json
+from ...kinds import ATTENTION, MLP
+from ...report.details import HeadsOutcome
+from ...report.report import Report
+from ...report.schemas import SCORES, SWEEP, SWEEP_DETAILS, ScoresFile, SweepAbout, SweepDetails, SweepFile
+from ...report.text import held_out_rows
+from ...score.criteria import score_units
+from ...select.constraints import Constraints
+from ...select.select import select_units
+from ...units import Kept, Units
+from ...values import Calibration, PruningPlan, Scores, Statistics, library_versions
+from .trials import Result, Trial, compensation_how, row_label, same_units
+
+# Quality is predicted from plans of these criteria. At equal HIS lost, plans of other criteria differ in quality.
+FAMILY = ("hies", "his")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Plans that were evaluated in the same way.
+
+    Attributes:
+        how: Description, in words, of the models and rows that were evaluated.
+        lost: Share of the model's HIS that each plan removes, in [0, 1].
+        quality: Metric of each plan; empty without labels.
+        stability: Share of each plan's predictions that equal the dense model's, in [0, 1].
+    """
+
+    how: str
+    lost: tuple[float, ...]
+    quality: tuple[float, ...]
+    stability: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Exploration:
+    """The statistics, the plan and the measurements of a finished run or sweep.
+
+    Attributes:
+        model: Path or Hub id of the dense model; empty if the folder does not name it.
+        statistics: Statistics of every head that may be removed, and of every neuron if neurons may be.
+        normalize: Normalisation of the criterion, as in recipes.
+        plan: The folder's own plan; all other plans have its modules, seed and model.
+        flops_per_head: Share of the dense model's FLOPs that a query head costs, averaged over the removed heads.
+        flops_per_neuron: The same for a feed-forward neuron; 0 if no neurons may be removed.
+        shape: Shape at which FLOPs were counted, as "batch x sequence"; empty if the folder does not name it.
+        metric: Name of the metric of quality.
+        measured: The evaluated plans that quality is predicted from.
+        trials: All evaluated plans, of any criterion, whose units the folder has.
+    """
+
+    model: str
+    statistics: Statistics
+    normalize: str
+    plan: PruningPlan
+    flops_per_head: float
+    shape: str
+    metric: str
+    measured: tuple[Measured, ...] = ()
+    flops_per_neuron: float = 0.0
+    trials: tuple[Trial, ...] = ()
+
+    @property
+    def modules(self) -> tuple[Units, ...]:
+        """The modules of the folder's plan, in its order."""
+        return tuple(
+            Units(name=name, units=kept.total, groups=kept.groups, kind=kept.kind)
+            for name, kept in self.plan.kept.items()
+        )
+
+    @property
+    def unit(self) -> str:
+        """The unit that the folder's plan removes: "group" (key/value groups) or "query" (heads of each group)."""
+        cut = [kept for kept in self.plan.of_kind(ATTENTION).values() if kept.removed]
+        return "query" if any(not kept.removed_groups for kept in cut) else "group"
+
+    @property
+    def allocation(self) -> str:
+        """The allocation of the folder's plan: "uniform" if all modules keep equally many units, else "global"."""
+        counts = {
+            (kept.kind, len(kept.units)) for name, kept in self.plan.kept.items() if name in self.statistics["his"]
+        }
+        return "uniform" if len(counts) == len({kind for kind, _ in counts}) else "global"
+
+    @property
+    def ranks_neurons(self) -> bool:
+        """Whether the folder has the importance of the neurons, so that other shares of them can be removed."""
+        return any(name in self.statistics["his"] for name in self.plan.of_kind(MLP))
+
+    def scores(self, alpha: float) -> Scores:
+        """Return the HIES of every head at an alpha, and the HIS of every neuron; heads and neurons do not compare."""
+        found = [
+            score_units(statistics, criterion=criterion, alpha=alpha, normalize=self.normalize)
+            for kind, criterion in ((ATTENTION, "hies"), (MLP, "his"))
+            if (statistics := self._statistics_of(kind))["his"]
+        ]
+        scores = {name: values for part in found for name, values in part.scores.items()}
+        return replace(found[0], scores=scores)
+
+    def _statistics_of(self, kind: str) -> Statistics:
+        modules = self.plan.of_kind(kind)
+        values = {
+            what: {name: numbers for name, numbers in found.items() if name in modules}
+            for what, found in self.statistics.values.items()
+        }
+        return Statistics(values, self.statistics.calibration)
+
+    def plan_at(self, alpha: float, sparsity: float, allocation: str, *, neurons: float | None = None) -> PruningPlan:
+        """Return a plan for an alpha and a share of heads to remove; heads go as `hies-export run` would remove them.
+
+        Args:
+            alpha: Weight of importance in the scores of heads, in [0, 1).
+            sparsity: Share of heads to remove, in (0, 1). A folder without heads ignores it.
+            allocation: "global" or "uniform", of heads and of neurons.
+            neurons: Share of neurons to remove, in [0, 1), those of smallest HIS first; by default, and where the
+                folder does not have their HIS, the neurons that the folder's own plan removes.
+
+        Raises:
+            PlanError: The allocation does not allow that share.
+
+        The plan of a compensated folder is compensated too; only the folder's own plan has refitted layers there.
+        """
+        constraints = Constraints(allocation=allocation, unit=self.unit)
+        scores = self.scores(alpha)
+        kept = dict(self.plan.kept)
+        shares = {ATTENTION: sparsity, MLP: neurons if self.ranks_neurons else None}
+        for kind, share in shares.items():
+            modules = [module for module in self.modules if module.kind == kind]
+            if share is not None and modules:
+                kept |= (
+                    select_units(scores, modules, heads=share, constraints=constraints)
+                    if share
+                    else {module.name: module.kept(range(module.units)) for module in modules}
+                )
+        known = {key: getattr(self.statistics.calibration, key) for key in ("samples", "labels", "fingerprint")}
+        return PruningPlan(
+            kept=kept,
+            criterion="hies",
+            alpha=alpha,
+            seed=self.plan.seed,
+            calibration={key: value for key, value in known.items() if value},
+            versions=library_versions(),
+            model=self.plan.model,
+            compensation={
+                what: value
+                for what, value in self.plan.compensation.items()
+                if what != "refit" or kept == self.plan.kept
+            },
+        )
+
+    def flops_ratio(self, plan: PruningPlan) -> float:
+        """Return the FLOPs of a plan's model as a share of the dense model's.
+
+        They are exact if the folder counted them, or all units of a kind cost the same.
+        """
+        counted = [trial.flops_ratio for trial in self.trials if same_units(trial.plan, plan)]
+        if counted and counted[0] is not None:
+            return counted[0]
+        return 1 - self.flops_per_head * plan.removed - self.flops_per_neuron * plan.removed_neurons
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """An estimated metric or stability.
+
+    Attributes:
+        value: The estimate; outside the measured range, that of the nearest measured plan.
+        bound: "" inside the measured range; outside, "at least" or "at most", because `value` is only a bound.
+        error: Mean absolute error over the measured plans, each estimated from the others; None for fewer than four.
+    """
+
+    value: float
+    bound: str
+    error: float | None
+
+
+def fit(lost: Sequence[float], values: Sequence[float], *, higher_is_better: bool = True) -> Callable[[float], float]:
+    """Fit a metric or stability as a function of the share of HIS that a plan removes.
+
+    The fit is an isotonic regression, linear between points and constant outside the measured range. Its only
+    assumption is that quality does not rise as more importance is removed.
+
+    Source: https://scikit-learn.org/stable/modules/isotonic.html
+    """
+    model = IsotonicRegression(increasing=not higher_is_better, out_of_bounds="clip").fit(lost, values)
+    return lambda at: float(model.predict([at])[0])
+
+
+def estimate(lost: Sequence[float], values: Sequence[float], at: float, *, higher_is_better: bool = True) -> Estimate:
+    """Estimate a metric or stability with `fit`, and its error by leaving out one plan at a time."""
+    value = fit(lost, values, higher_is_better=higher_is_better)(at)
+    bound = ""
+    if not min(lost) <= at <= max(lost):
+        bound = "at least" if (at < min(lost)) == higher_is_better else "at most"
+    errors = []
+    for i in range(len(lost)) if len(lost) > 3 else ():
+        others = [k for k in range(len(lost)) if k != i]
+        curve = fit([lost[k] for k in others], [values[k] for k in others], higher_is_better=higher_is_better)
+        errors.append(abs(curve(lost[i]) - values[i]))
+    return Estimate(value, bound, float(np.mean(errors)) if errors else None)
+
+
+def lost_share(his: Mapping[str, torch.Tensor], plan: PruningPlan) -> float:
+    """Return the share of the model's HIS that the units removed by a plan hold, in [0, 1]."""
+    total = sum(float(values.sum()) for values in his.values())
+    stays = sum(float(values[list(plan.kept[name].units)].sum()) for name, values in his.items())
+    return 1 - stays / total if total else 0.0
+
+
+def read_exploration(folder: str | Path) -> Exploration:
+    """Read the folder of a finished run or sweep; refuse one that is neither, or whose files do not fit."""
+    folder = Path(folder)
+    try:
+        if (folder / "sweep.json").is_file():
+            return _of_sweep(folder)
+        if (folder / "scores.json").is_file():
+            return _of_run(folder)
+    except (OSError, ValueError, LookupError, TypeError, ArithmeticError, RuntimeError, StopIteration) as error:
+        raise RequestError(
+            f"the files in {folder} must be of one run or sweep of this version, but they do not fit each other "
+            f"({root_cause(error)}); run it again"
+        ) from error
+    raise RequestError(
+        f"ui needs the folder of a finished run (scores.json, plan.json, report.json) or sweep (sweep.json, "
+        f"details.json), but {folder} is neither; give the folder that 'hies-export run' or 'sweep' wrote"
+    )
+
+
+def _of_run(folder: Path) -> Exploration:
+    report, plan = Report.from_file(folder), PruningPlan.from_file(folder / "plan.json")
+    written = read_json(folder / "scores.json", ScoresFile, SCORES)
+    statistics = Statistics(
+        {name: _tensors(written[name]) for name in DEFAULT_NEEDS},
+        Calibration(written["samples"], written["labels"], written["fingerprint"]),
+    )
+    _check_units(statistics, plan)
+    per_head, per_neuron = _flops_per_unit(report, plan)
+    found = Exploration(
+        model=report.model,
+        statistics=statistics,
+        normalize=written["parameters"].get("normalize", "model"),
+        plan=plan,
+        flops_per_head=per_head,
+        flops_per_neuron=per_neuron,
+        shape=" x ".join(str(size) for size in report.flops["shape"]),
+        metric=report.quality["metric"],
+    )
+    measured = []
+    compensated = bool(plan.compensation or report.details.compensation)
+    if report.criterion in FAMILY:
+        lost = (0.0, lost_share(statistics["his"], plan))
+        quality = _numbers((report.quality["dense"], report.quality["slim"]))
+        stability = _numbers((1.0, report.stability))
+        how = "the dense model and this run's slim one" + (", cut and compensated" if compensated else "")
+        measured.append(Measured(how, lost, quality, stability))
+    how = measured[0].how if measured else "this run's slim model, on the evaluation rows"
+    result = Result.of(how, report.quality["slim"], report.stability)
+    trials = [Trial(plan, "this run's plan", (result,), report.flops.slim / report.flops.dense)]
+    curve, budget = report.details.alpha_curve, report.details.budget
+    judged = "cut and compensated" if compensated else "masked"
+    share = budget.target if isinstance(budget, HeadsOutcome) else None
+    plans = [found.plan_at(p.alpha, share, found.allocation) for p in curve if share is not None]
+    # The folder does not record all constraints (min_heads, keep_layers, ...). If they changed the run's own plan, the
+    # plans computed here are not those that were evaluated.
+    if any(found.kept == plan.kept for found in plans):
+        measured.append(
+            Measured(
+                f"this run's search for alpha: {judged}, on {held_out_rows(report)}",
+                tuple(lost_share(statistics["his"], p) for p in plans),
+                _numbers([point.quality for point in curve]),
+                tuple(point.stability for point in curve),
+            )
+        )
+        trials += [
+            Trial(p, f"alpha {point.alpha:g}", (Result.of(measured[-1].how, point.quality, point.stability),))
+            for p, point in zip(plans, curve, strict=True)
+        ]
+    return replace(found, measured=tuple(measured), trials=tuple(trials))
+
+
+def _check_units(statistics: Statistics, plan: PruningPlan) -> None:
+    """Raise ValueError if statistics do not match the units of a plan."""
+    for statistic, found in statistics.values.items():
+        for name, values in found.items():
+            kept = plan.kept.get(name)
+            if kept is None or len(values) != kept.total or not 0 <= kept.units[0] <= kept.units[-1] < kept.total:
+                raise ValueError(f"{statistic} of {name} is not of the units of the plan")
+    heads = plan.of_kind(ATTENTION)
+    if statistics["entropy"].keys() != {name for name in statistics["his"] if name in heads}:
+        raise ValueError("entropy and his must be of the same heads")
+
+
+def _numbers(values: Sequence[float | None]) -> tuple[float, ...]:
+    """Return the metric of every plan; nothing if one has none, or if it is undefined (NaN)."""
+    known = tuple(value for value in values if value is not None and math.isfinite(value))
+    return known if len(known) == len(values) else ()
+
+
+def _flops_per_unit(report: Report, plan: PruningPlan) -> tuple[float, float]:
+    """Return the share of the dense FLOPs of a head and of a neuron, averaged over those removed, or over all."""
+    dense, slim = report.flops.dense, report.flops.slim
+    if not plan.neurons:
+        return (1 - slim / dense) / max(1, plan.removed), 0.0
+    layers = report.details.flops_per_layer
+    if layers is None:
+        raise ValueError("details.flops_per_layer of report.json is missing")
+
+    def cost(parts: Sequence[str], total: int, removed: int) -> float:
+        before, after = (sum(getattr(row, p) for row in rows for p in parts) for rows in (layers.dense, layers.slim))
+        return ((before - after) / removed if removed else before / max(1, total)) / dense
+
+    return (
+        cost(("projections", "products"), plan.heads, plan.removed),
+        cost(("feed_forward",), plan.neurons, plan.removed_neurons),
+    )
+
+
+def _of_sweep(folder: Path) -> Exploration:
+    rows = read_json(folder / "sweep.json", SweepFile, SWEEP)
+    details = read_json(folder / "details.json", SweepDetails, SWEEP_DETAILS)
+    his = _tensors(details["his"])
+    plans = {_sweep_key(p): _sweep_plan(p, details) for p in details["plans"]}
+    # details.json has the plans of the first seed and calibration size only, which come first among the rows.
+    own = [row for row in rows if row["criterion"] in FAMILY]
+    own = [row for row in own if all(row[key] == own[0][key] for key in ("seed", "calibration_samples"))]
+    measured = []
+    for compensation in dict.fromkeys(row["compensation"] for row in own):
+        alike = [row for row in own if row["compensation"] == compensation]
+        lost = [lost_share(his, plans[_sweep_key(row)]) for row in alike]
+        measured.append(
+            Measured(
+                compensation_how(compensation),
+                (0.0, *lost),
+                _numbers([alike[0]["quality_dense"], *(row["quality"] for row in alike)]),
+                (1.0, *(row["stability"] for row in alike)),
+            )
+        )
+    statistics = Statistics(
+        {"his": his, "entropy": _tensors(details["entropy"])}, Calibration(details["calibration_samples"], "", "")
+    )
+    for plan in plans.values():
+        _check_units(statistics, plan)
+    per_head, per_neuron = _flops_by_rows(rows)
+    about = SweepAbout(**details["about"])
+    return Exploration(
+        model=about.model,
+        statistics=statistics,
+        normalize="model",
+        plan=next(iter(plans.values())),
+        flops_per_head=per_head,
+        flops_per_neuron=per_neuron,
+        shape=" x ".join(map(str, about.shape)),
+        metric=rows[0]["metric"],
+        measured=tuple(measured),
+        trials=_trials(rows, plans, seed=details["seed"]),
+    )
+
+
+def _trials(
+    rows: Sequence[Mapping[str, Any]], plans: Mapping[tuple[Any, ...], PruningPlan], *, seed: int
+) -> tuple[Trial, ...]:
+    """Return the plans of a sweep with the rows of their seed and the first calibration size."""
+    found: dict[tuple[Any, ...], dict[str, Mapping[str, Any]]] = {}
+    for row in rows:
+        if row["seed"] == seed and _sweep_key(row) in plans:
+            found.setdefault(_sweep_key(row), {}).setdefault(row["compensation"], row)
+    return tuple(
+        Trial(
+            plans[key],
+            row_label(next(iter(of.values()))),
+            tuple(Result.of(compensation_how(c), row["quality"], row["stability"]) for c, row in of.items()),
+            next(iter(of.values()))["flops_ratio"],
+        )
+        for key, of in found.items()
+    )
+
+
+def _sweep_key(found: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the key of a sweep's plan, from the plan or from its row; older ones remove only heads."""
+    flops = found.get("flops_target")
+    modules = None if flops is None else found["modules"]
+    return (found["criterion"], found["alpha"], found["sparsity"], flops, modules)
+
+
+def _flops_by_rows(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    """Return the share of the dense model's FLOPs that a head and a neuron cost, fitted to the rows of a sweep."""
+    counted = [row for row in rows if row["flops_ratio"] is not None]
+    if not any(row.get("neurons_removed") for row in counted):
+        return (1 - counted[0]["flops_ratio"]) / max(1, counted[0]["heads_removed"]), 0.0
+    removed = np.array([[row["heads_removed"], row["neurons_removed"]] for row in counted], dtype=float)
+    saved = np.array([1 - row["flops_ratio"] for row in counted])
+    per_head, per_neuron = np.linalg.lstsq(removed, saved, rcond=None)[0]
+    return float(per_head), float(per_neuron)
+
+
+def _sweep_plan(plan: Mapping[str, Any], details: Mapping[str, Any]) -> PruningPlan:
+    kept = {}
+    for name, heads in plan["kept"].items():
+        # A module without statistics keeps all its heads.
+        total = len(details["his"].get(name, heads))
+        groups = details["key_value_heads"][name]
+        kept[name] = Kept(tuple(heads), total, groups, details["kinds"][name])
+    return PruningPlan(kept=kept, criterion=plan["criterion"], alpha=plan["alpha"], seed=details["seed"])
+
+
+def _tensors(values: Mapping[str, Sequence[float]]) -> dict[str, torch.Tensor]:
+    return {name: torch.tensor(row, dtype=torch.float64) for name, row in values.items()}

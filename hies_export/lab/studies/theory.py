@@ -1,0 +1,231 @@
+"""Compare the theory behind HIES with measurements on a model: `hies-export inspect RECIPE --theory`.
+
+Source: "Entropy Meets Importance: A Unified Head Importance-Entropy Score for Stable and Efficient Transformer Pruning"
+(Choi et al., https://arxiv.org/abs/2510.13832): Lemma 4.1 and Appendix B.1 (loss), Eq. 5 (entropy), Appendix D.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ...calibrate.collect import collect_statistics
+from ...data.targets import is_regression, size_of
+from ...evaluate.predict import Predictions, TokenPredictions, predict, predicted, references
+from ...model.linear import weight_of
+from ...model.modes import evaluating, without_cache
+from ...model.tokens import real_tokens
+from ...model.watch import watch
+from ...score.criteria import score_units
+from ...select.select import select_units
+from ...slim.mask import masked_units
+from ...units import PrunableModule, Selection
+from ...values import Statistics
+
+SHARES = (0.1, 0.3, 0.5)
+# Largest curvature of a loss in its logits: the maximum of p (1 - p), the largest eigenvalue of diag(p) - p p^T
+# (Appendix B.1.4), and 2 for a square. With two classes, the softmax is a sigmoid of the difference of the logits.
+CURVATURE = {"binary cross-entropy": 0.25, "softmax cross-entropy": 0.5, "squared error": 2.0}
+
+
+@dataclass(frozen=True)
+class Orthogonality:
+    """Moments over heads of the two terms of HIES (Appendix D.1, Tables 7 and 8).
+
+    u is the HIS of a head divided by the sum over all heads; v is its attention entropy, in [0, 1].
+
+    Attributes:
+        mean_u: Mean of u, which is 1 / number of heads.
+        mean_v: Mean of v.
+        covariance: Covariance of u and v, divided by the number of heads.
+        mean_product: Mean of u v, which is covariance + mean_u mean_v.
+        correlation: Correlation of u and v; 0 if u or v is the same for all heads.
+    """
+
+    mean_u: float
+    mean_v: float
+    covariance: float
+    mean_product: float
+    correlation: float
+
+
+@dataclass(frozen=True)
+class ModuleNorms:
+    """The norms of one attention module that the bound is made of.
+
+    Attributes:
+        output: Spectral norm of the output projection W_O.
+        blocks: Spectral norms of each head's columns of W_O, (heads,).
+        activation: E |A_h|^2, the squared norm of a head's output, mean over real tokens, then over samples, (heads,).
+        deficit: 1 - AE_h, the distance of a head's attention entropy from that of uniform attention (Eq. 5), (heads,).
+    """
+
+    output: float
+    blocks: Tensor
+    activation: Tensor
+    deficit: Tensor
+
+
+@dataclass(frozen=True)
+class LossIncrease:
+    """The increase of the loss after removing heads, bounded and measured, in the unit of the loss.
+
+    Attributes:
+        criterion: Criterion that the heads were chosen by.
+        share: Share of heads removed, in [0, 1].
+        first_order: Sum of the HIS of the removed heads.
+        quadratic: c / 2 sum |W_O|^2 E |A_h|^2, with c from `CURVATURE`. The bound of Eq. 4 is first_order + quadratic.
+        quadratic_blocks: The same with the norm of each head's block of W_O (Appendix B.1.3).
+        measured: Mean loss of the masked model minus that of the dense model, on the calibration samples.
+    """
+
+    criterion: str
+    share: float
+    first_order: float
+    quadratic: float
+    quadratic_blocks: float
+    measured: float
+
+
+@dataclass(frozen=True)
+class Theory:
+    """The result of `theory`.
+
+    Attributes:
+        orthogonality: Moments over all heads.
+        loss: Name of the loss, a key of `CURVATURE`.
+        modules: Norms by module name.
+        increases: One per criterion and share.
+    """
+
+    orthogonality: Orthogonality
+    loss: str
+    modules: Mapping[str, ModuleNorms]
+    increases: tuple[LossIncrease, ...]
+
+
+def theory(
+    model: PreTrainedModel,
+    batches: Sequence[dict[str, Tensor]],
+    modules: Sequence[PrunableModule],
+    *,
+    alpha: float = 0.9,
+) -> Theory:
+    """Compare the paper's bound on the loss increase with the measured increase.
+
+    The bound assumes that W_O is the last layer, with logits z = y W_O. A real model has further layers between an
+    attention module and the logits. So the bound shows how the terms compare, but the measured increase may exceed it.
+
+    Args:
+        model: The dense model.
+        batches: Calibration batches; without labels, the model's own predictions serve as labels.
+        modules: The attention modules that may lose heads.
+        alpha: Weight of HIS in HIES. Heads are chosen once by HIS and once by HIES.
+
+    Raises:
+        DataError: As in `collect_statistics`.
+    """
+    statistics = collect_statistics(model, batches, modules)
+    loss = _loss_of(model)
+    norms = {
+        module.name: ModuleNorms(
+            spectral_norm(weight_of(model.get_submodule(module.consumer))),
+            torch.tensor([spectral_norm(block) for block in _blocks(model, module)], dtype=torch.float64),
+            activation,
+            1 - statistics["entropy"][module.name],
+        )
+        for module, activation in zip(modules, _activations(model, batches, modules), strict=True)
+    }
+    dense = predict(model, batches)
+    labels = references(batches) if "labels" in batches[0] else predicted(dense)
+    before = _mean_loss(dense, labels, loss)
+    increases = []
+    for criterion in ("his", "hies"):
+        scores = score_units(statistics, criterion=criterion, alpha=alpha)
+        for share in SHARES:
+            selection = select_units(scores, modules, heads=share)
+            with masked_units(model, selection, modules):
+                after = _mean_loss(predict(model, batches), labels, loss)
+            terms = _terms(selection, statistics, norms, CURVATURE[loss])
+            increases.append(LossIncrease(criterion, share, *terms, after - before))
+    return Theory(orthogonality(statistics), loss, norms, tuple(increases))
+
+
+def orthogonality(statistics: Statistics) -> Orthogonality:
+    """Return the moments over heads of normalised HIS and attention entropy."""
+    u, v = (torch.cat(list(values.values())) for values in (statistics["his"], statistics["entropy"]))
+    u = u / u.sum().clamp(min=torch.finfo(u.dtype).tiny)
+    covariance = ((u - u.mean()) * (v - v.mean())).mean()
+    differ = u.min() < u.max() and v.min() < v.max()
+    correlation = covariance / (u.std(correction=0) * v.std(correction=0)) if differ else torch.zeros(())
+    return Orthogonality(*(x.item() for x in (u.mean(), v.mean(), covariance, (u * v).mean(), correlation)))
+
+
+def spectral_norm(matrix: Tensor) -> float:
+    """Return the largest singular value of a matrix, (rows, columns) of any floating dtype (Appendix B.1.3)."""
+    return torch.linalg.matrix_norm(matrix.detach().double(), ord=2).item()
+
+
+def _blocks(model: PreTrainedModel, module: PrunableModule) -> tuple[Tensor, ...]:
+    """Return each head's columns of the output projection, (width, unit_width) each."""
+    return weight_of(model.get_submodule(module.consumer)).split(module.unit_width, dim=1)
+
+
+def _activations(
+    model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], modules: Sequence[PrunableModule]
+) -> list[Tensor]:
+    """Return E |A_h|^2 of every module, (units,) each."""
+    totals = [torch.zeros(module.units, dtype=torch.float64) for module in modules]
+    samples = 0
+    consumers = {module.name: module.consumer for module in modules}
+    with evaluating(model), without_cache(model), watch(model, consumers) as seen, torch.no_grad():
+        for batch in batches:
+            on_device = {key: value.to(model.device) for key, value in batch.items() if key != "labels"}
+            seen.clear()
+            model(**on_device)
+            samples += size_of(batch)
+            for total, module in zip(totals, modules, strict=True):
+                x = seen.inputs[module.name][-1]
+                real = real_tokens(model, module.name, on_device, x).double()  # (batch, tokens)
+                squares = x.double().unflatten(-1, (module.units, -1)).pow(2).sum(-1)  # (batch, tokens, units)
+                total += (torch.einsum("bt,bth->bh", real, squares) / real.sum(-1, keepdim=True)).sum(0).cpu()
+    return [total / samples for total in totals]
+
+
+def _loss_of(model: PreTrainedModel) -> str:
+    """Return the name of a model's loss, a key of `CURVATURE`."""
+    if model.can_generate():
+        return "softmax cross-entropy"
+    if is_regression(model.config):
+        return "squared error"
+    return "binary cross-entropy" if model.config.num_labels == 2 else "softmax cross-entropy"
+
+
+def _mean_loss(predictions: Predictions, labels: Tensor, loss: str) -> float:
+    """Return the mean loss over samples; for generated text, a sample's loss is the mean over its label tokens."""
+    if isinstance(predictions, TokenPredictions):
+        tokens = predictions.per_sample(torch.ones_like(predictions.nll))
+        return (predictions.per_sample(predictions.nll) / tokens).mean().item()
+    assert isinstance(predictions, Tensor)
+    logits = predictions.double()
+    if loss == "squared error":
+        return (logits.flatten() - labels).pow(2).mean().item()
+    return nn.functional.cross_entropy(logits, labels).item()
+
+
+def _terms(
+    selection: Selection, statistics: Statistics, modules: Mapping[str, ModuleNorms], curvature: float
+) -> tuple[float, float, float]:
+    """Return `first_order`, `quadratic` and `quadratic_blocks` of a `LossIncrease`."""
+    first = whole = blocks = 0.0
+    for name, norms in modules.items():
+        removed = torch.ones(len(norms.blocks), dtype=torch.float64)
+        removed[list(selection[name].units)] = 0
+        first += (removed @ statistics["his"][name]).item()
+        whole += curvature / 2 * norms.output**2 * (removed @ norms.activation).item()
+        blocks += curvature / 2 * (removed @ (norms.blocks.pow(2) * norms.activation)).item()
+    return first, whole, blocks

@@ -1,0 +1,182 @@
+"""Choose the units of every cell of a sweep: score, choose alpha, select."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from functools import cached_property
+from typing import Any
+
+from ...errors import RecipeError
+from ...evaluate.metrics import higher_is_better
+from ...pipeline.quality import Refit
+from ...pipeline.search import ALPHAS, HeldOut, choose_alpha
+from ...pipeline.targets import Round, Targets
+from ...progress import Clock, Progress
+from ...score.criteria import COMPENSATED_NAMES, score_units
+from ...select.budget import check_reachable, lowest_ratio
+from ...select.bundles import bundles_lost
+from ...select.constraints import check_budget
+from ...select.select import select_units
+from ...units import Selection
+from ...values import Scores
+from ..baselines.flap import score_flap
+from ..baselines.kwon import rearranged
+from ..baselines.names import FLAP, KWON
+from .grid import MODULES, Cell, SweepGrid
+from .journal import Journal
+from .shared import Shared
+
+
+def weighted_area(removed: Sequence[float], values: Sequence[float]) -> float:
+    """Return the mean of a curve over the share removed, weighted by that share, so that deep cuts count most.
+
+    The mean is the integral of s * value(s) divided by the integral of s, both by the trapezoidal rule. For a single
+    point, it is that point's value.
+    """
+    points = sorted(zip(removed, values, strict=True))
+    if len(points) == 1:
+        return points[0][1]
+    pairs = list(itertools.pairwise(points))
+    area = sum((t - s) * (s * v + t * w) / 2 for (s, v), (t, w) in pairs)
+    return area / sum((t - s) * (s + t) / 2 for (s, _), (t, _) in pairs)
+
+
+class Chooser:
+    """The units that the cells of a grid keep.
+
+    Budgets that the constraints do not allow are refused at once; curves of alpha are kept in the journal.
+    """
+
+    def __init__(self, shared: Shared, grid: SweepGrid, journal: Journal, clock: Clock, progress: Progress):
+        self._shared, self._grid, self._journal, self._clock = shared, grid, journal, clock
+        self._base, self._options = shared.base, shared.options
+        self._constraints = self._options.constraints
+        self._targets = Targets(shared.base, self._options, progress) if grid.flops else None
+        for sparsity in grid.shares:
+            check_budget(self._base.scored, heads=sparsity, constraints=self._constraints)
+        self._check_groups()
+        for modules in grid.modules:
+            lowest = self._lowest.get(modules, 0.0)
+            if out := [f"{flops:g}" for flops in grid.flops if flops < lowest]:
+                progress.stage(f"{modules}: {', '.join(out)} of the FLOPs left out, the lowest is {lowest:.3f}")
+
+    def _check_groups(self) -> None:
+        """Refuse Kwon's rearrangement, which exchanges whole groups, if query heads are removed inside of groups."""
+        grouped = any(module.group_size > 1 for module in self._base.scored)
+        if KWON in self._grid.criteria and grouped and self._constraints.unit == "query":
+            raise RecipeError(
+                [f"{KWON} removes whole key/value groups, got unit: query; set unit: group or leave it out"]
+            )
+
+    @cached_property
+    def _lowest(self) -> dict[str, float]:
+        """The lowest share of FLOPs that cuts of the grid's modules reach; empty without budgets of FLOPs."""
+        if self._targets is None:
+            return {}
+        found = {}
+        for modules in self._grid.modules:
+            part = self._round(MODULES[modules], min(self._grid.flops))
+            assert part.table is not None
+            found[modules] = lowest_ratio(part.prepared.scored, part.table, self._constraints)
+        best = self._round(MODULES[min(found, key=lambda name: found[name])], min(self._grid.flops))
+        assert best.table is not None
+        assert best.ratio is not None
+        check_reachable(best.prepared.scored, best.table, ratio=best.ratio, constraints=self._constraints)
+        return found
+
+    def cells(self) -> list[Cell]:
+        """Return the cells of the grid whose budget their modules can meet."""
+        return [cell for cell in self._grid.cells() if cell.flops is None or self._lowest[cell.modules] <= cell.flops]
+
+    def _round(self, kinds: tuple[str, ...], flops: float) -> Round:
+        """Return a budget of FLOPs over some kinds of modules."""
+        assert self._targets is not None
+        prepared = replace(self._base, scored=self._shared.scored(kinds))
+        return replace(self._targets.round(flops), prepared=prepared)
+
+    def selection(self, cell: Cell, alpha: float | None) -> Selection:
+        """Return the units that a cell keeps at an alpha."""
+        selection = self._select(self._scores(cell, alpha), cell)
+        if cell.criterion != KWON:
+            return selection
+        gradients = self._shared.mask_gradients(cell.seed, cell.samples)
+        return rearranged(selection, self._shared.scored(cell.kinds), gradients)
+
+    def _select(self, scores: Scores, cell: Cell) -> Selection:
+        if cell.flops is None:
+            assert cell.sparsity is not None
+            return select_units(scores, self._base.modules, heads=cell.sparsity, constraints=self._constraints)
+        assert self._targets is not None
+        return self._targets.select(scores, self._round(cell.kinds, cell.flops))
+
+    def flops_ratio(self, selection: Selection) -> float:
+        """Return the FLOPs of the slim model as a share of the dense model's; a budget's table has them already."""
+        table = None if self._targets is None else self._targets.round(min(self._grid.flops)).table
+        if table is None:
+            return self._shared.flops_ratio(selection)
+        scored = {module.name for module in self._base.scored}
+        lost = bundles_lost(selection, self._base.modules, unit=self._constraints.unit)
+        return table.ratio({name: count for name, count in lost.items() if name in scored})
+
+    def _scores(self, cell: Cell, alpha: float | None) -> Scores:
+        modules = self._shared.scored(cell.kinds)
+        if cell.criterion in COMPENSATED_NAMES:
+            found = self._shared.compensated_scores(cell.seed)
+            names = {module.name for module in modules}
+            return replace(
+                found,
+                scores={name: scores for name, scores in found.scores.items() if name in names},
+                chains=tuple(chain for chain in found.chains if chain[0].module in names),
+            )
+        if cell.criterion == FLAP:
+            return score_flap(self._shared.fluctuations(cell.seed), modules, unit=self._constraints.unit)
+        _, statistics = self._shared.calibrated(cell.seed, cell.samples)
+        criterion = "fisher" if cell.criterion == KWON else cell.criterion
+        options: dict[str, Any] = {"normalize": self._options.normalize, "seed": cell.seed}
+        if alpha is not None:
+            options["alpha"] = alpha
+        return score_units(statistics, modules, criterion=criterion, **options)
+
+    def alpha(self, cell: Cell, refit: Refit | None) -> float | None:
+        """Return the alpha of a cell; "auto" and "auto-area" choose it on held-out rows, refitted or masked."""
+        if not isinstance(cell.alpha, str):
+            return cell.alpha
+        if cell.alpha == "auto":
+            return float(self._curve(cell, refit)["chosen"])
+        # "auto-area": the alpha with the largest weighted area under the held-out curve; ties go to the larger alpha.
+        alike = [
+            replace(cell, sparsity=sparsity, flops=flops)
+            for sparsity, flops in self._grid.budgets()
+            if flops is None or self._lowest[cell.modules] <= flops
+        ]
+        curves = [self._curve(at, refit)["curve"] for at in alike]
+        labelled = curves[0][0]["quality"] is not None
+        sign = 1 if not labelled or higher_is_better(self._base.judged.metrics[0]) else -1
+        quantity = "quality" if labelled else "stability"
+        areas = [
+            (sign * weighted_area([at.removed for at in alike], [curve[i][quantity] for curve in curves]), alpha)
+            for i, alpha in enumerate(ALPHAS)
+        ]
+        return max(areas)[1]
+
+    def _curve(self, cell: Cell, refit: Refit | None) -> dict[str, Any]:
+        """Return all alphas' judgements on the held-out rows at a budget ("curve"), and the best alpha ("chosen")."""
+        at = replace(cell, alpha=None)
+        key = self.key(at)
+        if key not in self._journal.alphas:
+            judge = self._shared.held_out_judge(cell.seed, cell.samples)
+            held_out = HeldOut(judge, self._base.model, self._base.modules, refit)
+            with self._clock("choose alpha"):
+                candidates = [self._scores(at, alpha) for alpha in ALPHAS]
+                choice = choose_alpha(candidates, lambda scores: self._select(scores, at), held_out)
+            left_out = ("alpha", *(("flops", "modules") if cell.flops is None else ()))
+            found = {name: value for name, value in asdict(at).items() if name not in left_out}
+            found |= {"chosen": choice.scores.parameters["alpha"], "curve": list(choice.curve)}
+            self._journal.add(key, found, kind="alpha")
+        return self._journal.alphas[key]
+
+    def key(self, cell: Cell) -> str:
+        """Return the cell's name in the journal."""
+        return cell.key(self._grid, shape=next(iter(self._base.measured)))

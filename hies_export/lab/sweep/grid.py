@@ -1,0 +1,188 @@
+"""The grid of a sweep: criteria, alphas, modules, budgets, seeds, calibration sizes and compensations."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import asdict, dataclass, replace
+
+from ...errors import RecipeError, did_you_mean
+from ...kinds import ATTENTION, KINDS, MLP
+from ...recipe import MOST
+from ...score.criteria import CRITERIA, uses_alpha
+from ...slim.refit import METHODS, Compensation
+from ..baselines.names import JUDGED_ONLY, OWN_SAMPLES, sweep_names
+
+# `auto` chooses an alpha for each budget, `auto-area` one alpha for all budgets.
+AUTOMATIC = ("auto", "auto-area")
+SPARSITIES = (0.1, 0.3, 0.5, 0.7)
+# Names of what may lose units -> the kinds of modules.
+MODULES = {ATTENTION: (ATTENTION,), MLP: (MLP,), "both": KINDS}
+# Least squares in which tokens weigh this + (1 - this) times the relative squared gradient of the prediction there.
+WEIGHTED, TOKEN_WEIGHTS = "weighted", 0.3
+COMPENSATIONS = ("none", *METHODS, WEIGHTED)
+
+
+@dataclass(frozen=True)
+class SweepGrid:
+    """The values whose combinations a sweep evaluates.
+
+    Attributes:
+        criteria: Names from `hies_export.lab.baselines.names.sweep_names()`.
+        alphas: For criteria that use alpha: numbers in [0, 1), "auto" (chosen for every budget on held-out rows) or
+            "auto-area" (one for all, by the weighted area under the curve of quality against the share removed).
+        sparsities: Shares of heads to remove; by default `SPARSITIES`, unless `flops` is given.
+        seeds: Seeds of the draw of calibration rows.
+        calibration_sizes: Numbers of calibration rows to score on.
+        compensations: "none", "bias", "scalars", "least_squares" or "weighted" (least squares with token weights of
+            `TOKEN_WEIGHTS`); always "none" for criteria that do not remove whole units.
+        flops: Instead of sparsities, largest shares of the dense model's FLOPs that may be left.
+        modules: Modules that lose units: "attention", "mlp" or "both"; by default the recipe's. A criterion that scores
+            heads only has no cells with "mlp" alone.
+
+    Raises:
+        RecipeError: A value is out of range or unknown; the message lists all problems.
+    """
+
+    criteria: tuple[str, ...] = ("hies", "his", "ad", "l2", "random")
+    alphas: tuple[float | str, ...] = ("auto",)
+    sparsities: tuple[float, ...] | None = None
+    seeds: tuple[int, ...] = (0, 1, 2)
+    calibration_sizes: tuple[int, ...] = (32,)
+    compensations: tuple[str, ...] = ("none",)
+    flops: tuple[float, ...] = ()
+    modules: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.sparsities is None:
+            object.__setattr__(self, "sparsities", () if self.flops else SPARSITIES)
+        needed = [name for name in asdict(self) if name not in ("flops", "modules", "sparsities" if self.flops else "")]
+        problems = [f"a sweep needs at least one of {name}, got none" for name in needed if not getattr(self, name)]
+        problems += self._unknown_names()
+        for alpha in self.alphas:
+            if alpha not in AUTOMATIC and not (isinstance(alpha, (int, float)) and 0 <= alpha < 1):
+                problems.append(f"an alpha must be a number in [0, 1), auto or auto-area, got {alpha!r}")
+        problems += [f"a sparsity must be in (0, 1), got {s:g}" for s in self.shares if not 0 < s < 1]
+        problems += [f"a share of FLOPs must be in (0, 1), got {f:g}" for f in self.flops if not 0 < f < 1]
+        problems += [f"a seed must be in [0, {MOST}], got {s}" for s in self.seeds if not 0 <= s <= MOST]
+        problems += [f"a calibration size must be at least 1, got {s}" for s in self.calibration_sizes if s < 1]
+        problems += self._unfit_budgets()
+        if problems:
+            raise RecipeError(problems)
+
+    def _unknown_names(self) -> list[str]:
+        """Return a problem for every name that a sweep does not know."""
+        known = {"criterion": sweep_names(), "compensation": COMPENSATIONS, "kind of modules": tuple(MODULES)}
+        given = {"criterion": self.criteria, "compensation": self.compensations, "kind of modules": self.modules}
+        return [
+            f"a {what} must be one of {', '.join(known[what])}, got {name!r}{did_you_mean(name, known[what])}"
+            for what, names in given.items()
+            for name in names
+            if name not in known[what]
+        ]
+
+    def _unfit_budgets(self) -> list[str]:
+        """Return a problem for every budget that does not fit the rest of the grid."""
+        problems = []
+        if self.shares and self.flops:
+            problems.append("a sweep takes sparsities or flops, got both; leave out one")
+        with_neurons = [name for name in self.modules if name != ATTENTION]
+        if self.shares and with_neurons:
+            problems.append(
+                f"sparsities are shares of heads, but modules are {', '.join(with_neurons)}; give flops instead"
+            )
+        whole = [name for name in self.criteria if name in JUDGED_ONLY]
+        if self.flops and whole:
+            problems.append(f"{', '.join(whole)} takes shares of heads, got flops; leave it out or give sparsities")
+        return problems
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """The shares of heads to remove; empty if FLOPs are given."""
+        return self.sparsities or ()
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of modules that lose units in any cell."""
+        wanted = {kind for name in self.modules for kind in MODULES[name]}
+        return tuple(kind for kind in KINDS if kind in wanted)
+
+    def for_modules(self, kinds: tuple[str, ...]) -> SweepGrid:
+        """Return the grid with the kinds of modules of a recipe, unless it names its own."""
+        names = {kinds_of: name for name, kinds_of in MODULES.items()}
+        return self if self.modules else replace(self, modules=(names[kinds],))
+
+    def cells(self) -> list[Cell]:
+        """Return all distinct combinations, in the order of the rows."""
+        found = []
+        modules_of = self.modules or (ATTENTION,)
+        for seed, samples, compensation, criterion, modules in itertools.product(
+            self.seeds, self.calibration_sizes, self.compensations, self.criteria, modules_of
+        ):
+            if MODULES[modules] == (MLP,) and not _scores_neurons(criterion):
+                continue
+            given = 0 if criterion in OWN_SAMPLES else samples
+            by = "none" if criterion in JUDGED_ONLY else compensation
+            found += [
+                Cell(criterion, alpha, sparsity, seed, given, by, flops, modules)
+                for alpha in (self.alphas if uses_alpha(criterion) else (None,))
+                for sparsity, flops in self.budgets()
+            ]
+        return list(dict.fromkeys(found))
+
+    def budgets(self) -> list[tuple[float | None, float | None]]:
+        """Return the budgets as pairs of a sparsity and a share of FLOPs, one of which is None."""
+        return [*((sparsity, None) for sparsity in self.shares), *((None, flops) for flops in self.flops)]
+
+
+def _scores_neurons(criterion: str) -> bool:
+    return criterion not in CRITERIA or MLP in CRITERIA[criterion].kinds
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One combination of a grid.
+
+    Attributes:
+        criterion, alpha, seed, compensation: As in `SweepGrid`; alpha is None for criteria that do not use it.
+        sparsity: Share of heads to remove; None if FLOPs are given.
+        samples: Number of calibration rows to score on; 0 for criteria with their own number, `OWN_SAMPLES`.
+        flops: Largest share of the dense model's FLOPs; None if a sparsity is given.
+        modules: A name in `MODULES`.
+    """
+
+    criterion: str
+    alpha: float | str | None
+    sparsity: float | None
+    seed: int
+    samples: int
+    compensation: str
+    flops: float | None = None
+    modules: str = ATTENTION
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of modules that lose units."""
+        return MODULES[self.modules]
+
+    @property
+    def removed(self) -> float:
+        """Share that the budget removes, of the heads or of the FLOPs."""
+        assert self.sparsity is not None or self.flops is not None
+        return self.sparsity if self.sparsity is not None else 1 - self.flops  # type: ignore[operator]
+
+    def key(self, grid: SweepGrid, *, shape: object = None) -> str:
+        """Return the cell's name in the journal; under "auto-area" it includes all budgets, which decide alpha."""
+        own = (self.criterion, self.alpha, self.sparsity, self.seed, self.samples, self.compensation)
+        # Cells of sparsities keep their original names, so that older journals stay valid.
+        more = () if self.flops is None else (f"flops {self.flops}", self.modules, shape)
+        over = [grid.shares or grid.flops] if self.alpha == "auto-area" else []
+        return "|".join(str(value) for value in (*own, *more, *over))
+
+
+def compensation_of(name: str, ridge: float | None) -> Compensation | None:
+    """Return how a compensation of the grid refits; None for "none"."""
+    if name == "none":
+        return None
+    if name == WEIGHTED:
+        return Compensation(ridge=ridge, token_weights=TOKEN_WEIGHTS)
+    return Compensation(method=name, ridge=ridge)

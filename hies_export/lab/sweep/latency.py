@@ -1,0 +1,107 @@
+"""Time the slim models of a sweep against the dense one. Models with equal unit counts everywhere are timed once."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ...cost.cut import cut_bundles
+from ...errors import RequestError
+from ...measure.compare import compare_loads
+from ...measure.exports import Exporter, require_exporters
+from ...measure.shapes import model_shapes
+from ...measure.timing import Timing
+from ...model.tokens import longest_sequence, synthetic_batch
+from ...progress import Progress
+from ...runtimes.registry import RUNTIMES, check_runtime, check_task
+from ...tasks import Task
+from .journal import Journal
+from .shared import Shared
+
+
+@dataclass(frozen=True)
+class LatencyRequest:
+    """How to time slim models: on which runtime, at which (batch, sequence), and how often.
+
+    The sequence is at most the model's longest; images have none. The models are ranked by quality as well, so a few
+    repeats are enough.
+    """
+
+    runtime: str = "onnxruntime-cpu"
+    shape: tuple[int, int] = (8, 128)
+    repeats: int = 12
+
+    def check(self, task: Task) -> None:
+        """Refuse a runtime that is unknown, not installed, or cannot run the models of a task."""
+        if self.runtime not in RUNTIMES:
+            raise RequestError(f"a runtime must be one of {', '.join(RUNTIMES)}, got {self.runtime!r}")
+        check_runtime(self.runtime)
+        if not RUNTIMES[self.runtime].reads_models:
+            require_exporters({RUNTIMES[self.runtime].format})
+        if task.in_parts and not RUNTIMES[self.runtime].reads_models:
+            raise RequestError(
+                f"a vision-language model, which is exported in parts, can be timed on torch only, got {self.runtime}"
+            )
+        check_task(self.runtime, task.name)
+
+
+class Stopwatch:
+    """Timings of slim models, kept in the journal."""
+
+    def __init__(self, shared: Shared, journal: Journal, request: LatencyRequest, progress: Progress):
+        self._shared, self._journal, self._request, self._progress = shared, journal, request, progress
+        model = shared.base.model
+        if shared.base.task.in_parts:
+            self._shape, self._batch = next(iter(shared.base.measured.items()))
+        else:
+            longest = longest_sequence(model.config) or request.shape[1]
+            (self._shape,) = model_shapes(model, [(request.shape[0], min(request.shape[1], longest))])
+            self._batch = synthetic_batch(model, batch=self._shape[0], sequence=self._shape[1])
+
+    def key(self, lost: Mapping[str, int]) -> str:
+        """Return the name of a timing in the journal."""
+        export = self._shared.options.export
+        # Keys for the default export have no such part, as in journals of earlier versions.
+        other = [] if export == type(export)() else [[export.format, export.dtype, export.provider]]
+        return json.dumps([self._request.runtime, self._shape, self._request.repeats, sorted(lost.items()), *other])
+
+    def time(self, lost: Sequence[Mapping[str, int] | None]) -> None:
+        """Time the models that lose these numbers of bundles, unless the journal has them."""
+        wanted = {self.key(one): one for one in lost if one is not None}
+        waiting = {key: one for key, one in wanted.items() if key not in self._journal.latency}
+        if not waiting:
+            return
+        base, unit = self._shared.base, self._shared.options.constraints.unit
+        name = f"time {len(waiting)} models on {self._request.runtime}"
+        self._progress.stage(name)
+        with tempfile.TemporaryDirectory(prefix="hies-sweep-") as temporary:
+            exporter = Exporter(self._shared.options.export, base.sample, base.processor)
+            dense = exporter.source(self._request.runtime, base.model, Path(temporary) / "dense")
+            for number, (key, one) in enumerate(self._progress.track(list(waiting.items()), name)):
+                cut = cut_bundles(base.model, base.modules, one, unit=unit)
+                slim = exporter.source(self._request.runtime, cut, Path(temporary) / str(number))
+                self._journal.add(key, self._compare(dense, slim), kind="latency")
+
+    def fields(self, lost: Mapping[str, int] | None) -> dict[str, Any]:
+        """Return the fields of a row: the ratio slim / dense with its 95 % interval, and whether it is noisy."""
+        empty = dict.fromkeys(("latency_ratio", "latency_low", "latency_high", "latency_noisy"))
+        return empty if lost is None else self._journal.latency.get(self.key(lost), empty)
+
+    def _compare(self, dense: PreTrainedModel | Path, slim: PreTrainedModel | Path) -> dict[str, Any]:
+        batches: dict[Any, Mapping[str, Tensor]] = {self._shape: self._batch}
+        timing = Timing(repeats=self._request.repeats)
+        (found,) = compare_loads(self._request.runtime, dense, slim, batches, timing=timing, decode=False).values()
+        ratio = found.ratio
+        return {
+            "latency_ratio": ratio.median,
+            "latency_low": ratio.low,
+            "latency_high": ratio.high,
+            "latency_noisy": found.noisy,
+        }

@@ -1,0 +1,197 @@
+"""The common parts of a sweep's cells: the model, and the statistics, moments and scores of one seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+from torch import Tensor
+
+from ...calibrate.collect import DEFAULT_NEEDS, collect_statistics
+from ...calibrate.moments import MomentStream
+from ...data.batches import by_length
+from ...evaluate.judge import Judge
+from ...evaluate.predict import Predictions, predict
+from ...measure.counts import count_flops
+from ...model.copies import share_weights
+from ...pipeline.candidates import Candidates
+from ...pipeline.draws import HELD_OUT_SAMPLES, Draws
+from ...pipeline.options import Budget, RefitOptions
+from ...pipeline.prepare import Prepared
+from ...pipeline.resolve import Resolved, resolve
+from ...pipeline.sections import options_of
+from ...progress import SILENT, Clock
+from ...recipe import PruningRecipe
+from ...score.criteria import COMPENSATED_NAMES, needs_of, uses_alpha
+from ...slim.cut import prune_units
+from ...units import PrunableModule, Selection
+from ...values import Scores, Statistics
+from ..baselines.flap import fluctuations
+from ..baselines.kwon import mask_gradients
+from ..baselines.names import CHANNELS, OWN_SAMPLES
+from ..baselines.slicing import Bases, collect_bases
+from .grid import AUTOMATIC, WEIGHTED, SweepGrid
+
+
+class Shared:
+    """Model, data and calibration results that the cells of a sweep share.
+
+    Results of a seed are kept until another seed is asked for.
+
+    Attributes:
+        options: The recipe's, with the grid's kinds of modules and its smallest budget of FLOPs.
+        resolved: Model and rows of the first seed and calibration size.
+        base: The dense model of `resolved`, its modules and rows.
+    """
+
+    def __init__(self, recipe: PruningRecipe, grid: SweepGrid, clock: Clock):
+        options = replace(options_of(recipe), modules=grid.kinds)
+        self.options = replace(options, budget=Budget(flops=min(grid.flops))) if grid.flops else options
+        self._recipe = recipe
+        self._grid, self._clock = grid, clock
+        self._of_model: dict[Any, Any] = {}
+        self._seed: int | None = None
+        self._of_seed: dict[str, Any] = {}
+        with clock("load"):
+            self.resolved = self._resolve(grid.seeds[0], grid.calibration_sizes[0])
+        self.base = self.resolved.prepared
+
+    def _resolve(self, seed: int, samples: int, loaded: Resolved | None = None) -> Resolved:
+        """Return model and rows of a seed and calibration size, checked against all criteria of the grid."""
+        # Under sparsities, the ranks of `compensated` are good for query heads too.
+        criteria = [name for name in self._grid.criteria if self._grid.flops or name not in COMPENSATED_NAMES]
+        return resolve(
+            self._recipe,
+            options=self.options,
+            draws=self._draws(seed, samples),
+            loaded=loaded,
+            criteria=criteria,
+            # Cells are timed on the sweep's own runtimes, so the recipe's need not be installed.
+            runtimes=("torch",),
+        )
+
+    def calibrated(self, seed: int, samples: int) -> tuple[Prepared, Statistics]:
+        """Return the data of a seed and calibration size, and the statistics of the calibration batches."""
+
+        def collect() -> tuple[Prepared, Statistics]:
+            with self._clock("load"):
+                prepared = self._resolve(seed, samples, loaded=self.resolved).prepared
+            channels = ("channel_taylor",) if CHANNELS in self._grid.criteria else ()
+            needs = (*DEFAULT_NEEDS, *needs_of(*self._grid.criteria), *channels)
+            with self._clock("statistics"):
+                statistics = collect_statistics(prepared.model, prepared.rows.calibration, prepared.scored, needs=needs)
+            return prepared, statistics
+
+        return self._once(seed, f"calibrated on {samples}", collect)
+
+    def unlabelled(self, seed: int) -> list[dict[str, Tensor]]:
+        """Return the batches to refit on, without labels."""
+        return self.calibrated(seed, self._grid.calibration_sizes[0])[0].rows.compensation
+
+    def scored(self, kinds: tuple[str, ...]) -> tuple[PrunableModule, ...]:
+        """Return the modules of some kinds that may lose units."""
+        return tuple(module for module in self.base.scored if module.kind in kinds)
+
+    def moments(self, seed: int) -> MomentStream:
+        """Return the moments to refit from; they are collected when first read."""
+
+        def stream() -> MomentStream:
+            how = self.options.compensation or RefitOptions()
+            found = MomentStream(
+                self.base.model,
+                self.base.modules,
+                by_length(self.unlabelled(seed), config=self.base.model.config),
+                limit_bytes=how.limit_bytes,
+                weighted=WEIGHTED in self._grid.compensations,
+            )
+            if len(found.groups) == 1:
+                with self._clock("moments"):
+                    next(iter(found))
+            return found
+
+        return self._once(seed, "moments", stream)
+
+    def compensated_candidates(self, seed: int) -> Candidates:
+        """Return the candidates whose greedy order all calibration sizes share."""
+
+        def candidates() -> Candidates:
+            prepared, _ = self.calibrated(seed, self._grid.calibration_sizes[0])
+            return Candidates(prepared, self.options, SILENT, self.moments(seed))
+
+        return self._once(seed, "compensated candidates", candidates)
+
+    def compensated_scores(self, seed: int) -> Scores:
+        """Return the scores of `compensated` for all modules that may lose units."""
+        candidates = self.compensated_candidates(seed)
+        with self._clock("effects"):
+            return candidates.compensated
+
+    def fluctuations(self, seed: int) -> dict[str, Tensor]:
+        """Return the metric of `flap` for every unit, by module name."""
+        return self._once(seed, "fluctuations", lambda: fluctuations(self.base.model, self.moments(seed)))
+
+    def mask_gradients(self, seed: int, samples: int) -> dict[str, Tensor]:
+        """Return the gradients to masks that `kwon` rearranges units by, (samples, units) by module name."""
+
+        def collect() -> dict[str, Tensor]:
+            prepared, _ = self.calibrated(seed, samples)
+            with self._clock("mask gradients"):
+                return mask_gradients(prepared.model, prepared.rows.calibration, prepared.scored)
+
+        return self._once(seed, f"mask gradients of {samples}", collect)
+
+    def bases(self, seed: int) -> tuple[Bases, list[dict[str, Tensor]], Predictions]:
+        """Return principal components, the batches they were collected on, and the dense model's predictions there."""
+
+        def collect() -> tuple[Bases, list[dict[str, Tensor]], Predictions]:
+            batches = by_length(self.unlabelled(seed), config=self.base.model.config)
+            with self._clock("principal components"):
+                bases = collect_bases(self.base.model, batches, self.base.scored)
+            return bases, batches, predict(self.base.model, batches)
+
+        return self._once(seed, "bases", collect)
+
+    def held_out_judge(self, seed: int, samples: int) -> Judge:
+        """Return the judge on the held-out rows, which follow the calibration samples."""
+        batches = self.calibrated(seed, samples)[0].rows.held_out
+        return self._once(seed, f"judge of held-out {samples}", lambda: self.judge(batches))
+
+    def judge(self, batches: list[dict[str, Tensor]]) -> Judge:
+        """Return a judge of predictions on the given batches."""
+        return Judge.on(self.base.model, batches, **asdict(self.base.judged))
+
+    def flops_ratio(self, selection: Selection) -> float:
+        """Return the FLOPs of the slim model as a share of the dense model's, counted without copying weights."""
+        batch, model = next(iter(self.base.measured.values())), self.base.model
+        counts = tuple((len(kept.units), len(kept.kept_groups)) for kept in selection.values())
+        found = self._of_model
+        with self._clock("count FLOPs"):
+            if "dense" not in found:
+                found["dense"] = count_flops(model, batch)
+            if counts not in found:
+                # A vision-language model looks up the image tokens, so it needs real values.
+                device = None if self.base.task.in_parts else "meta"
+                slim = prune_units(share_weights(model, device=device), selection, self.base.modules, inplace=True)
+                found[counts] = count_flops(slim, batch)
+        return float(found[counts] / found["dense"])
+
+    def _draws(self, seed: int, samples: int) -> Draws:
+        """Return the samples that the cells of this seed and calibration size need from the calibration split."""
+        grid, how = self._grid, self.options.compensation or RefitOptions()
+        automatic = any(alpha in AUTOMATIC for alpha in grid.alphas) and any(map(uses_alpha, grid.criteria))
+        unlabelled = not set(OWN_SAMPLES).isdisjoint(grid.criteria) or set(grid.compensations) != {"none"}
+        return Draws(
+            seed=seed,
+            scoring=samples,
+            held_out=HELD_OUT_SAMPLES if automatic else 0,
+            compensation=how.samples if unlabelled else 0,
+        )
+
+    def _once(self, seed: int, name: str, make: Callable[[], Any]) -> Any:
+        """Return the result of `make`, called once for a seed and name; results of another seed are dropped."""
+        if seed != self._seed:
+            self._seed, self._of_seed = seed, {}
+        if name not in self._of_seed:
+            self._of_seed[name] = make()
+        return self._of_seed[name]

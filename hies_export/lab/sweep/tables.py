@@ -1,0 +1,306 @@
+"""Write the rows of a sweep as JSON and CSV, and as tables of criteria by budget in Markdown and LaTeX."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.text import Text
+
+from ...checkpoint.folders import replace_file
+from ...evaluate.metrics import higher_is_better
+from ...report.jinja import escape_markdown
+from ...report.terminal import PlainTable
+from ...values import dump_json
+from ..baselines.names import DIFFERENCES, OWN_SAMPLES
+
+Row = Mapping[str, Any]
+
+COMPENSATIONS = {
+    "none": "no compensation",
+    "bias": "bias",
+    "scalars": "scalars",
+    "least_squares": "least squares",
+    "weighted": "weighted least squares",
+}
+# Characters with a special meaning in LaTeX.
+LATEX = str.maketrans(
+    {
+        **{character: f"\\{character}" for character in "#$%&_{}"},
+        **{"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "α": r"$\alpha$"},
+    }
+)
+MODULES = {"attention": "heads only", "mlp": "neurons only", "attention+mlp": "heads and neurons"}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Mean and standard deviation over seeds of a method at a budget; the deviation of a single seed is None."""
+
+    mean: float
+    deviation: float | None
+
+
+class TableCell(NamedTuple):
+    """A mean or a gain as text, empty where there is none; the deviation over seeds; and the rank, see `SweepTable`."""
+
+    text: str
+    spread: str = ""
+    rank: int | None = None
+
+
+@dataclass(frozen=True)
+class SweepTable:
+    """A table of one quantity: a row per method, a column per budget.
+
+    `entries` has None where the sweep has no such row. `over_his` is the relative improvement of a HIES method over HIS
+    at each budget, in percent; None where unknown. `differences`: criterion -> how it differs from the published one.
+    """
+
+    title: str
+    budget: str
+    budgets: tuple[float, ...]
+    entries: Mapping[str, Sequence[Entry | None]]
+    higher_is_better: bool
+    over_his: Mapping[str, Sequence[float | None]]
+    differences: Mapping[str, str]
+
+    def rank(self, method: str, column: int) -> int | None:
+        """Return 0 if a method has the best mean of a column, 1 for the second best, else None; ties share a rank."""
+        entry = self.entries[method][column]
+        means = {round(e[column].mean, 10) for e in self.entries.values() if e[column] is not None}  # type: ignore[union-attr]
+        order = sorted(means, reverse=self.higher_is_better)
+        place = None if entry is None else order.index(round(entry.mean, 10))
+        return place if place is not None and place < 2 else None
+
+
+def write_results(folder: Path, rows: Sequence[Row], *, details: Mapping[str, Any]) -> None:
+    """Write sweep.json, details.json, sweep.csv, tables.md and tables.tex, each atomically."""
+    tables = sweep_tables(rows)
+    files = {
+        "details.json": dump_json(details),
+        "sweep.csv": render_csv(rows),
+        "tables.md": render_markdown(tables),
+        "tables.tex": render_latex(tables),
+        # Last, so that if it exists, the others do too.
+        "sweep.json": dump_json(list(rows)),
+    }
+    for name, text in files.items():
+        replace_file(folder / name, text)
+
+
+def budget_of(row: Row) -> float:
+    """Return the budget of a row: the share of FLOPs left, or of heads removed."""
+    flops = row.get("flops_target")
+    return float(row["sparsity"] if flops is None else flops)
+
+
+def share_text(share: float) -> str:
+    """Return a budget as text: "30%", "12.5%"."""
+    return f"{100 * share:.4g}%"
+
+
+def budget_name(rows: Sequence[Row]) -> str:
+    """Return the quantity that the budgets of a sweep are shares of."""
+    return "heads removed" if rows[0].get("flops_target") is None else "FLOPs left"
+
+
+def budgets_of(rows: Sequence[Row]) -> list[float]:
+    """Return the budgets of all rows, the smallest cut first."""
+    return sorted({budget_of(row) for row in rows}, reverse=budget_name(rows) == "FLOPs left")
+
+
+def modules_label(row: Row) -> str:
+    """Return the kinds that lose units in a row, in words; older rows have only heads."""
+    return MODULES[row.get("modules") or "attention"]
+
+
+def method_label(row: Row, rows: Sequence[Row]) -> str:
+    """Return the label of a row's method: its criterion, and the options in which rows differ."""
+    parts = []
+    if len({r.get("modules", "attention") for r in rows}) > 1:
+        parts.append(modules_label(row))
+    if row.get("alpha_by") == "given":
+        parts.append(f"α {row['alpha']:g}")
+    elif row.get("alpha_by") is not None:
+        parts.append("α auto" if row.get("alpha_by") == "auto" else "one α for all")
+    sizes = {r["calibration_samples"] for r in rows if r["criterion"] == row["criterion"]}
+    # Criteria with a number of samples of their own take as many as reach their tokens, which differ by seed.
+    if len(sizes) > 1 and row["criterion"] not in OWN_SAMPLES:
+        parts.append(f"{row['calibration_samples']} samples")
+    label = row["criterion"] + (f" ({', '.join(parts)})" if parts else "")
+    return label + (f" + {COMPENSATIONS[row['compensation']]}" if row["compensation"] != "none" else "")
+
+
+def line_name(row: Row, rows: Sequence[Row]) -> str:
+    """Return the label of a row's method without compensation and samples; with its modules, if rows differ there."""
+    label = method_label({**row, "compensation": "none"}, [row])
+    several = len({r.get("modules") for r in rows}) > 1
+    return f"{label}, {modules_label(row)}" if several else label
+
+
+def of_first_size(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows of the first calibration size, and those of criteria with their own number of samples."""
+    size = next((r["calibration_samples"] for r in rows if r["criterion"] not in OWN_SAMPLES), None)
+    return [r for r in rows if r["calibration_samples"] == size or r["criterion"] in OWN_SAMPLES]
+
+
+def grouped(rows: Sequence[Row]) -> dict[str, dict[float, list[Row]]]:
+    """Return method -> budget -> the rows of all seeds, in their order."""
+    found: dict[str, dict[float, list[Row]]] = {}
+    for row in rows:
+        found.setdefault(method_label(row, rows), {}).setdefault(budget_of(row), []).append(row)
+    return found
+
+
+def deviation(values: Sequence[float]) -> float | None:
+    """Return the standard deviation over seeds; None for one seed, or if a perplexity is infinite."""
+    return statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else None
+
+
+def percent(metric: str) -> float:
+    """Return the factor of a metric in tables and figures: 100, or 1 for perplexity, which is not a share."""
+    return 1.0 if metric == "perplexity" else 100.0
+
+
+def sweep_tables(rows: Sequence[Row]) -> list[SweepTable]:
+    """Return the table of quality and the table of stability, laid out as Tables 1 and 2 of the HIES paper."""
+    metric = rows[0]["metric"]
+    scale = percent(metric)
+    unit = ", x 100" if scale > 1 else ""
+    dense = rows[0]["quality_dense"] * scale
+    return [
+        _table(rows, "quality", f"Quality: {metric}{unit}; dense {dense:.2f}", scale, higher_is_better(metric)),
+        _table(rows, "stability", "Stability: predictions equal to the dense model's, %", 100.0, True),
+    ]
+
+
+def _table(rows: Sequence[Row], quantity: str, title: str, scale: float, higher_is_better: bool) -> SweepTable:
+    """Return the table of a quantity, its values multiplied by `scale`."""
+    budgets = tuple(budgets_of(rows))
+    entries: dict[str, list[Entry | None]] = {}
+    for method, by_budget in grouped(rows).items():
+        entries[method] = []
+        for budget in budgets:
+            values = [row[quantity] * scale for row in by_budget.get(budget, [])]
+            entries[method].append(Entry(statistics.fmean(values), deviation(values)) if values else None)
+    over_his: dict[str, list[float | None]] = {}
+    for row in rows:
+        method = method_label(row, rows)
+        if row["criterion"] == "hies" and method not in over_his:
+            base = method_label({**row, "criterion": "his", "alpha": None, "alpha_by": None}, rows)
+            if base in entries:
+                pairs = zip(entries[method], entries[base], strict=True)
+                over_his[method] = [_improvement(hies, his, higher_is_better) for hies, his in pairs]
+    names = dict.fromkeys(row["criterion"] for row in rows)
+    differences = {name: DIFFERENCES[name] for name in names if name in DIFFERENCES}
+    return SweepTable(title, budget_name(rows), budgets, entries, higher_is_better, over_his, differences)
+
+
+def _improvement(hies: Entry | None, his: Entry | None, higher_is_better: bool) -> float | None:
+    """Return by how much HIES is better than HIS, in percent of HIS; None if either is missing or no finite number."""
+    if hies is None or his is None or his.mean == 0 or not (math.isfinite(hies.mean) and math.isfinite(his.mean)):
+        return None
+    change = 100 * (hies.mean - his.mean) / abs(his.mean)
+    return change if higher_is_better else -change
+
+
+def render_csv(rows: Sequence[Row]) -> str:
+    """Return all rows as CSV with a header."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def render_markdown(tables: Sequence[SweepTable]) -> str:
+    """Return the tables as Markdown; in every column the best value is bold, the second best underlined."""
+    parts = []
+    for table in tables:
+        lines = [
+            f"| {table.budget} | " + " | ".join(map(share_text, table.budgets)) + " |",
+            "| --- |" + " ---: |" * len(table.budgets),
+        ]
+        for method, cells in _cells(table, ("**{}**", "<u>{}</u>")):
+            lines.append(f"| {escape_markdown(method)} | " + " | ".join(cells) + " |")
+        parts.append(f"### {escape_markdown(table.title)}\n\n" + "\n".join(lines) + "\n")
+    note = "Mean ± standard deviation over seeds. Best bold, second underlined; gains are relative to HIS.\n"
+    differences = [f"- {name} differs from the original: {how}.\n" for name, how in tables[0].differences.items()]
+    return "\n".join(parts) + "\n" + note + "".join(["\n", *differences] if differences else [])
+
+
+def render_latex(tables: Sequence[SweepTable]) -> str:
+    """Return the tables as LaTeX, which needs the packages booktabs and amsmath."""
+    parts = []
+    for table in tables:
+        columns = " & ".join(_escape(share_text(share)) for share in table.budgets)
+        lines = [
+            r"\begin{table}[t]",
+            r"\centering",
+            rf"\caption{{{_escape(table.title)}. Mean $\pm$ standard deviation over seeds.}}",
+            rf"\begin{{tabular}}{{l{'r' * len(table.budgets)}}}",
+            r"\toprule",
+            rf"{table.budget[0].upper()}{table.budget[1:]} & {columns} \\",
+            r"\midrule",
+        ]
+        for method, cells in _cells(table, (r"\textbf{{{}}}", r"\underline{{{}}}"), r"$\pm$", "--"):
+            texts = " & ".join(cells).replace("%", r"\%")
+            lines.append(rf"{_escape(method)} & {texts} \\")
+        lines += [r"\bottomrule", r"\end{tabular}"]
+        lines += [f"\\par\\footnotesize {_escape(name)}: {_escape(how)}." for name, how in table.differences.items()]
+        lines += [r"\end{table}"]
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def terminal_table(table: SweepTable) -> PlainTable:
+    """Return a table for the terminal; in every column the best value is bold, the second best underlined."""
+    lines = _cells(table, ("[bold]{}[/bold]", "[underline]{}[/underline]"))
+    return PlainTable(
+        (table.budget, *map(share_text, table.budgets)),
+        [(method, *map(Text.from_markup, cells)) for method, cells in lines],
+    )
+
+
+def _cells(
+    table: SweepTable, marks: tuple[str, str], plus_minus: str = "±", missing: str = "–"
+) -> list[tuple[str, list[str]]]:
+    """Return the lines of a table, each a label and one text per budget, the two best in each column in their marks."""
+
+    def text(cell: TableCell) -> str:
+        marked = cell.text or missing if cell.rank is None else marks[cell.rank].format(cell.text)
+        return marked + (f" {plus_minus} {cell.spread}" if cell.spread else "")
+
+    return [(label, [text(cell) for cell in cells]) for label, cells in table_lines(table, "gain of {}")]
+
+
+def table_lines(table: SweepTable, gain: str) -> list[tuple[str, list[TableCell]]]:
+    """Return label and cells of every line: the methods, then their gains over HIS, whose label is `gain`."""
+    lines = []
+    for method, entries in table.entries.items():
+        cells = [
+            TableCell("")
+            if entry is None
+            else TableCell(
+                f"{entry.mean:.2f}",
+                "" if entry.deviation is None else f"{entry.deviation:.2f}",
+                table.rank(method, column),
+            )
+            for column, entry in enumerate(entries)
+        ]
+        lines.append((method, cells))
+    for method, changes in table.over_his.items():
+        lines.append((gain.format(method), [TableCell("" if c is None else f"{c:+.1f}%") for c in changes]))
+    return lines
+
+
+def _escape(text: str) -> str:
+    """Escape text for LaTeX."""
+    return text.translate(LATEX)

@@ -1,0 +1,164 @@
+"""Kwon's and FLAP's choices against loops over samples, tokens and pairs of units."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.models import bert, causal_lm, llama, text_batch
+from support.neurons import neurons, one_by_one
+from support.tolerance import assert_near
+from torch import Tensor
+
+from hies_export.calibrate.collect import collect_statistics
+from hies_export.calibrate.moments import MomentStream
+from hies_export.errors import DataError
+from hies_export.lab.baselines.flap import fluctuations, score_flap
+from hies_export.lab.baselines.kwon import exchanged, mask_gradients, rearranged
+from hies_export.model.watch import watch
+from hies_export.prunable.attention import find_attention
+from hies_export.select.budget import CostTable
+from hies_export.select.select import select_units
+from hies_export.units import PrunableModule
+
+
+def units_of(model: Any, batch: dict[str, Tensor]) -> tuple[PrunableModule, ...]:
+    return (*find_attention(model, batch), *neurons(model))
+
+
+def loss_of(model: Any, sample: dict[str, Tensor], module: PrunableModule, mask: Tensor) -> Tensor:
+    """Return the loss of one sample with a mask, (units,), on what the consumer reads."""
+    layer = model.get_submodule(module.consumer)
+    wide = mask.repeat_interleave(module.unit_width)
+    handle = layer.register_forward_pre_hook(lambda _, args: (args[0] * wide, *args[1:]))
+    try:
+        return model(**sample).loss
+    finally:
+        handle.remove()
+
+
+def assert_diagonal_is_fisher(found: dict[str, Tensor], model: Any, batches: list[dict[str, Tensor]]) -> None:
+    """Assert that the diagonal of the Fisher information is the statistic of that name."""
+    fisher = collect_statistics(model, batches, units_of(model, batches[0]))["fisher"]
+    for name, gradients in found.items():
+        assert_near(gradients.square().mean(0), fisher[name])
+
+
+def test_mask_gradients_are_those_of_every_sample_by_itself() -> None:
+    model = bert()
+    batches = [text_batch(3, 10), text_batch(2, 8)]
+    modules = units_of(model, batches[0])
+    found = mask_gradients(model, batches, modules)
+    for module in (modules[0], modules[-1]):
+        expected = []
+        for sample in one_by_one(batches):
+            mask = torch.ones(module.units, requires_grad=True)
+            loss_of(model, sample, module, mask).backward()
+            expected.append(mask.grad)
+        torch.testing.assert_close(found[module.name], torch.stack(expected).double(), rtol=1e-4, atol=1e-6)
+    assert_diagonal_is_fisher(found, model, batches)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    with pytest.raises(DataError, match="at least one sample, got none"):
+        mask_gradients(model, [], modules)
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_the_loss_of_a_text_is_the_mean_over_its_own_tokens(labelled: bool) -> None:
+    model = causal_lm()
+    batch = text_batch(4, 12, labels=False)
+    batch["input_ids"] %= 32
+    if labelled:
+        batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    assert_diagonal_is_fisher(mask_gradients(model, [batch], units_of(model, batch)), model, [batch])
+
+
+def naively_exchanged(gradients: np.ndarray, count: int) -> list[int]:
+    """Return what Kwon's greedy round removes, with the Fisher information written out."""
+    fisher = gradients.T @ gradients / len(gradients)
+
+    def cost(gone: list[int]) -> float:
+        mask = np.ones(len(fisher))
+        mask[gone] = 0
+        return float((1 - mask) @ fisher @ (1 - mask))
+
+    order = np.argsort(fisher.diagonal(), kind="stable").tolist()
+    gone = order[:count]
+    for unit in order[count:]:
+        gone.append(unit)
+        gone.remove(min(gone, key=lambda back: cost([i for i in gone if i != back])))
+    return sorted(gone)
+
+
+@pytest.mark.parametrize("count", [1, 4, 9])
+def test_the_exchange_is_kwons_greedy_round(count: int) -> None:
+    better = 0
+    for seed in range(10):
+        generator = torch.Generator().manual_seed(seed)
+        # Few samples for many units: gradients of different units cancel.
+        gradients = torch.randn(5, 12, dtype=torch.float64, generator=generator)
+        first = gradients.square().sum(0).argsort(stable=True)[:count].tolist()
+        found = exchanged(gradients, first)
+        assert found == naively_exchanged(gradients.numpy(), count)
+        costs = [gradients[:, units].sum(1).square().sum() for units in (first, found)]
+        assert costs[1] <= costs[0] + 1e-12
+        better += bool(costs[1] < costs[0] - 1e-9)
+    assert bool(better) == (count > 1)  # of a single unit, the diagonal is everything
+    assert exchanged(gradients, []) == []
+
+
+def test_groups_are_exchanged_as_wholes_and_counts_stay() -> None:
+    model, batch = llama(), text_batch(4, 10)
+    modules = units_of(model, batch)
+    gradients = mask_gradients(model, [batch], modules)
+    before = {m.name: m.kept(range(m.units // 2)) for m in modules}
+    after = rearranged(before, modules[1:], gradients)
+    assert after[modules[0].name] == before[modules[0].name]
+    for module in modules[1:]:
+        kept = after[module.name]
+        assert len(kept.units) == module.units // 2
+        assert len(kept.units) == len(kept.kept_groups) * module.group_size
+        assert kept.kind == module.kind
+
+
+@pytest.mark.parametrize("make", [bert, llama])
+def test_fluctuations_are_variances_over_tokens_times_squared_columns(make: Any) -> None:
+    model = make()
+    batches = [text_batch(4, 12, labels=False) for _ in range(2)]
+    modules = units_of(model, batches[0])
+    found = fluctuations(model, MomentStream(model, modules, batches))
+    read: dict[str, list[Tensor]] = {module.name: [] for module in modules}
+    for sample in one_by_one(batches):
+        with watch(model, {m.name: m.consumer for m in modules}) as seen, torch.no_grad():
+            model(**sample)
+        for module in modules:
+            read[module.name].append(seen.inputs[module.name][0].flatten(0, -2))
+    for module in modules:
+        x = torch.cat(read[module.name]).double().numpy()
+        weight = model.get_submodule(module.consumer).weight.detach().double().numpy()
+        metric = [x[:, j].var(ddof=1) * (weight[:, j] ** 2).sum() for j in range(x.shape[1])]
+        standard = (np.array(metric) - np.mean(metric)) / np.std(metric, ddof=1)
+        expected = standard.reshape(module.units, -1).mean(1)
+        np.testing.assert_allclose(found[module.name].numpy(), expected, rtol=1e-3, atol=1e-4)
+        # Equal channels have no spread to standardise by.
+        with torch.no_grad():
+            model.get_submodule(module.consumer).weight.zero_()
+        assert not fluctuations(model, MomentStream(model, [module], batches))[module.name].any()
+
+
+def test_heads_and_neurons_go_in_one_order_until_the_budget_is_met() -> None:
+    model, batch = bert(), text_batch(2, 8)
+    modules = units_of(model, batch)
+    generator = torch.Generator().manual_seed(1)
+    metrics = {m.name: torch.randn(m.units, dtype=torch.float64, generator=generator) for m in modules}
+    cost = {"attention": 0.03, "mlp": 0.002}
+    table = CostTable("FLOPs", {m.name: tuple(cost[m.kind] * k for k in range(m.units)) for m in modules})
+    found = select_units(score_flap(metrics, modules), modules, table=table, ratio=0.7)
+    order = sorted((float(v), m.name, u, cost[m.kind]) for m in modules for u, v in enumerate(metrics[m.name]))
+    saved, gone = 0.0, set()
+    for _, name, unit, spared in order:
+        if saved >= 0.3 - 1e-9:
+            break
+        saved += spared
+        gone.add((name, unit))
+    assert {(m.name, u) for m in modules for u in found[m.name].removed} == gone
+    assert {m.kind for m in modules for u in found[m.name].removed} == {"attention", "mlp"}

@@ -1,0 +1,143 @@
+"""Norms, moments and loss increases against torch.linalg, numpy, and models with columns of zeros."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.models import bert, causal_lm, save_project, text_batch
+from support.tolerance import assert_near
+from torch import Tensor
+
+from hies_export.calibrate.collect import collect_statistics
+from hies_export.cli.main import main
+from hies_export.lab.studies.theory import SHARES, orthogonality, spectral_norm, theory
+from hies_export.prunable.attention import find_attention
+from hies_export.values import Calibration, Statistics
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (5, 30), (30, 5), (40, 40)])
+def test_power_iteration_gives_the_spectral_norm(shape: tuple[int, int]) -> None:
+    matrix = torch.randn(shape)
+    assert spectral_norm(matrix) == pytest.approx(torch.linalg.matrix_norm(matrix.double(), ord=2).item(), rel=1e-5)
+    assert spectral_norm(torch.zeros(shape)) == 0.0
+
+
+def test_orthogonality_is_that_of_the_vectors_over_all_heads() -> None:
+    his = {"a": torch.rand(4).double(), "b": torch.rand(3).double()}
+    entropy = {"a": torch.rand(4).double(), "b": torch.rand(3).double()}
+    found = orthogonality(Statistics({"his": his, "entropy": entropy}, Calibration(1, "data", "")))
+    u, v = (np.concatenate([values["a"], values["b"]]) for values in (his, entropy))
+    u = u / u.sum()
+    assert found.mean_u == pytest.approx(1 / 7)
+    assert found.mean_v == pytest.approx(v.mean())
+    assert found.covariance == pytest.approx(np.cov(u, v, bias=True)[0, 1])
+    assert found.correlation == pytest.approx(np.corrcoef(u, v)[0, 1])
+    assert found.mean_product == pytest.approx(found.covariance + found.mean_u * found.mean_v)
+    alike = {"a": torch.ones(4).double(), "b": torch.ones(3).double()}
+    same = orthogonality(Statistics({"his": alike, "entropy": entropy}, Calibration(1, "data", "")))
+    assert (same.covariance, same.correlation) == (pytest.approx(0), 0)
+
+
+def loss_of(model: Any, batches: list[dict[str, Tensor]]) -> float:
+    """Mean over samples of the model's own loss of each alone."""
+    losses = []
+    for batch in batches:
+        for row in range(len(batch["input_ids"])):
+            real = batch["attention_mask"][row].bool()
+            one = {k: (v[row : row + 1, real] if v.dim() == 2 else v[row : row + 1]) for k, v in batch.items()}
+            with torch.no_grad():
+                losses.append(model(**one).loss.item())
+    return sum(losses) / len(losses)
+
+
+@pytest.mark.parametrize(
+    ("kind", "loss", "constant"),
+    [
+        ("three", "softmax cross-entropy", 0.5),
+        ("two", "binary cross-entropy", 0.25),
+        ("number", "squared error", 2.0),
+        ("text", "softmax cross-entropy", 0.5),
+    ],
+)
+def test_bound_and_increase_equal_loops(kind: str, loss: str, constant: float) -> None:
+    labels = {"number": 1, "two": 2, "three": 3}
+    model = causal_lm(num_key_value_heads=4) if kind == "text" else bert(num_labels=labels[kind])
+    batches = [text_batch(4, 10), text_batch(3, 7)]
+    for batch in batches:
+        if kind == "text":
+            batch["input_ids"] %= 32
+            batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+        else:
+            batch["labels"] = torch.randn(len(batch["labels"])) if kind == "number" else batch["labels"] % 2
+    sites = find_attention(model, batches[0])
+    found = theory(model, batches, sites, alpha=0.5)
+    assert found.loss == loss
+    statistics = collect_statistics(model, batches, sites)
+    # E |A_h|^2: the mean over samples of the mean over real tokens.
+    squares: dict[str, list[Tensor]] = {site.name: [] for site in sites}
+    handles = []
+    for site in sites:
+
+        def keep(module: Any, x: Any, site: Any = site) -> None:
+            squares[site.name].append(x[0].detach().double().unflatten(-1, (site.units, -1)).pow(2).sum(-1))
+
+        handles.append(model.get_submodule(site.consumer).register_forward_pre_hook(keep))
+    for batch in batches:
+        model(**batch)
+    for handle in handles:
+        handle.remove()
+    activation = {}
+    for name, parts in squares.items():
+        rows = [
+            part[row][batch["attention_mask"][row].bool()].mean(0)
+            for part, batch in zip(parts, batches, strict=True)
+            for row in range(len(part))
+        ]
+        activation[name] = torch.stack(rows).mean(0)
+    for site in sites:
+        norms, weight = found.modules[site.name], model.get_submodule(site.consumer).weight.detach().double()
+        assert norms.output == pytest.approx(torch.linalg.matrix_norm(weight, ord=2).item(), rel=1e-5)
+        blocks = [torch.linalg.matrix_norm(b, ord=2).item() for b in weight.split(site.unit_width, dim=1)]
+        assert norms.blocks.tolist() == pytest.approx(blocks, rel=1e-5)
+        assert_near(norms.activation, activation[site.name])
+        assert_near(norms.deficit, 1 - statistics["entropy"][site.name])
+    dense = loss_of(model, batches)
+    order = sorted((float(h), name, i) for name, his in statistics["his"].items() for i, h in enumerate(his))
+    for row in (row for row in found.increases if row.criterion == "his"):
+        gone: list[tuple[float, str, int]] = []
+        for head in order:
+            last = sum(name == head[1] for _, name, _ in gone) == statistics["his"][head[1]].numel() - 1
+            if len(gone) < round(row.share * len(order)) and not last:
+                gone.append(head)
+        masked = copy.deepcopy(model)
+        expected = {"first": 0.0, "whole": 0.0, "blocks": 0.0}
+        for his, name, number in gone:
+            site = next(s for s in sites if s.name == name)
+            columns = slice(number * site.unit_width, (number + 1) * site.unit_width)
+            with torch.no_grad():
+                masked.get_submodule(site.consumer).weight[:, columns] = 0
+            norms = found.modules[name]
+            expected["first"] += his
+            expected["whole"] += constant / 2 * norms.output**2 * activation[name][number].item()
+            expected["blocks"] += constant / 2 * norms.blocks[number].item() ** 2 * activation[name][number].item()
+        found_terms = [row.first_order, row.quadratic, row.quadratic_blocks]
+        assert found_terms == pytest.approx(list(expected.values()), rel=1e-5)
+        assert row.measured == pytest.approx(loss_of(masked, batches) - dense, rel=1e-3, abs=1e-5)
+    assert [(row.criterion, row.share) for row in found.increases] == [(c, s) for c in ("his", "hies") for s in SHARES]
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_project(tmp_path, train=20, validation=8, prune={"budget": {"heads": 0.5}}, calibration={"samples": 8})
+    assert main(["inspect", str(tmp_path / "recipe.yaml"), "--theory", "--json"]) == 0
+    *table, line = capsys.readouterr().out.splitlines()
+    result = json.loads(line)
+    assert any("measured increase" in row for row in table)
+    assert len(result["modules"]) == 3
+    assert len(result["increases"]) == 6
+    assert result["orthogonality"]["mean_u"] == pytest.approx(1 / 18)
+    assert main(["inspect", str(tmp_path / "model"), "--theory"]) == 2
+    assert "--theory needs a recipe, for its model and calibration rows" in capsys.readouterr().err

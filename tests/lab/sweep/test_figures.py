@@ -1,0 +1,235 @@
+"""Figures of sweeps over shares of heads, and over FLOPs and measured time, on rows made by hand."""
+
+import itertools
+import re
+import statistics
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.sweeps import sweep_row, write_sweep
+
+from hies_export.errors import RequestError
+from hies_export.lab.sweep.charts import line_styles
+from hies_export.lab.sweep.figures import draw_sweep, head_maps
+from hies_export.lab.sweep.frontier import sweep_frontier
+from hies_export.lab.sweep.page import timed_panels
+from hies_export.lab.sweep.tables import render_markdown, sweep_tables
+from hies_export.report.figures import write_figures
+
+
+def rows(sizes: tuple[int, ...], seeds: tuple[int, ...], alphas: tuple[float, ...]) -> list[dict[str, Any]]:
+    methods = [("his", None), *(("hies", alpha) for alpha in alphas)]
+    fields = itertools.product(sizes, seeds, ("none", "least_squares"), methods, (0.3, 0.5, 0.7))
+    return [
+        sweep_row(name, alpha=alpha, sparsity=s, seed=seed, calibration_samples=size, compensation=compensation)
+        | {"quality": 0.9 - s * (alpha or 0.5), "stability": 1 - s + 0.01 * seed}
+        for size, seed, compensation, (name, alpha), s in fields
+    ]
+
+
+# The second layer has fewer heads.
+DETAILS = {
+    "his": {"a": [0.1, 0.4, 0.9], "b": [0.2, 0.3]},
+    "entropy": {"a": [0.5, 0.4, 0.3], "b": [0.2, 0.1]},
+    "plans": [
+        {"criterion": c, "alpha": a, "sparsity": s, "kept": {"a": [1, 2], "b": [0, 1] if s < 0.5 else [1]}}
+        for c, a in (("his", None), ("hies", 0.3))
+        for s in (0.2, 0.4, 0.6)
+    ],
+}
+
+
+def texts(svg: str, kind: str = "text") -> list[str]:
+    """Return the texts of a figure, which has to be XML."""
+    return [e.text or "" for e in ET.fromstring(svg).iter(f"{{http://www.w3.org/2000/svg}}{kind}")]
+
+
+def test_every_figure_of_a_full_sweep_is_drawn_the_same_twice(tmp_path: Path) -> None:
+    folder = write_sweep(tmp_path, rows((8, 16), (0, 1), (0.2, 0.5, 0.8)), DETAILS)
+    found = draw_sweep(folder)
+    names = ("quality", "stability", "head-maps", "alpha-sensitivity", "calibration-size", "seeds")
+    assert list(found) == [f"{name}.svg" for name in names]
+    assert draw_sweep(folder) == found
+    assert [f.read_text() for f in write_figures(found, tmp_path / "figures")] == list(found.values())
+    # A line per budget in each of four charts, a point per given alpha in each line.
+    assert len(re.findall(r'<g class="line [^>]*data-s="70% heads removed">', found["alpha-sensitivity.svg"])) == 4
+    said = texts(found["alpha-sensitivity.svg"], "title")
+    assert [note for note in said if note.startswith("hies (α 0.8), 70% cut: quality")] == [
+        "hies (α 0.8), 70% cut: quality 34.00 ± 0.00 over 2 seeds"
+    ] * 2
+    assert {"8", "16", "calibration samples"} <= set(texts(found["calibration-size.svg"]))
+    assert "his, 50% cut: stability 51.00" in texts(found["seeds.svg"], "title")
+
+
+def test_figures_without_data_are_left_out(tmp_path: Path) -> None:
+    folder = write_sweep(tmp_path, rows((8,), (0,), (0.2,)), DETAILS)
+    assert set(draw_sweep(folder)) == {"quality.svg", "stability.svg", "head-maps.svg"}
+
+
+def test_samples_of_their_own_are_no_second_calibration_size(tmp_path: Path) -> None:
+    found = rows((8,), (0,), (0.2,))
+    found += [{**r, "criterion": "slicegpt", "calibration_samples": 512} for r in found if r["criterion"] == "his"]
+    assert "calibration-size.svg" not in draw_sweep(write_sweep(tmp_path, found, DETAILS))
+
+
+def test_every_method_has_a_line_of_its_own(tmp_path: Path) -> None:
+    his = [r for r in rows((8,), (0,), ()) if r["compensation"] == "none"]
+    found = [{**r, "criterion": f"criterion {number}"} for number in range(13) for r in his]
+    svg = draw_sweep(write_sweep(tmp_path, found, DETAILS))["stability.svg"]
+    lines = re.findall(
+        r'<g class="line (c\d)" data-s="[^"]*">\s*<polyline points="[^"]*"( stroke-dasharray="6 3")?', svg
+    )
+    assert len(lines) == len(set(lines)) == 13
+
+
+def test_curves_show_the_mean_of_the_seeds_in_percent(tmp_path: Path) -> None:
+    svg = draw_sweep(write_sweep(tmp_path, rows((8,), (0, 2), (0.2,)), DETAILS))["stability.svg"]
+    titles = [text for text in texts(svg) if "predictions kept" in text]
+    assert titles == ["no compensation: predictions kept, %", "least squares: predictions kept, %"]
+    assert [note for note in texts(svg, "title") if note.startswith("his")] == [
+        f"his, {cut}% cut: stability {mean}.00 ± 1.41 over 2 seeds" for cut, mean in ((30, 71), (50, 51), (70, 31))
+    ] * 2
+
+
+def test_head_maps_cross_out_the_heads_that_go() -> None:
+    svg = head_maps(DETAILS)
+    titles = [text for text in texts(svg) if "removed" in text]
+    assert [title.partition(" (")[0] for title in titles] == [
+        f"{label}: {cut}% removed" for label in ("HIS", "HIES, α 0.3") for cut in (20, 40, 60)
+    ]
+    assert titles[0].endswith("(empty: 0, full: 1)")
+    *_, last = svg.split('<svg class="map')
+    # A cell, and a cross where the head goes: the first of both layers.
+    cells = re.findall(r'fill-opacity="([\d.]+)" data-i="(\d),(\d)"/>\s*(<path)?', last)
+    assert [(layer, head) for _, layer, head, cross in cells if cross] == [("0", "0"), ("1", "0")]
+    # By hand: HIS^ of the first head is 0, its entropy the greatest; HIES of the last is the largest of all.
+    assert (cells[0][0], cells[-1][0]) == ("0.06", "1.00")
+    assert titles[-1].endswith(f"(empty: 0, full: {0.3 * 0.25 + 0.7:.2g})")
+
+
+def test_no_finished_sweep_no_figures(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="drawn from a finished sweep"):
+        draw_sweep(tmp_path)
+
+
+# ---- FLOPs and measured time --------------------------------------------------------------------------------
+
+MODULES = ("attention", "mlp", "attention+mlp")
+
+
+def timed_rows(*, criteria: tuple[str, ...] = ("fisher", "kwon")) -> list[dict[str, Any]]:
+    """Return rows in which time is a tenth above the share of FLOPs, and stability that share and a bit by seed."""
+    fields = itertools.product(("scalars", "weighted"), criteria, MODULES, (0.8, 0.6), (0, 1))
+    return [
+        sweep_row(
+            criterion, modules=modules, compensation=compensation, seed=seed, heads_removed=None, flops_ratio=None
+        )
+        | {"flops_target": flops, "quality": flops, "stability": flops + 0.02 * seed}
+        | {"latency_ratio": flops + 0.1, "latency_low": flops + 0.05, "latency_high": flops + 0.2}
+        for compensation, criterion, modules, flops, seed in fields
+    ]
+
+
+def draw_timed(folder: Path, found: list[dict[str, Any]]) -> dict[str, str]:
+    return draw_sweep(write_sweep(folder, found, TIMED_DETAILS))
+
+
+PLAN = {"criterion": "his", "alpha": None, "sparsity": None, "flops_target": 0.8, "modules": "attention+mlp"}
+TIMED_DETAILS = {
+    "his": {"a": [0.1, 0.4], "a.mlp": [0.2, 0.3, 0.5]},
+    "entropy": {"a": [0.5, 0.4]},
+    "plans": [PLAN | {"kept": {"a": [1], "a.mlp": [0]}}, PLAN | {"modules": "mlp", "kept": {"a": [0, 1]}}],
+}
+
+
+def test_points_are_means_over_seeds_at_the_measured_time() -> None:
+    panels = timed_panels(timed_rows(), line_styles(timed_rows()))
+    assert [panel.title for panel in panels] == ["scalars", "weighted least squares"]
+    for (chart,) in (panel.charts for panel in panels):
+        # A share of the FLOPs is at the time that is a tenth above it, and less time is on the left.
+        places = {tick.text: tick.place for tick in chart.x}
+        assert places["70"] < places["80"] < places["90"]
+        assert [line.name for line in chart.lines][:3] == [
+            *("fisher, heads only", "fisher, neurons only", "fisher, heads and neurons")
+        ]
+        assert len(chart.lines) == 6
+        for line in chart.lines:
+            assert [point.x for point in line.points] == pytest.approx([places["70"], places["90"]])
+            assert [re.search(r"quality (\S+)", point.note)[1] for point in line.points] == ["60.00", "80.00"]  # type: ignore[index]
+
+
+def test_agreement_against_time_has_a_point_per_method_and_budget_and_the_frontier() -> None:
+    found = [row | {"latency_ratio": row["latency_ratio"] + 0.01 * row["seed"]} for row in timed_rows()]
+    # Another method is slower and keeps more, one is too noisy to compare.
+    found += [row | {"criterion": "slow", "latency_ratio": 0.95, "stability": 0.96} for row in found[:2]]
+    found += [row | {"criterion": "noisy", "latency_noisy": True, "stability": 1.0} for row in found[:2]]
+    figure = sweep_frontier(found, line_styles(found))
+    assert figure is not None
+    means: dict[tuple[Any, ...], list[tuple[float, float]]] = {}
+    for row in found:
+        if not row.get("latency_noisy"):
+            key = row["criterion"], row["modules"], row["compensation"], row["flops_target"]
+            means.setdefault(key, []).append((row["latency_ratio"], row["stability"]))
+    points = [(1.0, 1.0), *(tuple(map(statistics.fmean, zip(*values, strict=True))) for values in means.values())]
+    assert len(figure.marks) == len(points) == 1 + 2 * 2 * 3 * 2 + 1
+    best = {
+        (round(time, 6), round(same, 6))
+        for time, same in points
+        if not any(t <= time and s >= same and (t < time or s > same) for t, s in points)
+    }
+    (dense_x, dense_y), (fast_x, fast_y) = figure.line[-1], figure.line[0]
+    read = {
+        (
+            round(1 - (dense_x - x) * (1 - min(best)[0]) / (dense_x - fast_x), 6),
+            round(1 - (dense_y - y) * (1 - min(best)[1]) / (dense_y - fast_y), 6),
+        )
+        for x, y in figure.line
+    }
+    assert read == best
+    # Those have names and intervals, the others neither.
+    assert sum(bool(mark.whiskers) for mark in figure.marks) == len(best) == 4
+    assert {mark.of for mark in figure.marks} == {"", *line_styles(found)} - {
+        name for name in line_styles(found) if name.startswith("noisy")
+    }
+    assert sweep_frontier([row | {"latency_ratio": None} for row in found], line_styles(found)) is None
+
+
+def test_a_colour_per_method_and_a_dash_per_kind() -> None:
+    styles = line_styles(timed_rows())
+    assert len({style.colour for style in styles.values()}) == 2
+    assert [style.dash for style in styles.values()] == ["2 4", "7 4", ""] * 2
+
+
+def test_without_times_there_is_no_such_figure_and_flops_fall_to_the_right(tmp_path: Path) -> None:
+    drawn = draw_timed(tmp_path, timed_rows())
+    assert {"quality-latency.svg", "frontier.svg"} < set(drawn)
+    written = texts(drawn["frontier.svg"])
+    assert {"fisher, heads only", "measured time, share of the dense model's"} <= set(written)
+    # A mark is that of a method, whatever it removes.
+    assert [text for text in written if text in ("fisher", "kwon")] == ["fisher", "kwon"]
+    found = draw_timed(
+        tmp_path, [{name: value for name, value in row.items() if "latency" not in name} for row in timed_rows()]
+    )
+    assert set(found) == {"quality.svg", "stability.svg", "head-maps.svg", "seeds.svg"}
+    ticks = {
+        text: float(x) for x, text in re.findall(r'<text x="([\d.]+)" y="267" [^>]*>(\d+)<', found["stability.svg"])
+    }
+    assert ticks["80"] < ticks["60"]
+    assert "FLOPs left, %" in found["stability.svg"]
+    assert "HIS: 80% of the FLOPs" in found["head-maps.svg"]
+
+
+def test_tables_have_a_column_per_share_of_flops_the_smallest_cut_first() -> None:
+    text = render_markdown(sweep_tables(timed_rows()))
+    assert "| FLOPs left | 80% | 60% |" in text
+    assert "| kwon (neurons only) + scalars | **81.00** ± 1.41 | **61.00** ± 1.41 |" in text
+
+
+def test_samples_tell_rows_apart_only_where_the_grid_gave_them() -> None:
+    # How many rows reach the tokens that `compensated` takes differs by seed.
+    found = [row | {"calibration_samples": 8 + row["seed"]} for row in timed_rows(criteria=("fisher", "compensated"))]
+    text = render_markdown(sweep_tables(found))
+    assert "| compensated (neurons only) + scalars | <u>81.00</u> ± 1.41 | <u>61.00</u> ± 1.41 |" in text
+    assert "fisher (neurons only, 8 samples) + scalars" in text

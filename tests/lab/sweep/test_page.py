@@ -1,0 +1,232 @@
+"""sweep.html: that points lie where the numbers say, what the page leads with, and how a real browser shows it."""
+
+import json
+import math
+import re
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import sweeps
+from support.browser import Browser
+
+from hies_export.cli.main import main
+from hies_export.lab.sweep.charts import Chart, Tick, alpha_axis, budget_axis, chart, line_styles, time_axis
+from hies_export.lab.sweep.page import lead_text, read_sweep, render_sweep, write_page
+from hies_export.lab.sweep.tables import line_name, render_latex, render_markdown, sweep_tables
+from hies_export.report.schemas import SweepAbout
+
+ABOUT = SweepAbout(
+    model="/where/it/is/minilm",
+    task="text-classification",
+    calibration_split="train",
+    evaluation_split="validation",
+    evaluation_samples=600,
+    evaluation_of=872,
+    evaluation_rows="drawn",
+    shape=[8, 128],
+    environment={"cpu": "a processor", "torch": "2.13.0"},
+)
+QUALITY = {"his": 0.8, "hies": 0.82, "random": 0.6, "slicegpt": 0.85}
+
+
+def row(criterion: str, sparsity: float, seed: int, **fields: Any) -> dict[str, Any]:
+    quality = QUALITY.get(criterion, 0.7) - 0.2 * sparsity**2 + 0.013 * seed
+    of_cut = {"flops_ratio": 1 - sparsity / 3, "heads_removed": round(72 * sparsity)}
+    by = {"alpha_by": "auto"} if criterion == "hies" else {}
+    made = sweeps.sweep_row(
+        criterion, sparsity=sparsity, seed=seed, quality=quality, stability=quality + 0.05, **of_cut
+    )
+    return made | by | fields
+
+
+def rows(criteria: Sequence[str] = ("his", "hies", "random"), **fields: Any) -> list[dict[str, Any]]:
+    return [row(c, s, seed, **fields) for c in criteria for s in (0.1, 0.3, 0.5, 0.7) for seed in (0, 1, 2)]
+
+
+def drawn(found: list[dict[str, Any]], quantity: str = "quality") -> Chart:
+    return chart(found, quantity, budget_axis(found), line_styles(found), name=lambda r: line_name(r, found))
+
+
+def read(ticks: Sequence[Tick], place: float, *, log: bool = False) -> float:
+    """Return the number at a place, from two ticks: what a person reads off the axis."""
+    one, other = ((t.place, math.log(float(t.text)) if log else float(t.text)) for t in (ticks[0], ticks[-1]))
+    value = one[1] + (place - one[0]) * (other[1] - one[1]) / (other[0] - one[0])
+    return math.exp(value) if log else value
+
+
+@pytest.mark.parametrize("quantity", ["quality", "stability"])
+def test_points_are_means_over_seeds_with_their_deviation(quantity: str) -> None:
+    found = rows()
+    made = drawn(found, quantity)
+    assert {line.name for line in made.lines} == {"his", "hies (α auto)", "random"}
+    for line in made.lines:
+        assert len(line.points) == 4
+        for point, sparsity in zip(line.points, (0.1, 0.3, 0.5, 0.7), strict=True):
+            alike = [r for r in found if (r["criterion"], r["sparsity"]) == (line.name.split()[0], sparsity)]
+            values = [100 * r[quantity] for r in alike]
+            assert read(made.y, point.y) == pytest.approx(statistics.fmean(values), abs=0.1)
+            assert read(made.x, point.x) == pytest.approx(100 * sparsity, abs=0.5)
+            assert read(made.y, point.low) == pytest.approx(
+                statistics.fmean(values) - statistics.stdev(values), abs=0.1
+            )
+        assert len(line.band) == 8
+    assert [tick.below for tick in made.x] == ["97", "90", "83", "77"]
+    if quantity == "quality":
+        assert made.dense is not None
+        assert read(made.y, made.dense) == pytest.approx(90, abs=0.1)
+
+
+def test_a_single_seed_has_no_band() -> None:
+    assert all(not line.band for line in drawn([r for r in rows() if r["seed"] == 0]).lines)
+
+
+def test_deeper_cuts_are_on_the_right_whatever_the_budget() -> None:
+    found = [r | {"flops_target": 1 - r["sparsity"], "sparsity": None, "modules": "attention"} for r in rows()]
+    assert [tick.text for tick in drawn(found).x] == ["90", "70", "50", "30"]
+    assert sorted(t.place for t in drawn(found).x) == [t.place for t in drawn(found).x]
+    timed = [r | {"latency_ratio": 1 - r["sparsity"] / 2} for r in rows()]
+    at = time_axis(timed).at
+    # Of times, less is on the left.
+    assert [at(r) for r in timed[:12:3]] == sorted((at(r) for r in timed[:12:3]), reverse=True)
+    assert at(timed[0]) == pytest.approx(0.95)
+
+
+def test_large_perplexities_are_drawn_by_their_logarithm() -> None:
+    found = [
+        row("his", s, 0, metric="perplexity", quality=q, quality_dense=6.0)
+        for s, q in ((0.1, 7.0), (0.3, 11.0), (0.5, 900.0))
+    ]
+    made = drawn(found)
+    assert [float(tick.text) for tick in made.y][-3:] == [100, 200, 500]
+    for point, value in zip(made.lines[0].points, (7.0, 11.0, 900.0), strict=True):
+        assert read(made.y, point.y, log=True) == pytest.approx(value, rel=0.05)
+
+
+def test_an_infinite_perplexity_has_no_deviation_and_is_the_worst() -> None:
+    found = [
+        row(criterion, s, seed, metric="perplexity", quality=q + seed, quality_dense=6.0)
+        for criterion in ("his", "hies")
+        for s, q in ((0.1, 7.0), (0.5, math.inf))
+        for seed in (0, 1)
+    ]
+    assert "| his | **7.50** ± 0.71 | **inf** |" in render_markdown(sweep_tables(found))
+    for line in drawn(found).lines:
+        assert line.points[1].y < line.points[0].y
+    assert "nan" not in render_sweep(found, ABOUT, name="x")
+    timed = [r | {"latency_ratio": 0.9, "latency_low": 0.8, "latency_high": 1.0} for r in found]
+    assert "inf" in render_sweep(timed, ABOUT, name="x")
+
+
+def test_budgets_that_differ_are_written_differently() -> None:
+    found = [row(c, s, 0) for c in ("his", "random") for s in (0.12, 0.125, 0.995)]
+    assert "| heads removed | 12% | 12.5% | 99.5% |" in render_markdown(sweep_tables(found))
+    assert r"Heads removed & 12\% & 12.5\% & 99.5\% \\" in render_latex(sweep_tables(found))
+    assert lead_text(found).startswith("With 12.5% of the heads removed, his keeps")
+    page = render_sweep(found, ABOUT, name="x")
+    assert "12% to 99.5% heads removed" in page
+    assert [page.count(f"<th>{share}</th>") for share in ("12%", "12.5%", "99.5%")] == [2, 2, 2]
+
+
+def test_of_many_methods_the_best_and_ours_have_colours() -> None:
+    criteria = [f"criterion-{number}" for number in range(9)]
+    worse = [row(c, 0.5, 0, stability=0.9 - 0.01 * place) for place, c in enumerate(criteria)]
+    ours = [row("his", 0.5, 0, stability=0.2), row("hies", 0.5, 0, stability=0.3)]
+    styles = line_styles(worse + ours)
+    coloured = [name for name, style in styles.items() if style.colour is not None]
+    assert coloured == [*criteria[:6], "hies (α auto)", "his"]
+    assert len(set(styles.values())) == 9
+    # A colour for a method, and dashes for what it removes.
+    kinds = [row("his", 0.5, 0, modules=m) for m in ("attention", "mlp", "attention+mlp")]
+    assert {style.colour for style in line_styles(kinds).values()} == {0}
+    assert len({style.dash for style in line_styles(kinds).values()}) == 3
+
+
+def test_it_leads_with_what_keeps_most_predictions() -> None:
+    assert lead_text(rows(("his", "hies", "random", "slicegpt"))) == (
+        "With 50% of the heads removed, hies (α auto) keeps 83.3% of the predictions; accuracy is 78.30 (dense 90.00). "
+        "Of 3 methods it keeps most at every budget."
+    )
+    (alone,) = {lead_text([r for r in rows(("random",)) if r["sparsity"] == 0.3])}
+    assert alone.endswith("accuracy is 59.50 (dense 90.00).")
+
+
+def test_the_page_has_every_row_and_says_where_it_comes_from() -> None:
+    found = [r | {"neurons_removed": 100, "modules": "attention+mlp"} for r in rows()]
+    page = render_sweep(found, ABOUT, name="folder")
+    text = " ".join(re.sub(r"<style>.*?</style>|<script>.*?</script>|<[^>]+>", " ", page, flags=re.DOTALL).split())
+    assert "minilm: 3 ways to prune, compared" in text
+    assert "/where" not in page
+    assert "600 of 872 samples of validation, drawn" in text
+    assert "FLOPs are counted at 8 x 128" in text
+    assert "Every row (36)" in text
+    assert "22 + 100" in text  # 30 % of 72 heads, and the neurons
+    assert len(re.findall(r"<b>\d", page)) == 8  # the best of every column of both tables
+    assert text.count("neurons removed") >= 1
+    assert not re.search(r"https?://|<img|<link rel=.?stylesheet", page.replace("http-equiv", ""))
+
+
+def test_older_sweeps_and_names_that_look_like_elements() -> None:
+    page = render_sweep(rows(("<img src=x>", "his")), SweepAbout(), name="<b>folder")
+    assert "&lt;b&gt;folder: 2 ways" in page
+    assert "<img" not in page
+    assert "<b>folder" not in page
+
+
+def test_given_alphas_have_a_chart_of_their_own() -> None:
+    given = [
+        row("hies", s, 0, alpha=a, alpha_by="given", quality=0.8 - (a - 0.6) ** 2)
+        for a in (0.1, 0.6, 0.9)
+        for s in (0.3, 0.5)
+    ]
+    page = render_sweep(given + rows(), ABOUT, name="x")
+    assert "HIES by alpha" in page
+    made = chart(given, "quality", alpha_axis(given), line_styles(given), name=lambda r: line_name(r, given))
+    assert [tick.text for tick in made.x] == ["0.1", "0.6", "0.9"]
+    assert "HIES by alpha" not in render_sweep(rows(), ABOUT, name="x")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return sweeps.write_sweep(tmp_path / "swept", rows(), {"about": ABOUT.model_dump()})
+
+
+def test_report_shows_a_sweep_and_renders_its_page_again(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(folder), "--json"]) == 0
+    out, err = capsys.readouterr()
+    *lines, result = out.splitlines()
+    assert json.loads(result) == {"rows": rows()}
+    shown = "\n".join(lines)
+    assert shown.startswith("With 50% of the heads removed, hies (α auto) keeps")
+    assert "Stability: predictions equal to the dense model's, %" in shown
+    page = (folder / "sweep.html").read_text()
+    assert page == render_sweep(*read_sweep(folder), name="swept")
+    assert "sweep.html" in err
+    assert main(["report", str(folder), "--html", str(folder.parent / "other.html")]) == 0
+    assert (folder.parent / "other.html").read_text() == page
+    (folder / "sweep.html").write_text("mine")
+    assert main(["report", str(folder)]) == 2
+    assert (folder / "sweep.html").read_text() == "mine"
+
+
+def test_a_sweep_that_was_stopped_says_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "journal-a-1.jsonl").write_text("{}")
+    assert main(["report", str(tmp_path)]) == 2
+    assert "must be finished to be shown" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_browser_shows_it_whole_and_a_tap_shows_one_method(
+    browser: Browser, folder: Path, tmp_path: Path, width: int
+) -> None:
+    script = (
+        "document.querySelector('button[data-s=random]').click();"
+        "[document.documentElement.scrollWidth, innerWidth, document.querySelectorAll('g.line.on').length,"
+        "Math.min(...[...document.querySelectorAll('.lines text')].map(e => e.getBoundingClientRect().height))]"
+    )
+    *found, smallest = browser.look(tmp_path, write_page(folder).read_text(), script, width=width)
+    assert found == [width, width, 2]
+    assert smallest > 10

@@ -1,0 +1,377 @@
+import csv
+import io
+import json
+import random
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from support.models import bert, causal_lm, save_project, text_batch
+from support.sweeps import sweep_row
+from support.tolerance import assert_same_text
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from hies_export.calibrate.collect import collect_statistics
+from hies_export.cli.main import main
+from hies_export.data.batches import by_length
+from hies_export.errors import OutputExistsError, RecipeError, RequestError
+from hies_export.evaluate.judge import Judge, compute_metrics, stability
+from hies_export.evaluate.predict import predict, references
+from hies_export.lab.baselines.channels import masked_channels, select_channels
+from hies_export.lab.baselines.names import JUDGED_ONLY
+from hies_export.lab.baselines.slicing import collect_bases, fine_tuned, sliced
+from hies_export.lab.sweep.choosing import weighted_area
+from hies_export.lab.sweep.grid import SweepGrid
+from hies_export.lab.sweep.journal import Journal
+from hies_export.lab.sweep.sweep import sweep
+from hies_export.lab.sweep.tables import render_latex, render_markdown, sweep_tables, terminal_table
+from hies_export.measure.counts import count_flops
+from hies_export.pipeline.choose import choose
+from hies_export.pipeline.resolve import options_of, resolve
+from hies_export.pipeline.stages import evaluate_run
+from hies_export.progress import Silent
+from hies_export.recipe import PruningRecipe
+from hies_export.select.constraints import Constraints
+from hies_export.slim.cut import prune_units
+from hies_export.slim.refit import compensate
+
+# Sixty samples of a few tokens: too few for the fits to be good, enough to be compared.
+pytestmark = pytest.mark.filterwarnings("ignore::hies_export.slim.refit.FewTokensWarning")
+
+
+@pytest.fixture
+def recipe_file(tmp_path: Path) -> Path:
+    project = save_project(
+        tmp_path,
+        train=60,
+        validation=40,
+        calibration={"samples": 8, "batch_size": 5},
+        evaluation={"batch_size": 7},
+        prune={"alpha": 0.5, "budget": {"heads": 0.4}, "compensation": {"samples": 40}},
+        measure={"shapes": [[2, 16]]},
+    )
+    return project / "recipe.yaml"
+
+
+@pytest.mark.slow
+def test_rows_are_what_a_single_run_of_each_finds(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("hies_export.lab.sweep.choosing", "hies_export.pipeline.candidates"):
+        monkeypatch.setattr(f"{module}.ALPHAS", (0.0, 0.3, 0.5, 0.9))  # fewer to judge
+    recipe = PruningRecipe.from_yaml(recipe_file)
+    grid = SweepGrid(
+        criteria=("hies", "random", "hies-compensated"),
+        alphas=(0.3, "auto"),
+        sparsities=(0.2, 0.5),
+        seeds=(0, 3),
+        calibration_sizes=(8, 12),
+        compensations=("none", "least_squares"),
+    )
+    result = sweep(recipe, grid, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "sweep.json").read_text()) == result.rows
+    # hies at two alphas and random for every size, hies-compensated once; x seeds x sparsities x compensations.
+    assert len(result.rows) == (3 * 2 + 1) * 2 * 2 * 2
+    assert result.evaluations < len(result.rows)
+    needed = {"criterion", "alpha", "sparsity", "seed", "calibration_samples", "compensation", "quality", "stability"}
+    assert all(needed | {"flops_ratio"} <= set(row) for row in result.rows)
+    assert {r["calibration_samples"] for r in result.rows if r["criterion"] == "hies-compensated"} == {40}
+    for row in random.Random(0).sample([r for r in result.rows if r["criterion"] != "hies-compensated"], 6):
+        fields = recipe.model_dump()
+        fields["calibration"] |= {"seed": row["seed"], "samples": row["calibration_samples"]}
+        fields["prune"] |= {"criterion": row["criterion"], "alpha": row["alpha"] or 0.5}
+        fields["prune"]["budget"] = {"heads": row["sparsity"]}
+        if row["alpha_by"] == "auto":
+            fields["prune"]["alpha"] = "auto"
+        if row["compensation"] == "none":
+            fields["prune"]["compensation"] = None
+        alone = PruningRecipe(**fields)
+        resolved = resolve(alone)
+        prepared = resolved.prepared
+        plan = choose(prepared, options_of(alone), progress=Silent()).plan
+        if row["alpha_by"] == "auto":
+            assert plan.alpha == row["alpha"]
+        slim = prune_units(prepared.model, plan, prepared.modules)
+        if row["compensation"] != "none":
+            batches = by_length(prepared.rows.compensation, config=prepared.model.config)
+            compensate(prepared.model, slim, plan, prepared.modules, batches)
+        judge = Judge.on(prepared.model, resolved.evaluation, **asdict(prepared.judged))
+        found = evaluate_run(resolved, judge, slim, progress=Silent())
+        assert row["quality"] == found.metrics["accuracy"].slim
+        assert row["stability"] == found.stability
+        batch = next(iter(prepared.measured.values()))
+        assert row["flops_ratio"] == count_flops(slim, batch) / count_flops(prepared.model, batch)
+
+
+def test_baselines_that_cut_no_heads_are_judged_beside_the_others(recipe_file: Path, tmp_path: Path) -> None:
+    recipe = PruningRecipe.from_yaml(recipe_file)
+    grid = SweepGrid(
+        criteria=("his", *JUDGED_ONLY),
+        sparsities=(0.5,),
+        seeds=(1,),
+        calibration_sizes=(8,),
+        compensations=("none", "least_squares"),
+    )
+    result = sweep(recipe, grid, tmp_path / "out")
+    rows = {(row["criterion"], row["compensation"]): row for row in result.rows}
+    assert list(rows) == [("his", "none"), *((name, "none") for name in JUDGED_ONLY), ("his", "least_squares")]
+    fields = recipe.model_dump()
+    fields["calibration"] |= {"seed": 1}
+    resolved = resolve(PruningRecipe(**fields))
+    prepared, evaluation = resolved.prepared, resolved.evaluation
+    model, sites = prepared.model, prepared.modules
+    dense = predict(model, evaluation)
+    taylor = collect_statistics(model, prepared.rows.calibration, sites, needs=["channel_taylor"])["channel_taylor"]
+    stay = select_channels(taylor, sites, heads=0.5, constraints=Constraints())
+    unlabelled = by_length(prepared.rows.compensation, config=model.config)
+    bases, targets = collect_bases(model, unlabelled, sites), predict(model, unlabelled)
+    found = {}
+    with masked_channels(model, sites, stay):
+        found["llm-pruner-channel"] = predict(model, evaluation)
+    with sliced(model, sites, bases, share=0.5):
+        found["slicegpt"] = predict(model, evaluation)
+        with fine_tuned(model, sites, unlabelled, targets):
+            found["slicegpt-tuned"] = predict(model, evaluation)
+    labels = references(evaluation)
+    for name, logits in found.items():
+        row = rows[name, "none"]
+        assert row["quality"] == compute_metrics(logits, labels, names=["accuracy"])["accuracy"]
+        assert row["stability"] == stability(dense, logits)
+        assert (row["flops_ratio"], row["heads_removed"]) == (None, None)
+        assert row["calibration_samples"] == (8 if name == "llm-pruner-channel" else 40)
+        for file in ("tables.md", "tables.tex"):
+            assert f"{name}" in (tmp_path / "out" / file).read_text()
+    said = (tmp_path / "out" / "tables.md").read_text()
+    assert "- slicegpt differs from the original: only the inputs of q, k, v" in said
+    assert "- his differs" not in said
+    again = sweep(recipe, grid, tmp_path / "out")
+    assert (again.rows, again.evaluations) == (result.rows, 0)
+
+
+def test_killed_half_way_it_ends_with_the_same_file(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["--criteria", "hies,random,hies-compensated", "--alphas", "0.2", "--sparsities", "0.2,0.6"]
+    options += ["--seeds", "0,1", "--compensations", "none,least_squares", "--no-figures"]
+
+    def command(folder: str) -> list[str]:
+        return ["sweep", str(recipe_file), "-o", str(tmp_path / folder), *options]
+
+    # What lies on the disk after a row is what a kill leaves there.
+    whole, killed, add = tmp_path / "whole", tmp_path / "killed", Journal.add
+    rows = 0
+
+    def add_and_look(journal: Journal, key: str, row: Any) -> None:
+        nonlocal rows
+        add(journal, key, row)
+        rows += 1
+        if rows == 14:
+            shutil.copytree(whole, killed)
+
+    monkeypatch.setattr(Journal, "add", add_and_look)
+    assert main(command("whole")) == 0
+    (journal,) = killed.glob("journal*.jsonl")
+    journal = journal.rename(killed / "journal.jsonl")  # as it was called when a sweep was one process
+    assert not (killed / "sweep.json").exists()
+    assert journal.read_bytes().count(b'"kind": "row"') == 14
+    with journal.open("ab") as file:
+        file.write(b'{"kind": "row", "key": "cut of')  # as a kill in the middle of a line leaves it
+    assert main(command("killed")) == 0
+    for name in ("sweep.json", "details.json", "tables.md", "tables.tex", "sweep.csv", "sweep.html"):
+        assert_same_text((killed / name).read_text(), (whole / name).read_text())
+    found = [line for path in killed.glob("journal*.jsonl") for line in path.read_bytes().splitlines(keepends=True)]
+    lines = [json.loads(line) for line in found if line.endswith(b"\n")]
+    keys = [line["key"] for line in lines if line["kind"] == "row"]
+    assert len(keys) == len(set(keys)) == len(json.loads((whole / "sweep.json").read_text())) > 14
+
+
+def test_a_journal_serves_a_wider_grid_but_no_other_recipe(recipe_file: Path, tmp_path: Path) -> None:
+    recipe = PruningRecipe.from_yaml(recipe_file)
+    options: dict[str, Any] = {"criteria": ("his",), "calibration_sizes": (8,), "seeds": (0,)}
+    narrow = sweep(recipe, SweepGrid(**options, sparsities=(0.2,)), tmp_path / "out")
+    wide = sweep(recipe, SweepGrid(**options, sparsities=(0.2, 0.6)), tmp_path / "out")
+    assert (narrow.evaluations, wide.evaluations) == (1, 1)
+    assert wide.rows[0] == narrow.rows[0]
+    other = PruningRecipe.from_yaml(recipe_file, {"data.max_length": 5, "prune.min_heads": 2})
+    with pytest.raises(
+        RequestError, match="must be of the same recipe to go on with it, but it has another data, prune;"
+    ):
+        sweep(other, SweepGrid(**options, sparsities=(0.2,)), tmp_path / "out")
+    again = sweep(other, SweepGrid(**options, sparsities=(0.2,)), tmp_path / "out", overwrite=True)
+    assert again.evaluations == 1
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("")
+    for overwrite in (False, True):
+        with pytest.raises(OutputExistsError, match="holds something else; choose another"):
+            Journal(tmp_path, asked={}, overwrite=overwrite)
+    assert [p.name for p in tmp_path.iterdir()] == ["precious"]
+    (tmp_path / "journal.jsonl").write_text("no json\n")
+    with pytest.raises(RequestError, match="must be lines of JSON written by hies-export sweep"):
+        Journal(tmp_path, asked={})
+
+
+def test_every_problem_of_a_grid_is_said_at_once() -> None:
+    with pytest.raises(RecipeError, match="problems") as caught:
+        SweepGrid(
+            criteria=("hiss",),
+            alphas=(1.0, "best"),
+            sparsities=(0.0,),
+            seeds=(),
+            calibration_sizes=(0,),
+            compensations=("least-squares",),
+        )
+    said = str(caught.value)
+    for part in (
+        *("at least one of seeds, got none", "'hiss'; did you mean 'his' or 'hies'?", "got 1.0", "got 'best'"),
+        *("in (0, 1), got 0", "at least 1, got 0", "did you mean 'least_squares'?"),
+    ):
+        assert part in said
+
+
+def test_weighted_area_is_the_integral() -> None:
+    # s * value(s) = s, s * s: by trapezoids with many points, the integrals over [0.2, 0.8].
+    points = [0.2 + 0.6 * i / 2000 for i in range(2001)]
+    assert weighted_area(points, [1.0] * 2001) == pytest.approx(1.0)
+    expected = ((0.8**3 - 0.2**3) / 3) / ((0.8**2 - 0.2**2) / 2)
+    assert weighted_area(points[::-1], points[::-1]) == pytest.approx(expected, rel=1e-6)
+    assert weighted_area([0.5], [0.7]) == 0.7
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_batches_by_length_predict_the_same(side: str) -> None:
+    model = bert() if side == "right" else causal_lm()
+    batches = []
+    for size, length in ((4, 24), (3, 10), (4, 17)):
+        batch = text_batch(size, length, labels=side == "right")
+        if side == "left":
+            batch = {k: v.flip(-1) % 32 if k == "input_ids" else v.flip(-1) for k, v in batch.items()}
+            batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"].cumsum(-1) < 2, -100)
+            batch["position_ids"] = (batch["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+        batches.append(batch)
+    ordered = by_length(batches, config=model.config)
+    assert sum(b["input_ids"].numel() for b in ordered) < sum(b["input_ids"].numel() for b in batches)
+    assert [len(b["input_ids"]) for b in ordered] == [4, 4, 3]
+    lengths = torch.cat([b["attention_mask"].sum(-1) for b in batches])
+    assert torch.equal(torch.cat([b["attention_mask"].sum(-1) for b in ordered]), lengths.sort().values)
+    order = lengths.argsort(stable=True)
+    found, expected = predict(model, ordered), predict(model, batches)
+    if side == "right":
+        torch.testing.assert_close(found, expected[order], rtol=1e-5, atol=1e-6)  # type: ignore[index]
+        labels = torch.cat([b["labels"] for b in batches])
+        assert torch.equal(torch.cat([b["labels"] for b in ordered]), labels[order])
+    else:
+        sums = [p.per_sample(p.nll) for p in (found, expected)]  # type: ignore[union-attr]
+        torch.testing.assert_close(sums[0], sums[1][order], rtol=1e-5, atol=1e-6)
+
+
+def table_rows() -> list[dict[str, Any]]:
+    qualities = {"hies": (0.8, 0.9), "his": (0.7, 0.7), "ad": (0.1, 0.3)}
+    return [
+        sweep_row(criterion, seed=seed, sparsity=sparsity, quality=quality, stability=0.5)
+        for criterion, by_seed in qualities.items()
+        for seed, quality in enumerate(by_seed)
+        for sparsity in (0.3, 0.5)
+    ]
+
+
+def test_latex_is_text_whatever_the_metric_is_called() -> None:
+    latex = render_latex(sweep_tables([{**row, "metric": r"a_b #1 $x^2$ {~} \input"} for row in table_rows()]))
+    assert r"a\_b \#1 \$x\textasciicircum{}2\$ \{\textasciitilde{}\} \textbackslash{}input" in latex
+
+
+def test_tables_say_mean_deviation_best_second_and_gain() -> None:
+    tables = sweep_tables(table_rows())
+    text = render_markdown(tables)
+    assert "### Quality: accuracy, x 100; dense 90.00" in text
+    assert "| heads removed | 30% | 50% |" in text
+    assert "| hies (α 0.5) | **85.00** ± 7.07 | **85.00** ± 7.07 |" in text
+    assert "| his | <u>70.00</u> ± 0.00 |" in text
+    assert "| ad | 20.00 ± 14.14 |" in text
+    assert "| gain of hies (α 0.5) | +21.4% | +21.4% |" in text
+    # Equal values share their rank.
+    assert "| ad | **50.00** ± 0.00 |" in text.split("### Stability")[1]
+    latex = render_latex(tables)
+    assert r"hies ($\alpha$ 0.5) & \textbf{85.00} $\pm$ 7.07 &" in latex
+    assert r"his & \underline{70.00} $\pm$ 0.00 &" in latex
+    assert latex.count(r"\begin{tabular}") == latex.count(r"\end{tabular}") == 2
+    # Of perplexities the lowest is best, and what is lower is a gain.
+    lower = [{**row, "metric": "perplexity", "quality": 10 * row["quality"]} for row in table_rows()]
+    text = render_markdown(sweep_tables(lower))
+    assert "| ad | **2.00** ± 1.41 |" in text
+    assert "| gain of hies (α 0.5) | -21.4% |" in text
+
+
+def test_names_in_tables_are_text_and_ranks_are_styles() -> None:
+    rows = [{**row, "criterion": row["criterion"].replace("ad", "[red]a|d[/]")} for row in table_rows()]
+    table, _ = sweep_tables(rows)
+    out = io.StringIO()
+    Console(file=out, width=140, force_terminal=True).print(terminal_table(table))
+    assert "\x1b[1m85.00\x1b[0m ± 7.07" in out.getvalue()
+    assert "[red]a|d[/]" in out.getvalue()
+    assert "[bold]" not in out.getvalue()
+    assert r"| [red]a\|d[/] | 20.00 ± 14.14 |" in render_markdown([table])
+
+
+def test_the_command_prints_tables_and_one_line_of_json(
+    recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--criteria", "hies,l2", "--alphas", "0.5", "--sparsities", "0.4", "--seeds", "1", "--no-figures"]
+    assert main(["sweep", str(recipe_file), *options, "--json"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    result = json.loads(printed[-1])
+    out = tmp_path / "out"
+    assert result["rows"] == json.loads((out / "sweep.json").read_text())
+    with (out / "sweep.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    assert [line["criterion"] for line in lines] == ["hies", "l2"]
+    assert float(lines[0]["quality"]) == result["rows"][0]["quality"]
+    assert any("hies (α 0.5)" in line for line in printed)
+    assert not (out / "figures").exists()
+    # Drawing them later judges nothing again.
+    assert main(["sweep", str(recipe_file), *options[:-1], "--json"]) == 0
+    again = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (again["rows"], again["evaluations"]) == (result["rows"], 0)
+    names = {"quality.svg", "stability.svg", "head-maps.svg"}
+    assert {file.name for file in (out / "figures").iterdir()} == names
+    assert main(["sweep", str(recipe_file), "--seeds", "one", "--no-figures"]) == 2
+    assert "--seeds takes whole numbers, separated by commas, got 'one'" in capsys.readouterr().err
+    # By hand: l2's heads masked in the stock model.
+    details = json.loads((out / "details.json").read_text())
+    kept = next(p["kept"] for p in details["plans"] if p["criterion"] == "l2")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    rows = [json.loads(line) for line in (tmp_path / "validation.jsonl").read_text().splitlines()]
+    batch = tokenizer([r["sentence"] for r in rows], [r["other"] for r in rows], padding=True, return_tensors="pt")
+    with torch.no_grad():
+        dense = model(**batch).logits.argmax(-1)
+        for name, heads in kept.items():
+            weight = model.get_submodule(name.removesuffix("self") + "output.dense").weight
+            for head in set(range(6)) - set(heads):
+                weight[:, head * 8 : (head + 1) * 8] = 0
+        masked = model(**batch).logits.argmax(-1)
+    assert result["rows"][1]["stability"] == (masked == dense).double().mean().item()
+
+
+def test_a_compensated_criterion_without_compensation_is_warned_about(
+    recipe_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fields = {"prune.criterion": "hies-compensated"}
+    resolve(PruningRecipe.from_yaml(recipe_file, fields))
+    assert not caplog.records
+    resolve(PruningRecipe.from_yaml(recipe_file, fields | {"prune.compensation": None}))
+    assert "nothing makes up for them; add compensation" in caplog.text
+
+
+def test_another_seed_draws_other_rows_for_the_same_model(recipe_file: Path) -> None:
+    first = resolve(PruningRecipe.from_yaml(recipe_file))
+    again = resolve(PruningRecipe.from_yaml(recipe_file, {"calibration.seed": 5}), loaded=first)
+    assert again.prepared.model is first.prepared.model
+    assert again.evaluation is first.evaluation
+    ids = [found.prepared.rows.calibration[0]["input_ids"] for found in (first, again)]
+    assert not torch.equal(*ids)

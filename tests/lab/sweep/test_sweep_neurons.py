@@ -1,0 +1,185 @@
+"""Sweeps over heads and neurons: rows against runs of their own, baselines by hand, times, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.models import save_project
+
+from hies_export.cli.main import main
+from hies_export.errors import PlanError, RecipeError, RequestError
+from hies_export.evaluate.judge import stability
+from hies_export.evaluate.predict import predict
+from hies_export.kinds import MLP
+from hies_export.lab.studies.explore import read_exploration
+from hies_export.lab.sweep.grid import COMPENSATIONS, SweepGrid, compensation_of
+from hies_export.lab.sweep.latency import LatencyRequest
+from hies_export.lab.sweep.sweep import sweep
+from hies_export.measure.counts import count_flops
+from hies_export.pipeline.choose import choose
+from hies_export.pipeline.resolve import options_of, resolve
+from hies_export.progress import Silent
+from hies_export.recipe import PruningRecipe
+from hies_export.slim.cut import prune_units
+from hies_export.slim.refit import compensate
+
+pytestmark = pytest.mark.filterwarnings("ignore::hies_export.slim.refit.FewTokensWarning")
+
+CRITERIA = ("his", "fisher", "l2", "activation", "random", "hies", "compensated", "kwon", "flap")
+
+
+@pytest.fixture(scope="module")
+def recipe_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    project = save_project(
+        tmp_path_factory.mktemp("project"),
+        train=60,
+        validation=40,
+        calibration={"samples": 8, "batch_size": 5},
+        evaluation={"batch_size": 7},
+        prune={
+            "alpha": 0.5,
+            "modules": ["attention", "mlp"],
+            "budget": {"flops": 0.7},
+            "compensation": {"samples": 40},
+        },
+        measure={"shapes": [[2, 16]]},
+    )
+    return project / "recipe.yaml"
+
+
+@pytest.fixture(scope="module")
+def swept(recipe_file: Path) -> Path:
+    """The folder of a sweep over everything that removes whole units; beside it one over all compensations."""
+    folder, recipe = recipe_file.parent / "swept", PruningRecipe.from_yaml(recipe_file)
+    shared: dict[str, Any] = {"alphas": (0.5,), "flops": (0.8, 0.7), "seeds": (0,), "calibration_sizes": (8,)}
+    some = SweepGrid(**shared, criteria=("hies", "l2", "fisher"), compensations=COMPENSATIONS, modules=("both",))
+    sweep(recipe, some, recipe_file.parent / "some")
+    every = SweepGrid(**shared, criteria=CRITERIA, modules=("attention", "mlp", "both"))
+    sweep(recipe, every, folder)
+    return folder
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    return json.loads((folder / "sweep.json").read_text())  # type: ignore[no-any-return]
+
+
+def test_there_is_a_row_for_every_cell_within_reach(swept: Path) -> None:
+    rows = rows_of(swept)
+    assert all(row["flops_ratio"] <= row["flops_target"] for row in rows)
+    assert all(row["sparsity"] is None for row in rows)
+    targets = {name: {r["flops_target"] for r in rows if r["modules"] == name} for name in ("attention", "mlp")}
+    # HIES does not score neurons alone.
+    assert not [r for r in rows if r["criterion"] == "hies" and r["modules"] == "mlp"]
+    both = [r for r in rows if r["modules"] == "attention+mlp"]
+    assert len(both) == len(CRITERIA) * 2
+    assert {r["criterion"] for r in both if r["neurons_removed"] and r["heads_removed"]} > {"fisher", "kwon", "flap"}
+    assert not any(r["neurons_removed"] for r in rows if r["modules"] == "attention")
+    assert not any(r["heads_removed"] for r in rows if r["modules"] == "mlp")
+    assert targets == {"attention": {0.8, 0.7}, "mlp": {0.8, 0.7}}
+
+
+@pytest.mark.parametrize(
+    ("criterion", "compensation"),
+    [("hies", "least_squares"), ("fisher", "weighted"), ("l2", "scalars"), ("fisher", "none"), ("l2", "bias")],
+)
+def test_rows_are_what_a_run_of_each_finds(recipe_file: Path, swept: Path, criterion: str, compensation: str) -> None:
+    (row,) = (
+        row
+        for row in rows_of(swept.parent / "some")
+        if (row["criterion"], row["compensation"], row["modules"], row["flops_target"])
+        == (criterion, compensation, "attention+mlp", 0.7)
+    )
+    recipe = PruningRecipe.from_yaml(recipe_file, {"prune.criterion": criterion})
+    resolved = resolve(recipe)
+    prepared, evaluation = resolved.prepared, resolved.evaluation
+    plan = choose(prepared, options_of(recipe), progress=Silent()).plan
+    assert (row["heads_removed"], row["neurons_removed"]) == (plan.removed, plan.removed_neurons)
+    slim = prune_units(prepared.model, plan, prepared.modules)
+    how = compensation_of(compensation, None)
+    if how is not None:
+        compensate(prepared.model, slim, plan, prepared.modules, prepared.rows.compensation, how)
+    dense, found = predict(prepared.model, evaluation), predict(slim, evaluation)
+    assert row["stability"] == stability(dense, found)
+    batch = next(iter(prepared.measured.values()))
+    assert row["flops_ratio"] == pytest.approx(count_flops(slim, batch) / count_flops(prepared.model, batch))
+
+
+def test_the_plans_of_a_sweep_are_explored(swept: Path) -> None:
+    rows, found = rows_of(swept), read_exploration(swept)
+    # One more row per pair (heads, neurons) than unknowns: exact, since FLOPs are linear.
+    row = next(r for r in rows if r["modules"] == "attention+mlp")
+    saved = found.flops_per_head * row["heads_removed"] + found.flops_per_neuron * row["neurons_removed"]
+    assert 1 - saved == pytest.approx(row["flops_ratio"], abs=1e-6)
+    assert found.plan.neurons == 3 * 64
+    assert found.ranks_neurons
+
+
+def test_a_journal_goes_on_where_time_was_not_asked_for(recipe_file: Path, tmp_path: Path) -> None:
+    recipe = PruningRecipe.from_yaml(recipe_file)
+    some: dict[str, Any] = {"criteria": ("l2",), "flops": (0.8,), "seeds": (0,), "calibration_sizes": (8,)}
+    grid = SweepGrid(**some, modules=("mlp",), compensations=("none", "scalars"))
+    plain = sweep(recipe, grid, tmp_path / "out")
+    assert "latency_ratio" not in plain.rows[0]
+    request = LatencyRequest("torch", (1, 8), repeats=1)
+    timed = sweep(recipe, grid, tmp_path / "out", latency=request)
+    assert timed.evaluations == 0
+    again = sweep(recipe, grid, tmp_path / "out", latency=request)
+    assert timed.rows == again.rows
+    assert [{k: v for k, v in row.items() if "latency" not in k} for row in timed.rows] == plain.rows
+    # As many units in every module take as much time: measured once.
+    one, other = ([row[f"latency_{part}"] for part in ("low", "ratio", "high")] for row in timed.rows)
+    assert one == other == sorted(one)
+    journals = [path.read_text() for path in (tmp_path / "out").glob("journal*.jsonl")]
+    assert sum(text.count('"kind": "latency"') for text in journals) == 1
+
+
+def test_budgets_out_of_reach_are_left_out_or_refused(recipe_file: Path, tmp_path: Path) -> None:
+    recipe = PruningRecipe.from_yaml(recipe_file)
+    some: dict[str, Any] = {"criteria": ("l2",), "seeds": (0,), "calibration_sizes": (8,)}
+    grid = SweepGrid(**some, flops=(0.8, 0.45), modules=("mlp", "both"))
+    found = sweep(recipe, grid, tmp_path / "out")
+    assert [(r["modules"], r["flops_target"]) for r in found.rows] == [
+        *(("mlp", 0.8), ("attention+mlp", 0.8), ("attention+mlp", 0.45))
+    ]
+    with pytest.raises(PlanError, match="FLOPs at most 0.01 of dense, but cutting all heads and neurons"):
+        sweep(recipe, SweepGrid(**some, flops=(0.01,)), tmp_path / "other")
+    with pytest.raises(PlanError, match=r"at most 0.45 of dense, but cutting all (heads|neurons) that"):
+        sweep(recipe, SweepGrid(**some, flops=(0.45,), modules=("attention", "mlp")), tmp_path / "third")
+    with pytest.raises(RecipeError, match=r"criterion hies scores heads, but prune.modules is \[mlp\]"):
+        sweep(recipe, SweepGrid(**some | {"criteria": ("hies",)}, flops=(0.8,), modules=(MLP,)), tmp_path / "fourth")
+
+
+def test_what_does_not_go_together_is_said_at_once(recipe_file: Path, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="problems") as caught:
+        SweepGrid(criteria=("slicegpt",), sparsities=(0.5,), flops=(1.5,), modules=("mpl",), compensations=("scalar",))
+    for part in (
+        *("sparsities or flops, got both", "a share of FLOPs must be in (0, 1), got 1.5", "did you mean 'mlp'?"),
+        *("slicegpt takes shares of heads, got flops", "did you mean 'scalars'?"),
+    ):
+        assert part in str(caught.value)
+    with pytest.raises(RecipeError, match="sparsities are shares of heads, but modules are both; give flops"):
+        sweep(PruningRecipe.from_yaml(recipe_file), SweepGrid(), tmp_path / "out")
+    with pytest.raises(RecipeError, match="a criterion must be one of .* got 'auto'"):
+        SweepGrid(criteria=("auto",))
+    with pytest.raises(RequestError, match="a runtime must be one of .*, got 'onnx'"):
+        LatencyRequest("onnx").check(PruningRecipe.from_yaml(recipe_file))
+
+
+def test_the_command_takes_flops_modules_and_a_runtime(
+    recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--criteria", "kwon,flap", "--flops", "0.8", "--modules", "mlp,both", "--seeds", "0", "--no-figures"]
+    options += ["--compensations", "scalars", "--latency", "torch", "--json"]
+    assert main(["sweep", str(recipe_file), "-o", str(tmp_path / "out"), *options]) == 0
+    printed = capsys.readouterr().out
+    rows = json.loads(printed.splitlines()[-1])["rows"]
+    assert [(r["criterion"], r["modules"]) for r in rows] == [
+        *(("kwon", "mlp"), ("kwon", "attention+mlp"), ("flap", "mlp"), ("flap", "attention+mlp"))
+    ]
+    assert all(row["latency_ratio"] > 0 for row in rows)
+    assert "| FLOPs left | 80% |" in (tmp_path / "out" / "tables.md").read_text()
+    assert "kwon (heads and neurons) + scalars" in printed
+    assert "kwon differs from the original" in printed
+    assert main(["sweep", str(recipe_file), "--flops", "0.8", "--sparsities", "0.5", "--no-figures"]) == 2
+    assert "a sweep takes sparsities or flops, got both" in capsys.readouterr().err
