@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from hies_export.measure import contention
+from hies_export.model import online
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -109,5 +110,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        # Long enough for a busy machine: who waits for less takes the Hub for one that cannot be reached.
+        monkeypatch.setattr(online, "PATIENCE", 300.0)
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         yield running

@@ -90,7 +90,9 @@ class Hub:
         """Return the environment of a process that talks to this Hub only, with an empty cache of its own."""
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("HF_") and "proxy" not in k.lower()}
         given = {"HF_ENDPOINT": self.url, "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(home)}
-        given["HF_HUB_DISABLE_TELEMETRY"] = "1"
+        # A busy machine may let a client wait for longer than its usual ten seconds.
+        patient = dict.fromkeys(("HF_HUB_ETAG_TIMEOUT", "HF_HUB_DOWNLOAD_TIMEOUT"), "300")
+        given |= {"HF_HUB_DISABLE_TELEMETRY": "1", **patient}
         return inherited | given | ({"HF_TOKEN": token} if token else {})
 
     def add(self, repository: str, files: dict[str, bytes], *, private: bool = False) -> Repository:
