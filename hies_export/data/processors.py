@@ -6,10 +6,10 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer
+from transformers import AutoProcessor, AutoTokenizer
 
 from ..errors import DataError, RequestError, root_cause
-from ..model.internals import never_asking
+from ..model.internals import AutoImageProcessor, never_asking
 from ..model.online import hub_or_cache
 from ..tasks import find_task
 

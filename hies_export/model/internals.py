@@ -31,6 +31,7 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import AttentionInterface
 from transformers.models.auto import modeling_auto
+from transformers.models.auto.image_processing_auto import AutoImageProcessor as AutoImageProcessor
 from transformers.utils import cached_file
 
 from ..errors import MissingRuntimeError, RequestError

@@ -17,7 +17,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 SHORT = ("bert", "llama")
 TYPES = ("bert", "vit", "llama", "llava")
-STEPS = ("score", "cut", "reload", "alone", "train", "onnx", "int8", "neurons")
+STEPS = ("score", "cut", "reload", "alone", "train", "onnx", "int8", "neurons", "processor")
 
 # In a process of its own, as on a machine that has torch and transformers only.
 ALONE = """
@@ -73,6 +73,7 @@ def steps() -> dict[str, Callable[[str], None]]:
         for name, step in {**HEAD_STEPS, **MORE_STEPS}.items()
     }
     found["alone"] = alone
+    found["processor"] = processor
     found["neurons"] = lambda model_type: NEURON_STEPS["cut"](Subject.of(model_type, MLP))
     return {name: found[name] for name in STEPS}
 
@@ -99,6 +100,25 @@ def alone(model_type: str) -> None:
         difference = max_abs(torch.load(folder / "output.pt"), first_output(slim, subject.batch))
     if not difference < 1e-4:
         raise Broken(f"the outputs differ by {difference:.3g}")
+
+
+def processor(model_type: str) -> None:
+    """Load the processor of a model of images, which must not need torchvision."""
+    import transformers
+
+    from hies_export.data.processors import load_processor
+    from support.models import llava_processor
+    from support.references import NotApplicable
+
+    if model_type not in ("vit", "llava"):
+        raise NotApplicable("it reads no images")
+    task = "image-classification" if model_type == "vit" else "image-text-to-text"
+    saved = transformers.ViTImageProcessorPil() if model_type == "vit" else llava_processor()
+    with tempfile.TemporaryDirectory() as folder:
+        saved.save_pretrained(folder)
+        loaded = load_processor(folder, task=task)
+    if type(loaded) is not type(saved):
+        raise TypeError(f"a {type(saved).__name__} came back as {type(loaded).__name__}")
 
 
 def result_of(step: Callable[[str], None], model_type: str) -> str:
