@@ -35,6 +35,7 @@ from transformers.models.auto.image_processing_auto import AutoImageProcessor as
 from transformers.utils import cached_file
 
 from ..errors import MissingRuntimeError, RequestError
+from ..progress import quiet
 
 logger = logging.getLogger(__name__)
 
@@ -389,12 +390,19 @@ def keeps_recurrent_state(config: PreTrainedConfig) -> bool:
 
 
 def require_onnx_exporter() -> None:
-    """Raise a MissingRuntimeError if this release of transformers cannot export to ONNX."""
+    """Raise a MissingRuntimeError if transformers cannot export to ONNX here: it is too old, or torch is for it."""
     if importlib.util.find_spec("transformers.exporters") is None:
         raise MissingRuntimeError(
             f"ONNX export needs the exporter of transformers 5.13 or later, and {transformers.__version__} is "
             'installed; install a later one with: pip install "transformers>=5.13"'
         )
+    from transformers.exporters import OnnxExporter
+
+    with quiet():  # it warns of every release that is not the one it was tested with
+        try:
+            OnnxExporter()
+        except ImportError as error:
+            raise MissingRuntimeError(f"ONNX export needs what its exporter asks for: {error}") from error
 
 
 def exported_program(

@@ -44,6 +44,17 @@ def test_export_is_refused_by_name_where_transformers_has_no_exporter(monkeypatc
     require_exporters({"gguf"})
 
 
+def test_export_is_refused_where_the_exporter_asks_for_another_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Demanding:
+        def __init__(self) -> None:
+            raise ImportError("To use OnnxExporter, please upgrade torch>=99.0 (found 2.8.0).")
+
+    require_exporters({"onnx"})
+    monkeypatch.setattr(transformers.exporters, "OnnxExporter", Demanding)
+    with pytest.raises(MissingRuntimeError, match=r"please upgrade torch>=99\.0"):
+        require_exporters({"onnx"})
+
+
 @dataclass
 class OlderOnnxConfig:
     """The options of releases that fuse nothing."""
