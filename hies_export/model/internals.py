@@ -396,10 +396,10 @@ def require_onnx_exporter() -> None:
             f"ONNX export needs the exporter of transformers 5.13 or later, and {transformers.__version__} is "
             'installed; install a later one with: pip install "transformers>=5.13"'
         )
-    from transformers.exporters import OnnxExporter
-
     with quiet():  # it warns of every release that is not the one it was tested with
         try:
+            from transformers.exporters import OnnxExporter
+
             OnnxExporter()
         except ImportError as error:
             raise MissingRuntimeError(f"ONNX export needs what its exporter asks for: {error}") from error
