@@ -39,7 +39,7 @@ PATHS = (
     *("generate {} --prompt a", "generate model --prompt a --image {}"),
     *("generate model --questions {} -o o --image i", "generate model --questions q -o {} --image i"),
     *("push {} user/name", "upgrade {} -o o", "upgrade model -o {}", "inspect {}", "ui {}"),
-    *("report {}", "report run --html {}", "report run --figures {}", "reproduce {}"),
+    *("report {}", "report run --html {}", "report run --figures {}"),
 )
 
 
