@@ -15,8 +15,7 @@
         ├── ExportError             the ONNX exporter
         ├── ParityError             the exported graph: it differs from torch
         ├── PushError               the Hub, or the network: the upload did not finish
-        ├── DropError               the refit: it lost more quality than the recipe allows
-        └── ReproductionError       the machine, the libraries or our code: a repeated run gives other results
+        └── DropError               the refit: it lost more quality than the recipe allows
 
 A message says what must hold, what was given, and what to do.
 """
@@ -118,10 +117,6 @@ class ExportError(StepError):
 
 class DropError(StepError):
     """The refitted model loses more quality on held-out rows than `max_drop` allows; the masked model did not."""
-
-
-class ReproductionError(StepError):
-    """A repeated run gave other results than its report has; the message names them."""
 
 
 class ParityError(StepError):

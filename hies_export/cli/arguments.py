@@ -116,7 +116,7 @@ def add_json(parser: ArgumentParser) -> None:
 def read_recipe(options: Namespace, *, proposed: PruningRecipe | None = None) -> PruningRecipe:
     """Return the recipe that `add_recipe`'s options name, or a proposed one, with `--set` and `--output` applied."""
     from ..recipe import PruningRecipe
-    from ..recipe.plain_yaml import parse_yaml
+    from ..recipe.reading import parse_yaml
 
     overrides = {}
     for text in options.overrides:

@@ -32,7 +32,6 @@ from . import (
     push,
     quickstart,
     report,
-    reproduce,
     run,
     score,
     sweep,
@@ -43,7 +42,7 @@ from .terminal import TerminalProgress, in_flags, print_json, show_messages
 
 # In the order of --help.
 COMMANDS: tuple[ModuleType, ...] = (
-    *(run, deploy, quickstart, reproduce, score, prune, apply, export, bench, sweep, generate, push, upgrade, inspect),
+    *(run, deploy, quickstart, score, prune, apply, export, bench, sweep, generate, push, upgrade, inspect),
     *(architectures, ui, report),
 )
 

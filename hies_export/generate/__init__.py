@@ -4,5 +4,4 @@ The input is a folder (a checkpoint, run in torch, or an ONNX folder, run in ONN
 images; the output is text, decoded greedily, so that two models can be compared word by word.
 
 - `text.py` continues prompts: `generate_text`.
-- `questions.py` answers the question files of MM-Vet and VizWiz, and computes VQA accuracy.
 """

@@ -16,7 +16,8 @@ In the order of reading:
   in every number of bits, by what `serving.py` has runtimes predict.
 - `deploy.py`: `deploy`, which finds the fastest form that keeps a promise (`answer.py`); `propose.py`: a recipe for a
   model and a data set alone.
-- `reporting.py`: the results of all stages, as a `Report` and its files; `provenance.py`: how to repeat the run.
-- `reproduce.py`: `hies-export reproduce`; `bench.py`: `hies-export bench`, which times any two folders.
+- `reporting.py`: the results of all stages, as a `Report` and its files; `provenance.py`: the recipe and the
+  digests of what the run read.
+- `bench.py`: `hies-export bench`, which times any two folders.
 - `quickstart.py`: train the small model of `hies-export quickstart`.
 """

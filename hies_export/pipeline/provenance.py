@@ -1,4 +1,4 @@
-"""The record that lets a run be repeated: its recipe, command line, and digests of its inputs."""
+"""The record of what a run was asked for and read: its recipe, command line, and digests of its inputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..report.report import Report
 
 @dataclass(frozen=True)
 class RunRecord:
-    """How to repeat a run; all paths are absolute.
+    """What a run was asked for and what it read; all paths are absolute.
 
     `digests` maps the names of `PruningRecipe.inputs` to the SHA-256 of the input's files, or to the commit of a Hub
     model.
@@ -39,29 +39,6 @@ class RunRecord:
             found["model"] = commit
         return cls(_with_paths(fields, os.path.abspath), os.path.abspath(recipe.output), found, command)
 
-    @classmethod
-    def from_report(cls, report: Report, folder: Path) -> RunRecord:
-        """Return the record in a report."""
-        try:
-            return TypeAdapter(cls).validate_python(report.details.run)
-        except ValidationError as error:
-            raise RequestError(
-                f"a run must have recorded its recipe to be repeated, but the report.json in {folder} has no valid "
-                f"details.run; run its recipe again with this version"
-            ) from error
-
-    def request_at(self, folder: Path, output: Path) -> PruningRecipe:
-        """Return the recipe with current paths.
-
-        Inputs are looked up relative to the run's folder, now `folder`, so that a project can be moved, and then at
-        their old paths. A Hub model is the commit that the run read.
-        """
-        of_hub = not os.path.isabs(self.recipe["model"])
-        commit = {"revision": self.digests["model"]} if of_hub and "model" in self.digests else {}
-        return PruningRecipe(
-            **(_with_paths(self.recipe, lambda path: self._moved(path, folder)) | commit), output=output
-        )
-
     def model_at(self, folder: Path) -> str | None:
         """Return the current path or Hub id of the dense model; None if there is none.
 
@@ -78,26 +55,12 @@ class RunRecord:
         here = os.path.normpath(folder.resolve() / os.path.relpath(path, self.folder))
         return here if _matches(Path(here)) else path
 
-    def check_inputs(self, recipe: PruningRecipe) -> None:
-        """Refuse inputs that are not those of the run."""
-        for name, path in recipe.inputs.items():
-            if name not in self.digests or not os.path.isabs(path):
-                continue
-            files = _files(name, path)
-            if not files:
-                raise RequestError(f"{name} must be what the run read, but there is no {path}; put it there again")
-            if (found := digest(files)) != self.digests[name]:
-                raise RequestError(
-                    f"{name} must be what the run read, but {path} has changed: its SHA-256 is {found[:12]}, and was "
-                    f"{self.digests[name][:12]}; restore it, or run the recipe anew"
-                )
-
 
 def dense_model(folder: Path) -> str | None:
     """Return the path or Hub id of the dense model that a run read; None if it is unknown or gone."""
     try:
-        return RunRecord.from_report(Report.from_file(folder), folder).model_at(folder)
-    except RequestError:  # no report, or one from before runs were recorded
+        return TypeAdapter(RunRecord).validate_python(Report.from_file(folder).details.run).model_at(folder)
+    except (RequestError, ValidationError):  # no report, or one without a record
         return None
 
 

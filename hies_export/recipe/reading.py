@@ -5,12 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, NoReturn, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.composer import MaxDepthExceededError
+from ruamel.yaml.constructor import ConstructorError, SafeConstructor
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.reader import ReaderError
 
-from ..errors import RecipeError, did_you_mean, quoted
-from .plain_yaml import read_yaml
+from ..errors import RecipeError, did_you_mean, quoted, shortened
+
+# Far above any real recipe; they bound the time and the memory that reading takes.
+MOST_BYTES = 1 << 16
+DEEPEST = 20
+LONGEST_NUMBER = 40
 
 # pydantic's kinds of errors that name Python's types -> what a recipe calls them.
 _KINDS = {"model_type": "a mapping of fields", "dict_type": "a mapping", "tuple_type": "a list", "path_type": "a path"}
@@ -26,6 +35,87 @@ def read_fields(path: str | Path, overrides: Mapping[str, Any]) -> dict[str, Any
         raise RecipeError([f"a recipe must be a mapping of fields, but {path} holds {type(fields).__name__}"])
     _resolve_paths(fields, path.parent)
     return overridden(fields, overrides)
+
+
+def read_yaml(path: Path) -> Any:
+    """Return what a YAML file holds; errors name the file and the line."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise RecipeError([f"{path} must be a file that can be read, but: {error.strerror}"]) from None
+    _check_size(len(content), source=str(path))
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        _refuse(str(path), content.count(b"\n", 0, error.start), "a byte is not UTF-8")
+    return parse_yaml(text, source=str(path))
+
+
+def parse_yaml(text: str, *, source: str) -> Any:
+    """Return the value of a text in YAML 1.2, which errors call `source`: text, numbers, lists and mappings."""
+    _check_size(len(text), source=source)
+    reader = YAML(typ="safe", pure=True)
+    reader.Constructor = _Constructor
+    reader.max_depth = DEEPEST
+    reader.composer.warn_double_anchors = False  # they are refused
+    try:
+        return reader.load(text)
+    except ReaderError as error:
+        _refuse(source, text.count("\n", 0, error.position), f"the character {error.character:#x} is not allowed")
+    except MaxDepthExceededError as error:
+        _refuse(source, error.problem_mark.line, f"values may be at most {DEEPEST} levels deep")
+    except MarkedYAMLError as error:
+        problem = ", ".join(filter(None, [error.context, error.problem]))
+        mark = error.problem_mark or error.context_mark
+        _refuse(source, mark.line if mark else 0, shortened(problem))
+    except YAMLError as error:
+        _refuse(source, 0, shortened(str(error)))
+
+
+def _check_size(size: int, *, source: str) -> None:
+    if size > MOST_BYTES:
+        raise RecipeError([f"{source} must have at most {MOST_BYTES >> 10} KiB, got more"])
+
+
+def _refuse(source: str, line: int, problem: str) -> NoReturn:
+    raise RecipeError([f"{source} must be plain YAML, but in line {line + 1}: {problem}"]) from None
+
+
+class _Constructor(SafeConstructor):
+    """Builds plain values, with dates as text.
+
+    A few lines of aliases can stand for gigabytes, and tags ask for other types: both are refused.
+    """
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        kind = node.tag.removeprefix("tag:yaml.org,2002:")
+        if node.anchor is not None:
+            _raise("anchors (&) and aliases (*) are not allowed; write the value out, in quotes if it is text", node)
+        if kind not in ("str", "int", "float", "bool", "null", "seq", "map", *_AS_TEXT):
+            _raise("tags (!) are not allowed; leave it out, or put text in quotes", node)
+        if kind in ("int", "float") and len(node.value) > LONGEST_NUMBER:
+            _raise(f"a number may have at most {LONGEST_NUMBER} characters; put text in quotes", node)
+        try:
+            return super().construct_object(node, deep)
+        except ValueError:
+            _raise(f"{quoted(node.value)} is no number; put text in quotes", node)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        for key, _ in node.value:
+            if key.tag != "tag:yaml.org,2002:str" or not key.value.isprintable():
+                given = quoted(key.value) if isinstance(key.value, str) else "a list or a mapping"
+                _raise(f"a key must be printable text, in quotes if it looks like something else, got {given}", key)
+        return super().construct_mapping(node, deep)
+
+
+_AS_TEXT = ("timestamp", "value", "merge")
+for _kind in _AS_TEXT:
+    _Constructor.add_constructor(f"tag:yaml.org,2002:{_kind}", SafeConstructor.construct_yaml_str)
+
+
+def _raise(problem: str, at: Any) -> NoReturn:
+    raise ConstructorError(None, None, problem, at.start_mark)
 
 
 def overridden(fields: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

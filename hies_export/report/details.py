@@ -417,7 +417,7 @@ class Details(BaseModel):
         deployment: Which form to deploy; None if that was not asked.
         cascade: The parts of the cascade; None if none was asked for.
         forms: Both models in float32 and in fewer bits; the dense one in float32 comes first.
-        run: How to repeat the run, a `RunRecord`.
+        run: The recipe and what it read, a `RunRecord`.
     """
 
     base_model: str | None = None

@@ -37,9 +37,8 @@ PATHS = (
     *("apply {} model -o o", "apply plan.json {} -o o", "apply plan.json model -o {}"),
     *("export {} -o o", "export model -o {}", "bench {}", "bench model {}", "quickstart -o {}"),
     *("generate {} --prompt a", "generate model --prompt a --image {}"),
-    *("generate model --questions {} -o o --image i", "generate model --questions q -o {} --image i"),
     *("push {} user/name", "upgrade {} -o o", "upgrade model -o {}", "inspect {}", "ui {}"),
-    *("report {}", "report run --html {}", "report run --figures {}", "reproduce {}"),
+    *("report {}", "report run --html {}", "report run --figures {}"),
 )
 
 
@@ -65,7 +64,6 @@ def test_paths_that_no_file_system_takes(command: str, path: str, said: Any) -> 
         ("bench model --shape=--", "an option needs a value, got --shape=--"),
         (f"push run user/name --message {SURROGATE}", r"must be UTF-8, got 'a\udcff'"),
         (f"deploy model --data imdb --text {SURROGATE}", r"must be UTF-8, got 'a\udcff'"),
-        ("generate model --prompt a -o answers.json", "-o is the file for the answers to --questions, got --prompt"),
         (
             "deploy recipe.yaml --data imdb",
             "--label are about a MODEL, and recipe.yaml is a recipe, which names its own",

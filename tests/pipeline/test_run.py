@@ -7,7 +7,7 @@ import pkgutil
 import signal
 import threading
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -19,7 +19,7 @@ import torch
 from support.families import architecture
 from support.models import bert, save_project, save_text_model, vit, write_rows
 from support.runs import hies, without_tracing
-from support.tolerance import assert_same_plan
+from support.tolerance import assert_near, assert_same_plan, near
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertForSequenceClassification, BertModel
 
 import hies_export
@@ -130,6 +130,29 @@ def test_the_same_recipe_gives_the_same_plan_and_weights(project: Path) -> None:
     assert_same_plan(PruningPlan.from_file(plan), PruningPlan.from_file(project / "one" / "hies_plan.json"))
     weights = {(project / n / "model.safetensors").read_bytes() for n in ("one", "two", "three")}
     assert len(weights) == 1
+
+
+@pytest.mark.usefixtures("untraced")
+def test_the_recipe_in_the_folder_of_a_run_gives_the_same_run(
+    project: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = ("prune.min_heads=2", "prune.compensation.method=bias", "measure.runtimes=[torch]")
+    assert hies("run", project / "recipe.yaml", *(word for text in changes for word in ("--set", text))) == 0
+    first = Report.from_file(project / "out")
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "again.yaml").write_text(json.dumps(first.details.run["recipe"]))
+    monkeypatch.chdir(elsewhere)
+    assert hies("run", "again.yaml", "-o", "again") == 0
+    again = Report.from_file(elsewhere / "again")
+    plans = [PruningPlan.from_file(folder / "plan.json") for folder in (elsewhere / "again", project / "out")]
+    # The digest of refitted layers is of bytes, which some processors round differently.
+    assert_same_plan(*(replace(plan, compensation={}) for plan in plans))
+    assert_near([again.quality[w] for w in ("dense", "slim")], [first.quality[w] for w in ("dense", "slim")])
+    assert again.stability == near(first.stability)
+    assert again.details.run["recipe"] == first.details.run["recipe"]
+    assert again.details.run["digests"] == first.details.run["digests"]
+    assert first.details.run["digests"].keys() == {"model", "data.files.train", "data.files.validation"}
+    assert again.details.run["command"] == "hies-export run again.yaml -o again"
 
 
 def test_a_slim_checkpoint_can_be_run_exported_inspected_and_benched(

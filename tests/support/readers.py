@@ -28,7 +28,6 @@ from hies_export.cli.arguments import read_recipe
 from hies_export.cost.latency import TimedCut, _read
 from hies_export.data.processors import load_processor
 from hies_export.errors import HiesError
-from hies_export.generate.questions import read_questions
 from hies_export.lab.studies.explore import estimate, lost_share, read_exploration
 from hies_export.lab.sweep.figures import draw_sweep
 from hies_export.lab.sweep.journal import Journal
@@ -348,11 +347,7 @@ def _sweeps(folder: Path) -> list[Read]:
 
 
 def _small(folder: Path) -> list[Read]:
-    questions, cached, sizes, card = (folder / n for n in ("questions.json", "cached.json", "sizes.json", "card"))
-    rows = [{"image": f"{i}.png", "question": "Q", "answers": [{"answer": "a"}, {"answer": "b"}]} for i in range(2)]
-    questions.write_text(json.dumps(rows))
-    vet = folder / "vet.json"
-    vet.write_text(json.dumps({"v1_0": {"imagename": "0.png", "question": "Q", "answer": "x"}}))
+    cached, sizes, card = (folder / name for name in ("cached.json", "sizes.json", "card"))
     cut = TimedCut(0.5, 0.8, 0.79, 0.81, 0.99, 1.01)
     cached.write_text(json.dumps({"key": {"format": 4}, "points": [asdict(cut)]}))
     sizes.write_text(json.dumps({"past_key_values.0.key": [2, 8]}))
@@ -367,8 +362,6 @@ def _small(folder: Path) -> list[Read]:
             assert isinstance(point.ratio, int | float)
 
     return [
-        Read("questions of VizWiz", "json", questions, lambda: read_questions(questions), 15),
-        Read("questions of MM-Vet", "json", vet, lambda: read_questions(vet), 10),
         Read("cached times", "json", cached, points, 10),
         Read("version of node-llama-cpp", "json", package, lambda: read_version(package), 5),
         Read(
