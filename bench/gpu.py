@@ -46,6 +46,7 @@ from hies_export.errors import HiesError
 from hies_export.measure.compare import time_on
 from hies_export.measure.counts import count_both_flops
 from hies_export.measure.exports import Exporter, ExportOptions
+from hies_export.measure.forms import Forms
 from hies_export.measure.latency import compare_latency
 from hies_export.measure.machine import machine_facts
 from hies_export.measure.rows import LatencyRow
@@ -194,14 +195,15 @@ def _time_shares(
     batches = {(len(next(iter(batch.values()))), sequence_length(dense, batch)): batch for batch in made}
     with tempfile.TemporaryDirectory() as folder:
         exporter = Exporter(ExportOptions.best_for(runtime, dtype), synthetic_batch(dense, batch=2, sequence=16))
-        first: Any = exporter.source(runtime, dense, Path(folder) / "dense")
+        forms = Forms({"dense": dense}, exporter, Path(folder))
         for share in shares:
             session.check_time(f"at {share:.0%} of the heads")
             slim = uniformly_pruned(dense, share, modules) if share else dense
-            second = exporter.source(runtime, slim, Path(folder) / f"{share:.0%}") if share else first
+            forms.add(name := f"{share:.0%}" if share else "dense", slim)
+            both = [forms.served(one, runtime) for one in ("dense", name)]
             flops = count_both_flops(dense, slim, batches)
             timing = Timing(repeats=session.repeats)
-            rows = time_on(runtime, first, second, batches=batches, flops=flops, timing=timing)
+            rows = time_on(*both, batches=batches, flops=flops, timing=timing)
             session.latency.extend({"model": f"{shape.name} -{share:.0%}", **asdict(row)} for row in rows)
 
 

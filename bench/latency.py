@@ -32,13 +32,14 @@ from hies_export.checkpoint.folders import replace_file
 from hies_export.measure.compare import time_on
 from hies_export.measure.counts import count_both_flops
 from hies_export.measure.exports import Exporter, ExportOptions
+from hies_export.measure.forms import Forms
 from hies_export.measure.latency import compare_latency
 from hies_export.measure.machine import machine_facts
 from hies_export.measure.timing import Timing
 from hies_export.model.tokens import synthetic_batch
 from hies_export.report.bench import Bench, print_bench
 from hies_export.runtimes.base import RUNTIMES, Runtime
-from hies_export.runtimes.registry import check_runtime
+from hies_export.runtimes.registry import Served, check_runtime
 
 RESULTS = Path(__file__).with_name("results")
 
@@ -113,21 +114,19 @@ def main() -> None:
     console, rows = Console(highlight=False, markup=False, width=140), []
     cost_us = overhead_us()
     with tempfile.TemporaryDirectory() as folder:
+        exporter = Exporter(ExportOptions(), synthetic_batch(dense, batch=2, sequence=16))
+        forms = Forms({"dense": dense}, exporter, Path(folder))
         for what, cut in cuts.items():
-            slim = cut()
+            forms.add(what, slim := cut())
             flops = count_both_flops(dense, slim, batches)
             for runtime in options.runtimes:
                 console.print(f"{name}, {what}, {runtime}")
-                sources: list[Any] = [dense, slim]
+                both = [Served(runtime, one) for one in (dense, slim)]
                 if not RUNTIMES[runtime].reads_models:
-                    places = [Path(folder) / f"{runtime}-{side}" for side in ("dense", what)]
-                    for place, model in zip(places, sources, strict=True):
-                        if not place.exists():
-                            options = ExportOptions.best_for(runtime, "float32")
-                            Exporter(options, synthetic_batch(model, batch=2, sequence=16)).export(model, place)
-                    sources = list(places)
+                    wanted = ExportOptions.best_for(runtime, "float32")
+                    both = [Served(runtime, forms.export(one, wanted).folder) for one in ("dense", what)]
                 timing = Timing(repeats=options.repeats)
-                found = time_on(runtime, *sources, batches=batches, flops=flops, timing=timing)
+                found = time_on(*both, batches=batches, flops=flops, timing=timing)
                 rows += [{"model": f"{name} {what}", **asdict(row)} for row in found]
     values = {
         "title": f"{name}: {title}",

@@ -21,17 +21,17 @@ from ..checkpoint.folders import replace_file, user_cache
 from ..errors import RequestError
 from ..files import Rule, read_json
 from ..kinds import ATTENTION
-from ..measure.compare import compare_forms, compare_loads
+from ..measure.compare import compare_two
 from ..measure.contention import CpuWatch
 from ..measure.counts import Shape
 from ..measure.exports import Exporter
+from ..measure.forms import Forms
 from ..measure.latency import LatencyComparison
 from ..measure.machine import machine_facts
 from ..measure.ratios import is_noisy
 from ..measure.timing import Timing
 from ..progress import SILENT, Progress
 from ..runtimes.base import GPU_WIDTH_STEP, RUNTIMES
-from ..runtimes.registry import Served
 from ..select.budget import CostTable
 from ..select.bundles import bundle_count
 from ..units import PrunableModule, Units
@@ -148,12 +148,9 @@ def compare_with_full(
 ) -> LatencyComparison:
     """Time a model in the bits of a budget beside the dense one in float32, on the same runtime or its `full`."""
     with tempfile.TemporaryDirectory(prefix="hies-full-") as temporary:
-        first, second = Path(temporary) / "float32", Path(temporary) / "own"
-        forms = [
-            Served(where.full, where.exporter.source(where.full, dense, first, "float32"), "float32"),
-            Served(where.runtime, where.exporter.source(where.runtime, model, second, where.dtype), where.dtype),
-        ]
-        ((found,),) = compare_forms(forms, where.batches, timing=where.timing, decode=False, progress=progress).values()
+        forms = Forms({"dense": dense, "own": model}, where.exporter, Path(temporary))
+        both = forms.served("dense", where.full, "float32"), forms.served("own", where.runtime, where.dtype)
+        (found,) = compare_two(*both, where.batches, timing=where.timing, decode=False, progress=progress).values()
         return found
 
 
@@ -218,13 +215,11 @@ def _time_cuts(
     ]
     cuts = []
     with tempfile.TemporaryDirectory(prefix="hies-budget-") as temporary:
-        dense = where.exporter.source(where.runtime, model, Path(temporary) / "dense", where.dtype)
+        forms = Forms({"dense": model}, where.exporter, Path(temporary))
         for kind, kept, removed in progress.track(planned, f"time cuts on {where.runtime}"):
-            slim = cut_bundles(model, modules, removed, unit=unit)
-            source = where.exporter.source(where.runtime, slim, Path(temporary) / f"{kind}-{kept:.4f}", where.dtype)
-            (found,) = compare_loads(
-                where.runtime, dense, source, where.batches, timing=where.timing, dtype=where.dtype, decode=False
-            ).values()
+            forms.add(name := f"{kind}-{kept:.4f}", cut_bundles(model, modules, removed, unit=unit))
+            dense, slim = (forms.served(one, where.runtime, where.dtype) for one in ("dense", name))
+            (found,) = compare_two(dense, slim, where.batches, timing=where.timing, decode=False).values()
             ratio, control = found.ratio, found.control
             cuts.append(TimedCut(kept, ratio.median, ratio.low, ratio.high, control.low, control.high, kind))
     return cuts

@@ -6,10 +6,8 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from ..progress import SILENT, Progress
 from ..runtimes.base import RUNTIMES, Runtime
@@ -26,24 +24,22 @@ Step = tuple[Shape, Phase]
 
 
 def time_on(
-    runtime: str,
-    dense: PreTrainedModel | Path,
-    slim: PreTrainedModel | Path,
+    dense: Served,
+    slim: Served,
     *,
     batches: Mapping[Shape, Mapping[str, Tensor]],
     flops: Mapping[Shape, FlopCount],
     timing: Timing,
-    dtype: str | None = None,
     progress: Progress = SILENT,
 ) -> list[LatencyRow]:
     """Time two models on one runtime, interleaved, with a second copy of the first as control.
 
-    The models, or their exports (see `Runtime.reads_models`), are loaded `Runtime.loads` times. The runs of `timing`
-    are divided among the loads, each at least one. Each shape gives one row, with times in ms and ratios to `dense`;
-    for models that generate it gives two, "prefill" and "decode". `dtype` is as in `load_runtime`.
+    They are loaded `Runtime.loads` times. The runs of `timing` are divided among the loads, each at least one. Each
+    shape gives one row, with times in ms and ratios to `dense`; for models that generate it gives two, "prefill" and
+    "decode".
     """
-    watch = CpuWatch()
-    found = compare_loads(runtime, dense, slim, batches, timing=timing, dtype=dtype, progress=progress)
+    watch, runtime = CpuWatch(), dense.runtime
+    found = compare_two(dense, slim, batches, timing=timing, progress=progress)
     others = watch.seen()
     if others is not None and others.matters:
         logger.warning("%s while %s was timed; measure again on an idle machine", others, runtime)
@@ -57,20 +53,17 @@ def time_on(
     return with_contradictions([replace(row, other_work=others) for row in rows])
 
 
-def compare_loads(
-    runtime: str,
-    dense: PreTrainedModel | Path,
-    slim: PreTrainedModel | Path,
+def compare_two(
+    dense: Served,
+    slim: Served,
     batches: Mapping[Shape, Mapping[str, Tensor]],
     *,
     timing: Timing,
-    dtype: str | None = None,
     decode: bool = True,
     progress: Progress = SILENT,
 ) -> dict[Step, LatencyComparison]:
-    """Time as `time_on` does, decode steps only with `decode`; return the comparisons by shape and phase."""
-    forms = [Served(runtime, source, dtype) for source in (dense, slim)]
-    found = compare_forms(forms, batches, timing=timing, decode=decode, progress=progress)
+    """Time two models as `compare_forms` does; return the comparisons by shape and phase."""
+    found = compare_forms([dense, slim], batches, timing=timing, decode=decode, progress=progress)
     return {step: comparison for step, (comparison,) in found.items()}
 
 

@@ -7,13 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import ExportError, RequestError
 from ..gguf.export import GgufExport, check_exportable, export_gguf, require_gguf
-from ..model.copies import convert
 from ..model.internals import require_onnx_exporter
 from ..onnx.export import DTYPES as ONNX_DTYPES
 from ..onnx.export import OnnxExport
@@ -92,14 +90,6 @@ class Exporter:
             return quantize_onnx(exported, folder, batch=self.sample, quantize=self.options.quantize)
         except RequestError as error:  # the request was checked on the dense model
             raise ExportError(f"the slim model has no form in fewer bits: {error}") from error
-
-    def source(
-        self, runtime: str, model: PreTrainedModel, folder: Path, dtype: str | None = None
-    ) -> PreTrainedModel | Path:
-        """Return what a runtime loads to compute in a dtype: the model, or the new folder that it is exported to."""
-        if RUNTIMES[runtime].reads_models:
-            return convert(model, dtype=None if dtype is None else getattr(torch, dtype))
-        return self.export(model, folder, self.options.unquantized.read_by(runtime, dtype)).folder
 
 
 def export_formats(options: ExportOptions, runtimes: Iterable[str]) -> set[Format]:

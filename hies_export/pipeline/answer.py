@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ..cascade.export import CascadeOptions
 from ..evaluate.judge import Judge
-from ..measure.exports import Exported, ExportOptions
+from ..measure.forms import Forms
 from ..report.details import Deployment, DeployWay, Form, SizeTried, deciding_step, relative_times
 from .choice import Choice
 from .options import PruneOptions
@@ -16,11 +16,11 @@ from .options import PruneOptions
 
 @dataclass(frozen=True)
 class DenseForms:
-    """The dense model in all forms: their results, the judge on the held-out rows, and the exports."""
+    """The dense model in all forms: their results, the judge on the held-out rows, and the forms themselves."""
 
     ways: list[DeployWay]
     judge: Judge
-    exports: dict[ExportOptions, Exported]
+    forms: Forms
 
 
 @dataclass(frozen=True, kw_only=True)

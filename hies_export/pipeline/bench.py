@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from ..errors import RequestError
 from ..measure.compare import time_on
 from ..measure.counts import FlopCount, Shape, count_both_flops
 from ..measure.exports import Exporter, ExportOptions, require_exporters
+from ..measure.forms import Forms
 from ..measure.on_rows import time_on_rows
 from ..measure.rows import LatencyRow
 from ..measure.shapes import check_shapes, model_shapes
@@ -89,22 +89,17 @@ def bench(
     with tempfile.TemporaryDirectory(prefix="hies-bench-") as temporary:
         places = [(folder, Path(temporary) / name) for folder, name in zip(folders, ("first", "second"), strict=True)]
         # All exports come first, because one may be refused.
-        exports: dict[tuple[str, str], list[Path]] = {}
-        for folder, place in places:
-            checkpoint = cache(partial(load, folder, dtype=torch.float32))
-            for runtime, dtype in asked:
-                if not RUNTIMES[runtime].reads_models:
-                    found = _exported(folder, runtime, dtype, place, checkpoint)
-                    exports.setdefault((runtime, dtype), []).append(found)
+        exports = [_exports(*place, asked) for place in places]
         for runtime, dtype in asked:
-            sources: Any = exports.get((runtime, dtype)) or [_loaded(folder, dtype) for folder in folders]
+            both = [
+                made.get((runtime, dtype)) or _loaded(folder, runtime, dtype)
+                for folder, made in zip(folders, exports, strict=True)
+            ]
             if evaluated is not None:
                 sizes = dict.fromkeys(shape[0] for shape in shapes or ((1,), (8,), (32,)))
-                measured += _on_rows(runtime, sources, dtype, {size: evaluated(size) for size in sizes}, progress)
+                measured += _on_rows(both, {size: evaluated(size) for size in sizes}, progress)
                 continue
-            measured += time_on(
-                runtime, *sources, batches=batches, flops=flops, timing=timing, dtype=dtype, progress=progress
-            )
+            measured += time_on(*both, batches=batches, flops=flops, timing=timing, progress=progress)
     return measured
 
 
@@ -119,13 +114,10 @@ def _random_batches(
     return {shape: synthetic_batch(smaller, batch=shape[0], sequence=shape[1]) for shape in wanted}
 
 
-def _on_rows(
-    runtime: str, sources: Sequence[Any], dtype: str, batches: Mapping[int, Sequence[Batch]], progress: Progress
-) -> list[LatencyRow]:
+def _on_rows(forms: Sequence[Served], batches: Mapping[int, Sequence[Batch]], progress: Progress) -> list[LatencyRow]:
     """Time two models on batches of rows, by their size."""
-    forms = [Served(runtime, source, dtype) for source in sources]
     timed = time_on_rows(forms, batches, progress=progress)
-    return [LatencyRow.on_rows(*both, runtime=runtime, batch=size) for size, both in timed.items()]
+    return [LatencyRow.on_rows(*both, runtime=forms[0].runtime, batch=size) for size, both in timed.items()]
 
 
 def _check_inputs(models: Sequence[PreTrainedModel]) -> None:
@@ -180,25 +172,25 @@ def _described(folder: Path) -> Path:
     return folder.parent if folder.is_file() else folder
 
 
-def _loaded(folder: Path, dtype: str) -> PreTrainedModel:
+def _loaded(folder: Path, runtime: str, dtype: str) -> Served:
     """Load a checkpoint, on the GPU if there is one."""
     model: Any = load(folder, dtype=getattr(torch, dtype))
-    return model.to("cuda" if torch.cuda.is_available() else "cpu")
+    return Served(runtime, model.to("cuda" if torch.cuda.is_available() else "cpu"), dtype)
 
 
-def _exported(
-    folder: Path, runtime: str, dtype: str, temporary: Path, checkpoint: Callable[[], PreTrainedModel]
-) -> Path:
-    """Return what a runtime reads: the folder, or its checkpoint's export in a temporary one, written once."""
+def _exports(folder: Path, place: Path, ways: Sequence[tuple[str, str]]) -> dict[tuple[str, str], Served]:
+    """Return what runtimes read in some bits: the folder, or the exports of its checkpoint, which is loaded once."""
+    ways = [way for way in ways if not RUNTIMES[way[0]].reads_models]
     if _format(folder) is not None:
-        return folder
-    options = ExportOptions.best_for(runtime, dtype)
-    place = temporary / f"{options.format}-{options.provider}-{options.dtype}"
-    if not place.exists():
-        model = checkpoint()
-        tokenizer = load_processor(folder, task="text-generation") if options.format == "gguf" else None
-        Exporter(options, synthetic_batch(model, batch=2, sequence=16), tokenizer).export(model, place)
-    return place
+        return {way: Served(way[0], folder, way[1]) for way in ways}
+    if not ways:
+        return {}
+    model = load(folder, dtype=torch.float32)
+    of_gguf = any(RUNTIMES[runtime].format == "gguf" for runtime, _ in ways)
+    tokenizer = load_processor(folder, task="text-generation") if of_gguf else None
+    exporter = Exporter(ExportOptions(), synthetic_batch(model, batch=2, sequence=16), tokenizer)
+    forms = Forms({"model": model}, exporter, place)
+    return {way: Served(way[0], forms.export("model", ExportOptions.best_for(*way)).folder, way[1]) for way in ways}
 
 
 def _flops(

@@ -6,7 +6,6 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,6 +18,7 @@ from ..evaluate.interval import CONFIDENCE
 from ..evaluate.predict import predict
 from ..measure.counts import Both
 from ..measure.exports import Exporter
+from ..measure.forms import Forms
 from ..measure.on_rows import time_on_rows
 from ..onnx.export import OnnxExport
 from ..progress import Progress
@@ -31,7 +31,6 @@ from .choose import Chooser
 from .options import PruneOptions, SizedCascade
 from .prepare import Prepared
 from .quality import cut_beside
-from .sources import Sources
 
 # The folder of a cascade in that of a run.
 CASCADE = "onnx-cascade"
@@ -77,16 +76,17 @@ def choose_size(
     exporter = Exporter(options.export.unquantized, prepared.sample, prepared.processor)
     with tempfile.TemporaryDirectory(prefix="hies-sizes-") as temporary:
         folder = Path(temporary)
-        dense = _onnx(exporter, prepared.model, folder / "dense")
-        cuts = cut_sizes(prepared, chooser, exporter, asked.flops, folder, progress)
+        forms = Forms({"dense": prepared.model}, exporter, folder, progress)
+        dense = _onnx(forms, "dense")
+        cuts = cut_sizes(prepared, chooser, forms, asked.flops, like=None)
         tried, sizes = join_sizes(prepared, cuts, dense, answers_of(prepared), asked, folder, progress)
         if not tried:
             problems = "; ".join(f"with {size.flops:.2f} of the FLOPs, {size.problem}" for size in sizes)
             raise PlanError(f"no cascade keeps the promise: {problems}")
         progress.stage("time the cascades on the held-out rows")
-        forms = [Served(asked.runtime, found.exported.folder, asked.dtype) for found in tried]
+        joined = [Served(asked.runtime, found.exported.folder, asked.dtype) for found in tried]
         batches = {BATCH: mixed(prepared.rows.promised, BATCH)}
-        (times,) = time_on_rows([Served(asked.runtime, dense.folder), *forms], batches, progress=progress).values()
+        (times,) = time_on_rows([Served(asked.runtime, dense.folder), *joined], batches, progress=progress).values()
     ratios = {found.flops: one.ratio.median for found, one in zip(tried, times[1:], strict=True)}
     sizes = [replace(size, time=ratios.get(size.flops)) for size in sizes]
     best = min(tried, key=lambda found: ratios[found.flops])
@@ -96,23 +96,23 @@ def choose_size(
 def cut_sizes(
     prepared: Prepared,
     chooser: Chooser,
-    exporter: Exporter,
+    forms: Forms,
     shares: Sequence[float],
-    folder: Path,
-    progress: Progress,
-    like: Choice | None = None,
+    *,
+    like: Choice | None,
 ) -> list[Sized]:
-    """Cut the dense model to each share of its FLOPs, and export the result into the folder.
+    """Cut the dense model to each share of its FLOPs, and export the result.
 
     `like` is as for `Chooser.at`.
     """
     cuts = []
-    for number, share in enumerate(shares):
-        progress.stage(f"cut to {share:g} of the FLOPs for a cascade")
+    for share in shares:
+        forms.progress.stage(f"cut to {share:g} of the FLOPs for a cascade")
         try:
             choice = chooser.at(share, like)
             slim = cut_beside(prepared.model, choice.plan.kept, prepared.modules, choice.refit)
-            exported = _onnx(exporter, slim, folder / f"slim-{number}")
+            forms.add(name := f"{share:g}-for-cascade", slim)
+            exported = _onnx(forms, name)
         except (PlanError, ParityError) as error:
             cuts.append(Sized(share, problem=str(error)))
             continue
@@ -148,8 +148,8 @@ def join_sizes(
     return found, sizes
 
 
-def _onnx(exporter: Exporter, model: Any, folder: Path) -> OnnxExport:
-    exported = exporter.export(model, folder, exporter.options.unquantized)
+def _onnx(forms: Forms, name: str) -> OnnxExport:
+    exported = forms.export(name, forms.exporter.options.unquantized)
     assert isinstance(exported, OnnxExport)
     return exported
 
@@ -172,26 +172,24 @@ def mixed(batches: Sequence[Batch], size: int) -> list[Batch]:
 
 
 def write_cascade(
-    prepared: Prepared, sources: Sources, asked: CascadeOptions, answers: torch.Tensor, folder: Path
+    prepared: Prepared, forms: Forms, asked: CascadeOptions, answers: torch.Tensor, folder: Path
 ) -> CascadeExport:
     """Write `onnx-cascade/` into the folder of a run."""
-    dense, slim = sources.exports(sources.exporter.options.unquantized)
-    assert isinstance(dense, OnnxExport)
-    assert isinstance(slim, OnnxExport)
-    return _join(asked, slim, dense, prepared, answers, folder / CASCADE)
+    return _join(asked, _onnx(forms, "slim"), _onnx(forms, "dense"), prepared, answers, folder / CASCADE)
 
 
 def cascade_facts(
     asked: CascadeOptions,
     exported: CascadeExport,
-    sources: Sources,
+    forms: Forms,
     batches: Sequence[Batch],
     stability: float,
     tried: Sequence[SizeTried],
 ) -> tuple[CascadeSummary, CascadeFacts]:
     """Return the report's facts about a cascade that keeps this share of answers on the evaluation batches."""
-    promise, plain = exported.promise, sources.exporter.options.unquantized
-    parts = Both(sources.exports(plain)[0].bytes, sources.exports(replace(plain, quantize=asked.quantize))[1].bytes)
+    promise, plain = exported.promise, forms.exporter.options.unquantized
+    slim = forms.export("slim", replace(plain, quantize=asked.quantize))
+    parts = Both(forms.export("dense", plain).bytes, slim.bytes)
     summary = CascadeSummary(
         disagreement=promise.disagreement,
         confidence=CONFIDENCE,

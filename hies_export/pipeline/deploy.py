@@ -16,7 +16,8 @@ from ..errors import HiesError, MissingRuntimeError, PlanError, RecipeError, Req
 from ..evaluate.interval import rows_needed
 from ..evaluate.judge import Judge
 from ..measure.compare import compare_forms
-from ..measure.exports import Exported, Exporter, ExportOptions
+from ..measure.exports import Exporter, ExportOptions
+from ..measure.forms import Forms
 from ..onnx.quantize import check_quantizable
 from ..progress import SILENT, Progress
 from ..recipe import PruningRecipe
@@ -129,7 +130,7 @@ def deploy(
             progress.stage(f"resume: {journal.found} cuts were judged before; their results are in {journal.path}")
         dense = try_dense(resolved, Path(temporary), asked.runtimes, progress)
         limit = math.inf if asked.minutes is None else began + 60 * asked.minutes
-        found = Search(resolved, promise, dense, journal, limit, progress).answer(Path(temporary), began)
+        found = Search(resolved, promise, dense, journal, limit, progress).answer(began)
         return run_stages(replace(resolved, options=found.options), recipe, folder, command, progress, answer=found)
 
 
@@ -137,19 +138,16 @@ def try_dense(resolved: Resolved, folder: Path, runtimes: Sequence[str], progres
     """Judge the dense model in every form on the held-out rows, and time it; a form that fails keeps its reason."""
     prepared = resolved.prepared
     exporter = Exporter(resolved.options.export, prepared.sample, prepared.processor)
+    forms = Forms({"dense": prepared.model}, exporter, folder, progress)
     judge = Judge.on(prepared.model, prepared.rows.held_out, **asdict(prepared.judged))
     tried: list[DeployWay] = []
     served: list[Served] = []
-    exports: dict[ExportOptions, Exported] = {}
     for runtime, bits in find_ways(prepared, runtimes):
         progress.stage(f"try the dense model on {runtime} in {bits}")
         try:
             if bits == "int8":
                 check_quantizable(prepared.model, "int8")
-            wanted = exporter.options.read_by(runtime, bits)
-            if wanted not in exports:
-                exports[wanted] = exporter.export(prepared.model, folder / f"dense-{len(exports)}", wanted)
-            form = Served(runtime, exports[wanted].folder, bits)
+            form = forms.served("dense", runtime, bits)
             kept, low = judge.kept(predict_served(form, judge.batches))
         except HiesError as error:
             logger.warning("%s in %s is left out: %s", runtime, bits, error)
@@ -168,7 +166,7 @@ def try_dense(resolved: Resolved, folder: Path, runtimes: Sequence[str], progres
         times += [one.ratio.median for one in found]
     ratios = iter(times)
     ways = [way if way.problem else replace(way, dense_ratio=next(ratios)) for way in tried]
-    return DenseForms(ways, judge, exports)
+    return DenseForms(ways, judge, forms)
 
 
 def find_ways(prepared: Prepared, runtimes: Sequence[str]) -> list[tuple[str, str]]:

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from transformers import PreTrainedModel
 
 from ..cascade.export import CascadeOptions
 from ..data.batches import Batch
 from ..evaluate.judge import Judge
 from ..gguf.export import GgufExport
 from ..measure.compare import Step, compare_forms
-from ..measure.exports import Exported, ExportOptions
+from ..measure.exports import Exported
+from ..measure.forms import Forms
 from ..measure.latency import LatencyComparison
 from ..measure.on_rows import RowsTime, time_on_rows
 from ..measure.timing import Timing
@@ -32,7 +32,6 @@ from .measure import MeasureOptions
 from .prepare import Prepared
 from .resolve import Resolved
 from .serving import predict_served
-from .sources import Sources
 
 # Sizes of the batches in which a cascade is timed on the rows.
 BATCHES = (1, 8, 32)
@@ -53,7 +52,7 @@ class Deployed:
 
 def judge_deployed(
     resolved: Resolved,
-    sources: Sources,
+    forms: Forms,
     judge: Judge,
     decided: Decided,
     answers: torch.Tensor | None,
@@ -65,24 +64,24 @@ def judge_deployed(
 
     Args:
         resolved: The dense model, the rows to time a cascade on, and what to measure.
-        sources: Both models and their exports.
+        forms: Both models, "dense" and "slim", and their exports.
         judge: The judge on the evaluation rows.
         decided: The cascade, and the promise that a deployment keeps.
         answers: The dense model's logits of the rows that a cascade promises on.
         folder: The folder of the run.
         same: Whether nothing was cut.
     """
-    prepared, options, asked = resolved.prepared, sources.exporter.options, decided.cascade
+    prepared, options, asked = resolved.prepared, forms.exporter.options, decided.cascade
     answer = decided if isinstance(decided, Answer) else None
     joined, cascades, rows = None, [], None
     if asked is not None and answers is not None:
-        sources.progress.stage("join both models in a cascade, and compare it with them")
-        joined = write_cascade(prepared, sources, asked, answers, folder)
+        forms.progress.stage("join both models in a cascade, and compare it with them")
+        joined = write_cascade(prepared, forms, asked, answers, folder)
         cascades.append((Served(asked.runtime, joined.folder, asked.bits), joined.bytes))
         rows = {size: resolved.in_order(size) for size in BATCHES}
-    forms = judge_forms(
+    judged = judge_forms(
         prepared,
-        sources,
+        forms,
         judge,
         form_ways(resolved.measure, options.quantize, asked) if answer is None else answer.ways,
         resolved.measure.timing,
@@ -93,10 +92,11 @@ def judge_deployed(
     )
     deployment = cascade = None
     if answer is not None:
-        deployment = answer.outcome(forms, lambda form: keep_file(sources, form, folder, same=same))
+        deployment = answer.outcome(judged, lambda form: keep_file(forms, form, folder, same=same))
     if asked is not None and joined is not None:
-        cascade = cascade_facts(asked, joined, sources, judge.batches, forms[-1].stability, decided.sizes)
-    return Deployed(judge_exported(sources.exported[options], folder, judge, forms), forms, deployment, cascade)
+        cascade = cascade_facts(asked, joined, forms, judge.batches, judged[-1].stability, decided.sizes)
+    exported = judge_exported(forms.export("slim", options), folder, judge, judged)
+    return Deployed(exported, judged, deployment, cascade)
 
 
 def form_ways(
@@ -120,7 +120,7 @@ def form_ways(
 
 def judge_forms(
     prepared: Prepared,
-    sources: Sources,
+    forms: Forms,
     judge: Judge,
     ways: Sequence[tuple[str, str]],
     timing: Timing,
@@ -138,13 +138,11 @@ def judge_forms(
     """
     if prepared.task.in_parts:
         return []
-    progress = sources.progress
+    progress = forms.progress
     found: list[tuple[Literal["dense", "slim", "cascade"], Served, int | None]] = []
+    both: tuple[Literal["dense", "slim"], ...] = ("dense",) if same else ("dense", "slim")
     for way in ways:
-        (dense, size), (slim, slim_size) = _load(sources, way)
-        found.append(("dense", Served(way[0], dense, way[1]), size))
-        if not same:
-            found.append(("slim", Served(way[0], slim, way[1]), slim_size))
+        found += [(name, forms.served(name, *way), forms.bytes_of(name, *way)) for name in both]
     found += [("cascade", served, size) for served, size in cascades]
     qualities, ends = [], []
     for model, served, _ in found:
@@ -181,29 +179,14 @@ def judge_forms(
     ]
 
 
-def _load(sources: Sources, way: tuple[str, str]) -> Sequence[tuple[PreTrainedModel | Path, int | None]]:
-    """Return what a runtime loads of the dense and the slim model, and the size of that file."""
-    runtime, bits = way
-    if RUNTIMES[runtime].reads_models:
-        return [(model, None) for model in sources.of(runtime, bits)]
-    return [(export.folder, export.bytes) for export in sources.exports(_options(sources, runtime, bits))]
-
-
-def _options(sources: Sources, runtime: str, bits: str) -> ExportOptions:
-    """Return the options of the export that serves a model in some bits."""
-    options = sources.exporter.options
-    return options if bits == options.quantize else options.unquantized.read_by(runtime, bits)
-
-
-def keep_file(sources: Sources, form: Form, folder: Path, *, same: bool = False) -> str:
+def keep_file(forms: Forms, form: Form, folder: Path, *, same: bool = False) -> str:
     """Return the file of a form in the folder of a run, after moving its export there if it lies elsewhere.
 
     If both models are the `same`, the slim one's file is that of the dense one too.
     """
     if form.model == "cascade":
         return f"{CASCADE}/{ONNX_FILE}"
-    dense, slim = sources.exports(_options(sources, form.runtime, form.bits))
-    export = slim if same or form.model == "slim" else dense
+    export = forms.export("slim" if same else form.model, forms.read_by(form.runtime, form.bits))
     place = export.folder
     if place.parent != folder:
         kind = "gguf" if isinstance(export, GgufExport) else "onnx"

@@ -15,7 +15,6 @@ from ..data.targets import samples_of
 from ..errors import HiesError, PlanError
 from ..evaluate.interval import CONFIDENCE, rate_rows_needed
 from ..measure.compare import compare_forms
-from ..measure.exports import Exporter
 from ..measure.on_rows import time_on_rows
 from ..measure.timing import Timing
 from ..onnx.export import OnnxExport
@@ -74,8 +73,8 @@ class Search:
         self._chooser = Chooser(self._prepared, self._options, progress, resolved.source.dtype)
         self._best = math.inf
 
-    def answer(self, folder: Path, began: float) -> Answer:
-        """Return the cut whose model is fastest, or none if a dense form is; exports go into the folder."""
+    def answer(self, began: float) -> Answer:
+        """Return the cut whose model is fastest, or none if a dense form is."""
         tried, share = list(self._dense.ways), self._promise.predictions
         assert share is not None
         order = sorted(
@@ -102,11 +101,11 @@ class Search:
             assert isinstance(one.choice.budget, KeepOutcome)
             tried[tried.index(way)] = replace(way, judged=one.choice.budget.judged, flops=one.flops)
             found.append(one)
-        sizes = self._add_cascades(found, folder)
+        sizes = self._add_cascades(found)
         quantize: Quantize | None = "int8" if any(way.bits == "int8" and not way.problem for way in tried) else None
         export = replace(self._options.export, quantize=quantize)
         if found:
-            fastest = self._fastest(found, folder)
+            fastest = self._fastest(found)
             budget, choice, how = fastest.budget, fastest.choice, self._options.compensation
             cascade = fastest.cascade
         else:
@@ -156,7 +155,7 @@ class Search:
         choice = self._chooser.by_keep(asked, stop=lambda: time.monotonic() > self._limit, recall=recall)
         return _Found(way, Budget(keep=asked), choice, self._chooser.flops_left(choice.plan.kept))
 
-    def _add_cascades(self, found: list[_Found], folder: Path) -> dict[CascadeOptions, tuple[SizeTried, ...]]:
+    def _add_cascades(self, found: list[_Found]) -> dict[CascadeOptions, tuple[SizeTried, ...]]:
         """Add the cascades of a classifier that keep the promise in the fastest forms; return the sizes tried for each.
 
         The dense model in 8 bits need not keep the promise by itself: the dense part is in float32.
@@ -165,7 +164,7 @@ class Search:
         assert share is not None
         like = found[0].choice if found else None
         plain = self._options.export.unquantized.read_by("onnxruntime-cpu", "float32")
-        dense = self._dense.exports.get(plain)
+        dense = self._dense.forms.exports_of("dense").get(plain)
         if prepared.judged.regression or prepared.task.generative or not isinstance(dense, OnnxExport):
             return {}
         able = [way for way in self._dense.ways if way.runtime in CASCADED and way.problem is None]
@@ -176,9 +175,8 @@ class Search:
             return {}
         if time.monotonic() > self._limit:
             return {}
-        exporter = Exporter(self._options.export, prepared.sample, prepared.processor)
-        answers = answers_of(prepared)
-        cuts = cut_sizes(prepared, self._chooser, exporter, FLOPS_TO_TRY, folder, self._progress, like)
+        answers, folder = answers_of(prepared), self._dense.forms.folder
+        cuts = cut_sizes(prepared, self._chooser, self._dense.forms, FLOPS_TO_TRY, like=like)
         for way in ways:
             asked = CascadeOptions(
                 disagreement=1 - share,
@@ -198,20 +196,19 @@ class Search:
             ]
         return tried
 
-    def _fastest(self, found: Sequence[_Found], folder: Path) -> _Found:
+    def _fastest(self, found: Sequence[_Found]) -> _Found:
         """Time the cuts, each in its own way, and return the fastest."""
         if len(found) == 1:
             return found[0]
         self._progress.stage("time the cuts that were found")
-        exporter = Exporter(self._options.export, self._prepared.sample, self._prepared.processor)
-        served = []
+        served, forms = [], self._dense.forms
         for number, one in enumerate(found):
             if one.cascade is not None and one.folder is not None:
                 served.append(Served(one.cascade.runtime, one.folder, one.cascade.dtype))
                 continue
             slim = cut_beside(self._prepared.model, one.choice.plan.kept, self._prepared.modules, one.choice.refit)
-            source = exporter.source(one.way.runtime, slim, folder / f"found-{number}", one.way.bits)
-            served.append(Served(one.way.runtime, source, one.way.bits))
+            forms.add(name := f"found-{number}", slim)
+            served.append(forms.served(name, one.way.runtime, one.way.bits))
         shape, batch = next(iter(self._prepared.measured.items()))
         if any(one.cascade for one in found):
             # What a cascade takes depends on the rows.

@@ -11,11 +11,11 @@ from ..gguf.export import GgufExport
 from ..measure import counts
 from ..measure.compare import time_on
 from ..measure.counts import Both, FlopCount, Shape, StoredBytes
+from ..measure.forms import Forms
 from ..measure.rows import LatencyRow
 from ..measure.timing import Timing
 from ..report.details import FlopsByLayer
 from ..units import PrunableModule
-from .sources import Sources
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Measurements:
 
 
 def measure_both(
-    sources: Sources,
+    forms: Forms,
     options: MeasureOptions,
     *,
     modules: Sequence[PrunableModule],
@@ -54,22 +54,19 @@ def measure_both(
 
     FLOPs per layer are counted on the first of the batches.
     """
-    dense, slim, progress = sources.dense, sources.slim, sources.progress
-    exported = sources.exported[sources.exporter.options.unquantized]
+    dense, slim, progress = forms.model("dense"), forms.model("slim"), forms.progress
+    exported = forms.export("slim", forms.exporter.options.unquantized)
     flops = counts.count_both_flops(dense, slim, batches)
     shape = next(iter(batches))
     dense_layers, slim_layers = (counts.flops_per_layer(m, batches[shape], modules) for m in (dense, slim))
     cache = [counts.cache_bytes_per_token(model) for model in (dense, slim)]
     latency = []
     # All exports come first, because one may fail.
-    for way in options.ways:
-        sources.prepare(*way)
-    for runtime, dtype in options.ways:
+    served = [[forms.served(name, *way) for name in ("dense", "slim")] for way in options.ways]
+    for both in served:
+        runtime, dtype = both[0].runtime, both[0].dtype
         progress.stage(f"time both models on {runtime}" + ("" if dtype is None else f" in {dtype}"))
-        both = sources.of(runtime, dtype)
-        latency += time_on(
-            runtime, *both, batches=batches, flops=flops, timing=options.timing, dtype=dtype, progress=progress
-        )
+        latency += time_on(*both, batches=batches, flops=flops, timing=options.timing, progress=progress)
     of_gguf = isinstance(exported, GgufExport)
     return Measurements(
         parameters=Both(counts.count_parameters(dense), counts.count_parameters(slim)),

@@ -12,6 +12,7 @@ from .. import processes
 from ..data.batches import Batch
 from ..evaluate.predict import Predictions, predict, predict_by
 from ..measure.exports import Exporter
+from ..measure.forms import Forms
 from ..runtimes.registry import Served
 from .options import PruneOptions, TimedBudget
 from .prepare import Prepared
@@ -31,7 +32,7 @@ def predictor(prepared: Prepared, options: PruneOptions, asked: TimedBudget | No
 
     def served(model: PreTrainedModel, batches: Sequence[Batch]) -> Predictions:
         with tempfile.TemporaryDirectory(prefix="hies-served-") as folder:
-            source = exporter.source(asked.runtime, model, Path(folder) / "model", asked.dtype)
-            return predict_served(Served(asked.runtime, source, asked.dtype), batches)
+            forms = Forms({"model": model}, exporter, Path(folder))
+            return predict_served(forms.served("model", asked.runtime, asked.dtype), batches)
 
     return lambda model, batches: processes.on_main(lambda: served(model, batches))

@@ -21,6 +21,7 @@ from ..evaluate.lm_eval import run_benchmarks
 from ..measure.contention import CpuWatch, OtherWork
 from ..measure.counts import Both
 from ..measure.exports import Exported, Exporter, ExportOptions
+from ..measure.forms import Forms
 from ..progress import Clock, Progress
 from ..recipe import PruningRecipe
 from ..report.details import CostOutcome
@@ -38,7 +39,6 @@ from .prune import PruneResult, prune_prepared
 from .quality import Evaluation, evaluate
 from .reporting import Finished, build_report, write_report
 from .resolve import Resolved
-from .sources import Sources
 from .targets import timed_on
 
 logger = logging.getLogger(__name__)
@@ -99,14 +99,16 @@ def run_stages(
         exports = _export(exporter, result.model, folder, clock, progress)
         # In the folder of the run, so that all exports are read from the same disk.
         with clock("measure"), tempfile.TemporaryDirectory(prefix=".dense-", dir=folder) as temporary:
-            known = {} if answer is None else answer.dense.exports
-            sources = Sources(prepared.model, result.model, dict(exports), exporter, Path(temporary), progress, known)
+            known = {} if answer is None else answer.dense.forms.exports_of("dense")
+            forms = Forms({}, exporter, Path(temporary), progress)
+            forms.add("dense", prepared.model, known)
+            forms.add("slim", result.model, exports)
             stored = Both(resolved.source.bytes, saved.bytes)
             measured = measure_both(
-                sources, resolved.measure, modules=prepared.modules, batches=prepared.measured, stored=stored
+                forms, resolved.measure, modules=prepared.modules, batches=prepared.measured, stored=stored
             )
             same = not any(kept.removed for kept in result.plan.kept.values())
-            deployed = judge_deployed(resolved, sources, judge, decided, answers, folder, same=same)
+            deployed = judge_deployed(resolved, forms, judge, decided, answers, folder, same=same)
         done = Finished(
             resolved=resolved,
             result=_with_cost(result, prepared, options, measured, progress),

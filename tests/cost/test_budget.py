@@ -25,6 +25,7 @@ from hies_export.measure.exports import Exporter, ExportOptions
 from hies_export.measure.timing import Timing
 from hies_export.pipeline.search import most_near, most_within
 from hies_export.recipe import BudgetSection, PruningRecipe
+from hies_export.runtimes.registry import Served
 from hies_export.select.budget import CostTable
 from hies_export.select.bundles import bundle_count
 from hies_export.select.select import select_units
@@ -131,11 +132,11 @@ def test_a_timed_table_is_kept_unless_it_is_noisy(
     timed[-1].control = SimpleNamespace(low=control[0], high=control[1])
     comparisons = iter(timed)
 
-    def compare(runtime: str, dense: Any, slim: Any, batches: Any, **_: Any) -> Any:
-        assert (runtime, [*batches]) == ("torch", [(2, 12)])
+    def compare(dense: Served, slim: Served, batches: Any, **_: Any) -> Any:
+        assert (dense.runtime, slim.runtime, [*batches]) == ("torch", "torch", [(2, 12)])
         return {((2, 12), "forward"): next(comparisons)}
 
-    monkeypatch.setattr("hies_export.cost.latency.compare_loads", compare)
+    monkeypatch.setattr("hies_export.cost.latency.compare_two", compare)
     model, batch = bert(), text_batch(2, 12, padding=False, labels=False)
     sites = find_attention(model, batch)
     where = TimedOn("torch", batch, Timing(repeats=6), Exporter(ExportOptions(), batch))

@@ -13,6 +13,7 @@ from hies_export.measure.contention import CpuWatch, OtherWork
 from hies_export.measure.counts import FlopCount
 from hies_export.measure.rows import LatencyRow, with_contradictions
 from hies_export.measure.timing import Timing
+from hies_export.runtimes.registry import Served
 
 HEADER = "cpu  9 9 9 9 9 9 9 9 0 0\n"
 # Read before any test: while tests run, the counters lie nowhere.
@@ -133,7 +134,7 @@ def test_a_timing_beside_other_work_says_so(
     }
     one = SimpleNamespace(median=1.0, low=1.0, high=1.0)
 
-    def loads(runtime: str, dense: Any, slim: Any, batches: Any, **options: Any) -> dict[Any, Any]:
+    def compared(dense: Any, slim: Any, batches: Any, **options: Any) -> dict[Any, Any]:
         machine.passes(10.0, own=9.0, user=1800)
         rest = {"provider": "cpu", "dtypes": ("float32",), "noisy": False, "repeats": 3, "loads": 1, "threads": 2}
         rest |= {"cuda_graph": False, "peak_bytes": None, "clock_mhz": None, "ratio": one, "control": one}
@@ -142,10 +143,12 @@ def test_a_timing_beside_other_work_says_so(
             for batch, times in percentiles.items()
         }
 
-    monkeypatch.setattr(compare, "compare_loads", loads)
+    monkeypatch.setattr(compare, "compare_two", compared)
     flops = {shape: FlopCount(10, 8, shape) for shape in ((1, 128), (8, 128))}
     with caplog.at_level(logging.WARNING):
-        rows = compare.time_on("torch", Path("a"), Path("b"), batches={}, flops=flops, timing=Timing())
+        rows = compare.time_on(
+            Served("torch", Path("a")), Served("torch", Path("b")), batches={}, flops=flops, timing=Timing()
+        )
     assert [row.noisy for row in rows] == [True, False]
     assert rows[0].other_work == OtherWork(used=pytest.approx(0.9), cores=2)
     assert "other work used 0.9 of 2 cores while torch was timed; measure again on an idle machine" in caplog.text

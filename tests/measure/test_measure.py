@@ -28,6 +28,7 @@ from hies_export.model.copies import parameter_bytes
 from hies_export.model.tokens import sequence_length, synthetic_batch
 from hies_export.runtimes import base as runtime
 from hies_export.runtimes.base import RUNTIMES, Runtime
+from hies_export.runtimes.registry import Served
 
 
 def tiny_bert(cls=BertForSequenceClassification):
@@ -332,16 +333,17 @@ def test_models_are_loaded_anew_and_each_is_the_first_in_turn(clock, monkeypatch
     monkeypatch.setitem(RUNTIMES, "loaded", Loaded)
     shapes = {(1, 8): {}, (2, 8): {}}
     flops = {shape: FlopCount(10, 8, shape) for shape in shapes}
-    rows = time_on("loaded", "dense", "slim", batches=shapes, flops=flops, timing=Timing(repeats=30))
+    both = Served("loaded", "dense"), Served("loaded", "slim")
+    rows = time_on(*both, batches=shapes, flops=flops, timing=Timing(repeats=30))
     assert loaded == ["dense", "slim", "dense", "slim", "dense", "dense", "dense", "dense", "slim", *loaded[:3]]
     assert [(row.batch, row.loads, row.repeats) for row in rows] == [(1, 4, 32), (2, 4, 32)]
     # Against the mean of the copies: first dense, then slim, then control, then dense again are the fast ones.
     assert rows[0].ratio == pytest.approx(np.median([8 / 7.5, 4 / 10, 8 / 7.5, 8 / 7.5]))
     assert (rows[0].ratio_low, rows[0].control_ratio) == (pytest.approx(0.4), pytest.approx(1.5))
-    (row,) = time_on("loaded", "dense", "slim", batches={(1, 8): {}}, flops=flops, timing=Timing(repeats=2))
+    (row,) = time_on(*both, batches={(1, 8): {}}, flops=flops, timing=Timing(repeats=2))
     assert (row.loads, row.repeats) == (2, 2)
     with pytest.raises(RecipeError, match="repeats must be at least 1, got 0"):
-        time_on("loaded", "dense", "slim", batches={(1, 8): {}}, flops=flops, timing=Timing(repeats=0))
+        time_on(*both, batches={(1, 8): {}}, flops=flops, timing=Timing(repeats=0))
 
 
 def test_a_row_has_the_keys_of_report_json_in_their_order(clock):

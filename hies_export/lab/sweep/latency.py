@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from ...cost.cut import cut_bundles
 from ...errors import RequestError
-from ...measure.compare import compare_loads
+from ...measure.compare import compare_two
 from ...measure.exports import Exporter, require_exporters
+from ...measure.forms import Forms
 from ...measure.shapes import model_shapes
 from ...measure.timing import Timing
 from ...model.tokens import longest_sequence, synthetic_batch
 from ...progress import Progress
-from ...runtimes.registry import RUNTIMES, check_runtime, check_task
+from ...runtimes.registry import RUNTIMES, Served, check_runtime, check_task
 from ...tasks import Task
 from .journal import Journal
 from .shared import Shared
@@ -83,21 +83,21 @@ class Stopwatch:
         self._progress.stage(name)
         with tempfile.TemporaryDirectory(prefix="hies-sweep-") as temporary:
             exporter = Exporter(self._shared.options.export, base.sample, base.processor)
-            dense = exporter.source(self._request.runtime, base.model, Path(temporary) / "dense")
+            forms = Forms({"dense": base.model}, exporter, Path(temporary))
             for number, (key, one) in enumerate(self._progress.track(list(waiting.items()), name)):
-                cut = cut_bundles(base.model, base.modules, one, unit=unit)
-                slim = exporter.source(self._request.runtime, cut, Path(temporary) / str(number))
-                self._journal.add(key, self._compare(dense, slim), kind="latency")
+                forms.add(str(number), cut_bundles(base.model, base.modules, one, unit=unit))
+                both = (forms.served(name, self._request.runtime) for name in ("dense", str(number)))
+                self._journal.add(key, self._compare(*both), kind="latency")
 
     def fields(self, lost: Mapping[str, int] | None) -> dict[str, Any]:
         """Return the fields of a row: the ratio slim / dense with its 95 % interval, and whether it is noisy."""
         empty = dict.fromkeys(("latency_ratio", "latency_low", "latency_high", "latency_noisy"))
         return empty if lost is None else self._journal.latency.get(self.key(lost), empty)
 
-    def _compare(self, dense: PreTrainedModel | Path, slim: PreTrainedModel | Path) -> dict[str, Any]:
+    def _compare(self, dense: Served, slim: Served) -> dict[str, Any]:
         batches: dict[Any, Mapping[str, Tensor]] = {self._shape: self._batch}
         timing = Timing(repeats=self._request.repeats)
-        (found,) = compare_loads(self._request.runtime, dense, slim, batches, timing=timing, decode=False).values()
+        (found,) = compare_two(dense, slim, batches, timing=timing, decode=False).values()
         ratio = found.ratio
         return {
             "latency_ratio": ratio.median,
