@@ -12,6 +12,7 @@ In the order of reading:
 - `latency.py`: `compare_latency`, timing and statistics for two loaded models.
 - `rows.py`: `LatencyRow`, a comparison as a row of report.json, and which rows contradict others.
 - `record.py`: dataclasses that read like that file.
+- `exports.py`: export a model to a format; `forms.py`: models by name, each exported once for what a runtime reads.
 - `compare.py`: `time_on` loads two models into a runtime, as many times as it needs, and times them at every shape.
 - `contention.py`: how many cores other work used at the same time, on Linux.
 - `machine.py`: processor, GPU and library versions, to be read beside the times.

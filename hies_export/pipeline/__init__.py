@@ -12,8 +12,8 @@ In the order of reading:
 - `choose.py`: calibrate, score (`candidates.py`) and select within the budget (`targets.py`), which gives the plan.
 - `search.py`: find alpha, the criterion or the largest allowed cut on held-out rows; `quality.py`: evaluate.
 - `cut.py`: cut by a plan, compensate (`refitting.py`), check and save.
-- `measure.py`: export the dense model too (`sources.py`), and count and time both; `deployed.py`: judge and time both
-  in every number of bits, by what `serving.py` has runtimes predict.
+- `measure.py`: count and time both models; `deployed.py`: judge and time both in every number of bits, by what
+  `serving.py` has runtimes predict.
 - `deploy.py`: `deploy`, which finds the fastest form that keeps a promise (`answer.py`); `propose.py`: a recipe for a
   model and a data set alone.
 - `reporting.py`: the results of all stages, as a `Report` and its files; `provenance.py`: the recipe and the

@@ -100,7 +100,7 @@ def run_stages(
         # In the folder of the run, so that all exports are read from the same disk.
         with clock("measure"), tempfile.TemporaryDirectory(prefix=".dense-", dir=folder) as temporary:
             forms = Forms({}, exporter, Path(temporary), progress)
-            forms.add("dense", prepared.model, answer and answer.dense.forms.exports_of("dense"))
+            forms.add("dense", prepared.model, None if answer is None else answer.dense.forms.exports_of("dense"))
             forms.add("slim", result.model, exports)
             stored = Both(resolved.source.bytes, saved.bytes)
             measured = measure_both(
