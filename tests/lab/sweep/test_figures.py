@@ -17,6 +17,7 @@ from hies_export.lab.sweep.frontier import sweep_frontier
 from hies_export.lab.sweep.page import timed_panels
 from hies_export.lab.sweep.tables import render_markdown, sweep_tables
 from hies_export.report.figures import write_figures
+from hies_export.report.frontier import frontier
 
 
 def rows(sizes: tuple[int, ...], seeds: tuple[int, ...], alphas: tuple[float, ...]) -> list[dict[str, Any]]:
@@ -173,24 +174,18 @@ def test_agreement_against_time_has_a_point_per_method_and_budget_and_the_fronti
             key = row["criterion"], row["modules"], row["compensation"], row["flops_target"]
             means.setdefault(key, []).append((row["latency_ratio"], row["stability"]))
     points = [(1.0, 1.0), *(tuple(map(statistics.fmean, zip(*values, strict=True))) for values in means.values())]
-    assert len(figure.marks) == len(points) == 1 + 2 * 2 * 3 * 2 + 1
+    assert len(figure.found) == len(points) == 1 + 2 * 2 * 3 * 2 + 1
     best = {
         (round(time, 6), round(same, 6))
         for time, same in points
         if not any(t <= time and s >= same and (t < time or s > same) for t, s in points)
     }
-    (dense_x, dense_y), (fast_x, fast_y) = figure.line[-1], figure.line[0]
-    read = {
-        (
-            round(1 - (dense_x - x) * (1 - min(best)[0]) / (dense_x - fast_x), 6),
-            round(1 - (dense_y - y) * (1 - min(best)[1]) / (dense_y - fast_y), 6),
-        )
-        for x, y in figure.line
-    }
-    assert read == best
+    line = [figure.found[number] for number in frontier(figure.found)]
+    assert {(round(one.time, 6), round(one.same, 6)) for one in line} == best
     # Those have names and intervals, the others neither.
-    assert sum(bool(mark.whiskers) for mark in figure.marks) == len(best) == 4
-    assert {mark.of for mark in figure.marks} == {"", *line_styles(found)} - {
+    assert [one for one in figure.found if one.name] == sorted(line, key=figure.found.index)
+    assert len(line) == len(best) == 4
+    assert {"".join(one.series[:1]) for one in figure.found} == {"", *line_styles(found)} - {
         name for name in line_styles(found) if name.startswith("noisy")
     }
     assert sweep_frontier([row | {"latency_ratio": None} for row in found], line_styles(found)) is None
