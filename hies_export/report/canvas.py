@@ -62,10 +62,14 @@ def canvas(width: float, height: float, *, size: float) -> Iterator[Figure]:
         yield Figure((width / 72, height / 72), dpi=72)
 
 
-def svg_of(figure: Figure, parts: Mapping[str, Part], *, kind: str, text: str) -> str:
-    """Return a figure as an SVG element; `parts` tells what the elements are whose gid is a key."""
+def svg_of(figure: Figure, parts: Mapping[str, Part], *, kind: str, text: str, tight: bool = True) -> str:
+    """Return a figure as an SVG element; `parts` tells what the elements are whose gid is a key.
+
+    A `tight` one is as large as what is drawn, also beyond the canvas.
+    """
     out = io.StringIO()
-    figure.savefig(out, format="svg", bbox_inches="tight", pad_inches=0.06, transparent=True, metadata={"Date": None})
+    size: dict[str, Any] = {"bbox_inches": "tight", "pad_inches": 0.06} if tight else {}
+    figure.savefig(out, format="svg", transparent=True, metadata={"Date": None}, **size)
     svg = re.sub(r"(?s)<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", out.getvalue())
     box = re.search(r'viewBox="([^"]*)"', svg)
     assert box is not None
@@ -79,12 +83,12 @@ def svg_of(figure: Figure, parts: Mapping[str, Part], *, kind: str, text: str) -
         return f'<g class="{part.kind}"{of}>{note}'
 
     body = re.sub(r'<g id="([^"]*)"[^>]*?(/?)>', named, svg.partition("<svg")[2].partition(">")[2])
-    body = body.replace("xlink:href", "href")
-    body = re.sub(r"font: (?:(\w+) )?([\d.]+)px [^;\"]*", lambda m: f"font-size: {m[2]}px", body)
-    return (
-        f'<svg class="{kind}" viewBox="{box[1]}" role="img" aria-label="{html.escape(text)}">'
-        + re.sub(r">\s+<", "><", body).strip()
-    )
+    # Nothing is drawn beyond the axes that has to be hidden, and a page has a font of its own.
+    body = re.sub(r'(?s)<clipPath.*?</clipPath>| clip-path="[^"]*"', "", body).replace("xlink:href", "href")
+    body = re.sub(r"font: (?:(\w+) )?([\d.]+px) [^;\"]*", r"font-weight: \1; font-size: \2", body)
+    body = re.sub(r"font-family: [^;\"]*;? ?|font-weight: ; ", "", body)
+    body = re.sub(r"<g/>|<defs>\s*</defs>", "", re.sub(r"\s*\n\s*", " ", body).replace("> <", "><"))
+    return f'<svg class="{kind}" viewBox="{box[1]}" role="img" aria-label="{html.escape(text)}">' + body.strip()
 
 
 def for_page(svg: str) -> str:
