@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from ..checkpoint.folders import refuse_other_file, replace_file
 from .canvas import DARK
-from .drawing import MapFigure, latency_scale, neuron_bars
+from .drawing import MapFigure, draw_curve, latency_scale, neuron_bars
 from .frontier import WIDTH, FrontierFigure, frontier_figure
 from .frontier import draw_frontier as frontier_svg
 from .html import alpha_curves, head_figures
@@ -56,7 +56,7 @@ def draw_report(report: Report) -> dict[str, str]:
         "latency.svg": [Panel("", _draw("latency_plot", report.latency, latency_scale(report.latency)))]
         if report.latency
         else [],
-        "alpha.svg": [Panel(f"{curve.label}, {chosen}", _draw("curve", curve)) for curve in curves],
+        "alpha.svg": [Panel(f"{curve.label}, {chosen}", Markup(draw_curve(curve))) for curve in curves],
     }
     frontier = {"frontier.svg": draw_frontier(picture)} if picture else {}
     return frontier | {name: arrange(drawn) for name, drawn in panels.items() if drawn}

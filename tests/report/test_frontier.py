@@ -5,6 +5,8 @@ import json
 import random
 import re
 import runpy
+import subprocess
+import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from pathlib import Path
@@ -277,3 +279,9 @@ def test_the_page_and_the_lead_say_what_to_deploy(capsys: pytest.CaptureFixture[
     assert "98.00%" in out
     none = report_of(deployed=None)
     assert lead_text(none).startswith("0.81 of the time on ONNX Runtime")
+
+
+def test_what_draws_is_imported_when_something_is_drawn() -> None:
+    script = "import sys, hies_export.cli.main, hies_export.report.html, hies_export.lab.sweep.page; "
+    script += "sys.exit('matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 0

@@ -203,7 +203,7 @@ def draw_chart(chart: Chart) -> str:
         parts[gid := f"part-{len(parts)}"] = Part(f"{kind} {line.style.kind}", note, line.name)
         return gid
 
-    with canvas(WIDTH, HEIGHT, size=12) as drawn:
+    with canvas(WIDTH, HEIGHT, size=12.5) as drawn:
         axes = drawn.add_axes((40 / WIDTH, 56 / HEIGHT, 1 - 52 / WIDTH, 1 - 68 / HEIGHT))
         axes.spines[:].set_visible(False)
         axes.tick_params(length=0, which="both")
