@@ -1,13 +1,14 @@
-"""Place the figures of the pages: which cell, bar or dot goes where. The templates draw them."""
+"""The smaller figures of the pages: maps and bars, which the templates draw as grids, and curves."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..measure.rows import LatencyRow
+from .canvas import ACCENT, CARD, LINE, MUTED, SECOND, Part, canvas, for_page, svg_of
 from .details import NeuronCount
 from .maps import CUT
 
@@ -85,28 +86,59 @@ class Scale:
 
 @dataclass(frozen=True)
 class Curve:
-    """A curve in an SVG 600 units wide, whose axis begins at `left`.
+    """A curve with its measured points.
 
     Attributes:
-        ends: The largest and the smallest value: height, and the number as text.
-        axis: Text at both ends of the axis, at the height `bottom`.
-        kind: CSS class of the curve; each kind of number has a colour.
-        ticks: Places on the axis, and the numbers there.
+        axis: Text at both ends of the axis.
+        kind: CSS class of the curve; stability has a colour of its own.
+        ticks: Numbers on the axis.
         chosen: Where on the axis the choice is marked.
-        band: Heights of the top and the bottom of a shaded band.
+        band: Ends of a shaded band.
+        most: Where the axis ends.
     """
 
     label: str
-    left: int
     line: Sequence[tuple[float, float]]
     dots: Sequence[Dot]
-    ends: Sequence[tuple[float, str]]
     axis: tuple[str, str]
-    bottom: int
     kind: str = ""
-    ticks: Sequence[tuple[float, str]] = ()
+    ticks: Sequence[float] = ()
     chosen: float | None = None
-    band: tuple[float, float] | None = None
+    band: Sequence[float] = ()
+    most: float = 1.0
+
+
+def draw_curve(curve: Curve) -> str:
+    """Return a curve as an SVG element."""
+    parts: dict[str, Part] = {}
+    colour, values = SECOND if curve.kind == "stability" else ACCENT, [*(dot.y for dot in curve.dots), *curve.band]
+    height = 160 if curve.ticks else 140
+    with canvas(400, height, size=13) as drawn:
+        axes = drawn.add_axes((50 / 400, 52 / height, 334 / 400, 1 - 66 / height))
+        axes.spines[:].set_visible(False)
+        axes.tick_params(length=3 if curve.ticks else 0, color=LINE)
+        axes.set_xticks(curve.ticks, [f"{tick:g}" for tick in curve.ticks])
+        ends = sorted({min(values), max(values)})
+        axes.set_yticks(ends, [f"{end:.3g}" for end in ends])
+        axes.tick_params(axis="y", length=0, pad=8)
+        if curve.band:
+            axes.axhspan(min(curve.band), max(curve.band), color=colour, alpha=0.13, lw=0)
+        if curve.chosen is not None:
+            axes.axvline(curve.chosen, color=MUTED, lw=1, ls=(0, (3, 4)), zorder=0)
+        axes.plot(*zip(*curve.line, strict=True), color=colour, lw=1.5, clip_on=False)
+        for dot in curve.dots:
+            parts[gid := f"dot-{len(parts)}"] = Part("chosen" if dot.chosen else "dot", dot.note)
+            size = {"ms": 11, "mec": CARD, "mew": 1.5} if dot.chosen else {"ms": 5}
+            axes.plot(dot.x, dot.y, "o", color=colour, gid=gid, clip_on=False, zorder=3, **size)
+        axes.set(xlim=(0, curve.most), ylim=(ends[0], ends[-1]) if len(ends) > 1 else (ends[0] - 1, ends[0] + 1))
+        drawn.text(50 / 400, 8 / height, curve.axis[0])
+        drawn.text(384 / 400, 8 / height, curve.axis[1], ha="right")
+        return svg_of(drawn, parts, kind=f"plot {curve.kind}".strip(), text=curve.label, tight=False)
+
+
+def page_curve(curve: Curve) -> str:
+    """Return a curve in the colours of a page."""
+    return for_page(draw_curve(curve))
 
 
 def plan_figure(marks: Mapping[str, str]) -> MapFigure:
@@ -184,16 +216,3 @@ def latency_scale(rows: Sequence[LatencyRow]) -> Scale:
     # One noisy row must not squeeze all the others.
     ends += [min(end, 1.5) for row in rows if row.noisy for end in (row.ratio_high, row.control_high)]
     return Scale(max(1.05, *ends) + 0.01 if ends else 1.06)
-
-
-def curve_places(
-    values: Sequence[float], *, left: int, height: int, scale: float = 1.0
-) -> tuple[Callable[[float, float], tuple[float, float]], list[tuple[float, str]]]:
-    """Return where a point (share, value) of a `Curve` goes, and its `ends`; the axis ends at the share `scale`."""
-    low, high, top = min(values), max(values), 20
-
-    def place(share: float, value: float) -> tuple[float, float]:
-        return left + (580 - left) * share / scale, top + height * (high - value) / (high - low or 1)
-
-    ends = {top + 4: high, top + height + 4: low} if high > low else {top + 4: high}
-    return place, [(y, f"{value:.3g}") for y, value in ends.items()]

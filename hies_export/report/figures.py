@@ -7,9 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from markupsafe import Markup
+
 from ..checkpoint.folders import refuse_other_file, replace_file
-from .drawing import MapFigure, latency_scale, neuron_bars
-from .frontier import FrontierFigure, frontier_figure
+from .canvas import DARK
+from .drawing import MapFigure, draw_curve, latency_scale, neuron_bars
+from .frontier import WIDTH, FrontierFigure, frontier_figure
+from .frontier import draw_frontier as frontier_svg
 from .html import alpha_curves, head_figures
 from .jinja import environment
 from .report import Report
@@ -37,7 +41,7 @@ class Panel(NamedTuple):
 
 def draw_frontier(figure: FrontierFigure) -> str:
     """Return agreement against time, as one SVG that needs nothing else."""
-    return arrange([Panel("", _draw("frontier", figure))], width=figure.width)
+    return arrange([Panel("", Markup(frontier_svg(figure)))], width=WIDTH)
 
 
 def draw_report(report: Report) -> dict[str, str]:
@@ -52,7 +56,7 @@ def draw_report(report: Report) -> dict[str, str]:
         "latency.svg": [Panel("", _draw("latency_plot", report.latency, latency_scale(report.latency)))]
         if report.latency
         else [],
-        "alpha.svg": [Panel(f"{curve.label}, {chosen}", _draw("curve", curve)) for curve in curves],
+        "alpha.svg": [Panel(f"{curve.label}, {chosen}", Markup(draw_curve(curve))) for curve in curves],
     }
     frontier = {"frontier.svg": draw_frontier(picture)} if picture else {}
     return frontier | {name: arrange(drawn) for name, drawn in panels.items() if drawn}
@@ -82,7 +86,7 @@ def arrange(panels: Sequence[Panel], *, width: int = _WIDTH, legend: Callable[[i
         placed.append((Panel("", below := legend(inner)), _GAP, top, inner, _height(below, inner)))
         top += placed[-1][-1] + _GAP
     template = environment().get_template("figure.svg.j2")
-    return template.render(placed=placed, width=inner + 2 * _GAP, height=top, title=_TITLE)
+    return template.render(placed=placed, width=inner + 2 * _GAP, height=top, title=_TITLE, dark=DARK)
 
 
 def write_figures(figures: Mapping[str, str], folder: Path) -> list[Path]:

@@ -1,24 +1,42 @@
-"""Lay out the picture of agreement against time: a point for every measured form, and the frontier."""
+"""Draw the picture of agreement against time: a point for every measured form, and the frontier."""
 
 from __future__ import annotations
 
-import itertools
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .canvas import (
+    ACCENT,
+    CARD,
+    GREY,
+    INK,
+    LINE,
+    MARKERS,
+    MUTED,
+    SECOND,
+    SERIES,
+    Part,
+    canvas,
+    for_page,
+    place_names,
+    svg_of,
+)
 from .details import Form, deciding_step, relative_times
-from .labels import LINE, TEXT, Area, Label, Place, Segment, place_labels, text_width
 from .report import Report
 from .rows import form_name, form_step
 from .text import runtime_name
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 Ends = tuple[float, float]
 
-WIDTH = 600
-# The axes, in units of the SVG. Above them is the name of the upright one and room for names of points at 100 %.
-AXES = Area(84, 78, 586, 390)
+# Widths of the picture on a wide and on a narrow screen.
+WIDTH, NARROW = 600, 340
+_PROMISE: dict[str, Any] = {"color": MUTED, "lw": 1, "ls": (0, (3, 4))}
 # If something is promised, the vertical axis ends where five times as many answers differ; the rest lies below.
 _WORST = 5
 
@@ -46,27 +64,6 @@ class Measured(NamedTuple):
     series: tuple[str, ...] = ()
 
 
-class Mark(NamedTuple):
-    """A point: its place, its CSS class, the number of its shape, its intervals, its note and the name of its line."""
-
-    x: float
-    y: float
-    kind: str
-    shape: int
-    whiskers: Sequence[Segment]
-    note: str
-    chosen: bool
-    of: str
-
-
-class Trail(NamedTuple):
-    """A thin line: its CSS class, its name and its places."""
-
-    kind: str
-    of: str
-    places: Sequence[Place]
-
-
 class Shape(NamedTuple):
     """What a mark in the legend means: its CSS class and the number of its shape, and the text."""
 
@@ -75,43 +72,46 @@ class Shape(NamedTuple):
     text: str
 
 
-class Key(NamedTuple):
-    """An entry of the legend: its place, its text, and what stands before it: a mark, or a sample or number by name."""
-
-    x: float
-    y: float
-    sample: Shape | str
-    text: str
-
-
 @dataclass(frozen=True)
 class FrontierFigure:
     """Agreement upwards, time to the right.
 
     Attributes:
-        line: The frontier, from the fastest on.
-        labels: Names of points, or their numbers in the legend.
-        promise: Height of the promised agreement.
+        shapes: What the marks mean, for the legend.
+        interval: What the bars mean.
+        promise: The promised agreement.
         across, upwards: Names of the axes.
-        text: The frontier in words.
-        height: Of the whole, with the legend.
     """
 
-    marks: Sequence[Mark]
-    trails: Sequence[Trail]
-    line: Sequence[Place]
-    labels: Sequence[tuple[Label, str]]
-    keys: Sequence[Key]
-    x_ticks: Sequence[tuple[float, str]]
-    y_ticks: Sequence[tuple[float, str]]
-    promise: float | None
+    found: Sequence[Measured]
     across: str
     upwards: str
-    text: str
-    height: float
-    axes: ClassVar[Area] = AXES
-    width: ClassVar[int] = WIDTH
-    spacing: ClassVar[int] = LINE
+    shapes: Sequence[Shape] = ()
+    interval: str = "95 % interval"
+    promise: float | None = None
+
+    @property
+    def text(self) -> str:
+        """The frontier in words."""
+        notes = "; ".join(self.found[number].note for number in frontier(self.found))
+        return f"{self.upwards} against {self.across}. The frontier: {notes}"
+
+    @property
+    def fastest(self) -> float:
+        """Where the axis of times begins."""
+        return max(0.0, math.floor(10 * (min(0.9, *(one.time for one in self.found)) - 0.05)) / 10)
+
+    @property
+    def slowest(self) -> float:
+        """Where the axis of times ends."""
+        return max(1.0, *(max(one.time, one.time_ends[1] if one.name else 0.0) for one in self.found))
+
+    @property
+    def least(self) -> float:
+        """The least agreement that is to be seen: that of every point, except those far below what is promised."""
+        floor = 0.0 if self.promise is None else 1 - _WORST * (1 - self.promise)
+        lows = [one.same_ends[0] if one.name else one.same for one in self.found if one.same >= floor]
+        return min([*lows, 0.999, *([] if self.promise is None else [self.promise])])
 
 
 def frontier_figure(report: Report, others: Sequence[Measured] = ()) -> FrontierFigure | None:
@@ -141,7 +141,7 @@ def frontier_figure(report: Report, others: Sequence[Measured] = ()) -> Frontier
         )
         for number, (form, time) in enumerate(zip(forms, relative_times(forms, step), strict=True))
     ]
-    return place_frontier(
+    return FrontierFigure(
         [*measured, *(one._replace(shape=len(runtimes)) for one in others)],
         shapes=[
             *(Shape("other", number, name) for number, name in enumerate(runtimes)),
@@ -173,131 +173,96 @@ def frontier(found: Sequence[Measured]) -> list[int]:
     return line
 
 
-def place_frontier(
-    found: Sequence[Measured],
-    *,
-    across: str,
-    upwards: str,
-    shapes: Sequence[Shape] = (),
-    interval: str = "95 % interval",
-    promise: float | None = None,
-) -> FrontierFigure:
-    """Return the picture of everything that was measured; `shapes` and `interval` explain marks and bars."""
-    scales = _Scales.of(found, promise)
-    places = [(scales.right(one.time), scales.up(one.same)) for one in found]
-    marks = [_mark(one, place, scales) for one, place in zip(found, places, strict=True)]
-    best = frontier(found)
-    line = [places[number] for number in best]
-    segments = [(*start, *end) for start, end in itertools.pairwise(line)]
-    labels, numbered = _labels(
-        [(one, place, _text(one, below=one.same < scales.lowest)) for one, place in zip(found, places, strict=True)],
-        lines=[*segments, *segments, *(part for mark in marks for part in mark.whiskers)],
-    )
-    samples: list[tuple[Shape | str, str]] = [(one, one.text) for one in shapes] if len(shapes) > 1 else []
-    samples += [("frontier", "frontier"), ("interval", interval)]
-    if promise is not None:
-        samples.append(("promise", f"{100 * promise:g} % promised, on held-out rows"))
-    keys, height = _legend(samples, numbered)
-    return FrontierFigure(
-        marks=marks,
-        trails=[_trail(name, found, places) for name in dict.fromkeys(one.series for one in found if one.series)],
-        line=line,
-        labels=labels,
-        keys=keys,
-        x_ticks=scales.x_ticks,
-        y_ticks=scales.y_ticks,
-        promise=None if promise is None else scales.up(promise),
-        across=across,
-        upwards=upwards,
-        text=f"{upwards} against {across}. The frontier: " + "; ".join(found[number].note for number in best),
-        height=height,
-    )
+def draw_frontier(figure: FrontierFigure, *, width: int = WIDTH, kind: str = "wide") -> str:
+    """Return agreement against time with its legend, as an SVG element that is so many units wide."""
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    narrow, round_numbers = width < WIDTH, [1, 2, 5, 10]
+    parts: dict[str, Part] = {}
+    with canvas(width, 400, size=13) as drawn:
+        axes = drawn.add_axes((66 / width, 0.13, 1 - 84 / width, 0.7))
+        axes.spines[:].set_visible(False)
+        axes.tick_params(length=0, pad=7)
+        axes.grid(axis="y", color=LINE, lw=1)
+        ticks = MaxNLocator(4, steps=round_numbers).tick_values(figure.least, 1.0)
+        axes.set_yticks([tick for tick in ticks if -1e-9 <= tick <= 1 + 1e-9])
+        lowest = axes.get_yticks()[0]
+        axes.set(xlim=(figure.fastest, figure.slowest), ylim=(lowest, 1.0))
+        axes.xaxis.set_major_locator(MaxNLocator(4 if narrow else 8, steps=round_numbers))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.4g} %"))
+        axes.set_xlabel(figure.across, loc="right")
+        drawn.text(0, 1, figure.upwards, va="top")
+        if figure.promise is not None:
+            axes.axhline(figure.promise, **_PROMISE)
+
+        def line(name: str, places: Sequence[Ends], *, of: str = "", **style: Any) -> None:
+            """Draw a line, or a mark, whose class is the first part of its name."""
+            parts[gid := f"{name}-{len(parts)}"] = Part(name, of=of)
+            axes.plot(*zip(*places, strict=True), gid=gid, **{"clip_on": False, **style})
+
+        places = [(one.time, max(one.same, lowest)) for one in figure.found]
+        for series in dict.fromkeys(one.series for one in figure.found if one.series):
+            members = sorted((p, one.kind) for one, p in zip(figure.found, places, strict=True) if one.series == series)
+            line("trail", [p for p, _ in members], of=series[0], color=_colour(members[0][1]), lw=1, alpha=0.5)
+        best = [places[number] for number in frontier(figure.found)]
+        line("best", best, color=INK, lw=2, alpha=0.8)
+        crossed = [best, best]
+        for one, (time, same) in zip(figure.found, places, strict=True):
+            low, high = (max(end, lowest) for end in one.same_ends)
+            for bar in ([[(end, same) for end in one.time_ends], [(time, low), (time, high)]]) if one.name else []:
+                line("whisker", bar, color=MUTED, lw=1, alpha=0.7)
+                crossed.append(bar)
+        for number, (one, place) in enumerate(zip(figure.found, places, strict=True)):
+            gid = f"mark-{number}"
+            parts[gid] = Part(f"mark {one.kind}", one.note, one.series[0] if one.series else "")
+            style = {"color": _colour(one.kind), "mec": CARD, "mew": 0.7, "ms": 11 if one.chosen else 8}
+            axes.plot(*place, MARKERS[one.shape % 4], gid=gid, clip_on=False, zorder=4, **style)
+        names: list[Any] = []
+        for one, place in sorted(zip(figure.found, places, strict=True), key=lambda pair: not pair[0].chosen):
+            if one.name:
+                parts[gid := f"name-{len(names)}"] = Part("name best" if one.chosen else "name")
+                style = {"color": INK, "weight": "bold" if one.chosen else "normal", "zorder": 5}
+                names.append(axes.text(*place, _text(one, below=one.same < lowest), gid=gid, **style))
+        numbered = place_names(axes, places, names, crossed)
+        _legend(drawn, figure, numbered, columns=1 if narrow else 3)
+        return svg_of(drawn, parts, kind=f"frontier {kind}", text=figure.text)
 
 
-class _Scales(NamedTuple):
-    """Where a time and an agreement go: the ends of both axes, and how far apart the numbers on the upright one are."""
-
-    fastest: float
-    slowest: float
-    lowest: float
-    step: float
-
-    @classmethod
-    def of(cls, found: Sequence[Measured], promise: float | None) -> _Scales:
-        """Return axes that show every point, except those that agree far less than promised."""
-        fastest = math.floor(10 * (min(0.9, *(one.time for one in found)) - 0.05)) / 10
-        slowest = max(1.0, *(one.time for one in found), *(one.time_ends[1] for one in found if one.name))
-        floor = 0.0 if promise is None else 1 - _WORST * (1 - promise)
-        lows = [one.same_ends[0] if one.name else one.same for one in found if one.same >= floor]
-        lost = max(1 - min([*lows, *([] if promise is None else [promise])]), 1e-3)
-        steps = (base * 10.0**power for power in range(-4, 1) for base in (1, 2, 5))
-        step = next(step for step in steps if lost / step <= 4)
-        return cls(max(0.0, fastest), slowest, max(0.0, 1 - step * math.ceil(round(lost / step, 6))), step)
-
-    def right(self, time: float) -> float:
-        """Return the place of a time; times below the axis are put at its start."""
-        share = (max(time, self.fastest) - self.fastest) / (self.slowest - self.fastest)
-        return AXES.left + (AXES.right - AXES.left) * share
-
-    def up(self, same: float) -> float:
-        """Return the height of an agreement; those below the axis are put at its start."""
-        share = (max(same, self.lowest) - self.lowest) / (1 - self.lowest)
-        return AXES.bottom - (AXES.bottom - AXES.top) * share
-
-    @property
-    def x_ticks(self) -> list[tuple[float, str]]:
-        """Places of at most eleven round times, and the times as text."""
-        tenths = range(round(10 * self.fastest), math.floor(10 * self.slowest) + 1)
-        apart = next(n for n in (1, 2, 5, 10, 20, 50, 100, 10**6) if self.slowest - self.fastest <= n)
-        return [(self.right(tenth / 10), f"{tenth / 10:.1f}") for tenth in tenths if tenth % apart == 0]
-
-    @property
-    def y_ticks(self) -> list[tuple[float, str]]:
-        """Heights of at most five round agreements, and the agreements as text."""
-        shares = [1 - number * self.step for number in range(round((1 - self.lowest) / self.step) + 1)]
-        return [(self.up(share), f"{100 * share:.4g} %") for share in shares]
+def page_frontier(figure: FrontierFigure) -> str:
+    """Return the picture for a page, which shows the first of two on a wide screen and the other on a narrow one."""
+    return for_page(draw_frontier(figure) + draw_frontier(figure, width=NARROW, kind="narrow"))
 
 
-def _mark(one: Measured, place: Place, scales: _Scales) -> Mark:
-    x, y = place
-    (fast, slow), (low, high) = map(scales.right, one.time_ends), map(scales.up, one.same_ends)
-    whiskers = [(fast, y, slow, y), (x, low, x, high)] if one.name else []
-    return Mark(x, y, one.kind, one.shape, whiskers, one.note, one.chosen, one.series[0] if one.series else "")
+def _legend(drawn: Figure, figure: FrontierFigure, numbered: Sequence[tuple[int, str]], *, columns: int) -> None:
+    """Draw the legend below the axes, and below it the names that are numbers."""
+    from matplotlib.lines import Line2D
+
+    entries = [
+        (Line2D([], [], color=_colour(one.kind), marker=MARKERS[one.shape % 4], ls=""), one.text)
+        for one in (figure.shapes if len(figure.shapes) > 1 else ())
+    ]
+    entries.append((Line2D([], [], color=INK, lw=2, alpha=0.8), "frontier"))
+    entries.append((Line2D([], [], color=MUTED, marker="+", ms=13, ls=""), figure.interval))
+    if figure.promise is not None:
+        entries.append((Line2D([], [], **_PROMISE), f"{100 * figure.promise:g} % promised, on held-out rows"))
+    place = {"loc": "upper left", "frameon": False, "borderpad": 0, "borderaxespad": 0, "handlelength": 1.6}
+    handles, words = zip(*entries, strict=True)
+    first = drawn.legend(handles, words, bbox_to_anchor=(0, -0.02), ncols=columns, columnspacing=1.4, **place)
+    if numbered:
+        below = (first.get_window_extent().y0 - 8) / drawn.bbox.height
+        texts = [textwrap.fill(f"{number}  {', '.join(text.splitlines())}", 46) for number, text in numbered]
+        drawn.legend(
+            [Line2D([], [], ls="")] * len(texts), texts, bbox_to_anchor=(0, below), **{**place, "handlelength": 0}
+        )
 
 
-def _labels(
-    points: Sequence[tuple[Measured, Place, tuple[str, ...]]], *, lines: Sequence[Segment]
-) -> tuple[list[tuple[Label, str]], list[tuple[str, str]]]:
-    """Return where the texts of points stand, the chosen one's first, and the legend of those that are numbers."""
-    points = sorted(points, key=lambda point: not point[0].chosen)
-    _, places, texts = zip(*points, strict=True)
-    within = Area(AXES.left - 4, LINE + 4, WIDTH - 4, AXES.bottom + LINE / 2)
-    placed = place_labels(places, texts, within=within, lines=lines)
-    labels = [(one, text, label) for (one, _, text), label in zip(points, placed, strict=True) if label is not None]
-    numbered = [(label.lines[0], ", ".join(text)) for _, text, label in labels if label.lines[0] != text[0]]
-    return [(label, "best" if one.chosen else "") for one, _, label in labels], numbered
+def _colour(kind: str) -> str:
+    """Return the colour of a kind of point, of which those of series have a number."""
+    known = {"slim": ACCENT, "other": MUTED, "peer": SECOND, "rest": GREY}
+    return known[kind] if kind in known else SERIES[int(kind[1:])]
 
 
-def _trail(series: tuple[str, ...], found: Sequence[Measured], places: Sequence[Place]) -> Trail:
-    """Return the line through the points of a series, from the fastest on."""
-    members = sorted((place, one.kind) for one, place in zip(found, places, strict=True) if one.series == series)
-    return Trail(members[0][1], series[0], [place for place, _ in members])
-
-
-def _text(one: Measured, *, below: bool) -> tuple[str, ...]:
+def _text(one: Measured, *, below: bool) -> str:
     """Return the lines of a name, with the agreement of a point below the axis."""
-    return (f"{one.name[0]} ↓ {100 * one.same:.0f} %", *one.name[1:]) if one.name and below else one.name
-
-
-def _legend(*parts: Sequence[tuple[Shape | str, str]]) -> tuple[list[Key], float]:
-    """Return the entries of the legend below the axes, each part on lines of its own, and the height of the picture."""
-    left, y, keys = 14.0, AXES.bottom + 2 * LINE + 12, []
-    for part in filter(None, parts):
-        x, y = left, y + LINE + 3
-        for sample, text in part:
-            width = 26 + text_width(text)
-            if x > left and x + width > WIDTH:
-                x, y = left, y + LINE + 3
-            keys.append(Key(x, y, sample, text))
-            x += width + TEXT
-    return keys, y + 12
+    first = f"{one.name[0]} ↓ {100 * one.same:.0f} %" if below else one.name[0]
+    return "\n".join([first, *one.name[1:]])

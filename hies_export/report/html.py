@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 
 from ..evaluate.metrics import higher_is_better
-from .drawing import Curve, Dot, MapFigure, Scale, curve_places, latency_scale, neuron_bars, number_figure, plan_figure
+from .drawing import Curve, Dot, MapFigure, Scale, latency_scale, neuron_bars, number_figure, plan_figure
 from .jinja import render_report
 from .maps import CUT
 from .report import Report
@@ -106,23 +106,17 @@ def _alpha_curve(
     report: Report, kind: str, values: Sequence[float], label: str, *, as_good: tuple[float, ...] = ()
 ) -> Curve:
     """Return one number of every alpha; `as_good` are the ends of a band of values as good as the best."""
-    points, left, height = report.details.alpha_curve, 70, 110
-    place, ends = curve_places([*values, *as_good], left=left, height=height)
     dots = [
-        Dot(*place(point.alpha, value), point.alpha == report.alpha, f"alpha {point.alpha:g}: {value:.4f}")
-        for point, value in zip(points, values, strict=True)
+        Dot(point.alpha, value, point.alpha == report.alpha, f"alpha {point.alpha:g}: {value:.4f}")
+        for point, value in zip(report.details.alpha_curve, values, strict=True)
     ]
-    band = sorted(place(0, value)[1] for value in set(as_good))
     return Curve(
         label=label,
-        left=left,
         line=[(dot.x, dot.y) for dot in dots],
         dots=dots,
-        ends=ends,
         axis=("entropy alone", "importance alone"),
-        bottom=height + 68,
         kind=kind,
-        ticks=[(place(alpha / 5, 0)[0], f"{alpha / 5:g}") for alpha in range(6)],
-        chosen=place(report.alpha or 0.0, 0)[0],
-        band=(band[0], band[1]) if len(band) == 2 else None,
+        ticks=[alpha / 5 for alpha in range(6)],
+        chosen=report.alpha,
+        band=as_good if len(set(as_good)) == 2 else (),
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined, select_autoescape
 
-from . import frontier, lead, maps, rows, text
+from . import drawing, frontier, lead, maps, rows, text
 from .report import Report
 
 
@@ -43,7 +43,7 @@ def environment(*packages: str) -> Environment:
     )
     made.filters |= {"md": escape_markdown, "code": code_span, "line": one_line, "literal": json.dumps}
     made.filters |= {"row_name": rows.row_name, "ratio_text": rows.ratio_text, "pair_text": rows.pair_text}
-    made.globals |= {"frontier": frontier, "lead": lead, "maps": maps, "rows": rows, "text": text}
+    made.globals |= {"drawing": drawing, "frontier": frontier, "lead": lead, "maps": maps, "rows": rows, "text": text}
     return made
 
 

@@ -2,23 +2,33 @@
 
 import itertools
 import json
-import math
 import random
 import re
 import runpy
+import subprocess
+import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.browser import Browser
 from support.reports import make_report
 
 from hies_export.report.details import deciding_step
 from hies_export.report.figures import CAPTIONS, draw_report
-from hies_export.report.frontier import WIDTH, Measured, Shape, frontier, frontier_figure, place_frontier
+from hies_export.report.frontier import (
+    NARROW,
+    WIDTH,
+    FrontierFigure,
+    Measured,
+    draw_frontier,
+    frontier,
+    frontier_figure,
+    page_frontier,
+)
 from hies_export.report.html import render_html
-from hies_export.report.labels import Area, Label, place_labels
 from hies_export.report.lead import lead_text
 from hies_export.report.report import Report
 from hies_export.report.terminal import print_report
@@ -67,43 +77,51 @@ def naive(points: Sequence[tuple[float, float]]) -> set[tuple[float, float]]:
     }
 
 
-def test_points_are_where_time_and_agreement_say() -> None:
+def drawn(svg: str) -> dict[str, list[ET.Element]]:
+    """The elements of a drawing by the first of their classes."""
+    found: dict[str, list[ET.Element]] = {}
+    for element in ET.fromstring(svg).iter():
+        found.setdefault((element.get("class") or element.tag.rpartition("}")[2]).split()[0], []).append(element)
+    return found
+
+
+def words(element: ET.Element) -> list[str]:
+    return [text.text or "" for text in element.iter() if text.tag.endswith("text")]
+
+
+def places(element: ET.Element) -> list[tuple[float, float]]:
+    """Where a mark is, or the ends of a line."""
+    uses = [(float(e.get("x", "")), float(e.get("y", ""))) for e in element.iter() if e.tag.endswith("use")]
+    paths = "".join(e.get("d", "") for e in element.iter() if e.tag.endswith("path"))
+    return uses or [(float(x), float(y)) for x, y in re.findall(r"[ML] (\S+) (\S+)", paths)]
+
+
+@pytest.mark.parametrize("width", [WIDTH, NARROW])
+def test_points_are_where_time_and_agreement_say(width: int) -> None:
     figure = frontier_figure(report_of())
     assert figure is not None
-    x = [mark.x for mark in figure.marks]
+    found = drawn(draw_frontier(figure, width=width))
+    x, y = zip(*(places(mark)[0] for mark in found["mark"]), strict=True)
     # The first form is its own measure: its time is 1, whatever the control says.
-    assert sorted(range(4), key=lambda number: x[number]) == [3, 1, 2, 0]
-    assert figure.marks[0].y == figure.axes.top == dict((text, y) for y, text in figure.y_ticks)["100 %"]
-    assert (x[0] - x[1]) / (x[1] - x[3]) == pytest.approx((1 - 0.5) / (0.5 - 0.38))
-    y = [mark.y for mark in figure.marks]
-    assert y[0] < y[1] < y[2] < y[3]
-    assert [mark.chosen for mark in figure.marks] == [False, False, False, True]
-    assert figure.line == [(x[3], y[3]), (x[1], y[1]), (x[0], y[0])]
     per_time, per_share = (x[0] - x[1]) / 0.5, (y[1] - y[0]) / 0.001
-    for mark in figure.marks[1:]:
-        (left, at, right, same_y), (same_x, low, also_x, high) = mark.whiskers
-        assert (at, same_y, same_x, also_x) == (mark.y, mark.y, mark.x, mark.x)
-        assert right - mark.x == pytest.approx(mark.x - left) == pytest.approx(0.01 * per_time)
-        assert mark.y - high == pytest.approx(0.0005 * per_share)
-        assert low == pytest.approx(min(mark.y + 0.01 * per_share, figure.axes.bottom))
-    assert figure.promise == pytest.approx(y[0] + 0.02 * per_share)
+    assert min(per_time, per_share) > 0
+    for number, (_, _, time, same) in enumerate(FORMS[1:], 1):
+        assert x[number] == pytest.approx(x[0] - (1 - time) * per_time, abs=0.01)
+        assert y[number] == pytest.approx(y[0] + (1 - same) * per_share, abs=0.01)
+        left, right = places(found["whisker"][2 * number])
+        low, high = places(found["whisker"][2 * number + 1])
+        assert left == pytest.approx((x[number] - 0.01 * per_time, y[number]), abs=0.01)
+        assert right == pytest.approx((x[number] + 0.01 * per_time, y[number]), abs=0.01)
+        assert low == pytest.approx((x[number], y[number] + 0.01 * per_share), abs=0.01)
+        assert high == pytest.approx((x[number], y[number] - 0.0005 * per_share), abs=0.01)
+    assert places(found["best"][0]) == [(x[3], y[3]), (x[1], y[1]), (x[0], y[0])]
     # What was chosen comes first, so that it keeps its name.
-    assert [(label.lines, kind) for label, kind in figure.labels] == [
-        (("slim int8", "0.38 of the time"), "best"),
-        *(((name,), "") for name in ("dense float32", "dense int8", "slim float32")),
+    assert [words(name) for name in found["name"]] == [
+        ["slim int8", "0.38 of the time"],
+        *([name] for name in ("dense float32", "dense int8", "slim float32")),
     ]
-    assert apart([label for label, _ in figure.labels], [(mark.x, mark.y) for mark in figure.marks])
-
-
-def apart(labels: Sequence[Label], points: Sequence[tuple[float, float]]) -> bool:
-    """Whether no text lies on another, on a point or outside."""
-    boxes = [label.area for label in labels]
-    meet = [
-        min(a.right, b.right) > max(a.left, b.left) and min(a.bottom, b.bottom) > max(a.top, b.top)
-        for a, b in itertools.combinations(boxes, 2)
-    ]
-    on = [box.left < x < box.right and box.top < y < box.bottom for box in boxes for x, y in points]
-    return not any(meet) and not any(on) and all(0 <= box.left < box.right <= WIDTH for box in boxes)
+    assert [name.get("class") for name in found["name"]] == ["name best", "name", "name", "name"]
+    assert drawn(draw_frontier(figure, width=width)).keys() == found.keys()
 
 
 def some(count: int, *, seed: int, spread: float) -> list[Measured]:
@@ -128,32 +146,22 @@ def test_the_frontier_is_that_of_a_naive_search(seed: int) -> None:
 TIES = ((0.5, 0.98), (0.5, 0.99), (0.4, 0.9), (0.6, 0.99))
 
 
+LONG = "a name that is wider than the picture, because it goes on and on and on and on"
+
+
 def test_names_without_room_are_numbers_in_the_legend() -> None:
-    found = some(6, seed=1, spread=0.4)
-    found[3] = found[3]._replace(name=("a name that is wider than the picture, because it goes on and on",))
-    crowd = some(30, seed=0, spread=0.01)
-    for measured in (found, crowd):
-        figure = place_frontier(measured, across="time", upwards="agreement")
-        written = [label for label, _ in figure.labels]
-        keys = {key.sample: key.text for key in figure.keys}
-        names = [label for label in written if label.lines[0] not in keys]
-        assert len(names) < len(written)
-        assert sorted(keys.get(label.lines[0], label.lines[0]) for label in written) == sorted(
-            one.name[0] for one in measured
-        )
-        # In a crowd a number may lie on another one.
-        assert apart(written if measured is found else names, [(mark.x, mark.y) for mark in figure.marks])
-    roomy = place_frontier(some(5, seed=1, spread=0.4), across="time", upwards="agreement")
-    assert [label.lines[0] for label, _ in roomy.labels] == [f"tool {n}" for n in range(5)]
-
-
-def test_a_name_stands_nearer_to_its_own_point_than_to_another() -> None:
-    # To the left and right are points, above and below a line; in the corners the name would be a neighbour's.
-    points, blocked = [(300.0, 250.0), (311.0, 250.0), (285.0, 250.0)], (300.0, 150.0, 300.0, 350.0)
-    label, *_ = place_labels(points, [("own",), (), ()], within=Area(80, 30, 596, 400), lines=[blocked] * 3)
-    assert label is not None
-    middle = [(label.area.left + label.area.right) / 2, (label.area.top + label.area.bottom) / 2]
-    assert label.leader or min(points, key=lambda point: math.dist(point, middle)) == points[0]
+    measured = some(6, seed=1, spread=0.4)
+    measured[3] = measured[3]._replace(name=(LONG,))
+    for points in (measured, some(30, seed=0, spread=0.01)):
+        svg = draw_frontier(FrontierFigure(points, "time", "agreement"))
+        shown = [" ".join(words(name)) for name in drawn(svg)["name"]]
+        legend = " ".join(words(ET.fromstring(svg)))
+        numbers = [name for name in shown if name.isdigit()]
+        assert 0 < len(numbers) < len(shown) == len(points)
+        assert all(f"{number}  " in legend for number in numbers)
+        assert all(name in legend for point in points for name in point.name)
+    roomy = drawn(draw_frontier(FrontierFigure(some(5, seed=1, spread=0.4), "time", "agreement")))
+    assert sorted(words(name)[0] for name in roomy["name"]) == [f"tool {n}" for n in range(5)]
 
 
 def test_what_agrees_far_less_than_promised_lies_below_with_its_number() -> None:
@@ -162,27 +170,61 @@ def test_what_agrees_far_less_than_promised_lies_below_with_its_number() -> None
     without, figure = frontier_figure(report), frontier_figure(report, [other])
     assert figure is not None
     assert without is not None
-    assert figure.y_ticks == without.y_ticks
-    assert (figure.marks[-1].y, figure.labels[-1][0].lines) == (figure.axes.bottom, ("Tool ↓ 70 %", "int8"))
-    assert [key.sample.kind for key in figure.keys if isinstance(key.sample, Shape)] == ["other", "peer"]
+    assert figure.least == without.least
+    found = drawn(draw_frontier(figure))
+    bottom = max(y for mark in found["mark"] for _, y in places(mark))
+    assert places(found["mark"][-1])[0][1] == bottom
+    assert ["Tool ↓ 70 %", "int8"] in [words(name) for name in found["name"]]
+    assert [shape.kind for shape in figure.shapes] == ["other", "peer"]
+
+
+def test_no_name_is_markup_or_a_formula() -> None:
+    odd = some(2, seed=1, spread=0.4)
+    odd[0] = odd[0]._replace(name=("<b>$x_1$ & 漢",), note="</title><b>")
+    found = drawn(draw_frontier(FrontierFigure(odd, "time", "agreement")))
+    assert ["<b>$x_1$ & 漢"] in [words(name) for name in found["name"]]
+    assert [element.text for element in found["title"]] == ["</title><b>", "note 1"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, True)])
+def test_a_browser_shows_names_that_do_not_collide(browser: Browser, tmp_path: Path, width: int, dark: bool) -> None:
+    others = [one._replace(kind="peer") for one in some(6, seed=2, spread=0.1)]
+    figure = frontier_figure(report_of(), others)
+    assert figure is not None
+    script = (
+        "(() => { const svg = [...document.querySelectorAll('.frontier')].filter(e => e.getClientRects().length)[0];"
+        "const box = e => { const b = e.getBoundingClientRect(); return [b.left, b.top, b.right, b.bottom] };"
+        "const all = of => [...svg.querySelectorAll(of)].map(box); return [box(svg), all('.name'), all('.mark use'),"
+        "getComputedStyle(svg.querySelector('.name text')).fill] })()"
+    )
+    page = render_html(report_of()).replace("</main>", page_frontier(figure) + "</main>")
+    page = re.sub(r"(?s)<section><h2>What to deploy.*?</section>", "", page)
+    inside, names, marks, ink = browser.look(tmp_path, page, script, width=width, dark=dark)
+    assert len(names) == len(marks) == 10
+    for one, other in itertools.combinations([*names, *marks], 2):
+        if one in names:
+            across, down = (min(one[i + 2], other[i + 2]) - max(one[i], other[i]) for i in (0, 1))
+            assert across < 1 or down < 1.5, (one, other)
+        assert inside[0] - 1 <= one[0] < one[2] <= inside[2] + 1
+    assert ink == ("rgb(242, 241, 236)" if dark else "rgb(20, 20, 15)")
 
 
 def test_the_file_stands_alone_in_light_and_dark() -> None:
     svg = draw_report(report_of())["frontier.svg"]
     root = ET.fromstring(svg)
     assert [element.tag.rpartition("}")[2] for element in root[:2]] == ["style", "rect"]
-    inner = next(element for element in root.iter() if element.get("class") == "frontier")
+    inner = next(element for element in root.iter() if element.get("class") == "frontier wide")
     assert inner.get("role") == "img"
     assert "slim int8: 0.38 of the time, 98.5% same; dense int8" in str(inner.get("aria-label"))
     notes = [element.text for element in inner.iter() if element.tag.endswith("title")]
     assert [note.partition(":")[0] for note in notes if note] == [" ".join(form[:2]) for form in FORMS]
-    words = [element.text for element in inner.iter() if element.tag.endswith("text")]
-    assert {"dense float32", "dense int8", "slim int8", "95 % interval", "frontier"} <= set(words)
+    assert {"dense float32", "dense int8", "slim int8", "95 % interval", "frontier"} <= set(words(inner))
     light, dark = str(root[0].text).split("@media(prefers-color-scheme:dark)")
-    for drawn in (".page{fill:", ".frontier .slim path{fill:", ".frontier polyline.best{stroke:", "text{fill:"):
-        colours = [re.findall(re.escape(drawn) + "(#[0-9a-f]+)", part) for part in (light, dark)]
-        assert all(colours), drawn
-        assert colours[0] != colours[1], drawn
+    assert ".page{fill:#1c1c1a}" in dark
+    assert ".page{fill:#fff}" in light
+    used = set(re.findall("(?:fill|stroke): (#[0-9a-f]{6})", ET.tostring(inner, encoding="unicode")))
+    assert used <= set(re.findall(r'style\*="fill: (#[0-9a-f]{6})', dark))
     assert "var(" not in svg
     assert list(draw_report(make_report())) == [
         name for name in CAPTIONS if name not in ("frontier.svg", "neurons.svg")
@@ -204,7 +246,7 @@ def test_other_tools_are_drawn_beside_a_run(
     files = [str(tmp_path / name) for name in ("report.json", "peers.json", "out.svg")]
     monkeypatch.setattr("sys.argv", ["frontier.py", *files])
     runpy.run_path(str(ROOT / "bench" / "frontier.py"))
-    assert (tmp_path / "out.svg").read_text().count('<g class="peer">') == 2  # the point, and what its mark means
+    assert (tmp_path / "out.svg").read_text().count('class="mark peer"') == 1
     *_, good, _, dense = capsys.readouterr().out.splitlines()
     assert good == "| Good int8 | 1.00 MB | 97.0 % | 0.60 |"
     assert dense == "| dense float32 | 1.00 MB | 100.0 % | 1.00 |"
@@ -228,7 +270,7 @@ def test_the_page_and_the_lead_say_what_to_deploy(capsys: pytest.CaptureFixture[
     assert lead_text(report).startswith(lead)
     page = render_html(report)
     assert "<h2>What to deploy</h2>" in page
-    assert page.count('<svg class="frontier"') == 1
+    assert page.count('<svg class="frontier') == 2  # on a wide and on a narrow screen
     for text in (">dense float32</text>", ">0.38 of the time</text>", "98 % promised, on held-out rows"):
         assert text in page
     print_report(report, Console(width=200))
@@ -237,3 +279,9 @@ def test_the_page_and_the_lead_say_what_to_deploy(capsys: pytest.CaptureFixture[
     assert "98.00%" in out
     none = report_of(deployed=None)
     assert lead_text(none).startswith("0.81 of the time on ONNX Runtime")
+
+
+def test_what_draws_is_imported_when_something_is_drawn() -> None:
+    script = "import sys, hies_export.cli.main, hies_export.report.html, hies_export.lab.sweep.page; "
+    script += "sys.exit('matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 0

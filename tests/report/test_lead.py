@@ -220,7 +220,7 @@ def test_an_alpha_that_is_not_the_highest_dot_says_why(points: Any, said: str) -
     assert alpha_text(report) in render_markdown(report)
     # A curve for each number that there is, and the choice on each.
     count = 1 if points[0][1] is None else 2
-    assert page.count("<polyline") == page.count('class="chosen"') == count
+    assert page.count('<svg class="plot') == page.count('class="chosen"') == count
 
 
 def test_an_alpha_that_was_given_needs_no_reason() -> None:

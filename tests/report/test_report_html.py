@@ -51,7 +51,9 @@ def test_every_head_is_there_with_its_numbers() -> None:
     page = Page(render_html(report))
     cells = [attributes for tag, attributes in page.tags if tag == "rect"]
     assert len(cells) == 4 * 12  # plan, score, HIS, entropy
-    crosses = [attributes for tag, attributes in page.tags if tag == "path"]
+    crosses = [
+        attributes for tag, attributes in page.tags if tag == "path" and (attributes["d"] or "").endswith("l-8 8")
+    ]
     assert len(crosses) == 4 * report.heads["removed"]
     data = json.loads(next(text for text in page.words if text.startswith("[{")))
     assert data[2] == {
@@ -310,7 +312,7 @@ def test_nothing_is_loaded_from_anywhere() -> None:
     page = Page(text)
     for _, attributes in page.tags:
         assert not (attributes.keys() & {"src", "srcset", "action"})
-        assert attributes.get("href", "data:,") == "data:,"
+        assert (attributes.get("href") or "data:,").startswith(("#", "data:,"))
     assert not re.search(r"https?:|url\(|@import", text)
     policy = next(a["content"] for tag, a in page.tags if a.get("http-equiv") == "Content-Security-Policy")
     assert policy is not None

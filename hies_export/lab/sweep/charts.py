@@ -1,22 +1,25 @@
-"""Lay out the curves of a sweep's page. The template draws them."""
+"""Draw the curves of a sweep."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
+
+import numpy as np
 
 from ...evaluate.metrics import higher_is_better
 from ...kinds import ATTENTION
+from ...report.canvas import CARD, GREY, INK, LINE, MARKERS, SERIES, Part, canvas, svg_of
 from .tables import Row, budget_name, budget_of, budgets_of, deviation, line_name, percent, share_text
 
-# The drawing, in units of the SVG: its size, and the room around the curves.
-WIDTH, HEIGHT = 460, 300
-LEFT, RIGHT, TOP, BOTTOM = 46, 14, 12, 50
+# The size of a chart, in units of the SVG.
+WIDTH, HEIGHT = 400, 262
 # Most lines with their own colour; more cannot be told apart.
 COLOURED = 8
+# Dashes of the SVG.
 DASHES = {"attention": "2 4", "mlp": "7 4", "attention+mlp": ""}
 # Beyond this ratio of the largest to the smallest, perplexities are drawn by their logarithm.
 _LOGARITHMIC = 4.0
@@ -35,7 +38,7 @@ class Style(NamedTuple):
 
 
 class Point(NamedTuple):
-    """A mean over seeds: its place, the heights of one standard deviation up and down, and its tooltip."""
+    """A mean over seeds: its place on the axis, one standard deviation up and down, and its tooltip."""
 
     x: float
     y: float
@@ -44,53 +47,40 @@ class Point(NamedTuple):
     note: str
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """One method: its name, how it is drawn, and its points from left to right."""
 
     name: str
     style: Style
     points: Sequence[Point]
 
-    @property
-    def band(self) -> Sequence[tuple[float, float]]:
-        """Outline of one standard deviation around the line; nothing for a single seed."""
-        if all(p.high == p.low for p in self.points):
-            return []
-        return [*((p.x, p.high) for p in self.points), *((p.x, p.low) for p in reversed(self.points))]
-
-
-class Tick(NamedTuple):
-    """A number on an axis: its place, its text, and a second text below."""
-
-    place: float
-    text: str
-    below: str = ""
-
 
 @dataclass(frozen=True)
 class Chart:
     """Lines over an axis, grey ones first, so that the others lie above them.
 
-    `dense` is the height of the dense model; None if it has no line.
+    Attributes:
+        x: Places on the axis, and the numbers there.
+        dense: The number of the dense model; None if it has no line.
+        most: What no number can exceed.
+        logarithmic: Whether numbers are far apart, and drawn by their logarithm.
     """
 
     title: str
     across: str
     lines: Sequence[Line]
-    x: Sequence[Tick]
-    y: Sequence[Tick]
+    x: Sequence[tuple[float, str]]
     dense: float | None
-    width: ClassVar[int] = WIDTH
-    height: ClassVar[int] = HEIGHT
+    most: float
+    logarithmic: bool
 
 
 @dataclass(frozen=True)
 class Axis:
-    """The horizontal axis of a chart: the place of a row, the numbers on it, each with two texts, and its name."""
+    """The horizontal axis of a chart: the place of a row, the numbers on it, and its name."""
 
     at: Callable[[Row], float]
-    ticks: Sequence[tuple[float, str, str]]
+    ticks: Sequence[tuple[float, str]]
     title: str
 
 
@@ -133,9 +123,9 @@ def budget_axis(rows: Sequence[Row]) -> Axis:
     ticks = []
     for budget in budgets_of(rows):
         flops = [r["flops_ratio"] for r in rows if budget_of(r) == budget and r["flops_ratio"] is not None]
-        below = f"{100 * statistics.fmean(flops):.0f}" if flops and name == "heads removed" else ""
-        ticks.append((_removed(budget, name), f"{100 * budget:g}", below))
-    title = f"{name}, %" + ("; below: FLOPs left, %" if any(below for *_, below in ticks) else "")
+        below = f"\n{100 * statistics.fmean(flops):.0f}" if flops and name == "heads removed" else ""
+        ticks.append((_removed(budget, name), f"{100 * budget:g}{below}"))
+    title = f"{name}, %" + ("; below: FLOPs left, %" if any("\n" in text for _, text in ticks) else "")
     return Axis(lambda row: _removed(budget_of(row), name), ticks, title)
 
 
@@ -148,18 +138,19 @@ def alpha_axis(rows: Sequence[Row]) -> Axis:
     alphas = sorted({row["alpha"] for row in rows})
     # At most seven numbers, evenly spread.
     shown = alphas[:: -(-len(alphas) // 7)]
-    return Axis(lambda row: row["alpha"], [(a, f"{a:g}", "") for a in shown], "alpha (0: entropy alone)")
+    return Axis(lambda row: row["alpha"], [(a, f"{a:g}") for a in shown], "alpha (0: entropy alone)")
 
 
 def time_axis(rows: Sequence[Row]) -> Axis:
-    """Return the axis of the measured time, faster models on the left; a budget is at the mean of its times."""
+    """Return the axis of the measured time, faster models on the left; a budget is at the mean of its times.
+
+    It is in percent of the dense model's, and has round numbers.
+    """
     times: dict[tuple[str, str, float], list[float]] = {}
     for row in rows:
-        times.setdefault(_timed_with(row), []).append(row["latency_ratio"])
+        times.setdefault(_timed_with(row), []).append(100 * row["latency_ratio"])
     means = {key: statistics.fmean(values) for key, values in times.items()}
-    low, high = min(means.values()), max(means.values())
-    ticks = [(value, f"{100 * value:.3g}", "") for value in _nice(low, high) if low <= value <= high]
-    return Axis(lambda row: means[_timed_with(row)], ticks, "measured time, % of the dense model's")
+    return Axis(lambda row: means[_timed_with(row)], (), "measured time, % of the dense model's")
 
 
 def _timed_with(row: Row) -> tuple[str, str, float]:
@@ -181,31 +172,93 @@ def chart(
     for row in rows:
         if name(row) in styles:
             found.setdefault((name(row), axis.at(row)), []).append(row)
-    means = [statistics.fmean(row[quantity] * scale for row in alike) for alike in found.values()]
-    place, ticks = _heights(
-        means + [dense * scale] * (quantity == "quality"),
-        share=quantity == "stability",
-        may_be_log=quantity == "quality" and not higher_is_better(metric),
-    )
-    across = _across([at for at, *_ in axis.ticks] + [axis.at(row) for row in rows])
     lines = []
     for line, style in styles.items():
-        places = sorted(((at, alike) for (of, at), alike in found.items() if of == line), key=lambda pair: pair[0])
-        points = [_point(alike, quantity, scale, across(at), place) for at, alike in places]
+        points = [_point(alike, quantity, scale, at) for (of, at), alike in found.items() if of == line]
         if points:
-            lines.append(Line(line, style, points))
+            lines.append(Line(line, style, sorted(points, key=lambda point: point.x)))
+    known = [value for line in lines for point in line.points if math.isfinite(value := point.y)]
+    known += [dense * scale] * (quantity == "quality")
+    far = min(known, default=0.0) > 0 and max(known) / min(known) > _LOGARITHMIC
     title = "predictions kept, %" if quantity == "stability" else metric + (", x 100" if scale > 1 else "")
     return Chart(
         title=title,
         across=axis.title,
         lines=sorted(lines, key=lambda line: line.style.colour is not None),
-        x=[Tick(across(at), *texts) for at, *texts in axis.ticks],
-        y=ticks,
-        dense=place(dense * scale) if quantity == "quality" else None,
+        x=axis.ticks,
+        dense=dense * scale if quantity == "quality" else None,
+        most=100.0 if quantity == "stability" else math.inf,
+        logarithmic=far and quantity == "quality" and not higher_is_better(metric),
     )
 
 
-def _point(rows: Sequence[Row], quantity: str, scale: float, x: float, place: Callable[[float], float]) -> Point:
+def draw_chart(chart: Chart) -> str:
+    """Return a chart as an SVG element."""
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, NullLocator, StrMethodFormatter
+
+    parts: dict[str, Part] = {}
+
+    def part(kind: str, line: Line, note: str = "") -> str:
+        """Return the gid of a new part of a line."""
+        parts[gid := f"part-{len(parts)}"] = Part(f"{kind} {line.style.kind}", note, line.name)
+        return gid
+
+    with canvas(WIDTH, HEIGHT, size=12.5) as drawn:
+        axes = drawn.add_axes((40 / WIDTH, 56 / HEIGHT, 1 - 52 / WIDTH, 1 - 68 / HEIGHT))
+        axes.spines[:].set_visible(False)
+        axes.tick_params(length=0, which="both")
+        axes.grid(axis="y", color=LINE, lw=1)
+        axes.set_xlabel(chart.across, loc="left")
+        low, high = _ends(chart)
+        if chart.logarithmic:
+            axes.set_yscale("log")
+            axes.yaxis.set(major_locator=LogLocator(subs=(1, 2, 5)), minor_locator=NullLocator())
+        else:
+            axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
+        axes.yaxis.set(major_formatter=StrMethodFormatter("{x:g}"), minor_formatter=NullFormatter())
+        axes.xaxis.set(major_locator=MaxNLocator(6, steps=[1, 2, 5, 10]), major_formatter=StrMethodFormatter("{x:g}"))
+        if chart.x:
+            places, words = zip(*chart.x, strict=True)
+            axes.set_xticks(places, words)
+        if chart.dense is not None:
+            axes.axhline(chart.dense, color=INK, lw=2, ls=(0, (0.5, 2)), clip_on=False)
+        for line in chart.lines:
+            grey = line.style.colour is None
+            colour, rest = _colour(line.style), {"alpha": 0.6 if grey else 1.0, "clip_on": False}
+            # What is infinite, or no number, is drawn at an end.
+            heights = np.nan_to_num([[p.y, p.high, p.low] for p in line.points], nan=low, posinf=high, neginf=low)
+            x, (y, top, bottom) = [point.x for point in line.points], np.clip(heights, low, high).T
+            if not grey and any(point.high != point.low for point in line.points):
+                axes.fill_between(x, bottom, top, color=colour, alpha=0.12, lw=0, gid=part("band", line), clip_on=False)
+            dash = (0, [float(n) / 2 for n in line.style.dash.split()]) if line.style.dash else "-"
+            axes.plot(x, y, color=colour, lw=1 if grey else 2, ls=dash, gid=part("line", line), **rest)
+            marker = "o" if grey else MARKERS[(line.style.colour or 0) % len(MARKERS)]
+            size = {"ms": 4 if grey else 7, "mec": CARD, "mew": 0.7, "zorder": 3}
+            for at, height, point in zip(x, y, line.points, strict=True):
+                axes.plot(at, height, marker, color=colour, gid=part("point", line, point.note), **size, **rest)
+        axes.set_ylim(low, high)
+        axes.margins(x=0.04)
+        return svg_of(drawn, parts, kind="lines", text=f"{chart.title} by {chart.across}", tight=False)
+
+
+def _colour(style: Style) -> str:
+    return GREY if style.colour is None else SERIES[style.colour % COLOURED]
+
+
+def _ends(chart: Chart) -> tuple[float, float]:
+    """Return the ends of the vertical axis, a little beyond the means."""
+    dense = [] if chart.dense is None else [chart.dense]
+    known = [y for y in (*dense, *(point.y for line in chart.lines for point in line.points)) if math.isfinite(y)] or [
+        0.0
+    ]
+    low, high = min(known), max(known)
+    if chart.logarithmic:
+        return low / 1.05, high * 1.05
+    margin = 0.05 * (high - low) or 1.0
+    return low - margin, min(high + margin, chart.most + 0.5)
+
+
+def _point(rows: Sequence[Row], quantity: str, scale: float, x: float) -> Point:
     values = [row[quantity] * scale for row in rows]
     mean, spread = statistics.fmean(values), deviation(values) or 0.0
     seeds = f" ± {spread:.2f} over {len(values)} seeds" if len(values) > 1 else ""
@@ -213,52 +266,10 @@ def _point(rows: Sequence[Row], quantity: str, scale: float, x: float, place: Ca
     high, low = mean + spread, mean - spread
     if quantity == "stability":
         high, low = min(high, 100.0), max(low, 0.0)
-    return Point(x, place(mean), place(high), place(low), note)
+    return Point(x, mean, high, low, note)
 
 
 def method_note(row: Row) -> str:
     """Return method and budget of a row in words."""
     left = " cut" if row.get("flops_target") is None else " of the FLOPs"
     return f"{line_name(row, [row])}, {share_text(budget_of(row))}{left}"
-
-
-def _across(places: Sequence[float]) -> Callable[[float], float]:
-    low, high = min(places), max(places)
-    room = WIDTH - LEFT - RIGHT - 24
-    return lambda at: round(LEFT + 12 + (room * (at - low) / (high - low) if high > low else room / 2), 1)
-
-
-def _heights(values: Iterable[float], *, share: bool, may_be_log: bool) -> tuple[Callable[[float], float], list[Tick]]:
-    """Return the function of a value's place, and the ticks of the vertical axis.
-
-    A `share` is a percentage, which ends at 100. `may_be_log` allows logarithms for values far apart.
-    """
-    known = [value for value in values if math.isfinite(value)] or [0.0]
-    low, high = min(known), max(known)
-    bottom, top = HEIGHT - BOTTOM, TOP + 6
-    if may_be_log and low > 0 and high / low > _LOGARITHMIC:
-        shown = [base * 10**power for power in range(-3, 9) for base in (1, 2, 5)]
-        ends = (math.log(low) - 0.05, math.log(high) + 0.05)
-        numbers = [number for number in shown if ends[0] <= math.log(number) <= ends[1]]
-        scaled = lambda value: (math.log(max(value, low / 2)) - ends[0]) / (ends[1] - ends[0])  # noqa: E731
-    else:
-        margin = 0.04 * (high - low) or 1.0
-        ends = (low - margin, min(high + margin, 100.5) if share else high + margin)
-        numbers = [number for number in _nice(*ends) if ends[0] <= number <= ends[1]]
-        scaled = lambda value: (value - ends[0]) / (ends[1] - ends[0])  # noqa: E731
-
-    def place(value: float) -> float:
-        if math.isnan(value):
-            return bottom
-        return round(bottom - (bottom - top) * min(max(scaled(value), -0.02), 1.03), 1)
-
-    return place, [Tick(place(number), f"{number:g}") for number in numbers]
-
-
-def _nice(low: float, high: float) -> list[float]:
-    """Return round numbers around a span, about six of them in it."""
-    rough = (high - low) / 6 or 1.0
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(step * power for step in (1, 2, 5, 10) if step * power >= rough)
-    first = math.floor(low / step)
-    return [round(number * step, 10) for number in range(first, math.ceil(high / step) + 1)]

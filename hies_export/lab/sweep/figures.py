@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from markupsafe import Markup
 
 from ...errors import RequestError
 from ...files import read_json
@@ -19,7 +20,7 @@ from ...report.schemas import SWEEP, SWEEP_DETAILS, SweepFigures, SweepFile
 from ...score.criteria import score_units
 from ...values import Calibration, Statistics
 from ..baselines.names import OWN_SAMPLES
-from .charts import COLOURED, Axis, Style, line_styles
+from .charts import COLOURED, Axis, Style, draw_chart, line_styles
 from .frontier import sweep_frontier
 from .page import Panel, alpha_panels, budget_panels, drawn_rows, panels, timed_panels
 from .tables import Row, budget_name, budget_of, budgets_of, line_name, of_first_size, share_text
@@ -67,7 +68,7 @@ def _curves(panels: Sequence[Panel], styles: Mapping[str, Style], *, only: int |
     """Return one chart of every panel, or all, over a legend; nothing without panels."""
     macros: Any = environment("hies_export.lab.sweep").get_template("lines.html.j2").module
     shown = [
-        figures.Panel(f"{panel.title}: {chart.title}", macros.lines(chart))
+        figures.Panel(f"{panel.title}: {chart.title}", Markup(draw_chart(chart)))
         for panel in panels
         for chart in (panel.charts if only is None else panel.charts[only : only + 1])
     ]
@@ -98,7 +99,7 @@ def calibration_sizes(rows: Sequence[Row]) -> str:
     """Return stability by the number of calibration samples at the median budget; nothing for a single size."""
     shared = [row for row in rows if row["criterion"] not in OWN_SAMPLES]
     sizes = sorted({row["calibration_samples"] for row in shared})
-    ticks = [(math.log2(size), str(size), "") for size in sizes]
+    ticks = [(math.log2(size), str(size)) for size in sizes]
     axis = Axis(lambda row: math.log2(row["calibration_samples"]), ticks, "calibration samples")
     return _at_the_middle(shared, axis) if len(sizes) > 1 else ""
 
@@ -106,7 +107,7 @@ def calibration_sizes(rows: Sequence[Row]) -> str:
 def seeds(rows: Sequence[Row]) -> str:
     """Return the stability of every seed at the median budget; nothing for one seed."""
     found = sorted({row["seed"] for row in rows})
-    axis = Axis(lambda row: row["seed"], [(seed, str(seed), "") for seed in found], "seed")
+    axis = Axis(lambda row: row["seed"], [(seed, str(seed)) for seed in found], "seed")
     return _at_the_middle(of_first_size(rows), axis) if len(found) > 1 else ""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
-from ...report.frontier import FrontierFigure, Measured, Shape, frontier, place_frontier
+from ...report.frontier import FrontierFigure, Measured, Shape, frontier
 from .charts import Style, method_note
 from .tables import COMPENSATIONS, Row, budget_of, deviation, line_name, share_text
 
@@ -31,7 +31,7 @@ def sweep_frontier(rows: Sequence[Row], styles: Mapping[str, Style], *, legend: 
     best = frontier([dense, *found])
     methods = {line_name(row, rows): line_name(row, [row]) for row in rows}
     shapes = dict.fromkeys(Shape(style.kind, style.colour or 0, methods[line]) for line, style in styles.items())
-    return place_frontier(
+    return FrontierFigure(
         [dense, *(one if number in best else one._replace(name=()) for number, one in enumerate(found, 1))],
         across="measured time, share of the dense model's",
         upwards="same predictions as the dense model",

@@ -7,14 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from markupsafe import Markup
+
 from ...checkpoint.folders import replace_file
 from ...errors import RequestError
 from ...files import read_json
+from ...report.canvas import for_page
 from ...report.jinja import environment
 from ...report.rows import Table, environment_table, filled
 from ...report.schemas import SWEEP, SWEEP_DETAILS, SweepAbout, SweepFile, SweepPage
 from ..baselines.names import JUDGED_ONLY
-from .charts import Axis, Chart, Style, alpha_axis, budget_axis, chart, line_styles, time_axis
+from .charts import Axis, Chart, Style, alpha_axis, budget_axis, chart, draw_chart, line_styles, time_axis
 from .frontier import sweep_frontier
 from .tables import (
     COMPENSATIONS,
@@ -80,6 +83,7 @@ def render_sweep(rows: Sequence[Row], about: SweepAbout, *, name: str) -> str:
         .get_template("sweep.html.j2")
         .render(
             share_text=share_text,
+            draw_chart=lambda chart: Markup(for_page(draw_chart(chart))),
             title=f"{Path(about.model).name or name}: {len(quality.entries)} ways to prune, compared",
             lead=lead_text(rows),
             subtitle=_subtitle(rows, about),

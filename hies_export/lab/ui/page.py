@@ -16,7 +16,7 @@ from ...checkpoint.folders import replace_file
 from ...checkpoint.refits import REFIT
 from ...errors import PlanError, require_package
 from ...evaluate.metrics import higher_is_better
-from ...report.drawing import BarFigure, Curve, Dot, MapFigure, curve_places, neuron_bars, plan_figure, shaded
+from ...report.drawing import BarFigure, Curve, Dot, MapFigure, neuron_bars, plan_figure, shaded
 from ...report.jinja import environment, escape_markdown
 from ...report.maps import head_map, neuron_counts
 from ...report.report import plan_counts
@@ -332,18 +332,15 @@ def _curve(
     The plan is at `share`, at the height `at`; None places it on the line.
     """
     line = fit(lost, values, higher_is_better=higher_is_better)
-    left, height, most = 60, 84, max(*lost, share) or 1.0
-    spanned = values if at is None else [*values, at]
-    place, ends = curve_places(spanned, left=left, height=height, scale=most)
-    dots = [Dot(*place(*pair), chosen=False) for pair in zip(lost, values, strict=True)]
     return Curve(
         label=f"{name} by importance removed",
-        left=left,
-        line=[place(removed, line(removed)) for removed in sorted(lost)],
-        dots=[*dots, Dot(*place(share, line(share) if at is None else at), chosen=True)],
-        ends=ends,
-        axis=("no importance removed", f"{most:.0%} removed"),
-        bottom=128,
+        line=[(removed, line(removed)) for removed in sorted(lost)],
+        dots=[
+            *(Dot(*pair, chosen=False) for pair in zip(lost, values, strict=True)),
+            Dot(share, line(share) if at is None else at, chosen=True),
+        ],
+        axis=("no importance removed", f"{(most := max(*lost, share) or 1.0):.0%} removed"),
+        most=most,
     )
 
 

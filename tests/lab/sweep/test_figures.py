@@ -17,6 +17,7 @@ from hies_export.lab.sweep.frontier import sweep_frontier
 from hies_export.lab.sweep.page import timed_panels
 from hies_export.lab.sweep.tables import render_markdown, sweep_tables
 from hies_export.report.figures import write_figures
+from hies_export.report.frontier import frontier
 
 
 def rows(sizes: tuple[int, ...], seeds: tuple[int, ...], alphas: tuple[float, ...]) -> list[dict[str, Any]]:
@@ -78,9 +79,7 @@ def test_every_method_has_a_line_of_its_own(tmp_path: Path) -> None:
     his = [r for r in rows((8,), (0,), ()) if r["compensation"] == "none"]
     found = [{**r, "criterion": f"criterion {number}"} for number in range(13) for r in his]
     svg = draw_sweep(write_sweep(tmp_path, found, DETAILS))["stability.svg"]
-    lines = re.findall(
-        r'<g class="line (c\d)" data-s="[^"]*">\s*<polyline points="[^"]*"( stroke-dasharray="6 3")?', svg
-    )
+    lines = re.findall(r'<g class="line (c\d)" data-s="[^"]*"><path d="[^"]*" style="([^"]*)"', svg)
     assert len(lines) == len(set(lines)) == 13
 
 
@@ -149,14 +148,12 @@ def test_points_are_means_over_seeds_at_the_measured_time() -> None:
     assert [panel.title for panel in panels] == ["scalars", "weighted least squares"]
     for (chart,) in (panel.charts for panel in panels):
         # A share of the FLOPs is at the time that is a tenth above it, and less time is on the left.
-        places = {tick.text: tick.place for tick in chart.x}
-        assert places["70"] < places["80"] < places["90"]
         assert [line.name for line in chart.lines][:3] == [
             *("fisher, heads only", "fisher, neurons only", "fisher, heads and neurons")
         ]
         assert len(chart.lines) == 6
         for line in chart.lines:
-            assert [point.x for point in line.points] == pytest.approx([places["70"], places["90"]])
+            assert [point.x for point in line.points] == pytest.approx([70, 90])
             assert [re.search(r"quality (\S+)", point.note)[1] for point in line.points] == ["60.00", "80.00"]  # type: ignore[index]
 
 
@@ -173,24 +170,18 @@ def test_agreement_against_time_has_a_point_per_method_and_budget_and_the_fronti
             key = row["criterion"], row["modules"], row["compensation"], row["flops_target"]
             means.setdefault(key, []).append((row["latency_ratio"], row["stability"]))
     points = [(1.0, 1.0), *(tuple(map(statistics.fmean, zip(*values, strict=True))) for values in means.values())]
-    assert len(figure.marks) == len(points) == 1 + 2 * 2 * 3 * 2 + 1
+    assert len(figure.found) == len(points) == 1 + 2 * 2 * 3 * 2 + 1
     best = {
         (round(time, 6), round(same, 6))
         for time, same in points
         if not any(t <= time and s >= same and (t < time or s > same) for t, s in points)
     }
-    (dense_x, dense_y), (fast_x, fast_y) = figure.line[-1], figure.line[0]
-    read = {
-        (
-            round(1 - (dense_x - x) * (1 - min(best)[0]) / (dense_x - fast_x), 6),
-            round(1 - (dense_y - y) * (1 - min(best)[1]) / (dense_y - fast_y), 6),
-        )
-        for x, y in figure.line
-    }
-    assert read == best
+    line = [figure.found[number] for number in frontier(figure.found)]
+    assert {(round(one.time, 6), round(one.same, 6)) for one in line} == best
     # Those have names and intervals, the others neither.
-    assert sum(bool(mark.whiskers) for mark in figure.marks) == len(best) == 4
-    assert {mark.of for mark in figure.marks} == {"", *line_styles(found)} - {
+    assert [one for one in figure.found if one.name] == sorted(line, key=figure.found.index)
+    assert len(line) == len(best) == 4
+    assert {"".join(one.series[:1]) for one in figure.found} == {"", *line_styles(found)} - {
         name for name in line_styles(found) if name.startswith("noisy")
     }
     assert sweep_frontier([row | {"latency_ratio": None} for row in found], line_styles(found)) is None
@@ -214,7 +205,8 @@ def test_without_times_there_is_no_such_figure_and_flops_fall_to_the_right(tmp_p
     )
     assert set(found) == {"quality.svg", "stability.svg", "head-maps.svg", "seeds.svg"}
     ticks = {
-        text: float(x) for x, text in re.findall(r'<text x="([\d.]+)" y="267" [^>]*>(\d+)<', found["stability.svg"])
+        text: float(x)
+        for x, text in re.findall(r'text-anchor: middle[^>]* x="([\d.]+)"[^>]*>(80|60)<', found["stability.svg"])
     }
     assert ticks["80"] < ticks["60"]
     assert "FLOPs left, %" in found["stability.svg"]

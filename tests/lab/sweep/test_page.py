@@ -4,6 +4,7 @@ import json
 import math
 import re
 import statistics
+import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from support import sweeps
 from support.browser import Browser
 
 from hies_export.cli.main import main
-from hies_export.lab.sweep.charts import Chart, Tick, alpha_axis, budget_axis, chart, line_styles, time_axis
+from hies_export.lab.sweep.charts import Chart, alpha_axis, budget_axis, chart, draw_chart, line_styles, time_axis
 from hies_export.lab.sweep.page import lead_text, read_sweep, render_sweep, write_page
 from hies_export.lab.sweep.tables import line_name, render_latex, render_markdown, sweep_tables
 from hies_export.report.schemas import SweepAbout
@@ -50,11 +51,10 @@ def drawn(found: list[dict[str, Any]], quantity: str = "quality") -> Chart:
     return chart(found, quantity, budget_axis(found), line_styles(found), name=lambda r: line_name(r, found))
 
 
-def read(ticks: Sequence[Tick], place: float, *, log: bool = False) -> float:
-    """Return the number at a place, from two ticks: what a person reads off the axis."""
-    one, other = ((t.place, math.log(float(t.text)) if log else float(t.text)) for t in (ticks[0], ticks[-1]))
-    value = one[1] + (place - one[0]) * (other[1] - one[1]) / (other[0] - one[0])
-    return math.exp(value) if log else value
+def places(svg: str, kind: str) -> list[tuple[float, float]]:
+    """Where the marks of a class are, and where the numbers on both axes stand."""
+    found = [e for e in ET.fromstring(svg).iter() if (e.get("class") or "").split()[:1] == [kind]]
+    return [(float(use.get("x", "")), float(use.get("y", ""))) for e in found for use in e.iter() if use.get("x")]
 
 
 @pytest.mark.parametrize("quantity", ["quality", "stability"])
@@ -67,31 +67,40 @@ def test_points_are_means_over_seeds_with_their_deviation(quantity: str) -> None
         for point, sparsity in zip(line.points, (0.1, 0.3, 0.5, 0.7), strict=True):
             alike = [r for r in found if (r["criterion"], r["sparsity"]) == (line.name.split()[0], sparsity)]
             values = [100 * r[quantity] for r in alike]
-            assert read(made.y, point.y) == pytest.approx(statistics.fmean(values), abs=0.1)
-            assert read(made.x, point.x) == pytest.approx(100 * sparsity, abs=0.5)
-            assert read(made.y, point.low) == pytest.approx(
-                statistics.fmean(values) - statistics.stdev(values), abs=0.1
-            )
-        assert len(line.band) == 8
-    assert [tick.below for tick in made.x] == ["97", "90", "83", "77"]
-    if quantity == "quality":
-        assert made.dense is not None
-        assert read(made.y, made.dense) == pytest.approx(90, abs=0.1)
+            assert (point.x, point.y) == pytest.approx((sparsity, statistics.fmean(values)))
+            assert point.y - point.low == pytest.approx(statistics.stdev(values))
+            assert point.high == pytest.approx(min(point.y + statistics.stdev(values), made.most))
+    assert [text for _, text in made.x] == ["10\n97", "30\n90", "50\n83", "70\n77"]
+    assert made.dense == (None if quantity == "stability" else pytest.approx(90))
+    svg = draw_chart(made)
+    assert svg == draw_chart(made)
+    assert svg.count('<g class="line ') == svg.count('<g class="band ') == 3
+    x, y = zip(*places(svg, "point"), strict=True)
+    points = [point for line in made.lines for point in line.points]
+    assert len(x) == len(points) == 12
+    # Deeper cuts are on the right, larger numbers at the top; both axes are straight.
+    right, up = (x[3] - x[0]) / 0.6, (y[0] - y[3]) / (points[0].y - points[3].y)
+    assert min(right, -up) > 0 or min(right, up) > 0
+    for at, height, point in zip(x, y, points, strict=True):
+        assert at - x[0] == pytest.approx((point.x - 0.1) * right, abs=0.01)
+        assert height - y[0] == pytest.approx((point.y - points[0].y) * up, abs=0.01)
+    assert up < 0
 
 
 def test_a_single_seed_has_no_band() -> None:
-    assert all(not line.band for line in drawn([r for r in rows() if r["seed"] == 0]).lines)
+    svg = draw_chart(drawn([r for r in rows() if r["seed"] == 0]))
+    assert (svg.count('class="band'), svg.count('class="line ')) == (0, 3)
 
 
 def test_deeper_cuts_are_on_the_right_whatever_the_budget() -> None:
     found = [r | {"flops_target": 1 - r["sparsity"], "sparsity": None, "modules": "attention"} for r in rows()]
-    assert [tick.text for tick in drawn(found).x] == ["90", "70", "50", "30"]
-    assert sorted(t.place for t in drawn(found).x) == [t.place for t in drawn(found).x]
+    assert [text for _, text in drawn(found).x] == ["90", "70", "50", "30"]
+    assert sorted(place for place, _ in drawn(found).x) == [place for place, _ in drawn(found).x]
     timed = [r | {"latency_ratio": 1 - r["sparsity"] / 2} for r in rows()]
     at = time_axis(timed).at
     # Of times, less is on the left.
     assert [at(r) for r in timed[:12:3]] == sorted((at(r) for r in timed[:12:3]), reverse=True)
-    assert at(timed[0]) == pytest.approx(0.95)
+    assert at(timed[0]) == pytest.approx(95)
 
 
 def test_large_perplexities_are_drawn_by_their_logarithm() -> None:
@@ -100,9 +109,12 @@ def test_large_perplexities_are_drawn_by_their_logarithm() -> None:
         for s, q in ((0.1, 7.0), (0.3, 11.0), (0.5, 900.0))
     ]
     made = drawn(found)
-    assert [float(tick.text) for tick in made.y][-3:] == [100, 200, 500]
-    for point, value in zip(made.lines[0].points, (7.0, 11.0, 900.0), strict=True):
-        assert read(made.y, point.y, log=True) == pytest.approx(value, rel=0.05)
+    assert made.logarithmic
+    svg = draw_chart(made)
+    assert {">10<", ">100<", ">500<"} <= set(re.findall(">[0-9]+<", svg))
+    y = [height for _, height in places(svg, "point")]
+    assert (y[0] - y[1]) / (y[0] - y[2]) == pytest.approx(math.log(11 / 7) / math.log(900 / 7), abs=0.01)
+    assert not drawn(rows()).logarithmic
 
 
 def test_an_infinite_perplexity_has_no_deviation_and_is_the_worst() -> None:
@@ -113,8 +125,8 @@ def test_an_infinite_perplexity_has_no_deviation_and_is_the_worst() -> None:
         for seed in (0, 1)
     ]
     assert "| his | **7.50** ± 0.71 | **inf** |" in render_markdown(sweep_tables(found))
-    for line in drawn(found).lines:
-        assert line.points[1].y < line.points[0].y
+    y = [height for _, height in places(draw_chart(drawn(found)), "point")]
+    assert max(y[1::2]) < min(y[::2])
     assert "nan" not in render_sweep(found, ABOUT, name="x")
     timed = [r | {"latency_ratio": 0.9, "latency_low": 0.8, "latency_high": 1.0} for r in found]
     assert "inf" in render_sweep(timed, ABOUT, name="x")
@@ -184,7 +196,7 @@ def test_given_alphas_have_a_chart_of_their_own() -> None:
     page = render_sweep(given + rows(), ABOUT, name="x")
     assert "HIES by alpha" in page
     made = chart(given, "quality", alpha_axis(given), line_styles(given), name=lambda r: line_name(r, given))
-    assert [tick.text for tick in made.x] == ["0.1", "0.6", "0.9"]
+    assert [text for _, text in made.x] == ["0.1", "0.6", "0.9"]
     assert "HIES by alpha" not in render_sweep(rows(), ABOUT, name="x")
 
 

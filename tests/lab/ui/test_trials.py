@@ -112,11 +112,12 @@ def test_the_dot_of_a_measured_plan_is_where_it_was_measured(swept: Path) -> Non
     result, measured = trial.results[0], exploration.measured[0]
     assert measured.how == result.how
     page = draw(exploration, 0.5, 0.5, "global", 0.0, trial.label)
-    plots = page.split('class="plot')[1:3]
-    heights = [float(re.search(r'cy="([\d.]+)" r="7"', plot)[1]) for plot in plots]  # type: ignore[index]
+    plot = page.split('class="plot')[2]
+    marks = re.findall(r'<g class="(dot|chosen)">.*?<use [^>]*y="([\d.]+)"', plot)
+    heights, chosen = [float(y) for _, y in marks], float(next(y for kind, y in marks if kind == "chosen"))
     values = [*measured.stability, result.stability]
-    low, high = min(values), max(values)
-    assert heights[1] == pytest.approx(20 + 84 * (high - result.stability) / (high - low or 1), abs=0.1)
+    low, high, span = min(values), max(values), max(heights) - min(heights)
+    assert chosen == pytest.approx(min(heights) + span * (high - result.stability) / (high - low or 1), abs=0.1)
     line = estimate(measured.lost, measured.stability, lost).value
     if line != result.stability:
-        assert heights[1] != pytest.approx(20 + 84 * (high - line) / (high - low or 1), abs=0.01)
+        assert chosen != pytest.approx(min(heights) + span * (high - line) / (high - low or 1), abs=0.01)

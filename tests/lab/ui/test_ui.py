@@ -143,7 +143,7 @@ def test_what_is_drawn(ran: Path) -> None:
     page = draw(exploration, 0.5, 0.5, "uniform")
     assert "9 of 18" in page
     assert page.count("<rect") == 18
-    assert len(re.findall(r'<path[^>]* d="M', page)) == 9
+    assert len(re.findall(r'<path[^>]* d="M[^"]*l8 8', page)) == 9
     assert re.search(r"masked, on \d+ further rows of train", page)
     for text in (draw(exploration, 0.5, 0.95, "global"), draw(exploration, 0.5, 0.01, "global")):
         assert "the budget" in text
