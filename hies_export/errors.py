@@ -74,6 +74,10 @@ class RecipeError(RequestError):
             message = f"{len(self.problems)} problems:\n" + "\n".join(f"  - {p}" for p in shown)
         super().__init__(message)
 
+    def __reduce__(self) -> tuple[type[RecipeError], tuple[Sequence[str]]]:
+        """Say how to copy it to another process: of the problems, not of the message."""
+        return type(self), (self.problems,)
+
 
 class DataError(RequestError):
     """The data has no such file, split, column or label."""

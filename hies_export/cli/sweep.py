@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -35,19 +36,27 @@ def add_arguments(parser: ArgumentParser) -> None:
         const="onnxruntime-cpu",
         help="time every slim model against the dense one, at 8 x 128, on onnxruntime-cpu or another runtime of bench",
     )
+    add(
+        "--executor",
+        metavar="dask:ADDRESS",
+        help="evaluate on the workers of a Dask cluster (default: in this process)",
+    )
     add("--no-figures", action="store_true", help="draw nothing")
     add_json(parser)
 
 
 def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
     """Judge every cell of the grid, print the tables, and return rows, seconds and the number of models judged."""
+    from ..lab.sweep.executors import open_executor
     from ..lab.sweep.latency import LatencyRequest
     from ..lab.sweep.sweep import sweep
 
     recipe = read_recipe(options)
     grid = _read_grid(options, calibration_size=recipe.calibration.samples)
     latency = LatencyRequest(options.latency) if options.latency else None
-    result = sweep(recipe, grid, recipe.output, latency=latency, overwrite=options.overwrite, progress=progress)
+    how: dict[str, Any] = {"latency": latency, "overwrite": options.overwrite, "progress": progress}
+    with open_executor(options.executor, progress=progress) if options.executor else nullcontext() as executor:
+        result = sweep(recipe, grid, recipe.output, executor=executor, **how)
     if not options.no_figures:
         from ..lab.sweep.figures import draw_sweep
         from ..report.figures import write_figures

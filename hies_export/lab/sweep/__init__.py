@@ -7,12 +7,13 @@ figures, with measured time if wanted. No checkpoint is written.
 In the order of reading:
 
 - `grid.py`: `SweepGrid`, and its combinations, the cells.
-- `sweep.py`: `sweep`, which evaluates every cell.
+- `sweep.py`: `sweep`, which has every cell evaluated and writes the results.
+- `evaluating.py`: `Evaluator`, which evaluates a cell; `evaluate` does it in the worker of an executor.
+- `executors.py`: connects to the executor that a command line names.
 - `choosing.py`: `Chooser`, which scores and selects the units that a cell keeps.
 - `latency.py`: `Stopwatch`, which times the slim models.
 - `shared.py`: the common parts of cells, computed once: the model, statistics, moments.
 - `journal.py`: the finished cells on disk, so that an interrupted sweep can continue; `entries.py` checks its lines.
-- `claims.py`, `remaining.py`: which process works on which cell, if several share a sweep.
 - `tables.py`: write the rows as JSON, CSV, Markdown and LaTeX.
 - `charts.py`, `templates/`: the curves; `page.py`: sweep.html; `figures.py`: the figures as files.
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
 from typing import Any
@@ -25,7 +25,6 @@ from ..baselines.flap import score_flap
 from ..baselines.kwon import rearranged
 from ..baselines.names import FLAP, KWON
 from .grid import MODULES, Cell, SweepGrid
-from .journal import Journal
 from .shared import Shared
 
 
@@ -46,11 +45,21 @@ def weighted_area(removed: Sequence[float], values: Sequence[float]) -> float:
 class Chooser:
     """The units that the cells of a grid keep.
 
-    Budgets that the constraints do not allow are refused at once; curves of alpha are kept in the journal.
+    Budgets that the constraints do not allow are refused at once. `curves` has the known curves of alpha, and
+    `keep_curve` adds one.
     """
 
-    def __init__(self, shared: Shared, grid: SweepGrid, journal: Journal, clock: Clock, progress: Progress):
-        self._shared, self._grid, self._journal, self._clock = shared, grid, journal, clock
+    def __init__(
+        self,
+        shared: Shared,
+        grid: SweepGrid,
+        curves: Mapping[str, dict[str, Any]],
+        keep_curve: Callable[[str, dict[str, Any]], None],
+        clock: Clock,
+        progress: Progress,
+    ):
+        self._shared, self._grid, self._clock = shared, grid, clock
+        self._curves, self._keep_curve = curves, keep_curve
         self._base, self._options = shared.base, shared.options
         self._constraints = self._options.constraints
         self._targets = Targets(shared.base, self._options, progress) if grid.flops else None
@@ -143,14 +152,10 @@ class Chooser:
         """Return the alpha of a cell; "auto" and "auto-area" choose it on held-out rows, refitted or masked."""
         if not isinstance(cell.alpha, str):
             return cell.alpha
+        alike = self._alike(cell)
         if cell.alpha == "auto":
-            return float(self._curve(cell, refit)["chosen"])
+            return float(self._curve(alike[0], refit)["chosen"])
         # "auto-area": the alpha with the largest weighted area under the held-out curve; ties go to the larger alpha.
-        alike = [
-            replace(cell, sparsity=sparsity, flops=flops)
-            for sparsity, flops in self._grid.budgets()
-            if flops is None or self._lowest[cell.modules] <= flops
-        ]
         curves = [self._curve(at, refit)["curve"] for at in alike]
         labelled = curves[0][0]["quality"] is not None
         sign = 1 if not labelled or higher_is_better(self._base.judged.metrics[0]) else -1
@@ -161,21 +166,34 @@ class Chooser:
         ]
         return max(areas)[1]
 
-    def _curve(self, cell: Cell, refit: Refit | None) -> dict[str, Any]:
+    def curve_keys(self, cell: Cell) -> list[str]:
+        """Return the keys of the curves that choose the alpha of a cell; none if it is given or not used."""
+        return [self.key(at) for at in self._alike(cell)]
+
+    def _alike(self, cell: Cell) -> list[Cell]:
+        """Return a cell, without its alpha, at the budgets whose curves choose that alpha."""
+        if not isinstance(cell.alpha, str):
+            return []
+        budgets = [(cell.sparsity, cell.flops)]
+        if cell.alpha != "auto":
+            lowest = self._lowest.get(cell.modules, 0.0)
+            budgets = [(share, flops) for share, flops in self._grid.budgets() if flops is None or lowest <= flops]
+        return [replace(cell, alpha=None, sparsity=sparsity, flops=flops) for sparsity, flops in budgets]
+
+    def _curve(self, at: Cell, refit: Refit | None) -> dict[str, Any]:
         """Return all alphas' judgements on the held-out rows at a budget ("curve"), and the best alpha ("chosen")."""
-        at = replace(cell, alpha=None)
         key = self.key(at)
-        if key not in self._journal.alphas:
-            judge = self._shared.held_out_judge(cell.seed, cell.samples)
+        if key not in self._curves:
+            judge = self._shared.held_out_judge(at.seed, at.samples)
             held_out = HeldOut(judge, self._base.model, self._base.modules, refit)
             with self._clock("choose alpha"):
                 candidates = [self._scores(at, alpha) for alpha in ALPHAS]
                 choice = choose_alpha(candidates, lambda scores: self._select(scores, at), held_out)
-            left_out = ("alpha", *(("flops", "modules") if cell.flops is None else ()))
+            left_out = ("alpha", *(("flops", "modules") if at.flops is None else ()))
             found = {name: value for name, value in asdict(at).items() if name not in left_out}
             found |= {"chosen": choice.scores.parameters["alpha"], "curve": list(choice.curve)}
-            self._journal.add(key, found, kind="alpha")
-        return self._journal.alphas[key]
+            self._keep_curve(key, found)
+        return self._curves[key]
 
     def key(self, cell: Cell) -> str:
         """Return the cell's name in the journal."""
