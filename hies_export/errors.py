@@ -37,7 +37,7 @@ from typing import Any, TypeVar
 MOST_LISTED = 20
 # Characters of a value, and of another message, that a message quotes.
 LONGEST_VALUE, LONGEST_QUOTE = 100, 1000
-# Linux and macOS take names of 255 bytes; results are written under a name of 10 more before they get their own.
+# Linux and macOS take names of 255 bytes; results are written in a folder whose name has 14 more.
 LONGEST_NAME, LONGEST_PATH = 240, 3000
 
 AnyPath = TypeVar("AnyPath", str, Path)

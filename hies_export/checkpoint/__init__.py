@@ -13,7 +13,6 @@ refits.py     `refit.safetensors`: the refitted layers beside a plan
 version4.py   checkpoints whose heads were pruned by transformers 4
 loading.py    `load` and `HIESModel`: folder or Hub id -> model
 settings.py   settings that some readers need and transformers does not save
-marker.py     the mark of folders that this package wrote; leftovers.py: folders of killed runs
 companions.py the files beside the weights that are fetched and copied
 save.py       `save_slim`: slim model -> folder, loaded again in every way and compared
 apply.py      `apply_plan`: checkpoint, plan -> slim folder
