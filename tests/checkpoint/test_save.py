@@ -139,7 +139,7 @@ WHOLE = bert().config.to_dict() | {"architectures": ["BertForSequenceClassificat
         (BERT, load, "names none"),
         (BERT | {"architectures": ["BertForEverything"]}, load, "BertForEverything"),
         ({"model_type": "unheard-of"}, load_config, "unheard-of"),
-        (WHOLE, load, "cannot be loaded"),
+        (WHOLE, load, "must load, but does not: OSError"),
     ],
     ids=["no config", "no class", "unknown class", "unknown type", "no weights"],
 )

@@ -110,7 +110,7 @@ def test_bad_files_of_questions(project: Path, capsys: pytest.CaptureFixture[str
     for content, message in (
         ("no json", "questions must be a JSON file"),
         ("[]", "holds no question"),
-        ('[{"question": "Q"}]', r"\[0\]: imagename or image is missing"),
+        ('[{"question": "Q"}]', "0: Value error, imagename or image is missing"),
         ('{"v1_0": "text"}', "every question has a question and an imagename or image"),
     ):
         file.write_text(content)
