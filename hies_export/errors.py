@@ -23,12 +23,10 @@ A message says what must hold, what was given, and what to do.
 from __future__ import annotations
 
 import difflib
-import errno
-import os
-import re
 import reprlib
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,7 +34,7 @@ from typing import Any, TypeVar
 MOST_LISTED = 20
 # Characters of a value, and of another message, that a message quotes.
 LONGEST_VALUE, LONGEST_QUOTE = 100, 1000
-# Linux and macOS take names of 255 bytes; results are written under a name of 10 more before they get their own.
+# Linux and macOS take names of 255 bytes; results are written in a folder whose name has 14 more.
 LONGEST_NAME, LONGEST_PATH = 240, 3000
 
 AnyPath = TypeVar("AnyPath", str, Path)
@@ -170,29 +168,36 @@ def shortened(text: str) -> str:
     return text if len(text) <= LONGEST_QUOTE else f"{text[:half]} ... {text[-half:]}"
 
 
-_ADVICE = {
-    errno.ENOSPC: "free some space, or write to another disk",
-    errno.EDQUOT: "free some of your quota, or write to another disk",
-    errno.EFBIG: "write to a file system that holds larger files, or raise the limit of ulimit -f",
-    errno.EROFS: "write to a folder where you may",
-    errno.EACCES: "write to a folder where you may",
-    errno.EPERM: "write to a folder where you may",
-}
-
-
 def system_failure(error: BaseException) -> str | None:
-    """Return what the operating system refused, and what to do; None if neither the error nor its cause is its own.
+    """Return what the operating system refused; None if neither the error nor its cause is its own.
 
     Libraries in Rust, such as safetensors and tokenizers, raise errors of their own that end in "(os error 28)".
     """
-    if isinstance(error, OSError):
-        number, text = error.errno or 0, str(error)
-    elif told := re.search(r"\(os error (\d+)\)", str(error)):
-        number = int(told[1])
-        text = f"[Errno {number}] {os.strerror(number)}"
-    else:
-        return None if error.__cause__ is None else system_failure(error.__cause__)
-    return f"{text}; {_ADVICE[number]}" if number in _ADVICE else text
+    if isinstance(error, OSError) or "(os error " in str(error):
+        return str(error)
+    return None if error.__cause__ is None else system_failure(error.__cause__)
+
+
+@contextmanager
+def refusing(
+    what: str, remedy: str, kind: type[RequestError] = RequestError, *, report: Sequence[str] = ()
+) -> Iterator[None]:
+    """Turn any error of another library in the block into a refusal of one sentence, with the root cause.
+
+    Errors of this package pass, and so does a lack of memory, which no other input would mend.
+
+    Args:
+        what: Beginning of the sentence: what must hold, and what was given.
+        remedy: End of the sentence: what to do.
+        kind: Class of the refusal.
+        report: What else the library said by then.
+    """
+    try:
+        yield
+    except Exception as error:  # each library raises its own kinds
+        if isinstance(error, HiesError) or memory_failure(error) is not None:
+            raise
+        raise kind(f"{what}: {' '.join([root_cause(error), *report])}; {remedy}") from error
 
 
 def quoted(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Read JSON files against a schema, and refuse damaged ones in a sentence: the file, the place, what must be there.
+"""Read JSON files against a schema, and refuse damaged ones in a sentence.
 
 Every JSON file that this package reads goes through `read_json`. A schema is a pydantic model, by default a `Schema`:
 strict about types, and indifferent to fields that it does not know.
@@ -7,16 +7,15 @@ strict about types, and indifferent to fields that it does not know.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
-from pydantic_core import ErrorDetails, from_json
+from pydantic_core import from_json
 
-from .errors import LONGEST_VALUE, RequestError, quoted
+from .errors import RequestError, quoted, refusing, shortened
 
 MEGABYTE = 10**6
 # Control characters in JSON: escaped, except tab and line breaks; or as bytes, which JSON allows for U+007F to U+009F.
@@ -56,15 +55,9 @@ class Rule:
 
 def read_json(path: str | Path, schema: Any, rule: Rule) -> Any:
     """Return the unchanged content of a JSON file, after checking it against a schema."""
-    try:
-        with Path(path).open("rb") as stream:
-            data = stream.read(rule.megabytes * MEGABYTE + 1)
-    except FileNotFoundError as error:
-        raise rule.refused(f"there is no file {path}") from error
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        raise rule.refused(
-            f"{quoted(str(path))} cannot be read ({getattr(error, 'strerror', None) or error})"
-        ) from error
+    must = f"{rule.must}, but {quoted(str(path))} cannot be read"
+    with refusing(must, rule.remedy, rule.error), Path(path).open("rb") as stream:
+        data = stream.read(rule.megabytes * MEGABYTE + 1)
     if len(data) > rule.megabytes * MEGABYTE:
         raise rule.refused(f"{path} has more than {rule.megabytes} MB")
     return parse_json(data, schema, rule, where=str(path))
@@ -72,10 +65,8 @@ def read_json(path: str | Path, schema: Any, rule: Rule) -> Any:
 
 def parse_json(data: str | bytes, schema: Any, rule: Rule, *, where: str) -> Any:
     """Return the content of a JSON text, or of its bytes in UTF-8; see `read_json`. A refusal calls it `where`."""
-    try:
+    with refusing(f"{rule.must}, but {where} is no JSON", rule.remedy, rule.error):
         value = from_json(data)
-    except ValueError as error:
-        raise rule.refused(f"{where} is no JSON: {error}") from error
     control = _CONTROL.search(data if isinstance(data, bytes) else data.encode()) if rule.shown else None
     if control is not None:
         raise rule.refused(f"{where} has a control character at byte {control.start()}")
@@ -88,49 +79,13 @@ def check(value: Any, schema: Any, rule: Rule, *, where: str) -> Any:
     try:
         return _adapter(schema).validate_python(value)
     except ValidationError as error:
-        raise rule.refused(f"in {where} {_problems(error, value)}") from error
+        first, *more = error.errors(include_url=False)
+        # A validator of ours has quoted what it got.
+        got = "" if first["type"] in ("missing", "value_error") else f", got {quoted(first['input'])}"
+        problem = shortened(": ".join([".".join(map(str, first["loc"])), first["msg"] + got]).removeprefix(": "))
+        raise rule.refused(f"in {where} {problem}" + (f" (and {len(more)} more)" if more else "")) from error
 
 
 @cache
 def _adapter(schema: Any) -> TypeAdapter[Any]:
     return TypeAdapter(schema)
-
-
-def _problems(error: ValidationError, value: Any) -> str:
-    """Return the first problem that a schema finds in a value, and how many more there are."""
-    found = error.errors(include_url=False)
-    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-    return _objection(found[0], value) + more
-
-
-def _objection(problem: ErrorDetails, value: Any) -> str:
-    if problem["type"] == "missing":
-        return f"{_place(problem['loc'][:-1], value, problem['loc'][-1])} is missing"
-    place = _place(problem["loc"], value)
-    if problem["type"] == "value_error":
-        return f"{place}: {problem['ctx']['error']}"
-    wanted = problem["msg"].replace("Input should", "must", 1)
-    wanted = wanted.replace("a valid dictionary", "an object").replace("a dictionary", "an object")
-    return f"{place} {re.split(' or (?:an )?instance of', wanted)[0]}, got {quoted(problem['input'])}"
-
-
-def _place(location: Sequence[int | str], value: Any, *last: int | str) -> str:
-    """Return a place in a JSON value as text, such as `kept["layer.0"].units[3]`.
-
-    `location` comes from pydantic, which also names the members of unions that it tried; these are left out. `last`
-    follows, and is not in the value.
-    """
-    parts: list[int | str] = []
-    for part in location:
-        if isinstance(part, int) if isinstance(value, list) else isinstance(value, dict) and part in value:
-            parts.append(part)
-            value = value[part]
-    text = "".join(
-        f"[{part}]" if isinstance(part, int) else f".{part}" if _is_plain(part) else f"[{quoted(part)}]"
-        for part in (*parts, *last)
-    )
-    return text.removeprefix(".") or "the whole"
-
-
-def _is_plain(name: str) -> bool:
-    return name.isidentifier() and len(name) <= LONGEST_VALUE

@@ -1,4 +1,4 @@
-"""What the tool says of files that were damaged in ways that people reported."""
+"""What the tool says of files that were damaged in ways that people reported; `scripts/fuzz` finds further ones."""
 
 import json
 import shutil
@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.cuts import random_cut
-from support.models import bert, causal_lm, save_project, text_batch
+from support.models import bert, causal_lm, generative_tokenizer, save_project, text_batch
 from support.reports import make_report
 from support.runs import hies
 
@@ -38,7 +38,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     slim, plan, _ = random_cut(bert(), text_batch())
     slim.save_pretrained(folder / "slim")
     bert().save_pretrained(folder / "dense")
-    causal_lm().save_pretrained(folder / "decoder")
     (folder / "plan.json").write_text(plan.to_json())
     (folder / "report.json").write_text(make_report().to_json())
     return folder
@@ -48,57 +47,49 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 KINDS: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
     "plan.json": (PruningPlan.from_file, PlanError, "a plan must be JSON written by hies_export .*plan.json .*"),
     "report.json": (Report.from_file, RequestError, "a report must be a report.json or a run's folder.*"),
-    "slim/config.json": (lambda file: load(file.parent), RequestError, "the config of a model must be .*"),
+    "slim/config.json": (lambda file: load(file.parent), RequestError, "the model at .*slim must load, but does not: "),
     "dense/config.json": (lambda file: load(file.parent), RequestError, ""),
-    "decoder/generation_config.json": (lambda file: load(file.parent), RequestError, ""),
 }
-GENERATION = "generation_config.json eos_token_id must be a valid integer, got {'x': 1}"
 MODULE, LAYER = "bert.encoder.layer.0.attention.self", "encoder.layer.0.attention.self"
 KEPT, UNITS = ("kept", MODULE), ("kept", MODULE, "units")
 LINEAR, ATTRIBUTES = ("hies_export", "linear"), ("hies_export", "attributes")
-PER_LAYER = {"dense": [], "slim": [{"layer": "a", "projections": 1, "products": 1, "other": 1}], "shape": [1, 2]}
+PER_LAYER = {"dense": [{"layer": "a", "projections": 1, "products": 1, "other": 1}], "slim": [], "shape": [1, 8]}
 
 
 @pytest.mark.parametrize(
     ("kind", "place", "to", "message"),
     [
-        ("plan.json", (*UNITS, 0), "a", r"kept\[.*units\[0\] must be a valid integer, got 'a'"),
-        ("plan.json", (*UNITS, 0), 1.5, r"units\[0\] must be a valid integer, got 1.5"),
+        ("plan.json", (*UNITS, 0), "a", r"kept.*units.0: Input should be a valid integer, got 'a'"),
         ("plan.json", UNITS, [0, 99], r"units must be ascending indices in \[0, 6\), at least one, got \[0, 99\]"),
         ("plan.json", UNITS, [-1, 2], r"ascending indices in \[0, 6\)"),
         ("plan.json", UNITS, [], r"ascending indices in \[0, 6\), at least one, got \[\]"),
-        ("plan.json", (*KEPT, "total"), 10**12, r"total must be less than or equal to 1048576, got 1000000000000"),
+        ("plan.json", (*KEPT, "total"), 10**12, "total: Input should be less than or equal to 1048576"),
         ("plan.json", (*KEPT, "groups"), 4, "total must be a multiple of groups, got 6 and 4"),
-        ("plan.json", (*KEPT, "kind"), "mouth", "kind must be 'attention' or 'mlp', got 'mouth'"),
-        ("plan.json", ("model",), 5, "model must be an object, got 5"),
         ("plan.json", ("compensation",), {"method": '<img src="http://x/y.png">'}, "compensation.method"),
-        ("plan.json", ("x",), 1, "x Extra inputs are not"),
-        ("slim/config.json", LINEAR, 5, "hies_export.linear must be an object, got 5"),
-        ("slim/config.json", LINEAR, {"encoder.layer.9.x": [4, 4]}, "'encoder.layer.9.x', which is not a linear layer"),
-        ("slim/config.json", LINEAR, {"embeddings.LayerNorm": [4, 4]}, "'embeddings.LayerNorm', which is not a linear"),
-        ("slim/config.json", LINEAR, {f"{LAYER}.query": [4]}, r"query'\] List should have at least 2 items"),
-        ("slim/config.json", LINEAR, {f"{LAYER}.query": [0, 48]}, r"query'\]\[0\] must be greater than or eq.* got 0"),
-        ("slim/config.json", ATTRIBUTES, {"nowhere": {"heads": 2}}, "'nowhere', which is not a module of"),
-        ("slim/config.json", ATTRIBUTES, {LAYER: {"forward": 2}}, "names 'forward', which is not a number of its Bert"),
-        ("slim/config.json", ATTRIBUTES, {LAYER: {"num_attention_heads": "2"}}, "must be a valid integer, got '2'"),
-        ("dense/config.json", (), [1], r"in .*config.json the whole must be an object, got \[1\]"),
-        ("dense/config.json", ("architectures",), 5, "architectures must be a valid list, got 5"),
-        ("dense/config.json", ("hidden_size",), "wide", "hidden_size"),
-        ("dense/config.json", ("num_attention_heads",), 5, r"no BertFor\w+ can be built of .*not a multiple"),
-        ("dense/config.json", ("num_hidden_layers",), 10**9, "num_hidden_layers must be at most 10000, got"),
-        ("dense/config.json", ("pruned_heads",), {"0": [1, "x"]}, r"pruned_heads\['0'\]\[1\] must be a valid int"),
-        ("dense/config.json", ("pruned_heads",), {"x": [1]}, "pruned_heads"),
+        # What would be another layer, or another computation, without an error.
+        ("slim/config.json", LINEAR, {"embeddings.LayerNorm": [4, 4]}, "TypeError: .*LayerNorm, a LayerNorm"),
+        ("slim/config.json", ATTRIBUTES, {LAYER: {"forward": 2}}, "TypeError: .*self.forward = 2"),
+        ("slim/config.json", ATTRIBUTES, {LAYER: {"num_attention_heads": "2"}}, "TypeError: .*num_attention_heads = 2"),
+        ("slim/config.json", ATTRIBUTES, {LAYER: {"num_attention_head": 2}}, "AttributeError: .*num_attention_head'"),
+        ("slim/config.json", LINEAR, {f"{LAYER}.query": [4]}, "ValueError"),
+        ("dense/config.json", (), [1], r"in .*config.json Input should be .* got \[1\]"),
+        ("dense/config.json", ("hidden_size",), "wide", "must load, but does not: .*hidden_size"),
+        ("dense/config.json", ("num_attention_heads",), 5, "must load, but does not: ValueError: .*not a multiple"),
+        ("dense/config.json", ("pruned_heads",), {"x": [1]}, "pruned_heads .*: ValueError"),
         ("dense/config.json", ("pruned_heads",), {"0": [77]}, "names head 77 of layer 0, which had 6"),
-        ("decoder/generation_config.json", ("eos_token_id",), {"x": 1}, GENERATION),
-        ("report.json", ("parameters", "dense"), 0, "parameters.dense must be greater than 0, got 0"),
-        ("report.json", ("details", "head_map"), {"a": 5}, "details.head_map.a must be a valid string, got 5"),
-        ("report.json", ("details", "neurons"), {"a": {"kept": 1}}, "details.neurons.a.total is missing"),
-        ("report.json", ("details", "metrics"), {"f1": {"dense": 1}}, "details.metrics.f1.slim is missing"),
+        # What would fill the memory.
+        ("dense/config.json", ("num_hidden_layers",), 10**9, "num_hidden_layers must be at most 1000, got"),
+        (
+            "dense/config.json",
+            ("vocab_size",),
+            10**9,
+            r"describes \d{2},.* parameters, and its files hold \d{2},\d{3};",
+        ),
+        ("report.json", ("parameters", "dense"), 0, "parameters.dense: Input should be greater than 0, got 0"),
+        ("report.json", ("details", "neurons"), {"a": {"kept": 1}}, "details.neurons.a.total: Field required"),
         ("report.json", ("details", "uncompensated"), {"metrics": {}, "stability": 1}, "the first metric, 'accuracy'"),
-        ("report.json", ("details", "budget"), {"kind": "flops"}, "details.budget.target is missing"),
-        ("report.json", ("details", "data"), {"labels": "a"}, "details.data.calibration_samples is missing"),
         ("report.json", ("details", "flops_per_layer"), PER_LAYER, "as many layers"),
-        ("report.json", ("latency", 0, "ratio"), float("nan"), r"latency\[0\].ratio must be a finite number, got nan"),
+        ("report.json", ("latency", 0, "ratio"), float("nan"), "latency.0.ratio: Input should be a finite number"),
     ],
 )
 def test_a_value_that_does_not_fit(kind: str, place: Any, to: Any, message: str, files: Path, tmp_path: Path) -> None:
@@ -111,13 +102,6 @@ def test_a_value_that_does_not_fit(kind: str, place: Any, to: Any, message: str,
         assert hies(command, file) == 2
 
 
-def test_a_plan_that_is_no_utf8(files: Path, tmp_path: Path) -> None:
-    file = tmp_path / "plan.json"
-    file.write_bytes((files / "plan.json").read_bytes().replace(b"attention", b"att\xff"))
-    with pytest.raises(PlanError, match=r"plan.json is no JSON: invalid unicode code point at line \d+"):
-        PruningPlan.from_file(file)
-
-
 @pytest.mark.parametrize("command", ["run", "inspect", "export", "bench"])
 def test_truncated_weights(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     project = save_project(tmp_path, train=40, validation=20, prune={"budget": {"heads": 0.5}})
@@ -126,51 +110,51 @@ def test_truncated_weights(command: str, tmp_path: Path, capsys: pytest.CaptureF
     given = {"run": ["recipe.yaml"], "export": ["model", "-o", project / "onnx"]}.get(command, ["model"])
     assert hies(command, project / given[0], *given[1:]) == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert "cannot be loaded: SafetensorError: " in said
-    assert "incomplete" in said
+    assert "weights must be a safetensors file, but " in said
+    assert "SafetensorError: Error while deserializing header: incomplete" in said
 
 
-def test_weights_that_do_not_fit_the_config(tmp_path: Path) -> None:
+@pytest.mark.parametrize("saved", ["model.safetensors", "pytorch_model.bin"])
+def test_weights_that_do_not_fit_the_config(saved: str, tmp_path: Path) -> None:
+    """Those of torch are compared by transformers alone, whose report is in the sentence."""
     bert().save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    weights = load_file(file)
+    weights = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+
+    def save() -> None:
+        if saved == "pytorch_model.bin":
+            torch.save(weights, tmp_path / saved)
+        else:
+            save_file(weights, tmp_path / saved, metadata={"format": "pt"})
+
     weights["classifier.bias"] = torch.zeros(7)
-    save_file(weights, file, metadata={"format": "pt"})
-    with pytest.raises(RequestError, match=r"shapes that the config describes, .* classifier.bias is \[7\] for \[3\]"):
+    save()
+    match = {
+        "model.safetensors": r"shapes that the config describes, .* classifier.bias is \[7\] for \[3\]",
+        "pytorch_model.bin": r"must load, but does not: .*classifier.bias .*7.*3",
+    }[saved]
+    with pytest.raises(RequestError, match=match):
         load(tmp_path)
+    assert load(tmp_path, ignore_mismatched_sizes=True).num_labels == 3
     del weights["classifier.bias"]
-    save_file(weights, file, metadata={"format": "pt"})
+    save()
     with pytest.raises(RequestError, match=r"parameter must be in the files, but .* has no classifier.bias; they"):
         load(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "header",
-    [
-        b"[1]",
-        b"[" * 3000,
-        b'{"a": {"dtype": "F32", "shape": ["x"], "data_offsets": [0, 4]}}',
-        b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}}',
-        b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}',
-        b"long",
-    ],
-)
-def test_the_header_of_safetensors(header: bytes, tmp_path: Path) -> None:
-    bert().save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    data = file.read_bytes()
-    length = 2**40 if header == b"long" else len(header)
-    file.write_bytes(length.to_bytes(8, "little") + header + data[8 + int.from_bytes(data[:8], "little") :])
-    with pytest.raises(RequestError, match=r"cannot be loaded: SafetensorError.*\(model.safetensors\); save or fetch"):
-        load(tmp_path)
-
-
-def test_a_generation_config_beside_a_graph(tmp_path: Path) -> None:
+def test_a_generation_config(tmp_path: Path) -> None:
+    """transformers would end texts elsewhere without a word, or stop with a traceback."""
     causal_lm().save_pretrained(tmp_path)
+    generative_tokenizer().save_pretrained(tmp_path)
     change(tmp_path / "generation_config.json", "eos_token_id", to={"x": 1})
+    assert hies("generate", tmp_path, "--prompt", "a") == 2
     (tmp_path / "model.onnx").write_text("")
-    with pytest.raises(RequestError, match=GENERATION):
+    with pytest.raises(RequestError, match="a generation config must be what transformers wrote, but that of"):
         OnnxGenerator.from_folder(tmp_path)
+    (tmp_path / "model.onnx").unlink()
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 2')
+    with pytest.raises(RequestError, match=r"must load, but does not: .*generation_config.json"):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize("lacking", ["head_map", "heads", "metrics", "alpha_curve", "uncompensated"])
@@ -184,11 +168,9 @@ def test_a_report_shows_what_it_has(lacking: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ({"asked": []}, "line 1 of .* asked must be an object"),
-        ({"asked": {"a": 1}}, "line 1 of .* asked.a must be a valid string, got 1"),
-        ([1], "line 2 of .* the whole must be an object"),
-        ({"kind": "row", "key": "a", "value": {"judged": "a"}}, "line 2 of .* alpha is missing"),
-        ({"kind": "alpha", "key": "a", "value": {"chosen": 0.5, "curve": []}}, "line 2 of .* curve List should have"),
+        ({"asked": []}, "line 1 of .* asked: Input should be"),
+        ([1], "line 2 of .* Input should be"),
+        ({"kind": "row", "key": "a", "value": {"judged": "a"}}, "line 2 of .* alpha: Field required"),
     ],
 )
 def test_a_journal(line: Any, message: str, tmp_path: Path) -> None:

@@ -6,14 +6,12 @@ config can describe the shapes, it also holds `modeling_hies.py`. Loading never 
 folders.py    folders and files that appear complete or not at all
 contents.py   the kind of content that a path holds
 classes.py    the config and the model class of a checkpoint
-schema.py     what the JSON files of a checkpoint must hold
 stored.py     the files of a checkpoint's weights, and their dtype
-weights.py    `from_pretrained`, with its errors as ours
+weights.py    `from_pretrained`, with its errors as ours, and what it would load wrongly without a word
 refits.py     `refit.safetensors`: the refitted layers beside a plan
 version4.py   checkpoints whose heads were pruned by transformers 4
 loading.py    `load` and `HIESModel`: folder or Hub id -> model
 settings.py   settings that some readers need and transformers does not save
-marker.py     the mark of folders that this package wrote; leftovers.py: folders of killed runs
 companions.py the files beside the weights that are fetched and copied
 save.py       `save_slim`: slim model -> folder, loaded again in every way and compared
 apply.py      `apply_plan`: checkpoint, plan -> slim folder

@@ -9,10 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
-from ..errors import RequestError, root_cause
+from ..errors import refusing
 from ..model.online import hub_or_cache
 from .classes import read_config
 from .stored import weight_files
@@ -52,15 +51,13 @@ def fetch_files(model: str | Path, patterns: Sequence[str], revision: str | None
 
 @contextmanager
 def _fetching(model: str | Path) -> Iterator[None]:
-    """Refuse a model, by a `RequestError`, whose files cannot be fetched in the block."""
-    try:
-        with hub_or_cache(model, "model"):
-            yield
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
-        raise RequestError(
-            f"the files of {model} must be on this machine or on the Hub, but: {root_cause(error)}; try again, or "
-            "give the folder of a download"
-        ) from error
+    """Refuse a model whose files cannot be fetched in the block."""
+    remedy = "try again, or give the folder of a download"
+    with (
+        refusing(f"the files of {model} must be on this machine or on the Hub, but", remedy),
+        hub_or_cache(model, "model"),
+    ):
+        yield
 
 
 def copy_companions(source: Path, folder: Path, patterns: Sequence[str] = COMPANIONS) -> None:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import os
 import stat
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from ..errors import OutputExistsError
-from .leftovers import clean_up, hidden_folder, replace
-from .marker import MARKER, find_foreign, mark
+
+# In the names of the hidden folders that outputs are written in: `.NAME.tmp-xxxxxxxx`, beside NAME.
+WRITING = ".tmp-"
+# Files that tell an output of this package: a run or scores, a slim checkpoint, a quickstart.
+_TELLING = (("plan.json", "scores.json"), ("hies_plan.json",), ("vit-digits/config.json", "run/plan.json"))
+# What `write_config` leaves in the config.json of an export.
+_EXPORTED = '"exported_by": "hies-export"'
 
 
 @contextmanager
@@ -21,39 +27,82 @@ def new_folder(folder: str | Path, *, overwrite: bool = False) -> Iterator[Path]
     """
     folder = Path(folder)
     refuse_existing(folder, overwrite=overwrite)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with hidden_folder(folder) as parent:
-        temporary = parent / folder.name
-        temporary.mkdir()
-        yield temporary
-        mark(temporary)
-        _share(temporary)
+    with _hidden(folder) as written:
+        written.mkdir()
+        yield written
         refuse_existing(folder, overwrite=overwrite)
-        # The old folder is removed only once the new one is complete.
-        replace(temporary, folder)
+        _put(written, folder)
 
 
-def _share(folder: Path) -> None:
-    """Let whoever may read one file of a folder read all: safetensors makes its files private to their owner."""
-    mode = stat.S_IMODE((folder / MARKER).stat().st_mode)
-    for file in folder.rglob("*"):
-        if file.is_file() and not file.is_symlink():
-            file.chmod(stat.S_IMODE(file.stat().st_mode) | mode)
+def replace_file(file: Path, text: str) -> None:
+    """Write a file completely or not at all, and create its parent folders; an existing file is replaced."""
+    with _hidden(file) as written:
+        written.write_text(text, encoding="utf-8")
+        _put(written, file)
+
+
+@contextmanager
+def _hidden(output: Path) -> Iterator[Path]:
+    """Yield where to write an output: its name in a hidden folder beside it, which is deleted when the block ends."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    prefix = f".{output.name}{WRITING}"
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=output.parent, ignore_cleanup_errors=True) as folder:
+        yield Path(folder) / output.name
+
+
+def _put(written: Path, output: Path) -> None:
+    """Move what was written to its place; an old folder there is deleted with the hidden one."""
+    _share(written)
+    lasting = _is_to_last(output)
+    for path in (written, *written.rglob("*")) if lasting else ():
+        _to_disk(path)
+    old = written.with_name(".replaced")
+    try:
+        if written.is_dir() and output.exists():  # a rename replaces files and empty folders only
+            output.rename(old)
+        written.replace(output)
+    except BaseException:  # an interrupt too: the old folder must not be deleted with the hidden one
+        if os.path.lexists(old) and not output.exists():
+            old.rename(output)
+        raise
+    if lasting:
+        _to_disk(output.parent)
+
+
+def _share(written: Path) -> None:
+    """Let whoever may read an output read all its files: safetensors makes its own private to their owner."""
+    mode = written.stat().st_mode & 0o666
+    for path in written.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            path.chmod(stat.S_IMODE(path.stat().st_mode) | mode)
+
+
+def _is_to_last(output: Path) -> bool:
+    """Return whether an output is permanent: not in the temporary folder, nor part of another being written."""
+    parents = output.absolute().parents
+    return Path(tempfile.gettempdir()) not in parents and not any(WRITING in parent.name for parent in parents)
+
+
+def _to_disk(path: Path) -> None:
+    """Wait until a file's content, or the names in a folder, are on the disk: a name alone may survive a power loss."""
+    if path.is_symlink():
+        return
+    with suppress(OSError) if path.is_dir() else nullcontext():  # Windows and some file systems cannot sync folders
+        descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def refuse_existing(
     folder: str | Path, *, overwrite: bool = False, inputs: Mapping[str, str | Path] | None = None
 ) -> None:
-    """Refuse to write to a folder that exists, or to replace more than what this package wrote.
+    """Refuse to write to a folder that exists, or to replace what this package did not write.
 
-    Leftovers of killed processes beside the folder are removed first. `inputs` are read and must stay, such as "model"
-    -> its folder; Hub ids are ignored.
+    `inputs` are read and must stay, such as "model" -> its folder; Hub ids are ignored.
     """
-    clean_up(Path(folder))
     if not os.path.lexists(folder):
-        above = next(parent for parent in Path(folder).absolute().parents if os.path.lexists(parent))
-        if not above.is_dir():
-            raise OutputExistsError(f"an output must lie in folders, but {above} above {folder} is none")
         return
     if not overwrite:
         raise OutputExistsError(
@@ -62,19 +111,16 @@ def refuse_existing(
     output = Path(folder).resolve()
     for what, given in (inputs or {}).items():
         path = Path(given).resolve()
-        if not path.exists():
-            continue
         relation = _relation(output, path)
-        if relation is not None:
+        if path.exists() and relation is not None:
             raise OutputExistsError(
                 f"overwrite=True must not delete what is read, but the output folder {folder} {relation} the {what} "
                 f"{given}; choose another folder"
             )
-    foreign = find_foreign(output)
-    if foreign is not None:
+    if not _is_ours(output):
         raise OutputExistsError(
-            f"overwrite=True replaces only what hies-export wrote, but {folder} {foreign}; choose another folder, or "
-            "move or delete that one yourself"
+            f"overwrite=True replaces only an empty folder or one that hies-export wrote, but {folder} is something "
+            "else; choose another folder, or move or delete that one yourself"
         )
 
 
@@ -87,24 +133,23 @@ def _relation(output: Path, path: Path) -> str | None:
     return "lies inside" if output.is_relative_to(path) else None
 
 
-def replace_file(file: Path, text: str) -> None:
-    """Write a file completely or not at all, and create its parent folders; an existing file is replaced."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    clean_up(file)
-    with hidden_folder(file) as temporary:
-        written = temporary / file.name
-        written.write_text(text, encoding="utf-8")
-        replace(written, file)
+def _is_ours(path: Path) -> bool:
+    """Return whether a path is an empty folder, or one with the files that tell an output of this package."""
+    if not path.is_dir():
+        return False
+    if not any(path.iterdir()) or any(all((path / name).is_file() for name in names) for names in _TELLING):
+        return True
+    config = path / "config.json"
+    return config.is_file() and _EXPORTED in config.read_text(encoding="utf-8", errors="replace")
 
 
 def refuse_other_file(file: Path, what: str, is_ours: Callable[[str], bool]) -> None:
     """Refuse to replace a file that is not `what`, such as "a page of this package"; `is_ours` judges by its text."""
     if not os.path.lexists(file):
         return
-    try:
-        ours = file.is_file() and is_ours(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        ours = False
+    ours = False
+    with suppress(OSError, ValueError, RecursionError):
+        ours = file.is_file() and is_ours(file.read_text(encoding="utf-8"))  # no pipe, which has no end
     if not ours:
         raise OutputExistsError(
             f"a file is replaced only if it is {what}, but {file} is something else; choose another file, or move or "

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..errors import PlanError, root_cause
+from ..errors import PlanError, refusing
 from ..values import PruningPlan
 
 REFIT = "refit.safetensors"
@@ -73,14 +73,8 @@ def read_refit(plan: PruningPlan, file: Path) -> RefittedLayers:
             f"refitted layers must be those of the plan, but this plan names none, got {file}; leave them out "
             "(refit=None), or give the plan that was written with them"
         )
-    if not file.is_file():
-        raise PlanError(f"refitted layers must be a file, but there is no {file}; {_ADVICE}")
-    try:
+    with refusing(f"refitted layers must be a safetensors file, but {file} is none", _ADVICE, PlanError):
         tensors = load_file(file)
-    except Exception as error:  # safetensors raises errors of its own, and others for dtypes that torch lacks
-        raise PlanError(
-            f"refitted layers must be a safetensors file, but {file} is none: {root_cause(error)}; {_ADVICE}"
-        ) from error
     found = digest_tensors(tensors)
     if found != plan.refit:
         raise PlanError(

@@ -27,12 +27,16 @@ def complete_settings(model: PreTrainedModel, folder: Path) -> None:
 
 
 def write_config(model: PreTrainedModel, folder: Path) -> None:
-    """Write the config of a model into the folder of its export, without pointers to code that is not there."""
+    """Write the config of a model into the folder of its export, without pointers to code that is not there.
+
+    It says who wrote the folder, so that `refuse_existing` may let it be replaced.
+    """
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.dtype = model.dtype
     if hasattr(config, "auto_map"):
         del config.auto_map
+    config.exported_by = "hies-export"
     config.to_json_file(folder / "config.json")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ import torch
 from safetensors import safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
+from ..errors import refusing
 from ..model.internals import file_of
 from ..model.online import hub_or_cache
-from .schema import read_weight_map
+from .classes import AGAIN
 
 _FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 
@@ -24,14 +26,16 @@ def weight_files(path: str | Path, **hub: Any) -> list[Path]:
             if (whole := file_of(path, name, **hub)) is not None:
                 return [whole]
             if (listing := file_of(path, index, **hub)) is not None:
-                shards = [file_of(path, shard, **hub) for shard in sorted(set(read_weight_map(listing).values()))]
+                with refusing(f"the index of a sharded checkpoint must name its files, but {listing} does not", AGAIN):
+                    names = {Path(name).name for name in json.loads(listing.read_bytes())["weight_map"].values()}
+                shards = [file_of(path, shard, **hub) for shard in sorted(names)]
                 return [shard for shard in shards if shard is not None]
     return []
 
 
 def describe_tensors(file: Path) -> Iterator[tuple[str, str, list[int]]]:
     """Yield name, dtype in the words of safetensors, and shape of every tensor in a file."""
-    with safe_open(file, "pt") as tensors:
+    with refusing(f"weights must be a safetensors file, but {file} is none", AGAIN), safe_open(file, "pt") as tensors:
         for name in list(tensors.keys()):
             part = tensors.get_slice(name)
             yield name, part.get_dtype(), part.get_shape()

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..errors import RequestError, UnsupportedModelError, listed
+from ..errors import RequestError, UnsupportedModelError, listed, refusing
 from ..model import internals
 from ..model.tokens import synthetic_batch
 from ..prunable.attention import find_attention
@@ -20,8 +20,7 @@ from ..slim.config import is_slim
 from ..slim.cut import prune_units
 from ..units import PrunableModule
 from ..values import PruningPlan, library_versions
-from .classes import class_config, find_model_class, hub_options
-from .schema import refusing
+from .classes import AGAIN, find_model_class, hub_options
 from .weights import load_weights, skeleton_of_files, stored_shapes
 
 
@@ -29,14 +28,14 @@ from .weights import load_weights, skeleton_of_files, stored_shapes
 def load_version4(path: str | Path, **kwargs: Any) -> tuple[PreTrainedModel, PruningPlan]:
     """Load a checkpoint with `pruned_heads`; return the slim model, and the plan that cuts the original to it."""
     stock = find_model_class(path, **hub_options(kwargs))
-    config = class_config(path, stock, **hub_options(kwargs))
-    pruned = {int(layer): heads for layer, heads in (getattr(config, "pruned_heads", None) or {}).items() if heads}
-    if not pruned:
-        raise RequestError(
-            f"a checkpoint to upgrade must have pruned_heads in its config, but {path} has none; it loads as it is"
-        )
-    del config.pruned_heads
-    with refusing(f"{path} cannot be cut by it"):
+    with refusing(f"the heads that pruned_heads names must be those of the model, but in {path} they are not", AGAIN):
+        config: Any = stock.config_class.from_pretrained(path, **hub_options(kwargs))  # type: ignore[union-attr]
+        pruned = {int(layer): heads for layer, heads in (getattr(config, "pruned_heads", None) or {}).items() if heads}
+        if not pruned:
+            raise RequestError(
+                f"a checkpoint to upgrade must have pruned_heads in its config, but {path} has none; it loads as it is"
+            )
+        del config.pruned_heads
         shapes = stored_shapes(path)
         skeleton = skeleton_of_files(stock, config, path, shapes)
         modules = find_attention(skeleton, synthetic_batch(skeleton, batch=2, sequence=3))

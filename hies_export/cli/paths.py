@@ -22,18 +22,11 @@ def checkpoint_in(path: str, *welcome: Contents, progress: Progress) -> str:
 
 def plan_in(path: Path, *, progress: Progress) -> Path:
     """Return the plan file that a path stands for: itself, or the plan in the folder of a run or slim checkpoint."""
-    if not path.is_dir():
-        return path
-    found = contents(path)
     for name in ("plan.json", "hies_plan.json"):
         if (path / name).is_file():
-            progress.stage(f"{path} is {found.value}: using its {name}")
+            progress.stage(f"{path} is {contents(path).value}: using its {name}")
             return path / name
-    instead = f"save one from the page of 'hies-export ui {path}'" if found is Contents.SWEEP else "give a plan.json"
-    raise RequestError(
-        f"a plan must be a plan.json, or the folder of a run or of a slim checkpoint, but {path} is {found.value}; "
-        f"{instead}"
-    )
+    return path
 
 
 def refuse_other_than(path: str | Path, *wanted: Contents, needs: str) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.dataset
 
-from ..errors import DataError, listed, quoted, root_cause
+from ..errors import DataError, listed, quoted, refusing, root_cause
 from ..model.online import hub_or_cache
 from ..progress import quiet
 from .delimited import is_large, read_in_chunks
@@ -173,16 +173,12 @@ def hub_splits(name: str) -> Mapping[str, datasets.Dataset]:
             f"got {name!r}; for files on this machine use data.files"
         )
     repository, configuration = "/".join(parts[:2]), parts[2] if len(parts) == 3 else None
-    try:
-        with hub_or_cache(repository, "data set", error=DataError):
-            splits: Mapping[str, datasets.Dataset] = datasets.load_dataset(repository, configuration)
-    except DataError:
-        raise
-    except Exception as error:  # the Hub, the network, the file formats: each raises its own kind
-        raise DataError(
-            f"the dataset {name!r} could not be loaded from the Hub ({root_cause(error)}); "
-            f"check its name and configuration and the network, or use data.files"
-        ) from error
+    remedy = "check its name and configuration and the network, or use data.files"
+    with (
+        refusing(f"the dataset {name!r} could not be loaded from the Hub", remedy, DataError),
+        hub_or_cache(repository, "data set", error=DataError),
+    ):
+        splits: Mapping[str, datasets.Dataset] = datasets.load_dataset(repository, configuration)
     return splits
 
 

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from ..checkpoint.classes import AGAIN
 from ..checkpoint.contents import Contents, refuse_other
 from ..checkpoint.loading import load
 from ..data.images import image_of_file
 from ..data.processors import load_processor
-from ..errors import DataError, RecipeError, RequestError
+from ..errors import DataError, RecipeError, RequestError, refusing
 from ..onnx.generator import OnnxGenerator
 from ..runtimes.ort import DECODER_FILE, ONNX_FILE, QUANTIZED_FILE
 
@@ -92,6 +93,7 @@ def load_generator(folder: str | Path) -> Callable[[dict[str, Tensor], int], Ten
             max_new_tokens=most,
             pad_token_id=0 if padding is None else padding,
         )
-        return model.generate(**batch, generation_config=greedy)
+        with refusing(f"the model at {folder} must continue the prompts, and fails", AGAIN):
+            return model.generate(**batch, generation_config=greedy)
 
     return generate

@@ -60,8 +60,10 @@ class SlimModel:
             old = self.base_model.get_submodule(name)
             if isinstance(old, torch.nn.Linear):
                 new = torch.nn.Linear(in_features, out_features, bias=old.bias is not None)
+            elif isinstance(old, transformers.Conv1D):
+                new = transformers.Conv1D(out_features, in_features)
             else:
-                new = type(old)(out_features, in_features)
+                raise TypeError(f"config.hies_export must name linear layers, got {name}, a {type(old).__name__}")
             owner, _, attribute = name.rpartition(".")
             setattr(self.base_model.get_submodule(owner), attribute, new.to(old.weight.device, old.weight.dtype))
         for name, shape in block.get("parameters", {}).items():
@@ -70,8 +72,13 @@ class SlimModel:
             new = torch.nn.Parameter(torch.zeros(shape, dtype=old.dtype, device=old.device))
             setattr(self.base_model.get_submodule(owner), attribute, new)
         for name, attributes in block["attributes"].items():
+            module = self.base_model.get_submodule(name)
             for attribute, value in attributes.items():
-                set_attribute(self.base_model.get_submodule(name), attribute, value)
+                if not isinstance(value, int) or not isinstance(get_attribute(module, attribute), int):
+                    raise TypeError(
+                        f"config.hies_export must give numbers to numbers, got {name}.{attribute} = {value}"
+                    )
+                set_attribute(module, attribute, value)
 
     def save_pretrained(self, save_directory, *args, **kwargs):
         """Save as the stock class does, with this file, and the weights under the names of the modules."""

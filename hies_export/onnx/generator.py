@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +12,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from ..checkpoint.classes import load_config
-from ..checkpoint.schema import check_side_files, refusing
-from ..errors import DataError, RecipeError, RequestError
+from ..checkpoint.classes import AGAIN, load_config
+from ..errors import DataError, RecipeError, RequestError, refusing
 from ..model.tokens import longest_sequence
 from ..runtimes.ort import DECODER_FILE, EMBED_FILE, ONNX_FILE, QUANTIZED_FILE, VISION_FILE, OnnxRuntime
 from .multimodal import merge_images
@@ -64,8 +64,8 @@ class OnnxGenerator:
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise RequestError(f"a folder to generate from must have {missing[0]}, and {folder} has none: export first")
-        check_side_files(folder)
         config = load_config(folder)
+        eos, pad = _special_tokens(folder, config)
         threads = torch.get_num_threads() if threads is None else threads
         decoder, *others = (OnnxRuntime(folder / name, threads=threads) for name in names)
         if "past_key_values.0.key" not in decoder.inputs:
@@ -74,8 +74,6 @@ class OnnxGenerator:
                 f"{folder} takes {', '.join(decoder.inputs)}: an encoder does not generate"
             )
         text = config.get_text_config()
-        settings = _generation_config(folder, config)
-        eos = _token_ids(settings.eos_token_id)
         return cls(
             decoder=decoder,
             embed_tokens=others[0] if parts else None,
@@ -84,7 +82,7 @@ class OnnxGenerator:
             vocabulary=text.vocab_size,
             positions=longest_sequence(config),
             eos_token_ids=eos,
-            pad_token_id=eos[0] if settings.pad_token_id is None and eos else settings.pad_token_id,
+            pad_token_id=eos[0] if pad is None and eos else pad,
         )
 
     def generate(
@@ -198,11 +196,13 @@ def _tensor(value: Any) -> Tensor:
     return torch.from_numpy(value.numpy())
 
 
-def _generation_config(folder: Path, config: Any) -> GenerationConfig:
-    with refusing(f"that of {folder} does not generate"):
-        if (folder / "generation_config.json").is_file():
-            return GenerationConfig.from_pretrained(folder)
-        return GenerationConfig.from_model_config(config)
+def _special_tokens(folder: Path, config: Any) -> tuple[tuple[int, ...], int | None]:
+    """Return the ids of the tokens that end a text, and that of padding, from the files beside a graph."""
+    with refusing(f"a generation config must be what transformers wrote, but that of {folder} is not", AGAIN):
+        of_file = (folder / "generation_config.json").is_file()
+        found = GenerationConfig.from_pretrained(folder) if of_file else GenerationConfig.from_model_config(config)
+        pad = None if found.pad_token_id is None else operator.index(found.pad_token_id)
+        return tuple(map(operator.index, _token_ids(found.eos_token_id))), pad
 
 
 def _token_ids(value: int | Iterable[int] | None) -> tuple[int, ...]:

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..checkpoint.classes import find_model_class, load_config
+from ..checkpoint.classes import AGAIN, find_model_class, load_config
 from ..checkpoint.loading import load
-from ..checkpoint.schema import empty_model
 from ..data.batches import Batch
 from ..data.processors import load_processor
-from ..errors import RequestError
+from ..errors import RequestError, refusing
 from ..measure.compare import time_on
 from ..measure.counts import FlopCount, Shape, count_both_flops
 from ..measure.exports import Exporter, ExportOptions, require_exporters
@@ -24,7 +23,7 @@ from ..measure.on_rows import time_on_rows
 from ..measure.rows import LatencyRow
 from ..measure.shapes import check_shapes, model_shapes
 from ..measure.timing import Timing
-from ..model.internals import never_asking
+from ..model.internals import empty_model, never_asking
 from ..model.tokens import synthetic_batch
 from ..onnx.multimodal import is_vision_language
 from ..progress import SILENT, Progress
@@ -211,7 +210,8 @@ def _flops(
 def _skeleton(folder: Path) -> PreTrainedModel:
     """Build the model of a folder without weights, which is enough to check inputs and count FLOPs."""
     place = _described(folder)
-    model: PreTrainedModel = empty_model(find_model_class(place), load_config(place), place).eval()
+    with refusing(f"a model must be built from its config, but that of {place} fails", AGAIN):
+        model = empty_model(find_model_class(place), load_config(place)).eval()
     if is_vision_language(model):
         raise RequestError(f"bench times encoders and decoders, and {folder} is a vision-language model")
     return model

@@ -19,7 +19,7 @@ from ..data.labels import STRINGS
 from ..data.reader import Columns
 from ..data.registry import reader_for
 from ..data.targets import size_of
-from ..errors import DataError, RequestError, listed, root_cause
+from ..errors import DataError, RequestError, listed, refusing
 from ..model.internals import auto_classes
 from ..tasks import TASKS, Task
 
@@ -93,12 +93,9 @@ def _of_inputs(model: PreTrainedModel, rows: datasets.Dataset, processor: Any) -
     if hasattr(tokenizer, "pad"):
         of_tokens = any(isinstance(rows.features[name], (list, datasets.List)) for name in names if name in LABELS)
         collate = (DataCollatorForSeq2Seq if of_tokens else DataCollatorWithPadding)(tokenizer)
-    try:
+    must = f"rows of {listed(names)} must form batches, but do not"
+    with refusing(must, "pass a processor= that can pad them", DataError):
         found = list(DataLoader(rows.select_columns(names), batch_size=BATCH_SIZE, collate_fn=collate))
-    except Exception as error:  # the collators of transformers raise what tensors and tokenizers raise
-        raise DataError(
-            f"rows of {listed(names)} must form batches, but {root_cause(error)}; pass a processor= that can pad them"
-        ) from error
     return check_batches(model, found, what="batches")
 
 

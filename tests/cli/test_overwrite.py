@@ -67,7 +67,7 @@ def test_a_folder_of_the_user_is_not_replaced(command: str, project: Path, tmp_p
     given = [project / name for name in inputs.get(command, ("recipe.yaml",))]
     given += ["--no-figures"] if command == "sweep" else []
     code, err, _ = told(command, *given, "-o", tmp_path / "mine", "--overwrite")
-    assert (code, ("holds something else" if command == "sweep" else "mine has no .hies_export") in err) == (2, True)
+    assert (code, ("holds something else" if command == "sweep" else "mine is something else") in err) == (2, True)
     assert contents(tmp_path) == {"mine": None, "mine/thesis.md": b"mine"}
 
 

@@ -119,7 +119,7 @@ def test_names_axes_fusions_and_files_are_optimums(uneven_export):
     assert exported.bytes == exported.file.stat().st_size
     weight_bytes = sum(p.numel() * 4 for p in model.parameters())
     assert weight_bytes < exported.bytes < 1.5 * weight_bytes + 50_000
-    assert sorted(path.name for path in exported.folder.iterdir()) == [".hies_export", "config.json", "model.onnx"]
+    assert sorted(path.name for path in exported.folder.iterdir()) == ["config.json", "model.onnx"]
     config = json.loads((exported.folder / "config.json").read_text())
     assert config["architectures"] == ["BertForSequenceClassification"]
     assert config["dtype"] == "float32"

@@ -109,7 +109,7 @@ def test_names_axes_sizes_and_files_are_optimums(uneven: tuple[PreTrainedModel, 
     assert exported.fused_ops == {"RotaryEmbedding": 4, "SkipSimplifiedLayerNormalization": 4}
     assert exported.files == ("model.onnx",)
     files = sorted(path.name for path in exported.folder.iterdir())
-    assert files == [".hies_export", "config.json", "generation_config.json", "model.onnx"]
+    assert files == ["config.json", "generation_config.json", "model.onnx"]
     weight_bytes = sum(p.numel() * 4 for p in model.parameters())
     assert weight_bytes < exported.bytes < weight_bytes + 40_000  # every weight once
     assert b"site-packages" not in exported.file.read_bytes()

@@ -60,7 +60,7 @@ def test_run_writes_everything_and_tells_the_truth(project: Path, capsys: pytest
     assert hies("run", project / "recipe.yaml", "--json") == 0
     out = project / "out"
     assert sorted(p.name for p in out.iterdir()) == [
-        *(".hies_export", "onnx", "plan.json", "report.html", "report.json", "report.md", "scores.json", "slim")
+        *("onnx", "plan.json", "report.html", "report.json", "report.md", "scores.json", "slim")
     ]
     assert {p.name for p in (out / "slim").iterdir()} >= {
         *("config.json", "model.safetensors", "modeling_hies.py", "hies_plan.json", "README.md", "tokenizer.json")

@@ -109,7 +109,7 @@ def test_the_licence_comes_along(project: Path, tmp_path: Path) -> None:
 
 
 def test_apply_gives_the_bytes_of_a_compensated_run(project: Path, tmp_path: Path) -> None:
-    """All but what a run adds: the card, the marker of what was written, and a tokenizer saved by itself."""
+    """All but what a run adds: the card, and a tokenizer saved by itself."""
     out = project / "out"
     refit = load_file(out / REFIT)
     assert {tensor.dtype for tensor in refit.values()} == {torch.float16}
@@ -118,7 +118,7 @@ def test_apply_gives_the_bytes_of_a_compensated_run(project: Path, tmp_path: Pat
     one, other = digests(out / "slim"), digests(tmp_path / "slim")
     same = {name for name in one if one[name] == other.get(name)}
     assert same >= {"model.safetensors", "config.json", "modeling_hies.py", "hies_plan.json"}
-    assert one.keys() - same <= {"README.md", ".hies_export", "tokenizer.json", "tokenizer_config.json"}
+    assert one.keys() - same <= {"README.md", "tokenizer.json", "tokenizer_config.json"}
 
     plain = tmp_path / "plain"
     assert hies("apply", out / "plan.json", project / "model", "-o", plain, "--no-refit") == 0

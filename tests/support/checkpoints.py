@@ -43,8 +43,5 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of every file of a checkpoint but for those that this package adds."""
-    files = {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.iterdir()}
-    for ours in ("hies_plan.json", ".hies_export"):
-        files.pop(ours, None)
-    return files
+    """Return the SHA-256 of every file of a checkpoint but for its plan."""
+    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.iterdir() if p.name != "hies_plan.json"}

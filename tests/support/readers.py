@@ -32,7 +32,7 @@ from hies_export.lab.studies.explore import estimate, lost_share, read_explorati
 from hies_export.lab.sweep.figures import draw_sweep
 from hies_export.lab.sweep.journal import Journal
 from hies_export.lab.sweep.page import read_sweep, render_sweep
-from hies_export.onnx.generator import _generation_config
+from hies_export.onnx.generator import _special_tokens
 from hies_export.pipeline.journal import CutJournal
 from hies_export.recipe import PruningRecipe
 from hies_export.report.bench import print_bench, read_report, render_bench
@@ -183,7 +183,7 @@ def _generation(folder: Path) -> list[Read]:
     file = decoder / "generation_config.json"
     return [
         Read("generation config, load", "json", file, lambda: load(decoder), 4),
-        Read("generation config, ONNX", "json", file, lambda: _generation_config(decoder, model.config), 10),
+        Read("generation config, ONNX", "json", file, lambda: _special_tokens(decoder, model.config), 10),
     ]
 
 
