@@ -75,6 +75,16 @@ def by_hand(models: Any, batch: dict[str, torch.Tensor], threshold: float) -> to
     return torch.where((margins(slim) <= threshold)[:, None], dense, slim)  # type: ignore[arg-type]
 
 
+def between(margin: torch.Tensor) -> float:
+    """Return a threshold in the widest gap of the middle half of margins.
+
+    At a margin itself, rounding would decide where its row goes.
+    """
+    ordered = margin.sort().values[len(margin) // 4 : -(len(margin) // 4) or None]
+    widest = int(ordered.diff().argmax())
+    return (ordered[widest] + ordered[widest + 1]).item() / 2
+
+
 def run(file: Path, batch: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
     """ONNX Runtime as its own users run it."""
     session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
@@ -102,7 +112,7 @@ def three_batches(models: Any, batches: Batches, threshold: float) -> dict[str, 
 def test_unsure_rows_are_answered_by_the_dense_model(models: Any) -> None:
     batches = texts()
     sure = margins(predict(models[0], batches))  # type: ignore[arg-type]
-    for threshold in (0.0, sure.median().item(), 1e9):
+    for threshold in (0.0, between(sure), 1e9):
         cascade = Cascade(*models, threshold=threshold)
         for batch in batches:
             torch.testing.assert_close(cascade.logits(batch), by_hand(models, batch, threshold), atol=1e-5, rtol=0)
@@ -145,7 +155,7 @@ def test_weights_of_both_graphs_are_stored_once_whatever_their_names(models: Any
     slim, dense = (onnx_ir.load(file) for file in files)
     for number, value in enumerate(list(slim.graph.initializers.values())):
         value.name = f"renamed_{number}"
-    threshold = margins(predict(models[0], [batch])).median().item()  # type: ignore[arg-type]
+    threshold = between(margins(predict(models[0], [batch])))  # type: ignore[arg-type]
     assert join_graphs(slim.graph, dense.graph, threshold) == both
     onnx_ir.save(slim, tmp_path / "joined.onnx")
     joined = onnx.load(tmp_path / "joined.onnx")

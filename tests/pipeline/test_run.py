@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -26,6 +26,7 @@ import hies_export
 from hies_export.errors import RequestError
 from hies_export.evaluate.judge import stability
 from hies_export.evaluate.predict import predict
+from hies_export.measure.exports import ExportOptions
 from hies_export.pipeline import bench as benching
 from hies_export.pipeline.bench import bench
 from hies_export.pipeline.resolve import resolve
@@ -431,9 +432,9 @@ def test_a_checkpoint_is_loaded_once_for_all_exports(tmp_path: Path, monkeypatch
         loaded.append(folder)
         return bert()
 
-    def export(self: Any, model: Any, folder: Path, *_: Any) -> None:
-        folder.mkdir(parents=True)
-        exported.append((folder.parent.name, self.options.dtype))
+    def export(self: Any, model: Any, folder: Path, options: ExportOptions) -> SimpleNamespace:
+        exported.append((folder.parent.name, options.dtype))
+        return SimpleNamespace(folder=folder)
 
     monkeypatch.setattr(benching, "load", load)
     monkeypatch.setattr(benching.Exporter, "export", export)
