@@ -30,7 +30,6 @@ from hies_export.measure.machine import machine_facts
 from hies_export.pipeline.cut import save
 from hies_export.pipeline.prune import prune_prepared
 from hies_export.pipeline.resolve import resolve
-from hies_export.pipeline.sections import options_of
 from hies_export.recipe import PruningRecipe
 
 T = TypeVar("T")
@@ -139,8 +138,7 @@ def main() -> None:
         stages = Stages()
         recipe = recipe_of(folder, options)
         prepared = resolve(recipe).prepared
-        options = options_of(recipe)
-        done = prune_prepared(prepared, options, compensation=options.compensation, progress=stages)
+        done = prune_prepared(prepared, recipe.prune, compensation=recipe.prune.compensation, progress=stages)
         saved = save(done.slim, prepared, recipe.output)
         stages.stage("end")
     plan = done.plan

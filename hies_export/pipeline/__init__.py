@@ -1,13 +1,13 @@
 """Prune a model in memory, or run a recipe from start to end.
 
 The input is a model with batches, or a recipe; the output is a `PruneResult`, or the folder of a run and its `Report`.
-A recipe is resolved into plain options once; the stages see only those.
+A recipe is resolved once; the stages see what is loaded, and their own sections of it.
 
 In the order of reading:
 
 - `prune.py`: `prune`, which chooses, cuts, compensates and judges; `memory.py`: batches from what a user holds.
 - `run.py`: `run`, which loads, prunes, saves, exports, measures and reports.
-- `resolve.py`: a recipe as loaded model, rows and `options.py`; `load.py`: load the model itself.
+- `resolve.py`: a recipe with its loaded model and rows; `load.py`: load the model itself.
 - `prepare.py`: find the units that a model can lose, and check the request.
 - `choose.py`: calibrate, score (`candidates.py`) and select within the budget (`targets.py`), which gives the plan.
 - `search.py`: find alpha, the criterion or the largest allowed cut on held-out rows; `quality.py`: evaluate.

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 from ..cascade.export import CascadeOptions
 from ..evaluate.judge import Judge
+from ..measure.exports import Exporter
 from ..measure.forms import Forms
+from ..recipe import PruneSection, TimedSection
 from ..report.details import Deployment, DeployWay, Form, SizeTried, deciding_step, relative_times
 from .choice import Choice
-from .options import PruneOptions
 
 
 @dataclass(frozen=True)
@@ -31,22 +32,25 @@ class Decided:
         choice: The cut; None leaves it to the stages.
         cascade: How to join both models; None for no cascade.
         sizes: The sizes of cascades that were tried.
+        served: What the cut was judged on; None for what its budget says.
     """
 
     choice: Choice | None = None
     cascade: CascadeOptions | None = None
     sizes: tuple[SizeTried, ...] = ()
+    served: TimedSection | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer(Decided):
     """The largest cut that keeps the promise in one form, and the results of all forms.
 
-    If no cut does, `choice` removes nothing. `options` are those that the cut was chosen by; `dense` also records the
-    cuts that were searched for.
+    If no cut does, `choice` removes nothing. `options` are those that the cut was chosen by, and `exporter` writes it;
+    `dense` also records the cuts that were searched for.
     """
 
-    options: PruneOptions
+    options: PruneSection
+    exporter: Exporter
     promise: float
     dense: DenseForms
     began: float  # by time.monotonic

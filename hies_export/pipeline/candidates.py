@@ -12,10 +12,10 @@ from ..data.batches import Batch
 from ..data.targets import size_of
 from ..model.tokens import count_tokens
 from ..progress import Progress
+from ..recipe import PruneSection
 from ..score.compensated import score_compensated
 from ..score.criteria import AUTO, COMPENSATED, COMPENSATED_NAMES, needs_of, score_units, uses_alpha
 from ..values import Scores, Statistics
-from .options import PruneOptions
 from .prepare import Prepared
 from .search import ALPHAS
 
@@ -33,7 +33,7 @@ class Candidates:
     """The scores that units can be chosen by; statistics and the greedy order are computed once."""
 
     prepared: Prepared
-    options: PruneOptions
+    options: PruneSection
     progress: Progress
     moments: MomentStream | None = None  # of the model's consumers, if its compensation rows were read already
 
@@ -65,7 +65,7 @@ class Candidates:
             ]
             # The first is taken unless another is clearly better. It assumes a refit.
             return [self.compensated, *simple] if options.compensation else [*simple, self.compensated]
-        if options.alpha is not None:
+        if not isinstance(options.alpha, str):
             return [self._by(criterion, options.alpha)]
         return [self._by(criterion, alpha) for alpha in (ALPHAS if uses_alpha(criterion) else (0.0,))]
 
@@ -76,7 +76,7 @@ class Candidates:
             criterion=criterion,
             alpha=alpha,
             normalize=self.options.normalize,
-            seed=self.options.seed,
+            seed=self.prepared.seed,
         )
 
     @cached_property
@@ -119,7 +119,7 @@ class Candidates:
         )
 
 
-def criterion_of(scores: Scores, options: PruneOptions) -> str:
+def criterion_of(scores: Scores, options: PruneSection) -> str:
     """Return the name of the criterion of scores, as the options spell it if they name one."""
     same = scores.criterion == COMPENSATED and options.criterion in COMPENSATED_NAMES
     return options.criterion if same else scores.criterion

@@ -17,18 +17,17 @@ from ..errors import ParityError, PlanError
 from ..evaluate.interval import CONFIDENCE
 from ..evaluate.predict import predict
 from ..measure.counts import Both
-from ..measure.exports import Exporter
 from ..measure.forms import Forms
 from ..measure.on_rows import time_on_rows
 from ..onnx.export import OnnxExport
 from ..progress import Progress
+from ..recipe import PruneSection
 from ..report.details import CascadeFacts, SizeTried
 from ..report.report import CascadeSummary
 from ..runtimes.registry import Served, load_runtime
 from .answer import Decided
 from .choice import Choice
 from .choose import Chooser
-from .options import PruneOptions, SizedCascade
 from .prepare import Prepared
 from .quality import cut_beside
 
@@ -65,20 +64,25 @@ def answers_of(prepared: Prepared) -> torch.Tensor:
 
 
 def choose_size(
-    prepared: Prepared, options: PruneOptions, asked: SizedCascade, dtype: torch.dtype | None, progress: Progress
+    prepared: Prepared,
+    options: PruneSection,
+    asked: CascadeOptions,
+    shares: Sequence[float],
+    dtype: torch.dtype | None,
+    progress: Progress,
 ) -> Decided:
-    """Choose the share of the FLOPs whose cascade answers the held-out rows fastest; statistics are computed once.
+    """Choose which of some shares of the FLOPs to leave: the one whose cascade answers the held-out rows fastest.
 
-    Raises PlanError if no share has a cascade that keeps the promise.
+    Statistics are computed once. Raises PlanError if no share has a cascade that keeps the promise.
     """
     processes.refuse_several("a cascade that chooses its size")
     chooser = Chooser(prepared, options, progress, dtype)
-    exporter = Exporter(options.export.unquantized, prepared.sample, prepared.processor)
+    exporter = replace(prepared.exporter, options=prepared.exporter.options.unquantized)
     with tempfile.TemporaryDirectory(prefix="hies-sizes-") as temporary:
         folder = Path(temporary)
         forms = Forms({"dense": prepared.model}, exporter, folder, progress)
         dense = _onnx(forms, "dense")
-        cuts = cut_sizes(prepared, chooser, forms, asked.flops, like=None)
+        cuts = cut_sizes(prepared, chooser, forms, shares, like=None)
         tried, sizes = join_sizes(prepared, cuts, dense, answers_of(prepared), asked, folder, progress)
         if not tried:
             problems = "; ".join(f"with {size.flops:.2f} of the FLOPs, {size.problem}" for size in sizes)

@@ -16,6 +16,7 @@ from ..evaluate.metrics import quality_loss
 from ..evaluate.predict import predict
 from ..progress import Progress
 from ..prunable.find import find_modules
+from ..recipe import BudgetSection, DropBudget, KeepBudget, PruneSection, TimedSection
 from ..report.details import BudgetOutcome, KeepOutcome, MaxDropOutcome, Tried
 from ..runtimes.base import RUNTIMES
 from ..score.criteria import AUTO, COMPENSATED
@@ -25,7 +26,6 @@ from ..units import Selection
 from ..values import Provenance, PruningPlan, Scores, Statistics, library_versions
 from .candidates import Candidates, criterion_of
 from .choice import Choice
-from .options import Budget, DropBudget, KeepBudget, PruneOptions
 from .prepare import Prepared
 from .quality import Predictor, cut_beside
 from .refitting import Refitting
@@ -50,7 +50,7 @@ STEPS_BELOW = 0.45
 
 
 def choose(
-    prepared: Prepared, options: PruneOptions, *, dtype: torch.dtype | None = None, progress: Progress
+    prepared: Prepared, options: PruneSection, *, dtype: torch.dtype | None = None, progress: Progress
 ) -> Choice:
     """Calibrate, score and select, for a slim model that is saved in a dtype.
 
@@ -74,7 +74,7 @@ class _Picked:
 class Chooser:
     """Choice of the units to keep in a dense model; statistics, moments and orders are computed once."""
 
-    def __init__(self, prepared: Prepared, options: PruneOptions, progress: Progress, dtype: torch.dtype | None = None):
+    def __init__(self, prepared: Prepared, options: PruneSection, progress: Progress, dtype: torch.dtype | None = None):
         self._prepared, self._options, self._progress = prepared, options, progress
         self._refitting = Refitting(prepared, options, progress, dtype)
         # Before scoring, so that a budget that cannot be met fails early.
@@ -178,7 +178,8 @@ class Chooser:
 
         The scores and the weights of tokens are those of a choice, if one is given.
         """
-        other = Chooser(self._prepared, replace(self._options, budget=Budget(flops=share)), self._progress, None)
+        options = self._options.model_copy(update={"budget": BudgetSection(flops=share)})
+        other = Chooser(self._prepared, options, self._progress, None)
         other._refitting, other._of_dense = self._refitting, self._of_dense
         if like is None:
             return other.choose()
@@ -228,7 +229,7 @@ class Chooser:
         provenance = Provenance(
             criterion=criterion_of(scores, self._options),
             alpha=scores.parameters.get("alpha"),
-            seed=self._options.seed,
+            seed=self._prepared.seed,
             calibration={
                 "samples": calibration.samples,
                 "labels": calibration.labels,
@@ -282,10 +283,16 @@ class Chooser:
         return self._choice(found.picked, outcome=outcome)
 
     def by_keep(
-        self, asked: KeepBudget, *, stop: Callable[[], bool] = lambda: False, recall: Recall = judged_anew
+        self,
+        asked: KeepBudget,
+        *,
+        served: TimedSection | None = None,
+        stop: Callable[[], bool] = lambda: False,
+        recall: Recall = judged_anew,
     ) -> Choice:
         """Choose the scores and the weights of tokens, and remove as much as the promise allows.
 
+        Models are judged as they are `served`, by default as the promise says; torch predicts if that names no runtime.
         Once `stop` returns true, nothing more is judged, and the largest cut so far is taken. `recall` may know the
         results of a cut. Raises PlanError if no cut keeps the promise.
         """
@@ -320,18 +327,18 @@ class Chooser:
                 "less, compensate, or give more held-out rows, which narrow the interval"
             )
 
-        served = asked.served
+        served = served or asked.timed
         if served is None or RUNTIMES[served.runtime].reads_models:
-            by = predictor(self._prepared, self._options, served)
+            by = predictor(self._prepared, served)
             runtime = None if served is None else served.runtime
             found = self._largest(judges(runtime, by), problem, stop, runtime)
         else:
             # An export takes longer than judging it, so torch first finds roughly the size.
             found = self._largest(judges("torch", predict), problem, stop, "torch")
-            judge = judges(served.runtime, predictor(self._prepared, self._options, served))[found.token_weights]
+            judge = judges(served.runtime, predictor(self._prepared, served))[found.token_weights]
             found = self._largest_near(found, judge, served.runtime, problem, stop)
         predicted = self._targets.predicted(found.picked.selection)
-        where = {} if asked.served is None else self._targets.where(asked.served)
+        where = {} if served is None else self._targets.where(served)
         outcome = replace(blank, judged=found.judged, predicted=predicted, **where)
         return self._choice(found.picked, token_weights=found.token_weights, outcome=outcome)
 

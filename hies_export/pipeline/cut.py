@@ -22,6 +22,7 @@ from ..evaluate.predict import predict
 from ..model.copies import round_each
 from ..model.internals import dtypes_in
 from ..progress import Progress
+from ..recipe import CompensationSection
 from ..report.details import BudgetOutcome, KeepOutcome, MaxDropOutcome
 from ..slim.check import compare_cut
 from ..slim.cut import prune_units
@@ -29,7 +30,6 @@ from ..slim.refit import LayerFit, compensate
 from ..values import PruningPlan
 from .choice import Choice
 from .load import Source
-from .options import RefitOptions
 from .prepare import Prepared
 from .quality import Predictor
 from .refitting import changed_by, shared
@@ -52,7 +52,7 @@ def cut(
     prepared: Prepared,
     given: Choice | PruningPlan,
     *,
-    compensation: RefitOptions | None = None,
+    compensation: CompensationSection | None = None,
     refit: RefittedLayers | None = None,
     dtype: torch.dtype | None = None,
     progress: Progress,
@@ -82,7 +82,11 @@ def cut(
 
 
 def _refit(
-    prepared: Prepared, asked: RefitOptions, slim: PreTrainedModel, given: Choice | PruningPlan, progress: Progress
+    prepared: Prepared,
+    asked: CompensationSection,
+    slim: PreTrainedModel,
+    given: Choice | PruningPlan,
+    progress: Progress,
 ) -> list[LayerFit]:
     """Refit a cut model in place, from the moments that choosing collected, if any."""
     rows, modules = prepared.rows.compensation, prepared.modules

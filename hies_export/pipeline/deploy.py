@@ -16,11 +16,11 @@ from ..errors import HiesError, MissingRuntimeError, PlanError, RecipeError, Req
 from ..evaluate.interval import rows_needed
 from ..evaluate.judge import Judge
 from ..measure.compare import compare_forms
-from ..measure.exports import Exporter, ExportOptions
+from ..measure.exports import ExportOptions
 from ..measure.forms import Forms
 from ..onnx.quantize import check_quantizable
 from ..progress import SILENT, Progress
-from ..recipe import PruningRecipe
+from ..recipe import KeepBudget, PruningRecipe
 from ..report.details import DeployWay
 from ..report.report import Report
 from ..runtimes.base import RUNTIMES
@@ -29,11 +29,9 @@ from ..tasks import TASKS
 from .answer import DenseForms
 from .fastest import QUICK, Search
 from .journal import CutJournal
-from .options import Budget, KeepBudget
 from .prepare import Prepared
 from .propose import with_held_out
 from .resolve import Resolved, resolve
-from .sections import export_options, options_of
 from .serving import predict_served
 from .stages import output_folder, run_stages
 
@@ -108,7 +106,7 @@ def deploy(
             "it with hies-export run, and a budget of keep"
         )
     refuse_existing(recipe.output, overwrite=overwrite, inputs=recipe.inputs)
-    if export_options(recipe).unquantized != ExportOptions():
+    if recipe.export.options.unquantized != ExportOptions():
         raise RequestError(
             f"deploy exports what each runtime reads, got export: {recipe.export.format}, {recipe.export.provider}, "
             f"{recipe.export.dtype}; leave it out"
@@ -116,8 +114,7 @@ def deploy(
     promise = KeepBudget(predictions=asked.keep)
     progress.stage("load the model and the data")
     recipe = with_held_out(recipe, rows_needed(asked.keep), f"{100 * asked.keep:g} %")
-    options = replace(options_of(recipe), budget=Budget(keep=promise))
-    resolved = resolve(recipe, options=options, runtimes=())
+    resolved = resolve(recipe, runtimes=())
     rows = resolved.prepared.rows
     resolved = replace(resolved, prepared=replace(resolved.prepared, rows=replace(rows, promised=rows.held_out)))
     commit = getattr(resolved.prepared.model.config, "_commit_hash", None)
@@ -131,14 +128,15 @@ def deploy(
         dense = try_dense(resolved, Path(temporary), asked.runtimes, progress)
         limit = math.inf if asked.minutes is None else began + 60 * asked.minutes
         found = Search(resolved, promise, dense, journal, limit, progress).answer(began)
-        return run_stages(replace(resolved, options=found.options), recipe, folder, command, progress, answer=found)
+        prepared = replace(resolved.prepared, exporter=found.exporter)
+        resolved = replace(resolved, prepared=prepared, options=found.options)
+        return run_stages(resolved, recipe, folder, command, progress, answer=found)
 
 
 def try_dense(resolved: Resolved, folder: Path, runtimes: Sequence[str], progress: Progress) -> DenseForms:
     """Judge the dense model in every form on the held-out rows, and time it; a form that fails keeps its reason."""
     prepared = resolved.prepared
-    exporter = Exporter(resolved.options.export, prepared.sample, prepared.processor)
-    forms = Forms({"dense": prepared.model}, exporter, folder, progress)
+    forms = Forms({"dense": prepared.model}, prepared.exporter, folder, progress)
     judge = Judge.on(prepared.model, prepared.rows.held_out, **asdict(prepared.judged))
     tried: list[DeployWay] = []
     served: list[Served] = []

@@ -10,9 +10,8 @@ import datasets
 
 from ..data.rows import taken_from
 from ..errors import RequestError
-from ..recipe import PruningRecipe
+from ..recipe import PruneSection, PruningRecipe
 from ..score.criteria import AUTO
-from .options import PruneOptions
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +37,7 @@ class Draws:
     promised: int = 0  # held-out samples for a promise, after those for choices
 
     @classmethod
-    def of(cls, options: PruneOptions, *, samples: int, promised: int = 0) -> Draws:
+    def of(cls, options: PruneSection, *, seed: int, samples: int, promised: int = 0) -> Draws:
         """Return the draws of a run, by the number of samples to score on and to make a promise on."""
         by_choice = {
             "max_drop": MAX_DROP_SAMPLES,
@@ -48,7 +47,7 @@ class Draws:
             None: 0,
         }
         return cls(
-            seed=options.seed,
+            seed=seed,
             scoring=samples,
             held_out=by_choice[options.judged_on_held_out] + promised,
             compensation=0 if options.compensation is None else options.compensation.samples,
@@ -67,7 +66,7 @@ class Drawn:
     promised: datasets.Dataset
 
 
-def draw(recipe: PruningRecipe, load: Callable[..., datasets.Dataset], options: PruneOptions, draws: Draws) -> Drawn:
+def draw(recipe: PruningRecipe, load: Callable[..., datasets.Dataset], options: PruneSection, draws: Draws) -> Drawn:
     """Return the samples to score on, to choose on, to refit on and to promise on."""
     split = recipe.calibration.split
     own, further = None, draws.held_out

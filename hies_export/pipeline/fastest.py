@@ -20,7 +20,7 @@ from ..measure.timing import Timing
 from ..onnx.export import OnnxExport
 from ..onnx.quantize import Quantize
 from ..progress import Progress
-from ..recipe import FLOPS_TO_TRY
+from ..recipe import FLOPS_TO_TRY, BudgetSection, KeepBudget, TimedSection
 from ..report.details import DeployWay, KeepOutcome, SizeTried
 from ..runtimes.registry import Served
 from ..units import Selection
@@ -29,7 +29,6 @@ from .cascade import answers_of, cut_sizes, join_sizes, mixed
 from .choice import Choice
 from .choose import Chooser
 from .journal import CutJournal
-from .options import Budget, KeepBudget, TimedBudget
 from .quality import cut_beside
 from .resolve import Resolved
 
@@ -48,7 +47,7 @@ class _Found:
     """A cut whose model, or whose cascade, keeps the promise in one way, and the share of the FLOPs that it leaves."""
 
     way: DeployWay
-    budget: Budget
+    budget: BudgetSection
     choice: Choice
     flops: float
     cascade: CascadeOptions | None = None
@@ -103,34 +102,38 @@ class Search:
             found.append(one)
         sizes = self._add_cascades(found)
         quantize: Quantize | None = "int8" if any(way.bits == "int8" and not way.problem for way in tried) else None
-        export = replace(self._options.export, quantize=quantize)
+        exporter = self._prepared.exporter
+        exporter = replace(exporter, options=replace(exporter.options, quantize=quantize))
         if found:
             fastest = self._fastest(found)
             budget, choice, how = fastest.budget, fastest.choice, self._options.compensation
-            cascade = fastest.cascade
+            cascade, way = fastest.cascade, fastest.way
         else:
             self._progress.stage("nothing is cut: the fastest dense form that keeps the promise is the answer")
-            asked = replace(self._promise, served=self._served(order[0]))
-            budget, choice, how, cascade = Budget(keep=asked), self._chooser.nothing(asked), None, None
-        options = replace(self._options, budget=budget, export=export, compensation=how)
+            budget, choice, how = BudgetSection(keep=self._promise), self._chooser.nothing(self._promise), None
+            cascade, way = None, order[0]
+        options = self._options.model_copy(update={"budget": budget, "compensation": how})
         dense = replace(self._dense, ways=tried)
         return Answer(
             choice=choice,
             cascade=cascade,
             sizes=() if cascade is None else sizes[cascade],
+            served=self._served(way),
             options=options,
+            exporter=exporter,
             promise=share,
             dense=dense,
             began=began,
         )
 
-    def _served(self, way: DeployWay) -> TimedBudget:
+    def _served(self, way: DeployWay) -> TimedSection:
         batch, sequence = next(iter(self._prepared.measured))
-        return TimedBudget(runtime=way.runtime, batch=batch, sequence=sequence, dtype=way.bits)
+        return TimedSection.model_validate(
+            {"runtime": way.runtime, "batch": batch, "sequence": sequence, "dtype": way.bits}
+        )
 
     def _largest(self, way: DeployWay) -> _Found:
         """Find the largest cut that keeps the promise in one way."""
-        asked = replace(self._promise, served=self._served(way))
         share = self._promise.predictions
 
         def recall(
@@ -152,8 +155,10 @@ class Search:
                 self._progress.stage(f"{left:.2f} of the FLOPs on {runtime}: {shown}{best}")
             return found, low
 
-        choice = self._chooser.by_keep(asked, stop=lambda: time.monotonic() > self._limit, recall=recall)
-        return _Found(way, Budget(keep=asked), choice, self._chooser.flops_left(choice.plan.kept))
+        choice = self._chooser.by_keep(
+            self._promise, served=self._served(way), stop=lambda: time.monotonic() > self._limit, recall=recall
+        )
+        return _Found(way, BudgetSection(keep=self._promise), choice, self._chooser.flops_left(choice.plan.kept))
 
     def _add_cascades(self, found: list[_Found]) -> dict[CascadeOptions, tuple[SizeTried, ...]]:
         """Add the cascades of a classifier that keep the promise in the fastest forms; return the sizes tried for each.
@@ -163,7 +168,7 @@ class Search:
         prepared, share, tried = self._prepared, self._promise.predictions, {}
         assert share is not None
         like = found[0].choice if found else None
-        plain = self._options.export.unquantized.read_by("onnxruntime-cpu", "float32")
+        plain = self._prepared.exporter.options.unquantized.read_by("onnxruntime-cpu", "float32")
         dense = self._dense.forms.exports_of("dense").get(plain)
         if prepared.judged.regression or prepared.task.generative or not isinstance(dense, OnnxExport):
             return {}
@@ -192,7 +197,8 @@ class Search:
                 continue
             tried[asked] = tuple(sizes)
             found += [
-                _Found(way, Budget(flops=one.flops), one.choice, one.flops, asked, one.exported.folder) for one in made
+                _Found(way, BudgetSection(flops=one.flops), one.choice, one.flops, asked, one.exported.folder)
+                for one in made
             ]
         return tried
 

@@ -14,15 +14,17 @@ from ..data.batches import Batch
 from ..data.targets import samples_of
 from ..errors import RecipeError, RequestError
 from ..evaluate.interval import rows_needed
+from ..measure.exports import Exporter, ExportOptions
 from ..measure.shapes import check_runs, check_shapes, model_shapes
+from ..measure.timing import Timing
 from ..model.tokens import first_samples, synthetic_batch
 from ..prunable.attention import tower_of
 from ..prunable.find import find_modules
+from ..recipe import PruneSection, TimedSection
 from ..score.criteria import AUTO, COMPENSATED, COMPENSATED_NAMES, CRITERIA
 from ..select.constraints import check_budget, check_constraints
 from ..tasks import Task
 from ..units import PrunableModule
-from .options import PruneOptions, TimedBudget
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +50,7 @@ class Judged:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A dense model with its prunable modules and the batches that decide which units it loses."""
+    """A dense model with its prunable modules, the batches that decide which units it loses, and how it is served."""
 
     model: PreTrainedModel
     processor: Any  # tokenizer, image processor, or processor of both; None if there is none
@@ -58,6 +60,9 @@ class Prepared:
     rows: Rows
     judged: Judged
     measured: dict[tuple[int, int], Batch]  # to time with, by (batch, sequence); FLOPs are counted on the first
+    exporter: Exporter  # for runtimes that read exports
+    timing: Timing  # how often cuts are run, for a budget of time
+    seed: int  # of the criterion `random`; plans record it
 
     @property
     def sample(self) -> Batch:
@@ -75,6 +80,9 @@ def prepare(
     task: Task,
     judged: Judged,
     shapes: Sequence[tuple[int, ...]] = (),
+    export: ExportOptions | None = None,
+    timing: Timing | None = None,
+    seed: int = 0,
 ) -> Prepared:
     """Find the modules of a model that may lose units, and check that it runs on the rows, and at the shapes to time.
 
@@ -89,11 +97,24 @@ def prepare(
     for kind in kinds:
         if kind not in {module.kind for module in scored}:
             raise RequestError(f"prune.modules names {kind}, but the towers to prune have none; change prune.modules")
-    return Prepared(model, processor, task, modules, scored, rows, judged, measured)
+    exporter = Exporter(export or ExportOptions(), first_samples(rows.calibration[0]), processor)
+    return Prepared(
+        model=model,
+        processor=processor,
+        task=task,
+        modules=modules,
+        scored=scored,
+        rows=rows,
+        judged=judged,
+        measured=measured,
+        exporter=exporter,
+        timing=timing or Timing(),
+        seed=seed,
+    )
 
 
 def shapes_to_measure(
-    model: PreTrainedModel, shapes: Sequence[tuple[int, ...]], task: Task, timed: TimedBudget | None
+    model: PreTrainedModel, shapes: Sequence[tuple[int, ...]], task: Task, timed: TimedSection | None
 ) -> list[tuple[int, ...]]:
     """Return the shapes for which a request needs batches: those given, or the usual ones, and its budget's."""
     if task.in_parts:
@@ -119,7 +140,7 @@ def _measured(
     }
 
 
-def check_options(prepared: Prepared, options: PruneOptions, *, criteria: Sequence[str] | None = None) -> None:
+def check_options(prepared: Prepared, options: PruneSection, *, criteria: Sequence[str] | None = None) -> None:
     """Refuse, before anything is computed, options that do not suit the model, or `criteria` in place of theirs."""
     _warn_without_compensation(options)
     _check_criteria(options, prepared.scored, (options.criterion,) if criteria is None else criteria)
@@ -130,7 +151,7 @@ def check_options(prepared: Prepared, options: PruneOptions, *, criteria: Sequen
         check_budget(prepared.scored, heads=options.budget.heads, constraints=options.constraints)
 
 
-def _check_enough_rows(prepared: Prepared, options: PruneOptions) -> None:
+def _check_enough_rows(prepared: Prepared, options: PruneSection) -> None:
     """Refuse a promise that the held-out rows are too few to confirm even if all predictions stayed."""
     keep, count = options.budget.keep, samples_of(prepared.rows.held_out)
     if keep is None or keep.predictions is None or count >= (needed := rows_needed(keep.predictions)):
@@ -141,7 +162,7 @@ def _check_enough_rows(prepared: Prepared, options: PruneOptions) -> None:
     )
 
 
-def _warn_without_compensation(options: PruneOptions) -> None:
+def _warn_without_compensation(options: PruneSection) -> None:
     """Warn if the criterion assumes a refit that is not asked for."""
     if options.criterion in (*COMPENSATED_NAMES, AUTO) and options.compensation is None:
         logger.warning(
@@ -181,7 +202,7 @@ def _in_towers(
     return tuple(module for module in modules if of[module.name] in wanted)
 
 
-def _check_criteria(options: PruneOptions, modules: Sequence[PrunableModule], criteria: Sequence[str]) -> None:
+def _check_criteria(options: PruneSection, modules: Sequence[PrunableModule], criteria: Sequence[str]) -> None:
     """Refuse criteria that cannot score the modules: of heads if only neurons go, or of whole key/value groups."""
     by_query = options.constraints.unit == "query"
     grouped = any(module.group_size > 1 for module in modules)

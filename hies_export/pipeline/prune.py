@@ -27,7 +27,15 @@ from ..model.modes import evaluating
 from ..onnx.export import OnnxExport
 from ..onnx.quantize import Quantize, export_in_bits
 from ..progress import SILENT, Clock, Progress, without_reports
-from ..recipe import Allocation, BudgetSection, CompensationSection, MultipleOf, PruneSection, sentences
+from ..recipe import (
+    Allocation,
+    BudgetSection,
+    CompensationSection,
+    MultipleOf,
+    PruneSection,
+    TimedSection,
+    sentences,
+)
 from ..report.details import BudgetOutcome
 from ..report.maps import plan_maps
 from ..report.report import plan_counts
@@ -42,10 +50,8 @@ from .choice import Choice
 from .choose import choose
 from .cut import Slim, confirm, cut, save
 from .memory import batches_of, first_rows, split_held_out, task_of, unlabelled
-from .options import PruneOptions, RefitOptions
 from .prepare import Judged, Prepared, Rows, check_options, prepare, shapes_to_measure
 from .quality import Evaluation, evaluate
-from .sections import prune_options, refit_options
 from .serving import predictor
 
 # Width of the table of a result, in characters.
@@ -312,7 +318,7 @@ def prune(
         **{"allocation": allocation, "unit": unit, "towers": towers, "min_heads": min_heads},
         **{"keep_layers": keep_layers, "multiple_of": multiple_of, "steps": steps, "compensation": compensation},
     }
-    asked = _asked(options, plan, seed)
+    asked = _asked(options, plan)
     task = task_of(model)
     read: dict[str, Any] = {"task": task, "processor": processor, "columns": columns}
     rows = _rows(model, asked, batches, held_out, compensation_batches, read)
@@ -331,10 +337,11 @@ def prune(
             task=task,
             judged=judged,
             shapes=shapes_to_measure(model, () if shape is None else (shape,), task, timed),
+            seed=seed,
         )
-        if isinstance(asked, PruneOptions):
+        if isinstance(asked, PruneSection):
             check_options(prepared, asked)
-        given = asked if isinstance(asked, PruneOptions) else asked.plan
+        given = asked if isinstance(asked, PruneSection) else asked.plan
         result = prune_prepared(prepared, given, compensation=asked.compensation, progress=progress)
         return result if not rows.held_out else replace(result, held_out=_compare(result, progress))
 
@@ -344,7 +351,7 @@ class _OfPlan:
     """A cut by a given plan."""
 
     plan: PruningPlan
-    compensation: RefitOptions | None
+    compensation: CompensationSection | None
     towers: tuple[str, ...] = ()
 
     @property
@@ -352,8 +359,8 @@ class _OfPlan:
         return tuple(dict.fromkeys(kept.kind for kept in self.plan.kept.values()))
 
 
-def _asked(options: Mapping[str, Any], plan: PruningPlan | None, seed: int) -> PruneOptions | _OfPlan:
-    """Return the options as plain values, after the checks of a recipe."""
+def _asked(options: Mapping[str, Any], plan: PruningPlan | None) -> PruneSection | _OfPlan:
+    """Return the options as a section, after the checks of a recipe."""
     changed = {name: value for name, value in options.items() if value != signature(prune).parameters[name].default}
     try:
         if plan is None:
@@ -362,21 +369,20 @@ def _asked(options: Mapping[str, Any], plan: PruningPlan | None, seed: int) -> P
                 raise RequestError(
                     "keep.samples says how many rows a recipe draws; pass that many as held_out= instead"
                 )
-            return prune_options(section, seed=seed)
+            return section
         given = changed.pop("compensation", None)
         if changed:
             raise RequestError(
                 f"with plan=, of the options only compensation applies, got {', '.join(changed)}; leave it out"
             )
-        refits = None if given is None else CompensationSection.model_validate(given)
-        return _OfPlan(plan, refit_options(refits))
+        return _OfPlan(plan, None if given is None else CompensationSection.model_validate(given))
     except ValidationError as error:
         raise RecipeError(list(sentences(error, PruneSection if plan is None else CompensationSection))) from None
 
 
 def _rows(
     model: PreTrainedModel,
-    asked: PruneOptions | _OfPlan,
+    asked: PruneSection | _OfPlan,
     batches: Any,
     held_out: Any,
     compensation_batches: Any,
@@ -389,7 +395,7 @@ def _rows(
         calibration, apart = split_held_out(calibration)
     elif not isinstance(held_out, (list, tuple)) or held_out:
         apart = batches_of(model, held_out, what="held_out", **read)
-    if not apart and isinstance(asked, PruneOptions) and (choice := asked.judged_on_held_out):
+    if not apart and isinstance(asked, PruneSection) and (choice := asked.judged_on_held_out):
         raise RequestError(f"{choice} is chosen on held-out rows, and there are none; pass held_out=, or more batches")
     refit: list[Batch] = []
     if asked.compensation is not None:
@@ -400,11 +406,11 @@ def _rows(
     return Rows(calibration, apart, refit)
 
 
-def _judged(model: PreTrainedModel, task: Task, asked: PruneOptions | _OfPlan) -> Judged:
+def _judged(model: PreTrainedModel, task: Task, asked: PruneSection | _OfPlan) -> Judged:
     """Return how predictions are compared: by the usual metrics of the task."""
     regression = task.may_regress and is_regression(model.config)
     metrics = default_metrics(regression=regression, task=task.name)
-    extra = asked.budget.metric if isinstance(asked, PruneOptions) else None
+    extra = asked.budget.metric if isinstance(asked, PruneSection) else None
     check_metrics((*metrics, *([] if extra is None else [extra])), regression=regression, task=task.name)
     return Judged(metrics, regression)
 
@@ -424,10 +430,11 @@ def _two_rows(batch: Batch) -> Batch:
 
 def prune_prepared(
     prepared: Prepared,
-    asked: PruneOptions | PruningPlan,
+    asked: PruneSection | PruningPlan,
     *,
     choice: Choice | None = None,
-    compensation: RefitOptions | None = None,
+    compensation: CompensationSection | None = None,
+    served: TimedSection | None = None,
     refit: RefittedLayers | None = None,
     dtype: torch.dtype | None = None,
     clock: Clock | None = None,
@@ -435,21 +442,20 @@ def prune_prepared(
 ) -> PruneResult:
     """Choose the units that a prepared model loses, unless a plan names them, and cut it. Used by `prune` and by runs.
 
-    A `choice` that was already made by these options is used. The slim model is rounded to `dtype`. The clock records
-    the seconds of "score" and "cut".
+    A `choice` that was already made by these options is used; it was judged as `served`, by default as its budget says.
+    The slim model is rounded to `dtype`. The clock records the seconds of "score" and "cut".
     """
     clock = clock or Clock()
-    if choice is None and isinstance(asked, PruneOptions):
+    if choice is None and isinstance(asked, PruneSection):
         with clock("score"):
             choice = choose(prepared, asked, dtype=dtype, progress=progress)
     with clock("cut"):
         given = choice or asked
-        assert not isinstance(given, PruneOptions)
+        assert not isinstance(given, PruneSection)
         slim = cut(prepared, given, compensation=compensation, refit=refit, dtype=dtype, progress=progress)
         budget = None
-        if choice is not None and isinstance(asked, PruneOptions):
-            served = None if asked.budget.keep is None else asked.budget.keep.served
-            by = predictor(prepared, asked, served)
+        if choice is not None and isinstance(asked, PruneSection):
+            by = predictor(prepared, served or asked.budget.timed)
             budget = confirm(prepared, slim, choice.budget, by, progress=progress)
     if choice is not None:
         choice = replace(choice, plan=slim.plan, refit=None)  # its moments may be gigabytes

@@ -12,10 +12,10 @@ from .. import processes
 from ..calibrate.moments import MomentStream
 from ..model.threads import threads_for
 from ..progress import Progress
+from ..recipe import PruneSection
 from ..score.criteria import AUTO
 from ..slim.refit import Compensation, LayerFit, refit
 from ..units import PrunableModule, Selection
-from .options import PruneOptions
 from .prepare import Prepared
 from .quality import Refit
 
@@ -29,7 +29,7 @@ class Refitting:
     Changed parameters are rounded to `dtype`, so that the judged model is the one that will be saved.
     """
 
-    def __init__(self, prepared: Prepared, options: PruneOptions, progress: Progress, dtype: torch.dtype | None = None):
+    def __init__(self, prepared: Prepared, options: PruneSection, progress: Progress, dtype: torch.dtype | None = None):
         self._prepared, self._how, self._progress = prepared, options.compensation, progress
         self._dtype = dtype
         self.tried = self._token_weights(options)
@@ -54,7 +54,7 @@ class Refitting:
         """Whether moments are at hand, or were collected once and can be collected again."""
         return self._moments is not None and self._moments.passes > 0
 
-    def _token_weights(self, options: PruneOptions) -> tuple[float, ...]:
+    def _token_weights(self, options: PruneSection) -> tuple[float, ...]:
         how = options.compensation
         if how is None or how.method != "least_squares" or how.sequential:
             return (1.0,)

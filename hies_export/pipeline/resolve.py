@@ -1,4 +1,4 @@
-"""Resolve a recipe: load the model and the rows that it names, and turn its sections into plain options.
+"""Resolve a recipe: load the model and the rows that it names, and check that they allow what it asks for.
 
 Cheap checks come first, so that an impossible request fails early. No stage after this one sees the recipe.
 """
@@ -14,6 +14,7 @@ from typing import Any
 import datasets
 
 from ..cascade.cascade import check_classes
+from ..cascade.export import CascadeOptions
 from ..cascade.promise import check_rows, confidence_of_each
 from ..checkpoint.classes import load_config
 from ..data.batches import Batch, by_length
@@ -28,19 +29,14 @@ from ..evaluate.interval import rate_rows_needed
 from ..evaluate.lm_eval import check_benchmarks
 from ..evaluate.metrics import METRICS, check_metrics, default_metrics
 from ..measure.on_rows import ROWS
-from ..recipe import PruningRecipe
+from ..recipe import PruneSection, PruningRecipe
 from ..runtimes.registry import RUNTIMES, check_dtypes, check_runtime
 from ..tasks import TASKS
 from .draws import Draws, draw, evaluated
 from .load import Source, check_device_map, load_dense, source_of, task_class
 from .measure import MeasureOptions
-from .options import (
-    PruneOptions,
-    SizedCascade,
-)
 from .prepare import Judged, Prepared, Rows, check_options, prepare, shapes_to_measure
 from .propose import with_held_out
-from .sections import options_of, timing_of
 
 logger = logging.getLogger(__name__)
 
@@ -56,23 +52,24 @@ class Benchmarks:
 
 @dataclass(frozen=True)
 class Resolved:
-    """The loaded model and rows of a recipe, and its requests as plain options."""
+    """The loaded model and rows of a recipe, and what it asks for."""
 
     prepared: Prepared
-    options: PruneOptions
+    options: PruneSection
     evaluation: list[Batch]  # shortest samples first
     evaluation_of: int  # samples that the evaluation split has
     in_order: Callable[[int], list[Batch]]  # the same samples as they come, in batches of a size
     measure: MeasureOptions
     benchmarks: Benchmarks
     source: Source
-    cascade: SizedCascade | None = None
+    cascade: CascadeOptions | None = None
+    shares: tuple[float, ...] = ()  # of the FLOPs, to choose the cascade's size among
 
 
 def resolve(
     recipe: PruningRecipe,
     *,
-    options: PruneOptions | None = None,
+    options: PruneSection | None = None,
     draws: Draws | None = None,
     loaded: Resolved | None = None,
     criteria: Sequence[str] | None = None,
@@ -82,7 +79,7 @@ def resolve(
 
     All `criteria` must suit the model. A model that is already `loaded` is not read again.
     """
-    options = options or options_of(recipe)
+    options = options or recipe.prune
     recipe = _holding_out(recipe)
     hub: dict[str, Any] = {} if recipe.revision is None else {"revision": recipe.revision}
     config = load_config(recipe.model, **hub)
@@ -91,11 +88,13 @@ def resolve(
     regression = task.may_regress and is_regression(config)
     judged = Judged(_metrics(recipe, regression=regression), regression, recipe.evaluation.stability_tolerance)
     names = _checked_runtimes(recipe, runtimes_of(recipe, runtimes))
-    measure = MeasureOptions(_ways(recipe, names), timing_of(recipe))
+    measure = MeasureOptions(_ways(recipe, names), recipe.measure.timing)
     check_device_map(recipe.device_map)
     reader = _reader(recipe, config)
     promised = 0 if recipe.cascade is None else recipe.cascade.samples
-    draws = draws or Draws.of(options, samples=recipe.calibration.samples, promised=promised)
+    draws = draws or Draws.of(
+        options, seed=recipe.calibration.seed, samples=recipe.calibration.samples, promised=promised
+    )
     load = partial(reader.load, name=recipe.data.name, files=recipe.data.files)
     drawn = draw(recipe, load, options, draws)
     if loaded is None:
@@ -122,9 +121,12 @@ def resolve(
         task=task,
         judged=judged,
         shapes=shapes_to_measure(model, recipe.measure.shapes, task, options.budget.timed),
+        export=recipe.export.options,
+        timing=recipe.measure.timing,
+        seed=recipe.calibration.seed,
     )
     check_options(prepared, options, criteria=criteria)
-    cascade = _cascade(recipe, prepared, options)
+    cascade = _cascade(recipe, prepared)
     if loaded is not None:
         return replace(loaded, prepared=prepared, options=options)
     return Resolved(
@@ -137,6 +139,7 @@ def resolve(
         benchmarks=Benchmarks(recipe.evaluation.lm_eval, recipe.evaluation.samples, recipe.evaluation.batch_size),
         source=source_of(model, recipe.model, config, asked=recipe.save_dtype or recipe.dtype, **hub),
         cascade=cascade,
+        shares=() if recipe.cascade is None else recipe.cascade.flops,
     )
 
 
@@ -149,20 +152,19 @@ def _holding_out(recipe: PruningRecipe) -> PruningRecipe:
     return with_held_out(recipe, needed, what, most=asked.samples)
 
 
-def _cascade(recipe: PruningRecipe, prepared: Prepared, options: PruneOptions) -> SizedCascade | None:
+def _cascade(recipe: PruningRecipe, prepared: Prepared) -> CascadeOptions | None:
     """Return the cascade that a recipe asks for, after checking that the model and the rows allow its promise."""
     if (asked := recipe.cascade) is None:
         return None
     confidence = confidence_of_each(len(asked.flops))
     check_classes(prepared.model, prepared.model)
     check_rows(samples_of(prepared.rows.promised), asked.disagreement, confidence)
-    return SizedCascade(
+    return CascadeOptions(
         disagreement=asked.disagreement,
         confidence=confidence,
-        quantize="int8" if options.export.quantize else None,
+        quantize="int8" if recipe.export.quantize else None,
         runtime=asked.runtime,
         dtype=asked.dtype,
-        flops=asked.flops,
     )
 
 

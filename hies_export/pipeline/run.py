@@ -10,7 +10,6 @@ from ..recipe import PruningRecipe
 from ..report.report import Report
 from .deploy import deploy
 from .resolve import resolve, runtimes_of
-from .sections import export_options
 from .stages import output_folder, run_stages
 
 
@@ -42,14 +41,13 @@ def run(
         return deploy(recipe, overwrite=overwrite, command=command, progress=progress)
     with processes.together():
         refuse_existing(recipe.output, overwrite=overwrite, inputs=recipe.inputs)
-        formats = export_formats(export_options(recipe), runtimes_of(recipe))
+        formats = export_formats(recipe.export.options, runtimes_of(recipe))
         require_exporters(formats)
         progress.stage("load the model and the data")
         resolved = resolve(recipe)
-        prepared, options = resolved.prepared, resolved.options
-        constraints = options.constraints
+        prepared, constraints = resolved.prepared, resolved.options.constraints
         parts = constraints.parts(prepared.scored)
         uneven = bool(constraints.keep_layers) or not all(constraints.uniform(part) for part in parts)
-        check_exports(formats, prepared.model, prepared.processor, uneven=uneven, quantize=options.export.quantize)
+        check_exports(formats, prepared.model, prepared.processor, uneven=uneven, quantize=recipe.export.quantize)
         with output_folder(recipe, overwrite=overwrite) as folder:
             return run_stages(resolved, recipe, folder, command, progress)

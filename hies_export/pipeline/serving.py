@@ -11,10 +11,9 @@ from transformers import PreTrainedModel
 from .. import processes
 from ..data.batches import Batch
 from ..evaluate.predict import Predictions, predict, predict_by
-from ..measure.exports import Exporter
 from ..measure.forms import Forms
+from ..recipe import TimedSection
 from ..runtimes.registry import Served
-from .options import PruneOptions, TimedBudget
 from .prepare import Prepared
 from .quality import Predictor
 
@@ -24,15 +23,14 @@ def predict_served(served: Served, batches: Sequence[Batch]) -> Predictions:
     return predict_by(served.load().logits, batches)
 
 
-def predictor(prepared: Prepared, options: PruneOptions, asked: TimedBudget | None) -> Predictor:
+def predictor(prepared: Prepared, asked: TimedSection | None) -> Predictor:
     """Return what predicts as a runtime will: it exports each model for that; without a runtime, torch does."""
     if asked is None:
         return predict
-    exporter = Exporter(options.export, prepared.sample, prepared.processor)
 
     def served(model: PreTrainedModel, batches: Sequence[Batch]) -> Predictions:
         with tempfile.TemporaryDirectory(prefix="hies-served-") as folder:
-            forms = Forms({"model": model}, exporter, Path(folder))
+            forms = Forms({"model": model}, prepared.exporter, Path(folder))
             return predict_served(forms.served("model", asked.runtime, asked.dtype), batches)
 
     return lambda model, batches: processes.on_main(lambda: served(model, batches))

@@ -23,7 +23,7 @@ from ..measure.counts import Both
 from ..measure.exports import Exported, Exporter, ExportOptions
 from ..measure.forms import Forms
 from ..progress import Clock, Progress
-from ..recipe import PruningRecipe
+from ..recipe import PruneSection, PruningRecipe
 from ..report.details import CostOutcome
 from ..report.report import Report
 from ..units import Selection
@@ -33,7 +33,6 @@ from .choice import write_choice
 from .cut import save, warn_if_larger
 from .deployed import judge_deployed
 from .measure import Measurements, measure_both
-from .options import PruneOptions
 from .prepare import Prepared
 from .prune import PruneResult, prune_prepared
 from .quality import Evaluation, evaluate
@@ -75,6 +74,7 @@ def run_stages(
         options,
         choice=decided.choice,
         compensation=options.compensation,
+        served=decided.served,
         dtype=dtype,
         clock=clock,
         progress=progress,
@@ -95,7 +95,7 @@ def run_stages(
     def finish() -> Report:
         assert result.choice is not None
         write_choice(folder, result.choice)
-        exporter = Exporter(options.export, prepared.sample, prepared.processor)
+        exporter = prepared.exporter
         exports = _export(exporter, result.model, folder, clock, progress)
         # In the folder of the run, so that all exports are read from the same disk.
         with clock("measure"), tempfile.TemporaryDirectory(prefix=".dense-", dir=folder) as temporary:
@@ -113,7 +113,7 @@ def run_stages(
             result=_with_cost(result, prepared, options, measured, progress),
             saved=saved,
             evaluation=evaluation,
-            exported=exports[options.export.unquantized],
+            exported=exports[exporter.options.unquantized],
             deployed=deployed,
             measured=measured,
             processes=count,
@@ -129,10 +129,10 @@ def run_stages(
 def _decide(resolved: Resolved, clock: Clock, progress: Progress) -> Decided:
     """Choose the cut by the time of its cascade, if that was asked for; else leave it to the stages."""
     asked = resolved.cascade
-    if asked is None or not asked.flops:
+    if asked is None or not resolved.shares:
         return Decided(cascade=asked)
     with clock("score"):
-        return choose_size(resolved.prepared, resolved.options, asked, resolved.source.dtype, progress)
+        return choose_size(resolved.prepared, resolved.options, asked, resolved.shares, resolved.source.dtype, progress)
 
 
 def _export(
@@ -151,7 +151,7 @@ def _export(
 
 
 def _with_cost(
-    result: PruneResult, prepared: Prepared, options: PruneOptions, measured: Measurements, progress: Progress
+    result: PruneResult, prepared: Prepared, options: PruneSection, measured: Measurements, progress: Progress
 ) -> PruneResult:
     """Fill in the measured result of a budget of cost; other budgets stay as they are."""
     budget = result.budget

@@ -14,8 +14,8 @@ from ..cost.latency import TimedOn, compare_with_full, latency_table
 from ..cost.parameters import parameters_table
 from ..errors import PlanError
 from ..kinds import MLP
-from ..measure.exports import Exporter
 from ..progress import Progress
+from ..recipe import PruneSection, TimedSection
 from ..report.details import BudgetOutcome, CostOutcome, HeadsOutcome
 from ..select import iterative
 from ..select.budget import CostTable, check_reachable, lowest_ratio, shares_to_try
@@ -24,7 +24,6 @@ from ..select.constraints import check_budget
 from ..select.select import select_units
 from ..units import Selection
 from ..values import Scores
-from .options import PruneOptions, TimedBudget
 from .prepare import Prepared
 
 # If held-out rows decide how much to remove, the removable cost is divided into this many sizes.
@@ -54,7 +53,7 @@ Goal = iterative.HeadTarget | float
 class Targets:
     """How much a budget removes from a dense model; PlanError if the constraints allow no cut that meets it."""
 
-    def __init__(self, prepared: Prepared, options: PruneOptions, progress: Progress):
+    def __init__(self, prepared: Prepared, options: PruneSection, progress: Progress):
         self._prepared, self._options, self._progress = prepared, options, progress
         self._constraints, self.ratio = options.constraints, options.budget.ratio
         # Time of the dense model in the bits of the budget / time of the budget's reference.
@@ -180,7 +179,7 @@ class Targets:
         """Return the share of the dense model's FLOPs that a selection leaves."""
         return self._flops_table.ratio(self._lost(selection))
 
-    def where(self, timed: TimedBudget) -> dict[str, Any]:
+    def where(self, timed: TimedSection) -> dict[str, Any]:
         """Return where a model is served, by the fields of a budget's outcome."""
         batch, sequence = _budget_shape(self._prepared, timed)
         return {"runtime": timed.runtime, "batch": batch, "sequence": sequence, "dtype": timed.dtype}
@@ -206,20 +205,20 @@ class Targets:
         )
 
 
-def timed_on(prepared: Prepared, options: PruneOptions) -> TimedOn:
+def timed_on(prepared: Prepared, options: PruneSection) -> TimedOn:
     """Return where a latency budget is measured."""
     timed = options.budget.timed
     assert timed is not None
     return TimedOn(
         runtime=timed.runtime,
         batch=prepared.measured[_budget_shape(prepared, timed)],
-        timing=options.timing,
-        exporter=Exporter(options.export, prepared.sample, prepared.processor),
+        timing=prepared.timing,
+        exporter=prepared.exporter,
         dtype=timed.dtype,
     )
 
 
-def _budget_shape(prepared: Prepared, timed: TimedBudget) -> tuple[int, int]:
+def _budget_shape(prepared: Prepared, timed: TimedSection) -> tuple[int, int]:
     """Return the measured (batch, sequence) of a latency budget.
 
     For images and prompts only the batch is compared, because every batch has the same sequence.

@@ -11,17 +11,39 @@ whether model, data and recipe fit together.
 
 from .reading import sentences
 from .recipe import FLOPS_TO_TRY, PruningRecipe
-from .sections import MOST, Allocation, BudgetSection, CompensationSection, DeploySection, MultipleOf, PruneSection
+from .sections import (
+    MOST,
+    Allocation,
+    BudgetSection,
+    CascadeSection,
+    CompensationSection,
+    DeploySection,
+    DropBudget,
+    ExportSection,
+    KeepBudget,
+    LatencyBudget,
+    MeasureSection,
+    MultipleOf,
+    PruneSection,
+    TimedSection,
+)
 
 __all__ = [
     "FLOPS_TO_TRY",
     "MOST",
     "Allocation",
     "BudgetSection",
+    "CascadeSection",
     "CompensationSection",
     "DeploySection",
+    "DropBudget",
+    "ExportSection",
+    "KeepBudget",
+    "LatencyBudget",
+    "MeasureSection",
     "MultipleOf",
     "PruneSection",
     "PruningRecipe",
+    "TimedSection",
     "sentences",
 ]

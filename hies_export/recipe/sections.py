@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from ..errors import check_path, did_you_mean, quoted
 from ..kinds import ATTENTION, KINDS
+
+if TYPE_CHECKING:
+    from ..measure.exports import ExportOptions
+    from ..measure.timing import Timing
+    from ..select.constraints import Constraints
+    from ..slim.refit import Compensation
 
 # Above every number of rows, heads or seconds that a run gets through, and below what libraries cannot hold.
 MOST = 2**31 - 1
@@ -181,13 +187,19 @@ class TimedSection(Section):
         batch: Rows in a batch.
         sequence: Tokens in a row. Leave it out for image models (it follows from the image size) and vision-language
             models (it follows from the prompts).
-        dtype: Dtype that the runtime computes in, such as "bfloat16" on openvino; by default that of the export.
+        dtype: Dtype that the runtime computes in, such as "bfloat16" on openvino or "q8_0" on llamacpp; by default that
+            of the export.
     """
 
     runtime: Runtime = "onnxruntime-cpu"
     batch: int = Field(8, ge=1)
     sequence: int | None = Field(None, ge=1)
-    dtype: Literal["float32", "float16", "bfloat16"] | None = None
+    dtype: Literal["float32", "float16", "bfloat16", "int8", "q8_0", "q4_0"] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(batch, sequence), or (batch,)."""
+        return (self.batch,) if self.sequence is None else (self.batch, self.sequence)
 
 
 class LatencyBudget(TimedSection):
@@ -221,6 +233,11 @@ class KeepBudget(TimedSection):
     by: float | None = Field(None, ge=0)
     runtime: Runtime | None = None  # type: ignore[assignment]
     samples: int = Field(1024, ge=1)
+
+    @property
+    def timed(self) -> TimedSection | None:
+        """Where models are judged and timed; None where torch judges them, and FLOPs are saved."""
+        return None if self.runtime is None else self
 
     @model_validator(mode="before")
     @classmethod
@@ -279,9 +296,25 @@ class BudgetSection(Section):
     keep: KeepBudget | None = None
 
     @property
+    def kind(self) -> str:
+        """Name of the field that is given."""
+        return next(name for name in type(self).model_fields if getattr(self, name) is not None)
+
+    @property
+    def ratio(self) -> float | None:
+        """Largest share of the dense model's cost that may be left; None for `heads`, `max_drop` and `keep`."""
+        return self.latency.ratio if self.latency is not None else self.flops or self.parameters
+
+    @property
     def timed(self) -> TimedSection | None:
         """What the budget times; None for one that times nothing."""
-        return self.keep if self.keep is not None and self.keep.runtime is not None else self.latency
+        return self.latency if self.keep is None else self.keep.timed
+
+    @property
+    def metric(self) -> str | None:
+        """Name of the metric that the budget limits; None if it limits none."""
+        asked = self.max_drop or self.keep
+        return None if asked is None else asked.metric
 
     @field_validator("heads")
     @classmethod
@@ -337,6 +370,18 @@ class CompensationSection(Section):
     token_weights: float | None = Field(None, gt=0, le=1)
     memory_gb: float = Field(4.0, gt=0)
 
+    @property
+    def limit_bytes(self) -> int:
+        """`memory_gb` in bytes."""
+        return round(self.memory_gb * (1 << 30))
+
+    def compensation(self, token_weights: float | None = None) -> Compensation:
+        """Return the `Compensation`, with the given weights of tokens if the section leaves them open."""
+        from ..slim.refit import Compensation
+
+        weights = self.token_weights or token_weights or 1.0
+        return Compensation(self.method, ridge=self.ridge, sequential=self.sequential, token_weights=weights)
+
     @model_validator(mode="after")
     def _weighs_tokens_in_one_pass(self) -> CompensationSection:
         if self.sequential and self.token_weights not in (None, 1):
@@ -389,6 +434,31 @@ class PruneSection(Section):
     multiple_of: MultipleOf = MultipleOf()
     steps: int = Field(1, ge=1)
     compensation: CompensationSection | None = None
+
+    @property
+    def constraints(self) -> Constraints:
+        """The limits on a selection, whatever the budget."""
+        from ..select.constraints import Constraints
+
+        return Constraints(
+            allocation=self.allocation,
+            unit=self.unit,
+            min_heads=self.min_heads,
+            keep_layers=self.keep_layers,
+            multiple_of=self.multiple_of.heads,
+            neurons_multiple_of=self.multiple_of.neurons,
+        )
+
+    @property
+    def judged_on_held_out(self) -> str | None:
+        """What is chosen on held-out rows, for messages; None if nothing is."""
+        from ..score.criteria import AUTO, uses_alpha
+
+        if self.budget.max_drop is not None or self.budget.keep is not None:
+            return self.budget.kind
+        if self.criterion == AUTO:
+            return "criterion: auto"
+        return "alpha: auto" if self.alpha == AUTO and uses_alpha(self.criterion) else None
 
     @field_validator("modules")
     @classmethod
@@ -474,6 +544,13 @@ class ExportSection(Section):
     dtype: Literal["float32", "float16", "bfloat16", "q8_0", "q4_0"] = "float32"
     quantize: Literal["int8", "int4"] | None = None
 
+    @property
+    def options(self) -> ExportOptions:
+        """The same for an `Exporter`."""
+        from ..measure.exports import ExportOptions
+
+        return ExportOptions(self.format, self.provider, self.dtype, self.quantize)
+
     @model_validator(mode="after")
     def _fits_the_format(self) -> ExportSection:
         if self.quantize and self.format == "gguf":
@@ -536,6 +613,13 @@ class MeasureSection(Section):
     shapes: tuple[tuple[int, ...], ...] = ()
     repeats: int = Field(30, ge=2)
     min_seconds: float = Field(0.0, ge=0)
+
+    @property
+    def timing(self) -> Timing:
+        """How often models run."""
+        from ..measure.timing import Timing
+
+        return Timing(repeats=self.repeats, min_seconds=self.min_seconds)
 
     @field_validator("shapes")
     @classmethod

@@ -17,7 +17,6 @@ from hies_export.evaluate.judge import compute_metrics, standard_error
 from hies_export.evaluate.metrics import METRICS, check_metrics, find_metric, higher_is_better
 from hies_export.pipeline.choose import choose
 from hies_export.pipeline.resolve import resolve
-from hies_export.pipeline.sections import options_of
 from hies_export.progress import Silent
 from hies_export.recipe import PruningRecipe
 
@@ -145,7 +144,7 @@ def test_alpha_is_chosen_by_an_error_rate_as_by_the_accuracy(tmp_path: Path) -> 
     for metric in ("accuracy", errors):
         asked = {"prune.alpha": "auto", "evaluation.metrics": [metric], "measure.runtimes": ["torch"]}
         recipe = PruningRecipe.from_yaml(tmp_path / "recipe.yaml", asked)
-        chosen.append(choose(resolve(recipe).prepared, options_of(recipe), progress=Silent()))
+        chosen.append(choose(resolve(recipe).prepared, recipe.prune, progress=Silent()))
     by_accuracy, by_errors = chosen
     assert by_errors.plan.alpha == by_accuracy.plan.alpha
     for right, wrong in zip(by_accuracy.alpha_curve, by_errors.alpha_curve, strict=True):

@@ -37,7 +37,6 @@ from hies_export.pipeline.cut import cut, save
 from hies_export.pipeline.prepare import Prepared
 from hies_export.pipeline.quality import predict_pruned
 from hies_export.pipeline.resolve import resolve
-from hies_export.pipeline.sections import options_of
 from hies_export.progress import Silent
 from hies_export.prunable.find import find_modules
 from hies_export.recipe import PruningRecipe
@@ -207,7 +206,7 @@ def test_greedy_removal_reads_rows_until_it_has_enough_tokens(folder: Path, monk
 
     def rows(enough: int) -> list[dict[str, torch.Tensor]]:
         monkeypatch.setattr(candidates_module, "EFFECT_TOKENS", enough)
-        return Candidates(prepared, options_of(recipe), Silent()).effect_batches
+        return Candidates(prepared, recipe.prune, Silent()).effect_batches
 
     lengths = torch.cat([batch["attention_mask"].sum(1) for batch in prepared.rows.compensation]).tolist()
     assert len(lengths) == 60
@@ -218,7 +217,7 @@ def test_greedy_removal_reads_rows_until_it_has_enough_tokens(folder: Path, monk
             assert torch.equal(batch["input_ids"], known["input_ids"])
     # Without rows to refit on, those that are scored have to do.
     alone = replace(prepared, rows=replace(prepared.rows, compensation=[]))
-    assert Candidates(alone, options_of(recipe), Silent()).effect_batches is prepared.rows.calibration
+    assert Candidates(alone, recipe.prune, Silent()).effect_batches is prepared.rows.calibration
 
 
 def agreement(dense: Any, other: Any) -> float:
@@ -268,7 +267,7 @@ def test_auto_is_judged_on_rows_that_nothing_else_saw(done: Run, monkeypatch: py
     by_use = (prepared.rows.calibration, prepared.rows.compensation, prepared.rows.held_out)
     assert [rows(batches) for batches in by_use] == [20, 60, 90]
     # Shuffled by the recipe's seed: the first 20 of the 60 are scored on, and the 90 behind them are held out.
-    options = options_of(done.recipe)
+    options = done.recipe.prune
     draws = draws_module.Draws.of(options, samples=20)
     assert (draws.scoring, draws.held_out, draws.compensation, draws.apart) == (20, 90, 60, True)
     reader = resolve_module._reader(done.recipe, prepared.model.config)
@@ -281,7 +280,7 @@ def test_auto_is_judged_on_rows_that_nothing_else_saw(done: Run, monkeypatch: py
 
 def chosen_by(recipe: PruningRecipe) -> tuple[Prepared, Choice]:
     prepared = resolve(recipe).prepared
-    return prepared, choose(prepared, options_of(recipe), progress=Silent())
+    return prepared, choose(prepared, recipe.prune, progress=Silent())
 
 
 def test_hies_ranks_heads_and_fisher_neurons(folder: Path) -> None:
@@ -314,7 +313,7 @@ def test_a_budget_of_parameters_covers_both_kinds(folder: Path) -> None:
     assert choice.plan.removed_neurons > 0
     table = parameters_table(prepared.model, prepared.modules)
     scores = score_units(choice.statistics, prepared.modules, criterion="fisher")
-    constraints = options_of(recipe).constraints
+    constraints = recipe.prune.constraints
     expected = select_units(scores, prepared.modules, table=table, ratio=0.7, constraints=constraints)
     assert choice.plan.kept == expected
 
@@ -401,7 +400,7 @@ def test_a_memory_limit_changes_nothing(folder: Path, tmp_path: Path, caplog: py
         options = {"prune__criterion": "compensated", "prune__steps": 2, "prune__compensation": compensation}
         recipe = recipe_of(folder, **options)
         prepared, choice = chosen_by(recipe)
-        slim = cut(prepared, choice, compensation=options_of(recipe).compensation, progress=Silent())
+        slim = cut(prepared, choice, compensation=recipe.prune.compensation, progress=Silent())
         save(slim, prepared, tmp_path / str(number))
         written.append((choice.plan, load_file(tmp_path / str(number) / "model.safetensors")))
         assert ("going on with one module at a time" in caplog.text) == (number == 1)
@@ -476,7 +475,7 @@ def test_all_that_may_go_is_among_the_cuts_of_max_drop(folder: Path, allocation:
             prune__min_heads=min_heads,
             prune__multiple_of={"neurons": neurons},
         )
-        found = targets.Targets(prepared, options_of(recipe), Silent())
+        found = targets.Targets(prepared, recipe.prune, Silent())
         selection = found.select(scores, found.sizes()[-1])
         if allocation == "global":
             assert [len(kept.units) for kept in selection.values()] == [min_heads] * 3 + [neurons] * 3

@@ -116,7 +116,7 @@ def test_the_size_is_chosen_by_the_time_of_the_cascade(tmp_path: Path, monkeypat
     recipe = make_project(tmp_path, **sections)
     resolved = resolve(PruningRecipe.from_yaml(recipe))
     assert resolved.cascade is not None
-    assert resolved.cascade.flops == (0.75, 0.55, 0.35)
+    assert resolved.shares == (0.75, 0.55, 0.35)
     timed: list[list[float]] = []
 
     def remembered(*args: Any, **named: Any) -> Any:
@@ -126,14 +126,14 @@ def test_the_size_is_chosen_by_the_time_of_the_cascade(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(cascade_module, "time_on_rows", remembered)
     prepared, options = resolved.prepared, resolved.options
-    tried = choose_size(prepared, options, resolved.cascade, torch.float32, SILENT)
+    tried = choose_size(prepared, options, resolved.cascade, resolved.shares, torch.float32, SILENT)
     assert [size.time for size in tried.sizes] == timed[0][1:]
     best = min(tried.sizes, key=lambda size: size.time)
     heads, neurons = (tried.choice.plan.of_kind(kind) for kind in ("attention", "mlp"))
     kept = sum(len(kept.units) for part in (heads, neurons) for kept in part.values())
     again = [size.flops for size in tried.sizes]
     assert again == sorted(again, reverse=True)
-    assert all(flops <= share + 1e-9 for flops, share in zip(again, resolved.cascade.flops, strict=True))
+    assert all(flops <= share + 1e-9 for flops, share in zip(again, resolved.shares, strict=True))
     assert tried.choice.budget.details()["predicted"] == pytest.approx(best.flops)
     assert kept < sum(kept.total for part in (heads, neurons) for kept in part.values())
 

@@ -22,7 +22,6 @@ from hies_export.pipeline import targets
 from hies_export.pipeline.choose import choose
 from hies_export.pipeline.cut import confirm, cut
 from hies_export.pipeline.resolve import resolve
-from hies_export.pipeline.sections import options_of
 from hies_export.progress import Silent
 from hies_export.recipe import PruningRecipe
 from hies_export.report.details import KeepOutcome
@@ -50,7 +49,7 @@ def recipe_of(folder: Path, **fields: Any) -> PruningRecipe:
 def test_the_most_that_a_promise_allows(folder: Path, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(targets, "SIZES", 12)
     recipe = recipe_of(folder, prune__budget={"keep": asked}, prune__compensation={"samples": 60})
-    prepared, options = resolve(recipe).prepared, options_of(recipe)
+    prepared, options = resolve(recipe).prepared, recipe.prune
     choice = choose(prepared, options, progress=Silent())
     (batch,), rows = prepared.measured.values(), prepared.rows.held_out
     table = flops_table(prepared.model, prepared.scored, batch=batch, unit="group")
@@ -120,7 +119,7 @@ def test_a_promise_of_time_removes_what_saves_time(folder: Path, monkeypatch: py
     keep = {"predictions": 0.8, "runtime": "torch", "batch": 3, "sequence": 9}
     recipe = recipe_of(folder, prune__budget={"keep": keep}, prune__compensation={"samples": 60})
     prepared = resolve(recipe).prepared
-    choice = choose(prepared, options_of(recipe), progress=Silent())
+    choice = choose(prepared, recipe.prune, progress=Silent())
     assert choice.plan.removed_neurons
     assert not choice.plan.removed
     assert isinstance(choice.budget, KeepOutcome)

@@ -22,7 +22,7 @@ from hies_export.calibrate.ridge import Spread
 from hies_export.errors import DataError, RecipeError
 from hies_export.pipeline.choice import write_choice
 from hies_export.pipeline.choose import choose
-from hies_export.pipeline.resolve import options_of, resolve
+from hies_export.pipeline.resolve import resolve
 from hies_export.progress import Silent
 from hies_export.prunable.attention import find_attention
 from hies_export.recipe import PruningRecipe
@@ -274,7 +274,7 @@ def test_a_recipe_may_name_it(
     prepared = resolve(recipe).prepared
     assert (f"{name} ranks units by the errors that least squares leaves" in caplog.text) == (not compensate)
     assert prepared.rows.held_out == []
-    choice = choose(prepared, options_of(recipe), progress=Silent())
+    choice = choose(prepared, recipe.prune, progress=Silent())
     # The plan keeps the name that the recipe gave.
     assert (choice.plan.criterion, choice.plan.alpha, choice.plan.removed) == (name, None, 9)
     assert choice.plan.calibration["labels"] == "predictions"  # those of the rows are not looked at

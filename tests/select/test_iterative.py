@@ -16,7 +16,7 @@ from hies_export.errors import PlanError, RecipeError
 from hies_export.lab.sweep.grid import SweepGrid
 from hies_export.lab.sweep.sweep import sweep
 from hies_export.pipeline.choose import choose
-from hies_export.pipeline.resolve import options_of, resolve
+from hies_export.pipeline.resolve import resolve
 from hies_export.progress import Silent
 from hies_export.prunable.attention import find_attention
 from hies_export.recipe import PruningRecipe
@@ -60,7 +60,7 @@ def test_a_plan_in_steps_is_that_of_a_loop(tmp_path: Path) -> None:
     for steps in (1, 3, 18):
         recipe = recipe_of(tmp_path, steps=steps)
         prepared = resolve(recipe).prepared
-        choice = choose(prepared, options_of(recipe), progress=Silent())
+        choice = choose(prepared, recipe.prune, progress=Silent())
         gone: set[tuple[str, int]] = set()
         found: dict[tuple[str, int], float] = {}
         sizes = [9] if steps == 1 else [3, 6, 9] if steps == 3 else list(range(1, 10))
@@ -108,11 +108,11 @@ def test_later_steps_see_the_refitted_model(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(module, "collect_statistics", watched)
     prepared = resolve(recipe).prepared
-    choose(prepared, options_of(recipe), progress=Silent())
+    choose(prepared, recipe.prune, progress=Silent())
     first, second = seen
     assert first is prepared.model
     one = recipe_of(tmp_path, budget={"heads": 4 / 18})
-    plan = choose(prepared, options_of(one), progress=Silent()).plan
+    plan = choose(prepared, one.prune, progress=Silent()).plan
     expected = prune_units(prepared.model, plan, prepared.modules)
     compensate(prepared.model, expected, plan, prepared.modules, prepared.rows.compensation)
     for name, parameter in expected.named_parameters():

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...cost.cut import cut_bundles
 from ...errors import RequestError
 from ...measure.compare import compare_two
-from ...measure.exports import Exporter, require_exporters
+from ...measure.exports import require_exporters
 from ...measure.forms import Forms
 from ...measure.shapes import model_shapes
 from ...measure.timing import Timing
@@ -67,7 +67,7 @@ class Stopwatch:
 
     def key(self, lost: Mapping[str, int]) -> str:
         """Return the name of a timing in the journal."""
-        export = self._shared.options.export
+        export = self._shared.base.exporter.options
         # Keys for the default export have no such part, as in journals of earlier versions.
         other = [] if export == type(export)() else [[export.format, export.dtype, export.provider]]
         return json.dumps([self._request.runtime, self._shape, self._request.repeats, sorted(lost.items()), *other])
@@ -82,8 +82,7 @@ class Stopwatch:
         name = f"time {len(waiting)} models on {self._request.runtime}"
         self._progress.stage(name)
         with tempfile.TemporaryDirectory(prefix="hies-sweep-") as temporary:
-            exporter = Exporter(self._shared.options.export, base.sample, base.processor)
-            forms = Forms({"dense": base.model}, exporter, Path(temporary))
+            forms = Forms({"dense": base.model}, base.exporter, Path(temporary))
             for number, (key, one) in enumerate(self._progress.track(list(waiting.items()), name)):
                 forms.add(str(number), cut_bundles(base.model, base.modules, one, unit=unit))
                 both = (forms.served(name, self._request.runtime) for name in ("dense", str(number)))

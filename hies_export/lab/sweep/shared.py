@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from torch import Tensor
@@ -17,12 +17,10 @@ from ...measure.counts import count_flops
 from ...model.copies import share_weights
 from ...pipeline.candidates import Candidates
 from ...pipeline.draws import HELD_OUT_SAMPLES, Draws
-from ...pipeline.options import Budget, RefitOptions
 from ...pipeline.prepare import Prepared
 from ...pipeline.resolve import Resolved, resolve
-from ...pipeline.sections import options_of
 from ...progress import SILENT, Clock
-from ...recipe import PruningRecipe
+from ...recipe import BudgetSection, CompensationSection, PruningRecipe
 from ...score.criteria import COMPENSATED_NAMES, needs_of, uses_alpha
 from ...slim.cut import prune_units
 from ...units import PrunableModule, Selection
@@ -46,8 +44,10 @@ class Shared:
     """
 
     def __init__(self, recipe: PruningRecipe, grid: SweepGrid, clock: Clock):
-        options = replace(options_of(recipe), modules=grid.kinds)
-        self.options = replace(options, budget=Budget(flops=min(grid.flops))) if grid.flops else options
+        by_grid: dict[str, Any] = {"modules": grid.kinds}
+        if grid.flops:
+            by_grid["budget"] = BudgetSection(flops=min(grid.flops))
+        self.options = recipe.prune.model_copy(update=by_grid)
         self._recipe = recipe
         self._grid, self._clock = grid, clock
         self._of_model: dict[Any, Any] = {}
@@ -97,7 +97,7 @@ class Shared:
         """Return the moments to refit from; they are collected when first read."""
 
         def stream() -> MomentStream:
-            how = self.options.compensation or RefitOptions()
+            how = self.options.compensation or CompensationSection()
             found = MomentStream(
                 self.base.model,
                 self.base.modules,
@@ -178,7 +178,7 @@ class Shared:
 
     def _draws(self, seed: int, samples: int) -> Draws:
         """Return the samples that the cells of this seed and calibration size need from the calibration split."""
-        grid, how = self._grid, self.options.compensation or RefitOptions()
+        grid, how = self._grid, self.options.compensation or CompensationSection()
         automatic = any(alpha in AUTOMATIC for alpha in grid.alphas) and any(map(uses_alpha, grid.criteria))
         unlabelled = not set(OWN_SAMPLES).isdisjoint(grid.criteria) or set(grid.compensations) != {"none"}
         return Draws(

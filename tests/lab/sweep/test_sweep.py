@@ -31,7 +31,7 @@ from hies_export.lab.sweep.sweep import sweep
 from hies_export.lab.sweep.tables import render_latex, render_markdown, sweep_tables, terminal_table
 from hies_export.measure.counts import count_flops
 from hies_export.pipeline.choose import choose
-from hies_export.pipeline.resolve import options_of, resolve
+from hies_export.pipeline.resolve import resolve
 from hies_export.pipeline.stages import evaluate_run
 from hies_export.progress import Silent
 from hies_export.recipe import PruningRecipe
@@ -92,7 +92,7 @@ def test_rows_are_what_a_single_run_of_each_finds(
         alone = PruningRecipe(**fields)
         resolved = resolve(alone)
         prepared = resolved.prepared
-        plan = choose(prepared, options_of(alone), progress=Silent()).plan
+        plan = choose(prepared, alone.prune, progress=Silent()).plan
         if row["alpha_by"] == "auto":
             assert plan.alpha == row["alpha"]
         slim = prune_units(prepared.model, plan, prepared.modules)

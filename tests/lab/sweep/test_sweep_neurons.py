@@ -18,7 +18,7 @@ from hies_export.lab.sweep.latency import LatencyRequest
 from hies_export.lab.sweep.sweep import sweep
 from hies_export.measure.counts import count_flops
 from hies_export.pipeline.choose import choose
-from hies_export.pipeline.resolve import options_of, resolve
+from hies_export.pipeline.resolve import resolve
 from hies_export.progress import Silent
 from hies_export.recipe import PruningRecipe
 from hies_export.slim.cut import prune_units
@@ -93,7 +93,7 @@ def test_rows_are_what_a_run_of_each_finds(recipe_file: Path, swept: Path, crite
     recipe = PruningRecipe.from_yaml(recipe_file, {"prune.criterion": criterion})
     resolved = resolve(recipe)
     prepared, evaluation = resolved.prepared, resolved.evaluation
-    plan = choose(prepared, options_of(recipe), progress=Silent()).plan
+    plan = choose(prepared, recipe.prune, progress=Silent()).plan
     assert (row["heads_removed"], row["neurons_removed"]) == (plan.removed, plan.removed_neurons)
     slim = prune_units(prepared.model, plan, prepared.modules)
     how = compensation_of(compensation, None)
