@@ -40,7 +40,7 @@ from hies_export import Constraints, Scores, collect_statistics, find_attention,
 from hies_export.data.reader import Columns
 from hies_export.data.registry import reader_for
 from hies_export.evaluate.judge import Judge
-from hies_export.pipeline.quality import predict_pruned
+from hies_export.pipeline.search import predict_pruned
 from hies_export.report.terminal import PlainTable
 
 SAMPLES = 256

@@ -112,14 +112,6 @@ def check_disagreement(disagreement: float) -> None:
         raise RequestError(f"disagreement must be in (0, 1), a share of the answers, got {disagreement:g}")
 
 
-def confidence_of_each(promises: int) -> float:
-    """Return the confidence that each of several promises needs, so that whichever is kept has the usual one.
-
-    Source: Bonferroni's inequality.
-    """
-    return 1 - (1 - CONFIDENCE) / max(1, promises)
-
-
 def check_rows(count: int, disagreement: float, confidence: float = CONFIDENCE) -> int:
     """Return the number of rows, or refuse, by a RequestError, to promise on so few."""
     needed = rate_rows_needed(disagreement, confidence)

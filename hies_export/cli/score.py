@@ -18,7 +18,6 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Namespace, console: Console, progress: Progress) -> None:
     """Score, select, and write scores.json and plan.json."""
-    from ..pipeline.choice import write_choice
     from ..pipeline.choose import choose
     from ..pipeline.resolve import resolve
     from ..pipeline.stages import output_folder
@@ -31,6 +30,6 @@ def run(options: Namespace, console: Console, progress: Progress) -> None:
         resolved = resolve(recipe)
         choice = choose(resolved.prepared, resolved.options, progress=progress)
         if processes.rank() == 0:
-            write_choice(folder, choice)
+            choice.write(folder)
     print_plan(choice.plan, console)
     console.print(f"\n{plan_text(choice.plan)} by this plan; written to {recipe.output}: scores.json, plan.json")

@@ -7,11 +7,31 @@ import math
 import torch
 from scipy import stats
 
-# Confidence of all intervals here; two-sided, so a value lies below the lower end with a probability of 2.5 %.
+# Confidence of an interval, and of a whole search. Intervals are two-sided, so a value lies below the lower end of one
+# with a probability of 2.5 %.
 CONFIDENCE = 0.95
+# A search for the largest cut that keeps a promise stops after so many cuts that do not.
+FAILURES = 3
 
 
-def lower_share(same: torch.Tensor, samples: torch.Tensor | None = None) -> float:
+def confidence_of_each(looks: int) -> float:
+    """Return the confidence that each of several looks at the same rows needs, so that all together have 95 %.
+
+    A look is an interval that decides whether something is promised. Only looks that may fail count. A search that
+    stops after `FAILURES` failing cuts has no more than these, however many cuts pass. For if the true share falls with
+    the size of the cut, the search follows one path, which is known beforehand, until the first interval that misses
+    its true share: true promises pass and false ones fail. On that path lie `FAILURES` false promises at most, and one
+    of them must pass for the search to end in a false promise. A true promise that fails only makes the cut milder.
+
+    Source: Bonferroni's inequality; Bates et al., J. ACM 68 (2021), for risks that only fall; Angelopoulos et al.,
+    "Learn then test", arXiv 2110.01052, for tests in a fixed order.
+    """
+    return 1 - (1 - CONFIDENCE) / max(1, looks)
+
+
+def lower_share(
+    same: torch.Tensor, samples: torch.Tensor | None = None, confidence: float = CONFIDENCE, *, scale: float = 1.0
+) -> float:
     """Return the lower end of the Clopper-Pearson interval of a share.
 
     Tokens of one text are not independent. If samples have several predictions, the interval is that of the number of
@@ -20,30 +40,35 @@ def lower_share(same: torch.Tensor, samples: torch.Tensor | None = None) -> floa
     Args:
         same: (predictions,) bool.
         samples: (predictions,) int64, the sample that each prediction belongs to; None if each has its own.
+        confidence: Confidence of the two-sided interval.
+        scale: Gives the interval that this many times the predictions would have.
 
     Source: Clopper and Pearson, Biometrika 26 (1934); Korn and Graubard, Survey Methodology 24 (1998), for clusters.
     """
     share = same.double().mean().item()
-    count = float(len(same)) if samples is None else _effective_size(same.double(), samples, share)
+    count = float(len(same)) if samples is None else _effective_size(same.double(), samples, share, confidence)
+    count *= scale
     right = share * count
     if right <= 0:
         return 0.0
-    return float(stats.beta.ppf((1 - CONFIDENCE) / 2, right, count - right + 1))
+    return float(stats.beta.ppf((1 - confidence) / 2, right, count - right + 1))
 
 
-def share_ends(same: torch.Tensor, samples: torch.Tensor | None = None) -> tuple[float, float]:
+def share_ends(
+    same: torch.Tensor, samples: torch.Tensor | None = None, confidence: float = CONFIDENCE
+) -> tuple[float, float]:
     """Return both ends of that interval; the upper end is computed from the share that differs."""
-    return lower_share(same, samples), 1 - lower_share(~same, samples)
+    return lower_share(same, samples, confidence), 1 - lower_share(~same, samples, confidence)
 
 
-def _effective_size(same: torch.Tensor, samples: torch.Tensor, share: float) -> float:
+def _effective_size(same: torch.Tensor, samples: torch.Tensor, share: float, confidence: float) -> float:
     """Return how many independent predictions would give a share with the same variance as these."""
     groups, variance = len(samples.unique()), variance_of_mean(same, samples)
     if groups == 1 or variance == 0:
         # One sample, or all predictions agree: nothing shows that predictions of one sample are independent.
         return float(groups)
     size = min(share * (1 - share) / variance, float(len(same)))
-    tail = (1 + CONFIDENCE) / 2
+    tail = (1 + confidence) / 2
     return float(size * (stats.t.ppf(tail, len(same) - 1) / stats.t.ppf(tail, groups - 1)) ** 2)
 
 
@@ -70,6 +95,6 @@ def rate_rows_needed(rate: float, confidence: float = CONFIDENCE) -> int:
     return math.ceil(math.log(1 - confidence) / math.log(1 - rate))
 
 
-def rows_needed(share: float) -> int:
+def rows_needed(share: float, confidence: float = CONFIDENCE) -> int:
     """Return how many rows, all with the same prediction, make the lower end reach a share in (0, 1)."""
-    return math.ceil(math.log((1 - CONFIDENCE) / 2) / math.log(share))
+    return math.ceil(math.log((1 - confidence) / 2) / math.log(share))

@@ -11,8 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from pydantic import FiniteFloat
 
 from ..data.batches import Batch
+from ..data.targets import samples_of
 from ..errors import DataError
 from ..progress import SILENT, Progress
 from .interval import CONFIDENCE, lower_share, share_ends, variance_of_mean
@@ -51,6 +53,33 @@ class Judgement:
 
 
 @dataclass(frozen=True)
+class AlphaPoint:
+    """How a candidate of `alpha: auto` was judged on held-out rows, as in `Judgement`."""
+
+    alpha: FiniteFloat
+    quality: float | None
+    standard_error: float
+    stability: FiniteFloat
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A candidate of `criterion: auto`, cut at the budget, refitted and judged on held-out rows.
+
+    `candidate` is its position among them, `quality` the first metric, None without labels.
+    """
+
+    candidate: int
+    criterion: str
+    alpha: float | None
+    steps: int
+    token_weights: float
+    quality: float | None
+    stability: float
+    chosen: bool = False
+
+
+@dataclass(frozen=True)
 class Judge:
     """Compares predictions with the labels of some batches and with the dense model's predictions.
 
@@ -62,6 +91,9 @@ class Judge:
         metrics: Names of metrics, the most important first.
         regression: Whether the logit is the prediction, rather than the class of the largest one.
         tolerance: Largest absolute difference, in units of the label, at which two numbers count as equal.
+        confidence: Confidence of its two-sided intervals.
+        as_of: Number of samples that intervals are to be as narrow as; None for those of the batches. It predicts, from
+            other rows, the interval of as many held-out ones.
     """
 
     batches: Sequence[Batch]
@@ -69,6 +101,8 @@ class Judge:
     metrics: tuple[str, ...]
     regression: bool = False
     tolerance: float = 0.25
+    confidence: float = CONFIDENCE
+    as_of: int | None = None
 
     @classmethod
     def on(
@@ -79,10 +113,13 @@ class Judge:
         metrics: tuple[str, ...],
         regression: bool = False,
         tolerance: float = 0.25,
+        confidence: float = CONFIDENCE,
+        as_of: int | None = None,
         progress: Progress = SILENT,
     ) -> Judge:
         """Run the dense model over the batches, and return the judge of other models on them."""
-        return cls(batches, predict(model, batches, progress=progress), metrics, regression, tolerance)
+        dense = predict(model, batches, progress=progress)
+        return cls(batches, dense, metrics, regression, tolerance, confidence, as_of)
 
     def of(self, predictions: Predictions) -> Quality:
         """Return all metrics and the stability of predictions of the batches."""
@@ -103,16 +140,16 @@ class Judge:
         return Judgement(quality, standard_error(predictions, self._references, name=name, **options), share)
 
     def kept(self, predictions: Predictions) -> tuple[float, float]:
-        """Return the share of predictions that equal the dense model's, and the lower end of its 95 % interval."""
+        """Return the share of predictions that equal the dense model's, and the lower end of its interval."""
         same = self.agreement(predictions)
-        return same.double().mean().item(), lower_share(same, self.samples)
+        return same.double().mean().item(), lower_share(same, self.samples, self.confidence, scale=self._scale)
 
     def kept_ends(self, predictions: Predictions) -> tuple[float, float]:
         """Return both ends of the interval of that share."""
-        return share_ends(self.agreement(predictions), self.samples)
+        return share_ends(self.agreement(predictions), self.samples, self.confidence)
 
     def lost(self, predictions: Predictions, *, resamples: int = 1000, seed: int = 0) -> tuple[float, float]:
-        """Return how much worse the first metric is than the dense model's, and the upper end of its 95 % interval.
+        """Return how much worse the first metric is than the dense model's, and the upper end of its interval.
 
         The interval is the percentile bootstrap's, over samples that are drawn for both models alike.
         """
@@ -128,14 +165,19 @@ class Judge:
             values = [METRICS[name].compute(given[rows], wanted[rows], **options) for given in (dense, slim)]
             return quality_loss(name, *(0.0 if math.isnan(value) else value for value in values))
 
-        losses = [loss(generator.integers(len(wanted), size=len(wanted))) for _ in range(resamples)]
-        return loss(slice(None)), float(np.quantile(losses, (1 + CONFIDENCE) / 2))
+        size = round(len(wanted) * self._scale)
+        losses = [loss(generator.integers(len(wanted), size=size)) for _ in range(resamples)]
+        return loss(slice(None)), float(np.quantile(losses, (1 + self.confidence) / 2))
 
     @property
     def samples(self) -> torch.Tensor | None:
         """Sample of every prediction; None if each has its own."""
         of_tokens = isinstance(self.dense, TokenPredictions) and not self.dense.answers
         return self.dense.sample if of_tokens else None  # type: ignore[union-attr]
+
+    @property
+    def _scale(self) -> float:
+        return 1.0 if self.as_of is None else self.as_of / samples_of(self.batches)
 
     @property
     def _labelled(self) -> bool:

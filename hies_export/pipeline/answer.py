@@ -12,7 +12,7 @@ from ..measure.exports import Exporter
 from ..measure.forms import Forms
 from ..recipe import PruneSection, TimedSection
 from ..report.details import Deployment, DeployWay, Form, SizeTried, deciding_step, relative_times
-from .choice import Choice
+from .cut import Choice
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,9 @@ from ..report.details import CascadeFacts, SizeTried
 from ..report.report import CascadeSummary
 from ..runtimes.registry import Served, load_runtime
 from .answer import Decided
-from .choice import Choice
 from .choose import Chooser
+from .cut import Choice, cut_beside
 from .prepare import Prepared
-from .quality import cut_beside
 
 # The folder of a cascade in that of a run.
 CASCADE = "onnx-cascade"

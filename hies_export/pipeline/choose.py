@@ -2,48 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 
+from ..data.batches import Batch
 from ..data.targets import batches_fingerprint, samples_of, size_of
 from ..errors import PlanError
-from ..evaluate.judge import Judge
-from ..evaluate.metrics import quality_loss
+from ..evaluate.interval import FAILURES, confidence_of_each
+from ..evaluate.judge import Judge, Tried
+from ..evaluate.metrics import METRICS
 from ..evaluate.predict import predict
+from ..outcomes import BudgetOutcome, KeepOutcome, MaxDropOutcome
 from ..progress import Progress
 from ..prunable.find import find_modules
 from ..recipe import BudgetSection, DropBudget, KeepBudget, PruneSection, TimedSection
-from ..report.details import BudgetOutcome, KeepOutcome, MaxDropOutcome, Tried
-from ..runtimes.base import RUNTIMES
 from ..score.criteria import AUTO, COMPENSATED
 from ..select.iterative import filled_in
 from ..slim.fingerprint import fingerprint
 from ..units import Selection
 from ..values import Provenance, PruningPlan, Scores, Statistics, library_versions
-from .candidates import Candidates, criterion_of
-from .choice import Choice
+from .candidates import Candidates, choose_alpha, choose_by_agreement, criterion_of
+from .cut import Choice, Refitting, cut_beside
 from .prepare import Prepared
-from .quality import Predictor, cut_beside
-from .refitting import Refitting
-from .search import Candidate, HeldOut, Verdict, choose_alpha, choose_by_agreement, choose_largest
+from .search import Guess, HeldOut, Judged, Predictor, Search, Trial, Watch
 from .serving import predictor
 from .targets import Round, Targets
-
-# Returns the numbers of a cut, by the runtime that predicts (None: torch) and the weights of tokens in its refit; the
-# last argument judges it.
-Recall = Callable[[Selection, str | None, float, Callable[[], tuple[float, float]]], tuple[float, float]]
-
-
-def judged_anew(
-    selection: Selection, runtime: str | None, weights: float, judge: Callable[[], tuple[float, float]]
-) -> tuple[float, float]:
-    """Judge a cut that was not judged before."""
-    return judge()
-
 
 # Below this share of the dense cost, removal in steps is the default of `criterion: auto`. Above, steps cost quality.
 STEPS_BELOW = 0.45
@@ -63,12 +50,17 @@ def choose(
 
 @dataclass(frozen=True)
 class _Picked:
-    """The result of some rounds of choosing; the selection is one of the dense model."""
+    """The result of some rounds of choosing; the selection is one of the dense model.
+
+    `curve` and `tried` are what was judged to choose alpha or the criterion. `token_weights` are None for the usual.
+    """
 
     statistics: Statistics
     scores: Scores
     selection: Selection
     curve: tuple[Mapping[str, Any], ...] = ()
+    tried: tuple[Tried, ...] = ()
+    token_weights: float | None = None
 
 
 class Chooser:
@@ -79,7 +71,7 @@ class Chooser:
         self._refitting = Refitting(prepared, options, progress, dtype)
         # Before scoring, so that a budget that cannot be met fails early.
         self._targets = Targets(prepared, options, progress)
-        self._judge: Judge | None = None
+        self._judges: dict[tuple[Any, ...], Judge] = {}
 
     def choose(self) -> Choice:
         """Choose as the options ask; see `choose`."""
@@ -88,53 +80,67 @@ class Chooser:
             return self.by_max_drop(budget.max_drop)
         if budget.keep is not None:
             return self.by_keep(budget.keep)
+        return self._within(self._targets)
+
+    def at(self, share: float, like: Choice | None = None) -> Choice:
+        """Choose a selection within a share of the dense model's FLOPs.
+
+        The scores and the weights of tokens are those of a choice, if one is given.
+        """
+        options = self._options.model_copy(update={"budget": BudgetSection(flops=share)})
+        targets = Targets(self._prepared, options, self._progress)
+        if like is None:
+            return self._within(targets)
+        (goal,) = targets.goals(1)
+        weights = None if like.compensation is None else like.compensation.token_weights
+        selection = targets.round(goal).select(like.scores)
+        picked = _Picked(like.statistics, like.scores, selection, token_weights=weights)
+        return self._choice(picked, targets.outcome(selection))
+
+    def _within(self, targets: Targets) -> Choice:
+        """Choose a selection that meets targets, by the criterion of the options."""
         if self._options.criterion == AUTO:
-            return self.automatically()
-        return self.as_told()
+            picked = self._automatically(targets)
+        else:
+            picked = self._in_rounds(targets, self._options.steps, self._options.criterion)
+        return self._choice(picked, targets.outcome(picked.selection))
 
-    def as_told(self) -> Choice:
-        """Choose by the requested criterion, in the requested number of rounds."""
-        return self._choice(self._in_rounds(self._options.steps, self._options.criterion))
-
-    def automatically(self) -> Choice:
+    def _automatically(self, targets: Targets) -> _Picked:
         """Choose the criterion, and the weights of tokens, whose refitted model agrees most with the dense one."""
-        (goal,) = self._targets.goals(1)
-        first = self._targets.round(goal)
+        (goal,) = targets.goals(1)
+        first = targets.round(goal)
         candidates = self._candidates(first)
-        statistics = candidates.statistics
-        picked = [_Picked(statistics, scores, self._targets.select(scores, first)) for scores in candidates.by(AUTO)]
+        picked = [_Picked(candidates.statistics, scores, first.select(scores)) for scores in candidates.by(AUTO)]
         steps = [1] * len(picked)
-        if self._steps_of_auto() > 1:
+        if (count := self._steps_of_auto(targets)) > 1:
             # First, so that it is taken unless another is clearly better.
-            picked.insert(0, self._in_rounds(self._steps_of_auto(), COMPENSATED))
-            steps.insert(0, self._steps_of_auto())
-        held_out = {
-            weights: self._held_out(self._prepared.judged.metrics, weights) for weights in self._refitting.tried
-        }
+            picked.insert(0, self._in_rounds(targets, count, COMPENSATED))
+            steps.insert(0, count)
+        judge = self._judge(self._prepared.rows.held_out)
         self._progress.stage("choose the criterion on held-out rows")
         tried = choose_by_agreement(
-            [(p.scores, p.selection) for p in picked], held_out, steps=steps, progress=self._progress
+            [(p.scores, p.selection) for p in picked], self._by_weights(judge), steps=steps, progress=self._progress
         )
-        (number,) = (n for n, t in enumerate(tried) if t.chosen)
-        return self._choice(picked[tried[number].candidate], tried=tried, token_weights=tried[number].token_weights)
+        (chosen,) = (one for one in tried if one.chosen)
+        return replace(picked[chosen.candidate], tried=tried, token_weights=chosen.token_weights)
 
-    def _steps_of_auto(self) -> int:
+    def _steps_of_auto(self, targets: Targets) -> int:
         """Return in how many steps `criterion: auto` also removes units."""
         if self._options.steps > 1:
             return self._options.steps
-        deep = self._targets.ratio is not None and self._targets.ratio <= STEPS_BELOW
+        deep = targets.ratio is not None and targets.ratio <= STEPS_BELOW
         return 2 if deep and self._options.compensation is not None else 1
 
-    def _in_rounds(self, count: int, criterion: str) -> _Picked:
+    def _in_rounds(self, targets: Targets, count: int, criterion: str) -> _Picked:
         """Choose in a number of rounds, each of which scores the model that the previous ones left."""
         picked: _Picked | None = None
-        for number, goal in enumerate(self._targets.goals(count), start=1):
+        for number, goal in enumerate(targets.goals(count), start=1):
             if count > 1:
                 self._progress.stage(f"step {number} of {count}")
             if picked is None:
-                picked = self._pick(self._targets.round(goal), criterion)
+                picked = self._pick(targets.round(goal), criterion)
                 continue
-            part = self._targets.round(goal, before=picked.selection, left=self._left_by(picked.selection))
+            part = targets.round(goal, before=picked.selection, left=self._left_by(picked.selection))
             picked = _after(picked, self._pick(part, criterion))
         assert picked is not None
         return picked
@@ -143,16 +149,12 @@ class Chooser:
         """Choose in one round; with several alphas, by their quality on the held-out rows."""
         candidates = self._candidates(part)
         statistics, scored = candidates.statistics, candidates.by(criterion)
-
-        def select(scores: Scores) -> Selection:
-            return part.of_dense(self._targets.select(scores, part))
-
         if len(scored) == 1:
-            return _Picked(statistics, scored[0], select(scored[0]))
+            return _Picked(statistics, scored[0], part.select(scored[0]))
         self._progress.stage("choose alpha on held-out rows")
-        chosen = choose_alpha(
-            self._progress.track(scored, "choose alpha"), select, self._held_out(self._prepared.judged.metrics)
-        )
+        rows = self._held_out(self._judge(self._prepared.rows.held_out))
+        tracked = self._progress.track(scored, "choose alpha")
+        chosen = choose_alpha(((scores, part.select(scores)) for scores in tracked), rows)
         return _Picked(statistics, chosen.scores, chosen.selection, chosen.curve)
 
     def _candidates(self, part: Round) -> Candidates:
@@ -173,21 +175,6 @@ class Chooser:
         """Return the share of the dense model's FLOPs that a selection leaves."""
         return self._targets.flops_left(selection)
 
-    def at(self, share: float, like: Choice | None = None) -> Choice:
-        """Choose a selection within a share of the dense model's FLOPs; all shares use the same statistics.
-
-        The scores and the weights of tokens are those of a choice, if one is given.
-        """
-        options = self._options.model_copy(update={"budget": BudgetSection(flops=share)})
-        other = Chooser(self._prepared, options, self._progress, None)
-        other._refitting, other._of_dense = self._refitting, self._of_dense
-        if like is None:
-            return other.choose()
-        (goal,) = other._targets.goals(1)
-        picked = _Picked(like.statistics, like.scores, other._targets.select(like.scores, other._targets.round(goal)))
-        weights = None if like.compensation is None else like.compensation.token_weights
-        return other._choice(picked, token_weights=weights)
-
     def _left_by(self, selection: Selection) -> Prepared:
         """Return the prepared run with the dense model replaced by the one cut, and refitted, by a selection."""
         prepared = self._prepared
@@ -196,24 +183,16 @@ class Chooser:
         names = {module.name for module in prepared.scored}
         return replace(prepared, model=slim, modules=modules, scored=tuple(m for m in modules if m.name in names))
 
-    def _choice(
-        self,
-        picked: _Picked,
-        *,
-        tried: tuple[Tried, ...] = (),
-        token_weights: float | None = None,
-        outcome: BudgetOutcome | None = None,
-    ) -> Choice:
-        plan = self._plan(picked)
+    def _choice(self, picked: _Picked, outcome: BudgetOutcome) -> Choice:
         return Choice(
             statistics=picked.statistics,
             scores=picked.scores,
-            plan=plan,
+            plan=self._plan(picked),
             alpha_curve=picked.curve,
-            tried=tried,
-            budget=outcome or self._targets.outcome(plan.kept),
-            compensation=self._refitting.compensation(token_weights),
-            refit=self._refitting.by(token_weights) if self._refitting.collected else None,
+            tried=picked.tried,
+            budget=outcome,
+            compensation=self._refitting.compensation(picked.token_weights),
+            refit=self._refitting.by(picked.token_weights) if self._refitting.collected else None,
         )
 
     def _plan(self, picked: _Picked) -> PruningPlan:
@@ -241,192 +220,132 @@ class Chooser:
         )
         return PruningPlan.of(picked.selection, provenance)
 
-    def _held_out(
-        self, metrics: tuple[str, ...], token_weights: float | None = None, by: Predictor = predict
-    ) -> HeldOut:
-        """Return the judge of selections on the held-out rows; it refits them if models are compensated."""
-        prepared = self._prepared
-        if self._judge is None or self._judge.metrics != metrics:
-            judged = replace(prepared.judged, metrics=metrics)
-            self._judge = Judge.on(prepared.model, prepared.rows.held_out, **asdict(judged))
-        return HeldOut(self._judge, prepared.model, prepared.modules, self._refitting.by(token_weights), by)
+    def _judge(self, rows: list[Batch], **how: Any) -> Judge:
+        """Return the judge on some of the prepared rows; options that are given replace those of the run."""
+        key = id(rows), *sorted(how.items())
+        if key not in self._judges:
+            self._judges[key] = Judge.on(self._prepared.model, rows, **asdict(self._prepared.judged) | how)
+        return self._judges[key]
+
+    def _held_out(self, judge: Judge, token_weights: float | None = None, by: Predictor = predict) -> HeldOut:
+        """Return what judges selections; it refits them if models are compensated."""
+        return HeldOut(judge, self._prepared.model, self._prepared.modules, self._refitting.by(token_weights), by)
+
+    def _by_weights(self, judge: Judge, by: Predictor = predict) -> dict[float, HeldOut]:
+        return {weights: self._held_out(judge, weights, by) for weights in self._refitting.tried}
 
     def by_max_drop(self, asked: DropBudget) -> Choice:
         """Choose the scores, and remove as much as the held-out metric allows."""
-        held_out = self._held_out((asked.metric,))
-        dense = held_out.dense()
-
-        def judge(selection: Selection) -> Verdict:
-            value = held_out.value(selection)
-            return Verdict(quality_loss(asked.metric, dense, value) <= asked.by, {asked.metric: value})
-
-        def problem(judged: Sequence[Mapping[str, Any]]) -> str:
-            least = min((quality_loss(asked.metric, dense, row[asked.metric]) for row in judged), default=0.0)
-            return (
-                f"max_drop allows {asked.metric} to get worse by {asked.by:g}, but on the held-out rows even the "
-                f"smallest cut makes it worse by {least:.4g} (dense {dense:.4g}); allow more, or use compensation with "
-                "a budget of heads"
-            )
-
-        found = self._largest({1.0: judge}, problem)
-        value = found.verdict.numbers[asked.metric]
-        outcome = MaxDropOutcome(
-            kind="max_drop",
-            metric=asked.metric,
-            by=asked.by,
-            dense=dense,
+        rows = self._prepared.rows.held_out
+        held_out = self._held_out(self._judge(rows, metrics=(asked.metric,)))
+        promise = MaxDropOutcome(metric=asked.metric, by=asked.by, dense=held_out.dense(), samples=samples_of(rows))
+        scored = self.score()
+        self._progress.stage("choose how much to remove, on held-out rows")
+        search = Search(promise, {self._refitting.tried[0]: held_out}, self._targets.sizes())
+        found = _found(search.largest(self._progress.track(scored, "choose how much to remove")), search)
+        value = found.outcome.slim
+        outcome = replace(
+            promise,
             refitted=value if held_out.refit else None,
             masked=None if held_out.refit else value,
-            samples=samples_of(self._prepared.rows.held_out),
-            judged=found.judged,
+            judged=tuple(one.row for one in search.judged),
         )
-        return self._choice(found.picked, outcome=outcome)
+        return self._choice(self._picked(found.trial), outcome)
 
     def by_keep(
         self,
         asked: KeepBudget,
         *,
         served: TimedSection | None = None,
-        stop: Callable[[], bool] = lambda: False,
-        recall: Recall = judged_anew,
+        confidence: float = confidence_of_each(FAILURES),
+        watch: Watch | None = None,
     ) -> Choice:
         """Choose the scores and the weights of tokens, and remove as much as the promise allows.
 
-        Models are judged as they are `served`, by default as the promise says; torch predicts if that names no runtime.
-        Once `stop` returns true, nothing more is judged, and the largest cut so far is taken. `recall` may know the
-        results of a cut. Raises PlanError if no cut keeps the promise.
+        Scores, weights and a guess of the size are chosen in torch, on other rows than the held-out ones. These decide
+        nothing but the size, beginning near the guess, by what serves the model. Its files take long to export.
+
+        Args:
+            asked: The promise.
+            served: What serves the models, by default what the promise names, and torch if it names nothing.
+            confidence: That of each interval; by default, this search is the only one on the held-out rows.
+            watch: Follows the search.
+
+        Raises:
+            PlanError: No cut keeps the promise.
         """
-        metrics = self._prepared.judged.metrics if asked.metric is None else (asked.metric,)
-        samples = samples_of(self._prepared.rows.held_out)
-        blank = KeepOutcome(
-            kind="keep", predictions=asked.predictions, metric=asked.metric, by=asked.by, samples=samples, judged=()
+        promise, sizes, served = self._promise(asked, confidence), self._targets.sizes(), served or asked.timed
+        guess = self._guess(promise, sizes, None if served is None else "torch", watch)
+        runtime = None if served is None else served.runtime
+        self._progress.stage(
+            f"judge cuts near that size on held-out rows{'' if runtime is None else f', on {runtime}'}"
         )
+        judge = self._judge(self._prepared.rows.held_out, **promise.judging)
+        held_out = self._held_out(judge, guess.token_weights, predictor(self._prepared, served))
+        search = Search(promise, {guess.token_weights: held_out}, sizes, runtime=runtime, watch=watch)
+        found = _found(search.near(guess), search)
+        outcome = replace(
+            promise,
+            judged=tuple(one.row for one in (*guess.judged, *search.judged)),
+            predicted=self._targets.predicted(found.trial.selection),
+            **({} if served is None else self._targets.where(served)),
+        )
+        return self._choice(self._picked(found.trial), outcome)
 
-        names = ("kept", "at_least") if asked.metric is None else ("lost", "at_most")
+    def _guess(self, promise: KeepOutcome, sizes: list[Round], runtime: str | None, watch: Watch | None) -> Guess:
+        """Choose the scores and the weights of tokens, and guess the size, on other rows than the promise is made on.
 
-        def judges(runtime: str | None, by: Predictor) -> dict[float, Callable[[Selection], Verdict]]:
-            """Return a judge for each weight of tokens that is tried."""
-            return {w: judge_of(w, self._held_out(metrics, w, by), runtime) for w in self._refitting.tried}
+        Without such rows, the guess is the smallest size, by the first scores.
+        """
+        scored, rows = self.score(), self._choosing_rows(promise.metric)
+        smallest = Guess(scored[0], self._refitting.tried[0], 1)
+        if rows is None:
+            return smallest
+        self._progress.stage("guess how much to remove, on rows that are not held out")
+        by_weights = self._by_weights(self._judge(rows, **promise.judging))
+        search = Search(promise, by_weights, sizes, runtime=runtime, guess=True, watch=watch)
+        best = search.largest(self._progress.track(scored, "guess how much to remove"))
+        if not search.judged:
+            raise PlanError(search.problem)
+        if best is None:
+            return replace(smallest, judged=search.judged)
+        return Guess(best.trial.scores, best.trial.token_weights, best.trial.size, search.judged)
 
-        def judge_of(weights: float, rows: HeldOut, runtime: str | None) -> Callable[[Selection], Verdict]:
-            def judge(selection: Selection) -> Verdict:
-                numbers = rows.kept if asked.metric is None else rows.lost
-                found, end = recall(selection, runtime, weights, lambda: numbers(selection))
-                holds = replace(blank, slim=found, slim_end=end).met
-                return Verdict(holds, dict(zip(names, (found, end), strict=True)))
-
-            return judge
-
-        def problem(judged: Sequence[Mapping[str, Any]]) -> str:
-            if not judged:
-                return "keep needs time to judge a cut, and there was none; allow more"
-            found, end = (judged[-1][name] for name in names)
-            least = replace(blank, slim=found, slim_end=end).found
-            return (
-                f"keep asks for {blank.asked} on {samples:,} held-out rows, and the mildest cut has {least}; ask for "
-                "less, compensate, or give more held-out rows, which narrow the interval"
-            )
-
-        served = served or asked.timed
-        if served is None or RUNTIMES[served.runtime].reads_models:
-            by = predictor(self._prepared, served)
-            runtime = None if served is None else served.runtime
-            found = self._largest(judges(runtime, by), problem, stop, runtime)
-        else:
-            # An export takes longer than judging it, so torch first finds roughly the size.
-            found = self._largest(judges("torch", predict), problem, stop, "torch")
-            judge = judges(served.runtime, predictor(self._prepared, served))[found.token_weights]
-            found = self._largest_near(found, judge, served.runtime, problem, stop)
-        predicted = self._targets.predicted(found.picked.selection)
-        where = {} if served is None else self._targets.where(served)
-        outcome = replace(blank, judged=found.judged, predicted=predicted, **where)
-        return self._choice(found.picked, token_weights=found.token_weights, outcome=outcome)
-
-    def nothing(self, asked: KeepBudget) -> Choice:
+    def nothing(self, asked: KeepBudget, *, confidence: float = confidence_of_each(FAILURES)) -> Choice:
         """Choose to remove nothing, because no cut keeps a promise."""
-        samples = samples_of(self._prepared.rows.held_out)
-        outcome = KeepOutcome(
-            kind="keep", predictions=asked.predictions, metric=asked.metric, by=asked.by, samples=samples, judged=()
-        )
         whole = {module.name: module.kept(range(module.units)) for module in self._prepared.modules}
         picked = _Picked(self._of_dense.statistics, self.score()[0], whole)
-        return replace(self._choice(picked, outcome=outcome), refit=None)
+        return replace(self._choice(picked, self._promise(asked, confidence)), refit=None)
 
-    def _largest(
-        self,
-        judges: Mapping[float, Callable[[Selection], Verdict]],
-        problem: Callable[[Sequence[Mapping[str, Any]]], str],
-        stop: Callable[[], bool] = lambda: False,
-        runtime: str | None = None,
-    ) -> _Largest:
-        """Find the largest cut that the held-out rows allow, over all scores and then over the weights of tokens.
-
-        `judges` are by weights of tokens; `runtime` predicts in them. If no cut is allowed, raises PlanError with the
-        `problem` that the judged cuts have.
-        """
-        scored = self.score()
-        self._progress.stage("choose how much to remove, on held-out rows")
-        sizes = self._targets.sizes()
-
-        def select(scores: Scores, size: int) -> Selection:
-            return self._targets.select(scores, sizes[size - 1])
-
-        weights, *others = judges
-        tracked = self._progress.track(scored, "choose how much to remove")
-        first = (Candidate(scores, judges[weights], runtime) for scores in tracked)
-        found = choose_largest(first, select, sizes=len(sizes), stop=stop)
-        if found.candidate is None:
-            raise PlanError(problem(found.judged))
-        scores, judged = scored[found.candidate], found.judged
-        candidates = [Candidate(scores, judges[other], runtime) for other in others]
-        more = choose_largest(candidates, select, sizes=len(sizes), at_least=found.size, stop=stop)
-        if more.candidate is not None:
-            found, weights = more, others[more.candidate]
-        assert found.verdict is not None
-        picked = _Picked(self._of_dense.statistics, scores, select(scores, found.size))
-        return _Largest(picked, weights, found.size, found.verdict, (*judged, *more.judged))
-
-    def _largest_near(
-        self,
-        guess: _Largest,
-        judge: Callable[[Selection], Verdict],
-        runtime: str,
-        problem: Callable[[Sequence[Mapping[str, Any]]], str],
-        stop: Callable[[], bool],
-    ) -> _Largest:
-        """Find the largest cut by the scores and weights of a guess, around its size, by another judge."""
-        self._progress.stage(f"judge cuts near that size on {runtime}")
-        sizes, scores, held = self._targets.sizes(), guess.picked.scores, False
-
-        def judged(selection: Selection) -> Verdict:
-            nonlocal held
-            verdict = judge(selection)
-            held = held or verdict.holds
-            return verdict
-
-        found = choose_largest(
-            [Candidate(scores, judged, runtime)],
-            lambda scores, size: self._targets.select(scores, sizes[size - 1]),
-            sizes=len(sizes),
-            near=guess.size,
-            # Until one holds, smaller ones are judged even after the limit: otherwise there would be no result.
-            stop=lambda: held and stop(),
+    def _promise(self, asked: KeepBudget, confidence: float) -> KeepOutcome:
+        return KeepOutcome(
+            predictions=asked.predictions,
+            metric=asked.metric,
+            by=asked.by,
+            samples=samples_of(self._prepared.rows.held_out),
+            confidence=confidence,
         )
-        if found.verdict is None:
-            raise PlanError(problem(found.judged))
-        picked = replace(guess.picked, selection=self._targets.select(scores, sizes[found.size - 1]))
-        return _Largest(picked, guess.token_weights, found.size, found.verdict, (*guess.judged, *found.judged))
+
+    def _choosing_rows(self, metric: str | None) -> list[Batch] | None:
+        """Return rows that nothing is promised on: those refitted on or, for a metric, those scored on, with labels.
+
+        None for a metric of choices, which none of these rows have.
+        """
+        rows = self._prepared.rows
+        if metric is None:
+            return rows.compensation or rows.calibration
+        return None if METRICS[metric].of == "choices" else rows.calibration
+
+    def _picked(self, trial: Trial) -> _Picked:
+        statistics = self._of_dense.statistics
+        return _Picked(statistics, trial.scores, trial.selection, token_weights=trial.token_weights)
 
 
-@dataclass(frozen=True)
-class _Largest:
-    """The largest cut that held-out rows allow: units, weights of tokens, size, verdict, and all that was judged."""
-
-    picked: _Picked
-    token_weights: float
-    size: int
-    verdict: Verdict
-    judged: tuple[Mapping[str, Any], ...]
+def _found(best: Judged | None, search: Search) -> Judged:
+    """Return the best cut of a search, or raise PlanError with the reason why there is none."""
+    if best is None:
+        raise PlanError(search.problem)
+    return best
 
 
 def _after(earlier: _Picked, later: _Picked) -> _Picked:

@@ -1,9 +1,11 @@
-"""Cut the dense model by a plan, compensate it, and save the result."""
+"""Cut the dense model by a plan, refit and round what is left, and save it."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict, dataclass, replace
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,28 +15,178 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .. import processes
+from ..calibrate.collect import DEFAULT_NEEDS
+from ..calibrate.moments import MomentStream
 from ..checkpoint.refits import RefittedLayers, digest_tensors, load_refit
 from ..checkpoint.save import save_slim
 from ..checkpoint.stored import weight_files
-from ..errors import DropError, NonFiniteError
-from ..evaluate.judge import Judge
-from ..evaluate.predict import predict
-from ..model.copies import round_each
+from ..errors import NonFiniteError
+from ..evaluate.judge import Tried
+from ..model.copies import round_each, share_weights
 from ..model.internals import dtypes_in
+from ..model.threads import threads_for
+from ..outcomes import BudgetOutcome
 from ..progress import Progress
-from ..recipe import CompensationSection
-from ..report.details import BudgetOutcome, KeepOutcome, MaxDropOutcome
+from ..recipe import CompensationSection, PruneSection
+from ..score.criteria import AUTO
 from ..slim.check import compare_cut
 from ..slim.cut import prune_units
-from ..slim.refit import LayerFit, compensate
-from ..values import PruningPlan
-from .choice import Choice
+from ..slim.refit import Compensation, LayerFit, compensate, refit
+from ..units import PrunableModule, Selection
+from ..values import PruningPlan, Scores, Statistics, dump_json
 from .load import Source
 from .prepare import Prepared
-from .quality import Predictor
-from .refitting import changed_by, shared
 
 logger = logging.getLogger(__name__)
+
+# Refits a model that was cut by a selection, in place.
+Refit = Callable[[PreTrainedModel, Selection], list[LayerFit]]
+# Weights of tokens that `criterion: auto` tries, see `Compensation`.
+TOKEN_WEIGHTS = (1.0, 0.3, 0.1)
+
+
+def cut_beside(
+    model: PreTrainedModel, selection: Selection, modules: Sequence[PrunableModule], refit: Refit | None
+) -> PreTrainedModel:
+    """Return a model cut by a selection and refitted; only its cut weights are copies, the others are the model's."""
+    slim = prune_units(share_weights(model), selection, modules, inplace=True)
+    if refit is not None:
+        refit(slim, selection)
+    return slim
+
+
+class Refitting:
+    """Refits of models cut from one dense model, with one of the weights of tokens in `tried`.
+
+    Changed parameters are rounded to `dtype`, so that the judged model is the one that will be saved.
+    """
+
+    def __init__(self, prepared: Prepared, options: PruneSection, progress: Progress, dtype: torch.dtype | None = None):
+        self._prepared, self._how, self._progress, self._dtype = prepared, options.compensation, progress, dtype
+        self.tried = self._token_weights(options)
+        self._moments: MomentStream | None = None
+
+    @property
+    def moments(self) -> MomentStream | None:
+        """The moments of the dense model; None without compensation."""
+        if self._moments is None and self._how is not None:
+            self._moments = MomentStream(
+                self._prepared.model,
+                self._prepared.modules,
+                self._prepared.rows.compensation,
+                limit_bytes=self._how.limit_bytes,
+                weighted=min(self.tried) < 1,
+                progress=self._progress,
+            )
+        return self._moments
+
+    @property
+    def collected(self) -> bool:
+        """Whether moments are at hand, or were collected once and can be collected again."""
+        return self._moments is not None and self._moments.passes > 0
+
+    def _token_weights(self, options: PruneSection) -> tuple[float, ...]:
+        how = options.compensation
+        if how is None or how.method != "least_squares" or how.sequential:
+            return (1.0,)
+        if how.token_weights is not None:
+            return (how.token_weights,)
+        return TOKEN_WEIGHTS if options.criterion == AUTO else (1.0,)
+
+    def compensation(self, token_weights: float | None = None) -> Compensation | None:
+        """Return how to compensate; None not to."""
+        return None if self._how is None else self._how.compensation(token_weights or self.tried[0])
+
+    def by(self, token_weights: float | None = None) -> Refit | None:
+        """Return what refits a cut model with the given weights of tokens; None without compensation."""
+        how, moments, modules = self.compensation(token_weights), self.moments, self._prepared.modules
+        if how is None or moments is None:
+            return None
+
+        def refitted(slim: PreTrainedModel, selection: Selection) -> list[LayerFit]:
+            with threads_for(self._prepared.model, self._prepared.rows.compensation):
+                fits = shared(slim, modules, lambda: refit(slim, selection, modules, moments, how))
+            if self._dtype is not None:
+                for name in changed_by(slim, modules, fits):
+                    parameter = slim.get_parameter(name)
+                    parameter.data = parameter.data.to(self._dtype).to(parameter.dtype)
+            return fits
+
+        return refitted
+
+
+def changed_by(slim: PreTrainedModel, modules: Sequence[PrunableModule], fits: Sequence[LayerFit]) -> list[str]:
+    """Return the names of the parameters that refits changed."""
+    consumers = {module.name: module.consumer for module in modules}
+    names = []
+    for fit in fits:
+        found = [name for name, _ in slim.get_submodule(consumers[fit.name]).named_parameters(recurse=False)]
+        changed = {"none": (), "bias": ("bias",)}.get(fit.method, ("weight", "bias"))
+        names += [f"{consumers[fit.name]}.{name}" for name in found if name in changed]
+    return names
+
+
+def shared(
+    slim: PreTrainedModel, modules: Sequence[PrunableModule], refit_own: Callable[[], list[LayerFit]]
+) -> list[LayerFit]:
+    """Refit a model in several processes: each refits the consumers of its modules, and sends them to all."""
+    if processes.world() == 1:
+        return refit_own()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        own = refit_own()
+    found = processes.gather(({fit.name: fit for fit in own}, [(str(w.message), w.category) for w in caught]))
+    for message, category in dict.fromkeys(note for _, notes in found for note in notes):
+        if processes.rank() == 0:
+            warnings.warn(message, category, stacklevel=2)
+    fits = []
+    for module in modules:
+        owner = next((number for number, (of, _) in enumerate(found) if module.name in of), None)
+        if owner is None:
+            continue
+        fits.append(found[owner][0][module.name])
+        for parameter in slim.get_submodule(module.consumer).parameters(recurse=False):
+            processes.broadcast(parameter, owner)
+    return fits
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The plan of a run, and the statistics and scores that it was chosen from."""
+
+    statistics: Statistics
+    scores: Scores
+    plan: PruningPlan
+    alpha_curve: tuple[Mapping[str, Any], ...]  # one entry per alpha under `alpha: auto`, see `AlphaPoint`
+    tried: tuple[Tried, ...]  # what `criterion: auto` judged
+    budget: BudgetOutcome  # with what is predicted for the plan
+    compensation: Compensation | None = None
+    refit: Refit | None = None  # from moments that were collected in choosing; None if there are none
+
+    def write(self, folder: Path) -> None:
+        """Write scores.json (statistics and scores per unit) and plan.json."""
+        statistics, scores = self.statistics, self.scores
+        calibration = statistics.calibration
+        written = {
+            "criterion": scores.criterion,
+            "parameters": scores.parameters,
+            "scores": scores.scores,
+            **{name: statistics[name] for name in DEFAULT_NEEDS},
+            "samples": calibration.samples,
+            "labels": calibration.labels,
+            "fingerprint": calibration.fingerprint,
+            "alpha_curve": self.alpha_curve,
+        }
+        (folder / "scores.json").write_text(dump_json(written), encoding="utf-8")
+        (folder / "plan.json").write_text(self.plan.to_json(), encoding="utf-8")
+
+    def head_numbers(self) -> dict[str, dict[str, list[float]]]:
+        """Return lists of HIS, entropy and score over the heads: module name -> "his", "entropy" or "score" -> list."""
+        values = {"his": self.statistics["his"], "entropy": self.statistics["entropy"], "score": self.scores.scores}
+        return {
+            name: {what: numbers[name].tolist() for what, numbers in values.items() if name in numbers}
+            for name in self.scores.scores
+        }
 
 
 @dataclass(frozen=True)
@@ -53,7 +205,7 @@ def cut(
     given: Choice | PruningPlan,
     *,
     compensation: CompensationSection | None = None,
-    refit: RefittedLayers | None = None,
+    refitted: RefittedLayers | None = None,
     dtype: torch.dtype | None = None,
     progress: Progress,
 ) -> Slim:
@@ -65,20 +217,20 @@ def cut(
     slim = prune_units(model, plan.kept if isinstance(given, Choice) else plan, modules)
     cut_max_abs = compare_cut(model, slim, plan, modules, prepared.sample)
     fits: list[LayerFit] = []
-    if refit is not None:
-        load_refit(slim, refit)
+    if refitted is not None:
+        load_refit(slim, refitted)
     elif compensation is not None:
         progress.stage("refit the output projections")
         fits = _refit(prepared, compensation, slim, given, progress)
     dtypes = _round(slim, dtype or slim.dtype)
-    if refit is None and compensation is None:
+    if refitted is None and compensation is None:
         # The plan was made for a compensated model, but only the cut was done.
         return Slim(slim, replace(plan, compensation={}), None, fits, cut_max_abs)
-    names = changed_by(slim, modules, fits) if refit is None else refit.tensors
-    refitted = {name: _as_stored(slim.get_parameter(name), dtypes.get(name)) for name in names}
+    names = changed_by(slim, modules, fits) if refitted is None else refitted.tensors
+    stored = {name: _as_stored(slim.get_parameter(name), dtypes.get(name)) for name in names}
     method = plan.compensation["method"] if compensation is None else compensation.method
-    plan = replace(plan, compensation={"method": method, "refit": digest_tensors(refitted)})
-    return Slim(slim, plan, refitted, fits, cut_max_abs)
+    plan = replace(plan, compensation={"method": method, "refit": digest_tensors(stored)})
+    return Slim(slim, plan, stored, fits, cut_max_abs)
 
 
 def _refit(
@@ -118,34 +270,6 @@ def _round(slim: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
 
 def _as_stored(parameter: Tensor, dtype: torch.dtype | None) -> Tensor:
     return parameter.detach().to(device="cpu", dtype=dtype or parameter.dtype).contiguous()
-
-
-def confirm(
-    prepared: Prepared, slim: Slim, budget: BudgetOutcome, by: Predictor = predict, *, progress: Progress
-) -> BudgetOutcome:
-    """Evaluate a slim model on the held-out rows that its number of units was chosen on; `by` predicts."""
-    if not isinstance(budget, MaxDropOutcome | KeepOutcome):
-        return budget
-    progress.stage("evaluate the slim model on the held-out rows")
-    rows, judged = prepared.rows.held_out, prepared.judged
-    if budget.metric is not None:
-        judged = replace(judged, metrics=(budget.metric,))
-    judge = Judge.on(prepared.model, rows, **asdict(judged))
-    predictions = by(slim.model, rows)
-    if isinstance(budget, MaxDropOutcome):
-        confirmed: MaxDropOutcome | KeepOutcome = replace(budget, slim=judge.of(predictions).metrics[budget.metric])
-    else:
-        found, end = judge.kept(predictions) if budget.metric is None else judge.lost(predictions)
-        confirmed = replace(budget, slim=found, slim_end=end)
-    if not confirmed.met:
-        what, remedy = "compensated", "compensate on more samples, or not at all"
-        if slim.refitted is None:
-            what, remedy = "rounded", "set save_dtype: float32"
-        raise DropError(
-            f"{budget.kind} asks for {budget.asked} on the held-out rows. The model that was judged kept to it, but "
-            f"the {what} one has {confirmed.found}; {remedy}"
-        )
-    return confirmed
 
 
 def warn_if_larger(saved: Saved, source: Source) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from .. import processes
 from ..checkpoint.folders import refuse_existing
 from ..errors import HiesError, MissingRuntimeError, PlanError, RecipeError, RequestError
-from ..evaluate.interval import rows_needed
+from ..evaluate.interval import confidence_of_each, rows_needed
 from ..evaluate.judge import Judge
 from ..measure.compare import compare_forms
 from ..measure.exports import ExportOptions
@@ -27,7 +27,7 @@ from ..runtimes.base import RUNTIMES
 from ..runtimes.registry import Served, check_runtime
 from ..tasks import TASKS
 from .answer import DenseForms
-from .fastest import QUICK, Search
+from .fastest import LOOKS, QUICK, Search, confidence_for
 from .journal import CutJournal
 from .prepare import Prepared
 from .propose import with_held_out
@@ -113,7 +113,7 @@ def deploy(
         )
     promise = KeepBudget(predictions=asked.keep)
     progress.stage("load the model and the data")
-    recipe = with_held_out(recipe, rows_needed(asked.keep), f"{100 * asked.keep:g} %")
+    recipe = with_held_out(recipe, rows_needed(asked.keep, confidence_of_each(LOOKS)), f"{100 * asked.keep:g} %")
     resolved = resolve(recipe, runtimes=())
     rows = resolved.prepared.rows
     resolved = replace(resolved, prepared=replace(resolved.prepared, rows=replace(rows, promised=rows.held_out)))
@@ -125,7 +125,7 @@ def deploy(
     ):
         if journal.found:
             progress.stage(f"resume: {journal.found} cuts were judged before; their results are in {journal.path}")
-        dense = try_dense(resolved, Path(temporary), asked.runtimes, progress)
+        dense = try_dense(resolved, asked.keep, Path(temporary), asked.runtimes, progress)
         limit = math.inf if asked.minutes is None else began + 60 * asked.minutes
         found = Search(resolved, promise, dense, journal, limit, progress).answer(began)
         prepared = replace(resolved.prepared, exporter=found.exporter)
@@ -133,11 +133,12 @@ def deploy(
         return run_stages(resolved, recipe, folder, command, progress, answer=found)
 
 
-def try_dense(resolved: Resolved, folder: Path, runtimes: Sequence[str], progress: Progress) -> DenseForms:
+def try_dense(resolved: Resolved, keep: float, folder: Path, runtimes: Sequence[str], progress: Progress) -> DenseForms:
     """Judge the dense model in every form on the held-out rows, and time it; a form that fails keeps its reason."""
     prepared = resolved.prepared
     forms = Forms({"dense": prepared.model}, prepared.exporter, folder, progress)
-    judge = Judge.on(prepared.model, prepared.rows.held_out, **asdict(prepared.judged))
+    confidence = confidence_for(prepared, keep)
+    judge = Judge.on(prepared.model, prepared.rows.held_out, confidence=confidence, **asdict(prepared.judged))
     tried: list[DeployWay] = []
     served: list[Served] = []
     for runtime, bits in find_ways(prepared, runtimes):

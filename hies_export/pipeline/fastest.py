@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,24 +13,25 @@ from typing import Any
 from ..cascade.export import CascadeOptions
 from ..data.targets import samples_of
 from ..errors import HiesError, PlanError
-from ..evaluate.interval import CONFIDENCE, rate_rows_needed
+from ..evaluate.interval import FAILURES, confidence_of_each, rows_needed
 from ..measure.compare import compare_forms
 from ..measure.on_rows import time_on_rows
 from ..measure.timing import Timing
 from ..onnx.export import OnnxExport
 from ..onnx.quantize import Quantize
+from ..outcomes import KeepOutcome
 from ..progress import Progress
 from ..recipe import FLOPS_TO_TRY, BudgetSection, KeepBudget, TimedSection
-from ..report.details import DeployWay, KeepOutcome, SizeTried
+from ..report.details import DeployWay, SizeTried
 from ..runtimes.registry import Served
-from ..units import Selection
 from .answer import Answer, DenseForms
 from .cascade import answers_of, cut_sizes, join_sizes, mixed
-from .choice import Choice
 from .choose import Chooser
+from .cut import Choice, cut_beside
 from .journal import CutJournal
-from .quality import cut_beside
+from .prepare import Prepared
 from .resolve import Resolved
+from .search import Trial, Watch
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,20 @@ CASCADED = ("onnxruntime-cpu", "onnxruntime-cpu-int8", "openvino")
 SEARCHED = 2
 # Enough to see which form is faster by more than a few percent.
 QUICK = Timing(repeats=10)
+# Cuts that may fail to keep the promise in these searches; see `confidence_of_each`.
+LOOKS = FAILURES * SEARCHED
+
+
+def confidence_for(prepared: Prepared, share: float) -> float:
+    """Return the confidence that each interval of a deployment needs, on the held-out rows of a prepared run.
+
+    Cascades count if they are tried: for a classifier, with enough rows to promise a share at that confidence.
+    """
+    if prepared.judged.regression or prepared.task.generative:
+        return confidence_of_each(LOOKS)
+    with_cascades = confidence_of_each(LOOKS + SEARCHED * len(FLOPS_TO_TRY))
+    enough = samples_of(prepared.rows.held_out) >= rows_needed(share, with_cascades)
+    return with_cascades if enough else confidence_of_each(LOOKS)
 
 
 @dataclass(frozen=True)
@@ -70,6 +85,7 @@ class Search:
         self._journal, self._limit, self._progress = journal, limit, progress
         self._prepared, self._options = resolved.prepared, resolved.options
         self._chooser = Chooser(self._prepared, self._options, progress, resolved.source.dtype)
+        self._confidence = dense.judge.confidence
         self._best = math.inf
 
     def answer(self, began: float) -> Answer:
@@ -110,8 +126,8 @@ class Search:
             cascade, way = fastest.cascade, fastest.way
         else:
             self._progress.stage("nothing is cut: the fastest dense form that keeps the promise is the answer")
-            budget, choice, how = BudgetSection(keep=self._promise), self._chooser.nothing(self._promise), None
-            cascade, way = None, order[0]
+            budget, how, cascade, way = BudgetSection(keep=self._promise), None, None, order[0]
+            choice = self._chooser.nothing(self._promise, confidence=self._confidence)
         options = self._options.model_copy(update={"budget": budget, "compensation": how})
         dense = replace(self._dense, ways=tried)
         return Answer(
@@ -134,31 +150,28 @@ class Search:
 
     def _largest(self, way: DeployWay) -> _Found:
         """Find the largest cut that keeps the promise in one way."""
-        share = self._promise.predictions
-
-        def recall(
-            selection: Selection, runtime: str | None, weights: float, judge: Callable[[], tuple[float, float]]
-        ) -> tuple[float, float]:
-            served, judged_now = runtime == way.runtime, []
-
-            def judged() -> tuple[float, float]:
-                judged_now.append(judge())
-                return judged_now[0]
-
-            found, low = self._journal.recall(selection, (runtime, way.bits if served else None, weights), judged)
-            left = self._chooser.flops_left(selection)
-            if served and share is not None and low >= share:
-                self._best = min(self._best, (way.dense_ratio or 1.0) * left)
-            if judged_now:  # and not for the way before this one, or before an interruption
-                best = "" if self._best == math.inf else f"; best so far: about {self._best:.2f} of the time"
-                shown = f"{100 * found:.2f} % of the answers stay, at least {100 * low:.2f} %"
-                self._progress.stage(f"{left:.2f} of the FLOPs on {runtime}: {shown}{best}")
-            return found, low
-
-        choice = self._chooser.by_keep(
-            self._promise, served=self._served(way), stop=lambda: time.monotonic() > self._limit, recall=recall
-        )
+        how: dict[str, Any] = {"served": self._served(way), "confidence": self._confidence, "watch": _Follow(self, way)}
+        choice = self._chooser.by_keep(self._promise, **how)
         return _Found(way, BudgetSection(keep=self._promise), choice, self._chooser.flops_left(choice.plan.kept))
+
+    def judge(self, trial: Trial, way: DeployWay) -> tuple[float, float]:
+        """Return the numbers of a cut in one way; the journal may know them, and those that are new are told of."""
+        served, known = not trial.guess, len(self._journal)
+        how = trial.runtime, way.bits if served else None, trial.token_weights, self._confidence
+        found, low = self._journal.recall(trial.selection, how, trial.judge)
+        left = self._chooser.flops_left(trial.selection)
+        if served and trial.promise.having(found, low).met:
+            self._best = min(self._best, (way.dense_ratio or 1.0) * left)
+        if len(self._journal) > known:  # and not for the way before this one, or before an interruption
+            best = "" if self._best == math.inf else f"; best so far: about {self._best:.2f} of the time"
+            shown = f"{100 * found:.2f} % of the answers stay, at least {100 * low:.2f} %"
+            self._progress.stage(f"{left:.2f} of the FLOPs on {trial.runtime}: {shown}{best}")
+        return found, low
+
+    @property
+    def late(self) -> bool:
+        """Whether the time for judging cuts is over."""
+        return time.monotonic() > self._limit
 
     def _add_cascades(self, found: list[_Found]) -> dict[CascadeOptions, tuple[SizeTried, ...]]:
         """Add the cascades of a classifier that keep the promise in the fastest forms; return the sizes tried for each.
@@ -170,22 +183,16 @@ class Search:
         like = found[0].choice if found else None
         plain = self._prepared.exporter.options.unquantized.read_by("onnxruntime-cpu", "float32")
         dense = self._dense.forms.exports_of("dense").get(plain)
-        if prepared.judged.regression or prepared.task.generative or not isinstance(dense, OnnxExport):
+        if self._confidence == confidence_of_each(LOOKS) or not isinstance(dense, OnnxExport) or self.late:
             return {}
         able = [way for way in self._dense.ways if way.runtime in CASCADED and way.problem is None]
         ways = sorted(able, key=lambda way: way.dense_ratio or 0.0)[:SEARCHED]
-        # Beside the dense model's own interval, whose end is that of a two-sided one.
-        confidence = 1 - (1 - CONFIDENCE) / 2 / max(1, len(ways) * len(FLOPS_TO_TRY))
-        if samples_of(prepared.rows.promised) < rate_rows_needed(1 - share, confidence):
-            return {}
-        if time.monotonic() > self._limit:
-            return {}
         answers, folder = answers_of(prepared), self._dense.forms.folder
         cuts = cut_sizes(prepared, self._chooser, self._dense.forms, FLOPS_TO_TRY, like=like)
         for way in ways:
             asked = CascadeOptions(
                 disagreement=1 - share,
-                confidence=confidence,
+                confidence=(1 + self._confidence) / 2,  # its interval is one-sided
                 quantize="int8" if way.bits == "int8" else None,
                 runtime=way.runtime.removesuffix("-int8"),
                 dtype=None if way.bits == "int8" else way.bits,
@@ -226,3 +233,18 @@ class Search:
             (timed,) = compare_forms(served, {shape: batch}, **how).values()
             times = [1.0, *(one.ratio.median for one in timed)]
         return min(zip(times, found, strict=True), key=lambda pair: pair[0])[1]
+
+
+class _Follow(Watch):
+    """Follows the search for the largest cut in one way."""
+
+    def __init__(self, search: Search, way: DeployWay):
+        self._search, self._way = search, way
+
+    def judge(self, trial: Trial) -> tuple[float, ...]:
+        """Return the numbers of a cut; see `Search.judge`."""
+        return self._search.judge(trial, self._way)
+
+    def stops(self) -> bool:
+        """Tell whether the time is over."""
+        return self._search.late

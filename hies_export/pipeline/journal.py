@@ -60,14 +60,18 @@ class CutJournal:
                 self.path,
             )
 
+    def __len__(self) -> int:
+        return len(self._known)
+
     def recall(
-        self, selection: Selection, how: tuple[Any, ...], judge: Callable[[], tuple[float, float]]
+        self, selection: Selection, how: tuple[Any, ...], judge: Callable[[], tuple[float, ...]]
     ) -> tuple[float, float]:
         """Return the two numbers of a cut, by how it is refitted and served; judge it if they are not known."""
         kept = json.dumps([how, [list(kept.units) for kept in selection.values()]])
         key = hashlib.sha256(kept.encode()).hexdigest()
         if key not in self._known:
-            self._add(key, *judge())
+            found, end = judge()
+            self._add(key, found, end)
         return self._known[key]
 
     def _read(self) -> dict[str, tuple[float, float]]:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from ..data.batches import Batch
 from ..data.targets import samples_of
 from ..errors import RecipeError, RequestError
-from ..evaluate.interval import rows_needed
+from ..evaluate.interval import CONFIDENCE, FAILURES, confidence_of_each, rows_needed
 from ..measure.exports import Exporter, ExportOptions
 from ..measure.shapes import check_runs, check_shapes, model_shapes
 from ..measure.timing import Timing
@@ -154,12 +154,13 @@ def check_options(prepared: Prepared, options: PruneSection, *, criteria: Sequen
 def _check_enough_rows(prepared: Prepared, options: PruneSection) -> None:
     """Refuse a promise that the held-out rows are too few to confirm even if all predictions stayed."""
     keep, count = options.budget.keep, samples_of(prepared.rows.held_out)
-    if keep is None or keep.predictions is None or count >= (needed := rows_needed(keep.predictions)):
+    if keep is None or keep.predictions is None:
         return
-    raise RequestError(
-        f"keep: {keep.predictions:g} can be promised with 95 % confidence from {needed:,} held-out rows or more, and "
-        f"there are {count:,}; raise keep.samples, give more rows, or ask for less"
-    )
+    if count < (needed := rows_needed(keep.predictions, confidence_of_each(FAILURES))):
+        raise RequestError(
+            f"keep: {keep.predictions:g} can be promised with {100 * CONFIDENCE:g} % confidence from {needed:,} "
+            f"held-out rows or more, and there are {count:,}; raise keep.samples, give more rows, or ask for less"
+        )
 
 
 def _warn_without_compensation(options: PruneSection) -> None:

@@ -26,6 +26,7 @@ from ..measure.counts import Both, FlopCount, count_both_flops, count_parameters
 from ..model.modes import evaluating
 from ..onnx.export import OnnxExport
 from ..onnx.quantize import Quantize, export_in_bits
+from ..outcomes import BudgetOutcome
 from ..progress import SILENT, Clock, Progress, without_reports
 from ..recipe import (
     Allocation,
@@ -36,7 +37,6 @@ from ..recipe import (
     TimedSection,
     sentences,
 )
-from ..report.details import BudgetOutcome
 from ..report.maps import plan_maps
 from ..report.report import plan_counts
 from ..report.rows import Table, change, quality_row, si
@@ -46,12 +46,11 @@ from ..runtimes.registry import check_dtypes, check_runtime
 from ..slim.refit import LayerFit
 from ..tasks import Task
 from ..values import PruningPlan, Scores
-from .choice import Choice
 from .choose import choose
-from .cut import Slim, confirm, cut, save
+from .cut import Choice, Slim, cut, save
 from .memory import batches_of, first_rows, split_held_out, task_of, unlabelled
 from .prepare import Judged, Prepared, Rows, check_options, prepare, shapes_to_measure
-from .quality import Evaluation, evaluate
+from .search import Evaluation, confirm, evaluate
 from .serving import predictor
 
 # Width of the table of a result, in characters.
@@ -452,7 +451,7 @@ def prune_prepared(
     with clock("cut"):
         given = choice or asked
         assert not isinstance(given, PruneSection)
-        slim = cut(prepared, given, compensation=compensation, refit=refit, dtype=dtype, progress=progress)
+        slim = cut(prepared, given, compensation=compensation, refitted=refit, dtype=dtype, progress=progress)
         budget = None
         if choice is not None and isinstance(asked, PruneSection):
             by = predictor(prepared, served or asked.budget.timed)

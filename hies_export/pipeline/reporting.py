@@ -23,14 +23,13 @@ from ..report.report import FirstMetric, Report, plan_counts
 from ..slim.config import is_slim
 from ..slim.siblings import families
 from ..tasks import TASKS
-from .choice import head_numbers
 from .cut import Saved
 from .deployed import Deployed
 from .measure import Measurements
 from .provenance import RunRecord
 from .prune import PruneResult
-from .quality import Evaluation
 from .resolve import Resolved
+from .search import Evaluation
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ def _details(recipe: PruningRecipe, done: Finished, command: str | None) -> Deta
         base_model=None if Path(recipe.model).exists() else recipe.model,
         head_map=head_map(plan),
         # The statistics of all neurons would fill megabytes.
-        heads={name: of for name, of in head_numbers(choice).items() if plan.kept[name].kind == ATTENTION},
+        heads={name: of for name, of in choice.head_numbers().items() if plan.kept[name].kind == ATTENTION},
         **({"neurons": neurons} if neurons else {}),
         budget=budget,
         metrics=evaluation.metrics,

@@ -15,7 +15,7 @@ import datasets
 
 from ..cascade.cascade import check_classes
 from ..cascade.export import CascadeOptions
-from ..cascade.promise import check_rows, confidence_of_each
+from ..cascade.promise import check_rows
 from ..checkpoint.classes import load_config
 from ..data.batches import Batch, by_length
 from ..data.generation import GenerationReader
@@ -25,7 +25,7 @@ from ..data.registry import reader_for
 from ..data.rows import taken_from
 from ..data.targets import is_regression, samples_of
 from ..errors import RequestError
-from ..evaluate.interval import rate_rows_needed
+from ..evaluate.interval import confidence_of_each, rate_rows_needed
 from ..evaluate.lm_eval import check_benchmarks
 from ..evaluate.metrics import METRICS, check_metrics, default_metrics
 from ..measure.on_rows import ROWS

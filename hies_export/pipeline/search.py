@@ -1,28 +1,36 @@
-"""Search on held-out rows for the best alpha, or for the largest cut that keeps a metric."""
+"""Judge pruned models, and search for the largest cut that keeps a promise."""
 
 from __future__ import annotations
 
-import logging
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import count
 from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..evaluate.judge import Judge, Judgement, clearly_better
-from ..evaluate.metrics import higher_is_better
-from ..evaluate.predict import predict
-from ..progress import SILENT, Progress
-from ..report.details import Tried
+from ..data.batches import Batch
+from ..errors import DropError
+from ..evaluate.interval import FAILURES
+from ..evaluate.judge import Judge, Judgement, Quality
+from ..evaluate.predict import Predictions, predict
+from ..measure.counts import Both
+from ..outcomes import BudgetOutcome, PromiseOutcome
+from ..progress import Progress
+from ..slim.mask import masked_units
 from ..units import PrunableModule, Selection
 from ..values import Scores
-from .quality import Predictor, Refit, predict_pruned
+from .cut import Refit, Slim, cut_beside
+from .prepare import Prepared
+from .targets import Round
 
-logger = logging.getLogger(__name__)
-
-ALPHAS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
-
+# Predicts batches with a model.
+Predictor = Callable[[PreTrainedModel, Sequence[Batch]], Predictions]
+# Runs benchmarks on a model, and returns their values by name.
+Benchmark = Callable[[PreTrainedModel], Mapping[str, float]]
 # The kept units of every module: equal for equal selections.
 _Key = tuple[tuple[int, ...], ...]
 
@@ -31,8 +39,27 @@ def _key(selection: Selection) -> _Key:
     return tuple(kept.units for kept in selection.values())
 
 
+def predict_pruned(
+    model: PreTrainedModel,
+    selection: Selection,
+    modules: Sequence[PrunableModule],
+    batches: Sequence[Batch],
+    *,
+    refit: Refit | None = None,
+    by: Predictor = predict,
+) -> Predictions:
+    """Return the model's predictions without the units that a selection removes.
+
+    Without a refit, units are masked instead of cut, which in torch gives the same predictions at less cost.
+    """
+    if refit is None and by is predict:
+        with masked_units(model, selection, modules):
+            return predict(model, batches)
+    return by(cut_beside(model, selection, modules, refit), batches)
+
+
 class HeldOut:
-    """Judge selections on held-out rows, which were not used for scoring; equal selections are evaluated once.
+    """Judge selections on some rows, mostly held-out ones; for one judgement, equal selections are predicted once.
 
     `refit` compensates the model that a selection cuts; without it, the model is masked instead. `by` predicts.
     """
@@ -45,31 +72,32 @@ class HeldOut:
         refit: Refit | None = None,
         by: Predictor = predict,
     ):
-        self._judge, self._model, self._modules, self.refit, self._by = judge, model, modules, refit, by
+        self.judge, self.refit = judge, refit
+        self._model, self._modules, self._by = model, modules, by
         self._judgements: dict[_Key, Judgement] = {}
         self._agreements: dict[_Key, Tensor] = {}
 
     @property
     def metric(self) -> str:
         """Name of the metric by which selections are compared."""
-        return self._judge.metrics[0]
+        return self.judge.metrics[0]
 
     @property
     def samples(self) -> Tensor | None:
         """Sample of every prediction; None if each has its own."""
-        return self._judge.samples
+        return self.judge.samples
 
     def dense(self) -> float:
         """Return the metric of the dense model."""
-        return self._judge.of(self._judge.dense).metrics[self.metric]
+        return self.judge.of(self.judge.dense).metrics[self.metric]
 
     def judgement(self, selection: Selection) -> Judgement:
         """Return a selection's metric with its standard error, and its stability."""
         key = _key(selection)
         if key not in self._judgements:
-            predictions = self._predict(selection)
-            self._judgements[key] = self._judge.judgement(predictions)
-            self._agreements[key] = self._judge.agreement(predictions)
+            predictions = self.predict(selection)
+            self._judgements[key] = self.judge.judgement(predictions)
+            self._agreements[key] = self.judge.agreement(predictions)
         return self._judgements[key]
 
     def agreement(self, selection: Selection) -> Tensor:
@@ -77,178 +105,155 @@ class HeldOut:
         self.judgement(selection)
         return self._agreements[_key(selection)]
 
-    def value(self, selection: Selection) -> float:
-        """Return a selection's metric."""
-        return self._judge.of(self._predict(selection)).metrics[self.metric]
-
-    def kept(self, selection: Selection) -> tuple[float, float]:
-        """Return the share of predictions that stay, and the lower end of its interval."""
-        return self._judge.kept(self._predict(selection))
-
-    def lost(self, selection: Selection) -> tuple[float, float]:
-        """Return how much worse the metric gets, and the upper end of its interval."""
-        return self._judge.lost(self._predict(selection))
-
-    def _predict(self, selection: Selection) -> Any:
-        return predict_pruned(self._model, selection, self._modules, self._judge.batches, refit=self.refit, by=self._by)
+    def predict(self, selection: Selection) -> Predictions:
+        """Return the predictions of a selection."""
+        return predict_pruned(self._model, selection, self._modules, self.judge.batches, refit=self.refit, by=self._by)
 
 
 @dataclass(frozen=True)
-class AlphaChoice:
-    """Scores and selection at the chosen alpha; `curve` has for each candidate `alpha` and its `Judgement`'s fields."""
+class Trial:
+    """A cut to judge: its units, and how it was chosen, refitted and served.
+
+    `token_weights` are those of the refit, and `runtime` names what predicts, if that matters. A `guess` is judged on
+    other rows than the promise is made on.
+    """
+
+    promise: PromiseOutcome
+    rows: HeldOut
+    scores: Scores
+    token_weights: float
+    size: int
+    selection: Selection
+    runtime: str | None = None
+    guess: bool = False
+
+    def judge(self) -> tuple[float, ...]:
+        """Return the numbers that decide whether the cut keeps the promise."""
+        return self.promise.numbers(self.rows.judge, self.rows.predict(self.selection))
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A cut, and the promise with what the cut has."""
+
+    trial: Trial
+    outcome: PromiseOutcome
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The cut in a report: criterion, alpha, number of units removed, how it was judged, and what it has."""
+        trial, scores = self.trial, self.trial.scores
+        return {
+            "criterion": scores.criterion,
+            "alpha": scores.parameters.get("alpha"),
+            "removed": sum(len(kept.removed) for kept in trial.selection.values()),
+            **({} if trial.runtime is None else {"runtime": trial.runtime}),
+            **({"guess": True} if trial.guess else {}),
+            **self.outcome.row,
+        }
+
+
+@dataclass(frozen=True)
+class Guess:
+    """Scores and weights of tokens to cut by, a size to begin a search at, and the cuts that were judged to find it."""
 
     scores: Scores
-    selection: Selection
-    curve: tuple[Mapping[str, Any], ...]
+    token_weights: float
+    size: int
+    judged: Sequence[Judged] = ()
 
 
-def choose_alpha(candidates: Iterable[Scores], select: Callable[[Scores], Selection], held_out: HeldOut) -> AlphaChoice:
-    """Choose the alpha whose selection does best on held-out rows.
+class Watch:
+    """Follows a search. A subclass may know cuts from before, tell of them, or stop the search."""
 
-    A few hundred rows cannot separate the qualities of neighbouring alphas. So the most stable alpha is chosen among
-    those within one standard error of the best quality. This is the one-standard-error rule of Breiman et al. (1984)
-    with stability in place of simplicity. Ties go to the better quality, then to the larger alpha. Without labels,
-    stability alone decides.
+    def judge(self, trial: Trial) -> tuple[float, ...]:
+        """Return the numbers of a cut."""
+        return trial.judge()
+
+    def stops(self) -> bool:
+        """Tell whether no further cut shall be judged."""
+        return False
+
+
+class Search:
+    """A search for the largest cut that keeps a promise, among scores and weights of tokens; no cut is judged twice.
+
+    Args:
+        promise: The promise.
+        rows: The rows to judge on, refitted with each of the weights of tokens that are tried.
+        sizes: What cuts of each size remove; each at least as much as the one before.
+        runtime, guess: As in `Trial`.
+        watch: Follows the search. If it stops the search before a cut holds, a guess is none, and other searches go on
+            until one does.
     """
-    sign = 1.0 if higher_is_better(held_out.metric) else -1.0
 
-    def quality(judgement: Judgement) -> float:
-        return 0.0 if judgement.quality is None else sign * judgement.quality
+    def __init__(
+        self,
+        promise: PromiseOutcome,
+        rows: Mapping[float, HeldOut],
+        sizes: Sequence[Round],
+        *,
+        runtime: str | None = None,
+        guess: bool = False,
+        watch: Watch | None = None,
+    ):
+        self._promise, self._rows, self._sizes = promise, rows, sizes
+        self._runtime, self._guess, self._watch = runtime, guess, watch or Watch()
+        self._known: dict[tuple[float, _Key], Judged] = {}
 
-    judged = []
-    for scores in candidates:
-        selection = select(scores)
-        judged.append((scores.parameters["alpha"], scores, selection, held_out.judgement(selection)))
-    best = max((judgement for *_, judgement in judged), key=quality)
-    good = [c for c in judged if quality(c[3]) >= quality(best) - best.standard_error]
-    alpha, scores, selection, found = max(good, key=lambda c: (c[3].stability, quality(c[3]), c[0]))
-    if len(judged) > 1 and all((c[3].quality, c[3].stability) == (found.quality, found.stability) for c in judged):
-        logger.warning(
-            "all %d alphas give the same %s and stability on the held-out rows, which cannot tell them apart: the "
-            "largest, %g, was taken",
-            *(len(judged), held_out.metric, alpha),
-        )
-    curve = tuple({"alpha": alpha, **asdict(judgement)} for alpha, _, _, judgement in judged)
-    return AlphaChoice(scores, selection, curve)
+    @property
+    def judged(self) -> list[Judged]:
+        """The cuts that were judged, in order."""
+        return list(self._known.values())
 
+    def largest(self, scored: Iterable[Scores]) -> Judged | None:
+        """Return the largest cut that keeps the promise, by bisection; None if none does.
 
-def choose_by_agreement(
-    candidates: Sequence[tuple[Scores, Selection]],
-    held_out: Mapping[float, HeldOut],
-    *,
-    steps: Sequence[int],
-    progress: Progress = SILENT,
-) -> tuple[Tried, ...]:
-    """Choose the candidate that agrees most with the dense model on held-out rows, and then the weights of tokens.
-
-    A later candidate takes the place of an earlier one if it agrees more often by two paired standard errors, and its
-    metric is not worse by more than its own standard error. A few hundred rows cannot tell smaller differences from
-    noise, so the order of candidates decides these. All candidates are judged with the first weights of tokens, a key
-    of `held_out`. The best is then judged with the others, by the same rule.
-    """
-    first, *others = held_out
-    sign = 1.0 if higher_is_better(held_out[first].metric) else -1.0
-
-    def judged(number: int, weights: float) -> Tried:
-        scores, selection = candidates[number]
-        found = held_out[weights].judgement(selection)
-        alpha = scores.parameters.get("alpha")
-        return Tried(number, scores.criterion, alpha, steps[number], weights, found.quality, found.stability)
-
-    def better(one: Tried, other: Tried) -> bool:
-        flags, others = (held_out[t.token_weights].agreement(candidates[t.candidate][1]) for t in (one, other))
-        error = held_out[one.token_weights].judgement(candidates[one.candidate][1]).standard_error
-        lost = 0.0 if one.quality is None or other.quality is None else sign * (other.quality - one.quality)
-        return clearly_better(flags, others, held_out[first].samples) and lost <= error
-
-    def best_of(tried: Sequence[Tried]) -> Tried:
-        best = tried[0]
-        for other in tried[1:]:
-            best = other if better(other, best) else best
+        All scores are tried with the first weights of tokens, and the best scores then with the others. Each takes the
+        place of the best so far only if it allows a larger cut. For most of them, one cut rules that out.
+        """
+        weights, *others = self._rows
+        best: Judged | None = None
+        for scores in scored:
+            best = self._larger(scores, weights, best)
+        for other in others:
+            best = best and self._larger(best.trial.scores, other, best)
         return best
 
-    tried = [judged(number, first) for number in progress.track(range(len(candidates)), "choose criterion")]
-    best = best_of(tried)
-    weighted = [judged(best.candidate, weights) for weights in others]
-    best = best_of([best, *weighted])
-    return tuple(replace(t, chosen=t is best) for t in (*tried, *weighted))
+    def _larger(self, scores: Scores, weights: float, best: Judged | None) -> Judged | None:
+        known = 0 if best is None else best.trial.size
+        size = most_within(partial(self._holds, scores, weights), len(self._sizes), at_least=known)
+        return best if size == known else self._at(scores, weights, size)
 
+    def near(self, guess: Guess) -> Judged | None:
+        """Return the largest cut that keeps the promise, by few failing cuts around a guess; None if none does."""
+        scores, weights = guess.scores, guess.token_weights
+        size = most_by_few_failures(partial(self._holds, scores, weights), len(self._sizes), near=guess.size)
+        return self._at(scores, weights, size) if size else None
 
-@dataclass(frozen=True)
-class Verdict:
-    """Whether a cut meets a budget on the held-out rows, and the numbers that show it, by name."""
+    @property
+    def problem(self) -> str:
+        """Why no cut keeps the promise."""
+        return self._promise.problem([one.outcome for one in self.judged])
 
-    holds: bool
-    numbers: Mapping[str, float]
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """Scores to select by, and the judge of their selections; `runtime` names what predicts, if that matters."""
-
-    scores: Scores
-    judge: Callable[[Selection], Verdict]
-    runtime: str | None = None
-
-
-@dataclass(frozen=True)
-class LargestCut:
-    """The largest cut that holds, and the number of its candidate; `candidate` and `verdict` are None if none does.
-
-    `judged` has a mapping for each selection tried, in order: criterion, alpha, number of units removed, the
-    candidate's runtime if it has one, and the verdict's numbers.
-    """
-
-    size: int
-    candidate: int | None
-    verdict: Verdict | None
-    judged: tuple[Mapping[str, Any], ...]
-
-
-def choose_largest(
-    candidates: Iterable[Candidate],
-    select: Callable[[Scores, int], Selection],
-    *,
-    sizes: int,
-    at_least: int = 0,
-    near: int | None = None,
-    stop: Callable[[], bool] = lambda: False,
-) -> LargestCut:
-    """Find the largest cut that holds, and the candidate that allows it, by bisection over evaluations.
-
-    A later candidate replaces the best so far only if it allows a larger cut. For most candidates one evaluation rules
-    that out. A larger size, in 1..sizes, removes at least as much. Only cuts larger than `at_least` are looked for.
-    Once `stop` returns true, nothing more is judged. With a guess, `near`, of the first candidate's largest size, sizes
-    are tried from there on.
-    """
-    judged: list[Mapping[str, Any]] = []
-    known: dict[tuple[Any, _Key], Verdict] = {}
-    best: int | None = None
-    passed, verdict = at_least, None
-    for number, candidate in enumerate(candidates):
-
-        def holds(size: int, candidate: Candidate = candidate) -> bool:
-            selection = select(candidate.scores, size)
-            key = candidate.judge, _key(selection)
-            if key not in known and stop():
+    def _holds(self, scores: Scores, weights: float, size: int) -> bool:
+        selection = self._sizes[size - 1].select(scores)
+        key = weights, _key(selection)
+        if key not in self._known:
+            if self._stops():
                 return False
-            if key not in known:
-                known[key] = candidate.judge(selection)
-                removed = sum(len(kept.removed) for kept in selection.values())
-                alpha, criterion = candidate.scores.parameters.get("alpha"), candidate.scores.criterion
-                row = {"criterion": criterion, "alpha": alpha, "removed": removed}
-                where = {} if candidate.runtime is None else {"runtime": candidate.runtime}
-                judged.append({**row, **where, **known[key].numbers})
-            return known[key].holds
+            trial = Trial(
+                self._promise, self._rows[weights], scores, weights, size, selection, self._runtime, self._guess
+            )
+            self._known[key] = Judged(trial, self._promise.having(*self._watch.judge(trial)))
+        return self._known[key].outcome.met
 
-        if near is None or number:
-            found = most_within(holds, sizes, at_least=passed)
-        else:
-            found = most_near(holds, sizes, near=near)
-        if found > passed:
-            passed, best = found, number
-            verdict = known[candidate.judge, _key(select(candidate.scores, found))]
-    return LargestCut(passed, best, verdict, tuple(judged))
+    def _stops(self) -> bool:
+        return self._watch.stops() and (self._guess or any(one.outcome.met for one in self.judged))
+
+    def _at(self, scores: Scores, weights: float, size: int) -> Judged:
+        known = self._known[weights, _key(self._sizes[size - 1].select(scores))]
+        return replace(known, trial=replace(known.trial, scores=scores, size=size))
 
 
 def most_within(passes: Callable[[int], bool], count: int, *, at_least: int = 0) -> int:
@@ -259,31 +264,7 @@ def most_within(passes: Callable[[int], bool], count: int, *, at_least: int = 0)
     """
     if at_least and at_least < count and not passes(at_least + 1):
         return at_least
-    return _bisected(passes, at_least, count + 1)
-
-
-def most_near(passes: Callable[[int], bool], count: int, *, near: int) -> int:
-    """Return the largest size in 1..count that passes, 0 if none does, by bisection that begins around a guess.
-
-    From `near`, in 1..count, sizes are tried upwards if it passes, else downwards, in steps that double.
-    """
-    step = 1
-    if passes(near):
-        low, high = near, near + 1
-        while low < count and passes(high := min(count, low + step)):
-            low, high, step = high, high + 1, 2 * step
-        return _bisected(passes, low, high)
-    low, high = 0, near
-    while high > 1:
-        low = max(1, high - step)
-        if passes(low):
-            return _bisected(passes, low, high)
-        high, step = low, 2 * step
-    return 0
-
-
-def _bisected(passes: Callable[[int], bool], low: int, high: int) -> int:
-    """Return the largest size between two that passes; `low` passes, or is the least, and `high` does not."""
+    low, high = at_least, count + 1
     while high - low > 1:
         middle = (low + high) // 2
         if passes(middle):
@@ -291,3 +272,99 @@ def _bisected(passes: Callable[[int], bool], low: int, high: int) -> int:
         else:
             high = middle
     return low
+
+
+def most_by_few_failures(passes: Callable[[int], bool], sizes: int, *, near: int, failures: int = FAILURES) -> int:
+    """Return the largest size in 1..sizes that passes, 0 if none does, after at most `failures` sizes that fail.
+
+    The search begins a tenth below a guess, because a size that fails costs more than one that passes. It then goes up
+    from the largest that passed, in steps that take the fewest trials in the worst case. With a single failure left,
+    these are steps of one. For 100 sizes and three failures, 14 trials are enough. It assumes, as bisection does, that
+    every size below a passing one passes too.
+    """
+    low, high, size = 0, sizes + 1, max(1, round(0.9 * near))
+    while True:
+        if passes(size):
+            low = size
+        else:
+            high, failures = size, failures - 1
+        if high - low == 1 or failures == 0:
+            return low
+        size = low + _step(high - low - 1, failures)
+
+
+def _step(sizes: int, failures: int) -> int:
+    """Return how far to go up if so many sizes are open and so many may fail.
+
+    With d trials, of which f may fail, C(d, 1) + ... + C(d, f) sizes can be told apart. If the next trial fails, those
+    below it are left to d - 1 trials and f - 1 failures.
+
+    Source: the egg-dropping problem; Boardman, Mathematics Magazine 77 (2004).
+    """
+
+    def told_apart(trials: int, failures: int) -> int:
+        return sum(math.comb(trials, number) for number in range(1, failures + 1))
+
+    trials = next(number for number in count(1) if told_apart(number, failures) >= sizes)
+    return 1 + told_apart(trials - 1, failures - 1)
+
+
+def confirm(
+    prepared: Prepared, slim: Slim, budget: BudgetOutcome, by: Predictor = predict, *, progress: Progress
+) -> BudgetOutcome:
+    """Evaluate a slim model on the held-out rows that its promise was made on; `by` predicts."""
+    if not isinstance(budget, PromiseOutcome):
+        return budget
+    progress.stage("evaluate the slim model on the held-out rows")
+    judge = Judge.on(prepared.model, prepared.rows.held_out, **asdict(prepared.judged) | budget.judging)
+    confirmed = budget.having(*budget.numbers(judge, by(slim.model, judge.batches)))
+    if not confirmed.met:
+        what, remedy = "compensated", "compensate on more samples, or not at all"
+        if slim.refitted is None:
+            what, remedy = "rounded", "set save_dtype: float32"
+        raise DropError(
+            f"{budget.kind} asks for {budget.asked} on the held-out rows. The model that was judged kept to it, but "
+            f"the {what} one has {confirmed.found}; {remedy}"
+        )
+    return confirmed
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How a slim model compares with the dense one: metrics and lm-eval benchmarks by name, and stability."""
+
+    metrics: Mapping[str, Both[float]]
+    stability: float  # share of predictions that equal the dense model's, in [0, 1]
+    uncompensated: Quality | None  # of the cut model without compensation; None if the run does not compensate
+    benchmarks: Mapping[str, Both[float]]
+
+
+def evaluate(
+    judge: Judge,
+    model: PreTrainedModel,
+    slim: PreTrainedModel,
+    *,
+    modules: Sequence[PrunableModule] = (),
+    uncompensated: Selection | None = None,
+    benchmark: Benchmark | None = None,
+    progress: Progress,
+) -> Evaluation:
+    """Evaluate the slim model of a run against the dense one."""
+
+    def quality_of(model: PreTrainedModel) -> Quality:
+        return judge.of(predict(model, judge.batches, progress=progress))
+
+    dense, pruned, masked = judge.of(judge.dense), quality_of(slim), None
+    if uncompensated is not None:
+        # Masked and cut models predict the same: `compare_cut` has checked that.
+        with masked_units(model, uncompensated, modules):
+            masked = quality_of(model)
+    benchmarks: Mapping[str, Both[float]] = {}
+    if benchmark is not None:
+        progress.stage("run the benchmarks of lm-eval on both models")
+        benchmarks = _side_by_side(benchmark(model), benchmark(slim))
+    return Evaluation(_side_by_side(dense.metrics, pruned.metrics), pruned.stability, masked, benchmarks)
+
+
+def _side_by_side(dense: Mapping[str, float], slim: Mapping[str, float]) -> dict[str, Both[float]]:
+    return {name: Both(dense[name], slim[name]) for name in dense}

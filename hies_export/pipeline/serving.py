@@ -15,7 +15,7 @@ from ..measure.forms import Forms
 from ..recipe import TimedSection
 from ..runtimes.registry import Served
 from .prepare import Prepared
-from .quality import Predictor
+from .search import Predictor
 
 
 def predict_served(served: Served, batches: Sequence[Batch]) -> Predictions:

@@ -22,22 +22,21 @@ from ..measure.contention import CpuWatch, OtherWork
 from ..measure.counts import Both
 from ..measure.exports import Exported, Exporter, ExportOptions
 from ..measure.forms import Forms
+from ..outcomes import CostOutcome
 from ..progress import Clock, Progress
 from ..recipe import PruneSection, PruningRecipe
-from ..report.details import CostOutcome
 from ..report.report import Report
 from ..units import Selection
 from .answer import Answer, Decided
 from .cascade import answers_of, choose_size
-from .choice import write_choice
 from .cut import save, warn_if_larger
 from .deployed import judge_deployed
 from .measure import Measurements, measure_both
 from .prepare import Prepared
 from .prune import PruneResult, prune_prepared
-from .quality import Evaluation, evaluate
 from .reporting import Finished, build_report, write_report
 from .resolve import Resolved
+from .search import Evaluation, evaluate
 from .targets import timed_on
 
 logger = logging.getLogger(__name__)
@@ -94,7 +93,7 @@ def run_stages(
 
     def finish() -> Report:
         assert result.choice is not None
-        write_choice(folder, result.choice)
+        result.choice.write(folder)
         exporter = prepared.exporter
         exports = _export(exporter, result.model, folder, clock, progress)
         # In the folder of the run, so that all exports are read from the same disk.

@@ -14,13 +14,13 @@ from ..cost.latency import TimedOn, compare_with_full, latency_table
 from ..cost.parameters import parameters_table
 from ..errors import PlanError
 from ..kinds import MLP
+from ..outcomes import BudgetOutcome, CostOutcome, HeadsOutcome
 from ..progress import Progress
 from ..recipe import PruneSection, TimedSection
-from ..report.details import BudgetOutcome, CostOutcome, HeadsOutcome
 from ..select import iterative
 from ..select.budget import CostTable, check_reachable, lowest_ratio, shares_to_try
 from ..select.bundles import bundles_lost
-from ..select.constraints import check_budget
+from ..select.constraints import Constraints, check_budget
 from ..select.select import select_units
 from ..units import Selection
 from ..values import Scores
@@ -35,15 +35,25 @@ class Round:
     """How much one round removes from a model: a share of heads, bundles of each module, or cost."""
 
     prepared: Prepared  # the model that the previous rounds left
+    constraints: Constraints
     heads: float | None = None
     counts: Sequence[int] | None = None
     ratio: float | None = None  # greatest share of the dense cost left, not counting what earlier rounds saved
     table: CostTable | None = None  # what removals save; given with `ratio`
     before: Selection | None = None  # of the dense model, by the previous rounds; None in the first round
 
-    def of_dense(self, selection: Selection) -> Selection:
-        """Return a selection of this round's model as one of the dense model."""
-        return selection if self.before is None else iterative.compose(self.before, selection)
+    def select(self, scores: Scores) -> Selection:
+        """Return the units of the dense model that stay, by scores of this round's model."""
+        found = select_units(
+            scores,
+            self.prepared.modules,
+            heads=self.heads,
+            counts=self.counts,
+            table=self.table,
+            ratio=self.ratio,
+            constraints=self.constraints,
+        )
+        return found if self.before is None else iterative.compose(self.before, found)
 
 
 # What all rounds up to one remove together: a share of heads, or the greatest cost left.
@@ -75,13 +85,14 @@ class Targets:
         current = left or self._prepared
         if isinstance(goal, iterative.HeadTarget):
             heads, counts = goal.size(current.scored)
-            return Round(current, heads=heads, counts=counts, before=before)
+            return Round(current, self._constraints, heads=heads, counts=counts, before=before)
         assert self._table is not None
         if before is None:
-            return Round(current, ratio=goal, table=self._table)
+            return Round(current, self._constraints, ratio=goal, table=self._table)
         lost = self._lost(before)
         already = 1 - self._table.ratio(lost)
-        return Round(current, ratio=goal + already, table=self._table.after(lost), before=before)
+        table = self._table.after(lost)
+        return Round(current, self._constraints, ratio=goal + already, table=table, before=before)
 
     def sizes(self) -> list[Round]:
         """Return rounds that remove more and more of the dense model, for budgets that held-out rows decide.
@@ -98,29 +109,17 @@ class Targets:
             if least < 1:
                 # In floats, 1 - (1 - least) may be slightly less than least, which no selection reaches.
                 ratios = [max(least, 1 - (1 - least) * step / SIZES) for step in range(1, SIZES + 1)]
-                found = [Round(prepared, ratio=ratio, table=table) for ratio in ratios]
+                found = [Round(prepared, self._constraints, ratio=ratio, table=table) for ratio in ratios]
         else:
             for share in shares_to_try(scored, self._constraints):
                 with contextlib.suppress(PlanError):  # more than the constraints allow
                     check_budget(scored, heads=share, constraints=self._constraints)
-                    found.append(Round(prepared, heads=share))
+                    found.append(Round(prepared, self._constraints, heads=share))
         if not found:
             raise PlanError(
                 f"{self._options.budget.kind} needs units that may go, but the constraints leave none; loosen them"
             )
         return found
-
-    def select(self, scores: Scores, part: Round) -> Selection:
-        """Return the units of a round's model that scores keep."""
-        return select_units(
-            scores,
-            part.prepared.modules,
-            heads=part.heads,
-            counts=part.counts,
-            table=part.table,
-            ratio=part.ratio,
-            constraints=self._constraints,
-        )
 
     def _cost_table(self) -> CostTable | None:
         """Return the cost table for a budget of FLOPs, parameters or time; None for other budgets."""

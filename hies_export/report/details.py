@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, FailFast, Field, FiniteFloat, field_serializer, model_validator
 
-from ..evaluate.judge import Quality
-from ..evaluate.metrics import quality_loss
+from ..evaluate.judge import AlphaPoint, Quality, Tried
 from ..measure.contention import OtherWork
-from ..measure.counts import Both, Count, FlopCount, LayerFlops, Ratio, Shape, Share, Size
-from ..measure.rows import LatencyRow
+from ..measure.counts import Both, Count, LayerFlops, Ratio, Shape, Share, Size
 from ..measure.timing import Phase
+from ..outcomes import BudgetOutcome, CostOutcome, KeepOutcome, MaxDropOutcome, Outcome
 from ..slim.refit import LayerFit
 
 Marks = Annotated[str, Field(pattern="^[■·]{1,16384}$")]
@@ -31,177 +30,6 @@ class NeuronCount:
     def __post_init__(self) -> None:
         if self.kept > self.total:
             raise ValueError(f"kept must be at most total, got {self.kept} of {self.total}")
-
-
-@dataclass(frozen=True)
-class BudgetOutcome:
-    """A budget, and how the run met it; `kind` is its field in the recipe."""
-
-    kind: str
-
-    def details(self) -> dict[str, Any]:
-        """Return the fields that are not None, for report.json."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
-
-
-@dataclass(frozen=True)
-class HeadsOutcome(BudgetOutcome):
-    """A budget of heads; `target` is the share of them to remove, in [0, 1]."""
-
-    kind: Literal["heads"]
-    target: float | None = None
-
-
-@dataclass(frozen=True)
-class CostOutcome(BudgetOutcome):
-    """A budget of FLOPs, parameters or time, as shares of the dense model's; `measured` is None until it is known.
-
-    Only for time: where and in which dtype it is measured, the timed cuts behind the prediction (`CostTable.measured`),
-    whether the control shows that the measurement is unreliable, and the dense model of the ratio: "same" is in the
-    same bits, "float32" in float32.
-    """
-
-    kind: Literal["flops", "parameters", "latency"]
-    target: float
-    predicted: float
-    runtime: str | None = None
-    batch: int | None = None
-    sequence: int | None = None
-    table: tuple[Mapping[str, Any], ...] | None = None
-    measured: float | None = None
-    noisy: bool | None = None
-    dtype: str | None = None
-    of: Literal["same", "float32"] | None = None
-
-    def with_measured(self, *, flops: FlopCount, parameters: Both[int], latency: Iterable[LatencyRow]) -> CostOutcome:
-        """Return the outcome with `measured` and, for time, `noisy` filled in from the slim model's measurements."""
-        counted = {"flops": flops, "parameters": parameters}
-        if self.kind in counted:
-            return replace(self, measured=counted[self.kind].ratio)
-        wanted = (self.runtime, self.batch, self.sequence)
-        rows = (row for row in latency if row.phase != "decode" and self.dtype in (None, row.dtype))
-        row = next(row for row in rows if (row.runtime, row.batch, row.sequence) == wanted)
-        return replace(self, measured=row.ratio, noisy=row.noisy)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MaxDropOutcome(BudgetOutcome):
-    """The largest cut that loses at most `by` of a metric, in its own unit, on `samples` held-out rows.
-
-    The chosen selection was evaluated either refitted or masked; `slim` is None until the slim model is evaluated.
-    `judged` are the selections that were tried, see `MaxDropChoice`.
-    """
-
-    kind: Literal["max_drop"]
-    metric: str
-    by: float
-    dense: float
-    refitted: float | None = None
-    masked: float | None = None
-    samples: int
-    judged: tuple[Mapping[str, Any], ...]
-    slim: float | None = None
-
-    @property
-    def met(self) -> bool:
-        """Whether the slim model keeps to it."""
-        assert self.slim is not None
-        return quality_loss(self.metric, self.dense, self.slim) <= self.by
-
-    @property
-    def asked(self) -> str:
-        """The request in words."""
-        return f"a loss of at most {self.by:g} of {self.metric}"
-
-    @property
-    def found(self) -> str:
-        """What the slim model has, in words."""
-        assert self.slim is not None
-        return f"one of {quality_loss(self.metric, self.dense, self.slim):.4g}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class KeepOutcome(BudgetOutcome):
-    """The largest cut that keeps a promise on `samples` held-out rows, by the end of a 95 % interval.
-
-    The promise is a share of `predictions` that stay, or that a `metric` gets worse by at most `by`. `slim` is that
-    share, or that loss, of the slim model, and `slim_end` the end of its interval; both are None until it is evaluated.
-    `judged` are the selections that were tried, see `LargestCut`. If time is saved in place of FLOPs, `predicted` is
-    the remaining share of the time on `runtime`.
-    """
-
-    kind: Literal["keep"]
-    predictions: float | None = None
-    metric: str | None = None
-    by: float | None = None
-    samples: int
-    judged: tuple[Mapping[str, Any], ...]
-    slim: float | None = None
-    slim_end: float | None = None
-    predicted: float | None = None
-    runtime: str | None = None
-    batch: int | None = None
-    sequence: int | None = None
-    dtype: str | None = None
-
-    def __post_init__(self) -> None:
-        if (self.predictions is None) == (self.metric is None) or (self.metric is None) != (self.by is None):
-            raise ValueError("keep must have predictions, or metric and by")
-
-    @property
-    def met(self) -> bool:
-        """Whether the slim model keeps the promise."""
-        assert self.slim_end is not None
-        if self.predictions is not None:
-            return self.slim_end >= self.predictions
-        assert self.by is not None
-        return self.slim_end <= self.by
-
-    @property
-    def asked(self) -> str:
-        """The promise in words."""
-        if self.predictions is not None:
-            return f"{100 * self.predictions:g} % of the predictions"
-        return f"at most {self.by:g} of {self.metric}"
-
-    @property
-    def found(self) -> str:
-        """What the slim model has, in words."""
-        if self.predictions is None:
-            return f"a loss of {self.slim:.4g} (at most {self.slim_end:.4g} with 95 % confidence)"
-        assert self.slim is not None
-        assert self.slim_end is not None
-        return f"{100 * self.slim:.2f} % (at least {100 * self.slim_end:.2f} % with 95 % confidence)"
-
-
-Outcome = HeadsOutcome | CostOutcome | MaxDropOutcome | KeepOutcome
-
-
-@dataclass(frozen=True)
-class AlphaPoint:
-    """How a candidate of `alpha: auto` was judged on held-out rows, as in `Judgement`."""
-
-    alpha: FiniteFloat
-    quality: float | None
-    standard_error: float
-    stability: FiniteFloat
-
-
-@dataclass(frozen=True)
-class Tried:
-    """A candidate of `criterion: auto`, cut at the budget, refitted and judged on held-out rows.
-
-    `candidate` is its position among them, `quality` the first metric, None without labels.
-    """
-
-    candidate: int
-    criterion: str
-    alpha: float | None
-    steps: int
-    token_weights: float
-    quality: float | None
-    stability: float
-    chosen: bool = False
 
 
 @dataclass(frozen=True)

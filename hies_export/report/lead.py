@@ -6,7 +6,8 @@ import statistics
 
 from ..evaluate.metrics import quality_loss
 from ..measure.rows import LatencyRow
-from .details import CostOutcome, HeadsOutcome, KeepOutcome, MaxDropOutcome, deciding_step, relative_times
+from ..outcomes import CostOutcome, HeadsOutcome, KeepOutcome, MaxDropOutcome
+from .details import deciding_step, relative_times
 from .report import Report
 from .rows import form_step
 from .text import runtime_name

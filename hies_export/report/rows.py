@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from ..evaluate.judge import Tried
 from ..measure.counts import Both, LayerFlops
 from ..measure.rows import LatencyRow
-from .details import Form, FormTime, Tried
+from .details import Form, FormTime
 from .report import FirstMetric, Report
 from .text import agreement, named_units, runtime_name, si
 

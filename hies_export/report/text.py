@@ -9,8 +9,9 @@ from typing import Any
 
 from ..evaluate.metrics import higher_is_better
 from ..measure.rows import LatencyRow
+from ..outcomes import CostOutcome, KeepOutcome, MaxDropOutcome
 from ..slim.siblings import family_note
-from .details import CostOutcome, DataFacts, KeepOutcome, MaxDropOutcome
+from .details import DataFacts
 from .report import Report, UnitCounts
 
 # A metric on the rows that a plan was chosen on is suspicious if it is better by more than this share.

@@ -20,7 +20,7 @@ from hies_export.measure.counts import Both, FlopCount, count_flops
 from hies_export.measure.exports import Exporter, ExportOptions
 from hies_export.measure.timing import Timing
 from hies_export.model.copies import share_weights
-from hies_export.report.details import CostOutcome
+from hies_export.outcomes import CostOutcome
 from hies_export.runtimes.base import RUNTIMES
 from hies_export.select.bundles import bundle_count
 from hies_export.units import PrunableModule

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hies_export.pipeline.choice import Choice
+from hies_export.pipeline.quality import predict_pruned
 from safetensors.torch import load_file
 from support.models import llama, save_regressor, save_text_model
 from support.runs import without_tracing
@@ -31,11 +33,9 @@ from hies_export.pipeline import draws as draws_module
 from hies_export.pipeline import resolve as resolve_module
 from hies_export.pipeline import targets
 from hies_export.pipeline.candidates import Candidates
-from hies_export.pipeline.choice import Choice
 from hies_export.pipeline.choose import choose
 from hies_export.pipeline.cut import cut, save
 from hies_export.pipeline.prepare import Prepared
-from hies_export.pipeline.quality import predict_pruned
 from hies_export.pipeline.resolve import resolve
 from hies_export.progress import Silent
 from hies_export.prunable.find import find_modules

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hies_export.pipeline.choice import write_choice
 from support.cuts import by_module, plan_of
 from support.models import bert, image_batch, llama, save_text_model, text_batch, vit, write_rows, zero_padding
 from support.neurons import neurons
@@ -20,7 +21,6 @@ from hies_export.calibrate.effects import EffectStream, LayerEffects
 from hies_export.calibrate.moments import MomentStream
 from hies_export.calibrate.ridge import Spread
 from hies_export.errors import DataError, RecipeError
-from hies_export.pipeline.choice import write_choice
 from hies_export.pipeline.choose import choose
 from hies_export.pipeline.resolve import resolve
 from hies_export.progress import Silent

@@ -20,7 +20,7 @@ from ...calibrate.collect import DEFAULT_NEEDS
 from ...errors import RequestError, root_cause
 from ...files import read_json
 from ...kinds import ATTENTION, MLP
-from ...report.details import HeadsOutcome
+from ...outcomes import HeadsOutcome
 from ...report.report import Report
 from ...report.schemas import SCORES, SWEEP, SWEEP_DETAILS, ScoresFile, SweepAbout, SweepDetails, SweepFile
 from ...report.text import held_out_rows

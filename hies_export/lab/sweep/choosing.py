@@ -10,8 +10,9 @@ from typing import Any
 
 from ...errors import RecipeError
 from ...evaluate.metrics import higher_is_better
-from ...pipeline.quality import Refit
-from ...pipeline.search import ALPHAS, HeldOut, choose_alpha
+from ...pipeline.candidates import ALPHAS, choose_alpha
+from ...pipeline.cut import Refit
+from ...pipeline.search import HeldOut
 from ...pipeline.targets import Round, Targets
 from ...progress import Clock, Progress
 from ...score.criteria import COMPENSATED_NAMES, score_units
@@ -117,8 +118,7 @@ class Chooser:
         if cell.flops is None:
             assert cell.sparsity is not None
             return select_units(scores, self._base.modules, heads=cell.sparsity, constraints=self._constraints)
-        assert self._targets is not None
-        return self._targets.select(scores, self._round(cell.kinds, cell.flops))
+        return self._round(cell.kinds, cell.flops).select(scores)
 
     def flops_ratio(self, selection: Selection) -> float:
         """Return the FLOPs of the slim model as a share of the dense model's; a budget's table has them already."""
@@ -188,7 +188,7 @@ class Chooser:
             held_out = HeldOut(judge, self._base.model, self._base.modules, refit)
             with self._clock("choose alpha"):
                 candidates = [self._scores(at, alpha) for alpha in ALPHAS]
-                choice = choose_alpha(candidates, lambda scores: self._select(scores, at), held_out)
+                choice = choose_alpha([(scores, self._select(scores, at)) for scores in candidates], held_out)
             left_out = ("alpha", *(("flops", "modules") if at.flops is None else ()))
             found = {name: value for name, value in asdict(at).items() if name not in left_out}
             found |= {"chosen": choice.scores.parameters["alpha"], "curve": list(choice.curve)}

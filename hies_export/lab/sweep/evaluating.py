@@ -17,7 +17,8 @@ from ...errors import RequestError
 from ...evaluate.judge import Judge, Quality
 from ...evaluate.predict import Predictions, predict
 from ...kinds import ATTENTION, KINDS, MLP
-from ...pipeline.quality import Refit, predict_pruned
+from ...pipeline.cut import Refit
+from ...pipeline.search import predict_pruned
 from ...progress import SILENT, Clock, Progress
 from ...recipe import PruningRecipe
 from ...score.criteria import COMPENSATED_NAMES
