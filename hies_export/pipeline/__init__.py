@@ -10,8 +10,8 @@ In the order of reading:
 - `resolve.py`: a recipe with its loaded model and rows; `load.py`: load the model itself.
 - `prepare.py`: find the units that a model can lose, and check the request.
 - `choose.py`: calibrate, score (`candidates.py`) and select within the budget (`targets.py`), which gives the plan.
-- `search.py`: find alpha, the criterion or the largest allowed cut on held-out rows; `quality.py`: evaluate.
-- `cut.py`: cut by a plan, compensate (`refitting.py`), check and save.
+- `search.py`: judge pruned models, and find the largest cut that keeps a promise.
+- `cut.py`: cut by a plan or a choice, compensate, check and save.
 - `measure.py`: count and time both models; `deployed.py`: judge and time both in every number of bits, by what
   `serving.py` has runtimes predict.
 - `deploy.py`: `deploy`, which finds the fastest form that keeps a promise (`answer.py`); `propose.py`: a recipe for a

@@ -51,7 +51,7 @@ class Draws:
             scoring=samples,
             held_out=by_choice[options.judged_on_held_out] + promised,
             compensation=0 if options.compensation is None else options.compensation.samples,
-            apart=options.criterion == AUTO or promised > 0,
+            apart=options.criterion == AUTO or options.budget.keep is not None or promised > 0,
             promised=promised,
         )
 
@@ -101,13 +101,16 @@ def draw(recipe: PruningRecipe, load: Callable[..., datasets.Dataset], options: 
     def part(rows: datasets.Dataset, start: int, count: int) -> datasets.Dataset:
         return rows.select(list(range(start, min(start + count, len(rows)))))
 
-    behind = max(draws.scoring, min(draws.compensation, len(drawn) - further) if draws.apart else 0)
+    # Nothing is promised on rows that are refitted on. If there are too few for both, two thirds are held out.
+    promises = further > 0 and (draws.promised > 0 or options.budget.keep is not None)
+    left = max(len(drawn) - further, len(drawn) // 3 if promises else 0)
+    behind = max(draws.scoring, min(draws.compensation, left) if draws.apart else 0)
     held_out = part(drawn, behind, further) if own is None else own
     chosen_on = min(draws.held_out - draws.promised, len(held_out) // 2) if draws.promised else len(held_out)
     return Drawn(
         scoring=part(drawn, 0, draws.scoring),
         held_out=part(held_out, 0, chosen_on),
-        compensation=part(drawn, 0, draws.compensation),
+        compensation=part(drawn, 0, min(draws.compensation, behind) if promises else draws.compensation),
         promised=part(held_out, chosen_on, len(held_out)),
     )
 

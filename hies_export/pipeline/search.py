@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import count
 from typing import Any
 
 from torch import Tensor
@@ -274,23 +273,22 @@ def most_within(passes: Callable[[int], bool], count: int, *, at_least: int = 0)
     return low
 
 
-def most_by_few_failures(passes: Callable[[int], bool], sizes: int, *, near: int, failures: int = FAILURES) -> int:
-    """Return the largest size in 1..sizes that passes, 0 if none does, after at most `failures` sizes that fail.
+def most_by_few_failures(passes: Callable[[int], bool], sizes: int, *, near: int) -> int:
+    """Return the largest size in 1..sizes that passes, 0 if none does, by a search in which at most `FAILURES` fail.
 
     The search begins a tenth below a guess, because a size that fails costs more than one that passes. It then goes up
     from the largest that passed, in steps that take the fewest trials in the worst case. With a single failure left,
-    these are steps of one. For 100 sizes and three failures, 14 trials are enough. It assumes, as bisection does, that
-    every size below a passing one passes too.
+    these are steps of one. For 100 sizes, 14 trials are enough. It assumes, as bisection does, that every size below a
+    passing one passes too.
     """
-    low, high, size = 0, sizes + 1, max(1, round(0.9 * near))
-    while True:
+    low, high, size, failures = 0, sizes + 1, max(1, round(0.9 * near)), FAILURES
+    while high - low > 1:
         if passes(size):
             low = size
         else:
             high, failures = size, failures - 1
-        if high - low == 1 or failures == 0:
-            return low
         size = low + _step(high - low - 1, failures)
+    return low
 
 
 def _step(sizes: int, failures: int) -> int:
@@ -305,7 +303,9 @@ def _step(sizes: int, failures: int) -> int:
     def told_apart(trials: int, failures: int) -> int:
         return sum(math.comb(trials, number) for number in range(1, failures + 1))
 
-    trials = next(number for number in count(1) if told_apart(number, failures) >= sizes)
+    trials = 1
+    while told_apart(trials, failures) < sizes:
+        trials += 1
     return 1 + told_apart(trials - 1, failures - 1)
 
 

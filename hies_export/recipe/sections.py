@@ -216,11 +216,11 @@ class LatencyBudget(TimedSection):
 
 
 class KeepBudget(TimedSection):
-    """Remove as much as possible while the held-out rows keep a promise, judged by the end of a 95 % interval.
+    """Remove as much as possible while the held-out rows keep a promise with 95 % confidence.
 
     Attributes:
         predictions: Share of the predictions that must stay the dense model's, in (0, 1). The lower end of the interval
-            must reach it, so all predictions of 368 rows must stay for 0.99, or all but 4 of 1,024.
+            must reach it, so all predictions of 477 rows must stay for 0.99, or all but 2 of 1,024.
         metric: In place of a share of predictions, the name of a metric.
         by: How much worse the metric may get at most, in its own unit.
         runtime: Save time on this runtime in place of FLOPs, and judge the files that it runs; with `batch`, `sequence`

@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy import stats
 
-from hies_export.cascade.promise import choose_threshold, confidence_of_each, margins
+from hies_export.cascade.promise import choose_threshold, margins
 from hies_export.errors import DataError, PlanError, RequestError
 
 
@@ -92,10 +92,6 @@ def test_too_few_rows_are_refused_with_how_many_it_takes(disagreement: float, ne
     said = rf"with 95 % confidence from {needed:,} held-out rows or more, and there are {needed - 1:,}"
     with pytest.raises(RequestError, match=said):
         choose_threshold(dense[1:], dense[1:], disagreement)
-
-
-def test_one_of_several_promises_has_the_usual_confidence() -> None:
-    assert [confidence_of_each(promises) for promises in (0, 1, 2, 5)] == pytest.approx([0.95, 0.95, 0.975, 0.99])
 
 
 @pytest.mark.parametrize("share", [0, 1, -0.1, 1.5])

@@ -19,11 +19,12 @@ from hies_export.cost.cut import cut_bundles
 from hies_export.cost.flops import flops_table
 from hies_export.cost.latency import TimedCut, TimedOn, latency_table
 from hies_export.errors import RecipeError
+from hies_export.evaluate.interval import FAILURES
 from hies_export.evaluate.metrics import quality_loss
 from hies_export.measure.counts import count_flops
 from hies_export.measure.exports import Exporter, ExportOptions
 from hies_export.measure.timing import Timing
-from hies_export.pipeline.search import most_near, most_within
+from hies_export.pipeline.search import most_by_few_failures, most_within
 from hies_export.recipe import BudgetSection, PruningRecipe
 from hies_export.runtimes.registry import Served
 from hies_export.select.budget import CostTable
@@ -83,21 +84,22 @@ def test_bisection_finds_the_last_that_passes(right: int, known: int) -> None:
     assert len(tried) <= 5
 
 
-@pytest.mark.parametrize("right", range(9))
-@pytest.mark.parametrize("near", range(1, 9))
-def test_a_guess_makes_the_search_begin_there(right: int, near: int) -> None:
-    tried: list[int] = []
+@pytest.mark.parametrize(("sizes", "most"), [(1, 1), (8, 6), (100, 14)])
+def test_a_search_by_few_failures_finds_the_last_that_passes(sizes: int, most: int) -> None:
+    for near in range(1, sizes + 1):
+        for right in range(sizes + 1):
+            tried: list[int] = []
 
-    def passes(step: int) -> bool:
-        tried.append(step)
-        assert 1 <= step <= 8
-        return step <= right
+            def passes(step: int, tried: list[int] = tried, right: int = right) -> bool:
+                tried.append(step)
+                assert 1 <= step <= sizes
+                return step <= right
 
-    assert most_near(passes, 8, near=near) == right
-    assert tried[0] == near
-    assert len(set(tried)) == len(tried) <= 6
-    if near == right:
-        assert len(tried) <= 2
+            assert most_by_few_failures(passes, sizes, near=near) == right
+            assert tried[0] == max(1, round(0.9 * near))
+            assert sum(step > right for step in tried) <= FAILURES
+            assert len(set(tried)) == len(tried)
+            assert len(tried) <= most
 
 
 def test_a_drop_is_what_got_worse() -> None:

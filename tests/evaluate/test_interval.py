@@ -1,15 +1,27 @@
 """Intervals of shares agree with scipy's, and hold as often as they say where predictions come in clusters."""
 
+import math
+from functools import partial
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from scipy.stats import beta, binomtest, t
 
-from hies_export.evaluate.interval import lower_share, rows_needed, share_ends, upper_rate
+from hies_export.evaluate.interval import (
+    FAILURES,
+    confidence_of_each,
+    lower_share,
+    rows_needed,
+    share_ends,
+    upper_rate,
+)
+from hies_export.pipeline.search import most_by_few_failures, most_within
 
 
-def exact(right: int, count: int) -> float:
-    return float(binomtest(right, count).proportion_ci(0.95, method="exact").low)
+def exact(right: int, count: int, confidence: float = 0.95) -> float:
+    return float(binomtest(right, count).proportion_ci(confidence, method="exact").low)
 
 
 def flags(right: int, count: int) -> torch.Tensor:
@@ -19,6 +31,8 @@ def flags(right: int, count: int) -> torch.Tensor:
 @pytest.mark.parametrize(("right", "count"), [(0, 5), (1, 7), (499, 512), (512, 512), (1020, 1024), (1, 1)])
 def test_the_lower_end_is_the_exact_one(right: int, count: int) -> None:
     assert lower_share(flags(right, count)) == pytest.approx(exact(right, count))
+    assert lower_share(flags(right, count), confidence=0.98) == pytest.approx(exact(right, count, 0.98))
+    assert lower_share(flags(right, count), scale=2) == pytest.approx(exact(2 * right, 2 * count))
 
 
 @pytest.mark.parametrize(("right", "count"), [(0, 5), (1, 7), (499, 512), (512, 512), (1, 1)])
@@ -29,8 +43,9 @@ def test_both_ends_are_the_exact_ones(right: int, count: int) -> None:
 
 @pytest.mark.parametrize("share", [0.5, 0.9, 0.97, 0.99, 0.999])
 def test_so_many_rows_are_needed_and_no_fewer(share: float) -> None:
-    count = rows_needed(share)
-    assert exact(count, count) >= share > exact(count - 1, count - 1)
+    for confidence in (0.95, confidence_of_each(FAILURES)):
+        count = rows_needed(share, confidence)
+        assert exact(count, count, confidence) >= share > exact(count - 1, count - 1, confidence)
 
 
 def test_tokens_that_agree_within_a_text_count_as_one() -> None:
@@ -77,3 +92,45 @@ def test_the_interval_of_clusters_holds_as_often_as_it_says() -> None:
         samples = torch.from_numpy(np.repeat(np.arange(60), sizes))
         held += lower_share(same, samples) <= true
     assert 0.955 <= held / 400 <= 0.995
+
+
+def test_each_look_has_its_part_of_the_error() -> None:
+    assert [confidence_of_each(looks) for looks in (0, 1, 2, 5)] == pytest.approx([0.95, 0.95, 0.975, 0.99])
+
+
+def least_right(rows: int, share: float, error: float) -> int:
+    """Return how many of the rows must be right to promise a share, by a sum over the binomial tail."""
+    least = rows
+    for right in range(rows, -1, -1):
+        tail = sum(math.comb(rows, k) * share**k * (1 - share) ** (rows - k) for k in range(right, rows + 1))
+        if tail > error:
+            return least
+        least = right
+    return least
+
+
+@pytest.mark.parametrize("guess", [1, 19, 60, 100])
+def test_a_search_among_many_cuts_keeps_its_promise_as_often_as_it_says(guess: int) -> None:
+    """Of 100 sizes, the true shares fall: from the 20th on, they are just too small. Cuts agree on half of the rows."""
+    promised, rows, draws, generator = 0.95, 500, 2000, np.random.default_rng(3)
+    sizes = np.arange(1, 101)
+    true = np.where(sizes < 20, 0.98, promised - 1e-4 - 2e-6 * sizes)
+    least = {looks: least_right(rows, promised, 0.025 / looks) for looks in (1, FAILURES)}
+    for looks, right in least.items():
+        ends = [lower_share(flags(n, rows), confidence=confidence_of_each(looks)) for n in (right - 1, right)]
+        assert ends[0] < promised <= ends[1]
+    broken, most = {1: 0, FAILURES: 0}, 0
+    for _ in range(draws):
+        kept = (generator.random(rows // 2)[:, None] < true).sum(0) + generator.binomial(rows // 2, true)
+        tried: list[int] = []
+
+        def passes(size: int, looks: int, kept: Any = kept, tried: list[int] = tried) -> bool:
+            tried.append(size)
+            return bool(kept[size - 1] >= least[looks])
+
+        broken[1] += most_within(partial(passes, looks=1), 100) >= 20
+        tried.clear()
+        broken[FAILURES] += most_by_few_failures(partial(passes, looks=FAILURES), 100, near=guess) >= 20
+        most = max(most, len(tried))
+    assert broken[FAILURES] / draws <= 0.025 < broken[1] / draws
+    assert most <= 14

@@ -5,7 +5,8 @@ import torch
 
 from hies_export.evaluate.judge import Judge, Judgement
 from hies_export.evaluate.predict import TokenPredictions
-from hies_export.pipeline.search import HeldOut, choose_alpha, choose_by_agreement
+from hies_export.pipeline.candidates import choose_alpha, choose_by_agreement
+from hies_export.pipeline.search import HeldOut
 from hies_export.units import Kept, Selection
 from hies_export.values import Scores
 
@@ -41,11 +42,16 @@ def selection_of(scores: Scores) -> Selection:
     return {"layer": Kept(tuple(range(scores.parameters["heads"])), 20)}
 
 
+def candidate(heads: int, alpha: float) -> tuple[Scores, Selection]:
+    scores = scores_for(heads, alpha)
+    return scores, selection_of(scores)
+
+
 def chosen(judgements: dict[float, Judgement], *, metric: str = "accuracy") -> float:
     """Every alpha has a selection of its own: one head more than the one before."""
     heads = {alpha: i + 1 for i, alpha in enumerate(judgements)}
     held_out = Given({heads[alpha]: judgement for alpha, judgement in judgements.items()}, metric)
-    choice = choose_alpha([scores_for(n, alpha) for alpha, n in heads.items()], selection_of, held_out)
+    choice = choose_alpha([candidate(n, alpha) for alpha, n in heads.items()], held_out)
     assert [point["alpha"] for point in choice.curve] == list(judgements)
     assert [point["stability"] for point in choice.curve] == [j.stability for j in judgements.values()]
     assert len(choice.selection["layer"].units) == choice.scores.parameters["heads"]
@@ -153,8 +159,8 @@ def test_equal_selections_are_predicted_once(monkeypatch: pytest.MonkeyPatch) ->
         return predicted[-1]
 
     monkeypatch.setattr("hies_export.pipeline.search.predict_pruned", predict)
-    candidates = [scores_for(2 if i < 6 else 3, i / 12) for i in range(12)]
-    choice = choose_alpha(candidates, selection_of, HeldOut(Fixed(), None, ()))  # type: ignore[arg-type]
+    candidates = [candidate(2 if i < 6 else 3, i / 12) for i in range(12)]
+    choice = choose_alpha(candidates, HeldOut(Fixed(), None, ()))  # type: ignore[arg-type]
     assert predicted == [2, 3]
     assert len(choice.curve) == 12
     assert choice.scores.parameters["heads"] == 3

@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hies_export.pipeline.choice import Choice
-from hies_export.pipeline.quality import predict_pruned
 from safetensors.torch import load_file
 from support.models import llama, save_regressor, save_text_model
 from support.runs import without_tracing
@@ -34,9 +32,10 @@ from hies_export.pipeline import resolve as resolve_module
 from hies_export.pipeline import targets
 from hies_export.pipeline.candidates import Candidates
 from hies_export.pipeline.choose import choose
-from hies_export.pipeline.cut import cut, save
+from hies_export.pipeline.cut import Choice, cut, save
 from hies_export.pipeline.prepare import Prepared
 from hies_export.pipeline.resolve import resolve
+from hies_export.pipeline.search import predict_pruned
 from hies_export.progress import Silent
 from hies_export.prunable.find import find_modules
 from hies_export.recipe import PruningRecipe
@@ -268,7 +267,7 @@ def test_auto_is_judged_on_rows_that_nothing_else_saw(done: Run, monkeypatch: py
     assert [rows(batches) for batches in by_use] == [20, 60, 90]
     # Shuffled by the recipe's seed: the first 20 of the 60 are scored on, and the 90 behind them are held out.
     options = done.recipe.prune
-    draws = draws_module.Draws.of(options, samples=20)
+    draws = draws_module.Draws.of(options, seed=prepared.seed, samples=20)
     assert (draws.scoring, draws.held_out, draws.compensation, draws.apart) == (20, 90, 60, True)
     reader = resolve_module._reader(done.recipe, prepared.model.config)
     load = partial(reader.load, files=done.recipe.data.files)
@@ -476,7 +475,7 @@ def test_all_that_may_go_is_among_the_cuts_of_max_drop(folder: Path, allocation:
             prune__multiple_of={"neurons": neurons},
         )
         found = targets.Targets(prepared, recipe.prune, Silent())
-        selection = found.select(scores, found.sizes()[-1])
+        selection = found.sizes()[-1].select(scores)
         if allocation == "global":
             assert [len(kept.units) for kept in selection.values()] == [min_heads] * 3 + [neurons] * 3
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hies_export.pipeline.choice import write_choice
 from support.cuts import by_module, plan_of
 from support.models import bert, image_batch, llama, save_text_model, text_batch, vit, write_rows, zero_padding
 from support.neurons import neurons
@@ -287,7 +286,7 @@ def test_a_recipe_may_name_it(
     expected = score_compensated(prepared.model, rows, sites, moments=moments)
     assert_near({s.name: choice.scores.scores[s.name] for s in sites}, dict(expected.scores))
     assert plan_of(expected, sites, heads=0.5).kept == choice.plan.kept
-    write_choice(tmp_path, choice)
+    choice.write(tmp_path)
     written = json.loads((tmp_path / "scores.json").read_text())
     assert written["parameters"] == {"ridge": 0.1, "per_sample": True}
     assert set(written["his"]) == set(written["entropy"]) == set(written["scores"]) == {s.name for s in sites}
