@@ -26,7 +26,8 @@ from models import LLAMA_SMALL, WIDTHS, Shape, cut_like, llama
 
 from hies_export import PruningPlan
 from hies_export.evaluate.judge import Judge
-from hies_export.measure.compare import compare_forms
+from hies_export.forms.compare import compare_forms
+from hies_export.forms.form import Form
 from hies_export.measure.counts import count_both_flops, count_parameters
 from hies_export.measure.machine import machine_facts
 from hies_export.measure.timing import Timing
@@ -34,9 +35,7 @@ from hies_export.onnx.export import export_onnx
 from hies_export.onnx.quantize import quantize_onnx
 from hies_export.pipeline.resolve import resolve
 from hies_export.pipeline.run import run
-from hies_export.pipeline.serving import predict_served
 from hies_export.recipe import PruningRecipe
-from hies_export.runtimes.registry import Served
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 SHAPED = {"bert-base": WIDTHS["bert-base"], "llama": llama("LLaMA", **LLAMA_SMALL)}
@@ -110,12 +109,14 @@ def print_forms(recipes: Sequence[PruningRecipe], other: str | None, *, title: s
         quantize_onnx(exported, folder / "dense-int8", batch=prepared.sample)
         dense = exported.folder
         # One form for each seed's model; of the dense model one.
-        served: dict[str, list[Served]] = {}
+        served: dict[str, list[Form]] = {}
         for what, sources in (("dense", [dense]), ("slim", [recipe.output / "onnx" for recipe in recipes])):
-            served[f"{what} float32"] = [Served("onnxruntime-cpu", source) for source in sources]
-            served[f"{what} int8"] = [Served("onnxruntime-cpu-int8", source) for source in sources]
+            served[f"{what} float32"] = [Form(what, "onnxruntime-cpu", source) for source in sources]
+            served[f"{what} int8"] = [Form(what, "onnxruntime-cpu-int8", source) for source in sources]
             if find_spec("openvino") is not None:
-                served[f"{what} bfloat16, OpenVINO"] = [Served("openvino", source, "bfloat16") for source in sources]
+                served[f"{what} bfloat16, OpenVINO"] = [
+                    Form(what, "openvino", source, "bfloat16") for source in sources
+                ]
         timed = compare_forms([forms[0] for forms in served.values()], prepared.measured, timing=Timing(repeats=30))
         times = time_cells(timed, len(served))
         metric = prepared.judged.metrics[0]
@@ -125,10 +126,7 @@ def print_forms(recipes: Sequence[PruningRecipe], other: str | None, *, title: s
         )
         print("| --- |" + " --- |" * (2 + len(judges) + len(SHAPES)))
         for number, (name, forms) in enumerate(served.items()):
-            found = {
-                what: [judge.of(predict_served(form, judge.batches)) for form in forms]
-                for what, judge in judges.items()
-            }
+            found = {what: [judge.of(form.predict(judge.batches)) for form in forms] for what, judge in judges.items()}
             cells = [
                 name,
                 f"{bytes_of(forms[0]) / 1e6:.1f} MB",
@@ -146,17 +144,17 @@ def print_shape(shape: Shape, plan: Path) -> None:
     slim = cut_like(model, PruningPlan.from_file(plan), batches[SHAPES[0]])
     flops = count_both_flops(model, slim, batches)[SHAPES[0]]
     with tempfile.TemporaryDirectory() as temporary:
-        served: dict[str, Served] = {}
+        served: dict[str, Form] = {}
         for what, source in (("dense", model), ("slim", slim)):
             exported = export_onnx(source, Path(temporary) / what, batch=batches[SHAPES[1]])
-            served[f"{what} float32"] = Served("onnxruntime-cpu", exported.folder)
-            served[f"{what} int8"] = Served("onnxruntime-cpu-int8", exported.folder)
+            served[f"{what} float32"] = Form(what, "onnxruntime-cpu", exported.folder)
+            served[f"{what} int8"] = Form(what, "onnxruntime-cpu-int8", exported.folder)
             if model.can_generate():
                 place = Path(temporary) / f"{what}-int4"
                 fewer = quantize_onnx(exported, place, batch=batches[SHAPES[0]], quantize="int4")
-                served[f"{what} int4"] = Served("onnxruntime-cpu", fewer.folder)
+                served[f"{what} int4"] = Form(what, "onnxruntime-cpu", fewer.folder)
             if find_spec("openvino") is not None:
-                served[f"{what} bfloat16, OpenVINO"] = Served("openvino", exported.folder, "bfloat16")
+                served[f"{what} bfloat16, OpenVINO"] = Form(what, "openvino", exported.folder, "bfloat16")
         timed = compare_forms([*served.values()], batches, timing=Timing(repeats=30))
     count = count_parameters(model) / 1e6
     print(f"\n## {shape.name}, {count:.1f} M parameters, random weights, {flops.ratio:.2f} of the FLOPs\n")

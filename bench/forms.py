@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from hies_export.measure.compare import Step
+from hies_export.forms.compare import Step
+from hies_export.forms.form import Form
 from hies_export.measure.latency import LatencyComparison
 from hies_export.runtimes.base import register_runtime
 from hies_export.runtimes.openvino import OpenVinoRuntime
 from hies_export.runtimes.ort import onnx_file
-from hies_export.runtimes.registry import Served
 
 SHAPES = ((1, 128), (8, 128))
 
@@ -71,7 +71,7 @@ def print_base(timed: Mapping[Step, list[LatencyComparison]]) -> None:
     print("The first row's times are those of a second copy, the control; * is a noisy one.")
 
 
-def bytes_of(form: Served) -> int:
+def bytes_of(form: Form) -> int:
     """Return the size of the largest file that is loaded; in 8 bits that of the written form beside it."""
     folder = Path(str(form.source))
     if form.runtime.endswith("int8") and not folder.name.endswith("int8"):

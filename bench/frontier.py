@@ -16,8 +16,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from hies_export.forms.judged import FormTime, deciding_step, relative_times
 from hies_export.report.bench import Bench, read_report
-from hies_export.report.details import FormTime, deciding_step, relative_times
 from hies_export.report.figures import draw_frontier
 from hies_export.report.frontier import Measured, frontier_figure
 from hies_export.report.rows import form_name, form_step

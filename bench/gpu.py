@@ -43,10 +43,10 @@ from transformers import PreTrainedModel
 
 from hies_export.checkpoint.folders import replace_file
 from hies_export.errors import HiesError
-from hies_export.measure.compare import time_on
+from hies_export.forms.compare import time_on
+from hies_export.forms.exports import Exporter, ExportOptions
+from hies_export.forms.form import Forms
 from hies_export.measure.counts import count_both_flops
-from hies_export.measure.exports import Exporter, ExportOptions
-from hies_export.measure.forms import Forms
 from hies_export.measure.latency import compare_latency
 from hies_export.measure.machine import machine_facts
 from hies_export.measure.rows import LatencyRow
@@ -200,7 +200,7 @@ def _time_shares(
             session.check_time(f"at {share:.0%} of the heads")
             slim = uniformly_pruned(dense, share, modules) if share else dense
             forms.add(name := f"{share:.0%}" if share else "dense", slim)
-            both = [forms.served(one, runtime) for one in ("dense", name)]
+            both = [forms.form(one, runtime) for one in ("dense", name)]
             flops = count_both_flops(dense, slim, batches)
             timing = Timing(repeats=session.repeats)
             rows = time_on(*both, batches=batches, flops=flops, timing=timing)

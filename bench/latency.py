@@ -29,17 +29,17 @@ from rich.console import Console
 
 from hies_export import PruningPlan, find_attention, load
 from hies_export.checkpoint.folders import replace_file
-from hies_export.measure.compare import time_on
+from hies_export.forms.compare import time_on
+from hies_export.forms.exports import Exporter, ExportOptions
+from hies_export.forms.form import Forms
 from hies_export.measure.counts import count_both_flops
-from hies_export.measure.exports import Exporter, ExportOptions
-from hies_export.measure.forms import Forms
 from hies_export.measure.latency import compare_latency
 from hies_export.measure.machine import machine_facts
 from hies_export.measure.timing import Timing
 from hies_export.model.tokens import synthetic_batch
 from hies_export.report.bench import Bench, print_bench
-from hies_export.runtimes.base import RUNTIMES, Runtime
-from hies_export.runtimes.registry import Served, check_runtime
+from hies_export.runtimes.base import Runtime
+from hies_export.runtimes.registry import check_runtime
 
 RESULTS = Path(__file__).with_name("results")
 
@@ -121,10 +121,8 @@ def main() -> None:
             flops = count_both_flops(dense, slim, batches)
             for runtime in options.runtimes:
                 console.print(f"{name}, {what}, {runtime}")
-                both = [Served(runtime, one) for one in (dense, slim)]
-                if not RUNTIMES[runtime].reads_models:
-                    wanted = ExportOptions.best_for(runtime, "float32")
-                    both = [Served(runtime, forms.export(one, wanted).folder) for one in ("dense", what)]
+                best = ExportOptions.best_for(runtime, "float32")
+                both = [forms.form(one, runtime, options=best) for one in ("dense", what)]
                 timing = Timing(repeats=options.repeats)
                 found = time_on(*both, batches=batches, flops=flops, timing=timing)
                 rows += [{"model": f"{name} {what}", **asdict(row)} for row in found]

@@ -22,16 +22,16 @@ import torch
 from forms import SHAPES, bytes_of, print_base, time_cell, times_of
 
 from hies_export.evaluate.judge import Judge
-from hies_export.measure.compare import compare_forms
+from hies_export.forms.compare import compare_forms
+from hies_export.forms.form import Form
 from hies_export.measure.machine import machine_facts
 from hies_export.measure.timing import Timing
 from hies_export.onnx.export import export_onnx
 from hies_export.onnx.quantize import quantize_onnx
 from hies_export.pipeline.draws import Draws
 from hies_export.pipeline.resolve import Resolved, resolve
-from hies_export.pipeline.serving import predict_served
 from hies_export.recipe import PruningRecipe
-from hies_export.runtimes.registry import Served, load_runtime
+from hies_export.runtimes.registry import load_runtime
 
 ROWS = 100_000  # of the calibration split at most; each tool takes as many from the start as it does by default
 
@@ -42,7 +42,7 @@ class Row:
 
     name: str
     bits: str
-    form: Served | None = None
+    form: Form | None = None
     problem: str | None = None
     found: dict[str, Any] = field(default_factory=dict)
 
@@ -115,13 +115,13 @@ def our_rows(run: Path, given: Path) -> list[Row]:
     for what, folder in (("dense", given / "dense"), ("slim", run / "onnx")):
         fewer = folder.with_name(f"{folder.name}-int8")
         rows += [
-            Row(what, "float32", Served("onnxruntime-cpu", folder)),
-            Row(what, "int8", Served("onnxruntime-cpu", fewer)),
-            Row(f"{what}, OpenVINO", "float32", Served("openvino", folder, "float32")),
-            Row(f"{what}, OpenVINO", "bfloat16", Served("openvino", folder, "bfloat16")),
+            Row(what, "float32", Form(what, "onnxruntime-cpu", folder)),
+            Row(what, "int8", Form(what, "onnxruntime-cpu", fewer)),
+            Row(f"{what}, OpenVINO", "float32", Form(what, "openvino", folder, "float32")),
+            Row(f"{what}, OpenVINO", "bfloat16", Form(what, "openvino", folder, "bfloat16")),
         ]
     chosen = load_runtime("openvino-default", given / "dense").dtype
-    return [*rows, Row("dense, OpenVINO as it comes", chosen, Served("openvino-default", given / "dense"))]
+    return [*rows, Row("dense, OpenVINO as it comes", chosen, Form("dense", "openvino-default", given / "dense"))]
 
 
 def their_rows(made: Path) -> list[Row]:
@@ -130,7 +130,7 @@ def their_rows(made: Path) -> list[Row]:
     for path in sorted(made.glob("*/form.json")):
         folder, said = path.parent, json.loads(path.read_text())
         runtime = "openvino-default" if (folder / "model.xml").is_file() else "onnxruntime-cpu"
-        form = None if "problem" in said else Served(runtime, folder)
+        form = None if "problem" in said else Form(said["title"], runtime, folder)
         rows.append(Row(said["title"], said["bits"], form, said.get("problem")))
     return rows
 
@@ -140,7 +140,7 @@ def judge_row(row: Row, judge: Judge) -> None:
     if row.form is None:
         return
     try:
-        predictions = predict_served(row.form, judge.batches)
+        predictions = row.form.predict(judge.batches)
         stability, low = judge.kept(predictions)
         quality = judge.of(predictions).metrics[judge.metrics[0]]
         row.found = {"bytes": bytes_of(row.form), "stability": stability, "low": low, "quality": quality}

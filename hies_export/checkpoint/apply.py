@@ -17,7 +17,7 @@ from ..progress import SILENT, Progress
 from ..prunable.find import find_modules
 from ..slim.cut import prune_units
 from ..slim.fingerprint import fingerprint
-from ..slim.siblings import families, family_note
+from ..slim.siblings import families
 from ..units import PrunableModule
 from ..values import PruningPlan
 from .classes import load_config
@@ -112,7 +112,7 @@ def apply_plan(
         dense_bytes=_bytes(source),
         slim_bytes=_bytes(folder),
         seconds=time.perf_counter() - start,
-        note=family_note(*families(own_config, slim.config)),
+        note=families(own_config, slim.config).note,
     )
 
 

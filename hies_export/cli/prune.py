@@ -37,7 +37,7 @@ def run(options: Namespace, console: Console, progress: Progress) -> None:
     from ..pipeline.prune import prune_prepared
     from ..pipeline.resolve import resolve
     from ..slim.fingerprint import fingerprint
-    from ..slim.siblings import families, family_note
+    from ..slim.siblings import families
     from ..values import PruningPlan
     from .terminal import plan_text, print_plan
 
@@ -77,7 +77,7 @@ def run(options: Namespace, console: Console, progress: Progress) -> None:
         f"{saved.reload_max_abs:.2g}",
         soft_wrap=True,
     )
-    note = family_note(*families(prepared.model.config, result.model.config))
+    note = families(prepared.model.config, result.model.config).note
     if note:
         console.print(note)
 

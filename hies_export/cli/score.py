@@ -20,7 +20,7 @@ def run(options: Namespace, console: Console, progress: Progress) -> None:
     """Score, select, and write scores.json and plan.json."""
     from ..pipeline.choose import choose
     from ..pipeline.resolve import resolve
-    from ..pipeline.stages import output_folder
+    from ..pipeline.run import output_folder
     from .terminal import plan_text, print_plan
 
     recipe = read_recipe(options)

@@ -20,12 +20,12 @@ from transformers import PreTrainedModel
 from ..checkpoint.folders import replace_file, user_cache
 from ..errors import RequestError
 from ..files import Rule, read_json
+from ..forms.compare import compare_two
+from ..forms.exports import Exporter
+from ..forms.form import Forms
 from ..kinds import ATTENTION
-from ..measure.compare import compare_two
 from ..measure.contention import CpuWatch
 from ..measure.counts import Shape
-from ..measure.exports import Exporter
-from ..measure.forms import Forms
 from ..measure.latency import LatencyComparison
 from ..measure.machine import machine_facts
 from ..measure.ratios import is_noisy
@@ -149,7 +149,7 @@ def compare_with_full(
     """Time a model in the bits of a budget beside the dense one in float32, on the same runtime or its `full`."""
     with tempfile.TemporaryDirectory(prefix="hies-full-") as temporary:
         forms = Forms({"dense": dense, "own": model}, where.exporter, Path(temporary))
-        both = forms.served("dense", where.full, "float32"), forms.served("own", where.runtime, where.dtype)
+        both = forms.form("dense", where.full, "float32"), forms.form("own", where.runtime, where.dtype)
         (found,) = compare_two(*both, where.batches, timing=where.timing, decode=False, progress=progress).values()
         return found
 
@@ -218,7 +218,7 @@ def _time_cuts(
         forms = Forms({"dense": model}, where.exporter, Path(temporary))
         for kind, kept, removed in progress.track(planned, f"time cuts on {where.runtime}"):
             forms.add(name := f"{kind}-{kept:.4f}", cut_bundles(model, modules, removed, unit=unit))
-            dense, slim = (forms.served(one, where.runtime, where.dtype) for one in ("dense", name))
+            dense, slim = (forms.form(one, where.runtime, where.dtype) for one in ("dense", name))
             (found,) = compare_two(dense, slim, where.batches, timing=where.timing, decode=False).values()
             ratio, control = found.ratio, found.control
             cuts.append(TimedCut(kept, ratio.median, ratio.low, ratio.high, control.low, control.high, kind))

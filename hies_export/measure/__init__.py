@@ -1,4 +1,4 @@
-"""Count parameters, FLOPs and bytes of two models, and time one against the other.
+"""Count parameters, FLOPs and bytes of two models, and time one against the other, both loaded.
 
 The input is a dense and a slim model, batches by (batch, sequence), and the name of a runtime; the output is counts,
 and one `LatencyRow` per runtime, dtype, phase and shape, as in report.json's `latency`.
@@ -12,8 +12,6 @@ In the order of reading:
 - `latency.py`: `compare_latency`, timing and statistics for two loaded models.
 - `rows.py`: `LatencyRow`, a comparison as a row of report.json, and which rows contradict others.
 - `record.py`: dataclasses that read like that file.
-- `exports.py`: export a model to a format; `forms.py`: models by name, each exported once for what a runtime reads.
-- `compare.py`: `time_on` loads two models into a runtime, as many times as it needs, and times them at every shape.
 - `contention.py`: how many cores other work used at the same time, on Linux.
 - `machine.py`: processor, GPU and library versions, to be read beside the times.
 """

@@ -82,6 +82,19 @@ class LayerFlops:
     feed_forward: Count = 0
 
 
+@dataclass(frozen=True)
+class FlopsByLayer:
+    """FLOPs of both models by layer, for one forward pass at `shape`, (batch, sequence)."""
+
+    dense: list[LayerFlops]
+    slim: list[LayerFlops]
+    shape: Shape
+
+    def __post_init__(self) -> None:
+        if len(self.dense) != len(self.slim):
+            raise ValueError(f"dense and slim must have as many layers, got {len(self.dense)} and {len(self.slim)}")
+
+
 def count_parameters(model: torch.nn.Module) -> int:
     """Return the number of parameters of a model; tied parameters count once.
 

@@ -38,6 +38,29 @@ class LatencyComparison(Conditions):
         return is_noisy(self.control.low, self.control.high)
 
 
+@dataclass(frozen=True, kw_only=True)
+class RowsTime:
+    """The mean time of a batch in ms, and its ratio to the first model's; the first model has its control's.
+
+    `tokens` is about how many tokens a row has, padding included; 1 for images.
+    """
+
+    ms: float
+    ratio: Ratio
+    control: Ratio
+    tokens: int
+    batches: int
+    loads: int
+    threads: int
+    provider: str
+    dtype: str
+
+    @property
+    def noisy(self) -> bool:
+        """Whether the control shows too much noise for the ratio to be trusted."""
+        return is_noisy(self.control.low, self.control.high)
+
+
 def compare_latency(
     dense: Runtime,
     slim: Runtime,

@@ -10,8 +10,7 @@ from pydantic import ConfigDict
 
 from .contention import OtherWork
 from .counts import Both, FlopCount, Ratio, Shape, Size
-from .latency import LatencyComparison
-from .on_rows import RowsTime
+from .latency import LatencyComparison, RowsTime
 from .ratios import WIDEST_CONTROL, realised_share
 from .record import Record
 from .timing import Phase

@@ -15,11 +15,11 @@ from ..checkpoint.loading import load
 from ..data.batches import Batch
 from ..data.processors import load_processor
 from ..errors import RequestError, refusing
-from ..measure.compare import time_on
+from ..forms.compare import time_on
+from ..forms.exports import Exporter, ExportOptions, require_exporters
+from ..forms.form import Form, Forms
+from ..forms.on_rows import time_on_rows
 from ..measure.counts import FlopCount, Shape, count_both_flops
-from ..measure.exports import Exporter, ExportOptions, require_exporters
-from ..measure.forms import Forms
-from ..measure.on_rows import time_on_rows
 from ..measure.rows import LatencyRow
 from ..measure.shapes import check_shapes, model_shapes
 from ..measure.timing import Timing
@@ -31,7 +31,7 @@ from ..recipe import PruningRecipe
 from ..runtimes.base import RUNTIMES, Format
 from ..runtimes.llamacpp import find_gguf
 from ..runtimes.ort import ONNX_FILE, QUANTIZED_FILE, refuse_parts
-from ..runtimes.registry import Served, check_dtypes, check_runtime
+from ..runtimes.registry import check_dtypes, check_runtime
 from .resolve import rows_in_order
 
 # What an export is called, and a runtime that reads it.
@@ -113,7 +113,7 @@ def _random_batches(
     return {shape: synthetic_batch(smaller, batch=shape[0], sequence=shape[1]) for shape in wanted}
 
 
-def _on_rows(forms: Sequence[Served], batches: Mapping[int, Sequence[Batch]], progress: Progress) -> list[LatencyRow]:
+def _on_rows(forms: Sequence[Form], batches: Mapping[int, Sequence[Batch]], progress: Progress) -> list[LatencyRow]:
     """Time two models on batches of rows, by their size."""
     timed = time_on_rows(forms, batches, progress=progress)
     return [LatencyRow.on_rows(*both, runtime=forms[0].runtime, batch=size) for size, both in timed.items()]
@@ -171,25 +171,25 @@ def _described(folder: Path) -> Path:
     return folder.parent if folder.is_file() else folder
 
 
-def _loaded(folder: Path, runtime: str, dtype: str) -> Served:
+def _loaded(folder: Path, runtime: str, dtype: str) -> Form:
     """Load a checkpoint, on the GPU if there is one."""
     model: Any = load(folder, dtype=getattr(torch, dtype))
-    return Served(runtime, model.to("cuda" if torch.cuda.is_available() else "cpu"), dtype)
+    return Form(str(folder), runtime, model.to("cuda" if torch.cuda.is_available() else "cpu"), dtype)
 
 
-def _exports(folder: Path, place: Path, ways: Sequence[tuple[str, str]]) -> dict[tuple[str, str], Served]:
+def _exports(folder: Path, place: Path, ways: Sequence[tuple[str, str]]) -> dict[tuple[str, str], Form]:
     """Return what runtimes read in some bits: the folder, or the exports of its checkpoint, which is loaded once."""
     ways = [way for way in ways if not RUNTIMES[way[0]].reads_models]
     if _format(folder) is not None:
-        return {way: Served(way[0], folder, way[1]) for way in ways}
+        return {way: Form(str(folder), way[0], folder, way[1]) for way in ways}
     if not ways:
         return {}
     model = load(folder, dtype=torch.float32)
     of_gguf = any(RUNTIMES[runtime].format == "gguf" for runtime, _ in ways)
     tokenizer = load_processor(folder, task="text-generation") if of_gguf else None
     exporter = Exporter(ExportOptions(), synthetic_batch(model, batch=2, sequence=16), tokenizer)
-    forms = Forms({"model": model}, exporter, place)
-    return {way: Served(way[0], forms.export("model", ExportOptions.best_for(*way)).folder, way[1]) for way in ways}
+    forms = Forms({str(folder): model}, exporter, place)
+    return {way: forms.form(str(folder), *way, ExportOptions.best_for(*way)) for way in ways}
 
 
 def _flops(

@@ -29,7 +29,6 @@ from .candidates import Candidates, choose_alpha, choose_by_agreement, criterion
 from .cut import Choice, Refitting, cut_beside
 from .prepare import Prepared
 from .search import Guess, HeldOut, Judged, Predictor, Search, Trial, Watch
-from .serving import predictor
 from .targets import Round, Targets
 
 # Below this share of the dense cost, removal in steps is the default of `criterion: auto`. Above, steps cost quality.
@@ -281,7 +280,7 @@ class Chooser:
             f"judge cuts near that size on held-out rows{'' if runtime is None else f', on {runtime}'}"
         )
         judge = self._judge(self._prepared.rows.held_out, **promise.judging)
-        held_out = self._held_out(judge, guess.token_weights, predictor(self._prepared, served))
+        held_out = self._held_out(judge, guess.token_weights, self._prepared.predictor(served))
         search = Search(promise, {guess.token_weights: held_out}, sizes, runtime=runtime, watch=watch)
         found = _found(search.near(guess), search)
         outcome = replace(

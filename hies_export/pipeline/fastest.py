@@ -1,31 +1,37 @@
-"""Find the cut or the cascade that keeps a promise in the least time."""
+"""Find the cut, or the cascade, that keeps a promise in the least time."""
 
 from __future__ import annotations
 
 import logging
 import math
+import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from .. import processes
 from ..cascade.export import CascadeOptions
+from ..cascade.facts import SizeTried
+from ..cascade.sizes import Sized, join_sizes
 from ..data.targets import samples_of
-from ..errors import HiesError, PlanError
+from ..errors import HiesError, ParityError, PlanError
 from ..evaluate.interval import FAILURES, confidence_of_each, rows_needed
-from ..measure.compare import compare_forms
-from ..measure.on_rows import time_on_rows
-from ..measure.timing import Timing
+from ..evaluate.judge import Judge
+from ..evaluate.predict import predict
+from ..forms.deployment import DenseForms, DeployWay, find_ways, try_dense
+from ..forms.exports import Exporter
+from ..forms.form import Form, Forms
+from ..forms.judged import ratios, time_forms, time_forms_on_rows
+from ..forms.on_rows import mixed
 from ..onnx.export import OnnxExport
 from ..onnx.quantize import Quantize
 from ..outcomes import KeepOutcome
 from ..progress import Progress
-from ..recipe import FLOPS_TO_TRY, BudgetSection, KeepBudget, TimedSection
-from ..report.details import DeployWay, SizeTried
-from ..runtimes.registry import Served
-from .answer import Answer, DenseForms
-from .cascade import answers_of, cut_sizes, join_sizes, mixed
+from ..recipe import FLOPS_TO_TRY, BudgetSection, DeploySection, KeepBudget, PruneSection, TimedSection
 from .choose import Chooser
 from .cut import Choice, cut_beside
 from .journal import CutJournal
@@ -39,10 +45,10 @@ logger = logging.getLogger(__name__)
 CASCADED = ("onnxruntime-cpu", "onnxruntime-cpu-int8", "openvino")
 # A cut is searched for in this many forms, the fastest of the dense model; the cut model is then tried in all forms.
 SEARCHED = 2
-# Enough to see which form is faster by more than a few percent.
-QUICK = Timing(repeats=10)
 # Cuts that may fail to keep the promise in these searches; see `confidence_of_each`.
 LOOKS = FAILURES * SEARCHED
+# Rows in a batch where the times of cascades of several sizes are compared.
+BATCH = 8
 
 
 def confidence_for(prepared: Prepared, share: float) -> float:
@@ -57,6 +63,43 @@ def confidence_for(prepared: Prepared, share: float) -> float:
     return with_cascades if enough else confidence_of_each(LOOKS)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Decided:
+    """What was decided before a run's own stages.
+
+    Attributes:
+        choice: The cut; None leaves it to the stages.
+        cascade: How to join both models; None for no cascade.
+        sizes: The sizes of cascades that were tried.
+        served: What the cut was judged on; None for what its budget says.
+    """
+
+    choice: Choice | None = None
+    cascade: CascadeOptions | None = None
+    sizes: tuple[SizeTried, ...] = ()
+    served: TimedSection | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer(Decided):
+    """The largest cut that keeps the promise in one form, and the results of all forms.
+
+    If no cut does, `choice` removes nothing. `options` are those that the cut was chosen by, and `exporter` writes it;
+    `dense` also records the cuts that were searched for.
+    """
+
+    options: PruneSection
+    exporter: Exporter
+    promise: float
+    dense: DenseForms
+    began: float  # by time.monotonic
+
+    @property
+    def ways(self) -> list[tuple[str, str]]:
+        """The ways that work, the dense float32 graph first."""
+        return [(way.runtime, way.bits) for way in self.dense.ways if way.problem is None]
+
+
 @dataclass(frozen=True)
 class _Found:
     """A cut whose model, or whose cascade, keeps the promise in one way, and the share of the FLOPs that it leaves."""
@@ -66,7 +109,26 @@ class _Found:
     choice: Choice
     flops: float
     cascade: CascadeOptions | None = None
-    folder: Path | None = None  # of the cascade
+    form: Form | None = None  # of the cascade
+
+
+def find_answer(
+    resolved: Resolved, asked: DeploySection, folder: Path, journal: CutJournal, began: float, progress: Progress
+) -> Answer:
+    """Try the dense model in all forms, and search for a cut in the fastest; exports are written to a folder.
+
+    The time of the search counts from `began`, of `time.monotonic`. The options of `resolved` have the promise.
+    """
+    prepared, promise = resolved.prepared, resolved.options.budget.keep
+    assert promise is not None
+    confidence = confidence_for(prepared, asked.keep)
+    judge = Judge.on(prepared.model, prepared.rows.held_out, confidence=confidence, **asdict(prepared.judged))
+    forms = Forms({"dense": prepared.model}, prepared.exporter, folder, progress)
+    shape = next(iter(prepared.measured))
+    ways = find_ways(prepared.task, asked.runtimes)
+    dense = try_dense(forms, judge, ways, {shape: prepared.measured[shape]})
+    limit = math.inf if asked.minutes is None else began + 60 * asked.minutes
+    return Search(resolved, promise, dense, journal, limit, progress).answer(began)
 
 
 class Search:
@@ -81,7 +143,7 @@ class Search:
         limit: float,  # of time.monotonic, after which no cut is judged
         progress: Progress,
     ):
-        self._resolved, self._promise, self._dense = resolved, promise, dense
+        self._promise, self._dense = promise, dense
         self._journal, self._limit, self._progress = journal, limit, progress
         self._prepared, self._options = resolved.prepared, resolved.options
         self._chooser = Chooser(self._prepared, self._options, progress, resolved.source.dtype)
@@ -128,17 +190,15 @@ class Search:
             self._progress.stage("nothing is cut: the fastest dense form that keeps the promise is the answer")
             budget, how, cascade, way = BudgetSection(keep=self._promise), None, None, order[0]
             choice = self._chooser.nothing(self._promise, confidence=self._confidence)
-        options = self._options.model_copy(update={"budget": budget, "compensation": how})
-        dense = replace(self._dense, ways=tried)
         return Answer(
             choice=choice,
             cascade=cascade,
             sizes=() if cascade is None else sizes[cascade],
             served=self._served(way),
-            options=options,
+            options=self._options.model_copy(update={"budget": budget, "compensation": how}),
             exporter=exporter,
             promise=share,
-            dense=dense,
+            dense=replace(self._dense, ways=tried),
             began=began,
         )
 
@@ -181,14 +241,15 @@ class Search:
         prepared, share, tried = self._prepared, self._promise.predictions, {}
         assert share is not None
         like = found[0].choice if found else None
+        forms = self._dense.forms
         plain = self._prepared.exporter.options.unquantized.read_by("onnxruntime-cpu", "float32")
-        dense = self._dense.forms.exports_of("dense").get(plain)
+        dense = forms.exports_of("dense").get(plain)
         if self._confidence == confidence_of_each(LOOKS) or not isinstance(dense, OnnxExport) or self.late:
             return {}
         able = [way for way in self._dense.ways if way.runtime in CASCADED and way.problem is None]
         ways = sorted(able, key=lambda way: way.dense_ratio or 0.0)[:SEARCHED]
-        answers, folder = answers_of(prepared), self._dense.forms.folder
-        cuts = cut_sizes(prepared, self._chooser, self._dense.forms, FLOPS_TO_TRY, like=like)
+        answers = answers_of(prepared)
+        cuts = cut_sizes(prepared, self._chooser, forms, FLOPS_TO_TRY, like=like)
         for way in ways:
             asked = CascadeOptions(
                 disagreement=1 - share,
@@ -198,14 +259,15 @@ class Search:
                 dtype=None if way.bits == "int8" else way.bits,
             )
             try:
-                made, sizes = join_sizes(prepared, cuts, dense, answers, asked, folder, self._progress)
+                made = _joined(prepared, cuts, dense, asked, answers, forms)
             except HiesError as error:
                 logger.warning("no cascade is deployed on %s in %s: %s", way.runtime, way.bits, error)
                 continue
-            tried[asked] = tuple(sizes)
+            tried[asked] = tuple(size for _, size, _ in made)
             found += [
-                _Found(way, BudgetSection(flops=one.flops), one.choice, one.flops, asked, one.exported.folder)
-                for one in made
+                _Found(way, BudgetSection(flops=cut.flops), cut.choice, cut.flops, asked, form)
+                for cut, _, form in made
+                if cut.choice is not None and form is not None
             ]
         return tried
 
@@ -214,25 +276,22 @@ class Search:
         if len(found) == 1:
             return found[0]
         self._progress.stage("time the cuts that were found")
-        served, forms = [], self._dense.forms
+        forms, running = self._dense.forms, []
         for number, one in enumerate(found):
-            if one.cascade is not None and one.folder is not None:
-                served.append(Served(one.cascade.runtime, one.folder, one.cascade.dtype))
-                continue
-            slim = cut_beside(self._prepared.model, one.choice.plan.kept, self._prepared.modules, one.choice.refit)
-            forms.add(name := f"found-{number}", slim)
-            served.append(forms.served(name, one.way.runtime, one.way.bits))
+            if one.form is None:
+                slim = cut_beside(self._prepared.model, one.choice.plan.kept, self._prepared.modules, one.choice.refit)
+                forms.add(name := f"found-{number}", slim)
+                running.append(forms.form(name, one.way.runtime, one.way.bits))
+            else:
+                running.append(one.form)
         shape, batch = next(iter(self._prepared.measured.items()))
         if any(one.cascade for one in found):
             # What a cascade takes depends on the rows.
             rows = {shape[0]: mixed(self._prepared.rows.promised, shape[0])}
-            (on_rows,) = time_on_rows(served, rows, progress=self._progress).values()
-            times = [1.0, *(one.ratio.median for one in on_rows[1:])]
+            times = time_forms_on_rows(running, rows, progress=self._progress)
         else:
-            how: dict[str, Any] = {"timing": QUICK, "decode": False, "progress": self._progress}
-            (timed,) = compare_forms(served, {shape: batch}, **how).values()
-            times = [1.0, *(one.ratio.median for one in timed)]
-        return min(zip(times, found, strict=True), key=lambda pair: pair[0])[1]
+            times = time_forms(running, {shape: batch}, progress=self._progress)
+        return min(zip(ratios(times), found, strict=True), key=lambda pair: pair[0])[1]
 
 
 class _Follow(Watch):
@@ -248,3 +307,96 @@ class _Follow(Watch):
     def stops(self) -> bool:
         """Tell whether the time is over."""
         return self._search.late
+
+
+@dataclass(frozen=True)
+class _Cut(Sized):
+    choice: Choice | None = None
+
+
+def answers_of(prepared: Prepared) -> torch.Tensor:
+    """Return the dense model's logits on the rows that a promise is made on, (rows, classes)."""
+    found = predict(prepared.model, prepared.rows.promised)
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+def choose_size(
+    prepared: Prepared,
+    options: PruneSection,
+    asked: CascadeOptions,
+    shares: Sequence[float],
+    dtype: torch.dtype | None,
+    progress: Progress,
+) -> Decided:
+    """Choose which of some shares of the FLOPs to leave: the one whose cascade answers the held-out rows fastest.
+
+    Statistics are computed once. Raises PlanError if no share has a cascade that keeps the promise.
+    """
+    processes.refuse_several("a cascade that chooses its size")
+    chooser = Chooser(prepared, options, progress, dtype)
+    exporter = replace(prepared.exporter, options=prepared.exporter.options.unquantized)
+    with tempfile.TemporaryDirectory(prefix="hies-sizes-") as temporary:
+        forms = Forms({"dense": prepared.model}, exporter, Path(temporary), progress)
+        dense = forms.plain_onnx("dense")
+        cuts = cut_sizes(prepared, chooser, forms, shares, like=None)
+        made = _joined(prepared, cuts, dense, asked, answers_of(prepared), forms)
+        sizes = [size for _, size, _ in made]
+        able = [number for number, (_, _, form) in enumerate(made) if form is not None]
+        if not able:
+            problems = "; ".join(f"with {size.flops:.2f} of the FLOPs, {size.problem}" for size in sizes)
+            raise PlanError(f"no cascade keeps the promise: {problems}")
+        progress.stage("time the cascades on the held-out rows")
+        running = [Form("dense", asked.runtime, dense.folder), *(form for _, _, form in made if form is not None)]
+        rows = {BATCH: mixed(prepared.rows.promised, BATCH)}
+        times = ratios(time_forms_on_rows(running, rows, progress=progress))[1:]
+    for number, ratio in zip(able, times, strict=True):
+        sizes[number] = replace(sizes[number], time=ratio)
+    best = min(zip(times, able, strict=True))[1]
+    return Decided(choice=made[best][0].choice, cascade=asked, sizes=tuple(sizes))
+
+
+def cut_sizes(
+    prepared: Prepared, chooser: Chooser, forms: Forms, shares: Sequence[float], *, like: Choice | None
+) -> list[_Cut]:
+    """Cut the dense model to each share of its FLOPs, and export the result.
+
+    `like` is as for `Chooser.at`.
+    """
+    cuts = []
+    for share in shares:
+        forms.progress.stage(f"cut to {share:g} of the FLOPs for a cascade")
+        try:
+            choice = chooser.at(share, like)
+            slim = cut_beside(prepared.model, choice.plan.kept, prepared.modules, choice.refit)
+            forms.add(name := f"{share:g}-for-cascade", slim)
+            exported = forms.plain_onnx(name)
+        except (PlanError, ParityError) as error:
+            cuts.append(_Cut(share, problem=str(error)))
+            continue
+        cuts.append(_Cut(chooser.flops_left(choice.plan.kept), exported, choice=choice))
+    return cuts
+
+
+def _joined(
+    prepared: Prepared,
+    cuts: Sequence[_Cut],
+    dense: OnnxExport,
+    asked: CascadeOptions,
+    answers: torch.Tensor,
+    forms: Forms,
+) -> list[tuple[_Cut, SizeTried, Form | None]]:
+    """Return each cut, what was tried for it, and its cascade on the runtime, if it has one."""
+    joined = join_sizes(
+        cuts,
+        dense,
+        asked,
+        batches=prepared.rows.promised,
+        answers=answers,
+        folder=forms.folder,
+        progress=forms.progress,
+    )
+    return [
+        (cut, size, None if exported is None else Form.of_cascade(exported, asked))
+        for cut, (size, exported) in zip(cuts, joined, strict=True)
+    ]

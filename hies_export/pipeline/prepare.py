@@ -14,7 +14,9 @@ from ..data.batches import Batch
 from ..data.targets import samples_of
 from ..errors import RecipeError, RequestError
 from ..evaluate.interval import CONFIDENCE, FAILURES, confidence_of_each, rows_needed
-from ..measure.exports import Exporter, ExportOptions
+from ..evaluate.predict import predict
+from ..forms.exports import Exporter, ExportOptions
+from ..forms.form import Predictor, predictor
 from ..measure.shapes import check_runs, check_shapes, model_shapes
 from ..measure.timing import Timing
 from ..model.tokens import first_samples, synthetic_batch
@@ -68,6 +70,10 @@ class Prepared:
     def sample(self) -> Batch:
         """Two rows of the first calibration batch, enough to compare models on and to trace them."""
         return first_samples(self.rows.calibration[0])
+
+    def predictor(self, served: TimedSection | None) -> Predictor:
+        """Return what predicts as a model is served: exported, on its runtime; torch does where none is named."""
+        return predict if served is None else predictor(self.exporter, served.runtime, served.dtype)
 
 
 def prepare(

@@ -51,7 +51,6 @@ from .cut import Choice, Slim, cut, save
 from .memory import batches_of, first_rows, split_held_out, task_of, unlabelled
 from .prepare import Judged, Prepared, Rows, check_options, prepare, shapes_to_measure
 from .search import Evaluation, confirm, evaluate
-from .serving import predictor
 
 # Width of the table of a result, in characters.
 WIDTH = 100
@@ -454,7 +453,7 @@ def prune_prepared(
         slim = cut(prepared, given, compensation=compensation, refitted=refit, dtype=dtype, progress=progress)
         budget = None
         if choice is not None and isinstance(asked, PruneSection):
-            by = predictor(prepared, served or asked.budget.timed)
+            by = prepared.predictor(served or asked.budget.timed)
             budget = confirm(prepared, slim, choice.budget, by, progress=progress)
     if choice is not None:
         choice = replace(choice, plan=slim.plan, refit=None)  # its moments may be gigabytes

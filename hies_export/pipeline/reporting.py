@@ -6,16 +6,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ..cascade.facts import CascadeFacts, CascadeSummary
+from ..data.facts import DataFacts
 from ..data.targets import samples_of
 from ..evaluate.metrics import METRICS
+from ..forms.deployment import Deployment
+from ..forms.exports import Exported
+from ..forms.files import ExportedFile
+from ..forms.judged import JudgedForm
+from ..forms.measured import Measurements
 from ..gguf.export import GgufExport
 from ..kinds import ATTENTION
 from ..measure.contention import OtherWork
-from ..measure.exports import Exported
 from ..measure.machine import machine_facts
 from ..recipe import PruningRecipe
 from ..report.card import read_card, render_card
-from ..report.details import DataFacts, Details, Family
+from ..report.details import Details
 from ..report.html import render_html
 from ..report.jinja import render_markdown
 from ..report.maps import head_map, neuron_counts
@@ -24,12 +30,20 @@ from ..slim.config import is_slim
 from ..slim.siblings import families
 from ..tasks import TASKS
 from .cut import Saved
-from .deployed import Deployed
-from .measure import Measurements
 from .provenance import RunRecord
 from .prune import PruneResult
 from .resolve import Resolved
 from .search import Evaluation
+
+
+@dataclass(frozen=True)
+class Deployed:
+    """How what a run exports predicts on the evaluation rows, and how fast it is."""
+
+    file: ExportedFile
+    forms: list[JudgedForm]  # of both models, in several runtimes and bits
+    deployment: Deployment | None  # which of them to deploy, if that was asked
+    cascade: tuple[CascadeSummary, CascadeFacts] | None
 
 
 @dataclass(frozen=True)
@@ -100,7 +114,7 @@ def _details(recipe: PruningRecipe, done: Finished, command: str | None) -> Deta
         stability_of=_prediction_name(recipe, prepared.judged.metrics[0]),
         stability_tolerance=recipe.evaluation.stability_tolerance if prepared.judged.regression else None,
         custom_code=is_slim(done.result.model),
-        family=Family(*families(prepared.model.config, done.result.model.config)),
+        family=families(prepared.model.config, done.result.model.config),
         other_work=done.other_work,
         flops_per_layer=done.measured.flops_per_layer,
         auto_class=TASKS[recipe.task].auto_class,

@@ -28,13 +28,13 @@ from ..errors import RequestError
 from ..evaluate.interval import confidence_of_each, rate_rows_needed
 from ..evaluate.lm_eval import check_benchmarks
 from ..evaluate.metrics import METRICS, check_metrics, default_metrics
-from ..measure.on_rows import ROWS
+from ..forms.measured import MeasureOptions
+from ..forms.on_rows import ROWS
 from ..recipe import PruneSection, PruningRecipe
 from ..runtimes.registry import RUNTIMES, check_dtypes, check_runtime
 from ..tasks import TASKS
 from .draws import Draws, draw, evaluated
 from .load import Source, check_device_map, load_dense, source_of, task_class
-from .measure import MeasureOptions
 from .prepare import Judged, Prepared, Rows, check_options, prepare, shapes_to_measure
 from .propose import with_held_out
 

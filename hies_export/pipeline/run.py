@@ -1,16 +1,59 @@
-"""Run a recipe: all of its stages, or its search for the fastest form to deploy."""
+"""Run a recipe: calibrate -> score -> select -> cut -> save -> export -> measure -> report."""
 
 from __future__ import annotations
 
+import logging
+import tempfile
+import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
 from .. import processes
-from ..checkpoint.folders import refuse_existing
-from ..measure.exports import check_exports, export_formats, require_exporters
-from ..progress import SILENT, Progress
-from ..recipe import PruningRecipe
+from ..cascade.export import export_cascade
+from ..cascade.facts import cascade_facts
+from ..checkpoint.folders import new_folder, refuse_existing
+from ..checkpoint.refits import REFIT
+from ..cost.latency import compare_with_full
+from ..errors import RequestError
+from ..evaluate.interval import confidence_of_each, rows_needed
+from ..evaluate.judge import Judge
+from ..evaluate.lm_eval import run_benchmarks
+from ..forms.deployment import Deployment, fastest_kept
+from ..forms.exports import Exported, Exporter, ExportOptions, check_exports, export_formats, require_exporters
+from ..forms.files import CASCADE, judge_exported, keep_file
+from ..forms.form import Form, Forms
+from ..forms.judged import judge_forms, time_forms, time_forms_on_rows
+from ..forms.measured import Measurements, measure_both
+from ..measure.contention import CpuWatch, OtherWork
+from ..measure.counts import Both
+from ..outcomes import CostOutcome
+from ..progress import SILENT, Clock, Progress
+from ..recipe import PruneSection, PruningRecipe
 from ..report.report import Report
-from .deploy import deploy
-from .resolve import resolve, runtimes_of
-from .stages import output_folder, run_stages
+from ..tasks import TASKS
+from ..units import Selection
+from .cut import save, warn_if_larger
+from .fastest import LOOKS, Answer, Decided, answers_of, choose_size, find_answer
+from .journal import CutJournal
+from .prepare import Prepared
+from .propose import with_held_out
+from .prune import PruneResult, prune_prepared
+from .reporting import Deployed, Finished, build_report, write_report
+from .resolve import Resolved, resolve, runtimes_of
+from .search import Evaluation, evaluate
+from .targets import timed_on
+
+logger = logging.getLogger(__name__)
+
+# Shorter runs do not warn of other work.
+LONG_SECONDS = 10.0
+# Sizes of the batches in which a cascade is timed on the rows.
+BATCHES = (1, 8, 32)
 
 
 def run(
@@ -18,8 +61,8 @@ def run(
 ) -> Report:
     """Run a recipe and write `recipe.output`: scores.json, plan.json, slim/, onnx/ (or gguf/), report.json, .md, .html.
 
-    If the recipe compensates, the refitted layers are in `refit.safetensors` beside the plan. A recipe with a section
-    `deploy` is run by `hies_export.deploy`.
+    If the recipe compensates, the refitted layers are in `refit.safetensors` beside the plan. The cut of a recipe with
+    a section `deploy` is searched for, see `hies_export.deploy`.
 
     The folder appears only when all stages have succeeded. If the environment names several processes, as under
     accelerate, they share the work; the first one writes, and all return its report.
@@ -38,7 +81,7 @@ def run(
         StepError: A stage failed; no output folder is left behind.
     """
     if recipe.deploy is not None:
-        return deploy(recipe, overwrite=overwrite, command=command, progress=progress)
+        return _run_found(recipe, overwrite, command, progress)
     with processes.together():
         refuse_existing(recipe.output, overwrite=overwrite, inputs=recipe.inputs)
         formats = export_formats(recipe.export.options, runtimes_of(recipe))
@@ -51,3 +94,257 @@ def run(
         check_exports(formats, prepared.model, prepared.processor, uneven=uneven, quantize=recipe.export.quantize)
         with output_folder(recipe, overwrite=overwrite) as folder:
             return run_stages(resolved, recipe, folder, command, progress)
+
+
+def _run_found(recipe: PruningRecipe, overwrite: bool, command: str | None, progress: Progress) -> Report:
+    """Search for the fastest form that keeps a promise, and run the stages on what was found."""
+    began, asked = time.monotonic(), recipe.deploy
+    assert asked is not None
+    processes.refuse_several("deploy")
+    if recipe.cascade is not None:
+        raise RequestError("deploy tries cascades by itself, got a section cascade; leave it out")
+    if TASKS[recipe.task].in_parts:
+        raise RequestError(
+            f"deploy compares models that are one graph, got task: {recipe.task}, which is exported as several; prune "
+            "it with hies-export run, and a budget of keep"
+        )
+    refuse_existing(recipe.output, overwrite=overwrite, inputs=recipe.inputs)
+    if recipe.export.options.unquantized != ExportOptions():
+        raise RequestError(
+            f"deploy exports what each runtime reads, got export: {recipe.export.format}, {recipe.export.provider}, "
+            f"{recipe.export.dtype}; leave it out"
+        )
+    progress.stage("load the model and the data")
+    recipe = with_held_out(recipe, rows_needed(asked.keep, confidence_of_each(LOOKS)), f"{100 * asked.keep:g} %")
+    resolved = resolve(recipe, runtimes=())
+    prepared = resolved.prepared
+    rows = replace(prepared.rows, promised=prepared.rows.held_out)
+    resolved = replace(resolved, prepared=replace(prepared, rows=rows))
+    with (
+        output_folder(recipe, overwrite=overwrite) as folder,
+        tempfile.TemporaryDirectory(dir=folder) as temporary,
+        CutJournal(recipe, getattr(prepared.model.config, "_commit_hash", None)) as journal,
+    ):
+        if journal.found:
+            progress.stage(f"resume: {journal.found} cuts were judged before; their results are in {journal.path}")
+        answer = find_answer(resolved, asked, Path(temporary), journal, began, progress)
+        prepared = replace(resolved.prepared, exporter=answer.exporter)
+        resolved = replace(resolved, prepared=prepared, options=answer.options)
+        return run_stages(resolved, recipe, folder, command, progress, answer=answer)
+
+
+def output_folder(recipe: PruningRecipe, *, overwrite: bool) -> AbstractContextManager[Path]:
+    """Return a `new_folder` for the recipe's output; of several processes only the first makes it, and writes."""
+    if processes.rank() > 0:
+        return nullcontext(Path(recipe.output))
+    return new_folder(recipe.output, overwrite=overwrite)
+
+
+def run_stages(
+    resolved: Resolved,
+    recipe: PruningRecipe,
+    folder: Path,
+    command: str | None,
+    progress: Progress,
+    *,
+    answer: Answer | None = None,
+) -> Report:
+    """Run all stages, and write their results into the folder; an `answer` is a choice that was already made."""
+    clock, watch = Clock(), CpuWatch()
+    if answer is not None:
+        # The search has scored the units, and judged cuts.
+        clock.seconds["score"] = time.monotonic() - answer.began
+    prepared, options, dtype = resolved.prepared, resolved.options, resolved.source.dtype
+    decided: Decided = answer or _decide(resolved, clock, progress)
+    result = prune_prepared(
+        prepared,
+        options,
+        choice=decided.choice,
+        compensation=options.compensation,
+        served=decided.served,
+        dtype=dtype,
+        clock=clock,
+        progress=progress,
+    )
+    with clock("cut"):
+        progress.stage("save, load again and compare")
+        place, refit_file = folder / "slim", folder / REFIT
+        written: dict[str, Any] = {"processor": prepared.processor, "dense": resolved.source.folder, "dtype": dtype}
+        saved = save(result.slim, prepared, place, refit_file=refit_file, **written)
+        warn_if_larger(saved, resolved.source)
+    uncompensated = result.plan.kept if options.compensation else None
+    progress.stage("evaluate both models")
+    judge = Judge.on(prepared.model, resolved.evaluation, **asdict(prepared.judged), progress=progress)
+    evaluation = evaluate_run(resolved, judge, result.model, uncompensated=uncompensated, progress=progress)
+    answers = None if decided.cascade is None else answers_of(prepared)
+    count, others = processes.world(), _other_work(watch)
+
+    def finish() -> Report:
+        assert result.choice is not None
+        result.choice.write(folder)
+        exporter = prepared.exporter
+        exports = _export(exporter, result.model, folder, clock, progress)
+        # In the folder of the run, so that all exports are read from the same disk.
+        with clock("measure"), tempfile.TemporaryDirectory(prefix=".dense-", dir=folder) as temporary:
+            forms = Forms({}, exporter, Path(temporary), progress)
+            forms.add("dense", prepared.model, None if answer is None else answer.dense.forms.exports_of("dense"))
+            forms.add("slim", result.model, exports)
+            stored = Both(resolved.source.bytes, saved.bytes)
+            measured = measure_both(
+                forms, resolved.measure, modules=prepared.modules, batches=prepared.measured, stored=stored
+            )
+            same = not any(kept.removed for kept in result.plan.kept.values())
+            deployed = _judge_deployed(resolved, forms, judge, decided, answers, folder, same=same)
+        done = Finished(
+            resolved=resolved,
+            result=_with_cost(result, prepared, options, measured, progress),
+            saved=saved,
+            evaluation=evaluation,
+            exported=exports[exporter.options.unquantized],
+            deployed=deployed,
+            measured=measured,
+            processes=count,
+            other_work=others,
+        )
+        report = build_report(recipe, done, clock.seconds, command)
+        write_report(folder, report, recipe)
+        return report
+
+    return processes.on_main(finish)
+
+
+def _decide(resolved: Resolved, clock: Clock, progress: Progress) -> Decided:
+    """Choose the cut by the time of its cascade, if that was asked for; else leave it to the stages."""
+    asked = resolved.cascade
+    if asked is None or not resolved.shares:
+        return Decided(cascade=asked)
+    with clock("score"):
+        return choose_size(resolved.prepared, resolved.options, asked, resolved.shares, resolved.source.dtype, progress)
+
+
+def _export(
+    exporter: Exporter, model: PreTrainedModel, folder: Path, clock: Clock, progress: Progress
+) -> dict[ExportOptions, Exported]:
+    """Export the slim model into the folder of a run, and quantise the export if asked."""
+    options = exporter.options
+    kind = "ONNX" if options.format == "onnx" else "GGUF"
+    with clock("export"):
+        progress.stage(f"export to {kind}, and compare with torch")
+        found = {options.unquantized: exporter.export(model, folder / options.format, options.unquantized)}
+        if options.quantize:
+            progress.stage(f"quantise to {options.quantize}, and compare with float32")
+            found[options] = exporter.quantize(found[options.unquantized], folder / f"onnx-{options.quantize}")
+    return found
+
+
+def _judge_deployed(
+    resolved: Resolved,
+    forms: Forms,
+    judge: Judge,
+    decided: Decided,
+    answers: torch.Tensor | None,
+    folder: Path,
+    *,
+    same: bool,
+) -> Deployed:
+    """Judge and time all exports of a run beside each other, and write the cascade of both models if one is asked for.
+
+    Args:
+        resolved: The dense model, the rows to time a cascade on, and what to measure.
+        forms: Both models, "dense" and "slim", and their exports.
+        judge: The judge on the evaluation rows.
+        decided: The cascade, and the promise that a deployment keeps.
+        answers: The dense model's logits of the rows that a cascade promises on.
+        folder: The folder of the run.
+        same: Whether nothing was cut, so that only the dense model is judged.
+    """
+    prepared, options, asked, progress = resolved.prepared, forms.exporter.options, decided.cascade, forms.progress
+    answer = decided if isinstance(decided, Answer) else None
+    joined = None
+    if asked is not None and answers is not None:
+        progress.stage("join both models in a cascade, and compare it with them")
+        slim, dense = (forms.plain_onnx(name) for name in ("slim", "dense"))
+        rows = prepared.rows.promised
+        joined = export_cascade(slim, dense, folder / CASCADE, batches=rows, answers=answers, options=asked)
+    running: list[Form] = []
+    if not prepared.task.in_parts:  # models in several graphs have no forms
+        ways = answer.ways if answer else resolved.measure.ways_to_judge(options.quantize, asked)
+        running = [forms.form(name, *way) for way in ways for name in (("dense",) if same else ("dense", "slim"))]
+        if asked is not None and joined is not None:
+            running.append(Form.of_cascade(joined, asked))
+    judged = judge_forms(running, judge, answer.dense.judge if answer else None, progress=progress)
+    if running:
+        progress.stage("time all forms of both models")
+        if joined is None:
+            timing = resolved.measure.timing
+            times = time_forms(running, prepared.measured, timing=timing, decode=True, progress=progress)
+        else:
+            in_order = {size: resolved.in_order(size) for size in BATCHES}
+            times = time_forms_on_rows(running, in_order, progress=progress)
+        judged = [replace(form, times=of_form) for form, of_form in zip(judged, times, strict=True)]
+    deployment = cascade = None
+    if answer is not None:
+        best, step = fastest_kept(judged, answer.promise)
+        file = None if best is None else keep_file(forms, judged[best], folder, same=same)
+        seconds = time.monotonic() - answer.began
+        deployment = Deployment(answer.promise, best, step, answer.dense.ways, seconds, file)
+    if asked is not None and joined is not None:
+        part = forms.export("slim", replace(options.unquantized, quantize=asked.quantize))
+        cascade = cascade_facts(
+            asked,
+            joined,
+            judge.batches,
+            parts=Both(forms.plain_onnx("dense").bytes, part.bytes),
+            stability=judged[-1].stability,
+            tried=decided.sizes,
+        )
+    exported = judge_exported(forms.export("slim", options), folder, judge, judged)
+    return Deployed(exported, judged, deployment, cascade)
+
+
+def _with_cost(
+    result: PruneResult, prepared: Prepared, options: PruneSection, measured: Measurements, progress: Progress
+) -> PruneResult:
+    """Fill in the measured result of a budget of cost; other budgets stay as they are."""
+    budget = result.budget
+    if not isinstance(budget, CostOutcome):
+        return result
+    budget = budget.with_measured(flops=measured.flops, parameters=measured.parameters, latency=measured.latency)
+    if budget.of == "float32":
+        timed = compare_with_full(result.model, prepared.model, timed_on(prepared, options), progress=progress)
+        budget = replace(budget, measured=timed.ratio.median, noisy=timed.noisy)
+    return replace(result, budget=budget)
+
+
+def _other_work(watch: CpuWatch) -> OtherWork | None:
+    """Return the processor time of other work in a long run of one process, and warn if it matters; else None."""
+    seen = watch.seen() if processes.world() == 1 and watch.seconds >= LONG_SECONDS else None
+    if seen is not None and seen.matters:
+        logger.warning("%s while this run computed, which took longer than it does on an idle machine", seen)
+    return seen
+
+
+def evaluate_run(
+    resolved: Resolved,
+    judge: Judge,
+    slim: PreTrainedModel,
+    *,
+    uncompensated: Selection | None = None,
+    progress: Progress,
+) -> Evaluation:
+    """Evaluate a slim model on the evaluation batches and the benchmarks, and a selection that is only cut."""
+    prepared, asked = resolved.prepared, resolved.benchmarks
+
+    def benchmark(model: PreTrainedModel) -> dict[str, float]:
+        how: dict[str, Any] = {"samples": asked.samples, "batch_size": asked.batch_size}
+        return processes.on_main(lambda: run_benchmarks(model, prepared.processor, asked.tasks, **how))
+
+    return evaluate(
+        judge,
+        prepared.model,
+        slim,
+        modules=prepared.modules,
+        uncompensated=uncompensated,
+        benchmark=benchmark if asked.tasks else None,
+        progress=progress,
+    )

@@ -12,7 +12,7 @@ from ..errors import check_path, did_you_mean, quoted
 from ..kinds import ATTENTION, KINDS
 
 if TYPE_CHECKING:
-    from ..measure.exports import ExportOptions
+    from ..forms.exports import ExportOptions
     from ..measure.timing import Timing
     from ..select.constraints import Constraints
     from ..slim.refit import Compensation
@@ -547,7 +547,7 @@ class ExportSection(Section):
     @property
     def options(self) -> ExportOptions:
         """The same for an `Exporter`."""
-        from ..measure.exports import ExportOptions
+        from ..forms.exports import ExportOptions
 
         return ExportOptions(self.format, self.provider, self.dtype, self.quantize)
 

@@ -12,9 +12,9 @@ import yaml
 from huggingface_hub import EvalResult, ModelCardData, hf_hub_download, metadata_load
 from huggingface_hub.errors import HfHubHTTPError
 
+from ..data.facts import DataFacts
 from ..errors import RequestError
 from ..model.online import hub_or_cache
-from .details import DataFacts
 from .jinja import render_report
 from .report import Report
 from .text import named_units, title

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from ..measure.rows import LatencyRow
 from .canvas import ACCENT, CARD, LINE, MUTED, SECOND, Part, canvas, for_page, svg_of
-from .details import NeuronCount
-from .maps import CUT
+from .maps import CUT, NeuronCount
 
 
 class UnitCell(NamedTuple):

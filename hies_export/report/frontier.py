@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..forms.judged import JudgedForm, deciding_step, relative_times
 from .canvas import (
     ACCENT,
     CARD,
@@ -24,7 +25,6 @@ from .canvas import (
     place_names,
     svg_of,
 )
-from .details import Form, deciding_step, relative_times
 from .report import Report
 from .rows import form_name, form_step
 from .text import runtime_name
@@ -153,11 +153,11 @@ def frontier_figure(report: Report, others: Sequence[Measured] = ()) -> Frontier
     )
 
 
-def _runtime(form: Form) -> str:
+def _runtime(form: JudgedForm) -> str:
     return runtime_name(form.runtime.removesuffix("-int8"))
 
 
-def _same_ends(form: Form) -> Ends:
+def _same_ends(form: JudgedForm) -> Ends:
     """Return the interval of a form's agreement; an unknown end is the agreement itself."""
     low, high = form.stability_low, form.stability_high
     return form.stability if low is None else low, form.stability if high is None else high

@@ -5,9 +5,9 @@ from __future__ import annotations
 import statistics
 
 from ..evaluate.metrics import quality_loss
+from ..forms.judged import deciding_step, relative_times
 from ..measure.rows import LatencyRow
 from ..outcomes import CostOutcome, HeadsOutcome, KeepOutcome, MaxDropOutcome
-from .details import deciding_step, relative_times
 from .report import Report
 from .rows import form_step
 from .text import runtime_name

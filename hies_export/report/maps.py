@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+from pydantic import Field
 
 from ..kinds import ATTENTION, MLP, UNIT_NAMES
+from ..measure.counts import Count
 from ..values import PruningPlan
-from .details import NeuronCount
-from .report import Report
+
+if TYPE_CHECKING:
+    from .report import Report
 
 KEPT, CUT = "■", "·"
 BAR_WIDTH = 24
+
+
+@dataclass(frozen=True)
+class NeuronCount:
+    """How many neurons of a feed-forward block stay, and how many it had."""
+
+    kept: Count
+    total: Annotated[Count, Field(ge=1)]
+
+    def __post_init__(self) -> None:
+        if self.kept > self.total:
+            raise ValueError(f"kept must be at most total, got {self.kept} of {self.total}")
 
 
 class Line(NamedTuple):

@@ -10,9 +10,11 @@ from typing import Any
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
+from ..cascade.facts import CascadeSummary
 from ..files import Rule, check, read_json
+from ..forms.files import ExportedFile
 from ..kinds import ATTENTION, MLP
-from ..measure.counts import Both, Count, FlopCount, Share, Size, StoredBytes
+from ..measure.counts import Both, Count, FlopCount, Size, StoredBytes
 from ..measure.record import Record
 from ..measure.rows import LatencyRow
 from ..units import Selection
@@ -59,63 +61,6 @@ class FirstMetric(Record):
     metric: str
     dense: float
     slim: float
-
-
-@dataclass(frozen=True, eq=False)
-class Metric(Record):
-    """A metric by name, and its value."""
-
-    metric: str
-    value: float
-
-
-@dataclass(frozen=True, eq=False)
-class ExportedFile(Record):
-    """The slim model's export, run on the evaluation rows as it will be deployed.
-
-    Attributes:
-        file: Where it is in the folder of the run.
-        format: "onnx" or "gguf".
-        quantize: "int8" if its linear layers are in 8 bits.
-        bytes: Size of graph and weights.
-        quality: The first metric; None if no runtime here gives the file's logits (GGUF, models in several graphs).
-        stability: Share of predictions that equal the dense model's; None with `quality`.
-        layers: Number of linear layers by dtype, if some are in 8 bits.
-        float_neurons: Number of neurons that are computed in float32 inside quantised layers. It is 0: with a scale
-            for each token, an outlier takes no range from other tokens.
-    """
-
-    file: str
-    format: str
-    quantize: str | None
-    bytes: Size
-    quality: Metric | None
-    stability: float | None
-    layers: Mapping[str, Count] | None
-    float_neurons: Count | None
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class CascadeSummary(Record):
-    """The slim and the dense model in one file, and what it promises.
-
-    Attributes:
-        disagreement: Largest share of the answers that may differ from the dense model's.
-        confidence: The probability that this holds.
-        threshold: Rows whose margin, the distance of the two largest logits, is at most this go on to the dense part.
-        rows: Number of held-out rows that it was chosen on.
-        passed_on: Share of the evaluation rows that go on.
-        stability: Share of their answers that equal the dense model's.
-        bytes: Size of the file.
-    """
-
-    disagreement: Share
-    confidence: Share
-    threshold: float
-    rows: Count
-    passed_on: Share
-    stability: Share
-    bytes: Size
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ..evaluate.judge import Tried
+from ..forms.judged import FormTime, JudgedForm
 from ..measure.counts import Both, LayerFlops
 from ..measure.rows import LatencyRow
-from .details import Form, FormTime
 from .report import FirstMetric, Report
 from .text import agreement, named_units, runtime_name, si
 
@@ -101,7 +101,7 @@ def forms_table(report: Report) -> Table | None:
     forms = report.details.forms
     if not forms:
         return None
-    columns: dict[str, Callable[[Form], str]] = {
+    columns: dict[str, Callable[[JudgedForm], str]] = {
         "": partial(form_name, forms=forms),
         "file": lambda form: "" if form.bytes is None else f"{si(form.bytes)}B",
         agreement(report): lambda form: f"{form.stability:.1%}",
@@ -116,7 +116,7 @@ def forms_table(report: Report) -> Table | None:
     return filled(columns, forms)
 
 
-def form_name(form: Form, forms: Sequence[Form]) -> str:
+def form_name(form: JudgedForm, forms: Sequence[JudgedForm]) -> str:
     """Return model and bits of a form, and its runtime if the forms have several."""
     runtimes = {one.runtime.removesuffix("-int8") for one in forms}
     on = f", {runtime_name(form.runtime.removesuffix('-int8'))}" if len(runtimes) > 1 else ""
@@ -130,7 +130,7 @@ def form_step(time: FormTime | LatencyRow) -> str:
     return f"{time.batch} x {time.sequence}" + ("" if time.phase == "forward" else f" {time.phase}")
 
 
-def _form_ratio(form: Form, step: int) -> str:
+def _form_ratio(form: JudgedForm, step: int) -> str:
     return ratio_text(form.times[step])
 
 

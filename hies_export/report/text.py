@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..data.facts import DataFacts
 from ..evaluate.metrics import higher_is_better
 from ..measure.rows import LatencyRow
 from ..outcomes import CostOutcome, KeepOutcome, MaxDropOutcome
-from ..slim.siblings import family_note
-from .details import DataFacts
 from .report import Report, UnitCounts
 
 # A metric on the rows that a plan was chosen on is suspicious if it is better by more than this share.
@@ -179,7 +178,7 @@ def cascade_text(report: Report) -> str:
 def family_text(report: Report) -> str:
     """Return that the slim model is of another stock family, and why; empty if it is not."""
     family = report.details.family
-    return family_note(family.dense, family.slim) if family else ""
+    return family.note if family else ""
 
 
 def method_text(report: Report) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,19 +13,6 @@ from ..errors import RecipeError, RequestError, did_you_mean
 # Imported because their decorators register the runtimes.
 from . import llamacpp, openvino, ort, ort_gpu, pytorch  # noqa: F401
 from .base import RUNTIMES, Runtime
-
-
-@dataclass(frozen=True)
-class Served:
-    """A model as a runtime serves it: what the runtime loads, and the dtype to compute in, as in `load_runtime`."""
-
-    runtime: str
-    source: PreTrainedModel | Path
-    dtype: str | None = None
-
-    def load(self) -> Runtime:
-        """Load the model into the runtime."""
-        return load_runtime(self.runtime, self.source, dtype=self.dtype)
 
 
 def check_runtime(name: str, *, task: str | None = None) -> None:

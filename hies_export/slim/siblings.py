@@ -91,17 +91,28 @@ def changed_config(
     return whole
 
 
-def families(dense: PreTrainedConfig, slim: PreTrainedConfig) -> tuple[str, str]:
+@dataclass(frozen=True)
+class Family:
+    """Model types of both models; they differ if the slim one was written as a sibling."""
+
+    dense: str
+    slim: str
+
+    @property
+    def note(self) -> str:
+        """A note about a model that was written as a sibling; empty if it was not."""
+        if self.dense == self.slim:
+            return ""
+        return (
+            f"Written as {self.slim}, which computes the same: a config of {self.dense} does not take this number of "
+            "heads."
+        )
+
+
+def families(dense: PreTrainedConfig, slim: PreTrainedConfig) -> Family:
     """Return the model types, before and after, of the part that was written as a sibling; of the whole if none was."""
     types = [(a.model_type, b.model_type) for a, b in zip(configs_in(dense), configs_in(slim), strict=True)]
-    return next((pair for pair in types if pair[0] != pair[1]), types[0])
-
-
-def family_note(own: str, written: str) -> str:
-    """Return a run's note about a model that was written as a sibling, by `families`; empty if they are the same."""
-    if own == written:
-        return ""
-    return f"Written as {written}, which computes the same: a config of {own} does not take this number of heads."
+    return Family(*next((pair for pair in types if pair[0] != pair[1]), types[0]))
 
 
 def tensor_shapes(model: nn.Module) -> dict[str, Any]:

@@ -21,12 +21,12 @@ from hies_export.cost.latency import TimedCut, TimedOn, latency_table
 from hies_export.errors import RecipeError
 from hies_export.evaluate.interval import FAILURES
 from hies_export.evaluate.metrics import quality_loss
+from hies_export.forms.exports import Exporter, ExportOptions
+from hies_export.forms.form import Form
 from hies_export.measure.counts import count_flops
-from hies_export.measure.exports import Exporter, ExportOptions
 from hies_export.measure.timing import Timing
 from hies_export.pipeline.search import most_by_few_failures, most_within
 from hies_export.recipe import BudgetSection, PruningRecipe
-from hies_export.runtimes.registry import Served
 from hies_export.select.budget import CostTable
 from hies_export.select.bundles import bundle_count
 from hies_export.select.select import select_units
@@ -134,7 +134,7 @@ def test_a_timed_table_is_kept_unless_it_is_noisy(
     timed[-1].control = SimpleNamespace(low=control[0], high=control[1])
     comparisons = iter(timed)
 
-    def compare(dense: Served, slim: Served, batches: Any, **_: Any) -> Any:
+    def compare(dense: Form, slim: Form, batches: Any, **_: Any) -> Any:
         assert (dense.runtime, slim.runtime, [*batches]) == ("torch", "torch", [(2, 12)])
         return {((2, 12), "forward"): next(comparisons)}
 

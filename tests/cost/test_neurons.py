@@ -16,8 +16,8 @@ from hies_export.cost.cut import cut_bundles
 from hies_export.cost.flops import flops_table
 from hies_export.cost.latency import TimedCut, TimedOn, latency_table
 from hies_export.cost.parameters import parameters_table
+from hies_export.forms.exports import Exporter, ExportOptions
 from hies_export.measure.counts import Both, FlopCount, count_flops
-from hies_export.measure.exports import Exporter, ExportOptions
 from hies_export.measure.timing import Timing
 from hies_export.model.copies import share_weights
 from hies_export.outcomes import CostOutcome

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from hies_export.measure import compare, contention
+from hies_export.forms import compare
+from hies_export.forms.form import Form
+from hies_export.measure import contention
 from hies_export.measure.contention import CpuWatch, OtherWork
 from hies_export.measure.counts import FlopCount
 from hies_export.measure.rows import LatencyRow, with_contradictions
 from hies_export.measure.timing import Timing
-from hies_export.runtimes.registry import Served
 
 HEADER = "cpu  9 9 9 9 9 9 9 9 0 0\n"
 # Read before any test: while tests run, the counters lie nowhere.
@@ -147,7 +148,7 @@ def test_a_timing_beside_other_work_says_so(
     flops = {shape: FlopCount(10, 8, shape) for shape in ((1, 128), (8, 128))}
     with caplog.at_level(logging.WARNING):
         rows = compare.time_on(
-            Served("torch", Path("a")), Served("torch", Path("b")), batches={}, flops=flops, timing=Timing()
+            Form("a", "torch", Path("a")), Form("b", "torch", Path("b")), batches={}, flops=flops, timing=Timing()
         )
     assert [row.noisy for row in rows] == [True, False]
     assert rows[0].other_work == OtherWork(used=pytest.approx(0.9), cores=2)

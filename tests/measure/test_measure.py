@@ -16,8 +16,9 @@ from transformers import (
 )
 
 from hies_export.errors import NonFiniteError, RecipeError
+from hies_export.forms.compare import time_on
+from hies_export.forms.form import Form
 from hies_export.measure import counts, machine, timing
-from hies_export.measure.compare import time_on
 from hies_export.measure.counts import FlopCount, count_flops, count_parameters
 from hies_export.measure.latency import compare_latency
 from hies_export.measure.machine import gpu_facts, machine_facts
@@ -28,7 +29,6 @@ from hies_export.model.copies import parameter_bytes
 from hies_export.model.tokens import sequence_length, synthetic_batch
 from hies_export.runtimes import base as runtime
 from hies_export.runtimes.base import RUNTIMES, Runtime
-from hies_export.runtimes.registry import Served
 
 
 def tiny_bert(cls=BertForSequenceClassification):
@@ -333,7 +333,7 @@ def test_models_are_loaded_anew_and_each_is_the_first_in_turn(clock, monkeypatch
     monkeypatch.setitem(RUNTIMES, "loaded", Loaded)
     shapes = {(1, 8): {}, (2, 8): {}}
     flops = {shape: FlopCount(10, 8, shape) for shape in shapes}
-    both = Served("loaded", "dense"), Served("loaded", "slim")
+    both = Form("dense", "loaded", "dense"), Form("slim", "loaded", "slim")
     rows = time_on(*both, batches=shapes, flops=flops, timing=Timing(repeats=30))
     assert loaded == ["dense", "slim", "dense", "slim", "dense", "dense", "dense", "dense", "slim", *loaded[:3]]
     assert [(row.batch, row.loads, row.repeats) for row in rows] == [(1, 4, 32), (2, 4, 32)]

@@ -12,7 +12,7 @@ from support.models import causal_lm, llava, text_batch, vit
 from torch import nn
 
 from hies_export.errors import MissingRuntimeError
-from hies_export.measure.exports import require_exporters
+from hies_export.forms.exports import require_exporters
 from hies_export.model import internals
 from hies_export.onnx.multimodal import is_vision_language
 

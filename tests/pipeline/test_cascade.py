@@ -17,13 +17,12 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from hies_export import load_runtime, prune
 from hies_export.cascade.cascade import Cascade
 from hies_export.errors import RequestError
+from hies_export.forms import deployment as deploying
+from hies_export.forms import judged as judging
+from hies_export.forms.on_rows import time_on_rows
 from hies_export.hub.push import _contents
-from hies_export.measure.on_rows import time_on_rows
-from hies_export.measure.ratios import Ratio
-from hies_export.pipeline import cascade as cascade_module
-from hies_export.pipeline import deploy as deploy_module
 from hies_export.pipeline import fastest, targets
-from hies_export.pipeline.cascade import choose_size
+from hies_export.pipeline.fastest import choose_size
 from hies_export.pipeline.resolve import resolve, rows_in_order
 from hies_export.progress import SILENT
 from hies_export.recipe import PruningRecipe
@@ -124,7 +123,7 @@ def test_the_size_is_chosen_by_the_time_of_the_cascade(tmp_path: Path, monkeypat
         timed.extend([one.ratio.median for one in times] for times in found.values())
         return found
 
-    monkeypatch.setattr(cascade_module, "time_on_rows", remembered)
+    monkeypatch.setattr(judging, "time_on_rows", remembered)
     prepared, options = resolved.prepared, resolved.options
     tried = choose_size(prepared, options, resolved.cascade, resolved.shares, torch.float32, SILENT)
     assert [size.time for size in tried.sizes] == timed[0][1:]
@@ -269,17 +268,17 @@ def test_numbers_and_tokens_are_refused(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.slow
 def test_deploy_tries_cascades(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(targets, "SIZES", 3)
-    monkeypatch.setattr(deploy_module, "WAYS", {"onnxruntime-cpu": ("float32",)})
+    monkeypatch.setattr(deploying, "WAYS", {"onnxruntime-cpu": ("float32",)})
     monkeypatch.setattr(fastest, "FLOPS_TO_TRY", (0.8, 0.6))
 
-    def timed(forms: Any, batches: Any, **_: Any) -> Any:
+    def timed(forms: Any, rows: Any, **_: Any) -> Any:
         """Take the last one for the fastest."""
-        found = time_on_rows(forms, batches)
-        assert [*batches] == [2]
-        ratios = [Ratio(1 - index / 10, 0.0, 1.0) for index in range(len(forms))]
-        return {2: [replace(one, ratio=ratio) for one, ratio in zip(found[2], ratios, strict=True)]}
+        assert [*rows] == [2]
+        found = [time for (time,) in judging.time_forms_on_rows(forms, rows)]
+        ends = {"ratio_low": 0.0, "ratio_high": 1.0}
+        return [[replace(time, ratio=1 - index / 10, **ends)] for index, time in enumerate(found)]
 
-    monkeypatch.setattr(fastest, "time_on_rows", timed)
+    monkeypatch.setattr(fastest, "time_forms_on_rows", timed)
     prune_section = {"modules": ["attention", "mlp"], "criterion": "fisher"}
     recipe = make_project(tmp_path, prune=prune_section, cascade=None, deploy={"keep": 0.6})
     report = PruningRecipe.from_yaml(recipe).run()

@@ -27,17 +27,17 @@ from hies_export import (
 )
 from hies_export.cli.deploy import minutes
 from hies_export.evaluate.interval import confidence_of_each
-from hies_export.pipeline import deploy as deploy_module
-from hies_export.pipeline import serving, targets
-from hies_export.pipeline.answer import Answer
-from hies_export.pipeline.fastest import LOOKS
+from hies_export.forms import deployment
+from hies_export.forms.form import Form
+from hies_export.pipeline import prepare, targets
+from hies_export.pipeline import run as running
+from hies_export.pipeline.fastest import LOOKS, Answer
 from hies_export.pipeline.journal import CutJournal
 from hies_export.pipeline.propose import propose_recipe, with_held_out
 from hies_export.pipeline.resolve import resolve
 from hies_export.pipeline.search import Trial
 from hies_export.recipe import PruningRecipe
 from hies_export.report.report import Report
-from hies_export.runtimes.registry import Served
 from hies_export.units import Units
 
 
@@ -62,7 +62,7 @@ def test_the_form_to_deploy_is_the_fastest_that_keeps_the_promise(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(targets, "SIZES", 3)
-    monkeypatch.setattr(deploy_module, "WAYS", {"onnxruntime-cpu": ("float32",), "onnxruntime-cpu-int8": ("int8",)})
+    monkeypatch.setattr(deployment, "WAYS", {"onnxruntime-cpu": ("float32",), "onnxruntime-cpu-int8": ("int8",)})
     # All heads stay, and yet the models are not the same.
     recipe, out = folder / "recipe.yaml", tmp_path / "out"
     assert hies("deploy", recipe, "--set", "prune.modules=[mlp]", "--keep", "0.25", "-o", out) == 0
@@ -101,7 +101,7 @@ def test_the_form_to_deploy_is_the_fastest_that_keeps_the_promise(
 def test_where_no_cut_keeps_the_promise_the_dense_form_is_the_answer(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(deploy_module, "WAYS", {"onnxruntime-cpu": ("float32",)})
+    monkeypatch.setattr(deployment, "WAYS", {"onnxruntime-cpu": ("float32",)})
     asked = {"keep": 0.5, "minutes": 0, "runtimes": ["onnxruntime-cpu"]}
     fields = ("--set", "prune.budget=null", "--set", f"deploy={json.dumps(asked)}")
     assert hies("run", folder / "recipe.yaml", *fields, "-o", tmp_path / "out") == 0
@@ -121,19 +121,22 @@ def test_where_no_cut_keeps_the_promise_the_dense_form_is_the_answer(
 
 def searched(recipe: PruningRecipe, monkeypatch: pytest.MonkeyPatch, *, keep: float) -> Answer:
     """Return what a search answers, without the run that follows."""
-    monkeypatch.setattr(deploy_module, "run_stages", lambda *_, answer: answer)
+    monkeypatch.setattr(running, "run_stages", lambda *_, answer: answer)
     return cast("Answer", deploy(recipe, keep=keep))
 
 
 def test_a_runtime_that_fails_in_the_search_leaves_the_others(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(served: Served, *_: Any) -> None:
-        raise ExportError(f"ONNX Runtime must run the graph in {served.dtype}, and stopped")
+    def predictor(exporter: Any, runtime: str, bits: str) -> Any:
+        def fail(*_: Any) -> None:
+            raise ExportError(f"ONNX Runtime must run the graph in {bits}, and stopped")
+
+        return fail
 
     monkeypatch.setattr(targets, "SIZES", 6)
-    monkeypatch.setattr(deploy_module, "WAYS", {"onnxruntime-cpu": ("float32",)})
-    monkeypatch.setattr(serving, "predict_served", fail)
+    monkeypatch.setattr(deployment, "WAYS", {"onnxruntime-cpu": ("float32",)})
+    monkeypatch.setattr(prepare, "predictor", predictor)
     answer = searched(recipe_of(folder, tmp_path / "out"), monkeypatch, keep=0.4)
     assert answer.dense.ways[0].search == "ONNX Runtime must run the graph in float32, and stopped"
     assert (answer.choice.plan.removed, answer.ways) == (0, [("onnxruntime-cpu", "float32")])
@@ -146,7 +149,7 @@ def test_an_interrupted_search_judges_no_cut_twice(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(targets, "SIZES", 6)
-    monkeypatch.setattr(deploy_module, "WAYS", {"onnxruntime-cpu": ("float32",)})
+    monkeypatch.setattr(deployment, "WAYS", {"onnxruntime-cpu": ("float32",)})
     judged: list[tuple[float, ...]] = []
     judge = Trial.judge
 
@@ -216,8 +219,8 @@ def test_a_runtime_that_fails_is_left_out_by_its_reason(
     def fail(*_: Any) -> None:
         raise ExportError("ONNX Runtime must run the graph, and stopped")
 
-    monkeypatch.setattr(deploy_module, "WAYS", {"onnxruntime-cpu": ("float32",)})
-    monkeypatch.setattr(deploy_module, "predict_served", fail)
+    monkeypatch.setattr(deployment, "WAYS", {"onnxruntime-cpu": ("float32",)})
+    monkeypatch.setattr(Form, "predict", fail)
     with pytest.raises(PlanError, match="no runtime here serves the dense model: ONNX Runtime must run the graph"):
         deploy(recipe_of(folder, tmp_path / "out"), keep=0.4)
     assert "onnxruntime-cpu in float32 is left out: ONNX Runtime must run the graph, and stopped" in caplog.text

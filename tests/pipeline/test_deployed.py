@@ -14,15 +14,15 @@ from support.runs import hies
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hies_export.errors import RequestError
+from hies_export.forms.compare import compare_forms
+from hies_export.forms.form import Form
 from hies_export.hub.push import _contents
-from hies_export.measure.compare import compare_forms
 from hies_export.measure.timing import Timing
 from hies_export.pipeline.run import run
 from hies_export.recipe import PruningRecipe
 from hies_export.report.report import Report
 from hies_export.runtimes import base
 from hies_export.runtimes.base import Runtime
-from hies_export.runtimes.registry import Served
 
 ROWS = 24
 # Wide enough for layers that are worth 8 bits.
@@ -194,7 +194,7 @@ def test_forms_on_several_runtimes_are_compared_with_the_first(monkeypatch: pyte
 
     for name, runtime in (("one", Fixed), ("two", Other)):
         monkeypatch.setitem(base.RUNTIMES, name, runtime)
-    forms = [Served("one", 8.0), Served("one", 4.0), Served("two", 2.0), Served("two", 1.0)]
+    forms = [Form("", name, source) for name, source in (("one", 8.0), ("one", 4.0), ("two", 2.0), ("two", 1.0))]
     found = compare_forms(forms, {(1, 8): {}}, timing=Timing(repeats=8))
     ((step, comparisons),) = found.items()
     assert step == ((1, 8), "forward")

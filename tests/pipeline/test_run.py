@@ -26,7 +26,7 @@ import hies_export
 from hies_export.errors import RequestError
 from hies_export.evaluate.judge import stability
 from hies_export.evaluate.predict import predict
-from hies_export.measure.exports import ExportOptions
+from hies_export.forms.exports import ExportOptions
 from hies_export.pipeline import bench as benching
 from hies_export.pipeline.bench import bench
 from hies_export.pipeline.resolve import resolve

@@ -11,12 +11,11 @@ from support.reports import TRIED as TRIED_ROW
 
 from hies_export.measure.counts import LayerFlops
 from hies_export.report.card import render_card
-from hies_export.report.details import NeuronCount
 from hies_export.report.drawing import Bar, neuron_bars
 from hies_export.report.figures import draw_report
 from hies_export.report.html import render_html
 from hies_export.report.jinja import render_markdown
-from hies_export.report.maps import BAR_WIDTH, CUT, KEPT, bar, head_map, neuron_counts, plan_maps
+from hies_export.report.maps import BAR_WIDTH, CUT, KEPT, NeuronCount, bar, head_map, neuron_counts, plan_maps
 from hies_export.report.report import Report, UnitCounts, plan_counts
 from hies_export.report.rows import comparison_table, layer_table, tried_table
 from hies_export.report.text import method_text, removed_text, title

@@ -24,7 +24,7 @@ from hies_export.prunable.find import find_modules
 from hies_export.slim.check import compare_cut, first_output
 from hies_export.slim.config import is_slim
 from hies_export.slim.cut import prune_units
-from hies_export.slim.siblings import SIBLINGS, as_sibling, families, tensor_shapes
+from hies_export.slim.siblings import SIBLINGS, Family, as_sibling, families, tensor_shapes
 from hies_export.values import PruningPlan
 
 TASKS = ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "Model")
@@ -154,8 +154,8 @@ def test_the_language_model_of_a_llava_is_written_as_a_sibling(tmp_path: Path) -
     text = slim.config.text_config
     assert (type(slim), is_slim(slim)) == (transformers.LlavaForConditionalGeneration, False)
     assert (text.model_type, text.num_attention_heads, text.sliding_window) == ("mistral", 6, None)
-    assert families(dense.config, slim.config) == ("llama", "mistral")
-    assert families(dense.config, dense.config) == ("llava", "llava")
+    assert families(dense.config, slim.config) == Family("llama", "mistral")
+    assert families(dense.config, dense.config) == Family("llava", "llava")
     save_slim(slim, tmp_path / "slim", plan=plan, batch=batch)
     loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "slim")
     assert_near(first_output(loaded, batch), first_output(slim, batch))

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from ...cost.cut import cut_bundles
 from ...errors import RequestError
-from ...measure.compare import compare_two
-from ...measure.exports import require_exporters
-from ...measure.forms import Forms
+from ...forms.compare import compare_two
+from ...forms.exports import require_exporters
+from ...forms.form import Form, Forms
 from ...measure.shapes import model_shapes
 from ...measure.timing import Timing
 from ...model.tokens import longest_sequence, synthetic_batch
 from ...progress import Progress
-from ...runtimes.registry import RUNTIMES, Served, check_runtime, check_task
+from ...runtimes.registry import RUNTIMES, check_runtime, check_task
 from ...tasks import Task
 from .journal import Journal
 from .shared import Shared
@@ -85,7 +85,7 @@ class Stopwatch:
             forms = Forms({"dense": base.model}, base.exporter, Path(temporary))
             for number, (key, one) in enumerate(self._progress.track(list(waiting.items()), name)):
                 forms.add(str(number), cut_bundles(base.model, base.modules, one, unit=unit))
-                both = (forms.served(name, self._request.runtime) for name in ("dense", str(number)))
+                both = (forms.form(name, self._request.runtime) for name in ("dense", str(number)))
                 self._journal.add(key, self._compare(*both), kind="latency")
 
     def fields(self, lost: Mapping[str, int] | None) -> dict[str, Any]:
@@ -93,7 +93,7 @@ class Stopwatch:
         empty = dict.fromkeys(("latency_ratio", "latency_low", "latency_high", "latency_noisy"))
         return empty if lost is None else self._journal.latency.get(self.key(lost), empty)
 
-    def _compare(self, dense: Served, slim: Served) -> dict[str, Any]:
+    def _compare(self, dense: Form, slim: Form) -> dict[str, Any]:
         batches: dict[Any, Mapping[str, Tensor]] = {self._shape: self._batch}
         timing = Timing(repeats=self._request.repeats)
         (found,) = compare_two(dense, slim, batches, timing=timing, decode=False).values()

@@ -32,7 +32,7 @@ from hies_export.lab.sweep.tables import render_latex, render_markdown, sweep_ta
 from hies_export.measure.counts import count_flops
 from hies_export.pipeline.choose import choose
 from hies_export.pipeline.resolve import resolve
-from hies_export.pipeline.stages import evaluate_run
+from hies_export.pipeline.run import evaluate_run
 from hies_export.progress import Silent
 from hies_export.recipe import PruningRecipe
 from hies_export.select.constraints import Constraints

@@ -1,4 +1,4 @@
-"""Time two models on a runtime, or several on several, interleaved and over several loads."""
+"""Time forms beside each other, interleaved and over several loads."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from ..measure.contention import CpuWatch
+from ..measure.counts import FlopCount, Shape
+from ..measure.latency import LatencyComparison, compare_rounds
+from ..measure.rows import LatencyRow, with_contradictions
+from ..measure.timing import Phase, Rounds, Timing, rotated, time_rounds
 from ..progress import SILENT, Progress
 from ..runtimes.base import RUNTIMES, Runtime
-from ..runtimes.registry import Served
-from .contention import CpuWatch
-from .counts import FlopCount, Shape
-from .latency import LatencyComparison, compare_rounds
-from .rows import LatencyRow, with_contradictions
-from .timing import Phase, Rounds, Timing, rotated, time_rounds
+from .form import Form
 
 logger = logging.getLogger(__name__)
 
@@ -24,8 +24,8 @@ Step = tuple[Shape, Phase]
 
 
 def time_on(
-    dense: Served,
-    slim: Served,
+    dense: Form,
+    slim: Form,
     *,
     batches: Mapping[Shape, Mapping[str, Tensor]],
     flops: Mapping[Shape, FlopCount],
@@ -54,8 +54,8 @@ def time_on(
 
 
 def compare_two(
-    dense: Served,
-    slim: Served,
+    dense: Form,
+    slim: Form,
     batches: Mapping[Shape, Mapping[str, Tensor]],
     *,
     timing: Timing,
@@ -68,7 +68,7 @@ def compare_two(
 
 
 def compare_forms(
-    forms: Sequence[Served],
+    forms: Sequence[Form],
     batches: Mapping[Shape, Mapping[str, Tensor]],
     *,
     timing: Timing,

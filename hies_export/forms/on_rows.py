@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
+from ..data.batches import Batch
+from ..measure.latency import RowsTime
+from ..measure.ratios import BOOTSTRAP_SAMPLES, Ratio
+from ..measure.timing import collecting_paused, rotated
 from ..progress import SILENT, Progress
 from ..runtimes.base import RUNTIMES, Runtime
-from ..runtimes.registry import Served
-from .ratios import BOOTSTRAP_SAMPLES, Ratio, is_noisy
-from .timing import collecting_paused, rotated
+from .form import Form
 
 # How many rows are timed in each size of batch.
 ROWS = 512
@@ -22,31 +24,8 @@ LEAST = 48
 WARMUP = 3
 
 
-@dataclass(frozen=True, kw_only=True)
-class RowsTime:
-    """The mean time of a batch in ms, and its ratio to the first model's; the first model has its control's.
-
-    `tokens` is about how many tokens a row has, padding included; 1 for images.
-    """
-
-    ms: float
-    ratio: Ratio
-    control: Ratio
-    tokens: int
-    batches: int
-    loads: int
-    threads: int
-    provider: str
-    dtype: str
-
-    @property
-    def noisy(self) -> bool:
-        """Whether the control shows too much noise for the ratio to be trusted."""
-        return is_noisy(self.control.low, self.control.high)
-
-
 def time_on_rows(
-    forms: Sequence[Served], batches: Mapping[int, Sequence[Mapping[str, Any]]], *, progress: Progress = SILENT
+    forms: Sequence[Form], batches: Mapping[int, Sequence[Mapping[str, Any]]], *, progress: Progress = SILENT
 ) -> dict[int, list[RowsTime]]:
     """Time models on the same batches, interleaved; return the times of each model by the size of the batches.
 
@@ -79,6 +58,17 @@ def time_on_rows(
                     times[index] = runners[index].time_ns(runners[index].prepare(batch))
                 found[size].append(times)
     return {size: _compared(np.array(found[size]) / 1e6, batches[size], runners, loads) for size in batches}
+
+
+def mixed(batches: Sequence[Batch], size: int) -> list[Batch]:
+    """Return `ROWS` rows at most in batches of a size, cut out of larger ones, in an order that is not by length."""
+    parts = [
+        {name: value[start : start + size] for name, value in batch.items()}
+        for batch in batches
+        for start in range(0, len(next(iter(batch.values()))), size)
+    ]
+    order = torch.randperm(len(parts), generator=torch.Generator().manual_seed(0))
+    return [parts[place] for place in order.tolist()][: ROWS // size]
 
 
 def _compared(

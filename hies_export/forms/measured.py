@@ -1,4 +1,4 @@
-"""Export, count and time the two models of a run."""
+"""Count both models of a run, and time them on every runtime."""
 
 from __future__ import annotations
 
@@ -7,23 +7,42 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ..cascade.export import CascadeOptions
 from ..gguf.export import GgufExport
 from ..measure import counts
-from ..measure.compare import time_on
-from ..measure.counts import Both, FlopCount, Shape, StoredBytes
-from ..measure.forms import Forms
+from ..measure.counts import Both, FlopCount, FlopsByLayer, Shape, StoredBytes
 from ..measure.rows import LatencyRow
 from ..measure.timing import Timing
-from ..report.details import FlopsByLayer
+from ..onnx.quantize import Quantize
 from ..units import PrunableModule
+from .compare import time_on
+from .form import Forms
+
+# The form that forms of a quantised model are compared with, and the runtime for each number of bits.
+_FULL = ("onnxruntime-cpu", "float32")
+_QUANTIZED = {"int8": "onnxruntime-cpu-int8", "int4": "onnxruntime-cpu"}
 
 
 @dataclass(frozen=True)
 class MeasureOptions:
-    """Which runtimes to time on, each with a dtype (None: as the models are), and how often."""
+    """Which runtimes to time on, each with bits (None: as the models are), and how often."""
 
     ways: tuple[tuple[str, str | None], ...]
     timing: Timing
+
+    def ways_to_judge(self, quantize: Quantize | None, cascade: CascadeOptions | None) -> list[tuple[str, str]]:
+        """Return the runtimes and bits to judge both models in: those measured, those exported, and float32.
+
+        Empty if all are float32, unless a cascade is compared with them.
+        """
+        ways = [(name, bits) for name, bits in self.ways if bits is not None]
+        if quantize is not None:
+            fewer = [way for way in ways if way[1] != "float32"]
+            ways = [_FULL, (_QUANTIZED[quantize], quantize), *fewer]
+        if cascade is not None:
+            own = [] if cascade.quantize else [(cascade.runtime, cascade.bits)]
+            return list(dict.fromkeys([_FULL, *ways, *own]))
+        return [] if all(bits == "float32" for _, bits in ways) else ways
 
 
 @dataclass(frozen=True)
@@ -61,12 +80,17 @@ def measure_both(
     dense_layers, slim_layers = (counts.flops_per_layer(m, batches[shape], modules) for m in (dense, slim))
     cache = [counts.cache_bytes_per_token(model) for model in (dense, slim)]
     latency = []
-    # All exports come first, because one may fail.
-    served = [[forms.served(name, *way) for name in ("dense", "slim")] for way in options.ways]
-    for both in served:
-        runtime, dtype = both[0].runtime, both[0].dtype
-        progress.stage(f"time both models on {runtime}" + ("" if dtype is None else f" in {dtype}"))
-        latency += time_on(*both, batches=batches, flops=flops, timing=options.timing, progress=progress)
+    # All exports come first, because one may fail; copies in other bits are made for one runtime at a time.
+    forms.export_for(("dense", "slim"), options.ways)
+    for runtime, bits in options.ways:
+        progress.stage(f"time both models on {runtime}" + ("" if bits is None else f" in {bits}"))
+        latency += time_on(
+            *(forms.form(name, runtime, bits) for name in ("dense", "slim")),
+            batches=batches,
+            flops=flops,
+            timing=options.timing,
+            progress=progress,
+        )
     of_gguf = isinstance(exported, GgufExport)
     return Measurements(
         parameters=Both(counts.count_parameters(dense), counts.count_parameters(slim)),

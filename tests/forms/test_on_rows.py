@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from hies_export.measure import on_rows
-from hies_export.measure.on_rows import time_on_rows
-from hies_export.runtimes import registry
+from hies_export.forms import form, on_rows
+from hies_export.forms.form import Form
+from hies_export.forms.on_rows import time_on_rows
 from hies_export.runtimes.base import Runtime
-from hies_export.runtimes.registry import Served
 
 
 class Compiling(Runtime):
@@ -38,10 +37,10 @@ class Compiling(Runtime):
 @pytest.mark.parametrize("batches", [7, 100])
 def test_the_first_run_of_a_shape_is_not_timed(monkeypatch: pytest.MonkeyPatch, batches: int) -> None:
     made = {"plain": (2.0, 0.0), "compiling": (1.0, 500.0)}
-    monkeypatch.setattr(registry, "load_runtime", lambda name, source, **_: Compiling(*made[source]))
+    monkeypatch.setattr(form, "load_runtime", lambda name, source, **_: Compiling(*made[source]))
     lengths = torch.randint(5, 60, (batches,), generator=torch.Generator().manual_seed(0)).tolist()
     rows = {size: [{"input_ids": torch.zeros(size, length)} for length in lengths] for size in (1, 8)}
-    forms = [Served("openvino", name) for name in made]
+    forms = [Form(name, "openvino", name) for name in made]
     for size, (plain, compiling) in time_on_rows(forms, rows).items():
         assert plain.ratio.median == 1
         assert compiling.ratio.median == pytest.approx(0.5)

@@ -1,0 +1,14 @@
+"""Hold what runs: a form is a model (dense, slim, or both in a cascade) on a runtime, in bits.
+
+The input is models in memory and the runtimes to run them on; the output is their predictions, judged, and their times,
+taken beside each other.
+
+In the order of reading:
+
+- `exports.py`: `Exporter`, which exports a model to a format, and the options of an export.
+- `form.py`: `Form`, and `Forms`, which makes them: every model is exported once for what a runtime reads.
+- `compare.py`: time forms interleaved, loaded as often as a runtime needs; `on_rows.py`: on the rows of a data set.
+- `judged.py`: `judge_forms` and `time_forms`, whose results are the `forms` of report.json.
+- `deployment.py`: the dense model in all forms, and the fastest form that keeps a promise.
+- `measured.py`: count both models of a run, and time them; `files.py`: the files of a run.
+"""

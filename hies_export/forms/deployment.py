@@ -1,0 +1,136 @@
+"""Try the dense model in all forms, and name the fastest form that keeps a promise."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import HiesError, MissingRuntimeError, PlanError, RecipeError
+from ..evaluate.judge import Judge
+from ..measure.counts import Shape, Share
+from ..onnx.quantize import check_quantizable
+from ..runtimes.base import RUNTIMES
+from ..runtimes.registry import check_runtime
+from ..tasks import Task
+from .form import Form, Forms
+from .judged import JudgedForm, deciding_step, ratios, relative_times, time_forms
+
+logger = logging.getLogger(__name__)
+
+# The bits that are tried on each installed runtime.
+WAYS = {
+    "onnxruntime-cpu": ("float32",),
+    "onnxruntime-cpu-int8": ("int8",),
+    "openvino": ("float32", "bfloat16"),
+    "onnxruntime-cuda": ("float32", "float16"),
+    "onnxruntime-tensorrt": ("float16",),
+    "llamacpp": ("q8_0", "q4_0"),
+}
+
+
+@dataclass(frozen=True)
+class DeployWay:
+    """A runtime and bits that were tried, and the result.
+
+    Attributes:
+        kept, at_least: Share of the dense model's predictions on the held-out rows that stay in these bits, and the
+            lower end of its 95 % interval.
+        dense_ratio: Time of the dense model, relative to the first way's.
+        flops: Share of the FLOPs left by the largest cut that keeps the promise; None if no cut was searched for.
+        judged: The cuts that were tried, see `LargestCut`.
+        problem: Why the runtime does not serve the model.
+        search: Why no cut was found.
+    """
+
+    runtime: str
+    bits: str
+    kept: float | None = None
+    at_least: float | None = None
+    dense_ratio: float | None = None
+    flops: float | None = None
+    judged: tuple[Mapping[str, Any], ...] = ()
+    problem: str | None = None
+    search: str | None = None
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """Which form to deploy: the fastest that keeps a share of `promise` on held-out rows, by its lower end.
+
+    `form` is its index among the forms, None if none keeps the promise; `step` is the index of the compared times, the
+    first that are not noisy; `seconds` is the time of the search; `file` is the form's file in the run's folder.
+    """
+
+    promise: Share
+    form: int | None
+    step: int
+    ways: list[DeployWay]
+    seconds: float
+    file: str | None = None
+
+
+@dataclass(frozen=True)
+class DenseForms:
+    """The dense model in all forms: their results, the judge on the held-out rows, and the forms themselves."""
+
+    ways: list[DeployWay]
+    judge: Judge
+    forms: Forms
+
+
+def find_ways(task: Task, runtimes: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the runtimes that are installed, or those asked for, each with the bits to try."""
+    if unknown := [name for name in runtimes if name in RUNTIMES and name not in WAYS]:
+        raise RecipeError([f"runtimes to deploy on must be among {', '.join(WAYS)}, got {', '.join(unknown)}"])
+    found = []
+    for name in runtimes or WAYS:
+        try:
+            check_runtime(name, task=task.name)
+        except (MissingRuntimeError, RecipeError):
+            if runtimes:
+                raise
+            continue
+        found += [(name, bits) for bits in WAYS[name]]
+    return found
+
+
+def try_dense(
+    forms: Forms, judge: Judge, ways: Sequence[tuple[str, str]], batches: Mapping[Shape, Mapping[str, Tensor]]
+) -> DenseForms:
+    """Judge the dense model in every form on the held-out rows, and time it; a form that fails keeps its reason."""
+    tried: list[DeployWay] = []
+    able: list[Form] = []
+    for runtime, bits in ways:
+        forms.progress.stage(f"try the dense model on {runtime} in {bits}")
+        try:
+            if bits == "int8":
+                check_quantizable(forms.model("dense"), "int8")
+            form = forms.form("dense", runtime, bits)
+            kept, low = judge.kept(form.predict(judge.batches))
+        except HiesError as error:
+            logger.warning("%s in %s is left out: %s", runtime, bits, error)
+            tried.append(DeployWay(runtime, bits, problem=str(error)))
+            continue
+        able.append(form)
+        tried.append(DeployWay(runtime, bits, kept=kept, at_least=low))
+    if not able:
+        reasons = "; ".join(str(way.problem) for way in tried)
+        raise PlanError(f"no runtime here serves the dense model: {reasons or 'none is installed, see the extra cpu'}")
+    times = [1.0]
+    if len(able) > 1:
+        forms.progress.stage("time all forms of the dense model")
+        times = ratios(time_forms(able, batches, progress=forms.progress))
+    left = iter(times)
+    return DenseForms([way if way.problem else replace(way, dense_ratio=next(left)) for way in tried], judge, forms)
+
+
+def fastest_kept(forms: Sequence[JudgedForm], promise: float) -> tuple[int | None, int]:
+    """Return which form is the fastest of those that keep a promise, None if none does, and the step that decides."""
+    step = deciding_step(forms) or 0
+    times = relative_times(forms, step)
+    kept = [n for n, form in enumerate(forms) if form.at_least is not None and form.at_least >= promise]
+    return min(kept, key=lambda number: times[number], default=None), step

@@ -1,0 +1,151 @@
+"""A form, which is a model on a runtime in bits, and the models of a run, of which each is exported once."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from .. import processes
+from ..cascade.export import CascadeExport, CascadeOptions
+from ..data.batches import Batch
+from ..errors import HiesError
+from ..evaluate.predict import Predictions, predict_by
+from ..model.copies import convert
+from ..onnx.export import OnnxExport
+from ..progress import SILENT, Progress
+from ..runtimes.base import RUNTIMES, Runtime
+from ..runtimes.registry import load_runtime
+from .exports import Exported, Exporter, ExportOptions
+
+# Predicts batches with a model.
+Predictor = Callable[[PreTrainedModel, Sequence[Batch]], Predictions]
+
+
+@dataclass(frozen=True)
+class Form:
+    """A model as a runtime runs it.
+
+    Attributes:
+        model: Name of the model: in a run "dense", "slim" or "cascade".
+        runtime: Name of the runtime.
+        source: What the runtime loads: a model in memory, or the file or folder of its export.
+        bits: What its linear layers are computed in, such as "float32" or "int8"; None leaves that to the source.
+        bytes: Size of the exported file; None for a model in memory.
+    """
+
+    model: str
+    runtime: str
+    source: PreTrainedModel | Path
+    bits: str | None = None
+    bytes: int | None = None
+
+    @classmethod
+    def of_cascade(cls, exported: CascadeExport, options: CascadeOptions) -> Form:
+        """Return a cascade on the runtime that it was made for."""
+        return cls("cascade", options.runtime, exported.folder, options.bits, exported.bytes)
+
+    def load(self) -> Runtime:
+        """Load the model into the runtime."""
+        return load_runtime(self.runtime, self.source, dtype=self.bits)
+
+    def predict(self, batches: Sequence[Batch]) -> Predictions:
+        """Predict batches on the runtime, in this process alone."""
+        return predict_by(self.load().logits, batches)
+
+
+class Forms:
+    """Models by name, and their exports: every model is exported once for each format, dtype and number of bits.
+
+    Attributes:
+        exporter: Makes the exports; its options are those of a run.
+        folder: Where exports are written, each in a folder of its own; the caller deletes it.
+    """
+
+    def __init__(
+        self, models: Mapping[str, PreTrainedModel], exporter: Exporter, folder: Path, progress: Progress = SILENT
+    ):
+        self.exporter, self.folder, self.progress = exporter, folder, progress
+        self._models = dict(models)
+        # An export that failed is not tried again: what it raised is raised again.
+        self._exports: dict[tuple[str, ExportOptions], Exported | HiesError] = {}
+
+    def add(self, name: str, model: PreTrainedModel, exports: Mapping[ExportOptions, Exported] | None = None) -> None:
+        """Add a model, with the exports that there are of it already."""
+        self._models[name] = model
+        self._exports.update({(name, options): exported for options, exported in (exports or {}).items()})
+
+    def model(self, name: str) -> PreTrainedModel:
+        """Return a model by its name."""
+        return self._models[name]
+
+    def exports_of(self, name: str) -> dict[ExportOptions, Exported]:
+        """Return the exports that were made of a model, by their options."""
+        return {
+            options: exported
+            for (made, options), exported in self._exports.items()
+            if made == name and not isinstance(exported, HiesError)
+        }
+
+    def read_by(self, runtime: str, bits: str | None = None) -> ExportOptions:
+        """Return the options of the export that a runtime reads to compute in some bits, by default the export's own.
+
+        The bits of the run's own quantised export are served by that export.
+        """
+        options = self.exporter.options
+        return options if bits is not None and bits == options.quantize else options.unquantized.read_by(runtime, bits)
+
+    def export(self, name: str, options: ExportOptions) -> Exported:
+        """Return the export of a model; a quantised one is made from the plain one, if there is one."""
+        key = name, options
+        if key not in self._exports:
+            self.progress.stage(f"export the {name} model")
+            try:
+                self._exports[key] = self._exported(name, options)
+            except HiesError as error:
+                self._exports[key] = error
+        found = self._exports[key]
+        if isinstance(found, HiesError):
+            raise found
+        return found
+
+    def _exported(self, name: str, options: ExportOptions) -> Exported:
+        place = self.folder / f"{Path(name).name}-{sum(made == name for made, _ in self._exports)}"
+        plain = self._exports.get((name, options.unquantized))
+        if options.quantize and isinstance(plain, OnnxExport):
+            return self.exporter.quantize(plain, place)
+        return self.exporter.export(self._models[name], place, options)
+
+    def plain_onnx(self, name: str) -> OnnxExport:
+        """Return the ONNX export of a model that is not quantised, by the options of the exporter."""
+        exported = self.export(name, self.exporter.options.unquantized)
+        assert isinstance(exported, OnnxExport)
+        return exported
+
+    def export_for(self, names: Sequence[str], ways: Iterable[tuple[str, str | None]]) -> None:
+        """Export models for all runtimes that read exports, each with bits, before anything else: one may fail."""
+        for runtime, bits in ways:
+            for name in () if RUNTIMES[runtime].reads_models else names:
+                self.export(name, self.read_by(runtime, bits))
+
+    def form(self, name: str, runtime: str, bits: str | None = None, options: ExportOptions | None = None) -> Form:
+        """Return a model on a runtime: itself, copied in these bits, or its export, by default that of `read_by`."""
+        if RUNTIMES[runtime].reads_models:
+            dtype = None if bits is None else getattr(torch, bits)
+            return Form(name, runtime, convert(self._models[name], dtype=dtype), bits)
+        exported = self.export(name, options or self.read_by(runtime, bits))
+        return Form(name, runtime, exported.folder, bits, exported.bytes)
+
+
+def predictor(exporter: Exporter, runtime: str, bits: str | None) -> Predictor:
+    """Return what predicts batches as a runtime will: it exports each model for that."""
+
+    def served(model: PreTrainedModel, batches: Sequence[Batch]) -> Predictions:
+        with tempfile.TemporaryDirectory(prefix="hies-served-") as folder:
+            return Forms({"model": model}, exporter, Path(folder)).form("model", runtime, bits).predict(batches)
+
+    return lambda model, batches: processes.on_main(lambda: served(model, batches))

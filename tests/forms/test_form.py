@@ -1,0 +1,85 @@
+"""Forms: what is exported once, what is copied when, and what is timed beside what."""
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.models import bert, text_batch
+
+from hies_export.errors import ExportError
+from hies_export.forms import compare, measured
+from hies_export.forms.exports import Exporter, ExportOptions
+from hies_export.forms.form import Form, Forms
+from hies_export.forms.measured import MeasureOptions, measure_both
+from hies_export.measure.counts import Both
+from hies_export.measure.timing import Timing
+
+
+class Recording(Exporter):
+    """Write nothing, and remember what was asked for; a dtype in `failing` fails."""
+
+    def __init__(self, failing: str = ""):
+        super().__init__(ExportOptions(), text_batch(2, 6))
+        object.__setattr__(self, "made", [])
+        object.__setattr__(self, "failing", failing)
+
+    def export(self, model: Any, folder: Path, options: ExportOptions | None = None) -> Any:
+        assert options is not None
+        self.made.append((folder.name, options.dtype))  # type: ignore[attr-defined]
+        if options.dtype == self.failing:  # type: ignore[attr-defined]
+            raise ExportError(f"no graph in {options.dtype}")
+
+        class Exported:
+            bytes = 7
+
+        Exported.folder = folder  # type: ignore[attr-defined]
+        return Exported()
+
+
+def test_a_model_is_exported_once_for_all_runtimes_that_read_the_same(tmp_path: Path) -> None:
+    exporter = Recording()
+    forms = Forms({"dense": bert()}, exporter, tmp_path)
+    one, two = forms.form("dense", "onnxruntime-cpu", "float32"), forms.form("dense", "openvino", "bfloat16")
+    assert one == Form("dense", "onnxruntime-cpu", tmp_path / "dense-0", "float32", 7)
+    assert (two.source, two.bits) == (one.source, "bfloat16")
+    assert exporter.made == [("dense-0", "float32")]  # type: ignore[attr-defined]
+
+
+def test_an_export_that_failed_is_not_tried_again(tmp_path: Path) -> None:
+    exporter = Recording(failing="float32")
+    forms = Forms({"dense": bert()}, exporter, tmp_path)
+    for runtime in ("onnxruntime-cpu", "openvino", "onnxruntime-cpu"):
+        with pytest.raises(ExportError, match="no graph in float32"):
+            forms.form("dense", runtime, "float32")
+    assert len(exporter.made) == 1  # type: ignore[attr-defined]
+    assert forms.exports_of("dense") == {}
+    assert forms.form("dense", "onnxruntime-cuda", "float16").bytes == 7
+    assert len(forms.exports_of("dense")) == 1
+
+
+def test_exports_come_before_copies_and_copies_live_for_one_runtime(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exporter, batch = Recording(), text_batch(2, 6, labels=False)
+    copies: list[weakref.ref[Any]] = []
+
+    def timed(dense: Form, slim: Form, **_: Any) -> list[Any]:
+        assert [name for name, _ in exporter.made] == ["slim-0", "dense-0"]  # type: ignore[attr-defined]
+        # Those of the runtime before are gone.
+        gc.collect()
+        assert [copy() for copy in copies] == [None] * len(copies)
+        if dense.runtime == "torch":
+            assert isinstance(dense.source, torch.nn.Module)
+            assert dense.source.dtype == getattr(torch, str(dense.bits))
+            copies.extend(weakref.ref(form.source) for form in (dense, slim))
+        return []
+
+    monkeypatch.setattr(measured, "time_on", timed)
+    assert measured.time_on is not compare.time_on
+    ways = (("torch", "bfloat16"), ("torch", "float16"), ("onnxruntime-cpu", "float32"))
+    forms = Forms({"dense": bert(), "slim": bert()}, exporter, tmp_path)
+    measure_both(forms, MeasureOptions(ways, Timing()), modules=(), batches={(2, 6): batch}, stored=Both(1, 1))
+    assert len(copies) == 4
