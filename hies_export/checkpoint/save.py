@@ -39,6 +39,7 @@ def save_slim(
     dense: Path | None = None,
     dtype: torch.dtype | None = None,
     refitted: Mapping[str, Tensor] | None = None,
+    card: str | None = None,
     overwrite: bool = False,
 ) -> float:
     """Save a slim model, load it again through every class that users may load it by, and compare.
@@ -56,6 +57,7 @@ def save_slim(
             keeps in float32 stay in float32.
         refitted: Parameters that compensation changed, to write as `refit.safetensors` beside the plan; their digest
             should be the plan's.
+        card: Text to write as README.md.
         overwrite: Replace an existing folder.
 
     Returns:
@@ -70,36 +72,21 @@ def save_slim(
         >>> save_slim(slim, folder / "slim", plan=plan, batch=batches[0])
         0.0
     """
-    with new_folder(folder, overwrite=overwrite) as temporary:
-        return write_slim(
-            model, temporary, plan=plan, batch=batch, processor=processor, dense=dense, dtype=dtype, refitted=refitted
-        )
-
-
-def write_slim(
-    model: PreTrainedModel,
-    folder: Path,
-    *,
-    plan: PruningPlan,
-    batch: Mapping[str, Tensor],
-    processor: Any = None,
-    dense: Path | None = None,
-    dtype: torch.dtype | None = None,
-    refitted: Mapping[str, Tensor] | None = None,
-) -> float:
-    """Write a slim model into a folder that exists, and check it, as `save_slim` does."""
-    if dtype is not None and dtype != model.dtype:
-        model = convert(model, dtype=dtypes_in(model, dtype))
-    model.save_pretrained(folder)
-    if processor is not None:
-        processor.save_pretrained(folder)
-    if dense is not None:
-        copy_companions(dense, folder, COMPANIONS if processor is None else LICENCES)
-    complete_settings(model, folder)
-    (folder / "hies_plan.json").write_text(plan.to_json(), encoding="utf-8")
-    if refitted is not None:
-        save_file(dict(refitted), folder / REFIT)
-    return check_reload(model, folder, batch)
+    with new_folder(folder, overwrite=overwrite) as written:
+        if dtype is not None and dtype != model.dtype:
+            model = convert(model, dtype=dtypes_in(model, dtype))
+        model.save_pretrained(written)
+        if processor is not None:
+            processor.save_pretrained(written)
+        if dense is not None:
+            copy_companions(dense, written, COMPANIONS if processor is None else LICENCES)
+        complete_settings(model, written)
+        (written / "hies_plan.json").write_text(plan.to_json(), encoding="utf-8")
+        if refitted is not None:
+            save_file(dict(refitted), written / REFIT)
+        if card is not None:
+            (written / "README.md").write_text(card, encoding="utf-8")
+        return check_reload(model, written, batch)
 
 
 def check_reload(model: PreTrainedModel, folder: str | Path, batch: Mapping[str, Tensor]) -> float:

@@ -258,19 +258,18 @@ def select_attention(config: PreTrainedConfig, like: PreTrainedConfig) -> None:
     config._attn_implementation = like._attn_implementation
 
 
+def configs_in(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    """Return a config and all its sub-configs."""
+    children = [getattr(config, key, None) for key in config.sub_configs]
+    return [config, *(c for child in children if child is not None for c in configs_in(child))]
+
+
 @contextmanager
 def attention_restored(model: PreTrainedModel) -> Iterator[None]:
     """Give every part of a model back, after the block, the attention function it had before."""
     # set_attn_implementation cannot restore None, nor submodels that differ, so every config's own is kept.
-    configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
-    queue = list(configs.values())
-    while queue:
-        config = queue.pop()
-        for key in config.sub_configs:
-            child = getattr(config, key, None)
-            if child is not None and id(child) not in configs:
-                configs[id(child)] = child
-                queue.append(child)
+    parts = [part.config for part in model.modules() if isinstance(part, PreTrainedModel)]
+    configs = {id(config): config for part in parts for config in configs_in(part)}
     before = [(config, config._attn_implementation_internal) for config in configs.values()]
     try:
         yield

@@ -217,6 +217,8 @@ def _trace(
 def _float32_copy(model: PreTrainedModel) -> PreTrainedModel:
     """Copy the model as the reference of the comparison: float32, CPU, evaluation mode, torch's own attention."""
     copied = convert(model, dtype=torch.float32, device="cpu").eval()
+    # One function for all parts: transformers refuses "sdpa" if one of them lacks it, and "eager" computes the same.
+    # For a GPU, the traced copy keeps it.
     copied.set_attn_implementation("sdpa" if fused_attention_fits(model) else "eager")
     return copied
 

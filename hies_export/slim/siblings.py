@@ -15,7 +15,7 @@ import transformers
 from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
-from ..model.internals import empty_model, save_as_loaded, select_attention, share_tensors
+from ..model.internals import configs_in, empty_model, save_as_loaded, select_attention, share_tensors
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,6 @@ def as_sibling(
             if twin is not None and tensor_shapes(twin) == shapes:
                 return _with_weights(twin, model)
     return None
-
-
-def configs_in(config: PreTrainedConfig) -> list[PreTrainedConfig]:
-    """Return a config and all its sub-configs."""
-    children = [getattr(config, key, None) for key in config.sub_configs]
-    return [config, *(c for child in children if child is not None for c in configs_in(child))]
 
 
 def config_field(config: PreTrainedConfig, name: str) -> Any:

@@ -10,9 +10,10 @@ import torch
 from transformers import PreTrainedModel
 
 from ..kinds import ATTENTION, MLP
+from ..model.internals import configs_in
 from ..model.linear import features_of
 from ..units import PrunableModule, Selection
-from .siblings import as_sibling, changed_config, config_field, configs_in, tensor_shapes
+from .siblings import as_sibling, changed_config, config_field, tensor_shapes
 
 Settings = dict[int, dict[str, Any]]
 """Position of a config in `configs_in` -> its new fields."""
