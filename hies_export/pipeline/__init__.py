@@ -12,10 +12,8 @@ In the order of reading:
 - `choose.py`: calibrate, score (`candidates.py`) and select within the budget (`targets.py`), which gives the plan.
 - `search.py`: judge pruned models, and find the largest cut that keeps a promise.
 - `cut.py`: cut by a plan or a choice, compensate, check and save.
-- `measure.py`: count and time both models; `deployed.py`: judge and time both in every number of bits, by what
-  `serving.py` has runtimes predict.
-- `deploy.py`: `deploy`, which finds the fastest form that keeps a promise (`answer.py`); `propose.py`: a recipe for a
-  model and a data set alone.
+- `deploy.py`: `deploy`, a run whose cut is searched for (`fastest.py`): the fastest form that keeps a promise;
+  `journal.py`: the cuts that it judged; `propose.py`: a recipe for a model and a data set alone.
 - `reporting.py`: the results of all stages, as a `Report` and its files; `provenance.py`: the recipe and the
   digests of what the run read.
 - `bench.py`: `hies-export bench`, which times any two folders.
