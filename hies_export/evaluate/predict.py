@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from .. import processes
 from ..data.batches import Batch
@@ -94,6 +95,8 @@ def _first_largest(values: torch.Tensor) -> torch.Tensor:
 
 # A classifier's or regressor's logits, (samples, labels), float32, or what a language model predicts.
 Predictions = torch.Tensor | TokenPredictions | ChoicePredictions
+# Predicts batches with a model.
+Predictor = Callable[[PreTrainedModel, Sequence[Batch]], Predictions]
 
 
 def predict(model: Any, batches: Sequence[Batch], *, progress: Progress = SILENT) -> Predictions:

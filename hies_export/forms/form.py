@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,16 +14,13 @@ from .. import processes
 from ..cascade.export import CascadeExport, CascadeOptions
 from ..data.batches import Batch
 from ..errors import HiesError
-from ..evaluate.predict import Predictions, predict_by
+from ..evaluate.predict import Predictions, Predictor, predict_by
 from ..model.copies import convert
 from ..onnx.export import OnnxExport
 from ..progress import SILENT, Progress
 from ..runtimes.base import RUNTIMES, Runtime
 from ..runtimes.registry import load_runtime
 from .exports import Exported, Exporter, ExportOptions
-
-# Predicts batches with a model.
-Predictor = Callable[[PreTrainedModel, Sequence[Batch]], Predictions]
 
 
 @dataclass(frozen=True)

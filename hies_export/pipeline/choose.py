@@ -15,7 +15,7 @@ from ..errors import PlanError
 from ..evaluate.interval import FAILURES, confidence_of_each
 from ..evaluate.judge import Judge, Tried
 from ..evaluate.metrics import METRICS
-from ..evaluate.predict import predict
+from ..evaluate.predict import Predictor, predict
 from ..outcomes import BudgetOutcome, KeepOutcome, MaxDropOutcome
 from ..progress import Progress
 from ..prunable.find import find_modules
@@ -28,7 +28,7 @@ from ..values import Provenance, PruningPlan, Scores, Statistics, library_versio
 from .candidates import Candidates, choose_alpha, choose_by_agreement, criterion_of
 from .cut import Choice, Refitting, cut_beside
 from .prepare import Prepared
-from .search import Guess, HeldOut, Judged, Predictor, Search, Trial, Watch
+from .search import Guess, HeldOut, Judged, Search, Trial, Watch
 from .targets import Round, Targets
 
 # Below this share of the dense cost, removal in steps is the default of `criterion: auto`. Above, steps cost quality.

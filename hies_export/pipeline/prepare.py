@@ -14,9 +14,9 @@ from ..data.batches import Batch
 from ..data.targets import samples_of
 from ..errors import RecipeError, RequestError
 from ..evaluate.interval import CONFIDENCE, FAILURES, confidence_of_each, rows_needed
-from ..evaluate.predict import predict
+from ..evaluate.predict import Predictor, predict
 from ..forms.exports import Exporter, ExportOptions
-from ..forms.form import Predictor, predictor
+from ..forms.form import predictor
 from ..measure.shapes import check_runs, check_shapes, model_shapes
 from ..measure.timing import Timing
 from ..model.tokens import first_samples, synthetic_batch

@@ -15,7 +15,7 @@ from ..data.batches import Batch
 from ..errors import DropError
 from ..evaluate.interval import FAILURES
 from ..evaluate.judge import Judge, Judgement, Quality
-from ..evaluate.predict import Predictions, predict
+from ..evaluate.predict import Predictions, Predictor, predict
 from ..measure.counts import Both
 from ..outcomes import BudgetOutcome, PromiseOutcome
 from ..progress import Progress
@@ -26,8 +26,6 @@ from .cut import Refit, Slim, cut_beside
 from .prepare import Prepared
 from .targets import Round
 
-# Predicts batches with a model.
-Predictor = Callable[[PreTrainedModel, Sequence[Batch]], Predictions]
 # Runs benchmarks on a model, and returns their values by name.
 Benchmark = Callable[[PreTrainedModel], Mapping[str, float]]
 # The kept units of every module: equal for equal selections.
