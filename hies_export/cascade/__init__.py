@@ -8,6 +8,6 @@ In the order of reading:
 - `promise.py`: choose the threshold by a finite-sample bound.
 - `cascade.py`: `Cascade`, two models in memory or in any runtime.
 - `graph.py`: both models in one graph.
-- `export.py`: write that graph, and prove that it answers as the two models do; `sizes.py`: for cuts of several sizes.
+- `export.py`: write that graph, and prove that it answers as the two models do.
 - `facts.py`: what a report says of a cascade.
 """

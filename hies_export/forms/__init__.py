@@ -9,6 +9,7 @@ In the order of reading:
 - `form.py`: `Form`, and `Forms`, which makes them: every model is exported once for what a runtime reads.
 - `compare.py`: time forms interleaved, loaded as often as a runtime needs; `on_rows.py`: on the rows of a data set.
 - `judged.py`: `judge_forms` and `time_forms`, whose results are the `forms` of report.json.
-- `deployment.py`: the dense model in all forms, and the fastest form that keeps a promise.
+- `deployment.py`: the dense model in all forms, and the fastest form that keeps a promise; `sizes.py`: cuts of several
+  sizes, each in a cascade.
 - `measured.py`: count both models of a run, and time them; `files.py`: the files of a run.
 """

@@ -6,19 +6,19 @@ import logging
 import math
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from .. import processes
 from ..cascade.export import CascadeOptions
 from ..cascade.facts import SizeTried
-from ..cascade.sizes import Sized, join_sizes
 from ..data.targets import samples_of
-from ..errors import HiesError, ParityError, PlanError
+from ..errors import HiesError, PlanError
 from ..evaluate.interval import FAILURES, confidence_of_each, rows_needed
 from ..evaluate.judge import Judge
 from ..evaluate.predict import predict
@@ -27,7 +27,7 @@ from ..forms.exports import Exporter
 from ..forms.form import Form, Forms
 from ..forms.judged import ratios, time_forms, time_forms_on_rows
 from ..forms.on_rows import mixed
-from ..onnx.export import OnnxExport
+from ..forms.sizes import cut_sizes, join_sizes
 from ..onnx.quantize import Quantize
 from ..outcomes import KeepOutcome
 from ..progress import Progress
@@ -240,16 +240,14 @@ class Search:
         """
         prepared, share, tried = self._prepared, self._promise.predictions, {}
         assert share is not None
-        like = found[0].choice if found else None
         forms = self._dense.forms
-        plain = self._prepared.exporter.options.unquantized.read_by("onnxruntime-cpu", "float32")
-        dense = forms.exports_of("dense").get(plain)
-        if self._confidence == confidence_of_each(LOOKS) or not isinstance(dense, OnnxExport) or self.late:
+        exported = forms.exporter.options.unquantized in forms.exports_of("dense")
+        if self._confidence == confidence_of_each(LOOKS) or not exported or self.late:
             return {}
         able = [way for way in self._dense.ways if way.runtime in CASCADED and way.problem is None]
         ways = sorted(able, key=lambda way: way.dense_ratio or 0.0)[:SEARCHED]
-        answers = answers_of(prepared)
-        cuts = cut_sizes(prepared, self._chooser, forms, FLOPS_TO_TRY, like=like)
+        rows, answers = prepared.rows.promised, answers_of(prepared)
+        cuts = cut_sizes(forms, FLOPS_TO_TRY, _cuts(prepared, self._chooser, found[0].choice if found else None))
         for way in ways:
             asked = CascadeOptions(
                 disagreement=1 - share,
@@ -259,16 +257,15 @@ class Search:
                 dtype=None if way.bits == "int8" else way.bits,
             )
             try:
-                made = _joined(prepared, cuts, dense, asked, answers, forms)
+                joined = join_sizes(forms, cuts, asked, batches=rows, answers=answers)
             except HiesError as error:
                 logger.warning("no cascade is deployed on %s in %s: %s", way.runtime, way.bits, error)
                 continue
-            tried[asked] = tuple(size for _, size, _ in made)
-            found += [
-                _Found(way, BudgetSection(flops=cut.flops), cut.choice, cut.flops, asked, form)
-                for cut, _, form in made
-                if cut.choice is not None and form is not None
-            ]
+            tried[asked] = tuple(one.tried for one in joined)
+            for one in joined:
+                if one.cut is not None and one.form is not None:
+                    left = one.tried.flops
+                    found.append(_Found(way, BudgetSection(flops=left), one.cut, left, asked, one.form))
         return tried
 
     def _fastest(self, found: Sequence[_Found]) -> _Found:
@@ -309,18 +306,6 @@ class _Follow(Watch):
         return self._search.late
 
 
-@dataclass(frozen=True)
-class _Cut(Sized):
-    choice: Choice | None = None
-
-
-def answers_of(prepared: Prepared) -> torch.Tensor:
-    """Return the dense model's logits on the rows that a promise is made on, (rows, classes)."""
-    found = predict(prepared.model, prepared.rows.promised)
-    assert isinstance(found, torch.Tensor)
-    return found
-
-
 def choose_size(
     prepared: Prepared,
     options: PruneSection,
@@ -334,69 +319,42 @@ def choose_size(
     Statistics are computed once. Raises PlanError if no share has a cascade that keeps the promise.
     """
     processes.refuse_several("a cascade that chooses its size")
-    chooser = Chooser(prepared, options, progress, dtype)
+    cut = _cuts(prepared, Chooser(prepared, options, progress, dtype))
     exporter = replace(prepared.exporter, options=prepared.exporter.options.unquantized)
     with tempfile.TemporaryDirectory(prefix="hies-sizes-") as temporary:
         forms = Forms({"dense": prepared.model}, exporter, Path(temporary), progress)
-        dense = forms.plain_onnx("dense")
-        cuts = cut_sizes(prepared, chooser, forms, shares, like=None)
-        made = _joined(prepared, cuts, dense, asked, answers_of(prepared), forms)
-        sizes = [size for _, size, _ in made]
-        able = [number for number, (_, _, form) in enumerate(made) if form is not None]
-        if not able:
-            problems = "; ".join(f"with {size.flops:.2f} of the FLOPs, {size.problem}" for size in sizes)
+        dense = forms.form("dense", asked.runtime)
+        cuts = cut_sizes(forms, shares, cut)
+        rows = prepared.rows.promised
+        joined = join_sizes(forms, cuts, asked, batches=rows, answers=answers_of(prepared))
+        running = [one.form for one in joined if one.form is not None]
+        if not running:
+            tried = [one.tried for one in joined]
+            problems = "; ".join(f"with {size.flops:.2f} of the FLOPs, {size.problem}" for size in tried)
             raise PlanError(f"no cascade keeps the promise: {problems}")
         progress.stage("time the cascades on the held-out rows")
-        running = [Form("dense", asked.runtime, dense.folder), *(form for _, _, form in made if form is not None)]
-        rows = {BATCH: mixed(prepared.rows.promised, BATCH)}
-        times = ratios(time_forms_on_rows(running, rows, progress=progress))[1:]
-    for number, ratio in zip(able, times, strict=True):
-        sizes[number] = replace(sizes[number], time=ratio)
-    best = min(zip(times, able, strict=True))[1]
-    return Decided(choice=made[best][0].choice, cascade=asked, sizes=tuple(sizes))
+        timed = time_forms_on_rows([dense, *running], {BATCH: mixed(rows, BATCH)}, progress=progress)
+    times = iter(ratios(timed)[1:])
+    sizes = [one.tried if one.form is None else replace(one.tried, time=next(times)) for one in joined]
+    _, best = min((size.time, number) for number, size in enumerate(sizes) if size.time is not None)
+    return Decided(choice=joined[best].cut, cascade=asked, sizes=tuple(sizes))
 
 
-def cut_sizes(
-    prepared: Prepared, chooser: Chooser, forms: Forms, shares: Sequence[float], *, like: Choice | None
-) -> list[_Cut]:
-    """Cut the dense model to each share of its FLOPs, and export the result.
-
-    `like` is as for `Chooser.at`.
-    """
-    cuts = []
-    for share in shares:
-        forms.progress.stage(f"cut to {share:g} of the FLOPs for a cascade")
-        try:
-            choice = chooser.at(share, like)
-            slim = cut_beside(prepared.model, choice.plan.kept, prepared.modules, choice.refit)
-            forms.add(name := f"{share:g}-for-cascade", slim)
-            exported = forms.plain_onnx(name)
-        except (PlanError, ParityError) as error:
-            cuts.append(_Cut(share, problem=str(error)))
-            continue
-        cuts.append(_Cut(chooser.flops_left(choice.plan.kept), exported, choice=choice))
-    return cuts
+def answers_of(prepared: Prepared) -> torch.Tensor:
+    """Return the dense model's logits on the rows that a promise is made on, (rows, classes)."""
+    found = predict(prepared.model, prepared.rows.promised)
+    assert isinstance(found, torch.Tensor)
+    return found
 
 
-def _joined(
-    prepared: Prepared,
-    cuts: Sequence[_Cut],
-    dense: OnnxExport,
-    asked: CascadeOptions,
-    answers: torch.Tensor,
-    forms: Forms,
-) -> list[tuple[_Cut, SizeTried, Form | None]]:
-    """Return each cut, what was tried for it, and its cascade on the runtime, if it has one."""
-    joined = join_sizes(
-        cuts,
-        dense,
-        asked,
-        batches=prepared.rows.promised,
-        answers=answers,
-        folder=forms.folder,
-        progress=forms.progress,
-    )
-    return [
-        (cut, size, None if exported is None else Form.of_cascade(exported, asked))
-        for cut, (size, exported) in zip(cuts, joined, strict=True)
-    ]
+def _cuts(
+    prepared: Prepared, chooser: Chooser, like: Choice | None = None
+) -> Callable[[float], tuple[Choice, PreTrainedModel, float]]:
+    """Return what cuts the dense model to a share of its FLOPs; `like` is as for `Chooser.at`."""
+
+    def cut(share: float) -> tuple[Choice, PreTrainedModel, float]:
+        choice = chooser.at(share, like)
+        kept = choice.plan.kept
+        return choice, cut_beside(prepared.model, kept, prepared.modules, choice.refit), chooser.flops_left(kept)
+
+    return cut
