@@ -264,7 +264,7 @@ def test_a_ratio_to_float32_counts_what_fewer_bits_save(
         ratio = SimpleNamespace(median=0.9 if model is dense else 0.71)
         return SimpleNamespace(ratio=ratio, noisy=False)
 
-    for module in ("targets", "stages"):
+    for module in ("targets", "run"):
         monkeypatch.setattr(f"hies_export.pipeline.{module}.compare_with_full", compare)
     latency = {"runtime": "torch", "batch": 3, "sequence": 20, "dtype": "bfloat16", "of": "float32"}
     assert run(project, {"latency": latency | {"ratio": 0.75}}) == 0
