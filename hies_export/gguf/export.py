@@ -124,7 +124,7 @@ def _rows(model: PreTrainedModel) -> int:
 def check_dtype(dtype: str) -> None:
     """Refuse, by a RecipeError, a dtype of matrices that is none of `STORED_AS`."""
     if dtype not in STORED_AS:
-        raise RecipeError([f"the dtype of a GGUF file must be one of {', '.join(STORED_AS)}, got {dtype!r}"])
+        raise RecipeError(f"the dtype of a GGUF file must be one of {', '.join(STORED_AS)}, got {dtype!r}")
 
 
 def require_gguf() -> None:

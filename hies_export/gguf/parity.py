@@ -68,7 +68,7 @@ def check_parity(file: Path, model: PreTrainedModel, tokenizer: Any, *, dtype: s
     prompts = synthetic_batch(model, batch=PROMPTS, sequence=length)["input_ids"].cpu()
     tolerance, equal = TOLERANCES[dtype], 0
     with LlamaCppRuntime(file, threads=torch.get_num_threads(), exact=True) as runtime:
-        found = runtime.fetch(runtime.run(runtime.prepare({"input_ids": prompts})))["probabilities"]
+        found = runtime.compute({"input_ids": prompts})["probabilities"]
         with torch.no_grad():
             wanted = reference(input_ids=prompts).logits[:, -1].softmax(-1).numpy()
         differences = np.abs(found - wanted).max(-1)
