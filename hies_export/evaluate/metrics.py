@@ -176,14 +176,14 @@ def _load_from_evaluate(name: str) -> Metric:
     except (FileNotFoundError, ConnectionError) as error:
         near = did_you_mean(name, METRICS, cutoff=0.4)
         raise RecipeError(
-            [f"a metric must be one of {', '.join(METRICS)}, or one that evaluate.load finds, got {name!r}{near}"]
+            f"a metric must be one of {', '.join(METRICS)}, or one that evaluate.load finds, got {name!r}{near}"
         ) from error
     except Exception as error:
-        raise RecipeError([f"the metric {name!r} must be one that evaluate can load, but it says: {error}"]) from error
+        raise RecipeError(f"the metric {name!r} must be one that evaluate can load, but it says: {error}") from error
     of = _kind_of_features(module.features)
     if of is None:
         raise RecipeError(
-            [f"a metric must compare classes or numbers, one per sample, but {name!r} takes {module.features}"]
+            f"a metric must compare classes or numbers, one per sample, but {name!r} takes {module.features}"
         )
 
     def compute(predictions: np.ndarray, references: np.ndarray, num_labels: int | None = None) -> float:
@@ -198,7 +198,7 @@ def _load_from_evaluate(name: str) -> Metric:
         dtype = np.int64 if of == "classes" else np.float64
         compute(np.array([0, 1, 1, 0], dtype), np.array([0, 1, 0, 1], dtype))
     except DataError as error:
-        raise RecipeError([str(error)]) from error
+        raise RecipeError(str(error)) from error
     return Metric(name, of, compute, getattr(module, "higher_is_better", Path(name).stem not in _ERRORS))
 
 

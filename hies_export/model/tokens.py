@@ -88,7 +88,7 @@ def synthetic_batch(
     row and is nowhere else. Tokens that stand for images, videos or audio are not drawn.
     """
     if batch < 1:
-        raise RecipeError([f"batch must be at least 1, got {batch}"])
+        raise RecipeError(f"batch must be at least 1, got {batch}")
     generator = torch.Generator().manual_seed(seed)
     accepted = inspect.signature(model.forward).parameters
     if model.main_input_name == "pixel_values":
@@ -148,7 +148,7 @@ def _random_text(
     longest = longest_sequence(config)
     if sequence is None or sequence < 1 or (longest is not None and sequence > longest):
         allowed = f"1..{'any' if longest is None else longest}"
-        raise RecipeError([f"sequence must be in {allowed} for {type(model).__name__}, got {sequence}"])
+        raise RecipeError(f"sequence must be in {allowed} for {type(model).__name__}, got {sequence}")
     accepted = inspect.signature(model.forward).parameters
     vocabulary = getattr(config.get_text_config(), "vocab_size", 256)  # CANINE has none: it reads code points
     end = end_of_text(model)

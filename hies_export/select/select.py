@@ -69,7 +69,7 @@ def select_units(
     """
     if sum(budget is not None for budget in (heads, counts, ratio)) != 1 or (table is None) != (ratio is None):
         raise RecipeError(
-            ["select_units needs one budget: heads (a share), counts (bundles per module), or a table with a ratio"]
+            "select_units needs one budget: heads (a share), counts (bundles per module), or a table with a ratio"
         )
     scored = [module for module in modules if module.name in scores.scores]
     if table is not None and ratio is not None:
