@@ -22,11 +22,11 @@ from ..units import PrunableModule
 from ..values import PruningPlan
 from .classes import load_config
 from .companions import fetch
-from .folders import new_folder, refuse_existing
+from .folders import refuse_existing
 from .loading import load
 from .refits import load_refit, read_refit, warn_uncompensated
-from .save import write_slim
-from .stored import stored_dtype, weight_files
+from .save import save_slim
+from .weights import stored_dtype, weight_files
 
 
 @dataclass(frozen=True)
@@ -103,10 +103,8 @@ def apply_plan(
         load_refit(slim, layers)
     written = replace(plan, compensation={}) if layers is None else plan
     progress.stage("save, load again and compare")
-    with new_folder(folder, overwrite=overwrite) as temporary:
-        write_slim(slim, temporary, plan=written, batch=sample, dense=source)
-        if plan.compensation and layers is None:
-            warn_uncompensated(plan, temporary)
+    card = warn_uncompensated(plan) if plan.compensation and layers is None else None
+    save_slim(slim, folder, plan=written, batch=sample, dense=source, card=card, overwrite=overwrite)
     return Applied(
         folder=Path(folder),
         dense_bytes=_bytes(source),

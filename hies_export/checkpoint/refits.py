@@ -99,8 +99,8 @@ def load_refit(model: PreTrainedModel, refitted: RefittedLayers) -> None:
             model.get_parameter_or_buffer(name).copy_(tensor)
 
 
-def warn_uncompensated(plan: PruningPlan, folder: Path | None = None) -> None:
-    """Warn that a model is cut by a compensated model's plan but not compensated, also in a folder's card."""
+def warn_uncompensated(plan: PruningPlan) -> str:
+    """Warn that a model is cut by a compensated model's plan but not compensated; return a card that says so too."""
     method = plan.compensation.get("method")
     remedy = "" if plan.refit is None else f"give the {REFIT} of the run that made the plan as refit=, or "
     logger.warning(
@@ -109,8 +109,7 @@ def warn_uncompensated(plan: PruningPlan, folder: Path | None = None) -> None:
         method,
         remedy,
     )
-    if folder is not None:
-        (folder / "README.md").write_text(_CARD.format(method=method), encoding="utf-8")
+    return _CARD.format(method=method)
 
 
 _ADVICE = f"give the {REFIT} that was written with the plan, or cut without it (refit=None)"

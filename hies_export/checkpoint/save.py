@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
 
-from ..errors import ReloadMismatchError
+from ..errors import ReloadMismatchError, refusing
 from ..model.copies import convert
 from ..model.internals import auto_classes, dtypes_in, has_auto_base, saved_state
 from ..model.tokens import for_base_model
@@ -39,6 +39,7 @@ def save_slim(
     dense: Path | None = None,
     dtype: torch.dtype | None = None,
     refitted: Mapping[str, Tensor] | None = None,
+    card: str | None = None,
     overwrite: bool = False,
 ) -> float:
     """Save a slim model, load it again through every class that users may load it by, and compare.
@@ -56,6 +57,7 @@ def save_slim(
             keeps in float32 stay in float32.
         refitted: Parameters that compensation changed, to write as `refit.safetensors` beside the plan; their digest
             should be the plan's.
+        card: Text of a README.md to write.
         overwrite: Replace an existing folder.
 
     Returns:
@@ -71,35 +73,20 @@ def save_slim(
         0.0
     """
     with new_folder(folder, overwrite=overwrite) as temporary:
-        return write_slim(
-            model, temporary, plan=plan, batch=batch, processor=processor, dense=dense, dtype=dtype, refitted=refitted
-        )
-
-
-def write_slim(
-    model: PreTrainedModel,
-    folder: Path,
-    *,
-    plan: PruningPlan,
-    batch: Mapping[str, Tensor],
-    processor: Any = None,
-    dense: Path | None = None,
-    dtype: torch.dtype | None = None,
-    refitted: Mapping[str, Tensor] | None = None,
-) -> float:
-    """Write a slim model into a folder that exists, and check it, as `save_slim` does."""
-    if dtype is not None and dtype != model.dtype:
-        model = convert(model, dtype=dtypes_in(model, dtype))
-    model.save_pretrained(folder)
-    if processor is not None:
-        processor.save_pretrained(folder)
-    if dense is not None:
-        copy_companions(dense, folder, COMPANIONS if processor is None else LICENCES)
-    complete_settings(model, folder)
-    (folder / "hies_plan.json").write_text(plan.to_json(), encoding="utf-8")
-    if refitted is not None:
-        save_file(dict(refitted), folder / REFIT)
-    return check_reload(model, folder, batch)
+        if dtype is not None and dtype != model.dtype:
+            model = convert(model, dtype=dtypes_in(model, dtype))
+        model.save_pretrained(temporary)
+        if processor is not None:
+            processor.save_pretrained(temporary)
+        if dense is not None:
+            copy_companions(dense, temporary, COMPANIONS if processor is None else LICENCES)
+        complete_settings(model, temporary)
+        (temporary / "hies_plan.json").write_text(plan.to_json(), encoding="utf-8")
+        if refitted is not None:
+            save_file(dict(refitted), temporary / REFIT)
+        if card is not None:
+            (temporary / "README.md").write_text(card, encoding="utf-8")
+        return check_reload(model, temporary, batch)
 
 
 def check_reload(model: PreTrainedModel, folder: str | Path, batch: Mapping[str, Tensor]) -> float:
@@ -124,13 +111,9 @@ def check_reload(model: PreTrainedModel, folder: str | Path, batch: Mapping[str,
         if name != "AutoModel":
             ways.append((name, getattr(transformers, name), remote, "", model, task_output))
     for way, loader, options, under, original, expected in ways:
-        try:
+        must = f"a saved model must load again, but through {way} it failed with"
+        with refusing(must, "nothing was kept", ReloadMismatchError):
             loaded, info = loader.from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
-        except Exception as error:  # whatever a model's own code raises on shapes it does not expect
-            raise ReloadMismatchError(
-                f"a saved model must load again, but through {way} it failed with {type(error).__name__}: "
-                f"{' '.join(str(error).split())[:300]}; nothing was kept"
-            ) from error
         missing = sorted(under + key for key in info["missing_keys"] if under + key in saved)
         if missing or info["mismatched_keys"]:
             raise ReloadMismatchError(

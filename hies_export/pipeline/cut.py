@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from .. import processes
 from ..checkpoint.refits import RefittedLayers, digest_tensors, load_refit
 from ..checkpoint.save import save_slim
-from ..checkpoint.stored import weight_files
+from ..checkpoint.weights import weight_files
 from ..errors import DropError, NonFiniteError
 from ..evaluate.judge import Judge
 from ..evaluate.predict import predict

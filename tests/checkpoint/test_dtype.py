@@ -15,7 +15,7 @@ from transformers import BertForSequenceClassification, PreTrainedModel
 from hies_export.checkpoint import classes, stored
 from hies_export.checkpoint.loading import load
 from hies_export.checkpoint.save import save_slim
-from hies_export.checkpoint.stored import stored_dtype, weight_files
+from hies_export.checkpoint.weights import stored_dtype, weight_files
 from hies_export.errors import ReloadMismatchError
 from hies_export.model.copies import convert, round_each
 from hies_export.model.internals import dtypes_in

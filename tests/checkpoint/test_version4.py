@@ -19,7 +19,7 @@ from transformers import (
 )
 
 import hies_export
-from hies_export.checkpoint.version4 import load_version4
+from hies_export.checkpoint.loading import load_version4
 from hies_export.cli.main import main
 from hies_export.errors import RequestError, UnsupportedModelError
 from hies_export.prunable.attention import find_attention

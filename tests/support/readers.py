@@ -21,9 +21,8 @@ from safetensors.torch import save_file
 from transformers import ViTImageProcessorPil
 
 from hies_export.checkpoint.apply import apply_plan
-from hies_export.checkpoint.loading import load
+from hies_export.checkpoint.loading import load, load_version4
 from hies_export.checkpoint.refits import REFIT, digest_tensors, read_refit
-from hies_export.checkpoint.version4 import load_version4
 from hies_export.cli.arguments import read_recipe
 from hies_export.cost.latency import TimedCut, _read
 from hies_export.data.processors import load_processor
