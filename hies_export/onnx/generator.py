@@ -165,7 +165,7 @@ class OnnxGenerator:
 
     def _check(self, ids: Tensor, mask: Tensor, pixel_values: Tensor | None, max_new_tokens: int) -> None:
         if max_new_tokens < 1:
-            raise RecipeError([f"max_new_tokens must be at least 1, got {max_new_tokens}"])
+            raise RecipeError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
         if ids.ndim != 2 or ids.is_floating_point() or 0 in ids.shape:
             raise DataError(f"input_ids must be integers (batch, sequence), got {ids.dtype} {tuple(ids.shape)}")
         if mask.shape != ids.shape:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..errors import DataError, UnsupportedModelError
+from ..errors import DataError, UnsupportedModelError, root_cause
 from ..runtimes.ort import DECODER_FILE, EMBED_FILE, VISION_FILE
 from .decoder import trace_decoder
-from .trace import Fusions, export_program, name_axes, reason
+from .trace import Fusions, export_program
 
 
 def is_vision_language(model: PreTrainedModel) -> bool:
@@ -114,12 +114,11 @@ def trace_vision_language(model: PreTrainedModel, given: Mapping[str, Tensor], f
         features = _image_features(model, pixels)
         ids = given["input_ids"].to(model.device)
         embeds = merge_images(embedding(ids), ids, features, model.config.image_token_id)
-    vision_axes = {"pixel_values": {0: "images"}}
-    vision = export_program(_ImageEncoder(model), {"pixel_values": pixels}, fusions, axes=vision_axes)
-    name_axes(vision, vision_axes)
+    vision = export_program(
+        _ImageEncoder(model), {"pixel_values": pixels}, fusions, axes={"pixel_values": {0: "images"}}
+    )
     embed_axes = {"input_ids": {0: "batch", 1: "sequence"}}
     embed = export_program(_Embedding(model), {"input_ids": ids}, fusions, axes=embed_axes)
-    name_axes(embed, embed_axes)
     prompt = {"inputs_embeds": embeds, "attention_mask": given["attention_mask"]}
     return {VISION_FILE: vision, EMBED_FILE: embed, DECODER_FILE: trace_decoder(model, prompt, fusions)}
 
@@ -140,11 +139,10 @@ class _Embedding(torch.nn.Module):
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
-        self.embedding = model.get_input_embeddings()
+        self.embedding: Any = model.get_input_embeddings()
 
     def forward(self, input_ids: Tensor) -> dict[str, Tensor]:
-        embedding: Any = self.embedding
-        return {"inputs_embeds": embedding(input_ids)}
+        return {"inputs_embeds": self.embedding(input_ids)}
 
 
 class _Projected(Exception):
@@ -179,7 +177,7 @@ def _image_features(model: PreTrainedModel, pixel_values: Tensor) -> Tensor:
     except (TypeError, ValueError, AttributeError, RuntimeError) as error:
         if torch.compiler.is_exporting():
             raise
-        why = reason(error)
+        why = root_cause(error)
     finally:
         del vars(owner)[name]
     raise UnsupportedModelError(

@@ -122,9 +122,13 @@ class Runtime(ABC):
     def fetch(self, result: Any) -> dict[str, np.ndarray]:
         """Copy the result of `run` to arrays on the host, by output name; not part of the timed run."""
 
+    def compute(self, batch: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """Run the model once on a batch, and return its outputs as `fetch` does."""
+        return self.fetch(self.run(self.prepare(batch)))
+
     def logits(self, batch: Mapping[str, Any]) -> torch.Tensor:
         """Return what the model predicts for a batch: logits (batch, labels) or (batch, tokens, vocabulary)."""
-        return torch.from_numpy(self.fetch(self.run(self.prepare(batch)))["logits"])
+        return torch.from_numpy(self.compute(batch)["logits"])
 
     def peak_memory_bytes(self, feed: Any) -> int | None:
         """Return the model's peak device memory during a run in bytes, weights included; None on the CPU.
