@@ -52,15 +52,13 @@ class GenerationReader(Reader):
     Rows with lists of questions become a sample per question (`one_row_per_question`). With several choices, the right
     one becomes the answer (`right_choice`), or every choice is read (`of_choices`).
 
-    Attributes:
-        every_choice: Whether every choice becomes a row of a batch, without the end-of-text token. Batches then
-            describe their rows (`CHOICE_KEYS`).
-
     Batches have `labels` (batch, longest), the tokens themselves, not shifted: all of a plain text, only the answer's
     after a prompt, -100 elsewhere; with left padding also `position_ids`, if the model takes them.
     """
 
     a_row_is_a_sample: ClassVar[bool] = False
+    # Whether every choice becomes a row of a batch, without the end-of-text token. Batches then describe their rows
+    # (`CHOICE_KEYS`).
     every_choice: bool = False
 
     def of_choices(self: AnyGenerationReader) -> AnyGenerationReader:

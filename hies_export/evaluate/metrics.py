@@ -23,20 +23,14 @@ Compute = Callable[..., float]
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric and what it applies to; see `register_metric`.
+    """A metric and what it applies to; see `register_metric`."""
 
-    Attributes:
-        name: The name recipes give it.
-        of: What it compares: "classes", "numbers" (of a regression), "tokens" (of generated text) or "choices" (among
-            answers to a prompt).
-        compute: The function, of predictions and references; NaN if the metric is undefined.
-        higher_is_better: Whether more is better.
-    """
-
-    name: str
+    name: str  # the name recipes give it
+    # What it compares: "classes", "numbers" (of a regression), "tokens" (of generated text) or "choices" (among answers
+    # to a prompt).
     of: str
-    compute: Compute
-    higher_is_better: bool = True
+    compute: Compute  # the function, of predictions and references; NaN if the metric is undefined
+    higher_is_better: bool = True  # whether more is better
 
 
 # The metrics below, and those of the `evaluate` library that were asked for in this process.

@@ -49,27 +49,16 @@ class LayerSizes:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """A decoder as llama.cpp sees it.
+    """A decoder as llama.cpp sees it."""
 
-    Attributes:
-        architecture: Its name in llama.cpp: `llama`, `qwen2`, `qwen3`, or `deci` for layers of different sizes.
-        sizes: Sizes of every layer.
-        head_dim: Width of a head.
-        epsilon: Added to the variance in the norms.
-        theta: Base of the rotary frequencies.
-        rope_factors: Divisors of the frequencies of `theta`, (head_dim / 2,); None for all ones.
-        rope_scale: Factor of rotated queries and keys.
-        positions: Longest text in tokens.
-    """
-
-    architecture: str
-    sizes: tuple[LayerSizes, ...]
-    head_dim: int
-    epsilon: float
-    theta: float
-    rope_factors: Tensor | None
-    rope_scale: float
-    positions: int
+    architecture: str  # its name in llama.cpp: `llama`, `qwen2`, `qwen3`, or `deci` for layers of different sizes
+    sizes: tuple[LayerSizes, ...]  # sizes of every layer
+    head_dim: int  # width of a head
+    epsilon: float  # added to the variance in the norms
+    theta: float  # base of the rotary frequencies
+    rope_factors: Tensor | None  # divisors of the frequencies of `theta`, (head_dim / 2,); None for all ones
+    rope_scale: float  # factor of rotated queries and keys
+    positions: int  # longest text in tokens
 
     @property
     def uniform(self) -> bool:

@@ -32,25 +32,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class GgufExport:
-    """A GGUF file.
+    """A GGUF file."""
 
-    Attributes:
-        folder: The folder that has it.
-        file: The file, `model.gguf`.
-        bytes: Its size.
-        architecture: Name of llama.cpp's architecture: `deci` if layers have different sizes.
-        dtype: Dtype that matrices are stored in.
-        types: Number of tensors by the type that they are stored in, such as "Q8_0".
-        parity: How far llama.cpp's outputs are from torch's; None if llama.cpp is not installed.
-    """
-
-    folder: Path
-    file: Path
-    bytes: int
-    architecture: str
-    dtype: str
-    types: dict[str, int]
-    parity: Parity | None
+    folder: Path  # the folder that has it
+    file: Path  # the file, `model.gguf`
+    bytes: int  # its size
+    architecture: str  # name of llama.cpp's architecture: `deci` if layers have different sizes
+    dtype: str  # dtype that matrices are stored in
+    types: dict[str, int]  # number of tensors by the type that they are stored in, such as "Q8_0"
+    parity: Parity | None  # how far llama.cpp's outputs are from torch's; None if llama.cpp is not installed
 
 
 def export_gguf(

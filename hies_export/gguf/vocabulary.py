@@ -46,31 +46,19 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    """A tokenizer as llama.cpp reads it.
+    """A tokenizer as llama.cpp reads it."""
 
-    Attributes:
-        model: `llama` (SentencePiece) or `gpt2` (byte-level BPE).
-        pre: Name of the pre-tokenizer.
-        tokens: Token of every row of the embedding.
-        types: Types of the tokens, as in a GGUF file.
-        scores: Scores of the tokens; the neighbours with the highest are joined first. Empty for `gpt2`.
-        merges: Pairs that are joined, "left right", the first ones first. Empty for `llama`.
-        special: Numbers of the existing special tokens by name: bos, eos, unk, pad.
-        adds: Whether bos and eos are put around a text.
-        space_prefix: Whether a space is put in front of a text; for `llama`.
-        chat_template: In Jinja, or None.
-    """
-
-    model: str
-    pre: str
-    tokens: tuple[str, ...]
-    types: tuple[int, ...]
+    model: str  # `llama` (SentencePiece) or `gpt2` (byte-level BPE)
+    pre: str  # name of the pre-tokenizer
+    tokens: tuple[str, ...]  # token of every row of the embedding
+    types: tuple[int, ...]  # types of the tokens, as in a GGUF file
+    # Scores of the tokens; the neighbours with the highest are joined first. Empty for `gpt2`.
     scores: tuple[float, ...] = ()
-    merges: tuple[str, ...] = ()
-    special: Mapping[str, int]
-    adds: Mapping[str, bool]
-    space_prefix: bool = False
-    chat_template: str | None = None
+    merges: tuple[str, ...] = ()  # pairs that are joined, "left right", the first ones first. Empty for `llama`
+    special: Mapping[str, int]  # numbers of the existing special tokens by name: bos, eos, unk, pad
+    adds: Mapping[str, bool]  # whether bos and eos are put around a text
+    space_prefix: bool = False  # whether a space is put in front of a text; for `llama`
+    chat_template: str | None = None  # in Jinja, or None
 
 
 def find_vocabulary(tokenizer: Any, *, size: int) -> Vocabulary:

@@ -19,17 +19,12 @@ MOST_SHARES = 1000
 
 @dataclass(frozen=True)
 class CostTable:
-    """The cost that each module saves by losing bundles, as a share of the dense model's cost.
+    """The cost that each module saves by losing bundles, as a share of the dense model's cost."""
 
-    Attributes:
-        what: Name of the cost in messages: "FLOPs", "parameters", or "latency" with the runtime.
-        saved: Dotted name of a module -> share saved by losing 0, 1, 2, ... bundles.
-        measured: The timings behind a table of latency, one row each: kind, kept (share of the bundles), ratio,
-            ratio_low, ratio_high, control_low, control_high. Empty for other costs.
-    """
-
-    what: str
-    saved: Mapping[str, tuple[float, ...]]
+    what: str  # name of the cost in messages: "FLOPs", "parameters", or "latency" with the runtime
+    saved: Mapping[str, tuple[float, ...]]  # dotted name of a module -> share saved by losing 0, 1, 2, ... bundles
+    # The timings behind a table of latency, one row each: kind, kept (share of the bundles), ratio, ratio_low,
+    # ratio_high, control_low, control_high. Empty for other costs.
     measured: tuple[Mapping[str, Any], ...] = ()
 
     def ratio(self, counts: Mapping[str, int]) -> float:
