@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import AutoProcessor, AutoTokenizer
 
-from ..errors import DataError, RequestError, refusing
+from ..errors import DataError, refusing
 from ..model.internals import AutoImageProcessor, never_asking
 from ..model.online import hub_or_cache
 from ..tasks import find_task
@@ -39,22 +39,14 @@ def load_processor(path: str | Path, *, task: str, revision: str | None = None, 
         options["revision"] = revision
     if wanted.images:
         options["backend"] = "pil"
-    try:
-        with refusing(f"{needs}, but none could be loaded from {path}", REMEDY, DataError):
-            with never_asking(), hub_or_cache(path, "model", error=DataError):
-                loaded = loader.from_pretrained(path, **options)
-            tokenizer = getattr(loaded, "tokenizer", loaded)
-            words = set()
-            if hasattr(tokenizer, "get_vocab"):
-                special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
-                words = set(tokenizer.get_vocab().values()) - special
-    except DataError:
-        raise
-    except RequestError as error:
-        raise DataError(
-            f"{needs} of a class of transformers, but that of {path} is code in the checkpoint (auto_map), which is "
-            f"never run; {REMEDY}, as a class of transformers"
-        ) from error
+    with refusing(f"{needs}, but none could be loaded from {path}", REMEDY, DataError):
+        with never_asking(), hub_or_cache(path, "model", error=DataError):
+            loaded = loader.from_pretrained(path, **options)
+        tokenizer = getattr(loaded, "tokenizer", loaded)
+        words = set()
+        if hasattr(tokenizer, "get_vocab"):
+            special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+            words = set(tokenizer.get_vocab().values()) - special
     if not wanted.text:
         return loaded
     if wanted.images and not (hasattr(loaded, "tokenizer") and hasattr(loaded, "image_processor")):

@@ -93,7 +93,10 @@ def find_vocabulary(tokenizer: Any, *, size: int) -> Vocabulary:
             space_prefix=_space_prefix(described),
             **shared,
         )
-    _check_normalizer(described)
+    # NFC leaves composed text as it is.
+    for step in _steps(described["normalizer"], "normalizers"):
+        if step["type"] != "NFC":
+            raise _refused(f"it changes texts by {step['type']} before it splits them")
     # A merge may be given as a text, or as a pair of tokens.
     merges = (merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"])
     return Vocabulary(model="gpt2", pre=_pre_tokenizer(described), merges=tuple(merges), **shared)
@@ -192,13 +195,6 @@ def _space_prefix(described: Mapping[str, Any]) -> bool:
             raise _refused(f"it splits texts by {step['type']}")
         prefix = prefix or step.get("prepend_scheme") in ("always", "first")
     return prefix
-
-
-def _check_normalizer(described: Mapping[str, Any]) -> None:
-    """Refuse normalizers that byte-level BPE in llama.cpp lacks, except NFC: composed text stays as it is."""
-    for step in _steps(described["normalizer"], "normalizers"):
-        if step["type"] != "NFC":
-            raise _refused(f"it changes texts by {step['type']} before it splits them")
 
 
 def _pre_tokenizer(described: Mapping[str, Any]) -> str:

@@ -92,7 +92,7 @@ def synthetic_batch(
     generator = torch.Generator().manual_seed(seed)
     accepted = inspect.signature(model.forward).parameters
     if model.main_input_name == "pixel_values":
-        images = {"pixel_values": _random_images(model.config, batch, generator)}
+        images = {"pixel_values": random_images(model.config, batch, generator)}
         if sequence is None or not {"input_ids", "decoder_input_ids"} & set(accepted):
             return images
         return images | _random_text(model, batch, sequence, generator)
@@ -130,7 +130,7 @@ def _heads(model: PreTrainedModel) -> list[str]:
     return auto_classes(type(model).__name__, model.config.model_type)
 
 
-def _random_images(config: Any, batch: int, generator: torch.Generator) -> Tensor:
+def random_images(config: Any, batch: int, generator: torch.Generator) -> Tensor:
     """Return normal values, (batch, channels, height, width), in the size of a model of images or of a tower of one."""
     towers = (config, *(getattr(config, name, None) for name in ("vision_config", "encoder")))
     vision = next((tower for tower in towers if hasattr(tower, "image_size")), config)

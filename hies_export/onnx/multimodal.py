@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import DataError, UnsupportedModelError, root_cause
+from ..model.tokens import random_images, synthetic_batch
 from ..runtimes.ort import DECODER_FILE, EMBED_FILE, VISION_FILE
 from .decoder import trace_decoder
 from .trace import Fusions, export_program
@@ -27,26 +28,14 @@ def image_text_batch(model: PreTrainedModel, *, batch: int = 2, text: int = 8, s
     """Make random images and prompts of `text` tokens, half before the image tokens, half after.
 
     Returns `pixel_values` (batch, channels, height, width), `input_ids` and `attention_mask` (batch, sequence). Raises
-    UnsupportedModelError if the config has no image size, or image features need more than `pixel_values`.
+    UnsupportedModelError if image features need more than `pixel_values`.
     """
-    vision = getattr(model.config, "vision_config", None)
-    size, channels = getattr(vision, "image_size", None), getattr(vision, "num_channels", 3)
-    if size is None:
-        raise UnsupportedModelError(
-            f"a sample can be made for models with a vision_config.image_size, and {type(model).__name__} has none"
-        )
-    height, width = size if isinstance(size, (list, tuple)) else (size, size)
-    generator = torch.Generator().manual_seed(seed)
-    pixels = torch.randn(batch, channels, height, width, generator=generator)
-    pixels = pixels.to(model.device, model.dtype)
+    pixels = random_images(model.config, batch, torch.Generator().manual_seed(seed)).to(model.device, model.dtype)
     with torch.no_grad():
         tokens = _image_features(model, pixels).shape[1]
-    image = model.config.image_token_id
-    config = model.config.get_text_config()
-    ids = torch.randint(3, config.vocab_size - 1, (batch, text), generator=generator)
-    ids += (ids >= image).long() if image < config.vocab_size else 0
-    before, after = ids[:, : text // 2], ids[:, text // 2 :]
-    ids = torch.cat([before, torch.full((batch, tokens), image), after], dim=1)
+    ids = synthetic_batch(model, batch=batch, sequence=text, seed=seed)["input_ids"]
+    image = torch.full((batch, tokens), model.config.image_token_id)
+    ids = torch.cat([ids[:, : text // 2], image, ids[:, text // 2 :]], dim=1)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels}
 
 

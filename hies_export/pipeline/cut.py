@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from .. import processes
 from ..checkpoint.refits import RefittedLayers, digest_tensors, load_refit
 from ..checkpoint.save import save_slim
-from ..checkpoint.weights import weight_files
+from ..checkpoint.weights import weight_bytes
 from ..errors import DropError, NonFiniteError
 from ..evaluate.judge import Judge
 from ..evaluate.predict import predict
@@ -195,6 +195,6 @@ def save(
             refitted=slim.refitted if refit_file is None else None,
             overwrite=overwrite,
         )
-        return Saved(sum(file.stat().st_size for file in weight_files(folder)), max_abs)
+        return Saved(weight_bytes(folder), max_abs)
 
     return processes.on_main(write)

@@ -37,37 +37,25 @@ def register_runtime(name: str) -> Callable[[type[Runtime]], type[Runtime]]:
 
 
 class Runtime(ABC):
-    """A loaded model that can be run any number of times on a prepared batch.
+    """A loaded model that can be run any number of times on a prepared batch."""
 
-    Attributes:
-        name: The registered name.
-        reads_models: Whether the source is a `PreTrainedModel`; otherwise it is a file or folder of `format`.
-        format: Format of the export, for a runtime that reads no models.
-        fused_for: For ONNX sources, the provider to export for, as in `export_onnx`.
-        dtypes: Names of the torch dtypes it can run a model in.
-        hints: Those dtypes in which it can compute a float32 graph; the constructor then also takes `dtype`. For other
-            dtypes, the graph itself is exported in them.
-        loads: How many times a comparison loads the models; more than 1 if copies of one model differ in time.
-        width_step: Kernels compute a layer's width in blocks of this size, so that a width takes the time of the next
-            multiple. Latency budgets assume no saving in between.
-        full: The runtime that computes the same graph in float32, if this one does not.
-        threads: CPU threads within an operator.
-        cuda_graph: Whether a run replays a captured CUDA graph.
-    """
-
-    name: ClassVar[str]
-    reads_models: ClassVar[bool] = False
-    format: ClassVar[Format] = "onnx"
-    fused_for: ClassVar[Provider] = "cpu"
-    dtypes: ClassVar[tuple[str, ...]] = ("float32", "float16")
+    name: ClassVar[str]  # as it is registered
+    reads_models: ClassVar[bool] = False  # whether the source is a `PreTrainedModel`; otherwise a file or folder
+    format: ClassVar[Format] = "onnx"  # of that file or folder
+    fused_for: ClassVar[Provider] = "cpu"  # for ONNX sources, the provider to export for, as in `export_onnx`
+    dtypes: ClassVar[tuple[str, ...]] = ("float32", "float16")  # of torch, that it can run a model in
+    # Those in which it can compute a float32 graph; the constructor then also takes `dtype`. For others, the graph
+    # itself is exported in them.
     hints: ClassVar[tuple[str, ...]] = ()
-    loads: ClassVar[int] = 1
-    # ONNX Runtime on one core with AVX-512, a feed-forward block (1024, 384) x (384, N) and back: within noise, 497 to
-    # 512 neurons take the same time, 513 take 3 % more, and 529 another 3 to 5 %.
+    loads: ClassVar[int] = 1  # how often a comparison loads the models; more than 1 if copies of one differ in time
+    # Kernels compute a layer's width in blocks of this size, so that a width takes the time of the next multiple.
+    # Latency budgets assume no saving in between. ONNX Runtime on one core with AVX-512, a feed-forward block
+    # (1024, 384) x (384, N) and back: within noise, 497 to 512 neurons take the same time, 513 take 3 % more, and 529
+    # another 3 to 5 %.
     width_step: ClassVar[int] = 16
-    full: ClassVar[str | None] = None
-    threads: int
-    cuda_graph: bool = False
+    full: ClassVar[str | None] = None  # the runtime that computes the same graph in float32, if this one does not
+    threads: int  # of the CPU, within an operator
+    cuda_graph: bool = False  # whether a run replays a captured CUDA graph
 
     @classmethod
     def require(cls) -> None:

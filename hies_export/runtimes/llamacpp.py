@@ -107,7 +107,11 @@ class LlamaCppRuntime(Runtime):
         _check_header(file)
         self.threads = threads
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
-        self._process = _start(self._errors)
+        folder = os.environ.get(FOLDER_VARIABLE) or str(Path.cwd())
+        command, pipe = ["node", str(_SCRIPT), folder], subprocess.PIPE
+        self._process: Any = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=self._errors, text=True, encoding="utf-8"
+        )
         self._finalizer = weakref.finalize(self, _stop, self._process, self._errors)
         told = self._ask("open", file=str(file.resolve()), threads=threads, exact=exact)
         self.release, self.architecture = str(told["release"]), str(told["architecture"])
@@ -243,14 +247,6 @@ def _check_header(file: Path) -> None:
         if magic == b"GGUF" and version in (2, 3) and max(tensors, values) <= MOST_ENTRIES:
             return
     raise DataError(f"a GGUF file must begin with its magic number, version and sizes, and {file} does not")
-
-
-def _start(errors: IO[bytes]) -> Any:
-    folder = os.environ.get(FOLDER_VARIABLE) or str(Path.cwd())
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        ["node", str(_SCRIPT), folder], stdin=pipe, stdout=pipe, stderr=errors, text=True, encoding="utf-8"
-    )
 
 
 def _stop(process: Any, errors: IO[bytes]) -> None:
