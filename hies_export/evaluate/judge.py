@@ -174,6 +174,11 @@ def _metric_inputs(
     """Return the inputs of metrics, predictions and references of (samples,) and options, after a check."""
     if isinstance(predictions, TokenPredictions):
         check_metrics(names, task="text-generation")
+        if len(predictions.tokens) != len(references):
+            raise DataError(
+                f"every label token needs a reference, got {len(predictions.tokens)} predictions and "
+                f"{len(references)} references"
+            )
         rows = np.empty(len(predictions), dtype=[("nll", np.float64), ("right", np.int64)])
         rows["nll"] = predictions.per_sample(predictions.nll)
         rows["right"] = predictions.per_sample(predictions.tokens == references)
@@ -184,6 +189,10 @@ def _metric_inputs(
         rows["likeliest"], rows["per_character"] = predictions.chosen, predictions.chosen_per_character
         return rows, references.numpy(), {}
     check_metrics(names, regression=regression)
+    if len(predictions) != len(references):
+        raise DataError(
+            f"every sample needs a reference, got {len(predictions)} logits and {len(references)} references"
+        )
     found = predicted(predictions, regression=regression)
     if regression:
         return found.double().numpy(), references.double().numpy(), {}

@@ -104,6 +104,8 @@ def test_bad_samples_and_numbers() -> None:
     bad["labels"][1] = -100
     with pytest.raises(DataError, match=r"of batch 1 \(from 0\) sample 1 \(from 0\) of 2 has none"):
         predict(model, [good, bad])
+    with pytest.raises(DataError, match="every label token needs a reference, got 7 predictions and 6"):
+        compute_metrics(predict(model, [good]), references([good])[:-1], names=["perplexity"])
     with torch.no_grad():
         model.lm_head.weight[3, 3] = math.nan
     with pytest.raises(NonFiniteError, match=r"batch 0 \(from 0\) of 1 has NaN"):
