@@ -146,10 +146,7 @@ def filled(row: Mapping[str, Any], *, prompt: str, answer: str) -> tuple[str, st
 
 
 def answer_text(prompt: str, answer: str, tokenizer: Any, *, end: bool = True) -> str:
-    """Return what follows the prompt: a space unless it ends in one, the answer, and with `end` the end-of-text token.
-
-    That token is left out if the tokenizer adds it itself.
-    """
+    """Return what follows the prompt: a space if it ends in none, the answer, and with `end` the end-of-text token."""
     last = (tokenizer.eos_token or "") if end else ""
     if last and tokenizer("a", verbose=False)["input_ids"][-1:] == [tokenizer.eos_token_id]:
         last = ""

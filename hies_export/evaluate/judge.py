@@ -94,10 +94,7 @@ class Judge:
         return share_ends(self.agreement(predictions), self.samples)
 
     def lost(self, predictions: Predictions, *, resamples: int = 1000, seed: int = 0) -> tuple[float, float]:
-        """Return how much worse the first metric is than the dense model's, and the upper end of its 95 % interval.
-
-        The interval is the percentile bootstrap's, over samples that are drawn for both models alike.
-        """
+        """Return how much worse the first metric is than the dense model's, and the upper end of its 95 % bootstrap."""
         name, regression = self.metrics[0], self.regression
 
         def inputs(of: Predictions) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:

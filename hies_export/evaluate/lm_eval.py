@@ -53,10 +53,7 @@ def _task_manager(tasks: tuple[str, ...]) -> Any:
 def run_benchmarks(
     model: PreTrainedModel, tokenizer: Any, tasks: Sequence[str], *, samples: int | None = None, batch_size: int = 8
 ) -> dict[str, float]:
-    """Run benchmarks on a dense or slim language model, on the first `samples` documents of each task.
-
-    Returns "task metric" -> value, e.g. "hellaswag acc_norm"; for groups such as MMLU only the group's value.
-    """
+    """Return "task metric" -> value on the first `samples` documents of each task; of groups, only their own."""
     with quiet():
         from lm_eval import simple_evaluate
         from lm_eval.models.huggingface import HFLM

@@ -68,10 +68,7 @@ def accuracy(predictions: np.ndarray, references: np.ndarray, num_labels: int | 
 
 @register_metric("f1", of="classes")
 def f1(predictions: np.ndarray, references: np.ndarray, num_labels: int | None = None) -> float:
-    """Return the F1 of class 1 for two classes; for more, the mean of the F1 of every class that occurs (macro).
-
-    Without `num_labels` the largest label that occurs gives the number of classes.
-    """
+    """Return the F1 of class 1 for two classes; for more, the mean of the F1 of every class that occurs (macro)."""
     classes = num_labels or max(np.max(predictions), np.max(references)) + 1
     average = "binary" if classes <= 2 else "macro"
     return float(sklearn.metrics.f1_score(references, predictions, average=average, zero_division=0.0))

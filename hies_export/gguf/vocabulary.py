@@ -62,10 +62,7 @@ class Vocabulary:
 
 
 def find_vocabulary(tokenizer: Any, *, size: int) -> Vocabulary:
-    """Describe a fast tokenizer as llama.cpp reads it; raises RequestError if it does not know the tokenizer.
-
-    `size` is the number of rows of the model's embedding; those without a token are named and marked unused.
-    """
+    """Describe a fast tokenizer for an embedding of `size` rows; a RequestError says what llama.cpp does not know."""
     described = _described(tokenizer)
     model = described["model"]
     known = {**model["vocab"], **{token["content"]: token["id"] for token in described["added_tokens"]}}

@@ -116,10 +116,7 @@ def sample_batch(model: PreTrainedModel, *, sequence: int | None = None) -> dict
 
 
 def end_of_text(model: PreTrainedModel) -> int | None:
-    """Return the token whose last occurrence a classifier with a decoder, such as BART, reads; None for other models.
-
-    Every row must have the same number of these tokens, at least one.
-    """
+    """Return the token that each row needs for a classifier with a decoder, such as BART; None for other models."""
     if not model.config.is_encoder_decoder or "AutoModelForSequenceClassification" not in _heads(model):
         return None
     end = getattr(model.config, "eos_token_id", None)

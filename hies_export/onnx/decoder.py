@@ -45,10 +45,7 @@ def text_tokens(input_ids: Tensor, count: int, *, image_token_id: int | None = N
 
 
 def left_padded(given: Mapping[str, Tensor], *, image_token_id: int | None = None) -> dict[str, Tensor]:
-    """Take two rows of a batch, with images or without, and add three positions in front.
-
-    They are text tokens in the first row and padding in the second.
-    """
+    """Take two rows of a batch, and add three positions in front: text tokens in the first, padding in the second."""
     rows = {name: torch.cat([tensor, tensor])[:2] for name, tensor in given.items()}
     front = text_tokens(rows["input_ids"], 3, image_token_id=image_token_id)
     rows["input_ids"] = torch.cat([front, rows["input_ids"]], dim=1)

@@ -218,10 +218,7 @@ def _traceable_copy(reference: PreTrainedModel, provider: str, dtype: torch.dtyp
 
 
 def save_program(program: Any, file: Path) -> int:
-    """Write the graph with its weights inside, or in a file beside it if they exceed protobuf's limit.
-
-    Returns the size of both in bytes.
-    """
+    """Write a graph with its weights inside, or beside it above protobuf's limit; return the size of both in bytes."""
     import onnx_ir
 
     weight_bytes = sum(v.const_value.nbytes for v in program.graph.initializers.values() if v.const_value is not None)

@@ -132,11 +132,7 @@ class OnnxGenerator:
         return tokens
 
     def prompt(self, input_ids: Tensor, pixel_values: Tensor | None = None) -> dict[str, Any]:
-        """Return the decoder's input for tokens (batch, sequence): the tokens, or their embeddings merged with images.
-
-        Raises:
-            DataError: The image tokens do not match the images.
-        """
+        """Return the decoder's input: tokens (batch, sequence), or embeddings with images; a DataError if these misfit."""
         if self.embed_tokens is None:
             return {"input_ids": input_ids}
         embeds = _run(self.embed_tokens, {"input_ids": input_ids})["inputs_embeds"]

@@ -40,10 +40,7 @@ def image_text_batch(model: PreTrainedModel, *, batch: int = 2, text: int = 8, s
 
 
 def check_vision_language(model: PreTrainedModel, given: Mapping[str, Tensor]) -> None:
-    """Refuse, before any work, a model that cannot be exported in parts, or a batch that does not fit it.
-
-    Raises UnsupportedModelError or DataError.
-    """
+    """Refuse, before any work, a model that cannot be exported in parts, or a batch that does not fit it."""
     if getattr(model.config, "image_token_id", None) is None:
         raise UnsupportedModelError(
             f"export_onnx needs a vision-language model whose config names the image token, and "
@@ -70,10 +67,7 @@ def check_vision_language(model: PreTrainedModel, given: Mapping[str, Tensor]) -
 
 
 def image_tokens(input_ids: Tensor, features: Tensor, image_token_id: int) -> Tensor:
-    """Return where prompts have image tokens, (batch, sequence) bool.
-
-    Raises DataError if they are not as many as the features, (images, tokens, hidden).
-    """
+    """Return where prompts have image tokens, (batch, sequence) bool; a DataError says that their number is wrong."""
     found = input_ids == image_token_id
     images, tokens = features.shape[:2]
     if int(found.sum()) != images * tokens:

@@ -57,10 +57,7 @@ def check_parity(
 
 
 def generation_batches(given: Mapping[str, torch.Tensor], padded: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Return the prompts to compare on, by name: as given, padded on the left, and the first row alone.
-
-    `padded` is from `left_padded`; its first row has no padding, so that alone it has another length.
-    """
+    """Return the prompts to compare on, by name; the first row of `padded` has no padding, and alone another length."""
     single = {name: tensor[:1] for name, tensor in padded.items()}
     return {"the given batch": dict(given), "a padded batch": dict(padded), "a batch of 1": single}
 
@@ -120,10 +117,7 @@ def _real_tokens(
 
 
 def compare_outputs(want: Mapping[str, np.ndarray], got: Mapping[str, np.ndarray], *, label: str, dtype: str) -> float:
-    """Return the largest absolute difference between torch's outputs and the graph's.
-
-    Raises ParityError if it is beyond the tolerance or not finite, or the outputs have other names or shapes.
-    """
+    """Return the largest absolute difference; a ParityError says that it is too large, or names or shapes differ."""
     shapes = ["; ".join(f"{name} {array.shape}" for name, array in sorted(outputs.items())) for outputs in (want, got)]
     if shapes[0] != shapes[1]:
         raise ParityError(f"the graph's outputs must be torch's; on {label} torch has {shapes[0]}, it has {shapes[1]}")

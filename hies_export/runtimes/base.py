@@ -90,10 +90,7 @@ class Runtime(ABC):
         """
 
     def prepare_step(self, batch: Mapping[str, Any]) -> Any:
-        """Return what `run` takes to repeat one decode step: the last token of a batch, with all others in the cache.
-
-        The sequence must have 2 tokens or more.
-        """
+        """Return what `run` takes to repeat a decode step: the last of 2 or more tokens, with the others in a cache."""
         raise NotImplementedError
 
     @abstractmethod
@@ -119,18 +116,12 @@ class Runtime(ABC):
         return torch.from_numpy(self.compute(batch)["logits"])
 
     def peak_memory_bytes(self, feed: Any) -> int | None:
-        """Return the model's peak device memory during a run in bytes, weights included; None on the CPU.
-
-        The feed must have been run before.
-        """
+        """Return the peak device memory of a run that was made before, weights included, in bytes; None on the CPU."""
         return None
 
 
 def last_token(batch: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split a batch into a prompt (all tokens but the last, and the images) and a decode step.
-
-    The step has the last tokens, (batch, 1), and the attention mask of all tokens, (batch, sequence).
-    """
+    """Split a batch into a prompt, (batch, sequence - 1), and a decode step: the last tokens, and the mask of all."""
     ids = batch["input_ids"]
     batch = {"attention_mask": torch.ones_like(ids), **batch}
     of_tokens = {name for name, value in batch.items() if getattr(value, "shape", ()) == ids.shape}

@@ -140,10 +140,7 @@ class OnnxRuntime(GraphRuntime):
         return _NAMES.get(self._session.get_outputs()[0].type, self._session.get_outputs()[0].type)
 
     def prepare(self, batch: Mapping[str, Any]) -> BoundFeed:
-        """Bind the inputs; fill in missing masks, token types, positions and an empty cache, as torch does.
-
-        The batch has tensors, or ONNX Runtime's own values, as `values` returns them.
-        """
+        """Bind tensors or ONNX Runtime's values; fill in missing masks, token types, positions and an empty cache."""
         import onnxruntime as ort
 
         binding: Any = self._session.io_binding()
