@@ -134,6 +134,8 @@ def _write(file: Path, model: PreTrainedModel, layout: Layout, vocabulary: Vocab
         writer.write_tensors_to_file()
     finally:
         writer.close()
+        if writer.temp_file is not None:
+            writer.temp_file.close()
     if dtype in IN_BLOCKS and types.get("F16"):
         logger.warning(
             "%d of %d matrices have rows whose length is no multiple of %d, and are stored in float16 instead of %s; "

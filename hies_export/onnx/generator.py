@@ -132,7 +132,7 @@ class OnnxGenerator:
         return tokens
 
     def prompt(self, input_ids: Tensor, pixel_values: Tensor | None = None) -> dict[str, Any]:
-        """Return the decoder's input: tokens (batch, sequence), or embeddings with images; a DataError if these misfit."""
+        """Return the decoder's input: tokens (batch, sequence), or embeddings with images, or a DataError."""
         if self.embed_tokens is None:
             return {"input_ids": input_ids}
         embeds = _run(self.embed_tokens, {"input_ids": input_ids})["inputs_embeds"]
