@@ -103,11 +103,6 @@ def uniform_counts(modules: Sequence[Units], constraints: Constraints) -> list[l
     return found
 
 
-def ratio_of(table: CostTable, modules: Sequence[Units], counts: Sequence[int]) -> float:
-    """Return the predicted share of the dense model's cost when each module loses a number of bundles."""
-    return 1.0 - saved_by(table, modules, counts)
-
-
 def saved_by(table: CostTable, modules: Sequence[Units], counts: Sequence[int]) -> float:
     """Return the share of the dense model's cost that is saved when each module loses a number of bundles."""
     return sum(table.saved[module.name][count] for module, count in zip(modules, counts, strict=True))

@@ -42,7 +42,6 @@ from hies_export.report.jinja import render_markdown
 from hies_export.report.maps import KEPT, plan_maps
 from hies_export.report.report import Report
 from hies_export.report.terminal import map_text, print_report
-from hies_export.runtimes.llamacpp import read_version
 from hies_export.runtimes.ort import CACHE_SIZES, cache_sizes
 from hies_export.slim.check import check_selection
 from hies_export.slim.cut import prune_units
@@ -353,16 +352,12 @@ def _small(folder: Path) -> list[Read]:
     card.mkdir()
     (card / "README.md").write_text("---\nlicense: mit\nbase_model: some/model\n---\n# Title\n")
 
-    package = folder / "package.json"
-    package.write_text(json.dumps({"name": "node-llama-cpp", "version": "3.22.1"}))
-
     def points() -> None:
         for point in _read(cached, {"format": 4}) or ():
             assert isinstance(point.ratio, int | float)
 
     return [
         Read("cached times", "json", cached, points, 10),
-        Read("version of node-llama-cpp", "json", package, lambda: read_version(package), 5),
         Read(
             "metadata of ONNX",
             "json",
