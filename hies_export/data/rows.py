@@ -75,7 +75,8 @@ def load_rows(
     jsonl, csv, tsv (quotes are ordinary characters, as in GLUE's files) and txt (a row a line, column `text`), each
     with or without `.gz`; parquet; or a folder with one sub-folder of images per class (columns `image` and `label`).
     The last part of a path may be a pattern: `train-*.parquet` reads all parts in name order. All parts have the column
-    types of the first one, and a jsonl file those of its first 10 MB; in csv and tsv only an empty cell is missing.
+    types of the first one, csv and tsv those of all, and a jsonl file those of its first 10 MB. In csv and tsv only an
+    empty cell is missing.
 
     The rows of an image folder are sorted by class, so there `samples` without a seed uses seed 0.
     """
@@ -207,7 +208,7 @@ def _load_files(path: Path, cache: str) -> datasets.Dataset:
     try:
         if builder == "csv":
             with _reading():
-                features = _column_types(parts[0], options)
+                features = _column_types(parts, options)
             # `datasets` infers the type of a column chunk by chunk.
             options = {**options, **({"chunksize": None} if features is None else {"features": features})}
         return _build(builder, [glob.escape(str(part)) for part in parts], cache, **options)
@@ -217,13 +218,14 @@ def _load_files(path: Path, cache: str) -> datasets.Dataset:
         ) from error
 
 
-def _column_types(path: Path, options: Mapping[str, Any]) -> datasets.Features | None:
-    """Return the types that reading a csv or tsv file as a whole would find; None if parts of it cannot tell."""
+def _column_types(files: Sequence[Path], options: Mapping[str, Any]) -> datasets.Features | None:
+    """Return the types that reading csv or tsv files as one would find; None if parts of them cannot tell."""
     kinds: dict[str, set[str]] = {}
-    with pandas.read_csv(path, **{**options, "chunksize": _TYPED}) as chunks:
-        for chunk in chunks:
-            for column, values in chunk.items():
-                kinds.setdefault(column, set()).add(_kind(values))
+    for file in files:
+        with pandas.read_csv(file, **{**options, "chunksize": _TYPED}) as chunks:
+            for chunk in chunks:
+                for column, values in chunk.items():
+                    kinds.setdefault(column, set()).add(_kind(values))
     types: dict[str, type] = {}
     for column, found in kinds.items():
         if found <= {"i", "f"}:

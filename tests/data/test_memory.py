@@ -78,7 +78,7 @@ def test_csv_in_chunks_is_csv_as_a_whole(tmp_path: Path, content: str, monkeypat
     (tmp_path / "b.csv.gz").write_bytes(gzip.compress(content.encode()))
     read_csv = rows_module._BUILDERS["csv"][1]
     with monkeypatch.context() as patched:
-        patched.setattr(rows_module, "_column_types", lambda path, options: None)
+        patched.setattr(rows_module, "_column_types", lambda files, options: None)
         whole = load_rows(files={"only": tmp_path / "a.csv"}, split="only")
     monkeypatch.setattr(rows_module, "_TYPED", 2)
     monkeypatch.setitem(rows_module._BUILDERS, "csv", ("csv", {**read_csv, "chunksize": 2}))
@@ -87,16 +87,20 @@ def test_csv_in_chunks_is_csv_as_a_whole(tmp_path: Path, content: str, monkeypat
         assert chunked.to_list() == whole.to_list()
         assert chunked.features == whole.features
     # What no chunk can say is read as a whole.
-    types = rows_module._column_types(tmp_path / "a.csv", read_csv)
+    types = rows_module._column_types([tmp_path / "a.csv"], read_csv)
     assert (types is None) == (content in (TABLES["truth with a gap"], TABLES["large numbers"]))
 
 
-def test_parts_have_the_columns_of_the_first(tmp_path: Path) -> None:
+def test_parts_have_the_same_columns(tmp_path: Path) -> None:
     (tmp_path / "a-0.csv").write_text("n,t\n1,x\n2,y\n")
     (tmp_path / "a-1.csv").write_text("t,n\nz,3\n")
     rows = load_rows(files={"only": tmp_path / "a-*.csv"}, split="only")
     assert rows.to_list() == [{"n": 1, "t": "x"}, {"n": 2, "t": "y"}, {"n": 3, "t": "z"}]
-    for content, said in (("n,t\n3.5,z\n", "cannot safely convert"), ("n,t\n1,2,3\n", "Length of header")):
+    (tmp_path / "a-1.csv").write_text("n,t\n3.5,z\n,7\n")
+    rows = load_rows(files={"only": tmp_path / "a-*.csv"}, split="only")
+    assert rows["n"][:] == [1.0, 2.0, 3.5, None]
+    assert rows["t"][:] == ["x", "y", "z", "7"]
+    for content, said in (("n,u\n3,z\n", "'?[tu]'?"), ("n,t\n1,2,3\n", "Length of header")):
         (tmp_path / "a-1.csv").write_text(content)
         with pytest.raises(DataError, match=rf"a-\*\.csv must be a readable csv file .*{said}"):
             load_rows(files={"only": tmp_path / "a-*.csv"}, split="only")
