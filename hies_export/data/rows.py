@@ -224,6 +224,8 @@ def _column_types(files: Sequence[Path], options: Mapping[str, Any]) -> datasets
     for file in files:
         with pandas.read_csv(file, **{**options, "chunksize": _TYPED}) as chunks:
             for chunk in chunks:
+                if kinds and kinds.keys() != set(chunk.columns):
+                    raise ValueError(f"{file.name} has the columns {listed(chunk.columns)}, not {listed(kinds)}")
                 for column, values in chunk.items():
                     kinds.setdefault(column, set()).add(_kind(values))
     types: dict[str, type] = {}
