@@ -42,7 +42,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hies_export.checkpoint.folders import replace_file
-from hies_export.errors import HiesError
+from hies_export.errors import HiesError, root_cause
 from hies_export.forms.compare import time_on
 from hies_export.forms.exports import Exporter, ExportOptions
 from hies_export.forms.form import Forms
@@ -52,7 +52,6 @@ from hies_export.measure.machine import machine_facts
 from hies_export.measure.rows import LatencyRow
 from hies_export.measure.timing import Timing
 from hies_export.model.tokens import sequence_length, synthetic_batch
-from hies_export.onnx.trace import reason
 from hies_export.report.bench import Bench, print_bench, render_bench
 from hies_export.runtimes.base import Runtime
 from hies_export.runtimes.pytorch import peak_memory_bytes
@@ -121,7 +120,7 @@ class Session:
         except torch.OutOfMemoryError:
             self.missing.append(f"{what}: it does not fit into the device's memory")
         except Exception as error:  # any, on a machine nobody has tried: the rows so far must not be lost
-            self.missing.append(f"{what}: {reason(error)}")
+            self.missing.append(f"{what}: {root_cause(error)}")
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
         gc.collect()

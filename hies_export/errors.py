@@ -63,8 +63,8 @@ class RecipeError(RequestError):
         problems: One sentence per problem, shortened if it quotes too much. The message has the first twenty.
     """
 
-    def __init__(self, problems: Sequence[str]):
-        self.problems = tuple(shortened(problem) for problem in problems)
+    def __init__(self, problems: str | Sequence[str]):
+        self.problems = tuple(map(shortened, [problems] if isinstance(problems, str) else problems))
         if len(self.problems) == 1:
             message = self.problems[0]
         else:
@@ -180,16 +180,16 @@ def system_failure(error: BaseException) -> str | None:
 
 @contextmanager
 def refusing(
-    what: str, remedy: str, kind: type[RequestError] = RequestError, *, report: Sequence[str] = ()
+    what: str, remedy: str = "", kind: type[HiesError] = RequestError, *, report: Sequence[str] = ()
 ) -> Iterator[None]:
-    """Turn any error of another library in the block into a refusal of one sentence, with the root cause.
+    """Turn any error of another library in the block into one sentence, with the root cause.
 
     Errors of this package pass, and so does a lack of memory, which no other input would mend.
 
     Args:
         what: Beginning of the sentence: what must hold, and what was given.
         remedy: End of the sentence: what to do.
-        kind: Class of the refusal.
+        kind: Class of the error.
         report: What else the library said by then.
     """
     try:
@@ -197,7 +197,7 @@ def refusing(
     except Exception as error:  # each library raises its own kinds
         if isinstance(error, HiesError) or memory_failure(error) is not None:
             raise
-        raise kind(f"{what}: {' '.join([root_cause(error), *report])}; {remedy}") from error
+        raise kind("; ".join([f"{what}: {' '.join([root_cause(error), *report])}", *filter(None, [remedy])])) from error
 
 
 def quoted(value: Any) -> str:

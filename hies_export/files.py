@@ -32,21 +32,13 @@ class Schema(BaseModel):
 
 @dataclass(frozen=True)
 class Rule:
-    """What a file must be, in the words of its refusal.
+    """What a file must be, in the words of its refusal."""
 
-    Attributes:
-        must: Beginning of the sentence, such as "a plan must be JSON that hies_export wrote".
-        remedy: End of the sentence: what to do.
-        error: Class of the refusal.
-        megabytes: Largest size of the file.
-        shown: Whether its text is printed in terminals, where control characters act as commands.
-    """
-
-    must: str
-    remedy: str
-    error: type[RequestError] = RequestError
-    megabytes: int = 64
-    shown: bool = False
+    must: str  # beginning of the sentence, such as "a plan must be JSON that hies_export wrote"
+    remedy: str  # end of the sentence: what to do
+    error: type[RequestError] = RequestError  # class of the refusal
+    megabytes: int = 64  # largest size of the file
+    shown: bool = False  # whether its text is printed in terminals, where control characters act as commands
 
     def refused(self, problem: str) -> RequestError:
         """Return the error that says what is wrong."""

@@ -184,10 +184,7 @@ def _exchange() -> Iterator[tuple[Any, _Group]]:
 
 @contextmanager
 def together() -> Iterator[None]:
-    """Join the processes that the environment names, inside the block.
-
-    Without a WORLD_SIZE above one in the environment, or inside another such block, nothing is done.
-    """
+    """Join the processes that the environment names, if it names several and this is the outermost such block."""
     global _group
     if _group is not None or _number("WORLD_SIZE") == 1:
         if _group is None:

@@ -79,10 +79,7 @@ def without_reports() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet(*, verbose: bool = False) -> Iterator[None]:
-    """Discard warnings, log records and prints while the block runs, unless `verbose`.
-
-    This holds for the whole process: prints and logs of other threads are discarded too.
-    """
+    """Discard warnings, log records and prints, of all threads, while the block runs, unless `verbose`."""
     if verbose:
         yield
         return

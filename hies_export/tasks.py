@@ -13,26 +13,18 @@ Prediction = Literal["classes", "numbers", "tokens"]
 
 @dataclass(frozen=True)
 class Task:
-    """What the models of a task read and predict, and the data columns this needs.
-
-    Attributes:
-        auto_class: Name of the Auto class of transformers that loads its models.
-        columns: The sets of fields of a recipe's `data` (among text, image, prompt, answer, label) that go together.
-        needs: These columns, in words.
-        generative: Whether its models predict text, token by token, rather than a class.
-        text_columns: How many columns `text` may name.
-        may_regress: Whether a model with one label predicts a number rather than a class.
-    """
+    """What the models of a task read and predict, and the data columns this needs."""
 
     name: TaskName
-    auto_class: str
+    auto_class: str  # name of the Auto class of transformers that loads its models
+    # The sets of fields of a recipe's `data` (among text, image, prompt, answer, label) that go together.
     columns: tuple[frozenset[str], ...]
-    needs: str
+    needs: str  # these columns, in words
     text: bool = True
     images: bool = False
-    generative: bool = False
-    text_columns: int = 1
-    may_regress: bool = False
+    generative: bool = False  # whether its models predict text, token by token, rather than a class
+    text_columns: int = 1  # how many columns `text` may name
+    may_regress: bool = False  # whether a model with one label predicts a number rather than a class
 
     @property
     def in_parts(self) -> bool:

@@ -116,7 +116,7 @@ def test_truncated_weights(command: str, tmp_path: Path, capsys: pytest.CaptureF
 
 @pytest.mark.parametrize("saved", ["model.safetensors", "pytorch_model.bin"])
 def test_weights_that_do_not_fit_the_config(saved: str, tmp_path: Path) -> None:
-    """Those of torch are compared by transformers alone, whose report is in the sentence."""
+    """transformers compares them, and its report is in the sentence."""
     bert().save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors").unlink()
@@ -129,11 +129,7 @@ def test_weights_that_do_not_fit_the_config(saved: str, tmp_path: Path) -> None:
 
     weights["classifier.bias"] = torch.zeros(7)
     save()
-    match = {
-        "model.safetensors": r"shapes that the config describes, .* classifier.bias is \[7\] for \[3\]",
-        "pytorch_model.bin": r"must load, but does not: .*classifier.bias .*7.*3",
-    }[saved]
-    with pytest.raises(RequestError, match=match):
+    with pytest.raises(RequestError, match=r"must load, but does not: .*classifier.bias .*7.*3"):
         load(tmp_path)
     assert load(tmp_path, ignore_mismatched_sizes=True).num_labels == 3
     del weights["classifier.bias"]

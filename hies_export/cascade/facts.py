@@ -122,5 +122,5 @@ def cascade_facts(
 def _passed_on(options: CascadeOptions, exported: CascadeExport, batches: Sequence[Batch]) -> float:
     """Return the share of rows that go on to the dense part."""
     runtime = load_runtime(options.runtime, exported.folder, dtype=options.dtype)
-    found = [runtime.fetch(runtime.run(runtime.prepare(batch)))[PASSED_ON] for batch in batches]
+    found = [runtime.compute(batch)[PASSED_ON] for batch in batches]
     return float(sum(part.sum() for part in found) / sum(part.size for part in found))

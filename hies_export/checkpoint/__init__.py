@@ -6,11 +6,9 @@ config can describe the shapes, it also holds `modeling_hies.py`. Loading never 
 folders.py    folders and files that appear complete or not at all
 contents.py   the kind of content that a path holds
 classes.py    the config and the model class of a checkpoint
-stored.py     the files of a checkpoint's weights, and their dtype
-weights.py    `from_pretrained`, with its errors as ours, and what it would load wrongly without a word
+weights.py    the files of a checkpoint's weights, their dtype, and `from_pretrained` with its errors as ours
 refits.py     `refit.safetensors`: the refitted layers beside a plan
-version4.py   checkpoints whose heads were pruned by transformers 4
-loading.py    `load` and `HIESModel`: folder or Hub id -> model
+loading.py    `load` and `HIESModel`: folder or Hub id -> model, also of heads that transformers 4 pruned
 settings.py   settings that some readers need and transformers does not save
 companions.py the files beside the weights that are fetched and copied
 save.py       `save_slim`: slim model -> folder, loaded again in every way and compared

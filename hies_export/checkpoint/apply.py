@@ -26,7 +26,7 @@ from .folders import refuse_existing
 from .loading import load
 from .refits import load_refit, read_refit, warn_uncompensated
 from .save import save_slim
-from .stored import stored_dtype, weight_files
+from .weights import stored_dtype, weight_bytes, weight_files
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,8 @@ def apply_plan(
     save_slim(slim, folder, plan=written, batch=sample, dense=source, card=card, overwrite=overwrite)
     return Applied(
         folder=Path(folder),
-        dense_bytes=_bytes(source),
-        slim_bytes=_bytes(folder),
+        dense_bytes=weight_bytes(source),
+        slim_bytes=weight_bytes(folder),
         seconds=time.perf_counter() - start,
         note=families(own_config, slim.config).note,
     )
@@ -120,10 +120,6 @@ def _load(source: Path) -> PreTrainedModel:
     if getattr(config, "quantization_config", None) is not None:
         raise RequestError(f"the weights must be plain numbers, but {source} is quantised; dequantise it first")
     return load(source, dtype=stored_dtype(weight_files(source), config) or "auto")
-
-
-def _bytes(folder: str | Path) -> int:
-    return sum(file.stat().st_size for file in weight_files(folder))
 
 
 def _find_modules(

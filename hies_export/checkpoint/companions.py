@@ -14,7 +14,7 @@ from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 from ..errors import refusing
 from ..model.online import hub_or_cache
 from .classes import read_config
-from .stored import weight_files
+from .weights import weight_files
 
 LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*")
 # Files of tokenizers, image processors and their chat templates, and the licence of the weights.

@@ -47,10 +47,7 @@ def contents(path: str | Path) -> Contents:
 
 
 def refuse_other(path: str | Path, *welcome: Contents, must: str = MUST) -> None:
-    """Refuse a local path that holds neither a checkpoint nor anything in `welcome`, and name a slim one nearby.
-
-    `must` begins the sentence.
-    """
+    """Refuse a local path that holds neither a checkpoint nor anything in `welcome`; `must` begins the sentence."""
     found = contents(path)
     if found in (Contents.NOTHING, Contents.CHECKPOINT, *welcome):
         return

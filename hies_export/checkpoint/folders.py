@@ -21,10 +21,7 @@ _EXPORTED = '"exported_by": "hies-export"'
 
 @contextmanager
 def new_folder(folder: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """Yield a temporary folder that becomes `folder` if the block ends without an exception, and else is deleted.
-
-    `refuse_existing` may refuse it before the block and after it.
-    """
+    """Yield a temporary folder that becomes `folder` if the block ends without an exception, and else is deleted."""
     folder = Path(folder)
     refuse_existing(folder, overwrite=overwrite)
     with _hidden(folder) as written:

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
 
-from ..errors import ReloadMismatchError
+from ..errors import ReloadMismatchError, refusing
 from ..model.copies import convert
 from ..model.internals import auto_classes, dtypes_in, has_auto_base, saved_state
 from ..model.tokens import for_base_model
@@ -111,13 +111,9 @@ def check_reload(model: PreTrainedModel, folder: str | Path, batch: Mapping[str,
         if name != "AutoModel":
             ways.append((name, getattr(transformers, name), remote, "", model, task_output))
     for way, loader, options, under, original, expected in ways:
-        try:
+        must = f"a saved model must load again, but through {way} it failed with"
+        with refusing(must, "nothing was kept", ReloadMismatchError):
             loaded, info = loader.from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
-        except Exception as error:  # whatever a model's own code raises on shapes it does not expect
-            raise ReloadMismatchError(
-                f"a saved model must load again, but through {way} it failed with {type(error).__name__}: "
-                f"{' '.join(str(error).split())[:300]}; nothing was kept"
-            ) from error
         missing = sorted(under + key for key in info["missing_keys"] if under + key in saved)
         if missing or info["mismatched_keys"]:
             raise ReloadMismatchError(

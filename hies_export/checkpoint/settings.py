@@ -27,10 +27,7 @@ def complete_settings(model: PreTrainedModel, folder: Path) -> None:
 
 
 def write_config(model: PreTrainedModel, folder: Path) -> None:
-    """Write the config of a model into the folder of its export, without pointers to code that is not there.
-
-    It says who wrote the folder, so that `refuse_existing` may let it be replaced.
-    """
+    """Write the config of a model beside its export, without pointers to code, and with a mark of who wrote it."""
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.dtype = model.dtype

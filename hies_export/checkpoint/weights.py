@@ -1,24 +1,75 @@
-"""Load a checkpoint by `from_pretrained`, and refuse what it would load without a word, or only with all the memory."""
+"""Find the files of a checkpoint's weights and their dtype, and load them by `from_pretrained`.
+
+What transformers would load wrongly without a word, or only with all the memory, is refused.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable, Iterator
 from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import safe_open
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from ..errors import RequestError, listed, refusing
-from ..model.internals import empty_model, load_report
+from ..model.internals import empty_model, file_of, load_report
 from ..model.online import hub_or_cache
 from .classes import AGAIN, hub_options
-from .stored import describe_tensors
 
 Shapes = dict[str, list[int]]
 """Name of a tensor in the files -> its shape."""
 
+_FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 # A config that describes this many times the parameters in the files is damaged.
 TIMES = 10
+
+
+def weight_files(path: str | Path, **hub: Any) -> list[Path]:
+    """Return the files that `from_pretrained` reads weights from; none if the checkpoint has none that it knows."""
+    with hub_or_cache(path, "model", local_files_only=hub.get("local_files_only", False)):
+        for name, index in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
+            if (whole := file_of(path, name, **hub)) is not None:
+                return [whole]
+            if (listing := file_of(path, index, **hub)) is not None:
+                with refusing(f"the index of a sharded checkpoint must name its files, but {listing} does not", AGAIN):
+                    names = {Path(name).name for name in json.loads(listing.read_bytes())["weight_map"].values()}
+                shards = [file_of(path, shard, **hub) for shard in sorted(names)]
+                return [shard for shard in shards if shard is not None]
+    return []
+
+
+def describe_tensors(file: Path) -> Iterator[tuple[str, str, list[int]]]:
+    """Yield name, dtype in the words of safetensors, and shape of every tensor in a file."""
+    with refusing(f"weights must be a safetensors file, but {file} is none", AGAIN), safe_open(file, "pt") as tensors:
+        for name in list(tensors.keys()):
+            part = tensors.get_slice(name)
+            yield name, part.get_dtype(), part.get_shape()
+
+
+def stored_dtype(files: Iterable[Path], config: Any) -> torch.dtype | None:
+    """Return the dtype that a checkpoint is stored in, and its slim version is saved in; None if it is unknown.
+
+    It is the one that its config names, as in transformers, or a narrower one of its tensors. The narrower one counts
+    if all floating tensors have it; otherwise a slim checkpoint could be larger than its source. If the config has no
+    dtype, that of the first tensor counts.
+    """
+    safe = [file for file in files if file.suffix == ".safetensors"]
+    floats = [_FLOATS[dtype] for file in safe for _, dtype, _ in describe_tensors(file) if dtype in _FLOATS]
+    named = getattr(config, "dtype", None)
+    named = getattr(torch, named, None) if isinstance(named, str) else named
+    if not isinstance(named, torch.dtype):
+        return floats[0] if floats else None
+    return floats[0] if len(set(floats)) == 1 and floats[0].itemsize < named.itemsize else named
+
+
+def weight_bytes(path: str | Path) -> int:
+    """Return the size of the files of a checkpoint's weights."""
+    return sum(file.stat().st_size for file in weight_files(path))
 
 
 def stored_shapes(path: str | Path) -> Shapes:
@@ -42,24 +93,6 @@ def skeleton_of_files(model_class: Any, config: Any, path: str | Path, shapes: S
     return model
 
 
-def _check_sizes(model: PreTrainedModel, path: str | Path, shapes: Shapes) -> None:
-    """Refuse tensors of other sizes than the model's; transposed ones fit, and names that it lacks do not matter.
-
-    transformers would refuse them too, but after filling others of their size, which may take all memory.
-    """
-    expected = model.state_dict()
-    known = sorted(expected.keys() & shapes.keys())
-    wrong = [
-        f"{name} is {shapes[name]} for {list(expected[name].shape)}"
-        for name in known
-        if prod(shapes[name]) != expected[name].numel()
-    ]
-    if wrong:
-        raise RequestError(
-            f"weights must have the shapes that the config describes, but in {path} {listed(wrong, most=3)}; {AGAIN}"
-        )
-
-
 def load_weights(model_class: Any, path: str | Path, *, shapes: Shapes | None = None, **kwargs: Any) -> PreTrainedModel:
     """Return the model of a checkpoint, in evaluation mode; `kwargs` are passed to `from_pretrained`."""
     offline = kwargs.get("local_files_only", False)
@@ -72,7 +105,7 @@ def load_weights(model_class: Any, path: str | Path, *, shapes: Shapes | None = 
         shapes = stored_shapes(path) if shapes is None else shapes
         as_stored = getattr(config, "quantization_config", None) is None and not kwargs.get("ignore_mismatched_sizes")
         if shapes and as_stored:
-            _check_sizes(skeleton_of_files(model_class, config, path, shapes), path, shapes)
+            skeleton_of_files(model_class, config, path, shapes)
         if Path(path, "generation_config.json").is_file():
             GenerationConfig.from_pretrained(path)  # transformers replaces a damaged one by another without a word
         model, info = model_class.from_pretrained(path, output_loading_info=True, **kwargs)

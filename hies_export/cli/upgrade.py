@@ -23,8 +23,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
     """Write the slim checkpoint, and return its heads and how far it differs when it is loaded again."""
     from ..checkpoint.folders import refuse_existing
+    from ..checkpoint.loading import load_version4
     from ..checkpoint.save import save_slim
-    from ..checkpoint.version4 import load_version4
     from ..model.tokens import synthetic_batch
     from .export import load_processor_if_any
     from .terminal import plan_totals, print_plan

@@ -8,8 +8,8 @@ processors.
 - `reader.py` has the steps of every task: check rows, draw samples, make batches. `registry.py` chooses the reader of a
   task: `classification.py` for texts and images, `generation.py` for text to generate, `image_text.py` for questions
   about images. To add a task, describe it in `hies_export/tasks.py` and register its reader.
-- Their helpers: `labels.py`, `prompts.py` and `text_blocks.py` read columns; `images.py` opens images; `tokens.py`
-  settles padding, length and vocabulary.
+- Their helpers: `labels.py` and `prompts.py` read columns; `images.py` opens images; `tokens.py` settles padding,
+  length and vocabulary.
 - `batches.py` defines a batch, checks batches that a caller made, and orders them by length. `targets.py` reads
 finished batches; scoring needs nothing else of this folder.
 """

@@ -17,10 +17,7 @@ from .tokens import check_vocabulary, settle_padding, token_limit
 
 
 class ClassificationReader(Reader):
-    """Reads the inputs of a classifier and, if `columns.label` names a column, labels.
-
-    Batches have `labels` (batch,): int64 classes, or float32 for regression.
-    """
+    """Reads inputs and, from the column `label`, `labels` (batch,): int64 classes, or float32 for regression."""
 
     def _check_targets(self, rows: datasets.Dataset) -> None:
         if self.columns.label:

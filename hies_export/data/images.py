@@ -9,7 +9,7 @@ from typing import Any
 import datasets
 import PIL.Image
 
-from ..errors import DataError
+from ..errors import DataError, refusing
 from .rows import row_name
 
 
@@ -36,10 +36,7 @@ def image_of_file(file: str | Path) -> PIL.Image.Image:
 
 
 def _as_rgb(read: Callable[[], PIL.Image.Image], refusal: str) -> PIL.Image.Image:
-    try:
-        with read() as image:
-            # Pillow warns when a palette with transparency is converted straight to RGB.
-            has_palette = image.mode in ("P", "PA")
-            return (image.convert("RGBA") if has_palette else image).convert("RGB")
-    except (OSError, ValueError, SyntaxError, NotImplementedError, PIL.Image.DecompressionBombError) as error:
-        raise DataError(f"{refusal}: {error}") from error
+    with refusing(refusal, kind=DataError), read() as image:
+        # Pillow warns when a palette with transparency is converted straight to RGB.
+        has_palette = image.mode in ("P", "PA")
+        return (image.convert("RGBA") if has_palette else image).convert("RGB")

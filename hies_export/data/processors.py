@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoProcessor, AutoTokenizer
 
-from ..errors import DataError, RequestError, refusing
+from ..errors import DataError, refusing
 from ..model.internals import AutoImageProcessor, never_asking
 from ..model.online import hub_or_cache
 from ..tasks import find_task
-
-logger = logging.getLogger(__name__)
 
 # Whether a task reads texts, and images -> the loader of its processor, and the processor's name in messages.
 LOADERS: dict[tuple[bool, bool], tuple[Any, str]] = {
@@ -39,22 +36,14 @@ def load_processor(path: str | Path, *, task: str, revision: str | None = None, 
         options["revision"] = revision
     if wanted.images:
         options["backend"] = "pil"
-    try:
-        with refusing(f"{needs}, but none could be loaded from {path}", REMEDY, DataError):
-            with never_asking(), hub_or_cache(path, "model", error=DataError):
-                loaded = loader.from_pretrained(path, **options)
-            tokenizer = getattr(loaded, "tokenizer", loaded)
-            words = set()
-            if hasattr(tokenizer, "get_vocab"):
-                special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
-                words = set(tokenizer.get_vocab().values()) - special
-    except DataError:
-        raise
-    except RequestError as error:
-        raise DataError(
-            f"{needs} of a class of transformers, but that of {path} is code in the checkpoint (auto_map), which is "
-            f"never run; {REMEDY}, as a class of transformers"
-        ) from error
+    with refusing(f"{needs}, but none could be loaded from {path}", REMEDY, DataError):
+        with never_asking(), hub_or_cache(path, "model", error=DataError):
+            loaded = loader.from_pretrained(path, **options)
+        tokenizer = getattr(loaded, "tokenizer", loaded)
+        words = set()
+        if hasattr(tokenizer, "get_vocab"):
+            special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+            words = set(tokenizer.get_vocab().values()) - special
     if not wanted.text:
         return loaded
     if wanted.images and not (hasattr(loaded, "tokenizer") and hasattr(loaded, "image_processor")):
@@ -63,16 +52,7 @@ def load_processor(path: str | Path, *, task: str, revision: str | None = None, 
     if len(words) < 2:
         raise DataError(f"{needs}, but the one of {path} has no vocabulary; {REMEDY}")
     if for_prompts:
-        _pad_prompts(tokenizer, path)
+        tokenizer.padding_side = "left"
+        if tokenizer.pad_token is None:  # any will do, as it is masked out
+            tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     return loaded
-
-
-def _pad_prompts(tokenizer: Any, path: str | Path) -> None:
-    """Make a tokenizer pad on the left; which token it pads with does not matter, as it is masked out."""
-    tokenizer.padding_side = "left"
-    if tokenizer.pad_token is None:
-        stand_in = tokenizer.eos_token or tokenizer.unk_token
-        if stand_in is None:
-            raise DataError(f"the tokenizer of {path} must have a pad, eos or unk token to pad prompts with")
-        logger.info("the tokenizer has no pad token: prompts are padded with %s, masked out", stand_in)
-        tokenizer.pad_token = stand_in

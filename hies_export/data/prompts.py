@@ -12,7 +12,7 @@ import datasets
 import pyarrow
 import torch
 
-from ..errors import DataError, did_you_mean, listed, quoted
+from ..errors import DataError, did_you_mean, listed, quoted, refusing
 from .labels import STRINGS, kind_of
 from .rows import column_values, own_columns, row_name
 from .targets import CHOICE_KEYS
@@ -22,13 +22,9 @@ LISTS = (datasets.List, datasets.LargeList)
 
 def template_fields(template: str) -> tuple[str, ...]:
     """Return the columns that a prompt template such as "Question: {question}\\nAnswer:" names."""
-    try:
+    must = f"data.prompt must be a template such as 'Question: {{question}}', but {quoted(template)} is not"
+    with refusing(must, "write {{ and }} for braces that are text", DataError):
         fields = [field for _, field, _, _ in string.Formatter().parse(template) if field is not None]
-    except ValueError as error:
-        raise DataError(
-            f"data.prompt must be a template such as 'Question: {{question}}', but {quoted(template)} is not: {error}; "
-            "write {{ and }} for braces that are text"
-        ) from error
     for field in fields:
         if not field.isidentifier():
             raise DataError(
@@ -150,10 +146,7 @@ def filled(row: Mapping[str, Any], *, prompt: str, answer: str) -> tuple[str, st
 
 
 def answer_text(prompt: str, answer: str, tokenizer: Any, *, end: bool = True) -> str:
-    """Return what follows the prompt: a space unless it ends in one, the answer, and with `end` the end-of-text token.
-
-    That token is left out if the tokenizer adds it itself.
-    """
+    """Return what follows the prompt: a space if it ends in none, the answer, and with `end` the end-of-text token."""
     last = (tokenizer.eos_token or "") if end else ""
     if last and tokenizer("a", verbose=False)["input_ids"][-1:] == [tokenizer.eos_token_id]:
         last = ""

@@ -35,23 +35,17 @@ class Columns:
 
 @dataclass(frozen=True)
 class Reader(ABC):
-    """Turns rows into samples, and samples into batches, for one task and one model.
-
-    Attributes:
-        config: The model's configuration. Its labels, problem type, positions and vocabulary are read.
-        processor: From `load_processor`; only `check` does without.
-        max_length: Tokens a text is cut to; None for as many as tokenizer and model take. Plain text to generate is cut
-            into blocks of this length, by default 512 if the model takes as many. A prompt with an answer loses its
-            first tokens, but none of the answer's; one with an image is refused if it is too long.
-        packing: Whether plain text to generate is packed into blocks; otherwise every row is a sample.
-    """
+    """Turns rows into samples, and samples into batches, for one task and one model."""
 
     task: ClassVar[TaskName]
     columns: Columns
-    config: Any
-    processor: Any = None
+    config: Any  # the model's configuration. Its labels, problem type, positions and vocabulary are read
+    processor: Any = None  # from `load_processor`; only `check` does without
+    # Tokens a text is cut to; None for as many as tokenizer and model take. Plain text to generate is cut into blocks
+    # of this length, by default 512 if the model takes as many. A prompt with an answer loses its first tokens, but
+    # none of the answer's; one with an image is refused if it is too long.
     max_length: int | None = None
-    packing: bool = True
+    packing: bool = True  # whether plain text to generate is packed into blocks; otherwise every row is a sample
     # Whether a row is a sample, so that only as many rows are read as samples are wanted.
     a_row_is_a_sample: ClassVar[bool] = True
 

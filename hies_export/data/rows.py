@@ -18,13 +18,13 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pandas
 import pyarrow as pa
 import pyarrow.dataset
 
 from ..errors import DataError, listed, quoted, refusing, root_cause
 from ..model.online import hub_or_cache
 from ..progress import quiet
-from .delimited import is_large, read_in_chunks
 
 # Only empty cells are missing values: "None", "NA" and "null" are words that texts contain. Without index_col, a row
 # wider than the header shifts all columns.
@@ -50,6 +50,8 @@ _BUILDERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 # Rows that are copied at once; with images, they are a few hundred megabytes.
 _TAKEN = 1000
+# Rows of csv and tsv files whose types are found at once.
+_TYPED = 20_000
 # The column's name contains the source of the rows. No data set or prompt has such a column.
 _NUMBERS = "hies_export: row of "
 
@@ -73,7 +75,8 @@ def load_rows(
     jsonl, csv, tsv (quotes are ordinary characters, as in GLUE's files) and txt (a row a line, column `text`), each
     with or without `.gz`; parquet; or a folder with one sub-folder of images per class (columns `image` and `label`).
     The last part of a path may be a pattern: `train-*.parquet` reads all parts in name order. All parts have the column
-    types of the first one, and a jsonl file those of its first 10 MB; in csv and tsv only an empty cell is missing.
+    types of the first one, csv and tsv those of all, and a jsonl file those of its first 10 MB. In csv and tsv only an
+    empty cell is missing.
 
     The rows of an image folder are sorted by class, so there `samples` without a seed uses seed 0.
     """
@@ -92,10 +95,12 @@ def mapped_rows(
     split, bracket, slice_ = split.partition("[")
     # Windows does not delete files that are mapped.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
+        splits: Mapping[str, Any] = hub_splits(str(name)) if files is None else files
+        if split not in splits:
+            raise DataError(f"the split must be one of {listed(splits)}, got {quoted(split)}")
         if files is None:
-            rows, source = _load_hub_split(str(name), split), f"the split {split!r}"
+            rows, source = splits[split], f"the split {split!r}"
         else:
-            _check_split(split, files)
             path = Path(files[split]).expanduser().absolute()
             rows = _load_image_folder(path, cache) if path.is_dir() else _load_files(path, cache)
             source = path.name
@@ -182,25 +187,11 @@ def hub_splits(name: str) -> Mapping[str, datasets.Dataset]:
     return splits
 
 
-def _load_hub_split(name: str, split: str) -> datasets.Dataset:
-    splits = hub_splits(name)
-    _check_split(split, splits)
-    return splits[split]
-
-
 def _slice(text: str, lengths: dict[str, int]) -> range:
-    try:
+    must = f"a slice of a split must be like train[:80%] or train[100:200], got {quoted(text)}"
+    with refusing(must, kind=DataError):
         (part,) = datasets.ReadInstruction.from_spec(text).to_absolute(lengths)
-    except (ValueError, AssertionError) as error:
-        raise DataError(
-            f"a slice of a split must be like train[:80%] or train[100:200], got {quoted(text)} ({root_cause(error)})"
-        ) from error
     return range(lengths[part.splitname])[part.from_ : part.to]
-
-
-def _check_split(split: str, splits: Mapping[str, Any]) -> None:
-    if split not in splits:
-        raise DataError(f"the split must be one of {listed(splits)}, got {quoted(split)}")
 
 
 def _load_files(path: Path, cache: str) -> datasets.Dataset:
@@ -216,18 +207,44 @@ def _load_files(path: Path, cache: str) -> datasets.Dataset:
     builder, options = _BUILDERS[ending]
     try:
         if builder == "csv":
-            if is_large(parts):
-                with _reading():
-                    rows = read_in_chunks(parts, Path(cache), options)
-                if rows is not None:
-                    return _validated(rows)
-            # In one chunk, because the type of a column is inferred chunk by chunk.
-            options = {**options, "chunksize": None}
+            with _reading():
+                features = _column_types(parts, options)
+            # `datasets` infers the type of a column chunk by chunk.
+            options = {**options, **({"chunksize": None} if features is None else {"features": features})}
         return _build(builder, [glob.escape(str(part)) for part in parts], cache, **options)
     except Exception as error:  # pandas, pyarrow, gzip: each raises its own kind
         raise DataError(
             f"{path} must be a readable {ending} file with at least one row, but: {_reason(error)}"
         ) from error
+
+
+def _column_types(files: Sequence[Path], options: Mapping[str, Any]) -> datasets.Features | None:
+    """Return the types that reading csv or tsv files as one would find; None if parts of them cannot tell."""
+    kinds: dict[str, set[str]] = {}
+    for file in files:
+        with pandas.read_csv(file, **{**options, "chunksize": _TYPED}) as chunks:
+            for chunk in chunks:
+                if kinds and kinds.keys() != set(chunk.columns):
+                    raise ValueError(f"{file.name} has the columns {listed(chunk.columns)}, not {listed(kinds)}")
+                for column, values in chunk.items():
+                    kinds.setdefault(column, set()).add(_kind(values))
+    types: dict[str, type] = {}
+    for column, found in kinds.items():
+        if found <= {"i", "f"}:
+            types[column] = int if found == {"i"} else float
+        elif "O" in found or found == {"b"}:
+            types[column] = str if "O" in found else bool
+        else:
+            return None
+    example = pandas.DataFrame({column: pandas.Series([kind()], dtype=kind) for column, kind in types.items()})
+    return datasets.Features.from_arrow_schema(pa.Schema.from_pandas(example, preserve_index=False))
+
+
+def _kind(values: pandas.Series) -> str:
+    """Return "O" for text, "i", "f" or "b" for numbers, or another letter."""
+    # True, False and empty cells are objects, but no text.
+    truth_with_gaps = values.dtype.kind == "O" and pandas.api.types.infer_dtype(values, skipna=True) == "boolean"
+    return "?" if truth_with_gaps else values.dtype.kind
 
 
 def _reason(error: Exception) -> str:

@@ -26,30 +26,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Quality:
-    """How well a model predicts.
+    """How well a model predicts."""
 
-    Attributes:
-        metrics: Name -> value.
-        stability: Share, in [0, 1], of predictions that equal the dense model's.
-    """
-
-    metrics: Mapping[str, float]
-    stability: float
+    metrics: Mapping[str, float]  # name -> value
+    stability: float  # share, in [0, 1], of predictions that equal the dense model's
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """The numbers that pruning plans are compared by, on rows that heads were not scored on.
+    """The numbers that pruning plans are compared by, on rows that heads were not scored on."""
 
-    Attributes:
-        quality: The first metric; None if there are no labels.
-        standard_error: Standard error of that metric, for the same number of samples.
-        stability: Share, in [0, 1], of predictions that equal the dense model's.
-    """
-
-    quality: float | None
-    standard_error: float
-    stability: float
+    quality: float | None  # the first metric; None if there are no labels
+    standard_error: float  # standard error of that metric, for the same number of samples
+    stability: float  # share, in [0, 1], of predictions that equal the dense model's
 
 
 @dataclass(frozen=True)
@@ -84,24 +73,16 @@ class Judge:
     """Compares predictions with the labels of some batches and with the dense model's predictions.
 
     Without labels the dense model's predictions are the reference, so its own metrics are perfect by definition.
-
-    Attributes:
-        batches: The batches to predict.
-        dense: The dense model's predictions on them.
-        metrics: Names of metrics, the most important first.
-        regression: Whether the logit is the prediction, rather than the class of the largest one.
-        tolerance: Largest absolute difference, in units of the label, at which two numbers count as equal.
-        confidence: Confidence of its two-sided intervals.
-        as_of: Number of samples that intervals are to be as narrow as; None for those of the batches. It predicts, from
-            other rows, the interval of as many held-out ones.
     """
 
-    batches: Sequence[Batch]
-    dense: Predictions
-    metrics: tuple[str, ...]
-    regression: bool = False
-    tolerance: float = 0.25
-    confidence: float = CONFIDENCE
+    batches: Sequence[Batch]  # the batches to predict
+    dense: Predictions  # the dense model's predictions on them
+    metrics: tuple[str, ...]  # names of metrics, the most important first
+    regression: bool = False  # whether the logit is the prediction, rather than the class of the largest one
+    tolerance: float = 0.25  # largest absolute difference, in units of the label, at which two numbers count as equal
+    confidence: float = CONFIDENCE  # of its two-sided intervals
+    # Number of samples that intervals are to be as narrow as; None for those of the batches. It predicts, from other
+    # rows, the interval of as many held-out ones.
     as_of: int | None = None
 
     @classmethod

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..errors import RecipeError, RequestError, did_you_mean, require_package
+from ..errors import RecipeError, did_you_mean, refusing, require_package
 from ..progress import quiet
 
 
@@ -21,7 +21,7 @@ def check_benchmarks(tasks: Sequence[str]) -> None:
     """
     who = f"evaluation.lm_eval ({', '.join(tasks)}) needs"
     require_package("lm_eval", who=who, package="lm-eval", extra="lm-eval")
-    manager = _task_manager(tasks)
+    manager = _task_manager(tuple(tasks))
     problems = []
     for task in tasks:
         if _is_file(task):
@@ -32,40 +32,28 @@ def check_benchmarks(tasks: Sequence[str]) -> None:
             problems.append(f"a task of evaluation.lm_eval must be one of lm-eval's or a YAML file, got {task!r}{near}")
     if problems:
         raise RecipeError(problems)
-    try:
-        with quiet():
-            manager.load(list(tasks))
-    except Exception as error:
-        raise RequestError(
-            f"the data of {', '.join(tasks)} must be loadable for evaluation.lm_eval, but lm-eval says: "
-            f"{' '.join(str(error).split())}; check the names and the connection"
-        ) from error
+    must = f"the data of {', '.join(tasks)} must be loadable for evaluation.lm_eval, but lm-eval says"
+    with refusing(must, "check the names and the connection"), quiet():
+        manager.load(list(tasks))
 
 
 def _is_file(task: str) -> bool:
     return task.endswith((".yaml", ".yml"))
 
 
-def _task_manager(tasks: Sequence[str]) -> Any:
-    # Reading the names of lm-eval's own tasks takes seconds, so only if one is asked for.
-    return _tasks_known(all(map(_is_file, tasks)))
-
-
 @cache
-def _tasks_known(files_only: bool) -> Any:
+def _task_manager(tasks: tuple[str, ...]) -> Any:
     with quiet():
         from lm_eval.tasks import TaskManager
 
-        return TaskManager(include_defaults=not files_only)
+        # Reading the names of lm-eval's own tasks takes seconds, so only if one is asked for.
+        return TaskManager(include_defaults=not all(map(_is_file, tasks)))
 
 
 def run_benchmarks(
     model: PreTrainedModel, tokenizer: Any, tasks: Sequence[str], *, samples: int | None = None, batch_size: int = 8
 ) -> dict[str, float]:
-    """Run benchmarks on a dense or slim language model, on the first `samples` documents of each task.
-
-    Returns "task metric" -> value, e.g. "hellaswag acc_norm"; for groups such as MMLU only the group's value.
-    """
+    """Return "task metric" -> value on the first `samples` documents of each task; of groups, only their own."""
     with quiet():
         from lm_eval import simple_evaluate
         from lm_eval.models.huggingface import HFLM
@@ -74,7 +62,7 @@ def run_benchmarks(
         found = simple_evaluate(
             model=wrapped,
             tasks=list(tasks),
-            task_manager=_task_manager(tasks),
+            task_manager=_task_manager(tuple(tasks)),
             limit=samples,
             batch_size=batch_size,
             bootstrap_iters=0,

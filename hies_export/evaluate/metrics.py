@@ -23,20 +23,14 @@ Compute = Callable[..., float]
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric and what it applies to; see `register_metric`.
+    """A metric and what it applies to; see `register_metric`."""
 
-    Attributes:
-        name: The name recipes give it.
-        of: What it compares: "classes", "numbers" (of a regression), "tokens" (of generated text) or "choices" (among
-            answers to a prompt).
-        compute: The function, of predictions and references; NaN if the metric is undefined.
-        higher_is_better: Whether more is better.
-    """
-
-    name: str
+    name: str  # the name recipes give it
+    # What it compares: "classes", "numbers" (of a regression), "tokens" (of generated text) or "choices" (among answers
+    # to a prompt).
     of: str
-    compute: Compute
-    higher_is_better: bool = True
+    compute: Compute  # the function, of predictions and references; NaN if the metric is undefined
+    higher_is_better: bool = True  # whether more is better
 
 
 # The metrics below, and those of the `evaluate` library that were asked for in this process.
@@ -74,10 +68,7 @@ def accuracy(predictions: np.ndarray, references: np.ndarray, num_labels: int | 
 
 @register_metric("f1", of="classes")
 def f1(predictions: np.ndarray, references: np.ndarray, num_labels: int | None = None) -> float:
-    """Return the F1 of class 1 for two classes; for more, the mean of the F1 of every class that occurs (macro).
-
-    Without `num_labels` the largest label that occurs gives the number of classes.
-    """
+    """Return the F1 of class 1 for two classes; for more, the mean of the F1 of every class that occurs (macro)."""
     classes = num_labels or max(np.max(predictions), np.max(references)) + 1
     average = "binary" if classes <= 2 else "macro"
     return float(sklearn.metrics.f1_score(references, predictions, average=average, zero_division=0.0))
@@ -176,14 +167,14 @@ def _load_from_evaluate(name: str) -> Metric:
     except (FileNotFoundError, ConnectionError) as error:
         near = did_you_mean(name, METRICS, cutoff=0.4)
         raise RecipeError(
-            [f"a metric must be one of {', '.join(METRICS)}, or one that evaluate.load finds, got {name!r}{near}"]
+            f"a metric must be one of {', '.join(METRICS)}, or one that evaluate.load finds, got {name!r}{near}"
         ) from error
     except Exception as error:
-        raise RecipeError([f"the metric {name!r} must be one that evaluate can load, but it says: {error}"]) from error
+        raise RecipeError(f"the metric {name!r} must be one that evaluate can load, but it says: {error}") from error
     of = _kind_of_features(module.features)
     if of is None:
         raise RecipeError(
-            [f"a metric must compare classes or numbers, one per sample, but {name!r} takes {module.features}"]
+            f"a metric must compare classes or numbers, one per sample, but {name!r} takes {module.features}"
         )
 
     def compute(predictions: np.ndarray, references: np.ndarray, num_labels: int | None = None) -> float:
@@ -198,7 +189,7 @@ def _load_from_evaluate(name: str) -> Metric:
         dtype = np.int64 if of == "classes" else np.float64
         compute(np.array([0, 1, 1, 0], dtype), np.array([0, 1, 0, 1], dtype))
     except DataError as error:
-        raise RecipeError([str(error)]) from error
+        raise RecipeError(str(error)) from error
     return Metric(name, of, compute, getattr(module, "higher_is_better", Path(name).stem not in _ERRORS))
 
 

@@ -27,20 +27,13 @@ class TokenPredictions:
     """What a language model predicts at the label tokens of all samples, in order, teacher-forced; on the CPU.
 
     The logits, (samples, tokens, vocabulary), are not kept.
-
-    Attributes:
-        tokens: (label tokens,) int64, the likeliest token at each.
-        nll: (label tokens,) float32, the negative log-likelihood of each, in nats.
-        sample: (label tokens,) int64, the index of the sample that each belongs to.
-        samples: How many samples there are.
-        answers: Whether the label tokens are answers to prompts, rather than all of a text.
     """
 
-    tokens: torch.Tensor
-    nll: torch.Tensor
-    sample: torch.Tensor
-    samples: int
-    answers: bool
+    tokens: torch.Tensor  # (label tokens,) int64, the likeliest token at each
+    nll: torch.Tensor  # (label tokens,) float32, the negative log-likelihood of each, in nats
+    sample: torch.Tensor  # (label tokens,) int64, the index of the sample that each belongs to
+    samples: int  # how many samples there are
+    answers: bool  # whether the label tokens are answers to prompts, rather than all of a text
 
     def __len__(self) -> int:
         return self.samples
@@ -52,16 +45,11 @@ class TokenPredictions:
 
 @dataclass(frozen=True)
 class ChoicePredictions:
-    """How likely a language model takes the choices of questions to be, after their prompts; on the CPU.
+    """How likely a language model takes the choices of questions to be, after their prompts; on the CPU."""
 
-    Attributes:
-        log_likelihoods: (questions, choices) float64, the sum over the choice's tokens, in nats; -inf where a question
-            has fewer choices.
-        characters: (questions, choices) float64, length of each choice.
-    """
-
+    # (questions, choices) float64, the sum over the choice's tokens, in nats; -inf where a question has fewer choices.
     log_likelihoods: torch.Tensor
-    characters: torch.Tensor
+    characters: torch.Tensor  # (questions, choices) float64, length of each choice
 
     def __len__(self) -> int:
         return len(self.log_likelihoods)

@@ -32,7 +32,7 @@ _LINEAR = tuple(name for name in LAYER_NAMES if name.endswith("_proj"))
 # Rotary frequencies that do not depend on the length of the text, so that a tensor of factors can hold them.
 _FIXED_ROPES = ("default", "linear", "llama3", "yarn")
 # Decoders whose code was read: in these, only sliding windows depend on the length of the text, which the comparison of
-# logits on a short text would miss.
+# logits on a short text (`graph.py`) would miss.
 _MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "seed_oss", "smollm3")
 # The smallest relative change of a rotary frequency that is not rounding.
 _ROUNDING = 1e-5
@@ -49,27 +49,16 @@ class LayerSizes:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """A decoder as llama.cpp sees it.
+    """A decoder as llama.cpp sees it."""
 
-    Attributes:
-        architecture: Its name in llama.cpp: `llama`, `qwen2`, `qwen3`, or `deci` for layers of different sizes.
-        sizes: Sizes of every layer.
-        head_dim: Width of a head.
-        epsilon: Added to the variance in the norms.
-        theta: Base of the rotary frequencies.
-        rope_factors: Divisors of the frequencies of `theta`, (head_dim / 2,); None for all ones.
-        rope_scale: Factor of rotated queries and keys.
-        positions: Longest text in tokens.
-    """
-
-    architecture: str
-    sizes: tuple[LayerSizes, ...]
-    head_dim: int
-    epsilon: float
-    theta: float
-    rope_factors: Tensor | None
-    rope_scale: float
-    positions: int
+    architecture: str  # its name in llama.cpp: `llama`, `qwen2`, `qwen3`, or `deci` for layers of different sizes
+    sizes: tuple[LayerSizes, ...]  # sizes of every layer
+    head_dim: int  # width of a head
+    epsilon: float  # added to the variance in the norms
+    theta: float  # base of the rotary frequencies
+    rope_factors: Tensor | None  # divisors of the frequencies of `theta`, (head_dim / 2,); None for all ones
+    rope_scale: float  # factor of rotated queries and keys
+    positions: int  # longest text in tokens
 
     @property
     def uniform(self) -> bool:
@@ -91,10 +80,10 @@ def find_layout(model: PreTrainedModel, *, uneven: bool = False) -> Layout:
 
     Source: https://github.com/ggml-org/llama.cpp, src/models/deci.cpp, llama.cpp, qwen2.cpp and qwen3.cpp
     """
-    layers = _layers(model)
-    problem = next(_problems(model, layers), None)
+    problem = next(_problems(model), None)
     if problem is not None:
         raise refused(model, problem)
+    layers = _layers(model)
     sizes = tuple(_sizes(layer) for layer in layers)
     frequencies, scale = _rope(model)
     head_dim = layers[0].self_attn.head_dim
@@ -126,53 +115,17 @@ def _text_config(model: PreTrainedModel) -> Any:
     return model.config.get_text_config()
 
 
-def _layers(model: PreTrainedModel) -> list[Any]:
-    """Return the layers of a decoder with LLaMA's outer modules; raises UnsupportedModelError for other models."""
+def _problems(model: PreTrainedModel) -> Iterator[str]:
+    """Yield what llama.cpp cannot carry, of what the comparison of logits would miss or fail on."""
     base: Any = model.base_model
+    config = _text_config(model)
     if not model.can_generate() or model.config.is_encoder_decoder:
-        raise refused(model, "it is no decoder with a language-modelling head")
-    outer = ("embed_tokens", "layers", "norm", "rotary_emb")
-    missing = next((name for name in outer if not hasattr(base, name)), None)
-    if missing is not None:
-        raise refused(model, f"the decoder has no {missing}, as LLaMA's has")
-    return list(base.layers)
-
-
-def _problems(model: PreTrainedModel, layers: list[Any]) -> Iterator[str]:
-    """Yield what llama.cpp cannot carry, layer by layer."""
-    yield from _outer_problems(model)
-    known = {f"{name}.{kind}" for name in LAYER_NAMES for kind in ("weight", "bias")}
-    first = layers[0]
-    for number, layer in enumerate(layers):
-        here = f"layer {number}"
-        own = {name for name, _ in layer.named_parameters()}
-        strange = sorted(own - known)
-        if strange:
-            yield f"{here} has {strange[0]}{_meaning(strange[0])}, which llama.cpp's llama and deci do not read"
-        needed = {f"{name}.weight" for name in LAYER_NAMES if name not in _QUERY_KEY_NORMS}
-        missing = sorted(needed - own)
-        if missing:
-            yield f"{here} lacks {missing[0]}, which llama.cpp reads"
-        yield from (f"{here} {problem}" for problem in _layer_problems(model, layer, first))
-    if _text_config(model).model_type not in _MODEL_TYPES:
+        yield "it is no decoder with a language-modelling head"
+    if config.model_type not in _MODEL_TYPES:
         yield (
-            f"the type {_text_config(model).model_type!r} was not compared with llama.cpp on texts of any length, as "
+            f"the type {config.model_type!r} was not compared with llama.cpp on texts of any length, as "
             f"{', '.join(_MODEL_TYPES)} were"
         )
-
-
-def _outer_problems(model: PreTrainedModel) -> Iterator[str]:
-    base: Any = model.base_model
-    head: Any = model.get_output_embeddings()
-    inside = {id(parameter) for parameter in base.layers.parameters()}
-    inside |= {id(getattr(part, "weight", None)) for part in (base.embed_tokens, base.norm, head)}
-    strange = next((name for name, parameter in model.named_parameters() if id(parameter) not in inside), None)
-    if strange is not None:
-        yield f"{strange} is a weight that llama.cpp's llama and deci do not read"
-    config = _text_config(model)
-    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if getattr(config, name, None) is not None:
-            yield f"logits are capped ({name}: {getattr(config, name)}), which llama.cpp's llama and deci do not do"
     rope = getattr(base.rotary_emb, "rope_type", None)
     if rope not in _FIXED_ROPES:
         yield (
@@ -181,48 +134,29 @@ def _outer_problems(model: PreTrainedModel) -> Iterator[str]:
         )
     elif "rope_theta" not in config.rope_parameters:
         yield "layers have different rotary frequencies, but llama.cpp's llama and deci hold those of one layer"
-
-
-def _layer_problems(model: PreTrainedModel, layer: Any, first: Any) -> Iterator[str]:
-    attention, mlp = layer.self_attn, layer.mlp
-    for name in _LINEAR:
-        if type(layer.get_submodule(name)) is not nn.Linear:
-            yield f"has a {type(layer.get_submodule(name)).__name__} as {name}, but llama.cpp reads plain matrices"
-    if min(vars(_sizes(layer)).values()) < 1:
-        yield "has no heads or no neurons left, which llama.cpp's deci computes differently"
-    if attention.head_dim != first.self_attn.head_dim:
-        yield f"has heads {attention.head_dim} wide, but layer 0 {first.self_attn.head_dim}; GGUF holds one width"
+    known = {f"{name}.{kind}" for name in LAYER_NAMES for kind in ("weight", "bias")}
     rotated = 2 * _rope(model)[0].numel()
-    if rotated != attention.head_dim:
-        yield f"rotates {rotated} of {attention.head_dim} columns of a head, but llama.cpp's llama and deci rotate all"
-    if abs(attention.scaling * attention.head_dim**0.5 - 1) > _ROUNDING:
-        yield f"scales scores by {attention.scaling:g} and not by 1/sqrt({attention.head_dim}) as llama.cpp does"
-    window = _window(model, attention)
-    if window is not None and window < _text_config(model).max_position_embeddings:
-        yield f"attends within a sliding window of {window} tokens, but llama.cpp's llama and deci attend to all"
-    if not _is_silu(mlp.act_fn):
-        yield f"has the activation {type(mlp.act_fn).__name__}, but llama.cpp's llama and deci compute SiLU"
-    epsilons = [getattr(norm, "variance_epsilon", None) for norm in (layer.input_layernorm, first.input_layernorm)]
-    if epsilons[0] is None or epsilons[0] != epsilons[1]:
-        yield "has a norm whose epsilon is not layer 0's, but GGUF holds one for all"
+    for number, layer in enumerate(_layers(model)):
+        here, attention = f"layer {number}", layer.self_attn
+        for name, _ in layer.named_parameters():
+            if name not in known:
+                yield f"{here} has {name}, which llama.cpp's llama and deci do not read"
+        for name in _LINEAR:
+            if type(layer.get_submodule(name)) is not nn.Linear:
+                kind = type(layer.get_submodule(name)).__name__
+                yield f"{here} has a {kind} as {name}, but llama.cpp reads plain matrices"
+        if min(vars(_sizes(layer)).values()) < 1:
+            yield f"{here} has no heads or no neurons left, which llama.cpp's deci computes differently"
+        if rotated != attention.head_dim:
+            yield f"{here} rotates {rotated} of {attention.head_dim} columns of a head, but llama.cpp rotates all"
+        window = getattr(attention, "sliding_window", getattr(config, "sliding_window", None))
+        if window is not None and window < config.max_position_embeddings:
+            yield f"{here} attends within a sliding window of {window} tokens, but llama.cpp attends to all"
 
 
-def _meaning(name: str) -> str:
-    """Return what a parameter is, in brackets, if its name says so."""
-    words = {"norm": "a further norm", "expert": "a mixture of experts", "sinks": "attention sinks"}
-    return next((f" ({meaning})" for word, meaning in words.items() if word in name), "")
-
-
-def _window(model: PreTrainedModel, attention: Any) -> int | None:
-    if hasattr(attention, "sliding_window"):
-        return attention.sliding_window
-    return getattr(_text_config(model), "sliding_window", None)
-
-
-def _is_silu(activation: Any) -> bool:
-    x = torch.linspace(-6, 6, 25)
-    with torch.no_grad():
-        return bool(torch.allclose(activation(x), nn.functional.silu(x), atol=1e-6))
+def _layers(model: PreTrainedModel) -> list[Any]:
+    base: Any = model.base_model
+    return list(base.layers)
 
 
 def _sizes(layer: Any) -> LayerSizes:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..checkpoint.folders import new_folder, refuse_existing
@@ -32,25 +29,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class GgufExport:
-    """A GGUF file.
+    """A GGUF file."""
 
-    Attributes:
-        folder: The folder that has it.
-        file: The file, `model.gguf`.
-        bytes: Its size.
-        architecture: Name of llama.cpp's architecture: `deci` if layers have different sizes.
-        dtype: Dtype that matrices are stored in.
-        types: Number of tensors by the type that they are stored in, such as "Q8_0".
-        parity: How far llama.cpp's outputs are from torch's; None if llama.cpp is not installed.
-    """
-
-    folder: Path
-    file: Path
-    bytes: int
-    architecture: str
-    dtype: str
-    types: dict[str, int]
-    parity: Parity | None
+    folder: Path  # the folder that has it
+    file: Path  # the file, `model.gguf`
+    bytes: int  # its size
+    architecture: str  # name of llama.cpp's architecture: `deci` if layers have different sizes
+    dtype: str  # dtype that matrices are stored in
+    types: dict[str, int]  # number of tensors by the type that they are stored in, such as "Q8_0"
+    parity: Parity | None  # how far llama.cpp's outputs are from torch's; None if llama.cpp is not installed
 
 
 def export_gguf(
@@ -99,10 +86,7 @@ def export_gguf(
 
 
 def check_exportable(model: PreTrainedModel, tokenizer: Any, *, uneven: bool) -> None:
-    """Refuse, as `export_gguf` does but before any work, a model or a tokenizer that no GGUF file can hold.
-
-    `uneven` says whether a cut will leave its layers different sizes.
-    """
+    """Refuse what no GGUF file can hold, before any work; `uneven`: whether a cut will leave layers of other sizes."""
     require_gguf()
     _find(model, tokenizer, uneven=uneven)
 
@@ -124,7 +108,7 @@ def _rows(model: PreTrainedModel) -> int:
 def check_dtype(dtype: str) -> None:
     """Refuse, by a RecipeError, a dtype of matrices that is none of `STORED_AS`."""
     if dtype not in STORED_AS:
-        raise RecipeError([f"the dtype of a GGUF file must be one of {', '.join(STORED_AS)}, got {dtype!r}"])
+        raise RecipeError(f"the dtype of a GGUF file must be one of {', '.join(STORED_AS)}, got {dtype!r}")
 
 
 def require_gguf() -> None:
@@ -133,21 +117,25 @@ def require_gguf() -> None:
 
 
 def _write(file: Path, model: PreTrainedModel, layout: Layout, vocabulary: Vocabulary, dtype: str) -> dict[str, int]:
-    """Write the file, with one tensor in memory at a time, and return how many tensors are stored in each type."""
+    """Write the file, with few tensors in memory at a time, and return how many tensors are stored in each type."""
     import gguf
 
-    writer = gguf.GGUFWriter(file, layout.architecture)
+    writer = gguf.GGUFWriter(file, layout.architecture, use_temp_file=True)
+    types: Counter[str] = Counter()
     try:
         _write_sizes(writer, model, layout, dtype)
         _write_vocabulary(writer, vocabulary)
-        types = _announce(writer, named_tensors(model, layout), dtype)
+        for name, tensor in named_tensors(model, layout):
+            kind = stored_type(name, tensor, dtype)
+            types[kind] += 1
+            writer.add_tensor(name, stored_bytes(tensor, kind, name), raw_dtype=gguf.GGMLQuantizationType[kind])
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        for name, tensor in named_tensors(model, layout):
-            writer.write_tensor_data(stored_bytes(tensor, stored_type(name, tensor, dtype), name))
+        writer.write_tensors_to_file()
     finally:
         writer.close()
+        if writer.temp_file is not None:
+            writer.temp_file.close()
     if dtype in IN_BLOCKS and types.get("F16"):
         logger.warning(
             "%d of %d matrices have rows whose length is no multiple of %d, and are stored in float16 instead of %s; "
@@ -157,7 +145,7 @@ def _write(file: Path, model: PreTrainedModel, layout: Layout, vocabulary: Vocab
             BLOCK,
             dtype,
         )
-    return types
+    return dict(types)
 
 
 def _write_sizes(writer: Any, model: PreTrainedModel, layout: Layout, dtype: str) -> None:
@@ -204,18 +192,3 @@ def _write_vocabulary(writer: Any, vocabulary: Vocabulary) -> None:
     writer.add_add_eos_token(vocabulary.adds["eos"])
     if vocabulary.chat_template is not None:
         writer.add_chat_template(vocabulary.chat_template)
-
-
-def _announce(writer: Any, tensors: Iterable[tuple[str, Tensor]], dtype: str) -> dict[str, int]:
-    """Write the names, shapes and types of the tensors, and return how many are stored in each type."""
-    import gguf
-
-    types: Counter[str] = Counter()
-    for name, tensor in tensors:
-        kind = stored_type(name, tensor, dtype)
-        number = gguf.GGMLQuantizationType[kind]
-        block, size = gguf.GGML_QUANT_SIZES[number]
-        stored = tensor.numel() // block * size
-        writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), stored, raw_dtype=number)
-        types[kind] += 1
-    return dict(types)

@@ -23,10 +23,7 @@ TOLERANCE = 1e-3
 def check_same_function(
     model: PreTrainedModel, layout: Layout, tensors: Iterable[tuple[str, Tensor]], ids: Tensor
 ) -> None:
-    """Refuse, by an UnsupportedModelError, a model whose logits differ from those of the architecture chosen for it.
-
-    The layout is from `find_layout`, the tensors from `named_tensors`; the tokens are (1, sequence).
-    """
+    """Refuse, by an UnsupportedModelError, a model whose logits on tokens (1, sequence) are not those of its layout."""
     reference = convert(model, dtype=torch.float32, device="cpu").eval()
     with torch.no_grad():
         wanted = reference(input_ids=ids, use_cache=False).logits[0]
@@ -41,10 +38,7 @@ def check_same_function(
 
 
 def decoder_logits(layout: Layout, tensors: Iterable[tuple[str, Tensor]], ids: Tensor) -> Tensor:
-    """Return the logits of one text, (tokens, vocabulary), as llama.cpp's `llama`, `deci`, `qwen2` and `qwen3` do.
-
-    The tensors are by GGUF's names, in the order of `named_tensors`; the tokens are (tokens,).
-    """
+    """Return logits, (tokens, vocabulary), of tokens (tokens,), as llama.cpp does; tensors as in `named_tensors`."""
     rotation = _rotation(layout, len(ids))
     x, embedding, layer = torch.empty(0), torch.empty(0), dict[str, Tensor]()
     number = 0

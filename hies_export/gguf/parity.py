@@ -36,23 +36,14 @@ TEXTS = (
 
 @dataclass(frozen=True)
 class Parity:
-    """How a GGUF file in llama.cpp compares with torch.
+    """How a GGUF file in llama.cpp compares with torch."""
 
-    Attributes:
-        max_abs: Largest difference of a next-token probability, over all prompts.
-        max_share: Largest difference as a share of the probability of the likeliest token.
-        tokens: Greedy tokens of each prompt that were compared.
-        equal: How many of them, over all prompts, came before the first difference.
-        texts: Number of texts whose tokens were compared.
-        release: llama.cpp's repository and release.
-    """
-
-    max_abs: float
-    max_share: float
-    tokens: int
-    equal: int
-    texts: int
-    release: str
+    max_abs: float  # largest difference of a next-token probability, over all prompts
+    max_share: float  # largest difference as a share of the probability of the likeliest token
+    tokens: int  # greedy tokens of each prompt that were compared
+    equal: int  # how many of them, over all prompts, came before the first difference
+    texts: int  # number of texts whose tokens were compared
+    release: str  # llama.cpp's repository and release
 
 
 def check_parity(file: Path, model: PreTrainedModel, tokenizer: Any, *, dtype: str) -> Parity:
@@ -68,7 +59,7 @@ def check_parity(file: Path, model: PreTrainedModel, tokenizer: Any, *, dtype: s
     prompts = synthetic_batch(model, batch=PROMPTS, sequence=length)["input_ids"].cpu()
     tolerance, equal = TOLERANCES[dtype], 0
     with LlamaCppRuntime(file, threads=torch.get_num_threads(), exact=True) as runtime:
-        found = runtime.fetch(runtime.run(runtime.prepare({"input_ids": prompts})))["probabilities"]
+        found = runtime.compute({"input_ids": prompts})["probabilities"]
         with torch.no_grad():
             wanted = reference(input_ids=prompts).logits[:, -1].softmax(-1).numpy()
         differences = np.abs(found - wanted).max(-1)

@@ -23,10 +23,7 @@ OUTER = ("token_embd.weight", "output.weight")
 
 
 def named_tensors(model: PreTrainedModel, layout: Layout) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a GGUF file by name, in float32 on the CPU, one at a time.
-
-    A head that shares its weights with the embedding is left out: llama.cpp then uses the embedding.
-    """
+    """Yield the tensors of a file by name, float32 on the CPU; a head that shares the embedding is left out."""
     base: Any = model.base_model
     head: Any = model.get_output_embeddings()
     yield "token_embd.weight", _plain(base.embed_tokens.weight)
@@ -69,10 +66,7 @@ def stored_type(name: str, tensor: Tensor, dtype: str) -> str:
 
 
 def stored_bytes(tensor: Tensor, kind: str, name: str) -> np.ndarray:
-    """Return a tensor as it is stored: an array of floats, or for BF16, Q8_0 and Q4_0 of bytes.
-
-    Raises NonFiniteError if a weight is too large for float16.
-    """
+    """Return a tensor as it is stored, as floats or bytes; a NonFiniteError says that it does not fit into float16."""
     import gguf
 
     array: np.ndarray = tensor.contiguous().numpy()

@@ -46,38 +46,23 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    """A tokenizer as llama.cpp reads it.
+    """A tokenizer as llama.cpp reads it."""
 
-    Attributes:
-        model: `llama` (SentencePiece) or `gpt2` (byte-level BPE).
-        pre: Name of the pre-tokenizer.
-        tokens: Token of every row of the embedding.
-        types: Types of the tokens, as in a GGUF file.
-        scores: Scores of the tokens; the neighbours with the highest are joined first. Empty for `gpt2`.
-        merges: Pairs that are joined, "left right", the first ones first. Empty for `llama`.
-        special: Numbers of the existing special tokens by name: bos, eos, unk, pad.
-        adds: Whether bos and eos are put around a text.
-        space_prefix: Whether a space is put in front of a text; for `llama`.
-        chat_template: In Jinja, or None.
-    """
-
-    model: str
-    pre: str
-    tokens: tuple[str, ...]
-    types: tuple[int, ...]
+    model: str  # `llama` (SentencePiece) or `gpt2` (byte-level BPE)
+    pre: str  # name of the pre-tokenizer
+    tokens: tuple[str, ...]  # token of every row of the embedding
+    types: tuple[int, ...]  # types of the tokens, as in a GGUF file
+    # Scores of the tokens; the neighbours with the highest are joined first. Empty for `gpt2`.
     scores: tuple[float, ...] = ()
-    merges: tuple[str, ...] = ()
-    special: Mapping[str, int]
-    adds: Mapping[str, bool]
-    space_prefix: bool = False
-    chat_template: str | None = None
+    merges: tuple[str, ...] = ()  # pairs that are joined, "left right", the first ones first. Empty for `llama`
+    special: Mapping[str, int]  # numbers of the existing special tokens by name: bos, eos, unk, pad
+    adds: Mapping[str, bool]  # whether bos and eos are put around a text
+    space_prefix: bool = False  # whether a space is put in front of a text; for `llama`
+    chat_template: str | None = None  # in Jinja, or None
 
 
 def find_vocabulary(tokenizer: Any, *, size: int) -> Vocabulary:
-    """Describe a fast tokenizer as llama.cpp reads it; raises RequestError if it does not know the tokenizer.
-
-    `size` is the number of rows of the model's embedding; those without a token are named and marked unused.
-    """
+    """Describe a fast tokenizer for an embedding of `size` rows; a RequestError says what llama.cpp does not know."""
     described = _described(tokenizer)
     model = described["model"]
     known = {**model["vocab"], **{token["content"]: token["id"] for token in described["added_tokens"]}}
@@ -105,7 +90,10 @@ def find_vocabulary(tokenizer: Any, *, size: int) -> Vocabulary:
             space_prefix=_space_prefix(described),
             **shared,
         )
-    _check_normalizer(described)
+    # NFC leaves composed text as it is.
+    for step in _steps(described["normalizer"], "normalizers"):
+        if step["type"] != "NFC":
+            raise _refused(f"it changes texts by {step['type']} before it splits them")
     # A merge may be given as a text, or as a pair of tokens.
     merges = (merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"])
     return Vocabulary(model="gpt2", pre=_pre_tokenizer(described), merges=tuple(merges), **shared)
@@ -204,13 +192,6 @@ def _space_prefix(described: Mapping[str, Any]) -> bool:
             raise _refused(f"it splits texts by {step['type']}")
         prefix = prefix or step.get("prepend_scheme") in ("always", "first")
     return prefix
-
-
-def _check_normalizer(described: Mapping[str, Any]) -> None:
-    """Refuse normalizers that byte-level BPE in llama.cpp lacks, except NFC: composed text stays as it is."""
-    for step in _steps(described["normalizer"], "normalizers"):
-        if step["type"] != "NFC":
-            raise _refused(f"it changes texts by {step['type']} before it splits them")
 
 
 def _pre_tokenizer(described: Mapping[str, Any]) -> str:

@@ -35,31 +35,19 @@ _FUNCTIONS: WeakKeyDictionary[torch.nn.Module, AttentionFunction] = WeakKeyDicti
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """The inputs of one call of the attention function.
+    """The inputs of one call of the attention function."""
 
-    Attributes:
-        module: The attention module that called.
-        query: (batch, heads, query, head_dim)
-        key: (batch, key/value heads, keys, head_dim)
-        value: (batch, key/value heads, keys, value head_dim)
-        mask: None, boolean (True = visible) or additive, broadcastable to (batch, heads, query, keys).
-        scaling: Factor on the query-key products.
-        is_causal: Whether row i sees no key after i; True only if `mask` is None.
-        dropout: Attention dropout probability; 0 in evaluation mode.
-        softcap: Bound c of the scores, which become c * tanh(score / c) before the mask is added (Gemma 2).
-        sinks: (heads,) score of one more key per head, which has no value (GPT-OSS).
-    """
-
-    module: torch.nn.Module
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    mask: Tensor | None
-    scaling: float
-    is_causal: bool
-    dropout: float = 0.0
+    module: torch.nn.Module  # the attention module that called
+    query: Tensor  # (batch, heads, query, head_dim)
+    key: Tensor  # (batch, key/value heads, keys, head_dim)
+    value: Tensor  # (batch, key/value heads, keys, value head_dim)
+    mask: Tensor | None  # None, boolean (True = visible) or additive, broadcastable to (batch, heads, query, keys)
+    scaling: float  # factor on the query-key products
+    is_causal: bool  # whether row i sees no key after i; True only if `mask` is None
+    dropout: float = 0.0  # attention dropout probability; 0 in evaluation mode
+    # Bound c of the scores, which become c * tanh(score / c) before the mask is added (Gemma 2).
     softcap: float | None = None
-    sinks: Tensor | None = None
+    sinks: Tensor | None = None  # (heads,) score of one more key per head, which has no value (GPT-OSS)
 
     @property
     def is_plain(self) -> bool:

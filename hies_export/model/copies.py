@@ -46,10 +46,7 @@ def convert(
 
 
 def round_each(model: torch.nn.Module, dtypes: Mapping[str, torch.dtype]) -> list[str]:
-    """Round a model's floating parameters and buffers, in place, each to the numbers of a given dtype.
-
-    They keep their dtypes. Returns the names of those with numbers that were too large and became infinite.
-    """
+    """Round a model's tensors to given dtypes, in place, but keep their own; return names of those that overflow."""
     overflown = []
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         dtype = dtypes.get(name, tensor.dtype)

@@ -128,10 +128,7 @@ def empty_model(
 
 
 def dtypes_in(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the dtypes that parameters and buffers have, by name, when a model's checkpoint is loaded in a dtype.
-
-    Some parameters stay in float32 in some models.
-    """
+    """Return the dtypes of tensors of a checkpoint that is loaded in a dtype; in some models, some stay float32."""
     skeleton = empty_model(type(model), model.config, dtype)
     found = {name: tensor.dtype for name, tensor in (*skeleton.named_parameters(), *skeleton.named_buffers())}
     plan = skeleton._get_dtype_plan(dtype)
@@ -165,10 +162,7 @@ def reads_old_names(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]
 
 
 def file_of(path: str | Path, name: str, *, required: bool = False, **hub: Any) -> Path | None:
-    """Return a file of a folder or Hub id, fetched if it is not here; None if there is none.
-
-    With `required`, transformers raises an OSError that says why.
-    """
+    """Return a file of a folder or Hub id, fetched if it is not here; None, or if `required` an OSError, for none."""
     missing: dict[str, Any] = {"_raise_exceptions_for_missing_entries": required}
     found = cached_file(str(path), name, **missing, **hub)
     return None if found is None else Path(found)

@@ -88,11 +88,11 @@ def synthetic_batch(
     row and is nowhere else. Tokens that stand for images, videos or audio are not drawn.
     """
     if batch < 1:
-        raise RecipeError([f"batch must be at least 1, got {batch}"])
+        raise RecipeError(f"batch must be at least 1, got {batch}")
     generator = torch.Generator().manual_seed(seed)
     accepted = inspect.signature(model.forward).parameters
     if model.main_input_name == "pixel_values":
-        images = {"pixel_values": _random_images(model.config, batch, generator)}
+        images = {"pixel_values": random_images(model.config, batch, generator)}
         if sequence is None or not {"input_ids", "decoder_input_ids"} & set(accepted):
             return images
         return images | _random_text(model, batch, sequence, generator)
@@ -116,10 +116,7 @@ def sample_batch(model: PreTrainedModel, *, sequence: int | None = None) -> dict
 
 
 def end_of_text(model: PreTrainedModel) -> int | None:
-    """Return the token whose last occurrence a classifier with a decoder, such as BART, reads; None for other models.
-
-    Every row must have the same number of these tokens, at least one.
-    """
+    """Return the token that each row needs for a classifier with a decoder, such as BART; None for other models."""
     if not model.config.is_encoder_decoder or "AutoModelForSequenceClassification" not in _heads(model):
         return None
     end = getattr(model.config, "eos_token_id", None)
@@ -130,7 +127,7 @@ def _heads(model: PreTrainedModel) -> list[str]:
     return auto_classes(type(model).__name__, model.config.model_type)
 
 
-def _random_images(config: Any, batch: int, generator: torch.Generator) -> Tensor:
+def random_images(config: Any, batch: int, generator: torch.Generator) -> Tensor:
     """Return normal values, (batch, channels, height, width), in the size of a model of images or of a tower of one."""
     towers = (config, *(getattr(config, name, None) for name in ("vision_config", "encoder")))
     vision = next((tower for tower in towers if hasattr(tower, "image_size")), config)
@@ -148,7 +145,7 @@ def _random_text(
     longest = longest_sequence(config)
     if sequence is None or sequence < 1 or (longest is not None and sequence > longest):
         allowed = f"1..{'any' if longest is None else longest}"
-        raise RecipeError([f"sequence must be in {allowed} for {type(model).__name__}, got {sequence}"])
+        raise RecipeError(f"sequence must be in {allowed} for {type(model).__name__}, got {sequence}")
     accepted = inspect.signature(model.forward).parameters
     vocabulary = getattr(config.get_text_config(), "vocab_size", 256)  # CANINE has none: it reads code points
     end = end_of_text(model)

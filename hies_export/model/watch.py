@@ -13,14 +13,10 @@ from torch import Tensor, nn
 
 @dataclass
 class Watched:
-    """Inputs and outputs of layers, by key; a layer that is called several times has several entries.
+    """Inputs and outputs of layers, by key; a layer that is called several times has several entries."""
 
-    Attributes:
-        inputs: Key -> inputs, in the order of the calls.
-        outputs: Key -> outputs, in the order of the calls; empty unless they were asked for.
-    """
-
-    inputs: dict[str, list[Tensor]] = field(default_factory=dict)
+    inputs: dict[str, list[Tensor]] = field(default_factory=dict)  # key -> inputs, in the order of the calls
+    # Key -> outputs, in the order of the calls; empty unless they were asked for.
     outputs: dict[str, list[Tensor]] = field(default_factory=dict)
 
     def clear(self) -> None:

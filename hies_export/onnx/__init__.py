@@ -7,7 +7,7 @@ In the order of reading:
 
 - `export.py`: `export_onnx`, the whole export of encoders, decoders and vision-language models.
 - `trace.py`: run transformers' exporter, keep the axes open, name them.
-- `repair.py`: repair graphs that the exporter gets wrong, and weights that it stores twice.
+- `rewrites.py`: repair graphs that the exporter gets wrong, and arrange them for the CPU.
 - `decoder.py`: one graph that takes a prompt or continues from a key/value cache.
 - `multimodal.py`: the three graphs of a vision-language model.
 - `generator.py`: `OnnxGenerator`, greedy generation from an exported folder.

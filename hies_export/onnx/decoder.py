@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from ..errors import ExportError, UnsupportedModelError
+from ..errors import ExportError, UnsupportedModelError, refusing
 from ..model.internals import cache_name, keeps_recurrent_state
 from ..model.tokens import positions_of
 from ..runtimes.ort import CACHE_SIZES
-from .trace import Fusions, export_program, fixed_size, name_axes, reason
+from .trace import Fusions, export_program, fixed_size, name_axes
 
 TOTAL = "past_sequence + sequence"
 _CACHE_TENSOR = re.compile(r"(?:(?:in|out)put\.)?(?:cache|past_key_values)\.layers\.(\d+)\.(key|value)s")
@@ -24,20 +24,18 @@ _CACHE_TENSOR = re.compile(r"(?:(?:in|out)put\.)?(?:cache|past_key_values)\.laye
 
 def check_decoder(model: PreTrainedModel) -> None:
     """Refuse, by an UnsupportedModelError, a generating model that is no decoder with a key/value cache."""
+    name = type(model).__name__
     if model.config.is_encoder_decoder:
-        raise UnsupportedModelError(
-            f"export_onnx needs an encoder, a decoder or a vision-language model, and {type(model).__name__} is an "
-            "encoder-decoder: export its encoder"
+        wanted = (
+            f"an encoder, a decoder or a vision-language model, and {name} is an encoder-decoder: export its encoder"
         )
-    if cache_name(model) is None:
-        raise UnsupportedModelError(
-            f"export_onnx needs a decoder with a key/value cache, and {type(model).__name__} takes no cache"
-        )
-    if keeps_recurrent_state(model.config):
-        raise UnsupportedModelError(
-            f"export_onnx needs a decoder whose cache is keys and values, and {type(model).__name__} keeps a recurrent "
-            "state"
-        )
+    elif cache_name(model) is None:
+        wanted = f"a decoder with a key/value cache, and {name} takes no cache"
+    elif keeps_recurrent_state(model.config):
+        wanted = f"a decoder whose cache is keys and values, and {name} keeps a recurrent state"
+    else:
+        return
+    raise UnsupportedModelError(f"export_onnx needs {wanted}")
 
 
 def text_tokens(input_ids: Tensor, count: int, *, image_token_id: int | None = None) -> Tensor:
@@ -47,10 +45,7 @@ def text_tokens(input_ids: Tensor, count: int, *, image_token_id: int | None = N
 
 
 def left_padded(given: Mapping[str, Tensor], *, image_token_id: int | None = None) -> dict[str, Tensor]:
-    """Take two rows of a batch, with images or without, and add three positions in front.
-
-    They are text tokens in the first row and padding in the second.
-    """
+    """Take two rows of a batch, and add three positions in front: text tokens in the first, padding in the second."""
     rows = {name: torch.cat([tensor, tensor])[:2] for name, tensor in given.items()}
     front = text_tokens(rows["input_ids"], 3, image_token_id=image_token_id)
     rows["input_ids"] = torch.cat([front, rows["input_ids"]], dim=1)
@@ -79,13 +74,9 @@ def decoder_sample(model: PreTrainedModel, prompt: Mapping[str, Tensor]) -> dict
     # mask applies the window.
     past, length = DynamicCache(), tokens.shape[1]
     cache = {str(cache_name(model)): past}
-    try:
-        with torch.no_grad():
-            model(**inputs(0, length - 2), **cache, use_cache=True)
-    except Exception as error:  # depends on the model: another kind of cache, a missing input
-        raise ExportError(
-            f"a decoder must run with a cache of keys and values, and {type(model).__name__} refused: {reason(error)}"
-        ) from error
+    must = f"a decoder must run with a cache of keys and values, and {type(model).__name__} refused"
+    with refusing(must, kind=ExportError), torch.no_grad():
+        model(**inputs(0, length - 2), **cache, use_cache=True)
     if not past.get_seq_length():
         raise ExportError(f"a decoder must fill its cache, and {type(model).__name__} left it empty")
     return {**inputs(length - 2, length), **cache}

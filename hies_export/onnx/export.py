@@ -41,36 +41,22 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class OnnxExport:
-    """An exported model whose outputs agree with torch's.
+    """An exported model whose outputs agree with torch's."""
 
-    Attributes:
-        folder: The folder, with graphs, config.json and the processor's files.
-        file: The graph, `model.onnx`; for a vision-language model the decoder, `decoder_model_merged.onnx`.
-        files: Names of all graphs; a vision-language model also has `vision_encoder.onnx` and `embed_tokens.onnx`.
-        bytes: Size of graphs and weights in bytes.
-        max_abs: Largest absolute difference from torch over all outputs of all checked batches.
-        provider: The provider that the graphs are fused for, `cpu`, `cuda` or `tensorrt`.
-        dtype: Dtype of weights and activations that are not quantised, `float32` or `float16`.
-        checked_on: The execution provider that the comparison ran on.
-        inputs: Names of the inputs of `file`.
-        outputs: Names of the outputs of `file`.
-        fused_ops: Number of occurrences of each of ONNX Runtime's own operators, over all graphs.
-        quantize: "int8" if linear layers are quantised; see `quantize_onnx`.
-        layers: Number of linear layers by dtype, `int8` and `float32`, if some are quantised.
-    """
-
-    folder: Path
-    file: Path
+    folder: Path  # the folder, with graphs, config.json and the processor's files
+    file: Path  # the graph, `model.onnx`; for a vision-language model the decoder, `decoder_model_merged.onnx`
+    # Names of all graphs; a vision-language model also has `vision_encoder.onnx` and `embed_tokens.onnx`.
     files: tuple[str, ...]
-    bytes: int
-    max_abs: float
-    provider: str
-    dtype: str
-    checked_on: str
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    fused_ops: dict[str, int]
-    quantize: str | None = None
+    bytes: int  # size of graphs and weights in bytes
+    max_abs: float  # largest absolute difference from torch over all outputs of all checked batches
+    provider: str  # the provider that the graphs are fused for, `cpu`, `cuda` or `tensorrt`
+    dtype: str  # dtype of weights and activations that are not quantised, `float32` or `float16`
+    checked_on: str  # the execution provider that the comparison ran on
+    inputs: tuple[str, ...]  # names of the inputs of `file`
+    outputs: tuple[str, ...]  # names of the outputs of `file`
+    fused_ops: dict[str, int]  # number of occurrences of each of ONNX Runtime's own operators, over all graphs
+    quantize: str | None = None  # "int8" if linear layers are quantised; see `quantize_onnx`
+    # Number of linear layers by dtype, `int8` and `float32`, if some are quantised.
     layers: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -234,10 +220,7 @@ def _traceable_copy(reference: PreTrainedModel, provider: str, dtype: torch.dtyp
 
 
 def save_program(program: Any, file: Path) -> int:
-    """Write the graph with its weights inside, or in a file beside it if they exceed protobuf's limit.
-
-    Returns the size of both in bytes.
-    """
+    """Write a graph with its weights inside, or beside it above protobuf's limit; return the size of both in bytes."""
     import onnx_ir
 
     weight_bytes = sum(v.const_value.nbytes for v in program.graph.initializers.values() if v.const_value is not None)

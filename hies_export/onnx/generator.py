@@ -132,11 +132,7 @@ class OnnxGenerator:
         return tokens
 
     def prompt(self, input_ids: Tensor, pixel_values: Tensor | None = None) -> dict[str, Any]:
-        """Return the decoder's input for tokens (batch, sequence): the tokens, or their embeddings merged with images.
-
-        Raises:
-            DataError: The image tokens do not match the images.
-        """
+        """Return the decoder's input: tokens (batch, sequence), or embeddings with images, or a DataError."""
         if self.embed_tokens is None:
             return {"input_ids": input_ids}
         embeds = _run(self.embed_tokens, {"input_ids": input_ids})["inputs_embeds"]
@@ -165,7 +161,7 @@ class OnnxGenerator:
 
     def _check(self, ids: Tensor, mask: Tensor, pixel_values: Tensor | None, max_new_tokens: int) -> None:
         if max_new_tokens < 1:
-            raise RecipeError([f"max_new_tokens must be at least 1, got {max_new_tokens}"])
+            raise RecipeError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
         if ids.ndim != 2 or ids.is_floating_point() or 0 in ids.shape:
             raise DataError(f"input_ids must be integers (batch, sequence), got {ids.dtype} {tuple(ids.shape)}")
         if mask.shape != ids.shape:

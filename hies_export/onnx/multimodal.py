@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..errors import DataError, UnsupportedModelError
+from ..errors import DataError, UnsupportedModelError, root_cause
+from ..model.tokens import random_images, synthetic_batch
 from ..runtimes.ort import DECODER_FILE, EMBED_FILE, VISION_FILE
 from .decoder import trace_decoder
-from .trace import Fusions, export_program, name_axes, reason
+from .trace import Fusions, export_program
 
 
 def is_vision_language(model: PreTrainedModel) -> bool:
@@ -27,34 +28,19 @@ def image_text_batch(model: PreTrainedModel, *, batch: int = 2, text: int = 8, s
     """Make random images and prompts of `text` tokens, half before the image tokens, half after.
 
     Returns `pixel_values` (batch, channels, height, width), `input_ids` and `attention_mask` (batch, sequence). Raises
-    UnsupportedModelError if the config has no image size, or image features need more than `pixel_values`.
+    UnsupportedModelError if image features need more than `pixel_values`.
     """
-    vision = getattr(model.config, "vision_config", None)
-    size, channels = getattr(vision, "image_size", None), getattr(vision, "num_channels", 3)
-    if size is None:
-        raise UnsupportedModelError(
-            f"a sample can be made for models with a vision_config.image_size, and {type(model).__name__} has none"
-        )
-    height, width = size if isinstance(size, (list, tuple)) else (size, size)
-    generator = torch.Generator().manual_seed(seed)
-    pixels = torch.randn(batch, channels, height, width, generator=generator)
-    pixels = pixels.to(model.device, model.dtype)
+    pixels = random_images(model.config, batch, torch.Generator().manual_seed(seed)).to(model.device, model.dtype)
     with torch.no_grad():
         tokens = _image_features(model, pixels).shape[1]
-    image = model.config.image_token_id
-    config = model.config.get_text_config()
-    ids = torch.randint(3, config.vocab_size - 1, (batch, text), generator=generator)
-    ids += (ids >= image).long() if image < config.vocab_size else 0
-    before, after = ids[:, : text // 2], ids[:, text // 2 :]
-    ids = torch.cat([before, torch.full((batch, tokens), image), after], dim=1)
+    ids = synthetic_batch(model, batch=batch, sequence=text, seed=seed)["input_ids"]
+    image = torch.full((batch, tokens), model.config.image_token_id)
+    ids = torch.cat([ids[:, : text // 2], image, ids[:, text // 2 :]], dim=1)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels}
 
 
 def check_vision_language(model: PreTrainedModel, given: Mapping[str, Tensor]) -> None:
-    """Refuse, before any work, a model that cannot be exported in parts, or a batch that does not fit it.
-
-    Raises UnsupportedModelError or DataError.
-    """
+    """Refuse, before any work, a model that cannot be exported in parts, or a batch that does not fit it."""
     if getattr(model.config, "image_token_id", None) is None:
         raise UnsupportedModelError(
             f"export_onnx needs a vision-language model whose config names the image token, and "
@@ -81,10 +67,7 @@ def check_vision_language(model: PreTrainedModel, given: Mapping[str, Tensor]) -
 
 
 def image_tokens(input_ids: Tensor, features: Tensor, image_token_id: int) -> Tensor:
-    """Return where prompts have image tokens, (batch, sequence) bool.
-
-    Raises DataError if they are not as many as the features, (images, tokens, hidden).
-    """
+    """Return where prompts have image tokens, (batch, sequence) bool; a DataError says that their number is wrong."""
     found = input_ids == image_token_id
     images, tokens = features.shape[:2]
     if int(found.sum()) != images * tokens:
@@ -114,12 +97,11 @@ def trace_vision_language(model: PreTrainedModel, given: Mapping[str, Tensor], f
         features = _image_features(model, pixels)
         ids = given["input_ids"].to(model.device)
         embeds = merge_images(embedding(ids), ids, features, model.config.image_token_id)
-    vision_axes = {"pixel_values": {0: "images"}}
-    vision = export_program(_ImageEncoder(model), {"pixel_values": pixels}, fusions, axes=vision_axes)
-    name_axes(vision, vision_axes)
+    vision = export_program(
+        _ImageEncoder(model), {"pixel_values": pixels}, fusions, axes={"pixel_values": {0: "images"}}
+    )
     embed_axes = {"input_ids": {0: "batch", 1: "sequence"}}
     embed = export_program(_Embedding(model), {"input_ids": ids}, fusions, axes=embed_axes)
-    name_axes(embed, embed_axes)
     prompt = {"inputs_embeds": embeds, "attention_mask": given["attention_mask"]}
     return {VISION_FILE: vision, EMBED_FILE: embed, DECODER_FILE: trace_decoder(model, prompt, fusions)}
 
@@ -140,11 +122,10 @@ class _Embedding(torch.nn.Module):
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
-        self.embedding = model.get_input_embeddings()
+        self.embedding: Any = model.get_input_embeddings()
 
     def forward(self, input_ids: Tensor) -> dict[str, Tensor]:
-        embedding: Any = self.embedding
-        return {"inputs_embeds": embedding(input_ids)}
+        return {"inputs_embeds": self.embedding(input_ids)}
 
 
 class _Projected(Exception):
@@ -179,7 +160,7 @@ def _image_features(model: PreTrainedModel, pixel_values: Tensor) -> Tensor:
     except (TypeError, ValueError, AttributeError, RuntimeError) as error:
         if torch.compiler.is_exporting():
             raise
-        why = reason(error)
+        why = root_cause(error)
     finally:
         del vars(owner)[name]
     raise UnsupportedModelError(

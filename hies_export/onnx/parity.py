@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,19 +49,15 @@ def check_parity(
     """Return the largest absolute difference between graph and torch, if within tolerance, and the graph's provider."""
     exported = OnnxRuntime(folder, threads=torch.get_num_threads())
     dense = TorchRuntime(reference, threads=torch.get_num_threads())
-    worst = 0.0
-    for label, batch in batches.items():
-        want = dense.fetch(dense.run(dense.prepare(batch)))
-        got = exported.fetch(exported.run(exported.prepare(batch)))
-        worst = max(worst, compare_outputs(want, got, label=label, dtype=dtype))
+    worst = max(
+        compare_outputs(dense.compute(batch), exported.compute(batch), label=label, dtype=dtype)
+        for label, batch in batches.items()
+    )
     return worst, exported.provider
 
 
 def generation_batches(given: Mapping[str, torch.Tensor], padded: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Return the prompts to compare on, by name: as given, padded on the left, and the first row alone.
-
-    `padded` is from `left_padded`; its first row has no padding, so that alone it has another length.
-    """
+    """Return the prompts to compare on, by name; the first row of `padded` has no padding, and alone another length."""
     single = {name: tensor[:1] for name, tensor in padded.items()}
     return {"the given batch": dict(given), "a padded batch": dict(padded), "a batch of 1": single}
 
@@ -81,7 +77,7 @@ def check_generation(
         further = text_tokens(batch["input_ids"], 4, image_token_id=exported.image_token_id)
         tokens = torch.cat([batch["input_ids"], further], dim=1)
         mask = torch.cat([batch["attention_mask"], torch.ones_like(further)], dim=1)
-        want = dense.fetch(dense.run(dense.prepare({**batch, "input_ids": tokens, "attention_mask": mask})))
+        want = dense.compute({**batch, "input_ids": tokens, "attention_mask": mask})
         got = _in_pieces(exported, tokens, mask, batch.get("pixel_values"))
         worst = max(worst, compare_outputs(*_real_tokens(want, got, mask), label=label, dtype=dtype))
     return worst, exported.decoder.provider
@@ -121,13 +117,8 @@ def _real_tokens(
 
 
 def compare_outputs(want: Mapping[str, np.ndarray], got: Mapping[str, np.ndarray], *, label: str, dtype: str) -> float:
-    """Return the largest absolute difference between torch's outputs and the graph's.
-
-    Raises ParityError if it is beyond the tolerance or not finite, or the outputs have other names or shapes.
-    """
-    shapes: Sequence[str] = [
-        "; ".join(f"{name} {array.shape}" for name, array in sorted(outputs.items())) for outputs in (want, got)
-    ]
+    """Return the largest absolute difference; a ParityError says that it is too large, or names or shapes differ."""
+    shapes = ["; ".join(f"{name} {array.shape}" for name, array in sorted(outputs.items())) for outputs in (want, got)]
     if shapes[0] != shapes[1]:
         raise ParityError(f"the graph's outputs must be torch's; on {label} torch has {shapes[0]}, it has {shapes[1]}")
     differences = [float(np.abs(want[name] - got[name]).max(initial=0.0)) for name in want]

@@ -153,11 +153,7 @@ def _check(quantize: str, provider: str, dtype: str, *, decodes: bool, parts: in
 
 def _compared(dense: Path, quantised: Path, batch: Mapping[str, Any]) -> float:
     """Return the largest absolute difference between the outputs of two graphs, if within the tolerance."""
-    outputs = []
-    for file in (dense, quantised):
-        runtime = OnnxRuntime(file, threads=torch.get_num_threads())
-        outputs.append(runtime.fetch(runtime.run(runtime.prepare(batch))))
-    one, other = outputs
+    one, other = (OnnxRuntime(f, threads=torch.get_num_threads()).compute(batch) for f in (dense, quantised))
     for name, wanted in one.items():
         apart = float(np.sqrt(np.mean((wanted - other[name]) ** 2)))
         size = float(np.sqrt(np.mean(wanted**2)))

@@ -10,10 +10,9 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
-from ..errors import ExportError
+from ..errors import ExportError, refusing
 from ..model.internals import exported_program
-from .layout import arrange_for_cpu
-from .repair import flatten_gemm_inputs, share_tied_weights
+from .rewrites import arrange_for_cpu, flatten_gemm_inputs, share_tied_weights
 
 # The provider whose fused operators the exporter may use; None for operators of the ONNX standard only.
 Fusions = Literal["cpu", "cuda"] | None
@@ -49,9 +48,7 @@ def trace_onnx(model: PreTrainedModel, sample: dict[str, torch.Tensor], fusions:
         for name, tensor in sample.items()
     }
     flags: dict[str, Any] = {"use_cache": False} if hasattr(model.config, "use_cache") else {}
-    program = export_program(model, sample, fusions, axes=axes, flags=flags)
-    name_axes(program, axes)
-    return program
+    return export_program(model, sample, fusions, axes=axes, flags=flags)
 
 
 def export_program(
@@ -68,32 +65,24 @@ def export_program(
         module: The module to trace.
         sample: Inputs by keyword: tensors or a cache.
         fusions: Provider whose fused operators may be used.
-        axes: The dynamic axes of each input; by default the exporter tries to make all axes dynamic.
+        axes: The dynamic axes of each input, and their names (`name_axes`); by default the exporter tries to make all
+            axes dynamic, and they stay unnamed.
         flags: Keyword arguments of the forward that do not become inputs of the graph.
     """
     shapes = None
     if axes is not None:
         shapes = {name: dict.fromkeys(open_axes, torch.export.Dim.AUTO) for name, open_axes in axes.items()}
-    try:
+    must = f"the model must be exportable to ONNX, and the exporter refused {type(module).__name__}"
+    with refusing(must, kind=ExportError):
         program = exported_program(module, {**sample, **(flags or {})}, fusions, shapes)
-    except Exception as error:
-        raise ExportError(
-            f"the model must be exportable to ONNX, and the exporter refused {type(module).__name__}: {reason(error)}"
-        ) from error
     flatten_gemm_inputs(program)
     share_tied_weights(program)
     if fusions == "cpu":
         arrange_for_cpu(program.graph)
     _strip_metadata(program)
+    if axes is not None:
+        name_axes(program, axes)
     return program
-
-
-def reason(error: BaseException) -> str:
-    """Return the root cause of an exception, in one line."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
 
 
 def name_axes(program: Any, axes: Mapping[str, Mapping[int, str]]) -> None:

@@ -19,7 +19,7 @@ from ..calibrate.collect import DEFAULT_NEEDS
 from ..calibrate.moments import MomentStream
 from ..checkpoint.refits import RefittedLayers, digest_tensors, load_refit
 from ..checkpoint.save import save_slim
-from ..checkpoint.stored import weight_files
+from ..checkpoint.weights import weight_bytes
 from ..errors import NonFiniteError
 from ..evaluate.judge import Tried
 from ..model.copies import round_each, share_weights
@@ -323,6 +323,6 @@ def save(
             refitted=slim.refitted if refit_file is None else None,
             overwrite=overwrite,
         )
-        return Saved(sum(file.stat().st_size for file in weight_files(folder)), max_abs)
+        return Saved(weight_bytes(folder), max_abs)
 
     return processes.on_main(write)

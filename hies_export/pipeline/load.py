@@ -12,8 +12,7 @@ from transformers import PreTrainedModel
 from .. import processes
 from ..checkpoint.classes import find_model_class
 from ..checkpoint.companions import LICENCES, fetch_files
-from ..checkpoint.stored import stored_dtype, weight_files
-from ..checkpoint.weights import load_weights
+from ..checkpoint.weights import load_weights, stored_dtype, weight_files
 from ..errors import RequestError, quoted, require_package, root_cause
 from ..model.copies import parameter_bytes
 from ..model.internals import auto_classes, never_asking

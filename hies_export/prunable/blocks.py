@@ -24,20 +24,14 @@ from .reads import MIXED, Call, LinearObserver, Reach, Read
 
 @dataclass
 class FoundBlock:
-    """One feed-forward block, as observed in a run of the probe.
+    """One feed-forward block, as observed in a run of the probe."""
 
-    Attributes:
-        name: Dotted name of the innermost module with all of its layers; of the consumer if another block has it too.
-        module: The module of that name in the probe's model.
-        columns: Producer -> the neuron of each of its features, (features,).
-        parameters: Parameter outside of linear layers -> the neuron of each of its elements, (elements,).
-    """
-
-    name: str
-    module: nn.Module
+    name: str  # dotted name of the innermost module with all of its layers; of the consumer if another block has it too
+    module: nn.Module  # the module of that name in the probe's model
     consumer: str
     units: int
-    columns: dict[str, Tensor]
+    columns: dict[str, Tensor]  # producer -> the neuron of each of its features, (features,)
+    # Parameter outside of linear layers -> the neuron of each of its elements, (elements,).
     parameters: dict[str, Tensor]
 
 

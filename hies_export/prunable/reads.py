@@ -31,17 +31,11 @@ _ENOUGH_DIGITS = 0.1
 
 @dataclass
 class Reach:
-    """The columns of a linear layer's input that features reach.
+    """The columns of a linear layer's input that features reach."""
 
-    Attributes:
-        column: (features,) int64: the one column that a feature reaches, `MIXED` if several, `NOWHERE` if none.
-        at_token: Whether every feature reaches its own token only; True for parameters.
-        linear: Whether the derivative of its column to a feature is the same at every token.
-    """
-
-    column: Tensor
-    at_token: bool = True
-    linear: bool = False
+    column: Tensor  # (features,) int64: the one column that a feature reaches, `MIXED` if several, `NOWHERE` if none
+    at_token: bool = True  # whether every feature reaches its own token only; True for parameters
+    linear: bool = False  # whether the derivative of its column to a feature is the same at every token
 
     @property
     def each_alone(self) -> bool:
@@ -51,25 +45,18 @@ class Reach:
 
 @dataclass
 class Read:
-    """One call of a linear layer, as observed.
-
-    Attributes:
-        sources: Calls of the layers on whose features its input depends.
-        constant: Whether its input depends on nothing but buffers, such as a table of coordinates.
-        reach: Examined source -> which column each of its features reaches.
-        parameters: Parameter outside of linear layers -> the same for its elements.
-        rows: Some rows of the input, (rows, columns), if `reach` is not empty.
-        signature: Two sums over the input, which reveal a change.
-    """
+    """One call of a linear layer, as observed."""
 
     layer: str
     columns: int
-    sources: set[Call]
-    constant: bool = False
+    sources: set[Call]  # calls of the layers on whose features its input depends
+    constant: bool = False  # whether its input depends on nothing but buffers, such as a table of coordinates
+    # Examined source -> which column each of its features reaches.
     reach: dict[Call, Reach] = field(default_factory=dict)
+    # Parameter outside of linear layers -> the same for its elements.
     parameters: dict[str, Reach] = field(default_factory=dict)
-    rows: Tensor | None = None
-    signature: tuple[float, float] = (0.0, 0.0)
+    rows: Tensor | None = None  # some rows of the input, (rows, columns), if `reach` is not empty
+    signature: tuple[float, float] = (0.0, 0.0)  # two sums over the input, which reveal a change
 
 
 class LinearObserver:

@@ -35,14 +35,10 @@ Wrong = tuple[F, str]
 
 @dataclass(frozen=True)
 class Meanings:
-    """What attributes of a module may count.
+    """What attributes of a module may count."""
 
-    Attributes:
-        by_name: Name of an attribute -> what it counts if it has a fitting value.
-        by_value: What any attribute with a fitting value counts, in a class that fails a rehearsal otherwise.
-    """
-
-    by_name: Mapping[str, Count]
+    by_name: Mapping[str, Count]  # name of an attribute -> what it counts if it has a fitting value
+    # What any attribute with a fitting value counts, in a class that fails a rehearsal otherwise.
     by_value: Sequence[Count]
 
 

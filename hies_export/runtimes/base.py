@@ -37,37 +37,25 @@ def register_runtime(name: str) -> Callable[[type[Runtime]], type[Runtime]]:
 
 
 class Runtime(ABC):
-    """A loaded model that can be run any number of times on a prepared batch.
+    """A loaded model that can be run any number of times on a prepared batch."""
 
-    Attributes:
-        name: The registered name.
-        reads_models: Whether the source is a `PreTrainedModel`; otherwise it is a file or folder of `format`.
-        format: Format of the export, for a runtime that reads no models.
-        fused_for: For ONNX sources, the provider to export for, as in `export_onnx`.
-        dtypes: Names of the torch dtypes it can run a model in.
-        hints: Those dtypes in which it can compute a float32 graph; the constructor then also takes `dtype`. For other
-            dtypes, the graph itself is exported in them.
-        loads: How many times a comparison loads the models; more than 1 if copies of one model differ in time.
-        width_step: Kernels compute a layer's width in blocks of this size, so that a width takes the time of the next
-            multiple. Latency budgets assume no saving in between.
-        full: The runtime that computes the same graph in float32, if this one does not.
-        threads: CPU threads within an operator.
-        cuda_graph: Whether a run replays a captured CUDA graph.
-    """
-
-    name: ClassVar[str]
-    reads_models: ClassVar[bool] = False
-    format: ClassVar[Format] = "onnx"
-    fused_for: ClassVar[Provider] = "cpu"
-    dtypes: ClassVar[tuple[str, ...]] = ("float32", "float16")
+    name: ClassVar[str]  # as it is registered
+    reads_models: ClassVar[bool] = False  # whether the source is a `PreTrainedModel`; otherwise a file or folder
+    format: ClassVar[Format] = "onnx"  # of that file or folder
+    fused_for: ClassVar[Provider] = "cpu"  # for ONNX sources, the provider to export for, as in `export_onnx`
+    dtypes: ClassVar[tuple[str, ...]] = ("float32", "float16")  # of torch, that it can run a model in
+    # Those in which it can compute a float32 graph; the constructor then also takes `dtype`. For others, the graph
+    # itself is exported in them.
     hints: ClassVar[tuple[str, ...]] = ()
-    loads: ClassVar[int] = 1
-    # ONNX Runtime on one core with AVX-512, a feed-forward block (1024, 384) x (384, N) and back: within noise, 497 to
-    # 512 neurons take the same time, 513 take 3 % more, and 529 another 3 to 5 %.
+    loads: ClassVar[int] = 1  # how often a comparison loads the models; more than 1 if copies of one differ in time
+    # Kernels compute a layer's width in blocks of this size, so that a width takes the time of the next multiple.
+    # Latency budgets assume no saving in between. ONNX Runtime on one core with AVX-512, a feed-forward block
+    # (1024, 384) x (384, N) and back: within noise, 497 to 512 neurons take the same time, 513 take 3 % more, and 529
+    # another 3 to 5 %.
     width_step: ClassVar[int] = 16
-    full: ClassVar[str | None] = None
-    threads: int
-    cuda_graph: bool = False
+    full: ClassVar[str | None] = None  # the runtime that computes the same graph in float32, if this one does not
+    threads: int  # of the CPU, within an operator
+    cuda_graph: bool = False  # whether a run replays a captured CUDA graph
 
     @classmethod
     def require(cls) -> None:
@@ -102,10 +90,7 @@ class Runtime(ABC):
         """
 
     def prepare_step(self, batch: Mapping[str, Any]) -> Any:
-        """Return what `run` takes to repeat one decode step: the last token of a batch, with all others in the cache.
-
-        The sequence must have 2 tokens or more.
-        """
+        """Return what `run` takes to repeat a decode step: the last of 2 or more tokens, with the others in a cache."""
         raise NotImplementedError
 
     @abstractmethod
@@ -122,23 +107,21 @@ class Runtime(ABC):
     def fetch(self, result: Any) -> dict[str, np.ndarray]:
         """Copy the result of `run` to arrays on the host, by output name; not part of the timed run."""
 
+    def compute(self, batch: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """Run the model once on a batch, and return its outputs as `fetch` does."""
+        return self.fetch(self.run(self.prepare(batch)))
+
     def logits(self, batch: Mapping[str, Any]) -> torch.Tensor:
         """Return what the model predicts for a batch: logits (batch, labels) or (batch, tokens, vocabulary)."""
-        return torch.from_numpy(self.fetch(self.run(self.prepare(batch)))["logits"])
+        return torch.from_numpy(self.compute(batch)["logits"])
 
     def peak_memory_bytes(self, feed: Any) -> int | None:
-        """Return the model's peak device memory during a run in bytes, weights included; None on the CPU.
-
-        The feed must have been run before.
-        """
+        """Return the peak device memory of a run that was made before, weights included, in bytes; None on the CPU."""
         return None
 
 
 def last_token(batch: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split a batch into a prompt (all tokens but the last, and the images) and a decode step.
-
-    The step has the last tokens, (batch, 1), and the attention mask of all tokens, (batch, sequence).
-    """
+    """Split a batch into a prompt, (batch, sequence - 1), and a decode step: the last tokens, and the mask of all."""
     ids = batch["input_ids"]
     batch = {"attention_mask": torch.ones_like(ids), **batch}
     of_tokens = {name for name, value in batch.items() if getattr(value, "shape", ()) == ids.shape}

@@ -15,6 +15,7 @@ import subprocess
 import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, ClassVar
 
@@ -22,7 +23,7 @@ import numpy as np
 import torch
 
 from ..errors import DataError, ExportError, MissingRuntimeError, RequestError
-from ..files import Rule, Schema, read_json
+from ..files import Rule, read_json
 from .base import Format, Runtime, register_runtime
 
 GGUF_FILE = "model.gguf"
@@ -45,12 +46,6 @@ _BUILDS = {
 _PACKAGE = Rule("node-llama-cpp must be what npm installed", "install it again", shown=True)
 
 
-class _Package(Schema):
-    """A package.json."""
-
-    version: str
-
-
 def is_installed() -> bool:
     """Return whether this machine has Node and node-llama-cpp."""
     return shutil.which("node") is not None and _package_folder() is not None
@@ -59,15 +54,9 @@ def is_installed() -> bool:
 def installed_version() -> str | None:
     """Return the version of node-llama-cpp; None if it is not installed, or is damaged."""
     folder = _package_folder()
-    try:
-        return None if folder is None else read_version(folder / "package.json")
-    except RequestError:
-        return None
-
-
-def read_version(package: Path) -> str:
-    """Return the version that a package.json names; raises RequestError if it is damaged."""
-    return str(read_json(package, _Package, _PACKAGE)["version"])
+    with suppress(RequestError, KeyError):
+        return None if folder is None else str(read_json(folder / "package.json", dict[str, Any], _PACKAGE)["version"])
+    return None
 
 
 def _package_folder() -> Path | None:
@@ -107,7 +96,11 @@ class LlamaCppRuntime(Runtime):
         _check_header(file)
         self.threads = threads
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
-        self._process = _start(self._errors)
+        folder = os.environ.get(FOLDER_VARIABLE) or str(Path.cwd())
+        command, pipe = ["node", str(_SCRIPT), folder], subprocess.PIPE
+        self._process: Any = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=self._errors, text=True, encoding="utf-8"
+        )
         self._finalizer = weakref.finalize(self, _stop, self._process, self._errors)
         told = self._ask("open", file=str(file.resolve()), threads=threads, exact=exact)
         self.release, self.architecture = str(told["release"]), str(told["architecture"])
@@ -243,14 +236,6 @@ def _check_header(file: Path) -> None:
         if magic == b"GGUF" and version in (2, 3) and max(tensors, values) <= MOST_ENTRIES:
             return
     raise DataError(f"a GGUF file must begin with its magic number, version and sizes, and {file} does not")
-
-
-def _start(errors: IO[bytes]) -> Any:
-    folder = os.environ.get(FOLDER_VARIABLE) or str(Path.cwd())
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        ["node", str(_SCRIPT), folder], stdin=pipe, stdout=pipe, stderr=errors, text=True, encoding="utf-8"
-    )
 
 
 def _stop(process: Any, errors: IO[bytes]) -> None:

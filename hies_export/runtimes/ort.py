@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from ..errors import DataError, ExportError, MissingRuntimeError, RecipeError, first_line
+from ..errors import DataError, ExportError, MissingRuntimeError, RecipeError, first_line, require_package
 from ..files import Rule, parse_json
 from ..model.tokens import positions_of
 from .base import Runtime, last_token, register_runtime
@@ -30,10 +29,7 @@ CACHE_SIZES = "hies_export.cache_sizes"
 
 def require_onnxruntime(extra: str = "cpu") -> Any:
     """Import and return ONNX Runtime; raises MissingRuntimeError if it is not installed."""
-    if importlib.util.find_spec("onnxruntime") is None:
-        raise MissingRuntimeError(
-            f'ONNX Runtime must be installed, and is not; install it with: pip install "hies-export[{extra}]"'
-        )
+    require_package("onnxruntime", who="an ONNX file needs", package="ONNX Runtime", extra=extra)
     import onnxruntime
 
     return onnxruntime
@@ -68,7 +64,7 @@ class GraphRuntime(Runtime):
         return self.prepare({**step, **cache})
 
     def _past(self, prompt: Mapping[str, Any]) -> dict[str, Any]:
-        return self.fetch(self.run(self.prepare(prompt)))
+        return self.compute(prompt)
 
 
 @register_runtime("onnxruntime-cpu")
@@ -144,10 +140,7 @@ class OnnxRuntime(GraphRuntime):
         return _NAMES.get(self._session.get_outputs()[0].type, self._session.get_outputs()[0].type)
 
     def prepare(self, batch: Mapping[str, Any]) -> BoundFeed:
-        """Bind the inputs; fill in missing masks, token types, positions and an empty cache, as torch does.
-
-        The batch has tensors, or ONNX Runtime's own values, as `values` returns them.
-        """
+        """Bind tensors or ONNX Runtime's values; fill in missing masks, token types, positions and an empty cache."""
         import onnxruntime as ort
 
         binding: Any = self._session.io_binding()
@@ -220,13 +213,13 @@ _NAMES = {"tensor(float)": "float32", "tensor(float16)": "float16", "tensor(bflo
 def onnx_file(source: str | Path, name: str) -> Path:
     """Return a given ONNX file, or that of a folder; raises RecipeError if it has no graph, or several."""
     if not isinstance(source, (str, Path)):
-        raise RecipeError([f"runtime {name!r} needs an ONNX file or folder, got {type(source).__name__}"])
+        raise RecipeError(f"runtime {name!r} needs an ONNX file or folder, got {type(source).__name__}")
     refuse_parts(source)
     file = Path(source)
     if file.is_dir():
         file = next((file / name for name in (ONNX_FILE, QUANTIZED_FILE) if (file / name).is_file()), file / ONNX_FILE)
     if not file.is_file():
-        raise RecipeError([f"runtime {name!r} needs an ONNX file; {file} does not exist: export the model first"])
+        raise RecipeError(f"runtime {name!r} needs an ONNX file; {file} does not exist: export the model first")
     return file
 
 
@@ -234,10 +227,8 @@ def refuse_parts(folder: str | Path) -> None:
     """Refuse, by a RecipeError, the folder of a vision-language model: only one of its three graphs can be timed."""
     if (Path(folder) / DECODER_FILE).is_file():
         raise RecipeError(
-            [
-                f"a model to time must be a single graph, and {folder} has the parts of a vision-language model: "
-                "name one part's file"
-            ]
+            f"a model to time must be a single graph, and {folder} has the parts of a vision-language model: "
+            "name one part's file"
         )
 
 

@@ -41,7 +41,7 @@ class TorchRuntime(Runtime):
 
     def __init__(self, source: PreTrainedModel, *, threads: int):
         if not isinstance(source, PreTrainedModel):
-            raise RecipeError([f"runtime {self.name!r} needs a PreTrainedModel, got {type(source).__name__}"])
+            raise RecipeError(f"runtime {self.name!r} needs a PreTrainedModel, got {type(source).__name__}")
         self.threads = threads
         self._model = share_weights(source).eval()
         self._forward: Any = self._model

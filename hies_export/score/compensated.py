@@ -65,7 +65,7 @@ class RemovalOptions:
 
     def __post_init__(self) -> None:
         if not self.ridge > 0:
-            raise RecipeError([f"ridge must be above 0, got {self.ridge}"])
+            raise RecipeError(f"ridge must be above 0, got {self.ridge}")
 
 
 DEFAULT = RemovalOptions()

@@ -22,24 +22,17 @@ ScoreFunction = Callable[..., Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class Criterion:
-    """A named function that scores units.
+    """A named function that scores units."""
 
-    Attributes:
-        name: Its name in recipes.
-        function: Takes `Statistics` and, by keyword, any of `alpha`, `normalize` and `seed`; returns one float64 tensor
-            of shape (units,) per module.
-        needs: Statistics it reads, by their names in `collect_statistics`.
-        kinds: Kinds of modules it can score, see `PrunableModule.kind`.
-        effect: Statistic by which a removal is compared across kinds of modules.
-        ranks: Whether the scores only order the units of one kind. If false, the effects order the units as the scores
-            do, and are compared across modules.
-    """
-
-    name: str
+    name: str  # its name in recipes
+    # Takes `Statistics` and, by keyword, any of `alpha`, `normalize` and `seed`; returns one float64 tensor of shape
+    # (units,) per module.
     function: ScoreFunction
-    needs: tuple[str, ...]
-    kinds: tuple[str, ...]
-    effect: str = "fisher"
+    needs: tuple[str, ...]  # statistics it reads, by their names in `collect_statistics`
+    kinds: tuple[str, ...]  # kinds of modules it can score, see `PrunableModule.kind`
+    effect: str = "fisher"  # statistic by which a removal is compared across kinds of modules
+    # Whether the scores only order the units of one kind. If false, the effects order the units as the scores do, and
+    # are compared across modules.
     ranks: bool = True
 
     @cached_property

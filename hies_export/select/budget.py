@@ -19,17 +19,12 @@ MOST_SHARES = 1000
 
 @dataclass(frozen=True)
 class CostTable:
-    """The cost that each module saves by losing bundles, as a share of the dense model's cost.
+    """The cost that each module saves by losing bundles, as a share of the dense model's cost."""
 
-    Attributes:
-        what: Name of the cost in messages: "FLOPs", "parameters", or "latency" with the runtime.
-        saved: Dotted name of a module -> share saved by losing 0, 1, 2, ... bundles.
-        measured: The timings behind a table of latency, one row each: kind, kept (share of the bundles), ratio,
-            ratio_low, ratio_high, control_low, control_high. Empty for other costs.
-    """
-
-    what: str
-    saved: Mapping[str, tuple[float, ...]]
+    what: str  # name of the cost in messages: "FLOPs", "parameters", or "latency" with the runtime
+    saved: Mapping[str, tuple[float, ...]]  # dotted name of a module -> share saved by losing 0, 1, 2, ... bundles
+    # The timings behind a table of latency, one row each: kind, kept (share of the bundles), ratio, ratio_low,
+    # ratio_high, control_low, control_high. Empty for other costs.
     measured: tuple[Mapping[str, Any], ...] = ()
 
     def ratio(self, counts: Mapping[str, int]) -> float:
@@ -106,11 +101,6 @@ def uniform_counts(modules: Sequence[Units], constraints: Constraints) -> list[l
         if any(counts) and (not found or counts != found[-1]):
             found.append(counts)
     return found
-
-
-def ratio_of(table: CostTable, modules: Sequence[Units], counts: Sequence[int]) -> float:
-    """Return the predicted share of the dense model's cost when each module loses a number of bundles."""
-    return 1.0 - saved_by(table, modules, counts)
 
 
 def saved_by(table: CostTable, modules: Sequence[Units], counts: Sequence[int]) -> float:

@@ -106,10 +106,8 @@ def chains_of(scores: Scores, modules: Sequence[Units], *, unit: str = "group") 
         return scores.chains
     if lacking := [module.name for module in modules if module.name not in scores.effects]:
         raise RecipeError(
-            [
-                f"heads and neurons are compared by effects, but the scores have none of {lacking[0]}; score by "
-                "score_units(statistics, modules, ...)"
-            ]
+            f"heads and neurons are compared by effects, but the scores have none of {lacking[0]}; score by "
+            "score_units(statistics, modules, ...)"
         )
     chains = []
     for kind in dict.fromkeys(module.kind for module in modules):

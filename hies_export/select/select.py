@@ -12,7 +12,7 @@ from ..errors import PlanError, RecipeError
 from ..kinds import MLP
 from ..units import Selection, Units
 from ..values import Scores
-from .budget import CostTable, check_reachable, ratio_of, uniform_counts
+from .budget import CostTable, check_reachable, saved_by, uniform_counts
 from .bundles import bundle_count, ranked_bundles
 from .constraints import NONE, Constraints, check_budget, check_constraints, most_removable, removable_counts
 from .joint import removed_jointly
@@ -69,7 +69,7 @@ def select_units(
     """
     if sum(budget is not None for budget in (heads, counts, ratio)) != 1 or (table is None) != (ratio is None):
         raise RecipeError(
-            ["select_units needs one budget: heads (a share), counts (bundles per module), or a table with a ratio"]
+            "select_units needs one budget: heads (a share), counts (bundles per module), or a table with a ratio"
         )
     scored = [module for module in modules if module.name in scores.scores]
     if table is not None and ratio is not None:
@@ -139,7 +139,7 @@ def _counts_within(
     """Return how many bundles each module loses within a budget of cost: uniformly, or with the least total score."""
     check_reachable(modules, table, ratio=ratio, constraints=constraints)
     if constraints.uniform(modules):
-        return next(c for c in uniform_counts(modules, constraints) if ratio_of(table, modules, c) <= ratio)
+        return next(c for c in uniform_counts(modules, constraints) if 1.0 - saved_by(table, modules, c) <= ratio)
     options = removable_counts(modules, constraints)
     saved = [[table.saved[module.name][k] for k in option] for module, option in zip(modules, options, strict=True)]
     chosen = least_loss_saving(saved, _losses(scores, modules, options, constraints.unit), 1 - ratio, grid=GRID)

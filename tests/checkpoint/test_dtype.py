@@ -12,10 +12,10 @@ from support.cuts import random_cut
 from support.models import bert, image_batch, llama, text_batch, vit
 from transformers import BertForSequenceClassification, PreTrainedModel
 
-from hies_export.checkpoint import classes, stored
+from hies_export.checkpoint import classes, weights
 from hies_export.checkpoint.loading import load
 from hies_export.checkpoint.save import save_slim
-from hies_export.checkpoint.stored import stored_dtype, weight_files
+from hies_export.checkpoint.weights import stored_dtype, weight_files
 from hies_export.errors import ReloadMismatchError
 from hies_export.model.copies import convert, round_each
 from hies_export.model.internals import dtypes_in
@@ -139,7 +139,7 @@ def test_config_and_headers_are_read_once(tmp_path: Path, monkeypatch: pytest.Mo
     slim, *_ = random_cut(bert(), text_batch())
     slim.save_pretrained(tmp_path, max_shard_size="20KB")
     read: list[Path] = []
-    for module, name in ((stored, "safe_open"), (classes, "read_json")):
+    for module, name in ((weights, "safe_open"), (classes, "read_json")):
         real = getattr(module, name)
         monkeypatch.setattr(
             module, name, lambda file, *more, real=real: (read.append(Path(file)), real(file, *more))[1]

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 import hies_export
-from hies_export.checkpoint.version4 import load_version4
+from hies_export.checkpoint.loading import load_version4
 from hies_export.cli.main import main
 from hies_export.errors import RequestError, UnsupportedModelError
 from hies_export.prunable.attention import find_attention
@@ -140,7 +140,7 @@ def test_dtype_is_passed_on(tmp_path: Path) -> None:
         (
             {"0": [1]},
             RequestError,
-            r"must be those that pruned_heads describes, but .* have the shapes that the config describes",
+            r"must be those that pruned_heads describes, but .* must load, but does not",
         ),
         ({"0": [0, 1, 2, 3, 4, 5]}, UnsupportedModelError, r"must keep a head, but layer 0 of .* has none left"),
         ({"7": [1]}, UnsupportedModelError, r"has 3 such layers and names 7"),

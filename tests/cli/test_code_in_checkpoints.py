@@ -91,8 +91,8 @@ def transformers_loads(name: str, **options: bool) -> Callable[[Path], object]:
 
 # Who makes the checkpoint, which class of transformers runs its code when told to, and what commands say.
 TRAPS: dict[str, tuple[Callable[[Path], None], Callable[[Path], object], str]] = {
-    "image processor": (image_processor, transformers_loads("AutoProcessor"), "is code in the checkpoint (auto_map)"),
-    "tokenizer": (tokenizer, transformers_loads("AutoTokenizer"), "is code in the checkpoint (auto_map)"),
+    "image processor": (image_processor, transformers_loads("AutoProcessor"), "needs code of its own (auto_map)"),
+    "tokenizer": (tokenizer, transformers_loads("AutoTokenizer"), "needs code of its own (auto_map)"),
     "config": (config, transformers_loads("AutoConfig"), "must have a model_type known to transformers"),
     "model": (model, transformers_loads("AutoModel"), "must name one model class of transformers"),
     "part of a model": (

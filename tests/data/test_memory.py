@@ -4,14 +4,13 @@ import gzip
 import json
 import tracemalloc
 from pathlib import Path
-from unittest.mock import Mock
 
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
 from support.models import WORDS, causal_lm, generative_tokenizer
 
-from hies_export.data import delimited
+from hies_export.data import rows as rows_module
 from hies_export.data.reader import Columns
 from hies_export.data.registry import reader_for
 from hies_export.data.rows import load_rows
@@ -31,8 +30,7 @@ def write(path: Path, count: int) -> Path:
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "csv", "parquet"])
-def test_samples_hold_no_other_rows(tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delimited, "WHOLE_BYTES", 100_000)
+def test_samples_hold_no_other_rows(tmp_path: Path, ending: str) -> None:
     path = write(tmp_path / f"a.{ending}", 20_000)  # 1 MB of text
     before = pa.total_allocated_bytes()
     some = load_rows(files={"only": path}, split="only", samples=5, shuffle_seed=1)
@@ -78,25 +76,34 @@ TABLES = {
 def test_csv_in_chunks_is_csv_as_a_whole(tmp_path: Path, content: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.csv").write_text(content)
     (tmp_path / "b.csv.gz").write_bytes(gzip.compress(content.encode()))
-    whole = load_rows(files={"only": tmp_path / "a.csv"}, split="only")
-    tables = Mock(side_effect=delimited._tables)
-    for name, value in {"_tables": tables, "ROWS": 2, "WHOLE_BYTES": 0, "WHOLE_GZIPPED_BYTES": 0}.items():
-        monkeypatch.setattr(delimited, name, value)
+    read_csv = rows_module._BUILDERS["csv"][1]
+    with monkeypatch.context() as patched:
+        patched.setattr(rows_module, "_column_types", lambda files, options: None)
+        whole = load_rows(files={"only": tmp_path / "a.csv"}, split="only")
+    monkeypatch.setattr(rows_module, "_TYPED", 2)
+    monkeypatch.setitem(rows_module._BUILDERS, "csv", ("csv", {**read_csv, "chunksize": 2}))
     for name in ("a.csv", "b.csv.gz"):
         chunked = load_rows(files={"only": tmp_path / name}, split="only")
         assert chunked.to_list() == whole.to_list()
         assert chunked.features == whole.features
     # What no chunk can say is read as a whole.
-    assert tables.called == (content not in (TABLES["truth with a gap"], TABLES["large numbers"]))
+    types = rows_module._column_types([tmp_path / "a.csv"], read_csv)
+    assert (types is None) == (content in (TABLES["truth with a gap"], TABLES["large numbers"]))
 
 
-def test_parts_in_chunks_have_the_columns_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delimited, "WHOLE_BYTES", 0)
+def test_parts_have_the_same_columns(tmp_path: Path) -> None:
     (tmp_path / "a-0.csv").write_text("n,t\n1,x\n2,y\n")
     (tmp_path / "a-1.csv").write_text("t,n\nz,3\n")
     rows = load_rows(files={"only": tmp_path / "a-*.csv"}, split="only")
     assert rows.to_list() == [{"n": 1, "t": "x"}, {"n": 2, "t": "y"}, {"n": 3, "t": "z"}]
-    for content, said in (("n,t\n3.5,z\n", r"3\.5"), ("n,t\n1,2,3\n", "Length of header")):
+    (tmp_path / "a-1.csv").write_text("n,t\n3.5,z\n,7\n")
+    rows = load_rows(files={"only": tmp_path / "a-*.csv"}, split="only")
+    assert rows["n"][:] == [1.0, 2.0, 3.5, None]
+    assert rows["t"][:] == ["x", "y", "z", "7"]
+    for content, said in (
+        ("n,u\n3,z\n", r"a-1\.csv has the columns n, u, not n, t"),
+        ("n,t\n1,2,3\n", "Length of header"),
+    ):
         (tmp_path / "a-1.csv").write_text(content)
         with pytest.raises(DataError, match=rf"a-\*\.csv must be a readable csv file .*{said}"):
             load_rows(files={"only": tmp_path / "a-*.csv"}, split="only")

@@ -14,7 +14,7 @@ from support.hub import Hub
 from support.models import bert, save_text_model
 
 import hies_export
-from hies_export.checkpoint.stored import weight_files
+from hies_export.checkpoint.weights import weight_files
 from hies_export.data.processors import load_processor
 from hies_export.data.rows import load_rows
 from hies_export.errors import DataError, RequestError

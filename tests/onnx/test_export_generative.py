@@ -24,7 +24,7 @@ from hies_export.onnx.export import OnnxExport, export_onnx
 from hies_export.onnx.generator import OnnxGenerator
 from hies_export.onnx.multimodal import image_text_batch
 from hies_export.onnx.parity import _real_tokens, compare_outputs
-from hies_export.onnx.repair import flatten_gemm_inputs, share_tied_weights
+from hies_export.onnx.rewrites import flatten_gemm_inputs, share_tied_weights
 from hies_export.prunable.find import find_modules
 from hies_export.slim.cut import prune_units
 from hies_export.slim.mask import masked_units

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 
 import datasets
@@ -119,7 +120,9 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(
 ) -> None:
     option, message = BAD[name]
     if name == "device map":
-        monkeypatch.setattr("hies_export.errors.find_spec", lambda name: None)
+        monkeypatch.setattr(
+            "hies_export.errors.find_spec", lambda name: None if name == "accelerate" else find_spec(name)
+        )
     before = sorted(p.name for p in tmp_path.iterdir())
     assert hies("run", stories, "--set", option) == 2
     assert message in " ".join(capsys.readouterr().err.split())

@@ -21,9 +21,8 @@ from safetensors.torch import save_file
 from transformers import ViTImageProcessorPil
 
 from hies_export.checkpoint.apply import apply_plan
-from hies_export.checkpoint.loading import load
+from hies_export.checkpoint.loading import load, load_version4
 from hies_export.checkpoint.refits import REFIT, digest_tensors, read_refit
-from hies_export.checkpoint.version4 import load_version4
 from hies_export.cli.arguments import read_recipe
 from hies_export.cost.latency import TimedCut, _read
 from hies_export.data.processors import load_processor
@@ -43,7 +42,6 @@ from hies_export.report.jinja import render_markdown
 from hies_export.report.maps import KEPT, plan_maps
 from hies_export.report.report import Report
 from hies_export.report.terminal import map_text, print_report
-from hies_export.runtimes.llamacpp import read_version
 from hies_export.runtimes.ort import CACHE_SIZES, cache_sizes
 from hies_export.slim.check import check_selection
 from hies_export.slim.cut import prune_units
@@ -354,16 +352,12 @@ def _small(folder: Path) -> list[Read]:
     card.mkdir()
     (card / "README.md").write_text("---\nlicense: mit\nbase_model: some/model\n---\n# Title\n")
 
-    package = folder / "package.json"
-    package.write_text(json.dumps({"name": "node-llama-cpp", "version": "3.22.1"}))
-
     def points() -> None:
         for point in _read(cached, {"format": 4}) or ():
             assert isinstance(point.ratio, int | float)
 
     return [
         Read("cached times", "json", cached, points, 10),
-        Read("version of node-llama-cpp", "json", package, lambda: read_version(package), 5),
         Read(
             "metadata of ONNX",
             "json",
