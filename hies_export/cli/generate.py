@@ -41,7 +41,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
     """Continue prompts, and return the texts."""
     from ..checkpoint.contents import Contents
-    from ..generate.text import generate_text
+    from ..generate import generate_text
 
     options.folder = checkpoint_in(options.folder, Contents.ONNX, progress=progress)
     progress.stage("generate")

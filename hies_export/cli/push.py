@@ -30,7 +30,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
     """Upload the run, and return the repository, its URL, the files and their size."""
     from ..checkpoint.contents import Contents
-    from ..hub.push import push_to_hub
+    from ..hub import push_to_hub
 
     refuse_other_than(options.folder, Contents.RUN, needs="a push needs the folder of a run")
     pushed = push_to_hub(

@@ -17,7 +17,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from hies_export import load_runtime, prune
 from hies_export.cascade.cascade import Cascade
 from hies_export.errors import RequestError
-from hies_export.hub.push import _contents
+from hies_export.hub import _contents
 from hies_export.measure.on_rows import time_on_rows
 from hies_export.measure.ratios import Ratio
 from hies_export.pipeline import cascade as cascade_module

@@ -14,7 +14,7 @@ from support.runs import hies
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hies_export.errors import RequestError
-from hies_export.hub.push import _contents
+from hies_export.hub import _contents
 from hies_export.measure.compare import compare_forms
 from hies_export.measure.timing import Timing
 from hies_export.pipeline.run import run
