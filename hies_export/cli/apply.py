@@ -8,17 +8,16 @@ from typing import Any
 from rich.console import Console
 
 from ..progress import Progress
-from .arguments import a_path, a_path_or_id, add_json, add_output, add_plan_options, find_refit
+from .arguments import a_path, add_model, add_output, add_plan_options, find_refit
 from .paths import checkpoint_in, plan_in
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the plan, the checkpoint and the folder."""
     parser.add_argument("plan", metavar="PLAN", type=a_path, help="a plan.json, or the folder of a run")
-    parser.add_argument("model", metavar="MODEL", type=a_path_or_id, help="checkpoint folder, run or Hub id")
+    add_model(parser)
     add_plan_options(parser)
     add_output(parser, required=True)
-    add_json(parser)
 
 
 def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:

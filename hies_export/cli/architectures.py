@@ -8,15 +8,12 @@ from typing import Any
 from rich.console import Console
 
 from ..progress import Progress
-from .arguments import add_json
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the model types."""
-    parser.add_argument(
-        "model_types", metavar="MODEL_TYPE", nargs="*", help="`model_type` of a config.json (default: all)"
-    )
-    add_json(parser)
+    types = "`model_type` of a config.json (default: all)"
+    parser.add_argument("model_types", metavar="MODEL_TYPE", nargs="*", help=types)
 
 
 def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:

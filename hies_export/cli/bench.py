@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from ..errors import RequestError, quoted
+from ..errors import quoted
 from ..progress import Progress
-from .arguments import RUNTIMES, a_number, a_path, add_json
+from .arguments import REPEATED, RUNTIMES, a_number, a_path
 from .paths import checkpoint_in
 
 
@@ -31,37 +32,25 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="the model to compare with A (default: if A is a run, its slim model with its dense one; else A itself, "
         "which measures the noise)",
     )
-    repeated: dict[str, Any] = {"action": "append", "default": []}
-    add("--runtime", dest="runtimes", metavar="RUNTIME", help=f"one of {RUNTIMES}; may be repeated", **repeated)
-    add(
-        "--shape",
-        dest="shapes",
-        metavar="SHAPE",
-        help="BATCHxSEQUENCE, or BATCH for images; may be repeated",
-        **repeated,
-    )
-    add(
-        "--dtype",
-        dest="dtypes",
-        metavar="DTYPE",
-        help="what checkpoints run in: float32 (the default), float16, bfloat16; on llamacpp q8_0, q4_0; repeatable",
-        **repeated,
-    )
+    add("--runtime", dest="runtimes", metavar="RUNTIME", help=f"one of {RUNTIMES}; may be repeated", **REPEATED)
+    shape = {"dest": "shapes", "metavar": "SHAPE", "type": a_shape, **REPEATED}
+    add("--shape", help="BATCHxSEQUENCE, or BATCH for images; may be repeated", **shape)
+    dtypes = "float32 (the default), float16, bfloat16; on llamacpp q8_0, q4_0; repeatable"
+    add("--dtype", dest="dtypes", metavar="DTYPE", help=f"what checkpoints run in: {dtypes}", **REPEATED)
     add("--repeats", metavar="N", type=a_number(int, 1), default=30, help="timed runs of each model (default: 30)")
-    add(
-        "--min-seconds",
-        metavar="S",
-        type=a_number(float, 0),
-        default=0.0,
-        help="time every shape for at least so many seconds",
-    )
-    add(
-        "--rows",
-        metavar="RECIPE",
-        type=a_path,
-        help="time on this recipe's evaluation rows as they come, in batches of 1, 8, 32, instead of random inputs",
-    )
-    add_json(parser)
+    least = a_number(float, 0)
+    add("--min-seconds", metavar="S", type=least, default=0.0, help="time every shape for at least so many seconds")
+    rows = "time on this recipe's evaluation rows as they come, in batches of 1, 8, 32, instead of random inputs"
+    add("--rows", metavar="RECIPE", type=a_path, help=rows)
+
+
+def a_shape(text: str) -> tuple[int, ...]:
+    """Read a shape; a `type` of argparse."""
+    with suppress(ValueError):
+        shape = tuple(int(part) for part in text.lower().split("x"))
+        if len(shape) <= 2 and min(shape) >= 1:
+            return shape
+    raise ArgumentTypeError(f"must be BATCHxSEQUENCE, or BATCH for images, got {quoted(text)}")
 
 
 def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
@@ -76,7 +65,7 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
         first,
         second,
         runtimes=options.runtimes,
-        shapes=[_parse_shape(text) for text in options.shapes],
+        shapes=options.shapes,
         dtypes=options.dtypes,
         repeats=options.repeats,
         min_seconds=options.min_seconds,
@@ -131,13 +120,3 @@ def _exports(options: Namespace, *paths: Path) -> list[tuple[Path, Path]] | None
         if len(given) + len(in_runs) == len(paths) and read and not options.dtypes:
             return [(path, path / name if path in in_runs else path) for path in paths]
     return None
-
-
-def _parse_shape(text: str) -> tuple[int, ...]:
-    try:
-        shape = tuple(int(part) for part in text.lower().split("x"))
-        if len(shape) not in (1, 2) or min(shape) < 1:
-            raise ValueError
-        return shape
-    except ValueError:
-        raise RequestError(f"--shape must be BATCHxSEQUENCE, or BATCH for images, got {quoted(text)}") from None

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from ..errors import RequestError, quoted
 from ..progress import Progress
-from .arguments import a_number, a_path_or_id, a_text, add_changes, add_json, read_recipe, refuse_output
+from .arguments import REPEATED, a_number, a_path_or_id, a_text, add_changes, read_recipe, refuse_output
 
 if TYPE_CHECKING:
     from ..recipe import PruningRecipe
@@ -19,50 +19,21 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the recipe, or the model and its data, the promise, and the limits of runtimes and time."""
-    parser.add_argument(
-        "recipe", metavar="RECIPE|MODEL", type=a_path_or_id, help="a recipe, YAML, or a checkpoint folder or Hub id"
-    )
-    parser.add_argument(
-        "--data",
-        metavar="[SPLIT=]DATA",
-        action="append",
-        default=[],
-        type=a_text,
-        help="rows for MODEL: SPLIT=FILE, repeated for each split, or the name of a Hub data set",
-    )
-    parser.add_argument(
-        "--text",
-        metavar="COLUMN",
-        action="append",
-        default=[],
-        type=a_text,
-        help="column of texts, if there is a choice; may be repeated for pairs",
-    )
-    parser.add_argument("--image", metavar="COLUMN", type=a_text, help="column of images, if there is a choice")
-    parser.add_argument(
-        "--label", metavar="COLUMN", type=a_text, help="column of labels, if there is a choice; rows need no labels"
-    )
+    add, column = parser.add_argument, {"metavar": "COLUMN", "type": a_text}
+    given = "a recipe, YAML, or a checkpoint folder or Hub id"
+    add("recipe", metavar="RECIPE|MODEL", type=a_path_or_id, help=given)
+    rows = "rows for MODEL: SPLIT=FILE, repeated for each split, or the name of a Hub data set"
+    add("--data", metavar="[SPLIT=]DATA", type=a_text, help=rows, **REPEATED)
+    add("--text", help="column of texts, if there is a choice; may be repeated for pairs", **column, **REPEATED)
+    add("--image", help="column of images, if there is a choice", **column)
+    add("--label", help="column of labels, if there is a choice; rows need no labels", **column)
     add_changes(parser)
-    parser.add_argument(
-        "--keep",
-        metavar="SHARE",
-        type=a_number(float, 0, 1),
-        help="share of the dense model's predictions on held-out rows that must stay (default: the recipe's, or 0.99)",
-    )
-    parser.add_argument(
-        "--runtime",
-        metavar="RUNTIME",
-        dest="runtimes",
-        action="append",
-        help="runtime to choose from (default: the recipe's, or all that are installed); may be repeated",
-    )
-    parser.add_argument(
-        "--within",
-        metavar="TIME",
-        type=minutes,
-        help="start no further cut after this time, such as 30m or 2h; timing and writing the result take extra time",
-    )
-    add_json(parser)
+    share = "share of the dense model's predictions on held-out rows that must stay (default: the recipe's, or 0.99)"
+    add("--keep", metavar="SHARE", type=a_number(float, 0, 1), help=share)
+    choice = "runtime to choose from (default: the recipe's, or all that are installed); may be repeated"
+    add("--runtime", metavar="RUNTIME", dest="runtimes", action="append", help=choice)
+    limit = "start no further cut after this time, such as 30m or 2h; timing and writing the result take extra time"
+    add("--within", metavar="TIME", type=minutes, help=limit)
 
 
 def minutes(text: str) -> float:

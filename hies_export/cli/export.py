@@ -9,28 +9,23 @@ from typing import Any
 from rich.console import Console
 
 from ..progress import Progress
-from .arguments import a_path_or_id, add_json, add_output
+from .arguments import add_model, add_output
 from .paths import checkpoint_in
 
 
 def add_arguments(parser: ArgumentParser, *, output: str | None = None) -> None:
     """Add the checkpoint and how to export it."""
     add = parser.add_argument
-    add("model", metavar="MODEL", type=a_path_or_id, help="checkpoint folder, run or Hub id")
+    add_model(parser)
     if output is None:
         add_output(parser, required=True)
     else:
         add_output(parser, output)
-    add(
-        "--format",
-        choices=("onnx", "gguf"),
-        default="onnx",
-        help="onnx (the default), or gguf for llama.cpp (decoders only)",
-    )
+    formats = "onnx (the default), or gguf for llama.cpp (decoders only)"
+    add("--format", choices=("onnx", "gguf"), default="onnx", help=formats)
     add("--provider", help="execution provider to fuse the ONNX graph for: cpu (the default), cuda or tensorrt")
     add("--dtype", default="float32", help="float32 (the default) or float16; gguf also bfloat16, q8_0, q4_0")
     add("--quantize", choices=("int8", "int4"), help="write the ONNX model with its linear layers in 8 or 4 bits")
-    add_json(parser)
 
 
 def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:

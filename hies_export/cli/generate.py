@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from ..progress import Progress
-from .arguments import a_number, a_path, a_path_or_id, a_text, add_json
+from .arguments import REPEATED, a_number, a_path, a_path_or_id, a_text
 from .paths import checkpoint_in
 
 
@@ -16,26 +16,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Add the model, the prompts and the images."""
     add = parser.add_argument
     add("folder", metavar="FOLDER", type=a_path_or_id, help="ONNX folder; or a checkpoint or run, for PyTorch")
-    add(
-        "--prompt",
-        dest="prompts",
-        metavar="TEXT",
-        type=a_text,
-        action="append",
-        required=True,
-        help="text to continue; may be repeated",
-    )
-    add(
-        "--image",
-        dest="images",
-        metavar="FILE",
-        type=a_path,
-        action="append",
-        default=[],
-        help="image for all prompts, or one for each",
-    )
+    text: dict[str, Any] = {"dest": "prompts", "metavar": "TEXT", "type": a_text, "action": "append", "required": True}
+    add("--prompt", help="text to continue; may be repeated", **text)
+    image = {"dest": "images", "metavar": "FILE", "type": a_path, **REPEATED}
+    add("--image", help="image for all prompts, or one for each", **image)
     add("--max-new-tokens", metavar="N", type=a_number(int, 1), default=20, help="most tokens to write (default: 20)")
-    add_json(parser)
 
 
 def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:

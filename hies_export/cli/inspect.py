@@ -14,7 +14,7 @@ from rich.console import Console
 from ..errors import RequestError
 from ..kinds import ATTENTION, MLP, UNIT_NAMES
 from ..progress import Progress
-from .arguments import a_path_or_id, add_json
+from .arguments import a_path_or_id
 from .paths import checkpoint_in, plan_in
 
 if TYPE_CHECKING:
@@ -26,19 +26,11 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the checkpoint and `--theory`."""
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        type=a_path_or_id,
-        help="checkpoint folder, run or Hub id; a plan.json; with --theory, a recipe",
-    )
-    parser.add_argument(
-        "--theory",
-        action="store_true",
-        help="check the theory of the HIES paper on a recipe's calibration rows: orthogonality, bound and increase of "
-        "the loss, entropy deficits",
-    )
-    add_json(parser)
+    model = "checkpoint folder, run or Hub id; a plan.json; with --theory, a recipe"
+    parser.add_argument("model", metavar="MODEL", type=a_path_or_id, help=model)
+    theory = "orthogonality, bound and increase of the loss, entropy deficits"
+    checked = f"check the theory of the HIES paper on a recipe's calibration rows: {theory}"
+    parser.add_argument("--theory", action="store_true", help=checked)
 
 
 def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:

@@ -145,6 +145,9 @@ def build_optimum_export_parser() -> argparse.ArgumentParser:
 
 
 def _finish(parser: argparse.ArgumentParser, command: ModuleType) -> None:
+    """Add the options of all commands, and `--json` where `run` returns a result."""
+    if command.run.__annotations__["return"] != "None":
+        parser.add_argument("--json", action="store_true", help="print the result as one line of JSON, last on stdout")
     parser.add_argument("-v", "--verbose", action="store_true", help="show warnings and progress of the libraries too")
     parser.set_defaults(command=command)
 

@@ -20,9 +20,8 @@ if TYPE_CHECKING:
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the recipe, `--plan`, and the options about that plan."""
     add_recipe(parser)
-    parser.add_argument(
-        "--plan", metavar="FILE", type=a_path, help="plan.json, or folder of a run, to cut by instead of scoring"
-    )
+    plan = "plan.json, or folder of a run, to cut by instead of scoring"
+    parser.add_argument("--plan", metavar="FILE", type=a_path, help=plan)
     add_plan_options(parser)
 
 
@@ -43,8 +42,7 @@ def run(options: Namespace, console: Console, progress: Progress) -> None:
 
     recipe = read_recipe(options)
     plan_file = None if options.plan is None else plan_in(options.plan, progress=progress)
-    files = {"plan": plan_file, "refit": options.refit}
-    refuse_output(options, recipe, **{name: file for name, file in files.items() if file is not None})
+    refuse_output(options, recipe, plan=plan_file, refit=options.refit)
     given = None if plan_file is None else PruningPlan.from_file(plan_file)
     _check_refit(options, recipe)
     refitted = None

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from ..progress import Progress
-from .arguments import a_path, a_text, add_json
+from .arguments import a_path, a_text
 from .paths import refuse_other_than
 
 
@@ -24,7 +24,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--license", metavar="ID", type=a_text, help="license of the model, if the dense model's card names none")
     add("--base-model", metavar="ID", type=a_text, help="Hub id of the dense model, if it was read from a folder")
     add("--overwrite", action="store_true", help="replace whatever the repository holds")
-    add_json(parser)
 
 
 def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:

@@ -10,13 +10,12 @@ from typing import Any
 from rich.console import Console
 
 from ..progress import Progress
-from .arguments import add_json, add_output
+from .arguments import add_output
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the folder and `--json`."""
     add_output(parser, help="folder to write (default: runs/quickstart)", default=Path("runs/quickstart"))
-    add_json(parser)
 
 
 def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from ..errors import RequestError
 from ..progress import Progress
-from .arguments import a_path, add_json
+from .arguments import a_path
 from .paths import refuse_other_than
 
 # The values for --json, the page, and what draws the figures.
@@ -21,20 +21,11 @@ Shown = tuple[dict[str, Any], str, Callable[[], dict[str, str]]]
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the folder and what to draw."""
     add = parser.add_argument
-    add(
-        "folder",
-        metavar="DIR",
-        type=a_path,
-        help="folder of a run or sweep, or file with the output of `bench --json`",
-    )
+    folder = "folder of a run or sweep, or file with the output of `bench --json`"
+    add("folder", metavar="DIR", type=a_path, help=folder)
     add("--figures", metavar="DIR", type=a_path, help="draw the figures of a run or sweep here, as SVG")
-    add(
-        "--html",
-        metavar="FILE",
-        type=a_path,
-        help="write one self-contained page (default for a sweep: its sweep.html)",
-    )
-    add_json(parser)
+    page = "write one self-contained page (default for a sweep: its sweep.html)"
+    add("--html", metavar="FILE", type=a_path, help=page)
 
 
 def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:

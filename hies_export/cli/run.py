@@ -8,14 +8,13 @@ from typing import Any
 from rich.console import Console
 
 from ..progress import Progress
-from .arguments import add_json, add_recipe, read_recipe, refuse_output
+from .arguments import add_recipe, read_recipe, refuse_output
 from .deploy import print_answer
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the recipe and `--json`."""
     add_recipe(parser)
-    add_json(parser)
 
 
 def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:

@@ -8,16 +8,14 @@ from typing import Any
 from rich.console import Console
 
 from ..progress import Progress
-from .arguments import a_path_or_id, add_json, add_output
+from .arguments import a_path_or_id, add_output
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the checkpoint and the folder."""
-    parser.add_argument(
-        "model", metavar="MODEL", type=a_path_or_id, help="checkpoint folder or Hub id, with pruned_heads in its config"
-    )
+    model = "checkpoint folder or Hub id, with pruned_heads in its config"
+    parser.add_argument("model", metavar="MODEL", type=a_path_or_id, help=model)
     add_output(parser, required=True)
-    add_json(parser)
 
 
 def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
