@@ -22,17 +22,51 @@ from ...files import read_json
 from ...kinds import ATTENTION, MLP
 from ...report.details import HeadsOutcome
 from ...report.report import Report
-from ...report.schemas import SCORES, SWEEP, SWEEP_DETAILS, ScoresFile, SweepAbout, SweepDetails, SweepFile
+from ...report.schemas import REMOVES, SCORES, SWEEP, SWEEP_DETAILS, ScoresFile, SweepAbout, SweepDetails, SweepFile
 from ...report.text import held_out_rows
 from ...score.criteria import score_units
 from ...select.constraints import Constraints
 from ...select.select import select_units
 from ...units import Kept, Units
 from ...values import Calibration, PruningPlan, Scores, Statistics, library_versions
-from .trials import Result, Trial, compensation_how, row_label, same_units
 
 # Quality is predicted from plans of these criteria. At equal HIS lost, plans of other criteria differ in quality.
 FAMILY = ("hies", "his")
+
+
+@dataclass(frozen=True)
+class Result:
+    """The measurements of a plan; `how` describes in words the models and rows that were evaluated.
+
+    The metric is None if it is unknown or undefined.
+    """
+
+    how: str
+    quality: float | None
+    stability: float
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A plan that was evaluated, with a result for every compensation; no FLOPs if they were not counted."""
+
+    plan: PruningPlan
+    label: str
+    results: tuple[Result, ...]
+    flops_ratio: float | None = None
+
+
+def same_units(one: PruningPlan, other: PruningPlan) -> bool:
+    """Return whether two plans keep the same units."""
+    return {name: kept.units for name, kept in one.kept.items()} == {n: kept.units for n, kept in other.kept.items()}
+
+
+def results_of(trials: Sequence[Trial], plan: PruningPlan) -> dict[str, Result]:
+    """Return the measurements of the plans that keep the same units, the first of each `how`."""
+    found: dict[str, Result] = {}
+    for result in (result for trial in trials if same_units(trial.plan, plan) for result in trial.results):
+        found.setdefault(result.how, result)
+    return found
 
 
 @dataclass(frozen=True)
@@ -40,9 +74,9 @@ class Measured:
     """Plans that were evaluated in the same way.
 
     Attributes:
-        how: Description, in words, of the models and rows that were evaluated.
+        how: As in `Result`.
         lost: Share of the model's HIS that each plan removes, in [0, 1].
-        quality: Metric of each plan; empty without labels.
+        quality: Metric of each plan; empty if any is unknown.
         stability: Share of each plan's predictions that equal the dense model's, in [0, 1].
     """
 
@@ -97,9 +131,8 @@ class Exploration:
     @property
     def allocation(self) -> str:
         """The allocation of the folder's plan: "uniform" if all modules keep equally many units, else "global"."""
-        counts = {
-            (kept.kind, len(kept.units)) for name, kept in self.plan.kept.items() if name in self.statistics["his"]
-        }
+        ranked = [kept for name, kept in self.plan.kept.items() if name in self.statistics["his"]]
+        counts = {(kept.kind, len(kept.units)) for kept in ranked}
         return "uniform" if len(counts) == len({kind for kind, _ in counts}) else "global"
 
     @property
@@ -265,37 +298,47 @@ def _of_run(folder: Path) -> Exploration:
         shape=" x ".join(str(size) for size in report.flops["shape"]),
         metric=report.quality["metric"],
     )
-    measured = []
     compensated = bool(plan.compensation or report.details.compensation)
-    if report.criterion in FAMILY:
-        lost = (0.0, lost_share(statistics["his"], plan))
-        quality = _numbers((report.quality["dense"], report.quality["slim"]))
-        stability = _numbers((1.0, report.stability))
+    how, dense = "this run's slim model, on the evaluation rows", {}
+    if plan.criterion in FAMILY:
         how = "the dense model and this run's slim one" + (", cut and compensated" if compensated else "")
-        measured.append(Measured(how, lost, quality, stability))
-    how = measured[0].how if measured else "this run's slim model, on the evaluation rows"
-    result = Result.of(how, report.quality["slim"], report.stability)
+        dense[how] = report.quality["dense"]
+    result = Result(how, _finite(report.quality["slim"]), report.stability)
     trials = [Trial(plan, "this run's plan", (result,), report.flops.slim / report.flops.dense)]
     curve, budget = report.details.alpha_curve, report.details.budget
-    judged = "cut and compensated" if compensated else "masked"
     share = budget.target if isinstance(budget, HeadsOutcome) else None
     plans = [found.plan_at(p.alpha, share, found.allocation) for p in curve if share is not None]
     # The folder does not record all constraints (min_heads, keep_layers, ...). If they changed the run's own plan, the
     # plans computed here are not those that were evaluated.
     if any(found.kept == plan.kept for found in plans):
-        measured.append(
-            Measured(
-                f"this run's search for alpha: {judged}, on {held_out_rows(report)}",
-                tuple(lost_share(statistics["his"], p) for p in plans),
-                _numbers([point.quality for point in curve]),
-                tuple(point.stability for point in curve),
-            )
-        )
+        judged = "cut and compensated" if compensated else "masked"
+        how = f"this run's search for alpha: {judged}, on {held_out_rows(report)}"
         trials += [
-            Trial(p, f"alpha {point.alpha:g}", (Result.of(measured[-1].how, point.quality, point.stability),))
+            Trial(p, f"alpha {point.alpha:g}", (Result(how, _finite(point.quality), point.stability),))
             for p, point in zip(plans, curve, strict=True)
         ]
-    return replace(found, measured=tuple(measured), trials=tuple(trials))
+    return replace(found, measured=_measured(trials, statistics["his"], dense), trials=tuple(trials))
+
+
+def _measured(
+    trials: Sequence[Trial], his: Mapping[str, torch.Tensor], dense: Mapping[str, float]
+) -> tuple[Measured, ...]:
+    """Return the trials that predict quality, by `how`; `dense` is the metric of the dense model where it is known."""
+    found: dict[str, list[tuple[float, float | None, float]]] = {}
+    for trial in trials:
+        for result in trial.results if trial.plan.criterion in FAMILY else ():
+            begun = [(0.0, _finite(dense[result.how]), 1.0)] if result.how in dense else []
+            point = lost_share(his, trial.plan), result.quality, result.stability
+            found.setdefault(result.how, begun).append(point)
+    measured = []
+    for how, points in found.items():
+        lost, quality, stability = zip(*points, strict=True)
+        measured.append(Measured(how, lost, () if None in quality else quality, stability))
+    return tuple(measured)
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _check_units(statistics: Statistics, plan: PruningPlan) -> None:
@@ -308,12 +351,6 @@ def _check_units(statistics: Statistics, plan: PruningPlan) -> None:
     heads = plan.of_kind(ATTENTION)
     if statistics["entropy"].keys() != {name for name in statistics["his"] if name in heads}:
         raise ValueError("entropy and his must be of the same heads")
-
-
-def _numbers(values: Sequence[float | None]) -> tuple[float, ...]:
-    """Return the metric of every plan; nothing if one has none, or if it is undefined (NaN)."""
-    known = tuple(value for value in values if value is not None and math.isfinite(value))
-    return known if len(known) == len(values) else ()
 
 
 def _flops_per_unit(report: Report, plan: PruningPlan) -> tuple[float, float]:
@@ -340,26 +377,12 @@ def _of_sweep(folder: Path) -> Exploration:
     details = read_json(folder / "details.json", SweepDetails, SWEEP_DETAILS)
     his = _tensors(details["his"])
     plans = {_sweep_key(p): _sweep_plan(p, details) for p in details["plans"]}
-    # details.json has the plans of the first seed and calibration size only, which come first among the rows.
-    own = [row for row in rows if row["criterion"] in FAMILY]
-    own = [row for row in own if all(row[key] == own[0][key] for key in ("seed", "calibration_samples"))]
-    measured = []
-    for compensation in dict.fromkeys(row["compensation"] for row in own):
-        alike = [row for row in own if row["compensation"] == compensation]
-        lost = [lost_share(his, plans[_sweep_key(row)]) for row in alike]
-        measured.append(
-            Measured(
-                compensation_how(compensation),
-                (0.0, *lost),
-                _numbers([alike[0]["quality_dense"], *(row["quality"] for row in alike)]),
-                (1.0, *(row["stability"] for row in alike)),
-            )
-        )
-    statistics = Statistics(
-        {"his": his, "entropy": _tensors(details["entropy"])}, Calibration(details["calibration_samples"], "", "")
-    )
+    calibration = Calibration(details["calibration_samples"], "", "")
+    statistics = Statistics({"his": his, "entropy": _tensors(details["entropy"])}, calibration)
     for plan in plans.values():
         _check_units(statistics, plan)
+    trials = _trials(rows, plans, seed=details["seed"])
+    dense = {_how(row): row["quality_dense"] for row in rows}
     per_head, per_neuron = _flops_by_rows(rows)
     about = SweepAbout(**details["about"])
     return Exploration(
@@ -371,8 +394,8 @@ def _of_sweep(folder: Path) -> Exploration:
         flops_per_neuron=per_neuron,
         shape=" x ".join(map(str, about.shape)),
         metric=rows[0]["metric"],
-        measured=tuple(measured),
-        trials=_trials(rows, plans, seed=details["seed"]),
+        measured=_measured(trials, his, dense),
+        trials=trials,
     )
 
 
@@ -387,12 +410,27 @@ def _trials(
     return tuple(
         Trial(
             plans[key],
-            row_label(next(iter(of.values()))),
-            tuple(Result.of(compensation_how(c), row["quality"], row["stability"]) for c, row in of.items()),
+            _label(next(iter(of.values()))),
+            tuple(Result(_how(row), _finite(row["quality"]), row["stability"]) for row in of.values()),
             next(iter(of.values()))["flops_ratio"],
         )
         for key, of in found.items()
     )
+
+
+def _how(row: Mapping[str, Any]) -> str:
+    """Return how a sweep made the model of a row, and on which rows it was judged."""
+    made = "masked" if row["compensation"] == "none" else f"cut and compensated ({row['compensation']})"
+    return f"the dense model and the sweep's plans: {made}, on the evaluation rows"
+
+
+def _label(row: Mapping[str, Any]) -> str:
+    """Return the name of the plan of a sweep's row."""
+    alpha = "" if row["alpha"] is None else f", alpha {row['alpha']:g}"
+    target = row.get("flops_target")
+    if target is None:
+        return f"{row['criterion']}{alpha}: {100 * row['sparsity']:g}% of the heads removed"
+    return f"{row['criterion']}{alpha}: {100 * target:g}% of the FLOPs left, {REMOVES[row['modules']]}"
 
 
 def _sweep_key(found: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -16,6 +16,7 @@ from rich.text import Text
 from ...checkpoint.folders import replace_file
 from ...evaluate.metrics import higher_is_better
 from ...report.jinja import escape_markdown
+from ...report.schemas import REMOVES
 from ...report.terminal import PlainTable
 from ...values import dump_json
 from ..baselines.names import DIFFERENCES, OWN_SAMPLES
@@ -36,7 +37,6 @@ LATEX = str.maketrans(
         **{"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "α": r"$\alpha$"},
     }
 )
-MODULES = {"attention": "heads only", "mlp": "neurons only", "attention+mlp": "heads and neurons"}
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def budgets_of(rows: Sequence[Row]) -> list[float]:
 
 def modules_label(row: Row) -> str:
     """Return the kinds that lose units in a row, in words; older rows have only heads."""
-    return MODULES[row.get("modules") or "attention"]
+    return REMOVES[row.get("modules") or "attention"]
 
 
 def method_label(row: Row, rows: Sequence[Row]) -> str:

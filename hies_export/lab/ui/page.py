@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -23,8 +22,19 @@ from ...report.report import plan_counts
 from ...report.rows import Table, filled
 from ...report.text import removed_text
 from ...values import PruningPlan
-from ..studies.explore import FAMILY, Exploration, Measured, estimate, fit, lost_share, read_exploration
-from ..studies.trials import Result, Trial, results_of, same_units
+from ..studies.explore import (
+    FAMILY,
+    Exploration,
+    Measured,
+    Result,
+    Trial,
+    estimate,
+    fit,
+    lost_share,
+    read_exploration,
+    results_of,
+    same_units,
+)
 from .guard import THIS_MACHINE, Guard
 
 # What the list of measured plans begins with.
@@ -58,11 +68,6 @@ class Settings(NamedTuple):
         return next(trial.plan for trial in exploration.trials if trial.label == self.chosen)
 
 
-def require_gradio() -> None:
-    """Raise MissingRuntimeError if Gradio is not installed."""
-    require_package("gradio", who="the page needs", package="Gradio", extra="ui")
-
-
 def show(folder: str | Path, *, port: int | None = None, open_browser: bool = False) -> Any:
     """Serve the page of a run's or a sweep's folder, where saved plans go, to this machine's browsers.
 
@@ -70,7 +75,7 @@ def show(folder: str | Path, *, port: int | None = None, open_browser: bool = Fa
     process ends.
     """
     exploration = read_exploration(folder)
-    require_gradio()
+    require_package("gradio", who="the page needs", package="Gradio", extra="ui")
     # No telemetry, and no fonts from elsewhere.
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
     page = _page(exploration, Path(folder))
@@ -177,14 +182,11 @@ def draw(exploration: Exploration, *values: Any) -> str:
         ("importance (HIS) removed", f"{lost:.1%}"),
     ]
     figure, bars = _figures(exploration, plan, settings.alpha if settings.by_sliders else None)
-    results = {result.how: result for result in results_of(exploration.trials, plan)}
+    results = results_of(exploration.trials, plan)
     by_his = settings.by_sliders or plan.criterion in FAMILY
-    predictions = [
-        _predicted(exploration, measured, lost, results.pop(measured.how, None))
-        for measured in exploration.measured
-        if by_his or measured.how in results
-    ]
-    predictions = [*(_only_measured(exploration, result) for result in results.values()), *predictions]
+    measured = {one.how: one for one in exploration.measured if by_his or one.how in results}
+    ways = [*(how for how in results if how not in measured), *measured]
+    predictions = [_prediction(exploration, how, lost, results.get(how), measured.get(how)) for how in ways]
     return _render(
         "plan.html.j2",
         cost=Table((), rows),
@@ -225,8 +227,7 @@ def save(exploration: Exploration, folder: Path, *values: Any) -> str:
     except PlanError as error:
         return _render("message.html.j2", text=str(error))
     if settings.by_sliders:
-        ranked = settings.neurons is not None and exploration.ranks_neurons
-        share = f"-neurons-{settings.neurons:g}" if ranked else ""
+        share = f"-neurons-{settings.neurons:g}" if settings.neurons is not None and exploration.ranks_neurons else ""
         name = f"alpha{settings.alpha:g}-{settings.allocation}-{settings.sparsity:g}{share}"
     else:
         name = re.sub(r"[^\w.]+", "-", settings.chosen.replace("%", "")).strip("-")
@@ -259,9 +260,8 @@ def _compensation_note(exploration: Exploration, plan: PruningPlan) -> str:
     return ""
 
 
-@dataclass(frozen=True)
-class _Prediction:
-    """The prediction for a plan by one kind of measurement; `curves` has the measurements, and the fitted line."""
+class _Prediction(NamedTuple):
+    """The numbers of a plan by one kind of measurement; `curves` has the measurements, and the fitted line."""
 
     title: str
     how: str
@@ -269,40 +269,31 @@ class _Prediction:
     curves: Mapping[str, Curve]
 
 
-def _predicted(exploration: Exploration, measured: Measured, lost: float, exact: Result | None) -> _Prediction:
-    """Return the prediction by one kind of measurement for a plan that removes the share `lost` of the importance.
+def _prediction(
+    exploration: Exploration, how: str, lost: float, exact: Result | None, measured: Measured | None
+) -> _Prediction:
+    """Return the numbers of a plan that removes the share `lost` of the importance.
 
-    `exact` is the measurement of the plan itself, if there is one.
+    They are those of `exact`, the measurement of the plan itself, or else predicted from what was measured.
     """
     metric = exploration.metric
     kinds = [
-        (metric, measured.quality, exact.quality if exact else None, higher_is_better(metric), ".4f"),
-        ("same predictions", measured.stability, exact.stability if exact else None, True, ".1%"),
+        (metric, measured and measured.quality, exact and exact.quality, higher_is_better(metric), ".4f"),
+        ("same predictions", measured and measured.stability, exact and exact.stability, True, ".1%"),
     ]
     rows, curves = [], {}
     for name, values, known, more_is_better, form in kinds:
-        if not values:
-            continue
-        found = estimate(measured.lost, values, lost, higher_is_better=more_is_better)
-        if known is None:
+        if known is not None:
+            rows.append([name, f"{known:{form}}", ""])
+        elif values and measured:
+            found = estimate(measured.lost, values, lost, higher_is_better=more_is_better)
             error = "" if found.error is None else f"± {found.error:{form}}"
             rows.append([name, f"{found.bound} {found.value:{form}}".strip(), error])
-        else:
-            rows.append([name, f"{known:{form}}", ""])
-        curves[name] = _curve(name, measured.lost, values, lost, more_is_better, at=known)
-    said, title = "predicted", f"Predicted from {len(measured.lost)} models"
-    if exact is not None:
-        said, title = "measured", MEASURED
+        if values and measured:
+            curves[name] = _curve(name, measured.lost, values, lost, more_is_better, at=known)
+    said, title = ("measured", MEASURED) if exact else ("predicted", f"Predicted from {len(measured.lost)} models")
     columns = {header: itemgetter(column) for column, header in enumerate(("", said, "mean error"))}
-    return _Prediction(title, measured.how, filled(columns, rows), curves)
-
-
-def _only_measured(exploration: Exploration, result: Result) -> _Prediction:
-    """Return the measurement of a plan that allows no prediction for others."""
-    rows = [["same predictions", f"{result.stability:.1%}"]]
-    if result.quality is not None:
-        rows.insert(0, [exploration.metric, f"{result.quality:.4f}"])
-    return _Prediction(MEASURED, result.how, Table(("", "measured"), rows), {})
+    return _Prediction(title, how, filled(columns, rows), curves)
 
 
 def _trial_table(exploration: Exploration) -> Table:
