@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the recipe, or the model and its data, the promise, and the limits of runtimes and time."""
-    add, column = parser.add_argument, {"metavar": "COLUMN", "type": a_text}
+    add = parser.add_argument
+    column: dict[str, Any] = {"metavar": "COLUMN", "type": a_text}
     given = "a recipe, YAML, or a checkpoint folder or Hub id"
     add("recipe", metavar="RECIPE|MODEL", type=a_path_or_id, help=given)
     rows = "rows for MODEL: SPLIT=FILE, repeated for each split, or the name of a Hub data set"

@@ -33,7 +33,6 @@ from .tables import (
     percent,
     share_text,
     sweep_tables,
-    table_lines,
 )
 
 PAGE = "sweep.html"
@@ -84,7 +83,7 @@ def render_sweep(rows: Sequence[Row], about: SweepAbout, *, name: str) -> str:
         .render(
             share_text=share_text,
             draw_chart=lambda chart: Markup(for_page(draw_chart(chart))),
-            title=f"{Path(about.model).name or name}: {len(quality.entries)} ways to prune, compared",
+            title=f"{Path(about.model).name or name}: {len(quality.means)} ways to prune, compared",
             lead=lead_text(rows),
             subtitle=_subtitle(rows, about),
             styles=styles,
@@ -95,7 +94,7 @@ def render_sweep(rows: Sequence[Row], about: SweepAbout, *, name: str) -> str:
             alphas=alphas,
             alpha_styles={line.name: line.style for panel in alphas for line in panel.charts[0].lines},
             left_out=len({line_name(r, rows) for r in rows}) - len(styles),
-            tables=[(table, table_lines(table, "gain of {} over his")) for table in (quality, stability)],
+            tables=(stability, quality),
             removed=_removed_table(rows),
             every=_every_row(rows),
             method=_method_text(rows, about),
@@ -112,24 +111,21 @@ def lead_text(rows: Sequence[Row]) -> str:
     """
     rows = [row for row in rows if row["criterion"] not in JUDGED_ONLY] or rows
     quality, stability = sweep_tables(rows)
-    budgets = budgets_of(rows)
+    budgets = stability.budgets
     column = len(budgets) // 2
-    there = {name: entries[column] for name, entries in stability.entries.items() if entries[column] is not None}
-    best = max(there, key=lambda name: there[name].mean)  # type: ignore[union-attr]
-    kept, measured = stability.entries[best][column], quality.entries[best][column]
-    assert kept is not None
-    assert measured is not None
+    there = {name: mean for name, means in stability.means.items() if (mean := means[column]) is not None}
+    best = max(there, key=lambda name: there[name])
     share = f"{share_text(budgets[column])} of the {budget_name(rows)}"
     dense = rows[0]["quality_dense"] * percent(rows[0]["metric"])
     text = (
-        f"With {share}, {best} keeps {kept.mean:.1f}% of the predictions; {rows[0]['metric']} is {measured.mean:.2f} "
-        f"(dense {dense:.2f})."
+        f"With {share}, {best} keeps {there[best]:.1f}% of the predictions; {rows[0]['metric']} is "
+        f"{quality.means[best][column]:.2f} (dense {dense:.2f})."
     )
     if len(there) == 1:
         return text
-    ahead = sum(stability.rank(best, place) == 0 for place in range(len(budgets)))
+    ahead = sum(cell.rank == 0 for cell in stability.lines[best])
     at = "at every budget" if ahead == len(budgets) else f"at {ahead} of {len(budgets)} budgets"
-    return f"{text} Of {len(stability.entries)} methods it keeps most {at}."
+    return f"{text} Of {len(stability.means)} methods it keeps most {at}."
 
 
 def _subtitle(rows: Sequence[Row], about: SweepAbout) -> str:

@@ -277,21 +277,22 @@ def _prediction(
     They are those of `exact`, the measurement of the plan itself, or else predicted from what was measured.
     """
     metric = exploration.metric
+    others = measured or Measured(how, (), (), ())
     kinds = [
-        (metric, measured and measured.quality, exact and exact.quality, higher_is_better(metric), ".4f"),
-        ("same predictions", measured and measured.stability, exact and exact.stability, True, ".1%"),
+        (metric, others.quality, exact.quality if exact else None, higher_is_better(metric), ".4f"),
+        ("same predictions", others.stability, exact.stability if exact else None, True, ".1%"),
     ]
     rows, curves = [], {}
     for name, values, known, more_is_better, form in kinds:
         if known is not None:
             rows.append([name, f"{known:{form}}", ""])
-        elif values and measured:
-            found = estimate(measured.lost, values, lost, higher_is_better=more_is_better)
+        elif values:
+            found = estimate(others.lost, values, lost, higher_is_better=more_is_better)
             error = "" if found.error is None else f"± {found.error:{form}}"
             rows.append([name, f"{found.bound} {found.value:{form}}".strip(), error])
-        if values and measured:
-            curves[name] = _curve(name, measured.lost, values, lost, more_is_better, at=known)
-    said, title = ("measured", MEASURED) if exact else ("predicted", f"Predicted from {len(measured.lost)} models")
+        if values:
+            curves[name] = _curve(name, others.lost, values, lost, more_is_better, at=known)
+    said, title = ("measured", MEASURED) if exact else ("predicted", f"Predicted from {len(others.lost)} models")
     columns = {header: itemgetter(column) for column, header in enumerate(("", said, "mean error"))}
     return _Prediction(title, how, filled(columns, rows), curves)
 
