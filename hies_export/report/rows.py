@@ -10,7 +10,22 @@ from ..measure.counts import Both, LayerFlops
 from ..measure.rows import LatencyRow
 from .details import Form, FormTime, Tried
 from .report import FirstMetric, Report
-from .text import agreement, named_units, runtime_name, si
+from .text import (
+    agreement,
+    alpha_text,
+    budget_text,
+    cascade_text,
+    environment_text,
+    family_text,
+    forms_text,
+    held_out_rows,
+    latency_text,
+    method_text,
+    named_units,
+    runtime_name,
+    si,
+    tried_text,
+)
 
 # Parts of a layer's FLOPs, and what the table calls them.
 FLOP_PARTS = {
@@ -26,6 +41,35 @@ class Table(NamedTuple):
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
+
+
+class Part(NamedTuple):
+    """What a rendering shows under a heading: a table, and sentences below it; a missing one is empty."""
+
+    heading: str
+    table: Table | None = None
+    notes: Sequence[str] = ()
+
+
+def report_parts(report: Report) -> dict[str, Part]:
+    """Return by name what terminal, Markdown and card show of a report, without what it does not have."""
+    rows, layers = report.latency, report.details.flops_per_layer
+    served = "As served" if report.cascade else "In fewer bits"
+    at = " x ".join(map(str, layers.shape)) if layers else ""
+    parts = {
+        "changed": Part("What changed", comparison_table(report), (budget_text(report), family_text(report))),
+        "latency": Part("Latency", *((latency_table(rows), (latency_text(rows),)) if rows else ())),
+        "served": Part(served, forms_table(report), (forms_text(report), cascade_text(report))),
+        "chosen": Part(
+            f"How it was chosen, on {held_out_rows(report)}",
+            tried_table(report),
+            (tried_text(report), alpha_text(report)),
+        ),
+        "layers": Part(f"FLOPs of every layer, at {at}", layer_table(layers.dense, layers.slim) if layers else None),
+        "checks": Part("Checks", check_table(report)),
+        "method": Part("How it was measured", None, (f"{method_text(report)} {environment_text(report.environment)}",)),
+    }
+    return {name: part for name, part in parts.items() if part.table or any(part.notes)}
 
 
 class SizeRow(NamedTuple):
