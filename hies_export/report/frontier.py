@@ -8,22 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .canvas import (
-    ACCENT,
-    CARD,
-    GREY,
-    INK,
-    LINE,
-    MARKERS,
-    MUTED,
-    SECOND,
-    SERIES,
-    Part,
-    canvas,
-    for_page,
-    place_names,
-    svg_of,
-)
+from . import canvas
+from .canvas import ACCENT, CARD, GREY, INK, LINE, MARKERS, MUTED, SECOND, SERIES, Part
 from .details import Form, deciding_step, relative_times
 from .report import Report
 from .rows import form_name, form_step
@@ -179,7 +165,7 @@ def draw_frontier(figure: FrontierFigure, *, width: int = WIDTH, kind: str = "wi
 
     narrow, round_numbers = width < WIDTH, [1, 2, 5, 10]
     parts: dict[str, Part] = {}
-    with canvas(width, 400, size=13) as drawn:
+    with canvas.canvas(width, 400, size=13) as drawn:
         axes = drawn.add_axes((66 / width, 0.13, 1 - 84 / width, 0.7))
         axes.spines[:].set_visible(False)
         axes.tick_params(length=0, pad=7)
@@ -223,14 +209,14 @@ def draw_frontier(figure: FrontierFigure, *, width: int = WIDTH, kind: str = "wi
                 parts[gid := f"name-{len(names)}"] = Part("name best" if one.chosen else "name")
                 style = {"color": INK, "weight": "bold" if one.chosen else "normal", "zorder": 5}
                 names.append(axes.text(*place, _text(one, below=one.same < lowest), gid=gid, **style))
-        numbered = place_names(axes, places, names, crossed)
+        numbered = canvas.place_names(axes, places, names, crossed)
         _legend(drawn, figure, numbered, columns=1 if narrow else 3)
-        return svg_of(drawn, parts, kind=f"frontier {kind}", text=figure.text)
+        return canvas.svg_of(drawn, parts, kind=f"frontier {kind}", text=figure.text)
 
 
 def page_frontier(figure: FrontierFigure) -> str:
     """Return the picture for a page, which shows the first of two on a wide screen and the other on a narrow one."""
-    return for_page(draw_frontier(figure) + draw_frontier(figure, width=NARROW, kind="narrow"))
+    return canvas.for_page(draw_frontier(figure) + draw_frontier(figure, width=NARROW, kind="narrow"))
 
 
 def _legend(drawn: Figure, figure: FrontierFigure, numbered: Sequence[tuple[int, str]], *, columns: int) -> None:

@@ -8,24 +8,10 @@ from typing import Any, NamedTuple
 
 from ..measure.counts import Both, LayerFlops
 from ..measure.rows import LatencyRow
+from . import text
 from .details import Form, FormTime, Tried
 from .report import FirstMetric, Report
-from .text import (
-    agreement,
-    alpha_text,
-    budget_text,
-    cascade_text,
-    environment_text,
-    family_text,
-    forms_text,
-    held_out_rows,
-    latency_text,
-    method_text,
-    named_units,
-    runtime_name,
-    si,
-    tried_text,
-)
+from .text import agreement, named_units, runtime_name, si
 
 # Parts of a layer's FLOPs, and what the table calls them.
 FLOP_PARTS = {
@@ -57,17 +43,19 @@ def report_parts(report: Report) -> dict[str, Part]:
     served = "As served" if report.cascade else "In fewer bits"
     at = " x ".join(map(str, layers.shape)) if layers else ""
     parts = {
-        "changed": Part("What changed", comparison_table(report), (budget_text(report), family_text(report))),
-        "latency": Part("Latency", *((latency_table(rows), (latency_text(rows),)) if rows else ())),
-        "served": Part(served, forms_table(report), (forms_text(report), cascade_text(report))),
+        "changed": Part("What changed", comparison_table(report), (text.budget_text(report), text.family_text(report))),
+        "latency": Part("Latency", *((latency_table(rows), (text.latency_text(rows),)) if rows else ())),
+        "served": Part(served, forms_table(report), (text.forms_text(report), text.cascade_text(report))),
         "chosen": Part(
-            f"How it was chosen, on {held_out_rows(report)}",
+            f"How it was chosen, on {text.held_out_rows(report)}",
             tried_table(report),
-            (tried_text(report), alpha_text(report)),
+            (text.tried_text(report), text.alpha_text(report)),
         ),
         "layers": Part(f"FLOPs of every layer, at {at}", layer_table(layers.dense, layers.slim) if layers else None),
         "checks": Part("Checks", check_table(report)),
-        "method": Part("How it was measured", None, (f"{method_text(report)} {environment_text(report.environment)}",)),
+        "method": Part(
+            "How it was measured", None, (f"{text.method_text(report)} {text.environment_text(report.environment)}",)
+        ),
     }
     return {name: part for name, part in parts.items() if part.table or any(part.notes)}
 

@@ -17,23 +17,10 @@ from ...report.jinja import environment
 from ...report.rows import Table, environment_table, filled
 from ...report.schemas import SWEEP, SWEEP_DETAILS, SweepAbout, SweepFile, SweepPage
 from ..baselines.names import JUDGED_ONLY
+from . import tables
 from .charts import Axis, Chart, Style, alpha_axis, budget_axis, chart, draw_chart, line_styles, time_axis
 from .frontier import sweep_frontier
-from .tables import (
-    COMPENSATIONS,
-    Row,
-    budget_name,
-    budget_of,
-    budgets_of,
-    grouped,
-    line_name,
-    method_label,
-    modules_label,
-    of_first_size,
-    percent,
-    share_text,
-    sweep_tables,
-)
+from .tables import COMPENSATIONS, Row, budget_name, budget_of, budgets_of, line_name, share_text
 
 PAGE = "sweep.html"
 QUANTITIES = ("stability", "quality")
@@ -73,7 +60,7 @@ def write_page(folder: Path) -> Path:
 
 def render_sweep(rows: Sequence[Row], about: SweepAbout, *, name: str) -> str:
     """Return the page; `name` is the sweep's, used if it does not know its model."""
-    quality, stability = sweep_tables(rows)
+    quality, stability = tables.sweep_tables(rows)
     shown = drawn_rows(rows)
     styles = line_styles(shown)
     alphas = alpha_panels(rows)
@@ -110,13 +97,13 @@ def lead_text(rows: Sequence[Row]) -> str:
     Baselines that are judged but cannot be cut are left out, if there are others.
     """
     rows = [row for row in rows if row["criterion"] not in JUDGED_ONLY] or rows
-    quality, stability = sweep_tables(rows)
+    quality, stability = tables.sweep_tables(rows)
     budgets = stability.budgets
     column = len(budgets) // 2
     there = {name: mean for name, means in stability.means.items() if (mean := means[column]) is not None}
     best = max(there, key=lambda name: there[name])
     share = f"{share_text(budgets[column])} of the {budget_name(rows)}"
-    dense = rows[0]["quality_dense"] * percent(rows[0]["metric"])
+    dense = rows[0]["quality_dense"] * tables.percent(rows[0]["metric"])
     text = (
         f"With {share}, {best} keeps {there[best]:.1f}% of the predictions; {rows[0]['metric']} is "
         f"{quality.means[best][column]:.2f} (dense {dense:.2f})."
@@ -142,7 +129,7 @@ def _subtitle(rows: Sequence[Row], about: SweepAbout) -> str:
 
 def drawn_rows(rows: Sequence[Row]) -> list[Row]:
     """Return the rows of the curves: of the first calibration size, and of automatic alphas if there are any."""
-    shown = of_first_size(rows)
+    shown = tables.of_first_size(rows)
     chosen = [row for row in shown if row.get("alpha_by") != "given"]
     given = {row["alpha"] for row in shown if row.get("alpha_by") == "given"}
     return chosen if chosen and len(given) >= FEWEST_ALPHAS else shown
@@ -163,7 +150,7 @@ def timed_panels(rows: Sequence[Row], styles: Mapping[str, Style]) -> list[Panel
 
 def alpha_panels(rows: Sequence[Row]) -> list[Panel]:
     """Return quality and stability of HIES by the alphas that were given, a line per budget; nothing for a few."""
-    given = [r for r in of_first_size(rows) if r["criterion"] == "hies" and r.get("alpha_by") == "given"]
+    given = [r for r in tables.of_first_size(rows) if r["criterion"] == "hies" and r.get("alpha_by") == "given"]
     if len({row["alpha"] for row in given}) < FEWEST_ALPHAS:
         return []
 
@@ -175,7 +162,7 @@ def alpha_panels(rows: Sequence[Row]) -> list[Panel]:
     drawn = []
     for modules in dict.fromkeys(row.get("modules") for row in given):
         alike = [row for row in given if row.get("modules") == modules]
-        title = f"{{}}, {modules_label(alike[0])}" if modules else "{}"
+        title = f"{{}}, {tables.modules_label(alike[0])}" if modules else "{}"
         drawn += panels(alike, alpha_axis(given), styles, QUANTITIES, name=name, title=title)
     return drawn
 
@@ -206,7 +193,7 @@ def _removed_table(rows: Sequence[Row]) -> Table | None:
     if not any(row.get("neurons_removed") for row in rows):
         return None
     budgets = budgets_of(rows)
-    cut = {method_label(row, rows) for row in rows if row["heads_removed"] is not None}
+    cut = {tables.method_label(row, rows) for row in rows if row["heads_removed"] is not None}
 
     def cell(alike: Sequence[Row]) -> str:
         if not alike:
@@ -215,7 +202,7 @@ def _removed_table(rows: Sequence[Row]) -> Table | None:
         return f"{heads:.0f} + {neurons:,.0f}"
 
     header = (budget_name(rows), *map(share_text, budgets))
-    found = [(name, by) for name, by in grouped(rows).items() if name in cut]
+    found = [(name, by) for name, by in tables.grouped(rows).items() if name in cut]
     return Table(header, [(name, *(cell(by.get(b, ())) for b in budgets)) for name, by in found])
 
 
@@ -229,7 +216,7 @@ def _every_row(rows: Sequence[Row]) -> Table:
         "criterion": lambda row: row["criterion"],
         "alpha": number("alpha", "g"),
         "alpha by": lambda row: row.get("alpha_by") or "",
-        "removes": modules_label if any(row.get("modules") for row in rows) else lambda row: "",
+        "removes": tables.modules_label if any(row.get("modules") for row in rows) else lambda row: "",
         budget_name(rows): lambda row: share_text(budget_of(row)),
         "seed": lambda row: str(row["seed"]),
         "samples": lambda row: f"{row['calibration_samples']:,}",

@@ -22,19 +22,8 @@ from ...report.report import plan_counts
 from ...report.rows import Table, filled
 from ...report.text import removed_text
 from ...values import PruningPlan
-from ..studies.explore import (
-    FAMILY,
-    Exploration,
-    Measured,
-    Result,
-    Trial,
-    estimate,
-    fit,
-    lost_share,
-    read_exploration,
-    results_of,
-    same_units,
-)
+from ..studies import explore
+from ..studies.explore import FAMILY, Exploration, Measured, Result, Trial
 from .guard import THIS_MACHINE, Guard
 
 # What the list of measured plans begins with.
@@ -74,7 +63,7 @@ def show(folder: str | Path, *, port: int | None = None, open_browser: bool = Fa
     The port is a free one from 7860 by default. Returns the Gradio page, which a thread of its own serves until the
     process ends.
     """
-    exploration = read_exploration(folder)
+    exploration = explore.read_exploration(folder)
     require_package("gradio", who="the page needs", package="Gradio", extra="ui")
     # No telemetry, and no fonts from elsewhere.
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
@@ -173,7 +162,7 @@ def draw(exploration: Exploration, *values: Any) -> str:
         plan = settings.plan(exploration)
     except PlanError as error:
         return _render("message.html.j2", text=str(error))
-    lost = lost_share(exploration.statistics["his"], plan)
+    lost = explore.lost_share(exploration.statistics["his"], plan)
     at = f" at {exploration.shape}" if exploration.shape else ""
     counts = [("heads", plan.heads, plan.removed), ("neurons", plan.neurons, plan.removed_neurons)]
     rows = [
@@ -182,7 +171,7 @@ def draw(exploration: Exploration, *values: Any) -> str:
         ("importance (HIS) removed", f"{lost:.1%}"),
     ]
     figure, bars = _figures(exploration, plan, settings.alpha if settings.by_sliders else None)
-    results = results_of(exploration.trials, plan)
+    results = explore.results_of(exploration.trials, plan)
     by_his = settings.by_sliders or plan.criterion in FAMILY
     measured = {one.how: one for one in exploration.measured if by_his or one.how in results}
     ways = [*(how for how in results if how not in measured), *measured]
@@ -194,7 +183,9 @@ def draw(exploration: Exploration, *values: Any) -> str:
         bars=bars,
         ranks_neurons=exploration.ranks_neurons,
         chosen=not settings.by_sliders,
-        counted=any(trial.flops_ratio is not None and same_units(trial.plan, plan) for trial in exploration.trials),
+        counted=any(
+            trial.flops_ratio is not None and explore.same_units(trial.plan, plan) for trial in exploration.trials
+        ),
         predictions=predictions,
         note=_compensation_note(exploration, plan),
     )
@@ -287,7 +278,7 @@ def _prediction(
         if known is not None:
             rows.append([name, f"{known:{form}}", ""])
         elif values:
-            found = estimate(others.lost, values, lost, higher_is_better=more_is_better)
+            found = explore.estimate(others.lost, values, lost, higher_is_better=more_is_better)
             error = "" if found.error is None else f"± {found.error:{form}}"
             rows.append([name, f"{found.bound} {found.value:{form}}".strip(), error])
         if values:
@@ -323,7 +314,7 @@ def _curve(
 
     The plan is at `share`, at the height `at`; None places it on the line.
     """
-    line = fit(lost, values, higher_is_better=higher_is_better)
+    line = explore.fit(lost, values, higher_is_better=higher_is_better)
     return Curve(
         label=f"{name} by importance removed",
         line=[(removed, line(removed)) for removed in sorted(lost)],
