@@ -65,19 +65,15 @@ class Chooser:
         self._targets = Targets(shared.base, self._options, progress) if grid.flops else None
         for sparsity in grid.shares:
             check_budget(self._base.scored, heads=sparsity, constraints=self._constraints)
-        self._check_groups()
+        grouped = any(module.group_size > 1 for module in self._base.scored)
+        if KWON in grid.criteria and grouped and self._constraints.unit == "query":
+            raise RecipeError(
+                [f"{KWON} removes whole key/value groups, got unit: query; set unit: group or leave it out"]
+            )
         for modules in grid.modules:
             lowest = self._lowest.get(modules, 0.0)
             if out := [f"{flops:g}" for flops in grid.flops if flops < lowest]:
                 progress.stage(f"{modules}: {', '.join(out)} of the FLOPs left out, the lowest is {lowest:.3f}")
-
-    def _check_groups(self) -> None:
-        """Refuse Kwon's rearrangement, which exchanges whole groups, if query heads are removed inside of groups."""
-        grouped = any(module.group_size > 1 for module in self._base.scored)
-        if KWON in self._grid.criteria and grouped and self._constraints.unit == "query":
-            raise RecipeError(
-                [f"{KWON} removes whole key/value groups, got unit: query; set unit: group or leave it out"]
-            )
 
     @cached_property
     def _lowest(self) -> dict[str, float]:
