@@ -88,13 +88,8 @@ class Scale:
 class Curve:
     """A curve with its measured points.
 
-    Attributes:
-        axis: Text at both ends of the axis.
-        kind: CSS class of the curve; stability has a colour of its own.
-        ticks: Numbers on the axis.
-        chosen: Where on the axis the choice is marked.
-        band: Ends of a shaded band.
-        most: Where the axis ends.
+    `axis` is the text at both ends of the axis, which ends at `most` and has numbers at `ticks`. `kind` is the CSS
+    class: stability has a colour of its own. `chosen` is where the choice is marked, `band` the ends of a shaded band.
     """
 
     label: str

@@ -30,12 +30,9 @@ _WORST = 5
 class Measured(NamedTuple):
     """A model on some runtime: its time and agreement, as shares of the dense model's, with their intervals.
 
-    Attributes:
-        name: Lines of text beside its point; without them the point has no intervals either.
-        kind: CSS class: this package's or another tool's.
-        shape: Number of its mark.
-        note: Tooltip of the point.
-        series: A thin line joins the points of a series; its first name is that of the line.
+    `name` has the lines of text beside its point; without them the point has no intervals either. `kind` is the CSS
+    class, `shape` the number of its mark, `note` its tooltip. A thin line joins the points of a `series`, whose first
+    name is that of the line.
     """
 
     name: tuple[str, ...]
@@ -51,7 +48,7 @@ class Measured(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What a mark in the legend means: its CSS class and the number of its shape, and the text."""
+    """What a mark in the legend means."""
 
     kind: str
     shape: int
@@ -60,13 +57,9 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class FrontierFigure:
-    """Agreement upwards, time to the right.
+    """Agreement upwards, time to the right; the names of these axes are `upwards` and `across`.
 
-    Attributes:
-        shapes: What the marks mean, for the legend.
-        interval: What the bars mean.
-        promise: The promised agreement.
-        across, upwards: Names of the axes.
+    `shapes` and `interval` say in the legend what marks and bars mean; `promise` is the promised agreement.
     """
 
     found: Sequence[Measured]

@@ -73,11 +73,7 @@ def results_of(trials: Sequence[Trial], plan: PruningPlan) -> dict[str, Result]:
 class Measured:
     """Plans that were evaluated in the same way.
 
-    Attributes:
-        how: As in `Result`.
-        lost: Share of the model's HIS that each plan removes, in [0, 1].
-        quality: Metric of each plan; empty if any is unknown.
-        stability: Share of each plan's predictions that equal the dense model's, in [0, 1].
+    `lost` is the share of the model's HIS that each removes; `quality` is empty if any metric is unknown.
     """
 
     how: str
@@ -92,15 +88,15 @@ class Exploration:
 
     Attributes:
         model: Path or Hub id of the dense model; empty if the folder does not name it.
-        statistics: Statistics of every head that may be removed, and of every neuron if neurons may be.
+        statistics: Of every head that may be removed, and of every neuron if neurons may be.
         normalize: Normalisation of the criterion, as in recipes.
         plan: The folder's own plan; all other plans have its modules, seed and model.
-        flops_per_head: Share of the dense model's FLOPs that a query head costs, averaged over the removed heads.
-        flops_per_neuron: The same for a feed-forward neuron; 0 if no neurons may be removed.
+        flops_per_head, flops_per_neuron: Share of the dense model's FLOPs that a unit costs, averaged over those
+            removed; 0 for neurons if none may be removed.
         shape: Shape at which FLOPs were counted, as "batch x sequence"; empty if the folder does not name it.
         metric: Name of the metric of quality.
-        measured: The evaluated plans that quality is predicted from.
-        trials: All evaluated plans, of any criterion, whose units the folder has.
+        measured: The trials that quality is predicted from.
+        trials: All evaluated plans whose units the folder has.
     """
 
     model: str
@@ -161,17 +157,12 @@ class Exploration:
     def plan_at(self, alpha: float, sparsity: float, allocation: str, *, neurons: float | None = None) -> PruningPlan:
         """Return a plan for an alpha and a share of heads to remove; heads go as `hies-export run` would remove them.
 
-        Args:
-            alpha: Weight of importance in the scores of heads, in [0, 1).
-            sparsity: Share of heads to remove, in (0, 1). A folder without heads ignores it.
-            allocation: "global" or "uniform", of heads and of neurons.
-            neurons: Share of neurons to remove, in [0, 1), those of smallest HIS first; by default, and where the
-                folder does not have their HIS, the neurons that the folder's own plan removes.
+        `neurons` is the share of neurons to remove, in [0, 1), those of smallest HIS first; by default, and where the
+        folder does not have their HIS, the neurons of the folder's own plan go. The plan of a compensated folder is
+        compensated too; only the folder's own plan has refitted layers there.
 
         Raises:
             PlanError: The allocation does not allow that share.
-
-        The plan of a compensated folder is compensated too; only the folder's own plan has refitted layers there.
         """
         constraints = Constraints(allocation=allocation, unit=self.unit)
         scores = self.scores(alpha)
@@ -216,10 +207,9 @@ class Exploration:
 class Estimate:
     """An estimated metric or stability.
 
-    Attributes:
-        value: The estimate; outside the measured range, that of the nearest measured plan.
-        bound: "" inside the measured range; outside, "at least" or "at most", because `value` is only a bound.
-        error: Mean absolute error over the measured plans, each estimated from the others; None for fewer than four.
+    Outside the measured range, `value` is that of the nearest measured plan and only a bound, "at least" or "at most".
+    `error` is the mean absolute error over the measured plans, each estimated from the others; None for fewer than
+    four.
     """
 
     value: float
@@ -228,10 +218,7 @@ class Estimate:
 
 
 def fit(lost: Sequence[float], values: Sequence[float], *, higher_is_better: bool = True) -> Callable[[float], float]:
-    """Fit a metric or stability as a function of the share of HIS that a plan removes.
-
-    The fit is an isotonic regression, linear between points and constant outside the measured range. Its only
-    assumption is that quality does not rise as more importance is removed.
+    """Fit a metric or stability, which does not rise as a plan removes more HIS, by isotonic regression.
 
     Source: https://scikit-learn.org/stable/modules/isotonic.html
     """

@@ -59,11 +59,8 @@ class Line(NamedTuple):
 class Chart:
     """Lines over an axis, grey ones first, so that the others lie above them.
 
-    Attributes:
-        x: Places on the axis, and the numbers there.
-        dense: The number of the dense model; None if it has no line.
-        most: What no number can exceed.
-        logarithmic: Whether numbers are far apart, and drawn by their logarithm.
+    `x` has places on the axis and the numbers there, `dense` the number of the dense model, if it has a line. No number
+    exceeds `most`. Numbers that are far apart are drawn by their logarithm.
     """
 
     title: str

@@ -36,12 +36,8 @@ from .shared import Shared
 class Evaluator:
     """A loaded model, and what its cells share. Equal selections are evaluated once.
 
-    Attributes:
-        clock: Seconds by kind of work.
-        shared, chooser: The common parts of the cells, and the choice of their units.
-        curves: The known curves of alpha, by key. `keep_curve` adds one.
-        judged: Results by selection; those that are there are not evaluated again.
-        evaluations: Number of pruned models evaluated on the evaluation rows.
+    `clock` has the seconds by kind of work, `curves` the known curves of alpha by key, and `judged` the known results
+    by selection. `evaluations` is the number of pruned models evaluated on the evaluation rows.
     """
 
     def __init__(

@@ -55,12 +55,9 @@ def _per_seed(make: Make) -> Make:
 class Shared:
     """Model, data and calibration results that the cells of a sweep share.
 
-    Results of a seed are kept until another seed is asked for.
-
     Attributes:
         options: The recipe's, with the grid's kinds of modules and its smallest budget of FLOPs.
-        resolved: Model and rows of the first seed and calibration size.
-        base: The dense model of `resolved`, its modules and rows.
+        resolved: Model and rows of the first seed and calibration size; `base` is the dense model with them.
         seed, of_seed: The last seed, and what is kept of it.
     """
 

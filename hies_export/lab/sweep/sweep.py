@@ -64,24 +64,16 @@ def sweep(
     of the dense model. If the folder has a journal of the same recipe, its finished rows are reused, also for another
     grid.
 
-    With an executor, its workers load the model and evaluate the cells. This process writes them down as they arrive,
-    times models and writes the results: the same as without.
-
     Args:
         recipe: Model, data, evaluation and constraints. The grid replaces its criterion, alpha, budget, compensation
             method, calibration seed and calibration size.
         grid: The cells to evaluate. Those whose modules cannot meet a budget of FLOPs are left out, unless none can.
+        folder: Where to write: a new folder, or one with the journal of a sweep of the same recipe.
         executor: Where to evaluate the cells: any of concurrent.futures, or Dask's `Client.get_executor()`; None for
             this process. Workers need this package, the recipe's files under the same paths, and of processes, each
             must be started afresh ("spawn").
-        latency: How to time the slim models against the dense one; None to time nothing. Models that keep equal numbers
-            of units in every module are timed once.
-        folder: Where to write: a new folder, or one with the journal of a sweep of the same recipe.
+        latency: How to time the slim models against the dense one; None to time nothing.
         overwrite: Discard an existing journal.
-        progress: Shows stages and loops.
-
-    Returns:
-        The rows of all cells.
 
     Raises:
         RequestError: The recipe, the grid, the data or the model does not allow the sweep, or the folder holds
