@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from sklearn.isotonic import IsotonicRegression
+from sklearn.model_selection import LeaveOneOut, cross_val_predict
 
 from ...calibrate.collect import DEFAULT_NEEDS
 from ...errors import RequestError, root_cause
@@ -141,18 +142,10 @@ class Exploration:
         found = [
             score_units(statistics, criterion=criterion, alpha=alpha, normalize=self.normalize)
             for kind, criterion in ((ATTENTION, "hies"), (MLP, "his"))
-            if (statistics := self._statistics_of(kind))["his"]
+            if (statistics := self.statistics.of(self.plan.of_kind(kind)))["his"]
         ]
         scores = {name: values for part in found for name, values in part.scores.items()}
         return replace(found[0], scores=scores)
-
-    def _statistics_of(self, kind: str) -> Statistics:
-        modules = self.plan.of_kind(kind)
-        values = {
-            what: {name: numbers for name, numbers in found.items() if name in modules}
-            for what, found in self.statistics.values.items()
-        }
-        return Statistics(values, self.statistics.calibration)
 
     def plan_at(self, alpha: float, sparsity: float, allocation: str, *, neurons: float | None = None) -> PruningPlan:
         """Return a plan for an alpha and a share of heads to remove; heads go as `hies-export run` would remove them.
@@ -167,16 +160,14 @@ class Exploration:
         constraints = Constraints(allocation=allocation, unit=self.unit)
         scores = self.scores(alpha)
         kept = dict(self.plan.kept)
-        shares = {ATTENTION: sparsity, MLP: neurons if self.ranks_neurons else None}
-        for kind, share in shares.items():
+        for kind, share in ((ATTENTION, sparsity), (MLP, neurons if self.ranks_neurons else None)):
             modules = [module for module in self.modules if module.kind == kind]
-            if share is not None and modules:
-                kept |= (
-                    select_units(scores, modules, heads=share, constraints=constraints)
-                    if share
-                    else {module.name: module.kept(range(module.units)) for module in modules}
-                )
+            if share and modules:
+                kept |= select_units(scores, modules, heads=share, constraints=constraints)
+            elif share == 0:
+                kept |= {module.name: module.kept(range(module.units)) for module in modules}
         known = {key: getattr(self.statistics.calibration, key) for key in ("samples", "labels", "fingerprint")}
+        own = kept == self.plan.kept
         return PruningPlan(
             kept=kept,
             criterion="hies",
@@ -185,11 +176,7 @@ class Exploration:
             calibration={key: value for key, value in known.items() if value},
             versions=library_versions(),
             model=self.plan.model,
-            compensation={
-                what: value
-                for what, value in self.plan.compensation.items()
-                if what != "refit" or kept == self.plan.kept
-            },
+            compensation={key: value for key, value in self.plan.compensation.items() if key != "refit" or own},
         )
 
     def flops_ratio(self, plan: PruningPlan) -> float:
@@ -222,7 +209,7 @@ def fit(lost: Sequence[float], values: Sequence[float], *, higher_is_better: boo
 
     Source: https://scikit-learn.org/stable/modules/isotonic.html
     """
-    model = IsotonicRegression(increasing=not higher_is_better, out_of_bounds="clip").fit(lost, values)
+    model = _isotonic(higher_is_better).fit(lost, values)
     return lambda at: float(model.predict([at])[0])
 
 
@@ -232,12 +219,14 @@ def estimate(lost: Sequence[float], values: Sequence[float], at: float, *, highe
     bound = ""
     if not min(lost) <= at <= max(lost):
         bound = "at least" if (at < min(lost)) == higher_is_better else "at most"
-    errors = []
-    for i in range(len(lost)) if len(lost) > 3 else ():
-        others = [k for k in range(len(lost)) if k != i]
-        curve = fit([lost[k] for k in others], [values[k] for k in others], higher_is_better=higher_is_better)
-        errors.append(abs(curve(lost[i]) - values[i]))
-    return Estimate(value, bound, float(np.mean(errors)) if errors else None)
+    if len(lost) < 4:
+        return Estimate(value, bound, None)
+    found = cross_val_predict(_isotonic(higher_is_better), np.array(lost), np.array(values), cv=LeaveOneOut())
+    return Estimate(value, bound, float(np.abs(found - values).mean()))
+
+
+def _isotonic(higher_is_better: bool) -> IsotonicRegression:
+    return IsotonicRegression(increasing=not higher_is_better, out_of_bounds="clip")
 
 
 def lost_share(his: Mapping[str, torch.Tensor], plan: PruningPlan) -> float:

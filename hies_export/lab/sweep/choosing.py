@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
 from typing import Any
+
+import numpy as np
+from scipy.integrate import trapezoid
 
 from ...errors import RecipeError
 from ...evaluate.metrics import higher_is_better
@@ -34,12 +36,8 @@ def weighted_area(removed: Sequence[float], values: Sequence[float]) -> float:
     The mean is the integral of s * value(s) divided by the integral of s, both by the trapezoidal rule. For a single
     point, it is that point's value.
     """
-    points = sorted(zip(removed, values, strict=True))
-    if len(points) == 1:
-        return points[0][1]
-    pairs = list(itertools.pairwise(points))
-    area = sum((t - s) * (s * v + t * w) / 2 for (s, v), (t, w) in pairs)
-    return area / sum((t - s) * (s + t) / 2 for (s, _), (t, _) in pairs)
+    s, v = np.array(sorted(zip(removed, values, strict=True))).T
+    return float(trapezoid(s * v, s) / trapezoid(s, s)) if len(s) > 1 else float(v[0])
 
 
 class Chooser:
