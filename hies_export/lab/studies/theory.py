@@ -14,12 +14,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...calibrate.collect import collect_statistics
+from ...calibrate.readings import reading
 from ...data.targets import is_regression, size_of
 from ...evaluate.predict import Predictions, TokenPredictions, predict, predicted, references
 from ...model.linear import weight_of
-from ...model.modes import evaluating, without_cache
-from ...model.tokens import real_tokens
-from ...model.watch import watch
 from ...score.criteria import score_units
 from ...select.select import select_units
 from ...slim.mask import masked_units
@@ -160,21 +158,16 @@ def _activations(
     model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], modules: Sequence[PrunableModule]
 ) -> list[Tensor]:
     """Return E |A_h|^2 of every module, (units,) each."""
-    totals = [torch.zeros(module.units, dtype=torch.float64) for module in modules]
-    samples = 0
-    consumers = {module.name: module.consumer for module in modules}
-    with evaluating(model), without_cache(model), watch(model, consumers) as seen, torch.no_grad():
-        for batch in batches:
-            on_device = {key: value.to(model.device) for key, value in batch.items() if key != "labels"}
-            seen.clear()
-            model(**on_device)
-            samples += size_of(batch)
-            for total, module in zip(totals, modules, strict=True):
-                x = seen.inputs[module.name][-1]
-                real = real_tokens(model, module.name, on_device, x).double()  # (batch, tokens)
-                squares = x.double().unflatten(-1, (module.units, -1)).pow(2).sum(-1)  # (batch, tokens, units)
-                total += (torch.einsum("bt,bth->bh", real, squares) / real.sum(-1, keepdim=True)).sum(0).cpu()
-    return [total / samples for total in totals]
+    totals = {module.name: torch.zeros(module.units, dtype=torch.float64) for module in modules}
+    with reading(model, modules) as read:
+        for index, batch in enumerate(batches):
+            for call in read(batch, index):
+                real, units = call.real.double(), len(totals[call.name])  # (batch, tokens)
+                squares = call.inputs.double().unflatten(-1, (units, -1)).pow(2).sum(-1)  # (batch, tokens, units)
+                means = torch.einsum("bt,bth->bh", real, squares) / real.sum(-1, keepdim=True)
+                totals[call.name] += means.sum(0).cpu()
+    samples = sum(map(size_of, batches))
+    return [total / samples for total in totals.values()]
 
 
 def _loss_of(model: PreTrainedModel) -> str:
