@@ -8,11 +8,22 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+
 from ..errors import RecipeError, check_path, quoted
+from ..progress import Progress
 
 if TYPE_CHECKING:
     from ..recipe import PruningRecipe
     from ..values import PruningPlan
+
+
+class Options(Namespace):
+    """The options of a command, and where it shows results and progress."""
+
+    console: Console
+    progress: Progress
+
 
 # Names that help texts list, because the command line starts without the libraries behind them; tests/cli/test_help.py
 # compares them with the package.
@@ -117,7 +128,7 @@ def add_plan_options(parser: ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="allow a plan that was made for other weights")
 
 
-def find_refit(options: Namespace, plan: PruningPlan, file: Path) -> Path | None:
+def find_refit(options: Options, plan: PruningPlan, file: Path) -> Path | None:
     """Return the refitted layers to use with a plan, by `add_plan_options`; None for none.
 
     Those beside the plan belong to the weights that it was made for, so `--force` ignores them.
@@ -128,7 +139,7 @@ def find_refit(options: Namespace, plan: PruningPlan, file: Path) -> Path | None
     return given if given is not None or options.no_refit or options.force else refit_beside(plan, file)
 
 
-def read_recipe(options: Namespace, *, proposed: PruningRecipe | None = None) -> PruningRecipe:
+def read_recipe(options: Options, *, proposed: PruningRecipe | None = None) -> PruningRecipe:
     """Return the recipe that `add_recipe`'s options name, or a proposed one, with `--set` and `--output` applied."""
     from ..recipe import PruningRecipe
     from ..recipe.reading import parse_yaml
@@ -146,7 +157,7 @@ def read_recipe(options: Namespace, *, proposed: PruningRecipe | None = None) ->
     return PruningRecipe.from_yaml(options.recipe, overrides)
 
 
-def refuse_output(options: Namespace, recipe: PruningRecipe, **inputs: Path | None) -> None:
+def refuse_output(options: Options, recipe: PruningRecipe, **inputs: Path | None) -> None:
     """Refuse an output folder of a recipe that exists, or whose replacement would delete what is read."""
     from ..checkpoint.folders import refuse_existing
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, ArgumentTypeError
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from ..errors import quoted
-from ..progress import Progress
-from .arguments import REPEATED, RUNTIMES, a_number, a_path
+from .arguments import REPEATED, RUNTIMES, Options, a_number, a_path
 from .paths import checkpoint_in
 
 
@@ -53,14 +50,14 @@ def a_shape(text: str) -> tuple[int, ...]:
     raise ArgumentTypeError(f"must be BATCHxSEQUENCE, or BATCH for images, got {quoted(text)}")
 
 
-def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
+def run(options: Options) -> dict[str, Any]:
     """Time both, print the comparison, and return it as `hies-export report` reads it."""
     from ..measure.machine import machine_facts
     from ..pipeline.bench import bench
     from ..recipe import PruningRecipe
     from ..report.bench import Bench, print_bench
 
-    first, second = _models(options, progress)
+    first, second = _models(options)
     rows = bench(
         first,
         second,
@@ -70,14 +67,14 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
         repeats=options.repeats,
         min_seconds=options.min_seconds,
         rows=None if options.rows is None else PruningRecipe.from_yaml(options.rows),
-        progress=progress,
+        progress=options.progress,
     )
     result = {"a": first, "b": second, "latency": [asdict(row) for row in rows], "environment": machine_facts()}
-    print_bench(Bench.from_values(result), console)
+    print_bench(Bench.from_values(result), options.console)
     return result
 
 
-def _models(options: Namespace, progress: Progress) -> tuple[str, str]:
+def _models(options: Options) -> tuple[str, str]:
     """Return the two models to compare: those of a single run, dense and slim, or else the given ones.
 
     A run stands for its `slim/`, or for its `onnx/` or `gguf/` if all runtimes read that.
@@ -87,25 +84,26 @@ def _models(options: Namespace, progress: Progress) -> tuple[str, str]:
 
     first, second = options.first, options.second or options.first
     if options.second is None and contents(first) is Contents.RUN:
-        slim = checkpoint_in(str(first), progress=progress)
+        slim = checkpoint_in(str(first), progress=options.progress)
         dense = dense_model(first)
         if dense is None:
-            progress.stage("its dense model is gone: its slim model is timed against itself, which measures the noise")
+            gone = "its dense model is gone: its slim model is timed against itself, which measures the noise"
+            options.progress.stage(gone)
         else:
-            progress.stage(f"A is its dense model, {dense}; B is {slim}")
+            options.progress.stage(f"A is its dense model, {dense}; B is {slim}")
         return dense or slim, slim
     exports = _exports(options, first, second)
     if exports is None:
         welcome = (Contents.ONNX, Contents.GGUF)
-        first, second = (checkpoint_in(str(path), *welcome, progress=progress) for path in (first, second))
+        first, second = (checkpoint_in(str(path), *welcome, progress=options.progress) for path in (first, second))
         return first, second
     for path, export in exports:
         if export != path:
-            progress.stage(f"{path} is the folder of a run: using its {export.name}/")
+            options.progress.stage(f"{path} is the folder of a run: using its {export.name}/")
     return str(exports[0][1]), str(exports[1][1])
 
 
-def _exports(options: Namespace, *paths: Path) -> list[tuple[Path, Path]] | None:
+def _exports(options: Options, *paths: Path) -> list[tuple[Path, Path]] | None:
     """Return paths with their exports, in ONNX or else in GGUF, if all have one and all runtimes read it."""
     from ..checkpoint.contents import Contents, contents
     from ..runtimes.registry import RUNTIMES

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, ArgumentTypeError
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from ..errors import RequestError, quoted
-from ..progress import Progress
-from .arguments import REPEATED, a_number, a_path_or_id, a_text, add_changes, read_recipe, refuse_output
+from .arguments import REPEATED, Options, a_number, a_path_or_id, a_text, add_changes, read_recipe, refuse_output
 
 if TYPE_CHECKING:
     from ..recipe import PruningRecipe
@@ -47,7 +44,7 @@ def minutes(text: str) -> float:
         raise ArgumentTypeError(f"must be a time such as 90s, 30m or 2h, got {quoted(text)}") from None
 
 
-def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
+def run(options: Options) -> dict[str, Any]:
     """Search, print the report, say which file to deploy, and return the report's summary."""
     from ..pipeline.deploy import deploy
     from ..report.terminal import print_report
@@ -67,22 +64,24 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
         minutes=options.within,
         overwrite=options.overwrite,
         command=options.command_line,
-        progress=progress,
+        progress=options.progress,
     )
-    print_report(report, console)
-    print_answer(report, recipe, console)
+    print_report(report, options.console)
+    print_answer(report, recipe, options)
     return report.summary()
 
 
-def print_answer(report: Report, recipe: PruningRecipe, console: Console) -> None:
+def print_answer(report: Report, recipe: PruningRecipe, options: Options) -> None:
     """Print which file to deploy, and what else was written."""
     found = report.details.deployment
     if found is not None and found.file is not None:
-        console.print(f"\ndeploy {Path(recipe.output) / found.file}")
-    console.print(f"written to {recipe.output}: slim/ (checkpoint), its exports, report.html, report.md, report.json")
+        options.console.print(f"\ndeploy {Path(recipe.output) / found.file}")
+    options.console.print(
+        f"written to {recipe.output}: slim/ (checkpoint), its exports, report.html, report.md, report.json"
+    )
 
 
-def propose(options: Namespace) -> PruningRecipe:
+def propose(options: Options) -> PruningRecipe:
     """Return a recipe for a model and the data that the options name."""
     from ..pipeline.propose import propose_recipe
 

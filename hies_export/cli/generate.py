@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 from typing import Any
 
-from rich.console import Console
-
-from ..progress import Progress
-from .arguments import REPEATED, a_number, a_path, a_path_or_id, a_text
+from .arguments import REPEATED, Options, a_number, a_path, a_path_or_id, a_text
 from .paths import checkpoint_in
 
 
@@ -23,15 +20,15 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--max-new-tokens", metavar="N", type=a_number(int, 1), default=20, help="most tokens to write (default: 20)")
 
 
-def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
+def run(options: Options) -> dict[str, Any]:
     """Continue prompts, and return the texts."""
     from ..checkpoint.contents import Contents
     from ..generate import generate_text
 
-    options.folder = checkpoint_in(options.folder, Contents.ONNX, progress=progress)
-    progress.stage("generate")
+    options.folder = checkpoint_in(options.folder, Contents.ONNX, progress=options.progress)
+    options.progress.stage("generate")
     texts = generate_text(options.folder, options.prompts, images=options.images, max_new_tokens=options.max_new_tokens)
     results = [{"prompt": prompt, "text": text} for prompt, text in zip(options.prompts, texts, strict=True)]
     for result in results:
-        console.print(f"> {result['prompt']}\n{result['text']}\n", soft_wrap=True)
+        options.console.print(f"> {result['prompt']}\n{result['text']}\n", soft_wrap=True)
     return {"folder": str(options.folder), "results": results}

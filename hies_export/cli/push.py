@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
-
-from ..progress import Progress
-from .arguments import a_path, a_text
+from .arguments import Options, a_path, a_text
 from .paths import refuse_other_than
 
 
@@ -26,7 +23,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--overwrite", action="store_true", help="replace whatever the repository holds")
 
 
-def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
+def run(options: Options) -> dict[str, Any]:
     """Upload the run, and return the repository, its URL, the files and their size."""
     from ..checkpoint.contents import Contents
     from ..hub import push_to_hub
@@ -41,9 +38,9 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
         revision=options.revision,
         message=options.message,
         overwrite=options.overwrite,
-        progress=progress,
+        progress=options.progress,
     )
-    console.print(
+    options.console.print(
         f"{len(pushed.files)} files, {pushed.bytes / 1e6:.1f} MB, are now in {pushed.repository}: {pushed.url}\n"
         f'load it with: hies_export.load("{pushed.repository}")',
         soft_wrap=True,

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
-from ..progress import Progress
-from .arguments import CRITERIA, a_list, add_recipe, read_recipe
+from .arguments import CRITERIA, Options, a_list, add_recipe, read_recipe
 
 if TYPE_CHECKING:
     from ..lab.sweep.grid import SweepGrid
@@ -54,7 +51,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--no-figures", action="store_true", help="draw nothing")
 
 
-def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
+def run(options: Options) -> dict[str, Any]:
     """Judge every cell of the grid, print the tables, and return rows, seconds and the number of models judged."""
     from ..lab.sweep.executors import open_executor
     from ..lab.sweep.latency import LatencyRequest
@@ -63,34 +60,34 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
     recipe = read_recipe(options)
     grid = _read_grid(options, calibration_size=recipe.calibration.samples)
     latency = LatencyRequest(options.latency) if options.latency else None
-    how: dict[str, Any] = {"latency": latency, "overwrite": options.overwrite, "progress": progress}
-    with open_executor(options.executor, progress=progress) if options.executor else nullcontext() as executor:
+    how: dict[str, Any] = {"latency": latency, "overwrite": options.overwrite, "progress": options.progress}
+    with open_executor(options.executor, progress=options.progress) if options.executor else nullcontext() as executor:
         result = sweep(recipe, grid, recipe.output, executor=executor, **how)
     if not options.no_figures:
         from ..lab.sweep.figures import draw_sweep
         from ..report.figures import write_figures
 
-        progress.stage("draw")
+        options.progress.stage("draw")
         write_figures(draw_sweep(recipe.output), recipe.output / "figures")
-    print_tables(result.rows, console)
+    print_tables(result.rows, options)
     spent = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in result.seconds.items())
-    console.print(f"\n{result.evaluations} models judged; {spent}", soft_wrap=True)
-    console.print(f"written to {recipe.output}: sweep.html, sweep.json, sweep.csv, tables.md, tables.tex")
+    options.console.print(f"\n{result.evaluations} models judged; {spent}", soft_wrap=True)
+    options.console.print(f"written to {recipe.output}: sweep.html, sweep.json, sweep.csv, tables.md, tables.tex")
     return {"rows": result.rows, "seconds": result.seconds, "evaluations": result.evaluations}
 
 
-def print_tables(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
+def print_tables(rows: Sequence[Mapping[str, Any]], options: Options) -> None:
     """Print the tables of a sweep's rows, and how baselines differ from the originals."""
     from ..lab.sweep.tables import sweep_tables, terminal_table
 
     for table in sweep_tables(rows):
-        console.print(f"\n{table.title}")
-        console.print(terminal_table(table))
+        options.console.print(f"\n{table.title}")
+        options.console.print(terminal_table(table))
     for name, how in table.differences.items():
-        console.print(f"{name} differs from the original: {how}", soft_wrap=True)
+        options.console.print(f"{name} differs from the original: {how}", soft_wrap=True)
 
 
-def _read_grid(options: Namespace, *, calibration_size: int) -> SweepGrid:
+def _read_grid(options: Options, *, calibration_size: int) -> SweepGrid:
     from ..lab.sweep.grid import SweepGrid
 
     given = {name: getattr(options, name) for name in (flag.replace("-", "_") for flag, *_ in GRID)}

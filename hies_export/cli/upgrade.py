@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 from typing import Any
 
-from rich.console import Console
-
-from ..progress import Progress
-from .arguments import a_path_or_id, add_output
+from .arguments import Options, a_path_or_id, add_output
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -18,7 +15,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_output(parser, required=True)
 
 
-def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
+def run(options: Options) -> dict[str, Any]:
     """Write the slim checkpoint, and return its heads and how far it differs when it is loaded again."""
     from ..checkpoint.folders import refuse_existing
     from ..checkpoint.save import save_slim
@@ -28,9 +25,9 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
     from .terminal import plan_totals, print_plan
 
     refuse_existing(options.output, overwrite=options.overwrite, inputs={"model": options.model})
-    progress.stage("load the model")
+    options.progress.stage("load the model")
     model, plan = load_version4(options.model)
-    progress.stage("save")
+    options.progress.stage("save")
     reload_max_abs = save_slim(
         model,
         options.output,
@@ -39,6 +36,6 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
         processor=load_processor_if_any(options.model, model),
         overwrite=options.overwrite,
     )
-    print_plan(plan, console)
-    console.print(f"\nwritten to {options.output}; reloaded against saved {reload_max_abs:.2g}")
+    print_plan(plan, options.console)
+    options.console.print(f"\nwritten to {options.output}; reloaded against saved {reload_max_abs:.2g}")
     return {"folder": str(options.output), **plan_totals(plan), "reload_max_abs": reload_max_abs}
