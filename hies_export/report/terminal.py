@@ -24,7 +24,7 @@ def print_report(report: Report, console: Console) -> None:
         console.print()
         console.print(map_text(units, console.width))
     parts = report_parts(report)
-    for name in ("changed", "chosen", "latency", "served"):
+    for name in ("changed", "family", "chosen", "latency", "served"):
         if part := parts.get(name):
             print_table(console, part.heading if name == "chosen" else "", part.table, *part.notes)
 
