@@ -42,9 +42,9 @@ if TYPE_CHECKING:
         StepError,
         UnsupportedModelError,
     )
-    from .generate.text import generate_text
+    from .generate import generate_text
     from .gguf.export import export_gguf
-    from .hub.push import push_to_hub
+    from .hub import push_to_hub
     from .measure.counts import count_flops, count_parameters
     from .measure.latency import compare_latency
     from .onnx.export import export_onnx
@@ -121,14 +121,14 @@ _HOMES = {
     "find_attention": "prunable.attention",
     "find_modules": "prunable.find",
     "flops_table": "cost.flops",
-    "generate_text": "generate.text",
+    "generate_text": "generate",
     "load": "checkpoint.loading",
     "load_runtime": "runtimes.registry",
     "masked_units": "slim.mask",
     "parameters_table": "cost.parameters",
     "prune": "pipeline.prune",
     "prune_units": "slim.cut",
-    "push_to_hub": "hub.push",
+    "push_to_hub": "hub",
     "quantize_onnx": "onnx.quantize",
     "run": "pipeline.run",
     "save_slim": "checkpoint.save",

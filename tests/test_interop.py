@@ -28,7 +28,7 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 
 import hies_export
 from hies_export.checkpoint.save import save_slim
-from hies_export.hub.push import push_to_hub
+from hies_export.hub import push_to_hub
 from hies_export.kinds import KINDS, MLP
 from hies_export.onnx import export
 from hies_export.onnx.quantize import quantize_onnx

@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 from typing import Any
 
-from rich.console import Console
-
-from ..progress import Progress
-from .arguments import a_path, a_path_or_id, add_json, add_output, add_plan_options, find_refit
+from .arguments import Options, a_path, add_model, add_output, add_plan_options, find_refit
 from .paths import checkpoint_in, plan_in
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the plan, the checkpoint and the folder."""
     parser.add_argument("plan", metavar="PLAN", type=a_path, help="a plan.json, or the folder of a run")
-    parser.add_argument("model", metavar="MODEL", type=a_path_or_id, help="checkpoint folder, run or Hub id")
+    add_model(parser)
     add_plan_options(parser)
     add_output(parser, required=True)
-    add_json(parser)
 
 
-def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
+def run(options: Options) -> dict[str, Any]:
     """Write the slim checkpoint, and return its sizes in bytes and the time it took."""
     from ..checkpoint.apply import apply_plan
     from ..checkpoint.folders import refuse_existing
     from ..values import PruningPlan
     from .terminal import plan_text, plan_totals
 
-    options.plan = plan_in(options.plan, progress=progress)
-    options.model = checkpoint_in(options.model, progress=progress)
+    options.plan = plan_in(options.plan, progress=options.progress)
+    options.model = checkpoint_in(options.model, progress=options.progress)
     inputs = {"plan": options.plan, "model": options.model}
     refuse_existing(options.output, overwrite=options.overwrite, inputs=inputs)
     plan = PruningPlan.from_file(options.plan)
@@ -41,16 +37,16 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
         overwrite=options.overwrite,
         force=options.force,
         refit=refit,
-        progress=progress,
+        progress=options.progress,
     )
     layers = "" if refit is None else f"with the refitted layers of {refit}, "
-    console.print(
+    options.console.print(
         f"written to {options.output}: {plan_text(plan)}, {applied.dense_bytes / 1e6:.1f} MB before, "
         f"{applied.slim_bytes / 1e6:.1f} MB after, {layers}in {applied.seconds:.1f} s",
         soft_wrap=True,
     )
     if applied.note:
-        console.print(applied.note, soft_wrap=True)
+        options.console.print(applied.note, soft_wrap=True)
     return {
         "folder": str(options.output),
         **plan_totals(plan),

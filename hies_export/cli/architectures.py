@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 from typing import Any
 
-from rich.console import Console
-
-from ..progress import Progress
-from .arguments import add_json
+from .arguments import Options
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the model types."""
-    parser.add_argument(
-        "model_types", metavar="MODEL_TYPE", nargs="*", help="`model_type` of a config.json (default: all)"
-    )
-    add_json(parser)
+    types = "`model_type` of a config.json (default: all)"
+    parser.add_argument("model_types", metavar="MODEL_TYPE", nargs="*", help=types)
 
 
-def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
+def run(options: Options) -> dict[str, Any]:
     """Show and return which steps each model type passed."""
     from rich.table import Column, Table
 
@@ -33,16 +28,18 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
         without = "not run" if entry["kind"] == "tried" else entry["kind"]
         results = [entry.get("steps", {}).get(step, without) for step in STEPS]
         lines.add_row(name, entry.get("class", ""), *map(_mark, results), neurons_in_short(entry))
-    console.print(lines)
+    options.console.print(lines)
     for name in options.model_types:
         reason = why_not(table["types"][name]) or "everything holds"
-        console.print(f"{name}: {reason}", soft_wrap=True)
+        options.console.print(f"{name}: {reason}", soft_wrap=True)
         neurons = why_not(neurons_of(table["types"][name]), NEURON_STEPS) or "everything holds"
-        console.print(f"{name}, neurons: {neurons}", soft_wrap=True)
+        options.console.print(f"{name}, neurons: {neurons}", soft_wrap=True)
     if not options.model_types:
         number = counts(table)
         held = ", ".join(f"{step} {number[step]}" for step in STEPS)
-        console.print(f"{number['types']} model types, {number['tried']} tried: {held}. Why not: name the model type.")
+        options.console.print(
+            f"{number['types']} model types, {number['tried']} tried: {held}. Why not: name the model type."
+        )
     return table
 
 

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+
 from ..errors import RecipeError, check_path, quoted
+from ..progress import Progress
 
 if TYPE_CHECKING:
     from ..recipe import PruningRecipe
     from ..values import PruningPlan
+
+
+class Options(Namespace):
+    """The options of a command, and where it shows results and progress."""
+
+    console: Console
+    progress: Progress
+
 
 # Names that help texts list, because the command line starts without the libraries behind them; tests/cli/test_help.py
 # compares them with the package.
@@ -51,15 +63,30 @@ def a_number(kind: type[int] | type[float], least: int, most: int = 2**31 - 1) -
     """Return a `type` of argparse that reads a whole number (int) or any (float) between two, both included."""
 
     def read(text: str) -> int | float:
-        try:
+        with suppress(ValueError):
             if least <= (number := kind(text)) <= most:
                 return number
-        except ValueError:
-            pass
         what = "a whole number" if kind is int else "a number"
         raise ArgumentTypeError(f"must be {what} from {least} to {most}, got {quoted(text)}")
 
     return read
+
+
+def a_list(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+    """Return a `type` of argparse that reads values of a kind, separated by commas."""
+
+    def read(text: str) -> tuple[Any, ...]:
+        try:
+            return tuple(kind(part.strip()) for part in text.split(",") if part.strip())
+        except ValueError:
+            what = "whole numbers" if kind is int else "numbers"
+            raise ArgumentTypeError(f"must be {what}, separated by commas, got {quoted(text)}") from None
+
+    return read
+
+
+REPEATED: dict[str, Any] = {"action": "append", "default": []}
+"""Settings of an option that may be repeated."""
 
 
 def add_recipe(parser: ArgumentParser) -> None:
@@ -74,11 +101,15 @@ def add_changes(parser: ArgumentParser) -> None:
         "--set",
         metavar="KEY=VALUE",
         dest="overrides",
-        action="append",
-        default=[],
         help="override a field of the recipe, e.g. prune.budget.heads=0.5; may be repeated",
+        **REPEATED,
     )
     add_output(parser, help="folder to write (default: the recipe's)")
+
+
+def add_model(parser: ArgumentParser) -> None:
+    """Add MODEL."""
+    parser.add_argument("model", metavar="MODEL", type=a_path_or_id, help="checkpoint folder, run or Hub id")
 
 
 def add_output(parser: ArgumentParser, *flags: str, help: str = "folder to write", **settings: Any) -> None:
@@ -97,7 +128,7 @@ def add_plan_options(parser: ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="allow a plan that was made for other weights")
 
 
-def find_refit(options: Namespace, plan: PruningPlan, file: Path) -> Path | None:
+def find_refit(options: Options, plan: PruningPlan, file: Path) -> Path | None:
     """Return the refitted layers to use with a plan, by `add_plan_options`; None for none.
 
     Those beside the plan belong to the weights that it was made for, so `--force` ignores them.
@@ -108,12 +139,7 @@ def find_refit(options: Namespace, plan: PruningPlan, file: Path) -> Path | None
     return given if given is not None or options.no_refit or options.force else refit_beside(plan, file)
 
 
-def add_json(parser: ArgumentParser) -> None:
-    """Add `--json`, for a command whose `run` returns a result."""
-    parser.add_argument("--json", action="store_true", help="print the result as one line of JSON, last on stdout")
-
-
-def read_recipe(options: Namespace, *, proposed: PruningRecipe | None = None) -> PruningRecipe:
+def read_recipe(options: Options, *, proposed: PruningRecipe | None = None) -> PruningRecipe:
     """Return the recipe that `add_recipe`'s options name, or a proposed one, with `--set` and `--output` applied."""
     from ..recipe import PruningRecipe
     from ..recipe.reading import parse_yaml
@@ -126,14 +152,15 @@ def read_recipe(options: Namespace, *, proposed: PruningRecipe | None = None) ->
         overrides[key] = parse_yaml(value, source=f"--set {key}")
     if options.output is not None:
         overrides["output"] = options.output
-    return (
-        PruningRecipe.from_yaml(options.recipe, overrides) if proposed is None else proposed.with_overrides(overrides)
-    )
+    if proposed is not None:
+        return proposed.with_overrides(overrides)
+    return PruningRecipe.from_yaml(options.recipe, overrides)
 
 
-def refuse_output(options: Namespace, recipe: PruningRecipe, **inputs: Path) -> None:
+def refuse_output(options: Options, recipe: PruningRecipe, **inputs: Path | None) -> None:
     """Refuse an output folder of a recipe that exists, or whose replacement would delete what is read."""
     from ..checkpoint.folders import refuse_existing
 
     read = {"recipe": options.recipe, **recipe.inputs, **inputs}
-    refuse_existing(recipe.output, overwrite=options.overwrite, inputs=read)
+    given = {name: path for name, path in read.items() if path is not None}
+    refuse_existing(recipe.output, overwrite=options.overwrite, inputs=given)

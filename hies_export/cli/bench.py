@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from ..errors import RequestError, quoted
-from ..progress import Progress
-from .arguments import RUNTIMES, a_number, a_path, add_json
+from ..errors import quoted
+from .arguments import REPEATED, RUNTIMES, Options, a_number, a_path
 from .paths import checkpoint_in
 
 
@@ -31,64 +29,52 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="the model to compare with A (default: if A is a run, its slim model with its dense one; else A itself, "
         "which measures the noise)",
     )
-    repeated: dict[str, Any] = {"action": "append", "default": []}
-    add("--runtime", dest="runtimes", metavar="RUNTIME", help=f"one of {RUNTIMES}; may be repeated", **repeated)
-    add(
-        "--shape",
-        dest="shapes",
-        metavar="SHAPE",
-        help="BATCHxSEQUENCE, or BATCH for images; may be repeated",
-        **repeated,
-    )
-    add(
-        "--dtype",
-        dest="dtypes",
-        metavar="DTYPE",
-        help="what checkpoints run in: float32 (the default), float16, bfloat16; on llamacpp q8_0, q4_0; repeatable",
-        **repeated,
-    )
+    add("--runtime", dest="runtimes", metavar="RUNTIME", help=f"one of {RUNTIMES}; may be repeated", **REPEATED)
+    shape = {"dest": "shapes", "metavar": "SHAPE", "type": a_shape, **REPEATED}
+    add("--shape", help="BATCHxSEQUENCE, or BATCH for images; may be repeated", **shape)
+    dtypes = "float32 (the default), float16, bfloat16; on llamacpp q8_0, q4_0; repeatable"
+    add("--dtype", dest="dtypes", metavar="DTYPE", help=f"what checkpoints run in: {dtypes}", **REPEATED)
     add("--repeats", metavar="N", type=a_number(int, 1), default=30, help="timed runs of each model (default: 30)")
-    add(
-        "--min-seconds",
-        metavar="S",
-        type=a_number(float, 0),
-        default=0.0,
-        help="time every shape for at least so many seconds",
-    )
-    add(
-        "--rows",
-        metavar="RECIPE",
-        type=a_path,
-        help="time on this recipe's evaluation rows as they come, in batches of 1, 8, 32, instead of random inputs",
-    )
-    add_json(parser)
+    least = a_number(float, 0)
+    add("--min-seconds", metavar="S", type=least, default=0.0, help="time every shape for at least so many seconds")
+    rows = "time on this recipe's evaluation rows as they come, in batches of 1, 8, 32, instead of random inputs"
+    add("--rows", metavar="RECIPE", type=a_path, help=rows)
 
 
-def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
+def a_shape(text: str) -> tuple[int, ...]:
+    """Read a shape; a `type` of argparse."""
+    with suppress(ValueError):
+        shape = tuple(int(part) for part in text.lower().split("x"))
+        if len(shape) <= 2 and min(shape) >= 1:
+            return shape
+    raise ArgumentTypeError(f"must be BATCHxSEQUENCE, or BATCH for images, got {quoted(text)}")
+
+
+def run(options: Options) -> dict[str, Any]:
     """Time both, print the comparison, and return it as `hies-export report` reads it."""
     from ..measure.machine import machine_facts
     from ..pipeline.bench import bench
     from ..recipe import PruningRecipe
     from ..report.bench import Bench, print_bench
 
-    first, second = _models(options, progress)
+    first, second = _models(options)
     rows = bench(
         first,
         second,
         runtimes=options.runtimes,
-        shapes=[_parse_shape(text) for text in options.shapes],
+        shapes=options.shapes,
         dtypes=options.dtypes,
         repeats=options.repeats,
         min_seconds=options.min_seconds,
         rows=None if options.rows is None else PruningRecipe.from_yaml(options.rows),
-        progress=progress,
+        progress=options.progress,
     )
     result = {"a": first, "b": second, "latency": [asdict(row) for row in rows], "environment": machine_facts()}
-    print_bench(Bench.from_values(result), console)
+    print_bench(Bench.from_values(result), options.console)
     return result
 
 
-def _models(options: Namespace, progress: Progress) -> tuple[str, str]:
+def _models(options: Options) -> tuple[str, str]:
     """Return the two models to compare: those of a single run, dense and slim, or else the given ones.
 
     A run stands for its `slim/`, or for its `onnx/` or `gguf/` if all runtimes read that.
@@ -98,25 +84,26 @@ def _models(options: Namespace, progress: Progress) -> tuple[str, str]:
 
     first, second = options.first, options.second or options.first
     if options.second is None and contents(first) is Contents.RUN:
-        slim = checkpoint_in(str(first), progress=progress)
+        slim = checkpoint_in(str(first), progress=options.progress)
         dense = dense_model(first)
         if dense is None:
-            progress.stage("its dense model is gone: its slim model is timed against itself, which measures the noise")
+            gone = "its dense model is gone: its slim model is timed against itself, which measures the noise"
+            options.progress.stage(gone)
         else:
-            progress.stage(f"A is its dense model, {dense}; B is {slim}")
+            options.progress.stage(f"A is its dense model, {dense}; B is {slim}")
         return dense or slim, slim
     exports = _exports(options, first, second)
     if exports is None:
         welcome = (Contents.ONNX, Contents.GGUF)
-        first, second = (checkpoint_in(str(path), *welcome, progress=progress) for path in (first, second))
+        first, second = (checkpoint_in(str(path), *welcome, progress=options.progress) for path in (first, second))
         return first, second
     for path, export in exports:
         if export != path:
-            progress.stage(f"{path} is the folder of a run: using its {export.name}/")
+            options.progress.stage(f"{path} is the folder of a run: using its {export.name}/")
     return str(exports[0][1]), str(exports[1][1])
 
 
-def _exports(options: Namespace, *paths: Path) -> list[tuple[Path, Path]] | None:
+def _exports(options: Options, *paths: Path) -> list[tuple[Path, Path]] | None:
     """Return paths with their exports, in ONNX or else in GGUF, if all have one and all runtimes read it."""
     from ..checkpoint.contents import Contents, contents
     from ..runtimes.registry import RUNTIMES
@@ -131,13 +118,3 @@ def _exports(options: Namespace, *paths: Path) -> list[tuple[Path, Path]] | None
         if len(given) + len(in_runs) == len(paths) and read and not options.dtypes:
             return [(path, path / name if path in in_runs else path) for path in paths]
     return None
-
-
-def _parse_shape(text: str) -> tuple[int, ...]:
-    try:
-        shape = tuple(int(part) for part in text.lower().split("x"))
-        if len(shape) not in (1, 2) or min(shape) < 1:
-            raise ValueError
-        return shape
-    except ValueError:
-        raise RequestError(f"--shape must be BATCHxSEQUENCE, or BATCH for images, got {quoted(text)}") from None

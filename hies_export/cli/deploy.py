@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, ArgumentTypeError
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from ..errors import RequestError, quoted
-from ..progress import Progress
-from .arguments import a_number, a_path_or_id, a_text, add_changes, add_json, read_recipe, refuse_output
+from .arguments import REPEATED, Options, a_number, a_path_or_id, a_text, add_changes, read_recipe, refuse_output
 
 if TYPE_CHECKING:
     from ..recipe import PruningRecipe
@@ -19,50 +16,22 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the recipe, or the model and its data, the promise, and the limits of runtimes and time."""
-    parser.add_argument(
-        "recipe", metavar="RECIPE|MODEL", type=a_path_or_id, help="a recipe, YAML, or a checkpoint folder or Hub id"
-    )
-    parser.add_argument(
-        "--data",
-        metavar="[SPLIT=]DATA",
-        action="append",
-        default=[],
-        type=a_text,
-        help="rows for MODEL: SPLIT=FILE, repeated for each split, or the name of a Hub data set",
-    )
-    parser.add_argument(
-        "--text",
-        metavar="COLUMN",
-        action="append",
-        default=[],
-        type=a_text,
-        help="column of texts, if there is a choice; may be repeated for pairs",
-    )
-    parser.add_argument("--image", metavar="COLUMN", type=a_text, help="column of images, if there is a choice")
-    parser.add_argument(
-        "--label", metavar="COLUMN", type=a_text, help="column of labels, if there is a choice; rows need no labels"
-    )
+    add = parser.add_argument
+    column: dict[str, Any] = {"metavar": "COLUMN", "type": a_text}
+    given = "a recipe, YAML, or a checkpoint folder or Hub id"
+    add("recipe", metavar="RECIPE|MODEL", type=a_path_or_id, help=given)
+    rows = "rows for MODEL: SPLIT=FILE, repeated for each split, or the name of a Hub data set"
+    add("--data", metavar="[SPLIT=]DATA", type=a_text, help=rows, **REPEATED)
+    add("--text", help="column of texts, if there is a choice; may be repeated for pairs", **column, **REPEATED)
+    add("--image", help="column of images, if there is a choice", **column)
+    add("--label", help="column of labels, if there is a choice; rows need no labels", **column)
     add_changes(parser)
-    parser.add_argument(
-        "--keep",
-        metavar="SHARE",
-        type=a_number(float, 0, 1),
-        help="share of the dense model's predictions on held-out rows that must stay (default: the recipe's, or 0.99)",
-    )
-    parser.add_argument(
-        "--runtime",
-        metavar="RUNTIME",
-        dest="runtimes",
-        action="append",
-        help="runtime to choose from (default: the recipe's, or all that are installed); may be repeated",
-    )
-    parser.add_argument(
-        "--within",
-        metavar="TIME",
-        type=minutes,
-        help="start no further cut after this time, such as 30m or 2h; timing and writing the result take extra time",
-    )
-    add_json(parser)
+    share = "share of the dense model's predictions on held-out rows that must stay (default: the recipe's, or 0.99)"
+    add("--keep", metavar="SHARE", type=a_number(float, 0, 1), help=share)
+    choice = "runtime to choose from (default: the recipe's, or all that are installed); may be repeated"
+    add("--runtime", metavar="RUNTIME", dest="runtimes", action="append", help=choice)
+    limit = "start no further cut after this time, such as 30m or 2h; timing and writing the result take extra time"
+    add("--within", metavar="TIME", type=minutes, help=limit)
 
 
 def minutes(text: str) -> float:
@@ -75,7 +44,7 @@ def minutes(text: str) -> float:
         raise ArgumentTypeError(f"must be a time such as 90s, 30m or 2h, got {quoted(text)}") from None
 
 
-def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
+def run(options: Options) -> dict[str, Any]:
     """Search, print the report, say which file to deploy, and return the report's summary."""
     from ..pipeline.deploy import deploy
     from ..report.terminal import print_report
@@ -95,22 +64,24 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
         minutes=options.within,
         overwrite=options.overwrite,
         command=options.command_line,
-        progress=progress,
+        progress=options.progress,
     )
-    print_report(report, console)
-    print_answer(report, recipe, console)
+    print_report(report, options.console)
+    print_answer(report, recipe, options)
     return report.summary()
 
 
-def print_answer(report: Report, recipe: PruningRecipe, console: Console) -> None:
+def print_answer(report: Report, recipe: PruningRecipe, options: Options) -> None:
     """Print which file to deploy, and what else was written."""
     found = report.details.deployment
     if found is not None and found.file is not None:
-        console.print(f"\ndeploy {Path(recipe.output) / found.file}")
-    console.print(f"written to {recipe.output}: slim/ (checkpoint), its exports, report.html, report.md, report.json")
+        options.console.print(f"\ndeploy {Path(recipe.output) / found.file}")
+    options.console.print(
+        f"written to {recipe.output}: slim/ (checkpoint), its exports, report.html, report.md, report.json"
+    )
 
 
-def propose(options: Namespace) -> PruningRecipe:
+def propose(options: Options) -> PruningRecipe:
     """Return a recipe for a model and the data that the options name."""
     from ..pipeline.propose import propose_recipe
 

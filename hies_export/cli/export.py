@@ -3,37 +3,29 @@
 from __future__ import annotations
 
 import logging
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 from typing import Any
 
-from rich.console import Console
-
-from ..progress import Progress
-from .arguments import a_path_or_id, add_json, add_output
+from .arguments import Options, add_model, add_output
 from .paths import checkpoint_in
 
 
 def add_arguments(parser: ArgumentParser, *, output: str | None = None) -> None:
     """Add the checkpoint and how to export it."""
     add = parser.add_argument
-    add("model", metavar="MODEL", type=a_path_or_id, help="checkpoint folder, run or Hub id")
+    add_model(parser)
     if output is None:
         add_output(parser, required=True)
     else:
         add_output(parser, output)
-    add(
-        "--format",
-        choices=("onnx", "gguf"),
-        default="onnx",
-        help="onnx (the default), or gguf for llama.cpp (decoders only)",
-    )
+    formats = "onnx (the default), or gguf for llama.cpp (decoders only)"
+    add("--format", choices=("onnx", "gguf"), default="onnx", help=formats)
     add("--provider", help="execution provider to fuse the ONNX graph for: cpu (the default), cuda or tensorrt")
     add("--dtype", default="float32", help="float32 (the default) or float16; gguf also bfloat16, q8_0, q4_0")
     add("--quantize", choices=("int8", "int4"), help="write the ONNX model with its linear layers in 8 or 4 bits")
-    add_json(parser)
 
 
-def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
+def run(options: Options) -> dict[str, Any]:
     """Write the folder, and return its size, its files and how far the export differs from torch."""
     import torch
 
@@ -45,7 +37,7 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
     from ..onnx.multimodal import image_text_batch, is_vision_language
     from ..onnx.quantize import export_in_bits
 
-    options.model = checkpoint_in(options.model, progress=progress)
+    options.model = checkpoint_in(options.model, progress=options.progress)
     refuse_existing(options.output, overwrite=options.overwrite, inputs={"model": options.model})
     if options.quantize and options.format == "gguf":
         raise RequestError(f"--quantize is for --format onnx, got {options.quantize}; give gguf --dtype q8_0 or q4_0")
@@ -55,11 +47,11 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
             f"--quantize needs a checkpoint in floating point, and {options.model} is quantised; give the model it was "
             "made from"
         )
-    progress.stage("load the model")
+    options.progress.stage("load the model")
     if options.format == "gguf":
-        return _export_gguf(options, console, progress)
+        return _export_gguf(options)
     model = load(options.model, dtype=torch.float32)
-    progress.stage("export to ONNX, and compare with torch")
+    options.progress.stage("export to ONNX, and compare with torch")
     images = is_vision_language(model)
     exported = export_in_bits(
         model,
@@ -72,9 +64,11 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
         overwrite=options.overwrite,
     )
     size, reference = f"{exported.bytes / 1e6:.1f} MB", "the float32 graph" if exported.quantize else "torch"
-    console.print(f"written to {options.output}: {size}, differs from {reference} by {exported.max_abs:.2g}")
+    options.console.print(f"written to {options.output}: {size}, differs from {reference} by {exported.max_abs:.2g}")
     if exported.quantize:
-        console.print(f"linear layers: {', '.join(f'{count} in {name}' for name, count in exported.layers.items())}")
+        options.console.print(
+            f"linear layers: {', '.join(f'{count} in {name}' for name, count in exported.layers.items())}"
+        )
     return {
         "folder": str(options.output),
         "bytes": exported.bytes,
@@ -86,7 +80,7 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
     }
 
 
-def _export_gguf(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
+def _export_gguf(options: Options) -> dict[str, Any]:
     """Write a folder with a GGUF file."""
     import torch
 
@@ -102,13 +96,13 @@ def _export_gguf(options: Namespace, console: Console, progress: Progress) -> di
     check_dtype(options.dtype)
     tokenizer = load_processor(options.model, task="text-generation")
     model = load(options.model, dtype=torch.float32)
-    progress.stage("export to GGUF, and compare with torch")
+    options.progress.stage("export to GGUF, and compare with torch")
     exported = export_gguf(model, options.output, tokenizer=tokenizer, dtype=options.dtype, overwrite=options.overwrite)
     parity = exported.parity
     compared = "not compared with llama.cpp, which is not installed"
     if parity is not None:
         compared = f"next-token probabilities in llama.cpp differ from torch by {parity.max_abs:.2g}"
-    console.print(
+    options.console.print(
         f"written to {options.output}: {exported.bytes / 1e6:.1f} MB, architecture {exported.architecture}, {compared}"
     )
     return {

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 from typing import Any
 
-from rich.console import Console
-
-from ..progress import Progress
-from .arguments import a_number, a_path, a_path_or_id, a_text, add_json
+from .arguments import REPEATED, Options, a_number, a_path, a_path_or_id, a_text
 from .paths import checkpoint_in
 
 
@@ -16,37 +13,22 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Add the model, the prompts and the images."""
     add = parser.add_argument
     add("folder", metavar="FOLDER", type=a_path_or_id, help="ONNX folder; or a checkpoint or run, for PyTorch")
-    add(
-        "--prompt",
-        dest="prompts",
-        metavar="TEXT",
-        type=a_text,
-        action="append",
-        required=True,
-        help="text to continue; may be repeated",
-    )
-    add(
-        "--image",
-        dest="images",
-        metavar="FILE",
-        type=a_path,
-        action="append",
-        default=[],
-        help="image for all prompts, or one for each",
-    )
+    text: dict[str, Any] = {"dest": "prompts", "metavar": "TEXT", "type": a_text, "action": "append", "required": True}
+    add("--prompt", help="text to continue; may be repeated", **text)
+    image = {"dest": "images", "metavar": "FILE", "type": a_path, **REPEATED}
+    add("--image", help="image for all prompts, or one for each", **image)
     add("--max-new-tokens", metavar="N", type=a_number(int, 1), default=20, help="most tokens to write (default: 20)")
-    add_json(parser)
 
 
-def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
+def run(options: Options) -> dict[str, Any]:
     """Continue prompts, and return the texts."""
     from ..checkpoint.contents import Contents
-    from ..generate.text import generate_text
+    from ..generate import generate_text
 
-    options.folder = checkpoint_in(options.folder, Contents.ONNX, progress=progress)
-    progress.stage("generate")
+    options.folder = checkpoint_in(options.folder, Contents.ONNX, progress=options.progress)
+    options.progress.stage("generate")
     texts = generate_text(options.folder, options.prompts, images=options.images, max_new_tokens=options.max_new_tokens)
     results = [{"prompt": prompt, "text": text} for prompt, text in zip(options.prompts, texts, strict=True)]
     for result in results:
-        console.print(f"> {result['prompt']}\n{result['text']}\n", soft_wrap=True)
+        options.console.print(f"> {result['prompt']}\n{result['text']}\n", soft_wrap=True)
     return {"folder": str(options.folder), "results": results}

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from ..errors import RequestError
 from ..kinds import ATTENTION, MLP, UNIT_NAMES
-from ..progress import Progress
-from .arguments import a_path_or_id, add_json
+from .arguments import Options, a_path_or_id
 from .paths import checkpoint_in, plan_in
 
 if TYPE_CHECKING:
@@ -26,47 +23,39 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the checkpoint and `--theory`."""
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        type=a_path_or_id,
-        help="checkpoint folder, run or Hub id; a plan.json; with --theory, a recipe",
-    )
-    parser.add_argument(
-        "--theory",
-        action="store_true",
-        help="check the theory of the HIES paper on a recipe's calibration rows: orthogonality, bound and increase of "
-        "the loss, entropy deficits",
-    )
-    add_json(parser)
+    model = "checkpoint folder, run or Hub id; a plan.json; with --theory, a recipe"
+    parser.add_argument("model", metavar="MODEL", type=a_path_or_id, help=model)
+    theory = "orthogonality, bound and increase of the loss, entropy deficits"
+    checked = f"check the theory of the HIES paper on a recipe's calibration rows: {theory}"
+    parser.add_argument("--theory", action="store_true", help=checked)
 
 
-def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
+def run(options: Options) -> dict[str, Any]:
     """Show heads, neurons and FLOPs of every layer, or a plan, or the theory, and return them."""
     if options.theory:
-        return _inspect_theory(options, console, progress)
+        return _inspect_theory(options)
     from ..checkpoint.contents import Contents, contents
 
     path = Path(options.model)
     if contents(path) is Contents.SCORED or path.suffix == ".json":
-        return _inspect_plan(plan_in(path, progress=progress), console)
-    options.model = checkpoint_in(options.model, progress=progress)
-    return _inspect_model(options, console)
+        return _inspect_plan(plan_in(path, progress=options.progress), options)
+    options.model = checkpoint_in(options.model, progress=options.progress)
+    return _inspect_model(options)
 
 
-def _inspect_plan(file: Path, console: Console) -> dict[str, Any]:
+def _inspect_plan(file: Path, options: Options) -> dict[str, Any]:
     from ..values import PruningPlan
     from .terminal import plan_text, plan_totals, print_plan
 
     plan = PruningPlan.from_file(file)
     alpha = "" if plan.alpha is None else f", alpha {plan.alpha:g}"
-    console.print(f"{plan_text(plan)} by {plan.criterion}{alpha}, seed {plan.seed}", soft_wrap=True)
-    print_plan(plan, console)
+    options.console.print(f"{plan_text(plan)} by {plan.criterion}{alpha}, seed {plan.seed}", soft_wrap=True)
+    print_plan(plan, options.console)
     kept = {name: {"kind": module.kind, "kept": len(module.units)} for name, module in plan.kept.items()}
     return {"plan": str(file), "criterion": plan.criterion, "alpha": plan.alpha, **plan_totals(plan), "modules": kept}
 
 
-def _inspect_model(options: Namespace, console: Console) -> dict[str, Any]:
+def _inspect_model(options: Options) -> dict[str, Any]:
     import torch
 
     from ..checkpoint.loading import load
@@ -77,7 +66,7 @@ def _inspect_model(options: Namespace, console: Console) -> dict[str, Any]:
     model = load(options.model, dtype=torch.float32)
     name, parameters, slim = type(model).__name__, count_parameters(model), is_slim(model)
     result: dict[str, Any] = {"model": str(options.model), "class": name, "slim": slim, "parameters": parameters}
-    console.print(f"{name}, {parameters / 1e6:.2f} M parameters" + ", slim" * slim)
+    options.console.print(f"{name}, {parameters / 1e6:.2f} M parameters" + ", slim" * slim)
     found, refused = _find(model)
     if refused and not found:
         # The reason is a result, and the exit code is still that of the error.
@@ -88,12 +77,12 @@ def _inspect_model(options: Namespace, console: Console) -> dict[str, Any]:
     result["can_be_cut"] = True
     if refused:
         result["refused"] = {kind: str(error) for kind, error in refused.items()}
-    result |= _print_units(found, refused, console)
-    result["flops_per_layer"] = _print_flops(model, found, console)
+    result |= _print_units(found, refused, options)
+    result["flops_per_layer"] = _print_flops(model, found, options)
     cut = Path(options.model) / "hies_plan.json"
     if cut.is_file():
-        console.print("\nwhat was cut from the dense model:")
-        result["cut"] = _inspect_plan(cut, console)
+        options.console.print("\nwhat was cut from the dense model:")
+        result["cut"] = _inspect_plan(cut, options)
     return result
 
 
@@ -117,7 +106,7 @@ def _find(model: PreTrainedModel) -> tuple[list[PrunableModule], dict[str, Unsup
 
 
 def _print_units(
-    found: Sequence[PrunableModule], refused: Mapping[str, UnsupportedModelError], console: Console
+    found: Sequence[PrunableModule], refused: Mapping[str, UnsupportedModelError], options: Options
 ) -> dict[str, Any]:
     """Print a table for each kind of module, or why it cannot be cut; return the modules by kind for --json."""
     from ..report.terminal import PlainTable
@@ -127,21 +116,23 @@ def _print_units(
     by_kind: dict[str, Any] = {}
     if heads:
         lines = [(m.name, str(m.units), str(m.groups), str(m.key_width)) for m in heads]
-        console.print(PlainTable(("attention module", "heads", "key/value", "head width"), lines))
-        console.print(f"{sum(m.units for m in heads):,} heads; all of them can be scored and cut")
+        options.console.print(PlainTable(("attention module", "heads", "key/value", "head width"), lines))
+        options.console.print(f"{sum(m.units for m in heads):,} heads; all of them can be scored and cut")
         by_kind[ATTENTION] = [{"name": m.name, "heads": m.units, "key_value_heads": m.groups} for m in heads]
     if heads and neurons:
-        console.print()
+        options.console.print()
     if neurons:
-        console.print(PlainTable(("feed-forward block", "neurons"), [(m.name, f"{m.units:,}") for m in neurons]))
-        console.print(f"{sum(m.units for m in neurons):,} neurons; all of them can be scored and cut")
+        options.console.print(
+            PlainTable(("feed-forward block", "neurons"), [(m.name, f"{m.units:,}") for m in neurons])
+        )
+        options.console.print(f"{sum(m.units for m in neurons):,} neurons; all of them can be scored and cut")
         by_kind[MLP] = [{"name": m.name, "neurons": m.units} for m in neurons]
     for kind, error in refused.items():
-        console.print(f"\n{UNIT_NAMES[kind]}s cannot be cut: {error}", soft_wrap=True)
+        options.console.print(f"\n{UNIT_NAMES[kind]}s cannot be cut: {error}", soft_wrap=True)
     return by_kind
 
 
-def _print_flops(model: PreTrainedModel, found: Sequence[PrunableModule], console: Console) -> list[dict[str, Any]]:
+def _print_flops(model: PreTrainedModel, found: Sequence[PrunableModule], options: Options) -> list[dict[str, Any]]:
     """Print the FLOPs of every layer, and return them for --json."""
     from ..measure.counts import flops_per_layer
     from ..measure.shapes import model_shapes
@@ -152,12 +143,12 @@ def _print_flops(model: PreTrainedModel, found: Sequence[PrunableModule], consol
     size, sequence = model_shapes(model, ())[0]
     batch = synthetic_batch(model, batch=size, sequence=sequence)
     layers = flops_per_layer(model, batch, found)
-    console.print(f"\nfloating-point operations at {size} x {sequence}")
-    console.print(PlainTable(*layer_table(layers)))
+    options.console.print(f"\nfloating-point operations at {size} x {sequence}")
+    options.console.print(PlainTable(*layer_table(layers)))
     return [asdict(layer) for layer in layers]
 
 
-def _inspect_theory(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
+def _inspect_theory(options: Options) -> dict[str, Any]:
     from ..lab.studies.theory import theory
     from ..pipeline.resolve import resolve
     from ..recipe import PruningRecipe
@@ -167,9 +158,9 @@ def _inspect_theory(options: Namespace, console: Console, progress: Progress) ->
     if not options.model.endswith((".yaml", ".yml")):
         raise RequestError(f"--theory needs a recipe, for its model and calibration rows, got {options.model!r}")
     recipe = PruningRecipe.from_yaml(options.model)
-    progress.stage("load the model")
+    options.progress.stage("load the model")
     prepared = resolve(recipe).prepared
-    progress.stage("theory")
+    options.progress.stage("theory")
     alpha = 0.9 if recipe.prune.alpha == "auto" else recipe.prune.alpha
     found = theory(prepared.model, prepared.rows.calibration, prepared.scored, alpha=alpha)
     lines = []
@@ -177,9 +168,9 @@ def _inspect_theory(options: Namespace, console: Console, progress: Progress) ->
         deficit = f"{n.deficit.min():.2f} to {n.deficit.max():.2f}"
         lines.append((name, f"{n.output:.3g}", f"{n.blocks.max():.3g}", f"{n.activation.mean():.3g}", deficit))
     head = ("attention module", "|W_O|", "largest |W_O,h|", "mean |A_h|^2", "entropy deficit of heads")
-    console.print(PlainTable(head, lines))
+    options.console.print(PlainTable(head, lines))
     o = found.orthogonality
-    console.print(
+    options.console.print(
         f"\nHIS (u, sum 1) and entropy (v): mean u {o.mean_u:.3g}, mean v {o.mean_v:.3g}, covariance "
         f"{o.covariance:.3g}, mean u v {o.mean_product:.3g}, correlation {o.correlation:.3f}\n",
         soft_wrap=True,
@@ -189,6 +180,6 @@ def _inspect_theory(options: Namespace, console: Console, progress: Progress) ->
         numbers = (f"{value:.4g}" for value in (i.first_order, i.quadratic, i.quadratic_blocks, i.measured))
         rows.append((f"{i.criterion}, {i.share:.0%}", *numbers))
     head = ("heads removed by", "sum of HIS", "+ quadratic", "(by blocks)", "measured increase")
-    console.print(PlainTable(head, rows))
-    console.print(f"of the {found.loss}; the bound takes W_O for the model's last layer")
+    options.console.print(PlainTable(head, rows))
+    options.console.print(f"of the {found.loss}; the bound takes W_O for the model's last layer")
     return {"model": recipe.model, **json.loads(dump_json(asdict(found)))}

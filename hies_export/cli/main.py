@@ -38,6 +38,7 @@ from . import (
     ui,
     upgrade,
 )
+from .arguments import Options
 from .terminal import TerminalProgress, in_flags, print_json, show_messages
 
 # In the order of --help.
@@ -72,7 +73,7 @@ def main(arguments: Sequence[str] | None = None, *, parser: argparse.ArgumentPar
         # Some versions of argparse make an empty list of this value, whatever the option's type.
         if argument.startswith("--") and argument.partition("=")[2] == "--":
             parser.error(f"an option needs a value, got {argument}")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(arguments, Options())
     # Reports record it.
     options.command_line = shlex.join(["hies-export", *arguments])
     # Of several processes that share the work, only the first prints.
@@ -85,7 +86,7 @@ def main(arguments: Sequence[str] | None = None, *, parser: argparse.ArgumentPar
     if quiet:
         # Otherwise torch prints the stack when the first process is gone.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    progress = SILENT if quiet else TerminalProgress(err)
+    options.console, options.progress = out, SILENT if quiet else TerminalProgress(err)
     silence = options.command not in WITHOUT_LIBRARIES
     interrupt = _Interrupt()
     try:
@@ -94,7 +95,7 @@ def main(arguments: Sequence[str] | None = None, *, parser: argparse.ArgumentPar
             show_messages(err, verbose=options.verbose, silence_libraries=silence),
             processes.together() if shared else nullcontext(),
         ):
-            result = options.command.run(options, out, progress)
+            result = options.command.run(options)
             if result is not None and options.json and not quiet:
                 print_json(result)
         return 0
@@ -145,6 +146,9 @@ def build_optimum_export_parser() -> argparse.ArgumentParser:
 
 
 def _finish(parser: argparse.ArgumentParser, command: ModuleType) -> None:
+    """Add the options of all commands, and `--json` where `run` returns a result."""
+    if command.run.__annotations__["return"] != "None":
+        parser.add_argument("--json", action="store_true", help="print the result as one line of JSON, last on stdout")
     parser.add_argument("-v", "--verbose", action="store_true", help="show warnings and progress of the libraries too")
     parser.set_defaults(command=command)
 

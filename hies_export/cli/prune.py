@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from ..errors import RequestError
-from ..progress import Progress
-from .arguments import a_path, add_plan_options, add_recipe, find_refit, read_recipe, refuse_output
+from .arguments import Options, a_path, add_plan_options, add_recipe, find_refit, read_recipe, refuse_output
 from .paths import plan_in
 
 if TYPE_CHECKING:
@@ -20,13 +17,12 @@ if TYPE_CHECKING:
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the recipe, `--plan`, and the options about that plan."""
     add_recipe(parser)
-    parser.add_argument(
-        "--plan", metavar="FILE", type=a_path, help="plan.json, or folder of a run, to cut by instead of scoring"
-    )
+    plan = "plan.json, or folder of a run, to cut by instead of scoring"
+    parser.add_argument("--plan", metavar="FILE", type=a_path, help=plan)
     add_plan_options(parser)
 
 
-def run(options: Namespace, console: Console, progress: Progress) -> None:
+def run(options: Options) -> None:
     """Write a slim checkpoint, cut by a given plan or by one made now.
 
     A recipe that compensates refits the layers, also for a given plan. Otherwise the layers written with the plan are
@@ -42,16 +38,15 @@ def run(options: Namespace, console: Console, progress: Progress) -> None:
     from .terminal import plan_text, print_plan
 
     recipe = read_recipe(options)
-    plan_file = None if options.plan is None else plan_in(options.plan, progress=progress)
-    files = {"plan": plan_file, "refit": options.refit}
-    refuse_output(options, recipe, **{name: file for name, file in files.items() if file is not None})
+    plan_file = None if options.plan is None else plan_in(options.plan, progress=options.progress)
+    refuse_output(options, recipe, plan=plan_file, refit=options.refit)
     given = None if plan_file is None else PruningPlan.from_file(plan_file)
     _check_refit(options, recipe)
     refitted = None
     if given is not None and plan_file is not None and recipe.prune.compensation is None:
         file = find_refit(options, given, plan_file)
         refitted = None if file is None else read_refit(given, file)
-    progress.stage("load the model and the data")
+    options.progress.stage("load the model and the data")
     resolved = resolve(recipe)
     prepared, source = resolved.prepared, resolved.source
     if given is not None and options.force:
@@ -62,16 +57,16 @@ def run(options: Namespace, console: Console, progress: Progress) -> None:
         compensation=resolved.options.compensation,
         refit=refitted,
         dtype=source.dtype,
-        progress=progress,
+        progress=options.progress,
     )
-    progress.stage("save, load again and compare")
+    options.progress.stage("save, load again and compare")
     written: dict[str, Any] = {"processor": prepared.processor, "dense": source.folder, "dtype": source.dtype}
     saved = save(result.slim, prepared, recipe.output, overwrite=options.overwrite, **written)
     warn_if_larger(saved, source)
     if given is not None and given.compensation and not result.plan.compensation:
         warn_uncompensated(given)
-    print_plan(result.plan, console)
-    console.print(
+    print_plan(result.plan, options.console)
+    options.console.print(
         f"\nwritten to {recipe.output}: {plan_text(result.plan)}, {source.bytes / 1e6:.1f} MB before, "
         f"{saved.bytes / 1e6:.1f} MB after; cut against masked {result.slim.cut_max_abs:.2g}, reloaded against saved "
         f"{saved.reload_max_abs:.2g}",
@@ -79,10 +74,10 @@ def run(options: Namespace, console: Console, progress: Progress) -> None:
     )
     note = families(prepared.model.config, result.model.config).note
     if note:
-        console.print(note)
+        options.console.print(note)
 
 
-def _check_refit(options: Namespace, recipe: PruningRecipe) -> None:
+def _check_refit(options: Options, recipe: PruningRecipe) -> None:
     """Refuse options about refitted layers that have no effect."""
     if (options.refit is None and not options.no_refit) or (
         options.plan is not None and recipe.prune.compensation is None

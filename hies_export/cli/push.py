@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
-
-from ..progress import Progress
-from .arguments import a_path, a_text, add_json
+from .arguments import Options, a_path, a_text
 from .paths import refuse_other_than
 
 
@@ -24,13 +21,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--license", metavar="ID", type=a_text, help="license of the model, if the dense model's card names none")
     add("--base-model", metavar="ID", type=a_text, help="Hub id of the dense model, if it was read from a folder")
     add("--overwrite", action="store_true", help="replace whatever the repository holds")
-    add_json(parser)
 
 
-def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
+def run(options: Options) -> dict[str, Any]:
     """Upload the run, and return the repository, its URL, the files and their size."""
     from ..checkpoint.contents import Contents
-    from ..hub.push import push_to_hub
+    from ..hub import push_to_hub
 
     refuse_other_than(options.folder, Contents.RUN, needs="a push needs the folder of a run")
     pushed = push_to_hub(
@@ -42,9 +38,9 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
         revision=options.revision,
         message=options.message,
         overwrite=options.overwrite,
-        progress=progress,
+        progress=options.progress,
     )
-    console.print(
+    options.console.print(
         f"{len(pushed.files)} files, {pushed.bytes / 1e6:.1f} MB, are now in {pushed.repository}: {pushed.url}\n"
         f'load it with: hies_export.load("{pushed.repository}")',
         soft_wrap=True,

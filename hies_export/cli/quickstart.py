@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import shlex
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from ..progress import Progress
-from .arguments import add_json, add_output
+from .arguments import Options, add_output
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the folder and `--json`."""
     add_output(parser, help="folder to write (default: runs/quickstart)", default=Path("runs/quickstart"))
-    add_json(parser)
 
 
-def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
+def run(options: Options) -> dict[str, Any]:
     """Train, run a recipe on the trained model, say what to try next, and return the report's summary."""
     from ..checkpoint.folders import new_folder
     from ..pipeline.quickstart import MODEL, prepare_quickstart, rename_in_report
@@ -29,16 +25,16 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
     from ..report.text import removed_text
 
     with new_folder(options.output, overwrite=options.overwrite) as folder:
-        recipe = PruningRecipe.from_yaml(prepare_quickstart(folder, progress=progress))
-        report = run_recipe(recipe, command=options.command_line, progress=progress)
+        recipe = PruningRecipe.from_yaml(prepare_quickstart(folder, progress=options.progress))
+        report = run_recipe(recipe, command=options.command_line, progress=options.progress)
         report = rename_in_report(report, folder, options.output)
         (folder / "run" / "report.json").write_text(report.to_json(), encoding="utf-8")
-    print_report(report, console)
+    print_report(report, options.console)
     where = options.output
     recipe_file, slim, dense, larger = (
         shlex.quote(str(where / name)) for name in ("recipe.yaml", "run/slim", MODEL, "larger")
     )
-    console.print(
+    options.console.print(
         f"\nA ViT was trained on handwritten digits, then pruned: {removed_text(report.heads, report.neurons)}. "
         f"In {where}:\n"
         f"  {where}/run/slim    the slim checkpoint: hies_export.load({str(where / 'run' / 'slim')!r})\n"

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
-
 from ..errors import RequestError
-from ..progress import Progress
-from .arguments import a_path, add_json
+from .arguments import Options, a_path
 from .paths import refuse_other_than
 
 # The values for --json, the page, and what draws the figures.
@@ -21,23 +18,14 @@ Shown = tuple[dict[str, Any], str, Callable[[], dict[str, str]]]
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the folder and what to draw."""
     add = parser.add_argument
-    add(
-        "folder",
-        metavar="DIR",
-        type=a_path,
-        help="folder of a run or sweep, or file with the output of `bench --json`",
-    )
+    folder = "folder of a run or sweep, or file with the output of `bench --json`"
+    add("folder", metavar="DIR", type=a_path, help=folder)
     add("--figures", metavar="DIR", type=a_path, help="draw the figures of a run or sweep here, as SVG")
-    add(
-        "--html",
-        metavar="FILE",
-        type=a_path,
-        help="write one self-contained page (default for a sweep: its sweep.html)",
-    )
-    add_json(parser)
+    page = "write one self-contained page (default for a sweep: its sweep.html)"
+    add("--html", metavar="FILE", type=a_path, help=page)
 
 
-def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
+def run(options: Options) -> dict[str, Any]:
     """Print what was found, write the page and draw the figures that were asked for, and return the values."""
     from ..checkpoint.contents import Contents, contents
     from ..checkpoint.folders import refuse_other_file, replace_file
@@ -48,17 +36,17 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
     html = options.folder / "sweep.html" if is_sweep and options.html is None else options.html
     if html is not None:
         refuse_other_file(html, "a page of hies-export", is_page)
-    values, page, draw = (_show_sweep if is_sweep else _show_report)(options, console)
+    values, page, draw = (_show_sweep if is_sweep else _show_report)(options)
     if html is not None:
         replace_file(html, page)
-        progress.stage(f"written: {html}")
+        options.progress.stage(f"written: {html}")
     if options.figures is not None:
         files = write_figures(draw(), options.figures)
-        progress.stage(f"drawn in {options.figures}: {', '.join(file.name for file in files)}")
+        options.progress.stage(f"drawn in {options.figures}: {', '.join(file.name for file in files)}")
     return values
 
 
-def _show_report(options: Namespace, console: Console) -> Shown:
+def _show_report(options: Options) -> Shown:
     from ..checkpoint.contents import Contents
     from ..report.bench import Bench, print_bench, read_report, render_bench
     from ..report.figures import draw_report
@@ -70,21 +58,21 @@ def _show_report(options: Namespace, console: Console) -> Shown:
         refuse_other_than(options.folder, Contents.RUN, Contents.SWEEP, needs=needs)
     found = read_report(options.folder)
     if not isinstance(found, Bench):
-        print_report(found, console)
+        print_report(found, options.console)
         return found.summary(), render_html(found), lambda: draw_report(found)
     if options.figures is not None:
         raise RequestError(f"figures are drawn for a run, but {options.folder} is the result of a bench; use --html")
-    print_bench(found, console)
+    print_bench(found, options.console)
     return asdict(found), render_bench(found), dict
 
 
-def _show_sweep(options: Namespace, console: Console) -> Shown:
+def _show_sweep(options: Options) -> Shown:
     from ..lab.sweep.figures import draw_sweep
     from ..lab.sweep.page import lead_text, read_sweep, render_sweep
     from .sweep import print_tables
 
     rows, about = read_sweep(options.folder)
-    console.print(lead_text(rows), soft_wrap=True)
-    print_tables(rows, console)
+    options.console.print(lead_text(rows), soft_wrap=True)
+    print_tables(rows, options)
     page = render_sweep(rows, about, name=options.folder.absolute().name)
     return {"rows": rows}, page, lambda: draw_sweep(options.folder)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
-
-from rich.console import Console
+from argparse import ArgumentParser
 
 from .. import processes
-from ..progress import Progress
-from .arguments import add_recipe, read_recipe, refuse_output
+from .arguments import Options, add_recipe, read_recipe, refuse_output
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -16,7 +13,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_recipe(parser)
 
 
-def run(options: Namespace, console: Console, progress: Progress) -> None:
+def run(options: Options) -> None:
     """Score, select, and write scores.json and plan.json."""
     from ..pipeline.choose import choose
     from ..pipeline.resolve import resolve
@@ -26,10 +23,12 @@ def run(options: Namespace, console: Console, progress: Progress) -> None:
     recipe = read_recipe(options)
     refuse_output(options, recipe)
     with output_folder(recipe, overwrite=options.overwrite) as folder:
-        progress.stage("load the model and the data")
+        options.progress.stage("load the model and the data")
         resolved = resolve(recipe)
-        choice = choose(resolved.prepared, resolved.options, progress=progress)
+        choice = choose(resolved.prepared, resolved.options, progress=options.progress)
         if processes.rank() == 0:
             choice.write(folder)
-    print_plan(choice.plan, console)
-    console.print(f"\n{plan_text(choice.plan)} by this plan; written to {recipe.output}: scores.json, plan.json")
+    print_plan(choice.plan, options.console)
+    options.console.print(
+        f"\n{plan_text(choice.plan)} by this plan; written to {recipe.output}: scores.json, plan.json"
+    )

@@ -2,33 +2,43 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
-from ..errors import RequestError, quoted
-from ..progress import Progress
-from .arguments import CRITERIA, add_json, add_recipe, read_recipe
+from .arguments import CRITERIA, Options, a_list, add_recipe, read_recipe
 
 if TYPE_CHECKING:
     from ..lab.sweep.grid import SweepGrid
+
+
+def _number_or_word(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+# Options of the grid: flag, kind of each value, metavar and help.
+GRID: tuple[tuple[str, Callable[[str], Any], str, str], ...] = (
+    ("criteria", str, "A,B,...", f"some of {CRITERIA} (default: hies,his,ad,l2,random)"),
+    ("alphas", _number_or_word, "A,B,...", "numbers, auto (one for each sparsity) or auto-area (default: auto)"),
+    ("sparsities", float, "S,T,...", "shares of heads to remove (default: 0.1,0.3,0.5,0.7)"),
+    ("flops", float, "F,G,...", "instead of --sparsities: shares of the dense FLOPs to leave, e.g. 0.8,0.6"),
+    ("modules", str, "A,B,...", "attention, mlp, both (default: the recipe's)"),
+    ("seeds", int, "M,N,...", "seeds that draw the calibration rows (default: 0,1,2)"),
+    ("calibration-sizes", int, "M,N,...", "numbers of calibration rows (default: the recipe's)"),
+    ("compensations", str, "A,B,...", "none, bias, scalars, least_squares, weighted (default: none)"),
+)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the recipe and the grid."""
     add = parser.add_argument
     add_recipe(parser)
-    add("--criteria", metavar="A,B,...", help=f"some of {CRITERIA} (default: hies,his,ad,l2,random)")
-    add("--alphas", metavar="A,B,...", help="numbers, auto (one for each sparsity) or auto-area (default: auto)")
-    add("--sparsities", metavar="S,T,...", help="shares of heads to remove (default: 0.1,0.3,0.5,0.7)")
-    add("--flops", metavar="F,G,...", help="instead of --sparsities: shares of the dense FLOPs to leave, e.g. 0.8,0.6")
-    add("--modules", metavar="A,B,...", help="attention, mlp, both (default: the recipe's)")
-    add("--seeds", metavar="M,N,...", help="seeds that draw the calibration rows (default: 0,1,2)")
-    add("--calibration-sizes", metavar="M,N,...", help="numbers of calibration rows (default: the recipe's)")
-    add("--compensations", metavar="A,B,...", help="none, bias, scalars, least_squares, weighted (default: none)")
+    for flag, kind, metavar, text in GRID:
+        add(f"--{flag}", type=a_list(kind), metavar=metavar, help=text)
     add(
         "--latency",
         metavar="RUNTIME",
@@ -36,16 +46,12 @@ def add_arguments(parser: ArgumentParser) -> None:
         const="onnxruntime-cpu",
         help="time every slim model against the dense one, at 8 x 128, on onnxruntime-cpu or another runtime of bench",
     )
-    add(
-        "--executor",
-        metavar="dask:ADDRESS",
-        help="evaluate on the workers of a Dask cluster (default: in this process)",
-    )
+    workers = "evaluate on the workers of a Dask cluster (default: in this process)"
+    add("--executor", metavar="dask:ADDRESS", help=workers)
     add("--no-figures", action="store_true", help="draw nothing")
-    add_json(parser)
 
 
-def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
+def run(options: Options) -> dict[str, Any]:
     """Judge every cell of the grid, print the tables, and return rows, seconds and the number of models judged."""
     from ..lab.sweep.executors import open_executor
     from ..lab.sweep.latency import LatencyRequest
@@ -54,59 +60,36 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
     recipe = read_recipe(options)
     grid = _read_grid(options, calibration_size=recipe.calibration.samples)
     latency = LatencyRequest(options.latency) if options.latency else None
-    how: dict[str, Any] = {"latency": latency, "overwrite": options.overwrite, "progress": progress}
-    with open_executor(options.executor, progress=progress) if options.executor else nullcontext() as executor:
+    how: dict[str, Any] = {"latency": latency, "overwrite": options.overwrite, "progress": options.progress}
+    with open_executor(options.executor, progress=options.progress) if options.executor else nullcontext() as executor:
         result = sweep(recipe, grid, recipe.output, executor=executor, **how)
     if not options.no_figures:
         from ..lab.sweep.figures import draw_sweep
         from ..report.figures import write_figures
 
-        progress.stage("draw")
+        options.progress.stage("draw")
         write_figures(draw_sweep(recipe.output), recipe.output / "figures")
-    print_tables(result.rows, console)
+    print_tables(result.rows, options)
     spent = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in result.seconds.items())
-    console.print(f"\n{result.evaluations} models judged; {spent}", soft_wrap=True)
-    console.print(f"written to {recipe.output}: sweep.html, sweep.json, sweep.csv, tables.md, tables.tex")
+    options.console.print(f"\n{result.evaluations} models judged; {spent}", soft_wrap=True)
+    options.console.print(f"written to {recipe.output}: sweep.html, sweep.json, sweep.csv, tables.md, tables.tex")
     return {"rows": result.rows, "seconds": result.seconds, "evaluations": result.evaluations}
 
 
-def print_tables(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
+def print_tables(rows: Sequence[Mapping[str, Any]], options: Options) -> None:
     """Print the tables of a sweep's rows, and how baselines differ from the originals."""
     from ..lab.sweep.tables import sweep_tables, terminal_table
 
     for table in sweep_tables(rows):
-        console.print(f"\n{table.title}")
-        console.print(terminal_table(table))
+        options.console.print(f"\n{table.title}")
+        options.console.print(terminal_table(table))
     for name, how in table.differences.items():
-        console.print(f"{name} differs from the original: {how}", soft_wrap=True)
+        options.console.print(f"{name} differs from the original: {how}", soft_wrap=True)
 
 
-def _read_grid(options: Namespace, *, calibration_size: int) -> SweepGrid:
+def _read_grid(options: Options, *, calibration_size: int) -> SweepGrid:
     from ..lab.sweep.grid import SweepGrid
 
-    numbers: dict[str, Callable[[str], Any]] = {
-        **{"alphas": _number_or_word, "sparsities": float, "flops": float},
-        **{"seeds": int, "calibration_sizes": int},
-    }
-    names = [*numbers, "criteria", "compensations", "modules"]
-    given = {name: _split(name, getattr(options, name), numbers.get(name, str)) for name in names}
+    given = {name: getattr(options, name) for name in (flag.replace("-", "_") for flag, *_ in GRID)}
     given["calibration_sizes"] = given["calibration_sizes"] or (calibration_size,)
     return SweepGrid(**{name: values for name, values in given.items() if values is not None})
-
-
-def _split(name: str, text: str | None, convert: Callable[[str], Any]) -> tuple[Any, ...] | None:
-    if text is None:
-        return None
-    try:
-        return tuple(convert(part.strip()) for part in text.split(",") if part.strip())
-    except ValueError:
-        kind = "whole numbers" if convert is int else "numbers"
-        flag = name.replace("_", "-")
-        raise RequestError(f"--{flag} takes {kind}, separated by commas, got {quoted(text)}") from None
-
-
-def _number_or_word(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text

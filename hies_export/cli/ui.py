@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 
-from rich.console import Console
-
-from ..progress import Progress
-from .arguments import a_number, a_path
+from .arguments import Options, a_number, a_path
 from .paths import refuse_other_than
 
 
@@ -19,7 +16,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--no-browser", action="store_true", help="do not open the page, only serve it")
 
 
-def run(options: Namespace, console: Console, progress: Progress) -> None:
+def run(options: Options) -> None:
     """Serve the page until it is interrupted."""
     from ..checkpoint.contents import Contents
     from ..lab.ui.page import show
@@ -27,5 +24,5 @@ def run(options: Namespace, console: Console, progress: Progress) -> None:
     wanted = (Contents.RUN, Contents.SWEEP)
     refuse_other_than(options.folder, *wanted, needs="ui needs the folder of a finished run or sweep")
     page = show(options.folder, port=options.port, open_browser=not options.no_browser)
-    console.print(f"{page.local_url} shows {options.folder}; Ctrl-C ends it")
+    options.console.print(f"{page.local_url} shows {options.folder}; Ctrl-C ends it")
     page.block_thread()

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 from typing import Any
 
-from rich.console import Console
-
-from ..progress import Progress
-from .arguments import a_path_or_id, add_json, add_output
+from .arguments import Options, a_path_or_id, add_output
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the checkpoint and the folder."""
-    parser.add_argument(
-        "model", metavar="MODEL", type=a_path_or_id, help="checkpoint folder or Hub id, with pruned_heads in its config"
-    )
+    model = "checkpoint folder or Hub id, with pruned_heads in its config"
+    parser.add_argument("model", metavar="MODEL", type=a_path_or_id, help=model)
     add_output(parser, required=True)
-    add_json(parser)
 
 
-def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
+def run(options: Options) -> dict[str, Any]:
     """Write the slim checkpoint, and return its heads and how far it differs when it is loaded again."""
     from ..checkpoint.folders import refuse_existing
     from ..checkpoint.loading import load_version4
@@ -30,9 +25,9 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
     from .terminal import plan_totals, print_plan
 
     refuse_existing(options.output, overwrite=options.overwrite, inputs={"model": options.model})
-    progress.stage("load the model")
+    options.progress.stage("load the model")
     model, plan = load_version4(options.model)
-    progress.stage("save")
+    options.progress.stage("save")
     reload_max_abs = save_slim(
         model,
         options.output,
@@ -41,6 +36,6 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
         processor=load_processor_if_any(options.model, model),
         overwrite=options.overwrite,
     )
-    print_plan(plan, console)
-    console.print(f"\nwritten to {options.output}; reloaded against saved {reload_max_abs:.2g}")
+    print_plan(plan, options.console)
+    options.console.print(f"\nwritten to {options.output}; reloaded against saved {reload_max_abs:.2g}")
     return {"folder": str(options.output), **plan_totals(plan), "reload_max_abs": reload_max_abs}

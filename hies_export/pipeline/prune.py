@@ -21,7 +21,7 @@ from ..data.targets import is_regression, samples_of
 from ..errors import RecipeError, RequestError
 from ..evaluate.judge import Judge
 from ..evaluate.metrics import check_metrics, default_metrics
-from ..hub.push import push_folder
+from ..hub import push_folder
 from ..measure.counts import Both, FlopCount, count_both_flops, count_parameters
 from ..model.modes import evaluating
 from ..onnx.export import OnnxExport

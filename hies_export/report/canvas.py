@@ -8,9 +8,9 @@ import itertools
 import math
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -38,17 +38,47 @@ _COVERS = 100.0
 Place = tuple[float, float]
 
 
-class Part(NamedTuple):
-    """What an element of a drawing is: its CSS class, its tooltip and the series that it belongs to."""
+class Drawing:
+    """A figure in units of the SVG, with axes, whose elements have CSS classes and tooltips."""
 
-    kind: str
-    note: str = ""
-    of: str = ""
+    def __init__(self, figure: Figure, axes: Axes):
+        self.figure, self.axes = figure, axes
+        self._parts: dict[str, tuple[str, str, str]] = {}
+
+    def gid(self, kind: str, note: str = "", of: str = "") -> str:
+        """Return the gid of a new element, given its CSS class, its tooltip and the series that it belongs to."""
+        gid = f"part-{len(self._parts)}"
+        self._parts[gid] = (kind, note, of)
+        return gid
+
+    def svg(self, kind: str, text: str, *, tight: bool = False) -> str:
+        """Return the figure as an SVG element; a `tight` one is as large as what is drawn, also beyond the canvas."""
+        out = io.StringIO()
+        size: dict[str, Any] = {"bbox_inches": "tight", "pad_inches": 0.06} if tight else {}
+        self.figure.savefig(out, format="svg", transparent=True, metadata={"Date": None}, **size)
+        svg = re.sub(r"(?s)<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", out.getvalue())
+        box = re.search(r'viewBox="([^"]*)"', svg)
+        assert box is not None
+
+        def named(found: re.Match[str]) -> str:
+            if found[1] not in self._parts or found[2]:
+                return f"<g{found[2]}>"
+            kind, note, of = self._parts[found[1]]
+            series = f' data-s="{html.escape(of)}"' if of else ""
+            return f'<g class="{kind}"{series}>' + (f"<title>{html.escape(note)}</title>" if note else "")
+
+        body = re.sub(r'<g id="([^"]*)"[^>]*?(/?)>', named, svg.partition("<svg")[2].partition(">")[2])
+        # Nothing is drawn beyond the axes that has to be hidden, and a page has a font of its own.
+        body = re.sub(r'(?s)<clipPath.*?</clipPath>| clip-path="[^"]*"', "", body).replace("xlink:href", "href")
+        body = re.sub(r"font: (?:(\w+) )?([\d.]+px) [^;\"]*", r"font-weight: \1; font-size: \2", body)
+        body = re.sub(r"font-family: [^;\"]*;? ?|font-weight: ; ", "", body)
+        body = re.sub(r"<g/>|<defs>\s*</defs>", "", re.sub(r"\s*\n\s*", " ", body).replace("> <", "><"))
+        return f'<svg class="{kind}" viewBox="{box[1]}" role="img" aria-label="{html.escape(text)}">' + body.strip()
 
 
 @contextmanager
-def canvas(width: float, height: float, *, size: float) -> Iterator[Figure]:
-    """Yield an empty figure in units of the SVG, with text of a size."""
+def canvas(width: float, height: float, *, size: float, within: tuple[float, float, float, float]) -> Iterator[Drawing]:
+    """Yield an empty drawing with text of a size, and frameless axes `within` a left, bottom, right and top margin."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -59,36 +89,12 @@ def canvas(width: float, height: float, *, size: float) -> Iterator[Figure]:
     with matplotlib.rc_context({**plain, **colours, **fonts}), warnings.catch_warnings():
         # A name in a script that the font lacks is drawn by the browser's.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
-        yield Figure((width / 72, height / 72), dpi=72)
-
-
-def svg_of(figure: Figure, parts: Mapping[str, Part], *, kind: str, text: str, tight: bool = True) -> str:
-    """Return a figure as an SVG element; `parts` tells what the elements are whose gid is a key.
-
-    A `tight` one is as large as what is drawn, also beyond the canvas.
-    """
-    out = io.StringIO()
-    size: dict[str, Any] = {"bbox_inches": "tight", "pad_inches": 0.06} if tight else {}
-    figure.savefig(out, format="svg", transparent=True, metadata={"Date": None}, **size)
-    svg = re.sub(r"(?s)<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", out.getvalue())
-    box = re.search(r'viewBox="([^"]*)"', svg)
-    assert box is not None
-
-    def named(found: re.Match[str]) -> str:
-        part = parts.get(found[1])
-        if part is None or found[2]:
-            return f"<g{found[2]}>"
-        of = f' data-s="{html.escape(part.of)}"' if part.of else ""
-        note = f"<title>{html.escape(part.note)}</title>" if part.note else ""
-        return f'<g class="{part.kind}"{of}>{note}'
-
-    body = re.sub(r'<g id="([^"]*)"[^>]*?(/?)>', named, svg.partition("<svg")[2].partition(">")[2])
-    # Nothing is drawn beyond the axes that has to be hidden, and a page has a font of its own.
-    body = re.sub(r'(?s)<clipPath.*?</clipPath>| clip-path="[^"]*"', "", body).replace("xlink:href", "href")
-    body = re.sub(r"font: (?:(\w+) )?([\d.]+px) [^;\"]*", r"font-weight: \1; font-size: \2", body)
-    body = re.sub(r"font-family: [^;\"]*;? ?|font-weight: ; ", "", body)
-    body = re.sub(r"<g/>|<defs>\s*</defs>", "", re.sub(r"\s*\n\s*", " ", body).replace("> <", "><"))
-    return f'<svg class="{kind}" viewBox="{box[1]}" role="img" aria-label="{html.escape(text)}">' + body.strip()
+        figure, (left, bottom, right, top) = Figure((width / 72, height / 72), dpi=72), within
+        across, up = 1 - (left + right) / width, 1 - (bottom + top) / height
+        axes = figure.add_axes((left / width, bottom / height, across, up))
+        axes.spines[:].set_visible(False)
+        axes.tick_params(which="both", length=0)
+        yield Drawing(figure, axes)
 
 
 def for_page(svg: str) -> str:

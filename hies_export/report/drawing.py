@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..measure.rows import LatencyRow
-from .canvas import ACCENT, CARD, LINE, MUTED, SECOND, Part, canvas, for_page, svg_of
+from .canvas import ACCENT, CARD, LINE, MUTED, SECOND, canvas, for_page
 from .maps import CUT, NeuronCount
 
 
@@ -87,13 +87,8 @@ class Scale:
 class Curve:
     """A curve with its measured points.
 
-    Attributes:
-        axis: Text at both ends of the axis.
-        kind: CSS class of the curve; stability has a colour of its own.
-        ticks: Numbers on the axis.
-        chosen: Where on the axis the choice is marked.
-        band: Ends of a shaded band.
-        most: Where the axis ends.
+    `axis` is the text at both ends of the axis, which ends at `most` and has numbers at `ticks`. `kind` is the CSS
+    class: stability has a colour of its own. `chosen` is where the choice is marked, `band` the ends of a shaded band.
     """
 
     label: str
@@ -109,30 +104,28 @@ class Curve:
 
 def draw_curve(curve: Curve) -> str:
     """Return a curve as an SVG element."""
-    parts: dict[str, Part] = {}
     colour, values = SECOND if curve.kind == "stability" else ACCENT, [*(dot.y for dot in curve.dots), *curve.band]
     height = 160 if curve.ticks else 140
-    with canvas(400, height, size=13) as drawn:
-        axes = drawn.add_axes((50 / 400, 52 / height, 334 / 400, 1 - 66 / height))
-        axes.spines[:].set_visible(False)
-        axes.tick_params(length=3 if curve.ticks else 0, color=LINE)
+    with canvas(400, height, size=13, within=(50, 52, 16, 14)) as drawn:
+        axes = drawn.axes
+        axes.tick_params("x", length=3 if curve.ticks else 0, color=LINE)
         axes.set_xticks(curve.ticks, [f"{tick:g}" for tick in curve.ticks])
         ends = sorted({min(values), max(values)})
         axes.set_yticks(ends, [f"{end:.3g}" for end in ends])
-        axes.tick_params(axis="y", length=0, pad=8)
+        axes.tick_params("y", pad=8)
         if curve.band:
             axes.axhspan(min(curve.band), max(curve.band), color=colour, alpha=0.13, lw=0)
         if curve.chosen is not None:
             axes.axvline(curve.chosen, color=MUTED, lw=1, ls=(0, (3, 4)), zorder=0)
         axes.plot(*zip(*curve.line, strict=True), color=colour, lw=1.5, clip_on=False)
         for dot in curve.dots:
-            parts[gid := f"dot-{len(parts)}"] = Part("chosen" if dot.chosen else "dot", dot.note)
+            gid = drawn.gid("chosen" if dot.chosen else "dot", dot.note)
             size = {"ms": 11, "mec": CARD, "mew": 1.5} if dot.chosen else {"ms": 5}
             axes.plot(dot.x, dot.y, "o", color=colour, gid=gid, clip_on=False, zorder=3, **size)
         axes.set(xlim=(0, curve.most), ylim=(ends[0], ends[-1]) if len(ends) > 1 else (ends[0] - 1, ends[0] + 1))
-        drawn.text(50 / 400, 8 / height, curve.axis[0])
-        drawn.text(384 / 400, 8 / height, curve.axis[1], ha="right")
-        return svg_of(drawn, parts, kind=f"plot {curve.kind}".strip(), text=curve.label, tight=False)
+        drawn.figure.text(50 / 400, 8 / height, curve.axis[0])
+        drawn.figure.text(384 / 400, 8 / height, curve.axis[1], ha="right")
+        return drawn.svg(f"plot {curve.kind}".strip(), curve.label)
 
 
 def page_curve(curve: Curve) -> str:

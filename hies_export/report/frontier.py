@@ -9,22 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..forms.judged import JudgedForm, deciding_step, relative_times
-from .canvas import (
-    ACCENT,
-    CARD,
-    GREY,
-    INK,
-    LINE,
-    MARKERS,
-    MUTED,
-    SECOND,
-    SERIES,
-    Part,
-    canvas,
-    for_page,
-    place_names,
-    svg_of,
-)
+from . import canvas
+from .canvas import ACCENT, CARD, GREY, INK, LINE, MARKERS, MUTED, SECOND, SERIES
 from .report import Report
 from .rows import form_name, form_step
 from .text import runtime_name
@@ -44,12 +30,9 @@ _WORST = 5
 class Measured(NamedTuple):
     """A model on some runtime: its time and agreement, as shares of the dense model's, with their intervals.
 
-    Attributes:
-        name: Lines of text beside its point; without them the point has no intervals either.
-        kind: CSS class: this package's or another tool's.
-        shape: Number of its mark.
-        note: Tooltip of the point.
-        series: A thin line joins the points of a series; its first name is that of the line.
+    `name` has the lines of text beside its point; without them the point has no intervals either. `kind` is the CSS
+    class, `shape` the number of its mark, `note` its tooltip. A thin line joins the points of a `series`, whose first
+    name is that of the line.
     """
 
     name: tuple[str, ...]
@@ -65,7 +48,7 @@ class Measured(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What a mark in the legend means: its CSS class and the number of its shape, and the text."""
+    """What a mark in the legend means."""
 
     kind: str
     shape: int
@@ -74,13 +57,9 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class FrontierFigure:
-    """Agreement upwards, time to the right.
+    """Agreement upwards, time to the right; the names of these axes are `upwards` and `across`.
 
-    Attributes:
-        shapes: What the marks mean, for the legend.
-        interval: What the bars mean.
-        promise: The promised agreement.
-        across, upwards: Names of the axes.
+    `shapes` and `interval` say in the legend what marks and bars mean; `promise` is the promised agreement.
     """
 
     found: Sequence[Measured]
@@ -178,11 +157,9 @@ def draw_frontier(figure: FrontierFigure, *, width: int = WIDTH, kind: str = "wi
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     narrow, round_numbers = width < WIDTH, [1, 2, 5, 10]
-    parts: dict[str, Part] = {}
-    with canvas(width, 400, size=13) as drawn:
-        axes = drawn.add_axes((66 / width, 0.13, 1 - 84 / width, 0.7))
-        axes.spines[:].set_visible(False)
-        axes.tick_params(length=0, pad=7)
+    with canvas.canvas(width, 400, size=13, within=(66, 52, 18, 68)) as drawn:
+        axes = drawn.axes
+        axes.tick_params(pad=7)
         axes.grid(axis="y", color=LINE, lw=1)
         ticks = MaxNLocator(4, steps=round_numbers).tick_values(figure.least, 1.0)
         axes.set_yticks([tick for tick in ticks if -1e-9 <= tick <= 1 + 1e-9])
@@ -191,14 +168,13 @@ def draw_frontier(figure: FrontierFigure, *, width: int = WIDTH, kind: str = "wi
         axes.xaxis.set_major_locator(MaxNLocator(4 if narrow else 8, steps=round_numbers))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.4g} %"))
         axes.set_xlabel(figure.across, loc="right")
-        drawn.text(0, 1, figure.upwards, va="top")
+        drawn.figure.text(0, 1, figure.upwards, va="top")
         if figure.promise is not None:
             axes.axhline(figure.promise, **_PROMISE)
 
         def line(name: str, places: Sequence[Ends], *, of: str = "", **style: Any) -> None:
             """Draw a line, or a mark, whose class is the first part of its name."""
-            parts[gid := f"{name}-{len(parts)}"] = Part(name, of=of)
-            axes.plot(*zip(*places, strict=True), gid=gid, **{"clip_on": False, **style})
+            axes.plot(*zip(*places, strict=True), gid=drawn.gid(name, of=of), **{"clip_on": False, **style})
 
         places = [(one.time, max(one.same, lowest)) for one in figure.found]
         for series in dict.fromkeys(one.series for one in figure.found if one.series):
@@ -212,25 +188,24 @@ def draw_frontier(figure: FrontierFigure, *, width: int = WIDTH, kind: str = "wi
             for bar in ([[(end, same) for end in one.time_ends], [(time, low), (time, high)]]) if one.name else []:
                 line("whisker", bar, color=MUTED, lw=1, alpha=0.7)
                 crossed.append(bar)
-        for number, (one, place) in enumerate(zip(figure.found, places, strict=True)):
-            gid = f"mark-{number}"
-            parts[gid] = Part(f"mark {one.kind}", one.note, one.series[0] if one.series else "")
+        for one, place in zip(figure.found, places, strict=True):
+            gid = drawn.gid(f"mark {one.kind}", one.note, one.series[0] if one.series else "")
             style = {"color": _colour(one.kind), "mec": CARD, "mew": 0.7, "ms": 11 if one.chosen else 8}
             axes.plot(*place, MARKERS[one.shape % 4], gid=gid, clip_on=False, zorder=4, **style)
         names: list[Any] = []
         for one, place in sorted(zip(figure.found, places, strict=True), key=lambda pair: not pair[0].chosen):
             if one.name:
-                parts[gid := f"name-{len(names)}"] = Part("name best" if one.chosen else "name")
+                gid = drawn.gid("name best" if one.chosen else "name")
                 style = {"color": INK, "weight": "bold" if one.chosen else "normal", "zorder": 5}
                 names.append(axes.text(*place, _text(one, below=one.same < lowest), gid=gid, **style))
-        numbered = place_names(axes, places, names, crossed)
-        _legend(drawn, figure, numbered, columns=1 if narrow else 3)
-        return svg_of(drawn, parts, kind=f"frontier {kind}", text=figure.text)
+        numbered = canvas.place_names(axes, places, names, crossed)
+        _legend(drawn.figure, figure, numbered, columns=1 if narrow else 3)
+        return drawn.svg(f"frontier {kind}", figure.text, tight=True)
 
 
 def page_frontier(figure: FrontierFigure) -> str:
     """Return the picture for a page, which shows the first of two on a wide screen and the other on a narrow one."""
-    return for_page(draw_frontier(figure) + draw_frontier(figure, width=NARROW, kind="narrow"))
+    return canvas.for_page(draw_frontier(figure) + draw_frontier(figure, width=NARROW, kind="narrow"))
 
 
 def _legend(drawn: Figure, figure: FrontierFigure, numbered: Sequence[tuple[int, str]], *, columns: int) -> None:

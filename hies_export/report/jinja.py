@@ -26,7 +26,7 @@ def render_report(template: str, report: Report, **values: Any) -> str:
 
 def render_markdown(report: Report) -> str:
     """Return report.md: the report as a page of Markdown."""
-    return render_report("report.md.j2", report)
+    return render_report("report.md.j2", report).rstrip() + "\n"
 
 
 @cache

@@ -10,6 +10,7 @@ from ..evaluate.judge import Tried
 from ..forms.judged import FormTime, JudgedForm
 from ..measure.counts import Both, LayerFlops
 from ..measure.rows import LatencyRow
+from . import text
 from .report import FirstMetric, Report
 from .text import agreement, named_units, runtime_name, si
 
@@ -27,6 +28,38 @@ class Table(NamedTuple):
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
+
+
+class Part(NamedTuple):
+    """What a rendering shows under a heading: a table, and sentences below it; a missing one is empty."""
+
+    heading: str
+    table: Table | None = None
+    notes: Sequence[str] = ()
+
+
+def report_parts(report: Report) -> dict[str, Part]:
+    """Return by name what terminal, Markdown and card show of a report, without what it does not have."""
+    rows, layers = report.latency, report.details.flops_per_layer
+    served = "As served" if report.cascade else "In fewer bits"
+    at = " x ".join(map(str, layers.shape)) if layers else ""
+    parts = {
+        "changed": Part("What changed", comparison_table(report), (text.budget_text(report),)),
+        "family": Part("", None, (text.family_text(report),)),
+        "latency": Part("Latency", *((latency_table(rows), (text.latency_text(rows),)) if rows else ())),
+        "served": Part(served, forms_table(report), (text.forms_text(report), text.cascade_text(report))),
+        "chosen": Part(
+            f"How it was chosen, on {text.held_out_rows(report)}",
+            tried_table(report),
+            (text.tried_text(report), text.alpha_text(report)),
+        ),
+        "layers": Part(f"FLOPs of every layer, at {at}", layer_table(layers.dense, layers.slim) if layers else None),
+        "checks": Part("Checks", check_table(report)),
+        "method": Part(
+            "How it was measured", None, (f"{text.method_text(report)} {text.environment_text(report.environment)}",)
+        ),
+    }
+    return {name: part for name, part in parts.items() if part.table or any(part.notes)}
 
 
 class SizeRow(NamedTuple):

@@ -16,6 +16,9 @@ SCORES = Rule("scores.json must be as a run of this version wrote it", RERUN, me
 SWEEP = Rule("sweep.json must be as a sweep of this version wrote it", RERUN, shown=True)
 SWEEP_DETAILS = Rule("details.json must be as a sweep of this version wrote it", RERUN, megabytes=1024, shown=True)
 
+# What the rows of a sweep may remove, in words.
+REMOVES = {"attention": "heads only", "mlp": "neurons only", "attention+mlp": "heads and neurons"}
+
 
 class ScoresFile(Schema):
     """scores.json of a run: the statistics behind the scores."""

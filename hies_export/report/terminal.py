@@ -11,17 +11,7 @@ from rich.text import Text
 from .lead import lead_text
 from .maps import CUT, KEPT, UnitMap, unit_maps
 from .report import Report
-from .rows import Table, comparison_table, forms_table, latency_table, tried_table
-from .text import (
-    alpha_text,
-    budget_text,
-    cascade_text,
-    family_text,
-    forms_text,
-    held_out_rows,
-    latency_text,
-    tried_text,
-)
+from .rows import Table, report_parts
 
 # Spaces between two columns.
 GAP = 2
@@ -33,26 +23,18 @@ def print_report(report: Report, console: Console) -> None:
     for units in unit_maps(report):
         console.print()
         console.print(map_text(units, console.width))
-    print_table(console, "", comparison_table(report))
-    print_table(console, f"what was tried, on {held_out_rows(report)}", tried_table(report), tried_text(report))
-    alpha = alpha_text(report)
-    for said in (f"on {held_out_rows(report)}: {alpha}" if alpha else "", budget_text(report), family_text(report)):
-        if said:
-            console.print(f"\n{said}", markup=False)
-    if report.latency:
-        print_table(console, "", latency_table(report.latency), latency_text(report.latency))
-    print_table(console, "", forms_table(report), forms_text(report))
-    if report.cascade:
-        console.print(f"\n{cascade_text(report)}", markup=False)
+    parts = report_parts(report)
+    for name in ("changed", "family", "chosen", "latency", "served"):
+        if part := parts.get(name):
+            print_table(console, part.heading if name == "chosen" else "", part.table, *part.notes)
 
 
-def print_table(console: Console, title: str, table: Table | None, note: str = "") -> None:
-    """Print a table between its title and a note, after an empty line; nothing if there is no table."""
-    if table is None:
-        return
+def print_table(console: Console, title: str, table: Table | None, *notes: str) -> None:
+    """Print a table between its title and notes, after an empty line."""
     console.print(f"\n{title}" if title else "", markup=False)
-    console.print(PlainTable(*table))
-    if note:
+    if table is not None:
+        console.print(PlainTable(*table))
+    for note in filter(None, notes):
         console.print(note, markup=False, style="dim")
 
 

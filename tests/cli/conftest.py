@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 from rich.console import Console
 
+from hies_export.cli.arguments import Options
 from hies_export.cli.main import main
 from hies_export.progress import Progress
 
@@ -43,8 +44,8 @@ def run_command(capsys: pytest.CaptureFixture[str]) -> Callable[..., Said]:
     """Run a function as a command."""
 
     def run_command(function: Callable[[Console, Progress], Any], *, json: bool = False, verbose: bool = False) -> Said:
-        def run(options: argparse.Namespace, console: Console, progress: Progress) -> Any:
-            return function(console, progress)
+        def run(options: Options) -> Any:
+            return function(options.console, options.progress)
 
         parser = argparse.ArgumentParser()
         parser.set_defaults(command=SimpleNamespace(run=run), json=json, verbose=verbose)

@@ -19,7 +19,7 @@ from support.tolerance import assert_near
 import hies_export
 from hies_export.cli.main import main
 from hies_export.errors import OutputExistsError, PushError, RequestError
-from hies_export.hub.push import push_to_hub
+from hies_export.hub import push_to_hub
 from hies_export.report.card import render_card
 
 # What the client says of itself where it sends bytes.
@@ -192,7 +192,7 @@ def test_other_content_is_refused_or_replaced_whole(hub: Hub, run_folder: Path) 
     ("given", "match"),
     [
         ({"token": None}, r"needs a token of the Hub .* there is none; log in with 'hf auth login'"),
-        ({"token": "hf_unheardof"}, r"the token must be one the Hub knows.*log in again"),
+        ({"token": "hf_unheardof"}, r"the token must be one the Hub knows.*log in with"),
         ({"token": READ_TOKEN}, r"the right to write to user/there, but the Hub refused"),
         ({"token": READ_TOKEN, "repository": "user/new"}, r"the right to write to user/new, but the Hub refused"),
         ({"repository": "slim"}, r"a repository must be USER/REPO, got 'slim'"),

@@ -23,7 +23,7 @@ from transformers import (
 from hies_export.cli.main import main
 from hies_export.data.processors import load_processor
 from hies_export.errors import DataError, ExportError, RecipeError, RequestError
-from hies_export.generate.text import encode_prompts, generate_text
+from hies_export.generate import encode_prompts, generate_text
 from hies_export.onnx.export import export_onnx
 from hies_export.onnx.generator import OnnxGenerator
 from hies_export.onnx.multimodal import image_text_batch

@@ -20,7 +20,7 @@ from hies_export.errors import RequestError
 from hies_export.forms import deployment as deploying
 from hies_export.forms import judged as judging
 from hies_export.forms.on_rows import time_on_rows
-from hies_export.hub.push import _contents
+from hies_export.hub import _contents
 from hies_export.pipeline import fastest, targets
 from hies_export.pipeline.fastest import choose_size
 from hies_export.pipeline.resolve import resolve, rows_in_order

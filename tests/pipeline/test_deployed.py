@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from hies_export.errors import RequestError
 from hies_export.forms.compare import compare_forms
 from hies_export.forms.form import Form
-from hies_export.hub.push import _contents
+from hies_export.hub import _contents
 from hies_export.measure.timing import Timing
 from hies_export.pipeline.run import run
 from hies_export.recipe import PruningRecipe

@@ -403,7 +403,6 @@ def test_bench_refuses_what_cannot_be_compared(
     monkeypatch.chdir(project)
     for arguments, message in (
         ((project / "nowhere", "model"), "a model must be a folder"),
-        (("model", "--shape", "8by8"), "--shape must be BATCHxSEQUENCE"),
         (("model", "--runtime", "tourch"), "did you mean 'torch'"),
         (("model", "--dtype", "int4"), "a dtype must be one of float32, float16, bfloat16 on torch, got 'int4'"),
         (("model", "--runtime", "onnxruntime-tensorrt"), 'pip install "hies-export[gpu]"'),

@@ -4,5 +4,4 @@
 batches it makes a `Theory`, which `hies-export inspect --theory` prints.
 - `explore.py`: predict the quality of plans that were not evaluated. From the folder of a finished run or sweep it
 makes an `Exploration`, which `hies-export ui` shows. No model is loaded.
-- `trials.py`: the evaluated plans, of any criterion, with their measurements.
 """

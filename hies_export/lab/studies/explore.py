@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from sklearn.isotonic import IsotonicRegression
+from sklearn.model_selection import LeaveOneOut, cross_val_predict
 
 from ...calibrate.collect import DEFAULT_NEEDS
 from ...errors import RequestError, root_cause
@@ -22,28 +23,58 @@ from ...files import read_json
 from ...kinds import ATTENTION, MLP
 from ...outcomes import HeadsOutcome
 from ...report.report import Report
-from ...report.schemas import SCORES, SWEEP, SWEEP_DETAILS, ScoresFile, SweepAbout, SweepDetails, SweepFile
+from ...report.schemas import REMOVES, SCORES, SWEEP, SWEEP_DETAILS, ScoresFile, SweepAbout, SweepDetails, SweepFile
 from ...report.text import held_out_rows
 from ...score.criteria import score_units
 from ...select.constraints import Constraints
 from ...select.select import select_units
 from ...units import Kept, Units
 from ...values import Calibration, PruningPlan, Scores, Statistics, library_versions
-from .trials import Result, Trial, compensation_how, row_label, same_units
 
 # Quality is predicted from plans of these criteria. At equal HIS lost, plans of other criteria differ in quality.
 FAMILY = ("hies", "his")
 
 
 @dataclass(frozen=True)
+class Result:
+    """The measurements of a plan; `how` describes in words the models and rows that were evaluated.
+
+    The metric is None if it is unknown or undefined.
+    """
+
+    how: str
+    quality: float | None
+    stability: float
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A plan that was evaluated, with a result for every compensation; no FLOPs if they were not counted."""
+
+    plan: PruningPlan
+    label: str
+    results: tuple[Result, ...]
+    flops_ratio: float | None = None
+
+
+def same_units(one: PruningPlan, other: PruningPlan) -> bool:
+    """Return whether two plans keep the same units."""
+    return {name: kept.units for name, kept in one.kept.items()} == {n: kept.units for n, kept in other.kept.items()}
+
+
+def results_of(trials: Sequence[Trial], plan: PruningPlan) -> dict[str, Result]:
+    """Return the measurements of the plans that keep the same units, the first of each `how`."""
+    found: dict[str, Result] = {}
+    for result in (result for trial in trials if same_units(trial.plan, plan) for result in trial.results):
+        found.setdefault(result.how, result)
+    return found
+
+
+@dataclass(frozen=True)
 class Measured:
     """Plans that were evaluated in the same way.
 
-    Attributes:
-        how: Description, in words, of the models and rows that were evaluated.
-        lost: Share of the model's HIS that each plan removes, in [0, 1].
-        quality: Metric of each plan; empty without labels.
-        stability: Share of each plan's predictions that equal the dense model's, in [0, 1].
+    `lost` is the share of the model's HIS that each removes; `quality` is empty if any metric is unknown.
     """
 
     how: str
@@ -58,15 +89,15 @@ class Exploration:
 
     Attributes:
         model: Path or Hub id of the dense model; empty if the folder does not name it.
-        statistics: Statistics of every head that may be removed, and of every neuron if neurons may be.
+        statistics: Of every head that may be removed, and of every neuron if neurons may be.
         normalize: Normalisation of the criterion, as in recipes.
         plan: The folder's own plan; all other plans have its modules, seed and model.
-        flops_per_head: Share of the dense model's FLOPs that a query head costs, averaged over the removed heads.
-        flops_per_neuron: The same for a feed-forward neuron; 0 if no neurons may be removed.
+        flops_per_head, flops_per_neuron: Share of the dense model's FLOPs that a unit costs, averaged over those
+            removed; 0 for neurons if none may be removed.
         shape: Shape at which FLOPs were counted, as "batch x sequence"; empty if the folder does not name it.
         metric: Name of the metric of quality.
-        measured: The evaluated plans that quality is predicted from.
-        trials: All evaluated plans, of any criterion, whose units the folder has.
+        measured: The trials that quality is predicted from.
+        trials: All evaluated plans whose units the folder has.
     """
 
     model: str
@@ -97,9 +128,8 @@ class Exploration:
     @property
     def allocation(self) -> str:
         """The allocation of the folder's plan: "uniform" if all modules keep equally many units, else "global"."""
-        counts = {
-            (kept.kind, len(kept.units)) for name, kept in self.plan.kept.items() if name in self.statistics["his"]
-        }
+        ranked = [kept for name, kept in self.plan.kept.items() if name in self.statistics["his"]]
+        counts = {(kept.kind, len(kept.units)) for kept in ranked}
         return "uniform" if len(counts) == len({kind for kind, _ in counts}) else "global"
 
     @property
@@ -112,47 +142,32 @@ class Exploration:
         found = [
             score_units(statistics, criterion=criterion, alpha=alpha, normalize=self.normalize)
             for kind, criterion in ((ATTENTION, "hies"), (MLP, "his"))
-            if (statistics := self._statistics_of(kind))["his"]
+            if (statistics := self.statistics.of(self.plan.of_kind(kind)))["his"]
         ]
         scores = {name: values for part in found for name, values in part.scores.items()}
         return replace(found[0], scores=scores)
 
-    def _statistics_of(self, kind: str) -> Statistics:
-        modules = self.plan.of_kind(kind)
-        values = {
-            what: {name: numbers for name, numbers in found.items() if name in modules}
-            for what, found in self.statistics.values.items()
-        }
-        return Statistics(values, self.statistics.calibration)
-
     def plan_at(self, alpha: float, sparsity: float, allocation: str, *, neurons: float | None = None) -> PruningPlan:
         """Return a plan for an alpha and a share of heads to remove; heads go as `hies-export run` would remove them.
 
-        Args:
-            alpha: Weight of importance in the scores of heads, in [0, 1).
-            sparsity: Share of heads to remove, in (0, 1). A folder without heads ignores it.
-            allocation: "global" or "uniform", of heads and of neurons.
-            neurons: Share of neurons to remove, in [0, 1), those of smallest HIS first; by default, and where the
-                folder does not have their HIS, the neurons that the folder's own plan removes.
+        `neurons` is the share of neurons to remove, in [0, 1), those of smallest HIS first; by default, and where the
+        folder does not have their HIS, the neurons of the folder's own plan go. The plan of a compensated folder is
+        compensated too; only the folder's own plan has refitted layers there.
 
         Raises:
             PlanError: The allocation does not allow that share.
-
-        The plan of a compensated folder is compensated too; only the folder's own plan has refitted layers there.
         """
         constraints = Constraints(allocation=allocation, unit=self.unit)
         scores = self.scores(alpha)
         kept = dict(self.plan.kept)
-        shares = {ATTENTION: sparsity, MLP: neurons if self.ranks_neurons else None}
-        for kind, share in shares.items():
+        for kind, share in ((ATTENTION, sparsity), (MLP, neurons if self.ranks_neurons else None)):
             modules = [module for module in self.modules if module.kind == kind]
-            if share is not None and modules:
-                kept |= (
-                    select_units(scores, modules, heads=share, constraints=constraints)
-                    if share
-                    else {module.name: module.kept(range(module.units)) for module in modules}
-                )
+            if share and modules:
+                kept |= select_units(scores, modules, heads=share, constraints=constraints)
+            elif share == 0:
+                kept |= {module.name: module.kept(range(module.units)) for module in modules}
         known = {key: getattr(self.statistics.calibration, key) for key in ("samples", "labels", "fingerprint")}
+        own = kept == self.plan.kept
         return PruningPlan(
             kept=kept,
             criterion="hies",
@@ -161,11 +176,7 @@ class Exploration:
             calibration={key: value for key, value in known.items() if value},
             versions=library_versions(),
             model=self.plan.model,
-            compensation={
-                what: value
-                for what, value in self.plan.compensation.items()
-                if what != "refit" or kept == self.plan.kept
-            },
+            compensation={key: value for key, value in self.plan.compensation.items() if key != "refit" or own},
         )
 
     def flops_ratio(self, plan: PruningPlan) -> float:
@@ -183,10 +194,9 @@ class Exploration:
 class Estimate:
     """An estimated metric or stability.
 
-    Attributes:
-        value: The estimate; outside the measured range, that of the nearest measured plan.
-        bound: "" inside the measured range; outside, "at least" or "at most", because `value` is only a bound.
-        error: Mean absolute error over the measured plans, each estimated from the others; None for fewer than four.
+    Outside the measured range, `value` is that of the nearest measured plan and only a bound, "at least" or "at most".
+    `error` is the mean absolute error over the measured plans, each estimated from the others; None for fewer than
+    four.
     """
 
     value: float
@@ -195,14 +205,11 @@ class Estimate:
 
 
 def fit(lost: Sequence[float], values: Sequence[float], *, higher_is_better: bool = True) -> Callable[[float], float]:
-    """Fit a metric or stability as a function of the share of HIS that a plan removes.
-
-    The fit is an isotonic regression, linear between points and constant outside the measured range. Its only
-    assumption is that quality does not rise as more importance is removed.
+    """Fit a metric or stability, which does not rise as a plan removes more HIS, by isotonic regression.
 
     Source: https://scikit-learn.org/stable/modules/isotonic.html
     """
-    model = IsotonicRegression(increasing=not higher_is_better, out_of_bounds="clip").fit(lost, values)
+    model = _isotonic(higher_is_better).fit(lost, values)
     return lambda at: float(model.predict([at])[0])
 
 
@@ -212,12 +219,14 @@ def estimate(lost: Sequence[float], values: Sequence[float], at: float, *, highe
     bound = ""
     if not min(lost) <= at <= max(lost):
         bound = "at least" if (at < min(lost)) == higher_is_better else "at most"
-    errors = []
-    for i in range(len(lost)) if len(lost) > 3 else ():
-        others = [k for k in range(len(lost)) if k != i]
-        curve = fit([lost[k] for k in others], [values[k] for k in others], higher_is_better=higher_is_better)
-        errors.append(abs(curve(lost[i]) - values[i]))
-    return Estimate(value, bound, float(np.mean(errors)) if errors else None)
+    if len(lost) < 4:
+        return Estimate(value, bound, None)
+    found = cross_val_predict(_isotonic(higher_is_better), np.array(lost), np.array(values), cv=LeaveOneOut())
+    return Estimate(value, bound, float(np.abs(found - values).mean()))
+
+
+def _isotonic(higher_is_better: bool) -> IsotonicRegression:
+    return IsotonicRegression(increasing=not higher_is_better, out_of_bounds="clip")
 
 
 def lost_share(his: Mapping[str, torch.Tensor], plan: PruningPlan) -> float:
@@ -265,37 +274,47 @@ def _of_run(folder: Path) -> Exploration:
         shape=" x ".join(str(size) for size in report.flops["shape"]),
         metric=report.quality["metric"],
     )
-    measured = []
     compensated = bool(plan.compensation or report.details.compensation)
-    if report.criterion in FAMILY:
-        lost = (0.0, lost_share(statistics["his"], plan))
-        quality = _numbers((report.quality["dense"], report.quality["slim"]))
-        stability = _numbers((1.0, report.stability))
+    how, dense = "this run's slim model, on the evaluation rows", {}
+    if plan.criterion in FAMILY:
         how = "the dense model and this run's slim one" + (", cut and compensated" if compensated else "")
-        measured.append(Measured(how, lost, quality, stability))
-    how = measured[0].how if measured else "this run's slim model, on the evaluation rows"
-    result = Result.of(how, report.quality["slim"], report.stability)
+        dense[how] = report.quality["dense"]
+    result = Result(how, _finite(report.quality["slim"]), report.stability)
     trials = [Trial(plan, "this run's plan", (result,), report.flops.slim / report.flops.dense)]
     curve, budget = report.details.alpha_curve, report.details.budget
-    judged = "cut and compensated" if compensated else "masked"
     share = budget.target if isinstance(budget, HeadsOutcome) else None
     plans = [found.plan_at(p.alpha, share, found.allocation) for p in curve if share is not None]
     # The folder does not record all constraints (min_heads, keep_layers, ...). If they changed the run's own plan, the
     # plans computed here are not those that were evaluated.
     if any(found.kept == plan.kept for found in plans):
-        measured.append(
-            Measured(
-                f"this run's search for alpha: {judged}, on {held_out_rows(report)}",
-                tuple(lost_share(statistics["his"], p) for p in plans),
-                _numbers([point.quality for point in curve]),
-                tuple(point.stability for point in curve),
-            )
-        )
+        judged = "cut and compensated" if compensated else "masked"
+        how = f"this run's search for alpha: {judged}, on {held_out_rows(report)}"
         trials += [
-            Trial(p, f"alpha {point.alpha:g}", (Result.of(measured[-1].how, point.quality, point.stability),))
+            Trial(p, f"alpha {point.alpha:g}", (Result(how, _finite(point.quality), point.stability),))
             for p, point in zip(plans, curve, strict=True)
         ]
-    return replace(found, measured=tuple(measured), trials=tuple(trials))
+    return replace(found, measured=_measured(trials, statistics["his"], dense), trials=tuple(trials))
+
+
+def _measured(
+    trials: Sequence[Trial], his: Mapping[str, torch.Tensor], dense: Mapping[str, float]
+) -> tuple[Measured, ...]:
+    """Return the trials that predict quality, by `how`; `dense` is the metric of the dense model where it is known."""
+    found: dict[str, list[tuple[float, float | None, float]]] = {}
+    for trial in trials:
+        for result in trial.results if trial.plan.criterion in FAMILY else ():
+            begun = [(0.0, _finite(dense[result.how]), 1.0)] if result.how in dense else []
+            point = lost_share(his, trial.plan), result.quality, result.stability
+            found.setdefault(result.how, begun).append(point)
+    measured = []
+    for how, points in found.items():
+        lost, quality, stability = zip(*points, strict=True)
+        measured.append(Measured(how, lost, () if None in quality else quality, stability))
+    return tuple(measured)
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _check_units(statistics: Statistics, plan: PruningPlan) -> None:
@@ -308,12 +327,6 @@ def _check_units(statistics: Statistics, plan: PruningPlan) -> None:
     heads = plan.of_kind(ATTENTION)
     if statistics["entropy"].keys() != {name for name in statistics["his"] if name in heads}:
         raise ValueError("entropy and his must be of the same heads")
-
-
-def _numbers(values: Sequence[float | None]) -> tuple[float, ...]:
-    """Return the metric of every plan; nothing if one has none, or if it is undefined (NaN)."""
-    known = tuple(value for value in values if value is not None and math.isfinite(value))
-    return known if len(known) == len(values) else ()
 
 
 def _flops_per_unit(report: Report, plan: PruningPlan) -> tuple[float, float]:
@@ -340,26 +353,12 @@ def _of_sweep(folder: Path) -> Exploration:
     details = read_json(folder / "details.json", SweepDetails, SWEEP_DETAILS)
     his = _tensors(details["his"])
     plans = {_sweep_key(p): _sweep_plan(p, details) for p in details["plans"]}
-    # details.json has the plans of the first seed and calibration size only, which come first among the rows.
-    own = [row for row in rows if row["criterion"] in FAMILY]
-    own = [row for row in own if all(row[key] == own[0][key] for key in ("seed", "calibration_samples"))]
-    measured = []
-    for compensation in dict.fromkeys(row["compensation"] for row in own):
-        alike = [row for row in own if row["compensation"] == compensation]
-        lost = [lost_share(his, plans[_sweep_key(row)]) for row in alike]
-        measured.append(
-            Measured(
-                compensation_how(compensation),
-                (0.0, *lost),
-                _numbers([alike[0]["quality_dense"], *(row["quality"] for row in alike)]),
-                (1.0, *(row["stability"] for row in alike)),
-            )
-        )
-    statistics = Statistics(
-        {"his": his, "entropy": _tensors(details["entropy"])}, Calibration(details["calibration_samples"], "", "")
-    )
+    calibration = Calibration(details["calibration_samples"], "", "")
+    statistics = Statistics({"his": his, "entropy": _tensors(details["entropy"])}, calibration)
     for plan in plans.values():
         _check_units(statistics, plan)
+    trials = _trials(rows, plans, seed=details["seed"])
+    dense = {_how(row): row["quality_dense"] for row in rows}
     per_head, per_neuron = _flops_by_rows(rows)
     about = SweepAbout(**details["about"])
     return Exploration(
@@ -371,8 +370,8 @@ def _of_sweep(folder: Path) -> Exploration:
         flops_per_neuron=per_neuron,
         shape=" x ".join(map(str, about.shape)),
         metric=rows[0]["metric"],
-        measured=tuple(measured),
-        trials=_trials(rows, plans, seed=details["seed"]),
+        measured=_measured(trials, his, dense),
+        trials=trials,
     )
 
 
@@ -387,12 +386,27 @@ def _trials(
     return tuple(
         Trial(
             plans[key],
-            row_label(next(iter(of.values()))),
-            tuple(Result.of(compensation_how(c), row["quality"], row["stability"]) for c, row in of.items()),
+            _label(next(iter(of.values()))),
+            tuple(Result(_how(row), _finite(row["quality"]), row["stability"]) for row in of.values()),
             next(iter(of.values()))["flops_ratio"],
         )
         for key, of in found.items()
     )
+
+
+def _how(row: Mapping[str, Any]) -> str:
+    """Return how a sweep made the model of a row, and on which rows it was judged."""
+    made = "masked" if row["compensation"] == "none" else f"cut and compensated ({row['compensation']})"
+    return f"the dense model and the sweep's plans: {made}, on the evaluation rows"
+
+
+def _label(row: Mapping[str, Any]) -> str:
+    """Return the name of the plan of a sweep's row."""
+    alpha = "" if row["alpha"] is None else f", alpha {row['alpha']:g}"
+    target = row.get("flops_target")
+    if target is None:
+        return f"{row['criterion']}{alpha}: {100 * row['sparsity']:g}% of the heads removed"
+    return f"{row['criterion']}{alpha}: {100 * target:g}% of the FLOPs left, {REMOVES[row['modules']]}"
 
 
 def _sweep_key(found: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -14,12 +14,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...calibrate.collect import collect_statistics
+from ...calibrate.readings import reading
 from ...data.targets import is_regression, size_of
 from ...evaluate.predict import Predictions, TokenPredictions, predict, predicted, references
 from ...model.linear import weight_of
-from ...model.modes import evaluating, without_cache
-from ...model.tokens import real_tokens
-from ...model.watch import watch
 from ...score.criteria import score_units
 from ...select.select import select_units
 from ...slim.mask import masked_units
@@ -36,14 +34,8 @@ CURVATURE = {"binary cross-entropy": 0.25, "softmax cross-entropy": 0.5, "square
 class Orthogonality:
     """Moments over heads of the two terms of HIES (Appendix D.1, Tables 7 and 8).
 
-    u is the HIS of a head divided by the sum over all heads; v is its attention entropy, in [0, 1].
-
-    Attributes:
-        mean_u: Mean of u, which is 1 / number of heads.
-        mean_v: Mean of v.
-        covariance: Covariance of u and v, divided by the number of heads.
-        mean_product: Mean of u v, which is covariance + mean_u mean_v.
-        correlation: Correlation of u and v; 0 if u or v is the same for all heads.
+    u is the HIS of a head divided by the sum over all heads; v is its attention entropy, in [0, 1]. `mean_product` is
+    the mean of u v; `correlation` is 0 if u or v is the same for all heads.
     """
 
     mean_u: float
@@ -57,11 +49,9 @@ class Orthogonality:
 class ModuleNorms:
     """The norms of one attention module that the bound is made of.
 
-    Attributes:
-        output: Spectral norm of the output projection W_O.
-        blocks: Spectral norms of each head's columns of W_O, (heads,).
-        activation: E |A_h|^2, the squared norm of a head's output, mean over real tokens, then over samples, (heads,).
-        deficit: 1 - AE_h, the distance of a head's attention entropy from that of uniform attention (Eq. 5), (heads,).
+    `output` is the spectral norm of the output projection W_O, `blocks` that of each head's columns of W_O.
+    `activation` is E |A_h|^2, the squared norm of a head's output, mean over real tokens, then over samples. `deficit`
+    is 1 - AE_h (Eq. 5). Tensors are (heads,).
     """
 
     output: float
@@ -72,11 +62,9 @@ class ModuleNorms:
 
 @dataclass(frozen=True)
 class LossIncrease:
-    """The increase of the loss after removing heads, bounded and measured, in the unit of the loss.
+    """The increase of the loss after removing a share of heads by a criterion, bounded and measured.
 
     Attributes:
-        criterion: Criterion that the heads were chosen by.
-        share: Share of heads removed, in [0, 1].
         first_order: Sum of the HIS of the removed heads.
         quadratic: c / 2 sum |W_O|^2 E |A_h|^2, with c from `CURVATURE`. The bound of Eq. 4 is first_order + quadratic.
         quadratic_blocks: The same with the norm of each head's block of W_O (Appendix B.1.3).
@@ -93,13 +81,9 @@ class LossIncrease:
 
 @dataclass(frozen=True)
 class Theory:
-    """The result of `theory`.
+    """Moments over all heads, the name of the loss, the norms of each module, and an increase per criterion and share.
 
-    Attributes:
-        orthogonality: Moments over all heads.
-        loss: Name of the loss, a key of `CURVATURE`.
-        modules: Norms by module name.
-        increases: One per criterion and share.
+    `loss` is a key of `CURVATURE`.
     """
 
     orthogonality: Orthogonality
@@ -133,8 +117,8 @@ def theory(
     loss = _loss_of(model)
     norms = {
         module.name: ModuleNorms(
-            spectral_norm(weight_of(model.get_submodule(module.consumer))),
-            torch.tensor([spectral_norm(block) for block in _blocks(model, module)], dtype=torch.float64),
+            spectral_norm(weight := weight_of(model.get_submodule(module.consumer))),
+            torch.tensor([spectral_norm(block) for block in weight.split(module.unit_width, 1)], dtype=torch.float64),
             activation,
             1 - statistics["entropy"][module.name],
         )
@@ -170,30 +154,20 @@ def spectral_norm(matrix: Tensor) -> float:
     return torch.linalg.matrix_norm(matrix.detach().double(), ord=2).item()
 
 
-def _blocks(model: PreTrainedModel, module: PrunableModule) -> tuple[Tensor, ...]:
-    """Return each head's columns of the output projection, (width, unit_width) each."""
-    return weight_of(model.get_submodule(module.consumer)).split(module.unit_width, dim=1)
-
-
 def _activations(
     model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], modules: Sequence[PrunableModule]
 ) -> list[Tensor]:
     """Return E |A_h|^2 of every module, (units,) each."""
-    totals = [torch.zeros(module.units, dtype=torch.float64) for module in modules]
-    samples = 0
-    consumers = {module.name: module.consumer for module in modules}
-    with evaluating(model), without_cache(model), watch(model, consumers) as seen, torch.no_grad():
-        for batch in batches:
-            on_device = {key: value.to(model.device) for key, value in batch.items() if key != "labels"}
-            seen.clear()
-            model(**on_device)
-            samples += size_of(batch)
-            for total, module in zip(totals, modules, strict=True):
-                x = seen.inputs[module.name][-1]
-                real = real_tokens(model, module.name, on_device, x).double()  # (batch, tokens)
-                squares = x.double().unflatten(-1, (module.units, -1)).pow(2).sum(-1)  # (batch, tokens, units)
-                total += (torch.einsum("bt,bth->bh", real, squares) / real.sum(-1, keepdim=True)).sum(0).cpu()
-    return [total / samples for total in totals]
+    totals = {module.name: torch.zeros(module.units, dtype=torch.float64) for module in modules}
+    with reading(model, modules) as read:
+        for index, batch in enumerate(batches):
+            for call in read(batch, index):
+                real, units = call.real.double(), len(totals[call.name])  # (batch, tokens)
+                squares = call.inputs.double().unflatten(-1, (units, -1)).pow(2).sum(-1)  # (batch, tokens, units)
+                means = torch.einsum("bt,bth->bh", real, squares) / real.sum(-1, keepdim=True)
+                totals[call.name] += means.sum(0).cpu()
+    samples = sum(map(size_of, batches))
+    return [total / samples for total in totals.values()]
 
 
 def _loss_of(model: PreTrainedModel) -> str:

@@ -13,7 +13,7 @@ In the order of reading:
 - `choosing.py`: `Chooser`, which scores and selects the units that a cell keeps.
 - `latency.py`: `Stopwatch`, which times the slim models.
 - `shared.py`: the common parts of cells, computed once: the model, statistics, moments.
-- `journal.py`: the finished cells on disk, so that an interrupted sweep can continue; `entries.py` checks its lines.
+- `journal.py`: the finished cells on disk, so that an interrupted sweep can continue.
 - `tables.py`: write the rows as JSON, CSV, Markdown and LaTeX.
 - `charts.py`, `templates/`: the curves; `page.py`: sweep.html; `figures.py`: the figures as files.
 """

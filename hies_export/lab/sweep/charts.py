@@ -12,7 +12,7 @@ import numpy as np
 
 from ...evaluate.metrics import higher_is_better
 from ...kinds import ATTENTION
-from ...report.canvas import CARD, GREY, INK, LINE, MARKERS, SERIES, Part, canvas, svg_of
+from ...report.canvas import CARD, GREY, INK, LINE, MARKERS, SERIES, canvas
 from .tables import Row, budget_name, budget_of, budgets_of, deviation, line_name, percent, share_text
 
 # The size of a chart, in units of the SVG.
@@ -59,11 +59,8 @@ class Line(NamedTuple):
 class Chart:
     """Lines over an axis, grey ones first, so that the others lie above them.
 
-    Attributes:
-        x: Places on the axis, and the numbers there.
-        dense: The number of the dense model; None if it has no line.
-        most: What no number can exceed.
-        logarithmic: Whether numbers are far apart, and drawn by their logarithm.
+    `x` has places on the axis and the numbers there, `dense` the number of the dense model, if it has a line. No number
+    exceeds `most`. Numbers that are far apart are drawn by their logarithm.
     """
 
     title: str
@@ -196,17 +193,8 @@ def draw_chart(chart: Chart) -> str:
     """Return a chart as an SVG element."""
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, NullLocator, StrMethodFormatter
 
-    parts: dict[str, Part] = {}
-
-    def part(kind: str, line: Line, note: str = "") -> str:
-        """Return the gid of a new part of a line."""
-        parts[gid := f"part-{len(parts)}"] = Part(f"{kind} {line.style.kind}", note, line.name)
-        return gid
-
-    with canvas(WIDTH, HEIGHT, size=12.5) as drawn:
-        axes = drawn.add_axes((40 / WIDTH, 56 / HEIGHT, 1 - 52 / WIDTH, 1 - 68 / HEIGHT))
-        axes.spines[:].set_visible(False)
-        axes.tick_params(length=0, which="both")
+    with canvas(WIDTH, HEIGHT, size=12.5, within=(40, 56, 12, 12)) as drawn:
+        axes = drawn.axes
         axes.grid(axis="y", color=LINE, lw=1)
         axes.set_xlabel(chart.across, loc="left")
         low, high = _ends(chart)
@@ -228,17 +216,21 @@ def draw_chart(chart: Chart) -> str:
             # What is infinite, or no number, is drawn at an end.
             heights = np.nan_to_num([[p.y, p.high, p.low] for p in line.points], nan=low, posinf=high, neginf=low)
             x, (y, top, bottom) = [point.x for point in line.points], np.clip(heights, low, high).T
+            kind, of = line.style.kind, line.name
             if not grey and any(point.high != point.low for point in line.points):
-                axes.fill_between(x, bottom, top, color=colour, alpha=0.12, lw=0, gid=part("band", line), clip_on=False)
+                axes.fill_between(
+                    x, bottom, top, color=colour, alpha=0.12, lw=0, gid=drawn.gid(f"band {kind}", of=of), clip_on=False
+                )
             dash = (0, [float(n) / 2 for n in line.style.dash.split()]) if line.style.dash else "-"
-            axes.plot(x, y, color=colour, lw=1 if grey else 2, ls=dash, gid=part("line", line), **rest)
+            axes.plot(x, y, color=colour, lw=1 if grey else 2, ls=dash, gid=drawn.gid(f"line {kind}", of=of), **rest)
             marker = "o" if grey else MARKERS[(line.style.colour or 0) % len(MARKERS)]
             size = {"ms": 4 if grey else 7, "mec": CARD, "mew": 0.7, "zorder": 3}
             for at, height, point in zip(x, y, line.points, strict=True):
-                axes.plot(at, height, marker, color=colour, gid=part("point", line, point.note), **size, **rest)
+                gid = drawn.gid(f"point {kind}", point.note, of)
+                axes.plot(at, height, marker, color=colour, gid=gid, **size, **rest)
         axes.set_ylim(low, high)
         axes.margins(x=0.04)
-        return svg_of(drawn, parts, kind="lines", text=f"{chart.title} by {chart.across}", tight=False)
+        return drawn.svg("lines", f"{chart.title} by {chart.across}")
 
 
 def _colour(style: Style) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
 from typing import Any
+
+import numpy as np
+from scipy.integrate import trapezoid
 
 from ...errors import RecipeError
 from ...evaluate.metrics import higher_is_better
@@ -35,12 +37,8 @@ def weighted_area(removed: Sequence[float], values: Sequence[float]) -> float:
     The mean is the integral of s * value(s) divided by the integral of s, both by the trapezoidal rule. For a single
     point, it is that point's value.
     """
-    points = sorted(zip(removed, values, strict=True))
-    if len(points) == 1:
-        return points[0][1]
-    pairs = list(itertools.pairwise(points))
-    area = sum((t - s) * (s * v + t * w) / 2 for (s, v), (t, w) in pairs)
-    return area / sum((t - s) * (s + t) / 2 for (s, _), (t, _) in pairs)
+    s, v = np.array(sorted(zip(removed, values, strict=True))).T
+    return float(trapezoid(s * v, s) / trapezoid(s, s)) if len(s) > 1 else float(v[0])
 
 
 class Chooser:
@@ -66,19 +64,15 @@ class Chooser:
         self._targets = Targets(shared.base, self._options, progress) if grid.flops else None
         for sparsity in grid.shares:
             check_budget(self._base.scored, heads=sparsity, constraints=self._constraints)
-        self._check_groups()
+        grouped = any(module.group_size > 1 for module in self._base.scored)
+        if KWON in grid.criteria and grouped and self._constraints.unit == "query":
+            raise RecipeError(
+                [f"{KWON} removes whole key/value groups, got unit: query; set unit: group or leave it out"]
+            )
         for modules in grid.modules:
             lowest = self._lowest.get(modules, 0.0)
             if out := [f"{flops:g}" for flops in grid.flops if flops < lowest]:
                 progress.stage(f"{modules}: {', '.join(out)} of the FLOPs left out, the lowest is {lowest:.3f}")
-
-    def _check_groups(self) -> None:
-        """Refuse Kwon's rearrangement, which exchanges whole groups, if query heads are removed inside of groups."""
-        grouped = any(module.group_size > 1 for module in self._base.scored)
-        if KWON in self._grid.criteria and grouped and self._constraints.unit == "query":
-            raise RecipeError(
-                [f"{KWON} removes whole key/value groups, got unit: query; set unit: group or leave it out"]
-            )
 
     @cached_property
     def _lowest(self) -> dict[str, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -37,12 +37,8 @@ from .shared import Shared
 class Evaluator:
     """A loaded model, and what its cells share. Equal selections are evaluated once.
 
-    Attributes:
-        clock: Seconds by kind of work.
-        shared, chooser: The common parts of the cells, and the choice of their units.
-        curves: The known curves of alpha, by key. `keep_curve` adds one.
-        judged: Results by selection; those that are there are not evaluated again.
-        evaluations: Number of pruned models evaluated on the evaluation rows.
+    `clock` has the seconds by kind of work, `curves` the known curves of alpha by key, and `judged` the known results
+    by selection. `evaluations` is the number of pruned models evaluated on the evaluation rows.
     """
 
     def __init__(
@@ -59,7 +55,12 @@ class Evaluator:
         self.shared = Shared(recipe, grid, self.clock)
         self._base, self._constraints = self.shared.base, self.shared.options.constraints
         self.chooser = Chooser(self.shared, grid, curves, keep_curve or curves.__setitem__, self.clock, progress)
-        self._check_biases()
+        for module in self._base.scored if "bias" in grid.compensations else ():
+            if getattr(self._base.model.get_submodule(module.consumer), "bias", None) is None:
+                raise RequestError(
+                    f"the compensation bias needs output projections with a bias, but {module.consumer} has none; "
+                    "leave it out of the compensations"
+                )
         if CHANNELS in grid.criteria:
             check_channels(self._base.scored)
 
@@ -160,26 +161,13 @@ class Evaluator:
 
         return refitted
 
-    def _check_biases(self) -> None:
-        """Refuse to refit biases that are not there."""
-        for module in self._base.scored if "bias" in self._grid.compensations else ():
-            if getattr(self._base.model.get_submodule(module.consumer), "bias", None) is None:
-                raise RequestError(
-                    f"the compensation bias needs output projections with a bias, but {module.consumer} has none; "
-                    "leave it out of the compensations"
-                )
-
 
 @dataclass(frozen=True)
 class Work:
     """A cell to evaluate in another process, which gets this value by pickle.
 
-    Attributes:
-        sweep: A name of this call of `sweep` that no other call has.
-        recipe, grid: As the sweep was asked.
-        cell: One of the grid.
-        curves: What is known of the alphas of the cell, by key.
-        versions: Versions of the libraries that the sweep runs with.
+    `sweep` is a name that no other call of `sweep` has, `curves` is what is known of the alphas of the cell, by key,
+    and `versions` are those of the libraries that the sweep runs with.
     """
 
     sweep: str
@@ -192,14 +180,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What a worker found.
-
-    Attributes:
-        entry: Of the cell, for the journal.
-        curves: The curves that chose the cell's alpha, by key.
-        seconds: Seconds that the worker spent, by kind of work.
-        evaluations: Number of pruned models that it evaluated.
-    """
+    """What a worker found: the cell's entry for the journal, the curves that chose its alpha, and what it took."""
 
     entry: dict[str, Any]
     curves: dict[str, dict[str, Any]]
@@ -236,13 +217,9 @@ def _evaluator(work: Work) -> Evaluator:
         # The model of the last sweep goes first: there may not be memory for two.
         _loaded = None
         if (here := library_versions()) != work.versions:
+            wanted, there = (", ".join(map(" ".join, found.items())) for found in (work.versions, here))
             raise RequestError(
-                f"a worker must have the versions of the sweep, {_listed(work.versions)}, but it has {_listed(here)}; "
-                "install the same in both"
+                f"a worker must have the versions of the sweep, {wanted}, but it has {there}; install the same in both"
             )
         _loaded = work.sweep, Evaluator(work.recipe, work.grid, {})
     return _loaded[1]
-
-
-def _listed(versions: Mapping[str, str]) -> str:
-    return ", ".join(f"{name} {version}" for name, version in versions.items())

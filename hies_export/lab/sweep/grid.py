@@ -142,12 +142,8 @@ def _scores_neurons(criterion: str) -> bool:
 class Cell:
     """One combination of a grid.
 
-    Attributes:
-        criterion, alpha, seed, compensation: As in `SweepGrid`; alpha is None for criteria that do not use it.
-        sparsity: Share of heads to remove; None if FLOPs are given.
-        samples: Number of calibration rows to score on; 0 for criteria with their own number, `OWN_SAMPLES`.
-        flops: Largest share of the dense model's FLOPs; None if a sparsity is given.
-        modules: A name in `MODULES`.
+    `alpha` is None for criteria that do not use it, and either `sparsity` or `flops` is None. `samples` is the number
+    of calibration rows to score on, 0 for criteria with their own number, `OWN_SAMPLES`. `modules` is in `MODULES`.
     """
 
     criterion: str

@@ -9,15 +9,71 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from ...errors import OutputExistsError, RequestError
-from .entries import parse_first, parse_line
+from ...files import Rule, Schema, check, parse_json
 
 logger = logging.getLogger(__name__)
 
 NAME = "journal.jsonl"
-FORMAT = 1
+RULE = Rule(
+    "a journal must be lines of JSON written by hies-export sweep",
+    "choose another folder or pass --overwrite to begin anew",
+    shown=True,
+)
+
+
+class _First(Schema):
+    """The first line."""
+
+    asked: dict[str, str]
+
+
+class _Line(Schema):
+    """Any other line, whose value is as in `_VALUES`."""
+
+    kind: str
+    key: str
+    value: dict[str, Any]
+
+
+class _Result(Schema):
+    metric: str
+    quality: float
+    quality_dense: float
+    stability: float
+
+
+class _Row(Schema):
+    judged: str
+    alpha: float | None
+    samples: int
+    result: _Result
+    lost: dict[str, int] | None = None
+
+
+class _Point(Schema):
+    alpha: float
+    quality: float | None
+    stability: float
+
+
+class _Alpha(Schema):
+    chosen: float
+    curve: Annotated[list[_Point], Field(min_length=1)]
+
+
+class _Timing(Schema):
+    latency_ratio: float
+    latency_low: float
+    latency_high: float
+    latency_noisy: bool
+
+
+_VALUES = {"row": _Row, "alpha": _Alpha, "latency": _Timing}
 
 
 class Journal:
@@ -32,6 +88,7 @@ class Journal:
         self.rows: dict[str, dict[str, Any]] = {}
         self.alphas: dict[str, dict[str, Any]] = {}
         self.latency: dict[str, dict[str, Any]] = {}
+        self._by_kind = {"row": self.rows, "alpha": self.alphas, "latency": self.latency}
         self._folder, self._path = folder, folder / NAME
         self._digests = {field: _digest(value) for field, value in asked.items()}
         occupied = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
@@ -46,7 +103,7 @@ class Journal:
         # What a kill left of a last line goes, and with `overwrite` everything.
         self._file.truncate(complete)
         if not complete:
-            self._append({"kind": "sweep", "format": FORMAT, "asked": self._digests})
+            self._append({"kind": "sweep", "asked": self._digests})
 
     def __enter__(self) -> Journal:
         return self
@@ -62,7 +119,7 @@ class Journal:
 
     def add(self, key: str, value: Mapping[str, Any], *, kind: str = "row") -> None:
         """Write the entry of a finished cell to disk, or one of another kind: an "alpha" curve, or a "latency"."""
-        self._take(self._append({"kind": kind, "key": key, "value": value}))
+        self._by_kind[kind][key] = self._append({"kind": kind, "key": key, "value": value})["value"]
 
     def _append(self, line: dict[str, Any]) -> dict[str, Any]:
         """Write a line to disk, and return it as it will be read."""
@@ -72,12 +129,6 @@ class Journal:
         os.fsync(self._file.fileno())
         return dict(json.loads(text))
 
-    def _take(self, line: dict[str, Any]) -> None:
-        """Remember a line."""
-        entries = {"row": self.rows, "alpha": self.alphas, "latency": self.latency}.get(line["kind"])
-        if entries is not None:
-            entries[line["key"]] = line["value"]
-
     def _read(self) -> int:
         """Read the complete lines, and return how many bytes they are.
 
@@ -86,15 +137,17 @@ class Journal:
         content = self._path.read_bytes()
         complete = content.rfind(b"\n") + 1
         for number, line in enumerate(content[:complete].splitlines(), 1):
+            where = f"line {number} of {self._path}"
             if number == 1:
-                self._check_first(line)
-            else:
-                self._take(parse_line(line, self._path, number))
+                self._check_asked(parse_json(line, _First, RULE, where=where)["asked"])
+                continue
+            entry = parse_json(line, _Line, RULE, where=where)
+            check(entry["value"], _VALUES.get(entry["kind"], dict[str, Any]), RULE, where=where)
+            self._by_kind.setdefault(entry["kind"], {})[entry["key"]] = entry["value"]
         return complete
 
-    def _check_first(self, line: bytes) -> None:
+    def _check_asked(self, asked: Mapping[str, str]) -> None:
         """Refuse the journal of another recipe."""
-        asked = parse_first(line, self._path)
         differ = [field for field in {**asked, **self._digests} if asked.get(field) != self._digests.get(field)]
         if differ:
             raise RequestError(

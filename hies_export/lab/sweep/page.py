@@ -17,24 +17,10 @@ from ...report.jinja import environment
 from ...report.rows import Table, environment_table, filled
 from ...report.schemas import SWEEP, SWEEP_DETAILS, SweepAbout, SweepFile, SweepPage
 from ..baselines.names import JUDGED_ONLY
+from . import tables
 from .charts import Axis, Chart, Style, alpha_axis, budget_axis, chart, draw_chart, line_styles, time_axis
 from .frontier import sweep_frontier
-from .tables import (
-    COMPENSATIONS,
-    Row,
-    budget_name,
-    budget_of,
-    budgets_of,
-    grouped,
-    line_name,
-    method_label,
-    modules_label,
-    of_first_size,
-    percent,
-    share_text,
-    sweep_tables,
-    table_lines,
-)
+from .tables import COMPENSATIONS, Row, budget_name, budget_of, budgets_of, line_name, share_text
 
 PAGE = "sweep.html"
 QUANTITIES = ("stability", "quality")
@@ -74,7 +60,7 @@ def write_page(folder: Path) -> Path:
 
 def render_sweep(rows: Sequence[Row], about: SweepAbout, *, name: str) -> str:
     """Return the page; `name` is the sweep's, used if it does not know its model."""
-    quality, stability = sweep_tables(rows)
+    quality, stability = tables.sweep_tables(rows)
     shown = drawn_rows(rows)
     styles = line_styles(shown)
     alphas = alpha_panels(rows)
@@ -84,7 +70,7 @@ def render_sweep(rows: Sequence[Row], about: SweepAbout, *, name: str) -> str:
         .render(
             share_text=share_text,
             draw_chart=lambda chart: Markup(for_page(draw_chart(chart))),
-            title=f"{Path(about.model).name or name}: {len(quality.entries)} ways to prune, compared",
+            title=f"{Path(about.model).name or name}: {len(quality.means)} ways to prune, compared",
             lead=lead_text(rows),
             subtitle=_subtitle(rows, about),
             styles=styles,
@@ -95,7 +81,7 @@ def render_sweep(rows: Sequence[Row], about: SweepAbout, *, name: str) -> str:
             alphas=alphas,
             alpha_styles={line.name: line.style for panel in alphas for line in panel.charts[0].lines},
             left_out=len({line_name(r, rows) for r in rows}) - len(styles),
-            tables=[(table, table_lines(table, "gain of {} over his")) for table in (quality, stability)],
+            tables=(stability, quality),
             removed=_removed_table(rows),
             every=_every_row(rows),
             method=_method_text(rows, about),
@@ -111,25 +97,22 @@ def lead_text(rows: Sequence[Row]) -> str:
     Baselines that are judged but cannot be cut are left out, if there are others.
     """
     rows = [row for row in rows if row["criterion"] not in JUDGED_ONLY] or rows
-    quality, stability = sweep_tables(rows)
-    budgets = budgets_of(rows)
+    quality, stability = tables.sweep_tables(rows)
+    budgets = stability.budgets
     column = len(budgets) // 2
-    there = {name: entries[column] for name, entries in stability.entries.items() if entries[column] is not None}
-    best = max(there, key=lambda name: there[name].mean)  # type: ignore[union-attr]
-    kept, measured = stability.entries[best][column], quality.entries[best][column]
-    assert kept is not None
-    assert measured is not None
+    there = {name: mean for name, means in stability.means.items() if (mean := means[column]) is not None}
+    best = max(there, key=lambda name: there[name])
     share = f"{share_text(budgets[column])} of the {budget_name(rows)}"
-    dense = rows[0]["quality_dense"] * percent(rows[0]["metric"])
+    dense = rows[0]["quality_dense"] * tables.percent(rows[0]["metric"])
     text = (
-        f"With {share}, {best} keeps {kept.mean:.1f}% of the predictions; {rows[0]['metric']} is {measured.mean:.2f} "
-        f"(dense {dense:.2f})."
+        f"With {share}, {best} keeps {there[best]:.1f}% of the predictions; {rows[0]['metric']} is "
+        f"{quality.means[best][column]:.2f} (dense {dense:.2f})."
     )
     if len(there) == 1:
         return text
-    ahead = sum(stability.rank(best, place) == 0 for place in range(len(budgets)))
+    ahead = sum(cell.rank == 0 for cell in stability.lines[best])
     at = "at every budget" if ahead == len(budgets) else f"at {ahead} of {len(budgets)} budgets"
-    return f"{text} Of {len(stability.entries)} methods it keeps most {at}."
+    return f"{text} Of {len(stability.means)} methods it keeps most {at}."
 
 
 def _subtitle(rows: Sequence[Row], about: SweepAbout) -> str:
@@ -146,7 +129,7 @@ def _subtitle(rows: Sequence[Row], about: SweepAbout) -> str:
 
 def drawn_rows(rows: Sequence[Row]) -> list[Row]:
     """Return the rows of the curves: of the first calibration size, and of automatic alphas if there are any."""
-    shown = of_first_size(rows)
+    shown = tables.of_first_size(rows)
     chosen = [row for row in shown if row.get("alpha_by") != "given"]
     given = {row["alpha"] for row in shown if row.get("alpha_by") == "given"}
     return chosen if chosen and len(given) >= FEWEST_ALPHAS else shown
@@ -167,7 +150,7 @@ def timed_panels(rows: Sequence[Row], styles: Mapping[str, Style]) -> list[Panel
 
 def alpha_panels(rows: Sequence[Row]) -> list[Panel]:
     """Return quality and stability of HIES by the alphas that were given, a line per budget; nothing for a few."""
-    given = [r for r in of_first_size(rows) if r["criterion"] == "hies" and r.get("alpha_by") == "given"]
+    given = [r for r in tables.of_first_size(rows) if r["criterion"] == "hies" and r.get("alpha_by") == "given"]
     if len({row["alpha"] for row in given}) < FEWEST_ALPHAS:
         return []
 
@@ -179,7 +162,7 @@ def alpha_panels(rows: Sequence[Row]) -> list[Panel]:
     drawn = []
     for modules in dict.fromkeys(row.get("modules") for row in given):
         alike = [row for row in given if row.get("modules") == modules]
-        title = f"{{}}, {modules_label(alike[0])}" if modules else "{}"
+        title = f"{{}}, {tables.modules_label(alike[0])}" if modules else "{}"
         drawn += panels(alike, alpha_axis(given), styles, QUANTITIES, name=name, title=title)
     return drawn
 
@@ -210,7 +193,7 @@ def _removed_table(rows: Sequence[Row]) -> Table | None:
     if not any(row.get("neurons_removed") for row in rows):
         return None
     budgets = budgets_of(rows)
-    cut = {method_label(row, rows) for row in rows if row["heads_removed"] is not None}
+    cut = {tables.method_label(row, rows) for row in rows if row["heads_removed"] is not None}
 
     def cell(alike: Sequence[Row]) -> str:
         if not alike:
@@ -219,7 +202,7 @@ def _removed_table(rows: Sequence[Row]) -> Table | None:
         return f"{heads:.0f} + {neurons:,.0f}"
 
     header = (budget_name(rows), *map(share_text, budgets))
-    found = [(name, by) for name, by in grouped(rows).items() if name in cut]
+    found = [(name, by) for name, by in tables.grouped(rows).items() if name in cut]
     return Table(header, [(name, *(cell(by.get(b, ())) for b in budgets)) for name, by in found])
 
 
@@ -233,7 +216,7 @@ def _every_row(rows: Sequence[Row]) -> Table:
         "criterion": lambda row: row["criterion"],
         "alpha": number("alpha", "g"),
         "alpha by": lambda row: row.get("alpha_by") or "",
-        "removes": modules_label if any(row.get("modules") for row in rows) else lambda row: "",
+        "removes": tables.modules_label if any(row.get("modules") for row in rows) else lambda row: "",
         budget_name(rows): lambda row: share_text(budget_of(row)),
         "seed": lambda row: str(row["seed"]),
         "samples": lambda row: f"{row['calibration_samples']:,}",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
@@ -31,16 +32,31 @@ from ..baselines.names import CHANNELS, OWN_SAMPLES
 from ..baselines.slicing import Bases, collect_bases
 from .grid import AUTOMATIC, WEIGHTED, SweepGrid
 
+Make = TypeVar("Make", bound=Callable[..., Any])
+
+
+def _per_seed(make: Make) -> Make:
+    """Call a method of `Shared` once for a seed and the other arguments; results of another seed are dropped."""
+
+    @functools.wraps(make)
+    def once(self: Shared, seed: int, *more: Any) -> Any:
+        if seed != self.seed:
+            self.seed, self.of_seed = seed, {}
+        key = (make.__name__, *more)
+        if key not in self.of_seed:
+            self.of_seed[key] = make(self, seed, *more)
+        return self.of_seed[key]
+
+    return cast(Make, once)
+
 
 class Shared:
     """Model, data and calibration results that the cells of a sweep share.
 
-    Results of a seed are kept until another seed is asked for.
-
     Attributes:
         options: The recipe's, with the grid's kinds of modules and its smallest budget of FLOPs.
-        resolved: Model and rows of the first seed and calibration size.
-        base: The dense model of `resolved`, its modules and rows.
+        resolved: Model and rows of the first seed and calibration size; `base` is the dense model with them.
+        seed, of_seed: The last seed, and what is kept of it.
     """
 
     def __init__(self, recipe: PruningRecipe, grid: SweepGrid, clock: Clock):
@@ -51,8 +67,8 @@ class Shared:
         self._recipe = recipe
         self._grid, self._clock = grid, clock
         self._of_model: dict[Any, Any] = {}
-        self._seed: int | None = None
-        self._of_seed: dict[str, Any] = {}
+        self.seed: int | None = None
+        self.of_seed: dict[tuple[Any, ...], Any] = {}
         with clock("load"):
             self.resolved = self._resolve(grid.seeds[0], grid.calibration_sizes[0])
         self.base = self.resolved.prepared
@@ -71,19 +87,16 @@ class Shared:
             runtimes=("torch",),
         )
 
+    @_per_seed
     def calibrated(self, seed: int, samples: int) -> tuple[Prepared, Statistics]:
         """Return the data of a seed and calibration size, and the statistics of the calibration batches."""
-
-        def collect() -> tuple[Prepared, Statistics]:
-            with self._clock("load"):
-                prepared = self._resolve(seed, samples, loaded=self.resolved).prepared
-            channels = ("channel_taylor",) if CHANNELS in self._grid.criteria else ()
-            needs = (*DEFAULT_NEEDS, *needs_of(*self._grid.criteria), *channels)
-            with self._clock("statistics"):
-                statistics = collect_statistics(prepared.model, prepared.rows.calibration, prepared.scored, needs=needs)
-            return prepared, statistics
-
-        return self._once(seed, f"calibrated on {samples}", collect)
+        with self._clock("load"):
+            prepared = self._resolve(seed, samples, loaded=self.resolved).prepared
+        channels = ("channel_taylor",) if CHANNELS in self._grid.criteria else ()
+        needs = (*DEFAULT_NEEDS, *needs_of(*self._grid.criteria), *channels)
+        with self._clock("statistics"):
+            statistics = collect_statistics(prepared.model, prepared.rows.calibration, prepared.scored, needs=needs)
+        return prepared, statistics
 
     def unlabelled(self, seed: int) -> list[dict[str, Tensor]]:
         """Return the batches to refit on, without labels."""
@@ -93,33 +106,26 @@ class Shared:
         """Return the modules of some kinds that may lose units."""
         return tuple(module for module in self.base.scored if module.kind in kinds)
 
+    @_per_seed
     def moments(self, seed: int) -> MomentStream:
         """Return the moments to refit from; they are collected when first read."""
+        found = MomentStream(
+            self.base.model,
+            self.base.modules,
+            by_length(self.unlabelled(seed), config=self.base.model.config),
+            limit_bytes=(self.options.compensation or CompensationSection()).limit_bytes,
+            weighted=WEIGHTED in self._grid.compensations,
+        )
+        if len(found.groups) == 1:
+            with self._clock("moments"):
+                next(iter(found))
+        return found
 
-        def stream() -> MomentStream:
-            how = self.options.compensation or CompensationSection()
-            found = MomentStream(
-                self.base.model,
-                self.base.modules,
-                by_length(self.unlabelled(seed), config=self.base.model.config),
-                limit_bytes=how.limit_bytes,
-                weighted=WEIGHTED in self._grid.compensations,
-            )
-            if len(found.groups) == 1:
-                with self._clock("moments"):
-                    next(iter(found))
-            return found
-
-        return self._once(seed, "moments", stream)
-
+    @_per_seed
     def compensated_candidates(self, seed: int) -> Candidates:
         """Return the candidates whose greedy order all calibration sizes share."""
-
-        def candidates() -> Candidates:
-            prepared, _ = self.calibrated(seed, self._grid.calibration_sizes[0])
-            return Candidates(prepared, self.options, SILENT, self.moments(seed))
-
-        return self._once(seed, "compensated candidates", candidates)
+        prepared, _ = self.calibrated(seed, self._grid.calibration_sizes[0])
+        return Candidates(prepared, self.options, SILENT, self.moments(seed))
 
     def compensated_scores(self, seed: int) -> Scores:
         """Return the scores of `compensated` for all modules that may lose units."""
@@ -127,35 +133,30 @@ class Shared:
         with self._clock("effects"):
             return candidates.compensated
 
+    @_per_seed
     def fluctuations(self, seed: int) -> dict[str, Tensor]:
         """Return the metric of `flap` for every unit, by module name."""
-        return self._once(seed, "fluctuations", lambda: fluctuations(self.base.model, self.moments(seed)))
+        return fluctuations(self.base.model, self.moments(seed))
 
+    @_per_seed
     def mask_gradients(self, seed: int, samples: int) -> dict[str, Tensor]:
         """Return the gradients to masks that `kwon` rearranges units by, (samples, units) by module name."""
+        prepared, _ = self.calibrated(seed, samples)
+        with self._clock("mask gradients"):
+            return mask_gradients(prepared.model, prepared.rows.calibration, prepared.scored)
 
-        def collect() -> dict[str, Tensor]:
-            prepared, _ = self.calibrated(seed, samples)
-            with self._clock("mask gradients"):
-                return mask_gradients(prepared.model, prepared.rows.calibration, prepared.scored)
-
-        return self._once(seed, f"mask gradients of {samples}", collect)
-
+    @_per_seed
     def bases(self, seed: int) -> tuple[Bases, list[dict[str, Tensor]], Predictions]:
         """Return principal components, the batches they were collected on, and the dense model's predictions there."""
+        batches = by_length(self.unlabelled(seed), config=self.base.model.config)
+        with self._clock("principal components"):
+            bases = collect_bases(self.base.model, batches, self.base.scored)
+        return bases, batches, predict(self.base.model, batches)
 
-        def collect() -> tuple[Bases, list[dict[str, Tensor]], Predictions]:
-            batches = by_length(self.unlabelled(seed), config=self.base.model.config)
-            with self._clock("principal components"):
-                bases = collect_bases(self.base.model, batches, self.base.scored)
-            return bases, batches, predict(self.base.model, batches)
-
-        return self._once(seed, "bases", collect)
-
+    @_per_seed
     def held_out_judge(self, seed: int, samples: int) -> Judge:
         """Return the judge on the held-out rows, which follow the calibration samples."""
-        batches = self.calibrated(seed, samples)[0].rows.held_out
-        return self._once(seed, f"judge of held-out {samples}", lambda: self.judge(batches))
+        return self.judge(self.calibrated(seed, samples)[0].rows.held_out)
 
     def judge(self, batches: list[dict[str, Tensor]]) -> Judge:
         """Return a judge of predictions on the given batches."""
@@ -187,11 +188,3 @@ class Shared:
             held_out=HELD_OUT_SAMPLES if automatic else 0,
             compensation=how.samples if unlabelled else 0,
         )
-
-    def _once(self, seed: int, name: str, make: Callable[[], Any]) -> Any:
-        """Return the result of `make`, called once for a seed and name; results of another seed are dropped."""
-        if seed != self._seed:
-            self._seed, self._of_seed = seed, {}
-        if name not in self._of_seed:
-            self._of_seed[name] = make()
-        return self._of_seed[name]

@@ -38,12 +38,9 @@ _GIVEN_BY_THE_GRID = {"calibration": ("samples", "seed"), "prune": ("criterion",
 
 @dataclass(frozen=True)
 class SweepResult:
-    """The rows of a sweep, and the work that this call did for them.
+    """The rows of a sweep, as in sweep.json, and the work that this call did for them.
 
-    Attributes:
-        rows: One per cell, as in sweep.json.
-        seconds: Seconds spent in this call, by kind of work, by all workers together.
-        evaluations: Number of pruned models that this call evaluated on the evaluation rows.
+    `seconds` are by kind of work, of all workers together; `evaluations` is the number of pruned models evaluated.
     """
 
     rows: list[dict[str, Any]]
@@ -67,24 +64,16 @@ def sweep(
     of the dense model. If the folder has a journal of the same recipe, its finished rows are reused, also for another
     grid.
 
-    With an executor, its workers load the model and evaluate the cells. This process writes them down as they arrive,
-    times models and writes the results: the same as without.
-
     Args:
         recipe: Model, data, evaluation and constraints. The grid replaces its criterion, alpha, budget, compensation
             method, calibration seed and calibration size.
         grid: The cells to evaluate. Those whose modules cannot meet a budget of FLOPs are left out, unless none can.
+        folder: Where to write: a new folder, or one with the journal of a sweep of the same recipe.
         executor: Where to evaluate the cells: any of concurrent.futures, or Dask's `Client.get_executor()`; None for
             this process. Workers need this package, the recipe's files under the same paths, and of processes, each
             must be started afresh ("spawn").
-        latency: How to time the slim models against the dense one; None to time nothing. Models that keep equal numbers
-            of units in every module are timed once.
-        folder: Where to write: a new folder, or one with the journal of a sweep of the same recipe.
+        latency: How to time the slim models against the dense one; None to time nothing.
         overwrite: Discard an existing journal.
-        progress: Shows stages and loops.
-
-    Returns:
-        The rows of all cells.
 
     Raises:
         RequestError: The recipe, the grid, the data or the model does not allow the sweep, or the folder holds
@@ -101,7 +90,7 @@ def sweep(
         rows = runner.run(executor)
         write_results(folder, rows, details=runner.details())
         write_page(folder)
-    return SweepResult(rows=rows, seconds=runner.seconds, evaluations=runner.evaluations)
+    return SweepResult(rows, runner.evaluator.clock.seconds, runner.evaluator.evaluations)
 
 
 def _asked(recipe: PruningRecipe) -> dict[str, Any]:
@@ -131,21 +120,11 @@ class _Runner:
         if latency is not None:
             latency.check(TASKS[recipe.task])
         progress.stage("load the model and the data")
-        self._evaluator = Evaluator(recipe, grid, journal.alphas, partial(journal.add, kind="alpha"), progress)
-        self._evaluator.judged.update((row["judged"], row["result"]) for row in journal.rows.values())
-        self._shared, self._chooser = self._evaluator.shared, self._evaluator.chooser
+        self.evaluator = Evaluator(recipe, grid, journal.alphas, partial(journal.add, kind="alpha"), progress)
+        self.evaluator.judged.update((row["judged"], row["result"]) for row in journal.rows.values())
+        self._shared, self._chooser = self.evaluator.shared, self.evaluator.chooser
         self._cells = self._chooser.cells()
         self._stopwatch = None if latency is None else Stopwatch(self._shared, journal, latency, progress)
-
-    @property
-    def seconds(self) -> dict[str, float]:
-        """Seconds spent, by kind of work."""
-        return self._evaluator.clock.seconds
-
-    @property
-    def evaluations(self) -> int:
-        """Number of pruned models evaluated on the evaluation rows."""
-        return self._evaluator.evaluations
 
     def run(self, executor: Executor | None) -> list[dict[str, Any]]:
         """Evaluate the missing cells, and return the rows of all."""
@@ -154,22 +133,21 @@ class _Runner:
         if len(waiting) < len(cells):
             self._progress.stage(f"{len(cells) - len(waiting)} of {len(cells)} rows are in the journal")
         started, part = time.perf_counter(), None
-        with closing(self._here(waiting) if executor is None else self._on(executor, waiting)) as entries:
+        here = ((key, self.evaluator.evaluate(cell)) for key, cell in waiting.items())
+        with closing(here if executor is None else self._on(executor, waiting)) as entries:
             # An executor may finish them in another order, but begins in this one.
             for done, cell in enumerate(self._progress.track(list(waiting.values()), f"sweep, {len(waiting)} rows")):
                 if part != (cell.seed, cell.compensation):
                     part = (cell.seed, cell.compensation)
-                    self._say(cell, done, len(waiting), time.perf_counter() - started)
+                    per_row = (time.perf_counter() - started) / max(1, done)
+                    left = f", about {per_row * (len(waiting) - done) / 60:.0f} min left" if done else ""
+                    name = f"seed {cell.seed}, compensation {cell.compensation}"
+                    self._progress.stage(f"{name}: {done} of {len(waiting)} rows done{left}")
                 journal.add(*next(entries))
         if self._stopwatch is not None:
-            with self._evaluator.clock("latency"):
-                self._stopwatch.time([self._lost(cell) for cell in self._cells if cell.criterion not in JUDGED_ONLY])
+            with self.evaluator.clock("latency"):
+                self._stopwatch.time([journal.rows[key].get("lost") for key, cell in cells.items() if _is_cut(cell)])
         return [self._row(cell) for cell in self._cells]
-
-    def _here(self, waiting: Mapping[str, Cell]) -> Generator[tuple[str, dict[str, Any]], None, None]:
-        """Yield the keys and entries of cells that this process evaluates."""
-        for key, cell in waiting.items():
-            yield key, self._evaluator.evaluate(cell)
 
     def _on(self, executor: Executor, waiting: Mapping[str, Cell]) -> Generator[tuple[str, dict[str, Any]], None, None]:
         """Yield the keys and entries of cells as the workers of an executor finish them."""
@@ -196,25 +174,21 @@ class _Runner:
         for key, curve in found.curves.items():
             if key not in self._journal.alphas:
                 self._journal.add(key, curve, kind="alpha")
+        spent = self.evaluator.clock.seconds
         for name, seconds in found.seconds.items():
-            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
-        self._evaluator.evaluations += found.evaluations
+            spent[name] = spent.get(name, 0.0) + seconds
+        self.evaluator.evaluations += found.evaluations
         return found.entry
-
-    def _say(self, cell: Cell, done: int, wanted: int, seconds: float) -> None:
-        """Report the progress of the sweep."""
-        left = f", about {seconds / done * (wanted - done) / 60:.0f} min left" if done else ""
-        name = f"seed {cell.seed}, compensation {cell.compensation}"
-        self._progress.stage(f"{name}: {done} of {wanted} rows done{left}")
 
     def details(self) -> dict[str, Any]:
         """Return details.json: statistics and selections of the first seed and size, alpha curves, and row facts."""
         seed, size = self._grid.seeds[0], self._grid.calibration_sizes[0]
+        recipe, base, resolved = self._recipe, self._shared.base, self._shared.resolved
         _, statistics = self._shared.calibrated(seed, size)
         plans = {}
         for cell in self._cells:
             # Criteria with a number of samples of their own have 0.
-            if cell.seed != seed or cell.samples not in (0, size) or cell.criterion in JUDGED_ONLY:
+            if cell.seed != seed or cell.samples not in (0, size) or not _is_cut(cell):
                 continue
             entry = self._journal.rows[self._chooser.key(cell)]
             selection = self._chooser.selection(cell, entry["alpha"])
@@ -223,50 +197,36 @@ class _Runner:
             if cell.flops is not None:
                 label |= {"flops_target": cell.flops, "modules": "+".join(cell.kinds)}
             plans["|".join(map(str, label.values()))] = label | {"kept": kept}
+        # In the order of the cells, in whatever order they were found; those of other grids come first.
+        wanted = dict.fromkeys(key for cell in self._cells for key in self._chooser.curve_keys(cell))
+        place = {key: number for number, key in enumerate(wanted)}
+        curves = sorted(self._journal.alphas.items(), key=lambda item: place.get(item[0], -1))
         return {
             "seed": seed,
             "calibration_samples": statistics.calibration.samples,
-            "key_value_heads": {module.name: module.groups for module in self._shared.base.modules},
-            "kinds": {module.name: module.kind for module in self._shared.base.modules},
+            "key_value_heads": {module.name: module.groups for module in base.modules},
+            "kinds": {module.name: module.kind for module in base.modules},
             "his": statistics["his"],
             "entropy": statistics["entropy"],
             "plans": list(plans.values()),
-            "alpha_curves": self._curves(),
-            "about": self._about(),
+            "alpha_curves": [curve for _, curve in curves],
+            "about": {
+                "model": recipe.model,
+                "task": recipe.task,
+                "calibration_split": recipe.calibration.split,
+                "evaluation_split": recipe.evaluation.split,
+                "evaluation_samples": samples_of(resolved.evaluation),
+                "evaluation_of": resolved.evaluation_of,
+                "evaluation_rows": recipe.evaluation.rows,
+                "shape": list(next(iter(base.measured))),
+                "environment": machine_facts(),
+            },
         }
-
-    def _curves(self) -> list[dict[str, Any]]:
-        """Return the curves of alpha in the order of the cells, in whatever order they were found."""
-        wanted = [key for cell in self._cells for key in self._chooser.curve_keys(cell)]
-        place = {key: number for number, key in enumerate(dict.fromkeys(wanted))}
-        # Those of other grids come first.
-        found = sorted(self._journal.alphas.items(), key=lambda item: place.get(item[0], -1))
-        return [curve for _, curve in found]
-
-    def _about(self) -> dict[str, Any]:
-        """Return the facts about the rows: model, data and environment."""
-        recipe, base, resolved = self._recipe, self._shared.base, self._shared.resolved
-        return {
-            "model": recipe.model,
-            "task": recipe.task,
-            "calibration_split": recipe.calibration.split,
-            "evaluation_split": recipe.evaluation.split,
-            "evaluation_samples": samples_of(resolved.evaluation),
-            "evaluation_of": resolved.evaluation_of,
-            "evaluation_rows": recipe.evaluation.rows,
-            "shape": list(next(iter(base.measured))),
-            "environment": machine_facts(),
-        }
-
-    def _lost(self, cell: Cell) -> Mapping[str, int] | None:
-        """Return how many bundles each module of a finished cell loses; None in older journals, which lack it."""
-        found: Mapping[str, int] | None = self._journal.rows[self._chooser.key(cell)].get("lost")
-        return found
 
     def _row(self, cell: Cell) -> dict[str, Any]:
         """Return the row of a finished cell, as in sweep.json."""
         entry = self._journal.rows[self._chooser.key(cell)]
-        cut = cell.criterion not in JUDGED_ONLY
+        cut = _is_cut(cell)
         timed = {} if self._stopwatch is None else self._stopwatch.fields(entry.get("lost") if cut else None)
         return {
             "criterion": cell.criterion,
@@ -278,8 +238,10 @@ class _Runner:
             "compensation": cell.compensation,
             "flops_target": cell.flops,
             "modules": "+".join(cell.kinds),
-            # Journals from before neurons have heads only.
-            "neurons_removed": 0 if cut else None,
             **entry["result"],
             **timed,
         }
+
+
+def _is_cut(cell: Cell) -> bool:
+    return cell.criterion not in JUDGED_ONLY

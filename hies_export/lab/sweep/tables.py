@@ -16,6 +16,7 @@ from rich.text import Text
 from ...checkpoint.folders import replace_file
 from ...evaluate.metrics import higher_is_better
 from ...report.jinja import escape_markdown
+from ...report.schemas import REMOVES
 from ...report.terminal import PlainTable
 from ...values import dump_json
 from ..baselines.names import DIFFERENCES, OWN_SAMPLES
@@ -36,48 +37,33 @@ LATEX = str.maketrans(
         **{"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "α": r"$\alpha$"},
     }
 )
-MODULES = {"attention": "heads only", "mlp": "neurons only", "attention+mlp": "heads and neurons"}
 
 
-@dataclass(frozen=True)
-class Entry:
-    """Mean and standard deviation over seeds of a method at a budget; the deviation of a single seed is None."""
+class Cell(NamedTuple):
+    """The mean or the gain at a budget as text, empty where there is none; its standard deviation over seeds.
 
-    mean: float
-    deviation: float | None
+    `rank` is 0 for the best mean of a column, 1 for the second, else None; equal means share a rank.
+    """
 
-
-class TableCell(NamedTuple):
-    """A mean or a gain as text, empty where there is none; the deviation over seeds; and the rank, see `SweepTable`."""
-
-    text: str
+    text: str = ""
     spread: str = ""
     rank: int | None = None
 
 
 @dataclass(frozen=True)
 class SweepTable:
-    """A table of one quantity: a row per method, a column per budget.
+    """A table of one quantity: a row per method, then its gain over HIS for each HIES method, a column per budget.
 
-    `entries` has None where the sweep has no such row. `over_his` is the relative improvement of a HIES method over HIS
-    at each budget, in percent; None where unknown. `differences`: criterion -> how it differs from the published one.
+    `means` has the mean of each method at each budget, None where the sweep has no such row. `differences`: criterion
+    -> how it differs from the published one.
     """
 
     title: str
     budget: str
     budgets: tuple[float, ...]
-    entries: Mapping[str, Sequence[Entry | None]]
-    higher_is_better: bool
-    over_his: Mapping[str, Sequence[float | None]]
+    means: Mapping[str, Sequence[float | None]]
+    lines: Mapping[str, Sequence[Cell]]
     differences: Mapping[str, str]
-
-    def rank(self, method: str, column: int) -> int | None:
-        """Return 0 if a method has the best mean of a column, 1 for the second best, else None; ties share a rank."""
-        entry = self.entries[method][column]
-        means = {round(e[column].mean, 10) for e in self.entries.values() if e[column] is not None}  # type: ignore[union-attr]
-        order = sorted(means, reverse=self.higher_is_better)
-        place = None if entry is None else order.index(round(entry.mean, 10))
-        return place if place is not None and place < 2 else None
 
 
 def write_results(folder: Path, rows: Sequence[Row], *, details: Mapping[str, Any]) -> None:
@@ -118,7 +104,7 @@ def budgets_of(rows: Sequence[Row]) -> list[float]:
 
 def modules_label(row: Row) -> str:
     """Return the kinds that lose units in a row, in words; older rows have only heads."""
-    return MODULES[row.get("modules") or "attention"]
+    return REMOVES[row.get("modules") or "attention"]
 
 
 def method_label(row: Row, rows: Sequence[Row]) -> str:
@@ -183,32 +169,39 @@ def sweep_tables(rows: Sequence[Row]) -> list[SweepTable]:
 
 def _table(rows: Sequence[Row], quantity: str, title: str, scale: float, higher_is_better: bool) -> SweepTable:
     """Return the table of a quantity, its values multiplied by `scale`."""
-    budgets = tuple(budgets_of(rows))
-    entries: dict[str, list[Entry | None]] = {}
-    for method, by_budget in grouped(rows).items():
-        entries[method] = []
-        for budget in budgets:
-            values = [row[quantity] * scale for row in by_budget.get(budget, [])]
-            entries[method].append(Entry(statistics.fmean(values), deviation(values)) if values else None)
-    over_his: dict[str, list[float | None]] = {}
-    for row in rows:
-        method = method_label(row, rows)
-        if row["criterion"] == "hies" and method not in over_his:
-            base = method_label({**row, "criterion": "his", "alpha": None, "alpha_by": None}, rows)
-            if base in entries:
-                pairs = zip(entries[method], entries[base], strict=True)
-                over_his[method] = [_improvement(hies, his, higher_is_better) for hies, his in pairs]
-    names = dict.fromkeys(row["criterion"] for row in rows)
-    differences = {name: DIFFERENCES[name] for name in names if name in DIFFERENCES}
-    return SweepTable(title, budget_name(rows), budgets, entries, higher_is_better, over_his, differences)
+    budgets, by_method = tuple(budgets_of(rows)), grouped(rows)
+    values = {
+        method: [[scale * row[quantity] for row in by_budget.get(budget, ())] for budget in budgets]
+        for method, by_budget in by_method.items()
+    }
+    means = {method: [statistics.fmean(of) if of else None for of in columns] for method, columns in values.items()}
+    lines: dict[str, list[Cell]] = {method: [] for method in means}
+    for column in range(len(budgets)):
+        known = {round(mean, 10) for of in means.values() if (mean := of[column]) is not None}
+        best = sorted(known, reverse=higher_is_better)[:2]
+        for method, of in means.items():
+            if (mean := of[column]) is None:
+                lines[method].append(Cell())
+                continue
+            rank = best.index(place) if (place := round(mean, 10)) in best else None
+            spread = deviation(values[method][column])
+            lines[method].append(Cell(f"{mean:.2f}", "" if spread is None else f"{spread:.2f}", rank))
+    for method, by_budget in by_method.items():
+        row = next(iter(by_budget.values()))[0]
+        base = means.get(method_label({**row, "criterion": "his", "alpha": None, "alpha_by": None}, rows))
+        if row["criterion"] == "hies" and base is not None:
+            pairs = zip(means[method], base, strict=True)
+            lines[f"gain of {method}"] = [Cell(_gain(hies, his, higher_is_better)) for hies, his in pairs]
+    differences = {row["criterion"]: DIFFERENCES[row["criterion"]] for row in rows if row["criterion"] in DIFFERENCES}
+    return SweepTable(title, budget_name(rows), budgets, means, lines, differences)
 
 
-def _improvement(hies: Entry | None, his: Entry | None, higher_is_better: bool) -> float | None:
-    """Return by how much HIES is better than HIS, in percent of HIS; None if either is missing or no finite number."""
-    if hies is None or his is None or his.mean == 0 or not (math.isfinite(hies.mean) and math.isfinite(his.mean)):
-        return None
-    change = 100 * (hies.mean - his.mean) / abs(his.mean)
-    return change if higher_is_better else -change
+def _gain(hies: float | None, his: float | None, higher_is_better: bool) -> str:
+    """Return by how much HIES is better than HIS, in percent of HIS; empty if either is missing or no finite number."""
+    if hies is None or his is None or his == 0 or not (math.isfinite(hies) and math.isfinite(his)):
+        return ""
+    change = 100 * (hies - his) / abs(his)
+    return f"{change if higher_is_better else -change:+.1f}%"
 
 
 def render_csv(rows: Sequence[Row]) -> str:
@@ -274,31 +267,11 @@ def _cells(
 ) -> list[tuple[str, list[str]]]:
     """Return the lines of a table, each a label and one text per budget, the two best in each column in their marks."""
 
-    def text(cell: TableCell) -> str:
+    def text(cell: Cell) -> str:
         marked = cell.text or missing if cell.rank is None else marks[cell.rank].format(cell.text)
         return marked + (f" {plus_minus} {cell.spread}" if cell.spread else "")
 
-    return [(label, [text(cell) for cell in cells]) for label, cells in table_lines(table, "gain of {}")]
-
-
-def table_lines(table: SweepTable, gain: str) -> list[tuple[str, list[TableCell]]]:
-    """Return label and cells of every line: the methods, then their gains over HIS, whose label is `gain`."""
-    lines = []
-    for method, entries in table.entries.items():
-        cells = [
-            TableCell("")
-            if entry is None
-            else TableCell(
-                f"{entry.mean:.2f}",
-                "" if entry.deviation is None else f"{entry.deviation:.2f}",
-                table.rank(method, column),
-            )
-            for column, entry in enumerate(entries)
-        ]
-        lines.append((method, cells))
-    for method, changes in table.over_his.items():
-        lines.append((gain.format(method), [TableCell("" if c is None else f"{c:+.1f}%") for c in changes]))
-    return lines
+    return [(label, [text(cell) for cell in cells]) for label, cells in table.lines.items()]
 
 
 def _escape(text: str) -> str:

@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -23,8 +22,8 @@ from ...report.report import plan_counts
 from ...report.rows import Table, filled
 from ...report.text import removed_text
 from ...values import PruningPlan
-from ..studies.explore import FAMILY, Exploration, Measured, estimate, fit, lost_share, read_exploration
-from ..studies.trials import Result, Trial, results_of, same_units
+from ..studies import explore
+from ..studies.explore import FAMILY, Exploration, Measured, Result, Trial
 from .guard import THIS_MACHINE, Guard
 
 # What the list of measured plans begins with.
@@ -58,19 +57,14 @@ class Settings(NamedTuple):
         return next(trial.plan for trial in exploration.trials if trial.label == self.chosen)
 
 
-def require_gradio() -> None:
-    """Raise MissingRuntimeError if Gradio is not installed."""
-    require_package("gradio", who="the page needs", package="Gradio", extra="ui")
-
-
 def show(folder: str | Path, *, port: int | None = None, open_browser: bool = False) -> Any:
     """Serve the page of a run's or a sweep's folder, where saved plans go, to this machine's browsers.
 
     The port is a free one from 7860 by default. Returns the Gradio page, which a thread of its own serves until the
     process ends.
     """
-    exploration = read_exploration(folder)
-    require_gradio()
+    exploration = explore.read_exploration(folder)
+    require_package("gradio", who="the page needs", package="Gradio", extra="ui")
     # No telemetry, and no fonts from elsewhere.
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
     page = _page(exploration, Path(folder))
@@ -168,7 +162,7 @@ def draw(exploration: Exploration, *values: Any) -> str:
         plan = settings.plan(exploration)
     except PlanError as error:
         return _render("message.html.j2", text=str(error))
-    lost = lost_share(exploration.statistics["his"], plan)
+    lost = explore.lost_share(exploration.statistics["his"], plan)
     at = f" at {exploration.shape}" if exploration.shape else ""
     counts = [("heads", plan.heads, plan.removed), ("neurons", plan.neurons, plan.removed_neurons)]
     rows = [
@@ -177,14 +171,11 @@ def draw(exploration: Exploration, *values: Any) -> str:
         ("importance (HIS) removed", f"{lost:.1%}"),
     ]
     figure, bars = _figures(exploration, plan, settings.alpha if settings.by_sliders else None)
-    results = {result.how: result for result in results_of(exploration.trials, plan)}
+    results = explore.results_of(exploration.trials, plan)
     by_his = settings.by_sliders or plan.criterion in FAMILY
-    predictions = [
-        _predicted(exploration, measured, lost, results.pop(measured.how, None))
-        for measured in exploration.measured
-        if by_his or measured.how in results
-    ]
-    predictions = [*(_only_measured(exploration, result) for result in results.values()), *predictions]
+    measured = {one.how: one for one in exploration.measured if by_his or one.how in results}
+    ways = [*(how for how in results if how not in measured), *measured]
+    predictions = [_prediction(exploration, how, lost, results.get(how), measured.get(how)) for how in ways]
     return _render(
         "plan.html.j2",
         cost=Table((), rows),
@@ -192,7 +183,9 @@ def draw(exploration: Exploration, *values: Any) -> str:
         bars=bars,
         ranks_neurons=exploration.ranks_neurons,
         chosen=not settings.by_sliders,
-        counted=any(trial.flops_ratio is not None and same_units(trial.plan, plan) for trial in exploration.trials),
+        counted=any(
+            trial.flops_ratio is not None and explore.same_units(trial.plan, plan) for trial in exploration.trials
+        ),
         predictions=predictions,
         note=_compensation_note(exploration, plan),
     )
@@ -225,8 +218,7 @@ def save(exploration: Exploration, folder: Path, *values: Any) -> str:
     except PlanError as error:
         return _render("message.html.j2", text=str(error))
     if settings.by_sliders:
-        ranked = settings.neurons is not None and exploration.ranks_neurons
-        share = f"-neurons-{settings.neurons:g}" if ranked else ""
+        share = f"-neurons-{settings.neurons:g}" if settings.neurons is not None and exploration.ranks_neurons else ""
         name = f"alpha{settings.alpha:g}-{settings.allocation}-{settings.sparsity:g}{share}"
     else:
         name = re.sub(r"[^\w.]+", "-", settings.chosen.replace("%", "")).strip("-")
@@ -259,9 +251,8 @@ def _compensation_note(exploration: Exploration, plan: PruningPlan) -> str:
     return ""
 
 
-@dataclass(frozen=True)
-class _Prediction:
-    """The prediction for a plan by one kind of measurement; `curves` has the measurements, and the fitted line."""
+class _Prediction(NamedTuple):
+    """The numbers of a plan by one kind of measurement; `curves` has the measurements, and the fitted line."""
 
     title: str
     how: str
@@ -269,40 +260,32 @@ class _Prediction:
     curves: Mapping[str, Curve]
 
 
-def _predicted(exploration: Exploration, measured: Measured, lost: float, exact: Result | None) -> _Prediction:
-    """Return the prediction by one kind of measurement for a plan that removes the share `lost` of the importance.
+def _prediction(
+    exploration: Exploration, how: str, lost: float, exact: Result | None, measured: Measured | None
+) -> _Prediction:
+    """Return the numbers of a plan that removes the share `lost` of the importance.
 
-    `exact` is the measurement of the plan itself, if there is one.
+    They are those of `exact`, the measurement of the plan itself, or else predicted from what was measured.
     """
     metric = exploration.metric
+    others = measured or Measured(how, (), (), ())
     kinds = [
-        (metric, measured.quality, exact.quality if exact else None, higher_is_better(metric), ".4f"),
-        ("same predictions", measured.stability, exact.stability if exact else None, True, ".1%"),
+        (metric, others.quality, exact.quality if exact else None, higher_is_better(metric), ".4f"),
+        ("same predictions", others.stability, exact.stability if exact else None, True, ".1%"),
     ]
     rows, curves = [], {}
     for name, values, known, more_is_better, form in kinds:
-        if not values:
-            continue
-        found = estimate(measured.lost, values, lost, higher_is_better=more_is_better)
-        if known is None:
+        if known is not None:
+            rows.append([name, f"{known:{form}}", ""])
+        elif values:
+            found = explore.estimate(others.lost, values, lost, higher_is_better=more_is_better)
             error = "" if found.error is None else f"± {found.error:{form}}"
             rows.append([name, f"{found.bound} {found.value:{form}}".strip(), error])
-        else:
-            rows.append([name, f"{known:{form}}", ""])
-        curves[name] = _curve(name, measured.lost, values, lost, more_is_better, at=known)
-    said, title = "predicted", f"Predicted from {len(measured.lost)} models"
-    if exact is not None:
-        said, title = "measured", MEASURED
+        if values:
+            curves[name] = _curve(name, others.lost, values, lost, more_is_better, at=known)
+    said, title = ("measured", MEASURED) if exact else ("predicted", f"Predicted from {len(others.lost)} models")
     columns = {header: itemgetter(column) for column, header in enumerate(("", said, "mean error"))}
-    return _Prediction(title, measured.how, filled(columns, rows), curves)
-
-
-def _only_measured(exploration: Exploration, result: Result) -> _Prediction:
-    """Return the measurement of a plan that allows no prediction for others."""
-    rows = [["same predictions", f"{result.stability:.1%}"]]
-    if result.quality is not None:
-        rows.insert(0, [exploration.metric, f"{result.quality:.4f}"])
-    return _Prediction(MEASURED, result.how, Table(("", "measured"), rows), {})
+    return _Prediction(title, how, filled(columns, rows), curves)
 
 
 def _trial_table(exploration: Exploration) -> Table:
@@ -331,7 +314,7 @@ def _curve(
 
     The plan is at `share`, at the height `at`; None places it on the line.
     """
-    line = fit(lost, values, higher_is_better=higher_is_better)
+    line = explore.fit(lost, values, higher_is_better=higher_is_better)
     return Curve(
         label=f"{name} by importance removed",
         line=[(removed, line(removed)) for removed in sorted(lost)],

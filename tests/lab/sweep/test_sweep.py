@@ -337,8 +337,9 @@ def test_the_command_prints_tables_and_one_line_of_json(
     assert (again["rows"], again["evaluations"]) == (result["rows"], 0)
     names = {"quality.svg", "stability.svg", "head-maps.svg"}
     assert {file.name for file in (out / "figures").iterdir()} == names
-    assert main(["sweep", str(recipe_file), "--seeds", "one", "--no-figures"]) == 2
-    assert "--seeds takes whole numbers, separated by commas, got 'one'" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="^2$"):
+        main(["sweep", str(recipe_file), "--seeds", "one", "--no-figures"])
+    assert "--seeds: must be whole numbers, separated by commas, got 'one'" in capsys.readouterr().err
     # By hand: l2's heads masked in the stock model.
     details = json.loads((out / "details.json").read_text())
     kept = next(p["kept"] for p in details["plans"] if p["criterion"] == "l2")

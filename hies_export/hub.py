@@ -1,4 +1,8 @@
-"""Push the folder of a run to a repository on the Hub, in one commit."""
+"""Publish a finished run on the Hugging Face Hub, in one commit.
+
+The input is the folder that a run wrote. The repository gets the slim checkpoint at the top, `onnx/`, the report, its
+figures, and a card with the metadata that the Hub requires.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +26,18 @@ from huggingface_hub import (
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
-from ..errors import OutputExistsError, PushError, RequestError
-from ..progress import SILENT, Progress
-from ..report.card import LICENSE_KEYS, read_card, render_card
-from ..report.details import Details
-from ..report.figures import CAPTIONS, draw_report
-from ..report.html import render_html
-from ..report.jinja import render_markdown
-from ..report.report import Report
-from ..report.text import model_name, title
+from .errors import HiesError, OutputExistsError, PushError, RequestError, root_cause
+from .progress import SILENT, Progress
+from .report.card import LICENSE_KEYS, read_card, render_card
+from .report.details import Details
+from .report.figures import CAPTIONS, draw_report
+from .report.html import render_html
+from .report.jinja import render_markdown
+from .report.report import Report
+from .report.text import model_name, title
 
 MAIN = "main"
+_LOG_IN = "log in with 'hf auth login', or set HF_TOKEN"
 # Files of an earlier push, deleted if this push does not write them.
 _REPLACED = ("*.safetensors", "*.safetensors.index.json", "modeling_hies.py")
 # Folders of the slim model's exports.
@@ -42,15 +47,7 @@ _REPLACED_FOLDERS = (*_EXPORTS, "images")
 
 @dataclass(frozen=True)
 class Pushed:
-    """The result of a push.
-
-    Attributes:
-        repository: Hub id.
-        url: Address of the commit.
-        commit: Hash of the commit.
-        files: Names of the pushed files in the repository.
-        bytes: Total size of these files in bytes.
-    """
+    """The result of a push: Hub id, address and hash of the commit, and the pushed files with their total size."""
 
     repository: str
     url: str
@@ -108,12 +105,11 @@ def push_to_hub(
         api.whoami()  # first: without a valid token a private repository seems not to exist
         info = _look_up(api, repository)
         found = set() if info is None else _files(api, repository, revision)
-        base_is_there = base_model is None or _look_up(api, base_model) is not None
-    if not base_is_there:
-        raise RequestError(
-            f"the base model must be a Hub id, but there is no model {base_model} on the Hub that this token may read; "
-            "leave base_model= out if the dense model is not published"
-        )
+        if base_model is not None and _look_up(api, base_model) is None:
+            raise RequestError(
+                f"the base model must be a Hub id, but there is no model {base_model} on the Hub that this token may "
+                "read; leave base_model= out if the dense model is not published"
+            )
     dense = base_model or report.details.base_model
     origin = _origin(report, dense=dense, license=license)
     _check_repository(repository, info, found, private=private, overwrite=overwrite)
@@ -151,10 +147,7 @@ def push_folder(folder: str | Path, repository: str, *, private: bool = False) -
 
 def _require_token() -> None:
     if get_token() is None:
-        raise RequestError(
-            "a push needs a token of the Hub with the right to write, and there is none; log in with 'hf auth login', "
-            "or set HF_TOKEN"
-        )
+        raise RequestError("a push needs a token of the Hub with the right to write, and there is none; " + _LOG_IN)
 
 
 def _read_run(folder: Path) -> Report:
@@ -240,9 +233,9 @@ def _check_repository(
 
 def _contents(
     folder: Path, report: Report, repository: str, revision: str | None, origin: Mapping[str, Any]
-) -> dict[str, str | bytes]:
+) -> dict[str, Any]:
     """Return all files of a push: name in the repository -> local path, or the content as bytes."""
-    contents: dict[str, str | bytes] = {}
+    contents: dict[str, Any] = {}
     for source, prefix in ((folder / "slim", ""), *((folder / name, f"{name}/") for name in _EXPORTS)):
         contents |= {prefix + name: str(path) for name, path in _visible(source).items()}
     figures = draw_report(report)
@@ -265,22 +258,19 @@ def _visible(folder: Path) -> dict[str, Path]:
     }
 
 
-def _check_card(card: str | bytes, repository: str) -> None:
+def _check_card(card: bytes, repository: str) -> None:
     """Refuse a card whose metadata the Hub does not accept, such as an unknown licence."""
-    assert isinstance(card, bytes)
     with _explain_failure(repository):
         try:
             ModelCard(card.decode()).validate()
-            problem = ""
         except ValueError as error:
             problem = str(error)
             with suppress(ValueError, KeyError, TypeError):
                 problem = "; ".join(found["message"] for found in json.loads(problem)["errors"])
-    if problem:
-        raise RequestError(
-            f"the card must have metadata that the Hub accepts, including a licence of "
-            f"https://huggingface.co/docs/hub/repositories-licenses, but the Hub says: {problem}"
-        )
+            raise RequestError(
+                "the card must have metadata that the Hub accepts, including a licence of "
+                f"https://huggingface.co/docs/hub/repositories-licenses, but the Hub says: {problem}"
+            ) from error
 
 
 def _is_replaced(name: str) -> bool:
@@ -293,21 +283,18 @@ def _explain_failure(repository: str) -> Iterator[None]:
     """Turn any exception of the Hub client into an error whose message says what to do."""
     try:
         yield
+    except HiesError:
+        raise
     except Exception as error:  # the Hub, the network and the storage each raise their own classes
         status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
         if status == 401:
-            raise RequestError(
-                "the token must be one the Hub knows, but it refused it; log in again with 'hf auth login', or set "
-                "HF_TOKEN"
-            ) from None
+            raise RequestError("the token must be one the Hub knows, but it refused it; " + _LOG_IN) from None
         if status == 403:
             raise RequestError(
                 f"the token must have the right to write to {repository}, but the Hub refused it; use a token with the "
                 "role 'write' of a user or an organization that owns the repository, or choose another"
             ) from None
-        cause = error.__cause__ or error
-        reason = f"{type(cause).__name__}: {(str(cause).strip() or 'no reason given').splitlines()[0]}"
         raise PushError(
-            f"the push to {repository} did not finish ({reason}); nothing of it is visible there; run it again, and "
-            "what was already sent is not sent twice"
+            f"the push to {repository} did not finish ({root_cause(error)}); nothing of it is visible there; run it "
+            "again, and what was already sent is not sent twice"
         ) from error
