@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..data.targets import IGNORED, is_regression, predicted_positions, size_of
-from ..errors import DataError, NonFiniteError
+from ..data.targets import is_regression, predicted_positions, size_of, text_labels
+from ..errors import NonFiniteError
 from ..model.modes import evaluating, frozen, without_cache
-from ..model.tokens import judged_tokens, real_tokens
+from ..model.tokens import real_tokens
 from ..model.watch import Watched, watch
 from ..units import PrunableModule
 
@@ -107,16 +107,6 @@ def predictions(model: PreTrainedModel, batch: Mapping[str, Tensor], logits: Ten
         return logits.float().sum(-1)
     best, second = logits.float().topk(2, dim=-1).values.unbind(-1)
     return best - second
-
-
-def text_labels(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor:
-    """Return the labels of a language model's batch, (batch, tokens): by default its own `judged_tokens`."""
-    if "labels" in batch:
-        return batch["labels"]
-    if "input_ids" not in batch:
-        raise DataError(f"a language model's batch must have labels or input_ids, got {', '.join(batch)}")
-    ids = batch["input_ids"]
-    return ids.where(judged_tokens(model, batch, ids), IGNORED)
 
 
 def _log_probabilities(logits: Tensor, labels: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ folders.py    folders and files that appear complete or not at all
 contents.py   the kind of content that a path holds
 classes.py    the config and the model class of a checkpoint
 weights.py    the files of a checkpoint's weights, their dtype, and `from_pretrained` with its errors as ours
+dense.py      the model to prune: how it is stored, and where it is loaded
 refits.py     `refit.safetensors`: the refitted layers beside a plan
 loading.py    `load` and `HIESModel`: folder or Hub id -> model, also of heads that transformers 4 pruned
 settings.py   settings that some readers need and transformers does not save

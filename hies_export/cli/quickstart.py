@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shlex
 from argparse import ArgumentParser
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .arguments import Options, add_output
+
+if TYPE_CHECKING:
+    from ..report.report import Report
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -18,11 +23,11 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(options: Options) -> dict[str, Any]:
     """Train, run a recipe on the trained model, say what to try next, and return the report's summary."""
     from ..checkpoint.folders import new_folder
-    from ..pipeline.quickstart import MODEL, prepare_quickstart, rename_in_report
     from ..pipeline.run import run as run_recipe
     from ..recipe import PruningRecipe
     from ..report.terminal import print_report
     from ..report.text import removed_text
+    from .digits import MODEL, prepare_quickstart
 
     with new_folder(options.output, overwrite=options.overwrite) as folder:
         recipe = PruningRecipe.from_yaml(prepare_quickstart(folder, progress=options.progress))
@@ -48,3 +53,22 @@ def run(options: Options) -> dict[str, Any]:
         soft_wrap=True,
     )
     return report.summary()
+
+
+def rename_in_report(report: Report, written: Path, folder: Path) -> Report:
+    """Return a report whose paths inside `written` are in `folder`, to which it will be renamed."""
+    from ..report.report import Report
+
+    names = {os.path.abspath(written): os.path.abspath(folder), str(written): str(folder)}
+
+    def renamed(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: renamed(item) for name, item in value.items()}
+        if isinstance(value, list):
+            return [renamed(item) for item in value]
+        for old, new in names.items():
+            if isinstance(value, str) and value.startswith(old + os.sep):
+                return new + value.removeprefix(old)
+        return value
+
+    return Report.from_values(renamed(json.loads(report.to_json())), where="report.json")

@@ -22,7 +22,7 @@ def run(options: Options) -> None:
 
     recipe = read_recipe(options)
     refuse_output(options, recipe)
-    with output_folder(recipe, overwrite=options.overwrite) as folder:
+    with output_folder(recipe.output, overwrite=options.overwrite) as folder:
         options.progress.stage("load the model and the data")
         resolved = resolve(recipe)
         choice = choose(resolved.prepared, resolved.options, progress=options.progress)

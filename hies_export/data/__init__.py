@@ -10,6 +10,7 @@ processors.
   about images. To add a task, describe it in `hies_export/tasks.py` and register its reader.
 - Their helpers: `labels.py` and `prompts.py` read columns; `images.py` opens images; `tokens.py` settles padding,
   length and vocabulary.
+- `given.py` turns what a caller of `prune` holds into batches: a DataLoader, a list, or a data set.
 - `batches.py` defines a batch, checks batches that a caller made, and orders them by length. `targets.py` reads
 finished batches; scoring needs nothing else of this folder.
 """

@@ -10,8 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from ..errors import DataError, listed
+from ..model.tokens import judged_tokens
 
 # The label that transformers' losses ignore.
 IGNORED = -100
@@ -31,6 +33,16 @@ def predicted_positions(labels: torch.Tensor) -> torch.Tensor:
     `labels` are (batch, tokens), not shifted, as models take them; -100 means no loss.
     """
     return labels[:, 1:] != IGNORED
+
+
+def text_labels(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return the labels of a language model's batch, (batch, tokens): by default its own `judged_tokens`."""
+    if "labels" in batch:
+        return batch["labels"]
+    if "input_ids" not in batch:
+        raise DataError(f"a language model's batch must have labels or input_ids, got {', '.join(batch)}")
+    ids = batch["input_ids"]
+    return ids.where(judged_tokens(model, batch, ids), IGNORED)
 
 
 def check_label_tokens(batches: Sequence[Mapping[str, torch.Tensor]]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import HiesError, MissingRuntimeError, PlanError, RecipeError
+from ..evaluate.interval import FAILURES
 from ..evaluate.judge import Judge
 from ..measure.counts import Shape, Share
 from ..onnx.quantize import check_quantizable
@@ -30,6 +31,10 @@ WAYS = {
     "onnxruntime-tensorrt": ("float16",),
     "llamacpp": ("q8_0", "q4_0"),
 }
+# A cut is searched for in this many forms, the fastest of the dense model; the cut model is then tried in all forms.
+SEARCHED = 2
+# Cuts that may fail to keep the promise in these searches; see `confidence_of_each`.
+LOOKS = FAILURES * SEARCHED
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ class Chooser:
 
     def choose(self) -> Choice:
         """Choose as the options ask; see `choose`."""
-        budget = self._options.budget
+        budget = self._options.goal
         if budget.max_drop is not None:
             return self.by_max_drop(budget.max_drop)
         if budget.keep is not None:

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from .. import processes
 from ..calibrate.collect import DEFAULT_NEEDS
 from ..calibrate.moments import MomentStream
+from ..checkpoint.dense import Source
 from ..checkpoint.refits import RefittedLayers, digest_tensors, load_refit
 from ..checkpoint.save import save_slim
 from ..checkpoint.weights import weight_bytes
@@ -34,7 +35,6 @@ from ..slim.cut import prune_units
 from ..slim.refit import Compensation, LayerFit, compensate, refit
 from ..units import PrunableModule, Selection
 from ..values import PruningPlan, Scores, Statistics, dump_json
-from .load import Source
 from .prepare import Prepared
 
 logger = logging.getLogger(__name__)

@@ -33,7 +33,7 @@ def deploy(
 
     Args:
         recipe: Model, data, and how units are scored and refitted; its budget is ignored. If it holds out no rows, the
-            promise is made on part of the evaluated split, see `with_held_out`.
+            promise is made on part of the evaluated split, see `Splits.promising`.
         keep: Share of the dense model's predictions on held-out rows that must stay, in (0, 1); by default that of the
             recipe's section `deploy`, or 0.99.
         runtimes: Runtimes that may be deployed on; by default the section's, or all that are installed.
@@ -51,8 +51,5 @@ def deploy(
         PlanError: Not even the dense model keeps the promise, in any form.
         StepError: A stage failed; no output folder is left behind.
     """
-    given = {"keep": keep, "runtimes": runtimes, "minutes": minutes}
-    section = {} if recipe.deploy is None else recipe.deploy.model_dump(exclude_unset=True)
-    section |= {name: value for name, value in given.items() if value is not None}
-    recipe = recipe.with_overrides({"prune.budget": None, "deploy": section})
+    recipe = recipe.to_deploy(keep=keep, runtimes=runtimes, minutes=minutes)
     return run(recipe, overwrite=overwrite, command=command, progress=progress)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import datasets
 
-from ..data.rows import taken_from
+from ..data.rows import load_rows, taken_from
 from ..errors import RequestError
-from ..recipe import PruneSection, PruningRecipe
+from ..recipe import CalibrationSection, DataSection, EvaluationSection, HeldOutSection, PruneSection
 from ..score.criteria import AUTO
 
 logger = logging.getLogger(__name__)
@@ -26,6 +26,52 @@ EVALUATION_SEED = 0
 
 
 @dataclass(frozen=True)
+class Splits:
+    """The splits that a run reads, by the sections of its recipe; without `held_out`, choices are made on further rows.
+
+    Further rows are those of the calibration split that are not scored on.
+    """
+
+    data: DataSection
+    calibration: CalibrationSection
+    evaluation: EvaluationSection
+    held_out: HeldOutSection | None = None
+
+    @property
+    def divided(self) -> bool:
+        """Whether the held-out rows come from the evaluated split, which is then divided."""
+        return self.held_out is not None and self.held_out.split == self.evaluation.split
+
+    def promising(self, needed: int, promise: str, *, most: int) -> Splits:
+        """Return splits that hold out rows for a promise, given in words; it needs `needed`, and `most` are enough.
+
+        The model was often trained on the split that units are scored on, and is surer of those rows than of new ones.
+        So if another split is evaluated and nothing is held out, two thirds of its rows are held out, if these are
+        enough.
+        """
+        split = self.evaluation.split
+        apart = split.partition("[")[0] != self.calibration.split.partition("[")[0]
+        if self.held_out is not None or not apart or self.evaluation.rows == "first":
+            return self
+        rows = taken_from(load_rows(name=self.data.name, files=self.data.files, split=split, samples=1))
+        count = min(most, 2 * rows // 3)
+        if count < needed:
+            logger.warning(
+                "the split %r has %s rows, too few to promise %s on some and to check it on the others: the promise is "
+                "made on rows that the model may have been trained on, and new ones may keep less",
+                split,
+                f"{rows:,}",
+                promise,
+            )
+            return self
+        evaluation = self.evaluation
+        if evaluation.samples == rows:
+            # All of them, before some are held out, are all that are left.
+            evaluation = evaluation.model_copy(update={"samples": rows - count})
+        return replace(self, evaluation=evaluation, held_out=HeldOutSection(split=split, samples=count))
+
+
+@dataclass(frozen=True)
 class Draws:
     """Numbers of samples to draw from the calibration split, in the order of a seed."""
 
@@ -37,21 +83,21 @@ class Draws:
     promised: int = 0  # held-out samples for a promise, after those for choices
 
     @classmethod
-    def of(cls, options: PruneSection, *, seed: int, samples: int, promised: int = 0) -> Draws:
-        """Return the draws of a run, by the number of samples to score on and to make a promise on."""
+    def of(cls, options: PruneSection, calibration: CalibrationSection, *, promised: int = 0) -> Draws:
+        """Return the draws of a run, by its options and the number of samples to make a promise on."""
         by_choice = {
             "max_drop": MAX_DROP_SAMPLES,
-            "keep": 0 if options.budget.keep is None else options.budget.keep.samples,
+            "keep": 0 if options.goal.keep is None else options.goal.keep.samples,
             "criterion: auto": AUTO_SAMPLES,
             "alpha: auto": HELD_OUT_SAMPLES,
             None: 0,
         }
         return cls(
-            seed=seed,
-            scoring=samples,
+            seed=calibration.seed,
+            scoring=calibration.samples,
             held_out=by_choice[options.judged_on_held_out] + promised,
             compensation=0 if options.compensation is None else options.compensation.samples,
-            apart=options.criterion == AUTO or options.budget.keep is not None or promised > 0,
+            apart=options.criterion == AUTO or options.goal.keep is not None or promised > 0,
             promised=promised,
         )
 
@@ -66,17 +112,17 @@ class Drawn:
     promised: datasets.Dataset
 
 
-def draw(recipe: PruningRecipe, load: Callable[..., datasets.Dataset], options: PruneSection, draws: Draws) -> Drawn:
+def draw(splits: Splits, load: Callable[..., datasets.Dataset], options: PruneSection, draws: Draws) -> Drawn:
     """Return the samples to score on, to choose on, to refit on and to promise on."""
-    split = recipe.calibration.split
+    split, asked = splits.calibration.split, splits.held_out
     own, further = None, draws.held_out
-    if draws.held_out and recipe.held_out is not None:
-        count = recipe.held_out.samples or draws.held_out
-        if recipe.held_out_of_evaluation:
-            own, _ = _divided(recipe, load)
+    if draws.held_out and asked is not None:
+        count = asked.samples or draws.held_out
+        if splits.divided:
+            own, _ = _divided(splits, asked, load)
             own = own.select(range(min(count, len(own))))
         else:
-            own = load(recipe.held_out.split, samples=count, shuffle_seed=draws.seed)
+            own = load(asked.split, samples=count, shuffle_seed=draws.seed)
         further = 0
     most = max(draws.scoring + further, draws.compensation + further * draws.apart)
     drawn = load(split, samples=most, shuffle_seed=draws.seed)
@@ -91,18 +137,18 @@ def draw(recipe: PruningRecipe, load: Callable[..., datasets.Dataset], options: 
         )
 
     _warn_of_fewer("calibration.samples", draws.scoring, len(drawn), split)
-    section = recipe.prune.compensation
+    section = options.compensation
     # The default is as many as there are, up to a number.
     if section is not None and "samples" in section.model_fields_set:
         _warn_of_fewer("prune.compensation.samples", draws.compensation, len(drawn), split)
-    if own is not None and recipe.held_out is not None and recipe.held_out.samples is not None:
-        _warn_of_fewer("held_out.samples", recipe.held_out.samples, len(own), recipe.held_out.split)
+    if own is not None and asked is not None and asked.samples is not None:
+        _warn_of_fewer("held_out.samples", asked.samples, len(own), asked.split)
 
     def part(rows: datasets.Dataset, start: int, count: int) -> datasets.Dataset:
         return rows.select(list(range(start, min(start + count, len(rows)))))
 
     # Nothing is promised on rows that are refitted on. If there are too few for both, two thirds are held out.
-    promises = further > 0 and (draws.promised > 0 or options.budget.keep is not None)
+    promises = further > 0 and (draws.promised > 0 or options.goal.keep is not None)
     left = max(len(drawn) - further, len(drawn) // 3 if promises else 0)
     behind = max(draws.scoring, min(draws.compensation, left) if draws.apart else 0)
     held_out = part(drawn, behind, further) if own is None else own
@@ -115,11 +161,11 @@ def draw(recipe: PruningRecipe, load: Callable[..., datasets.Dataset], options: 
     )
 
 
-def evaluated(recipe: PruningRecipe, load: Callable[..., datasets.Dataset]) -> datasets.Dataset:
+def evaluated(splits: Splits, load: Callable[..., datasets.Dataset]) -> datasets.Dataset:
     """Return the samples to evaluate on."""
-    wanted = recipe.evaluation
-    if recipe.held_out_of_evaluation:
-        held_out, rows = _divided(recipe, load)
+    wanted = splits.evaluation
+    if splits.divided and splits.held_out is not None:
+        held_out, rows = _divided(splits, splits.held_out, load)
         rows = rows.select(range(min(len(rows), wanted.samples or len(rows))))
         _warn_of_fewer("evaluation.samples", wanted.samples or 0, len(rows), wanted.split, len(held_out))
         return rows
@@ -129,15 +175,17 @@ def evaluated(recipe: PruningRecipe, load: Callable[..., datasets.Dataset]) -> d
     return rows
 
 
-def _divided(recipe: PruningRecipe, load: Callable[..., datasets.Dataset]) -> tuple[datasets.Dataset, datasets.Dataset]:
+def _divided(
+    splits: Splits, asked: HeldOutSection, load: Callable[..., datasets.Dataset]
+) -> tuple[datasets.Dataset, datasets.Dataset]:
     """Return the samples of the evaluated split to hold out, and the others, in the same random order for every run."""
-    assert recipe.held_out is not None
-    rows = load(recipe.evaluation.split, samples=None, shuffle_seed=EVALUATION_SEED)
-    count = recipe.held_out.samples or len(rows) // 2
+    split = splits.evaluation.split
+    rows = load(split, samples=None, shuffle_seed=EVALUATION_SEED)
+    count = asked.samples or len(rows) // 2
     if not 0 < count < len(rows):
         raise RequestError(
-            f"held_out and evaluation share the split {recipe.evaluation.split!r}, so fewer than its {len(rows):,} "
-            f"samples can be held out, got held_out.samples: {count:,}; hold out fewer"
+            f"held_out and evaluation share the split {split!r}, so fewer than its {len(rows):,} samples can be held "
+            f"out, got held_out.samples: {count:,}; hold out fewer"
         )
     return rows.select(range(count)), rows.select(range(count, len(rows)))
 

@@ -19,10 +19,10 @@ from ..cascade.export import CascadeOptions
 from ..cascade.facts import SizeTried
 from ..data.targets import samples_of
 from ..errors import HiesError, PlanError
-from ..evaluate.interval import FAILURES, confidence_of_each, rows_needed
+from ..evaluate.interval import confidence_of_each, rows_needed
 from ..evaluate.judge import Judge
 from ..evaluate.predict import predict
-from ..forms.deployment import DenseForms, DeployWay, find_ways, try_dense
+from ..forms.deployment import LOOKS, SEARCHED, DenseForms, DeployWay, find_ways, try_dense
 from ..forms.exports import Exporter
 from ..forms.form import Form, Forms
 from ..forms.judged import ratios, time_forms, time_forms_on_rows
@@ -43,10 +43,6 @@ logger = logging.getLogger(__name__)
 
 # Runtimes that run a cascade.
 CASCADED = ("onnxruntime-cpu", "onnxruntime-cpu-int8", "openvino")
-# A cut is searched for in this many forms, the fastest of the dense model; the cut model is then tried in all forms.
-SEARCHED = 2
-# Cuts that may fail to keep the promise in these searches; see `confidence_of_each`.
-LOOKS = FAILURES * SEARCHED
 # Rows in a batch where the times of cascades of several sizes are compared.
 BATCH = 8
 
@@ -119,7 +115,7 @@ def find_answer(
 
     The time of the search counts from `began`, of `time.monotonic`. The options of `resolved` have the promise.
     """
-    prepared, promise = resolved.prepared, resolved.options.budget.keep
+    prepared, promise = resolved.prepared, resolved.options.goal.keep
     assert promise is not None
     confidence = confidence_for(prepared, asked.keep)
     judge = Judge.on(prepared.model, prepared.rows.held_out, confidence=confidence, **asdict(prepared.judged))

@@ -7,7 +7,6 @@ import json
 import logging
 import os
 from collections.abc import Callable
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -15,9 +14,8 @@ from pydantic import FiniteFloat, TypeAdapter, ValidationError
 
 from ..errors import OutputExistsError, RequestError
 from ..measure.machine import machine_facts
-from ..recipe import PruningRecipe
 from ..units import Selection
-from .provenance import RunRecord
+from .provenance import Request, RunRecord
 
 logger = logging.getLogger(__name__)
 
@@ -34,14 +32,13 @@ class CutJournal:
     another digest is started again.
     """
 
-    def __init__(self, recipe: PruningRecipe, commit: str | None = None):
-        output = Path(recipe.output)
-        self.path = output.with_name(f"{output.name}.unfinished.jsonl")
-        record = RunRecord.of(recipe, commit=commit)
+    def __init__(self, asked: Request, commit: str | None = None):
+        self.path = asked.output.with_name(f"{asked.output.name}.unfinished.jsonl")
+        record = RunRecord.of(asked, commit=commit)
         fields = {name: value for name, value in record.recipe.items() if name not in ("deploy", "prune")}
         fields["prune"] = {name: value for name, value in record.recipe["prune"].items() if name != "budget"}
-        asked = json.dumps([fields, dict(record.digests), machine_facts()], sort_keys=True, default=str)
-        self._digest = hashlib.sha256(asked.encode()).hexdigest()
+        whole = json.dumps([fields, dict(record.digests), machine_facts()], sort_keys=True, default=str)
+        self._digest = hashlib.sha256(whole.encode()).hexdigest()
         self._known = self._read()
         self.found = len(self._known)
 

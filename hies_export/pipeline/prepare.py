@@ -151,15 +151,15 @@ def check_options(prepared: Prepared, options: PruneSection, *, criteria: Sequen
     _warn_without_compensation(options)
     _check_criteria(options, prepared.scored, (options.criterion,) if criteria is None else criteria)
     _check_enough_rows(prepared, options)
-    if options.budget.heads is None:
+    if options.goal.heads is None:
         check_constraints(prepared.scored, options.constraints)
     else:
-        check_budget(prepared.scored, heads=options.budget.heads, constraints=options.constraints)
+        check_budget(prepared.scored, heads=options.goal.heads, constraints=options.constraints)
 
 
 def _check_enough_rows(prepared: Prepared, options: PruneSection) -> None:
     """Refuse a promise that the held-out rows are too few to confirm even if all predictions stayed."""
-    keep, count = options.budget.keep, samples_of(prepared.rows.held_out)
+    keep, count = options.goal.keep, samples_of(prepared.rows.held_out)
     if keep is None or keep.predictions is None:
         return
     if count < (needed := rows_needed(keep.predictions, confidence_of_each(FAILURES))):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,20 +9,17 @@ from typing import Any
 import datasets
 
 from ..checkpoint.classes import load_config
+from ..data.given import LABELS, usual_columns
 from ..data.rows import hub_splits, load_rows, taken_from
 from ..errors import DataError, RequestError, listed
+from ..model.task import task_by_class
 from ..recipe import PruningRecipe
 from ..tasks import TASKS, Task
-from .memory import LABELS, task_by_class, usual_columns
-
-logger = logging.getLogger(__name__)
 
 # Splits to evaluate on, the best first; without "train", the first split is scored on and the others are evaluated.
 _EVALUATED = ("validation", "validation_matched", "dev", "test")
 # Rows to score on; a row of a decoder is a block of text, of which a corpus may have few, and each has many tokens.
 _SCORED, _SCORED_BLOCKS = 256, 64
-# Rows to make a promise on; more narrow the interval, and every cut takes longer to judge.
-HELD_OUT = 1024
 # If a data set has no such split, its last fifth is evaluated.
 _FIRST, _LAST = "[:80%]", "[80%:]"
 # Text columns of data sets that have others too.
@@ -95,32 +91,6 @@ def propose_recipe(
         deploy={},
         output=output,
     )
-
-
-def with_held_out(recipe: PruningRecipe, needed: int, promise: str, *, most: int = HELD_OUT) -> PruningRecipe:
-    """Return a recipe that names the rows for a promise, given in words; it needs `needed` rows, and `most` are enough.
-
-    The model was often trained on the split that units are scored on, and is surer of those rows than of new ones. So
-    if another split is evaluated and nothing is held out, two thirds of its rows are held out, if these are enough.
-    """
-    split = recipe.evaluation.split
-    apart = split.partition("[")[0] != recipe.calibration.split.partition("[")[0]
-    if recipe.held_out is not None or not apart or recipe.evaluation.rows == "first" or TASKS[recipe.task].generative:
-        return recipe
-    rows = taken_from(load_rows(name=recipe.data.name, files=recipe.data.files, split=split, samples=1))
-    count = min(most, 2 * rows // 3)
-    if count >= needed:
-        # All of them, before some are held out, are all that are left.
-        fewer = {"evaluation.samples": rows - count} if recipe.evaluation.samples == rows else {}
-        return recipe.with_overrides({"held_out": {"split": split, "samples": count}, **fewer})
-    logger.warning(
-        "the split %r has %s rows, too few to promise %s on some and to check it on the others: the promise is made "
-        "on rows that the model may have been trained on, and new ones may keep less",
-        split,
-        f"{rows:,}",
-        promise,
-    )
-    return recipe
 
 
 def _task_of(model: str) -> Task:

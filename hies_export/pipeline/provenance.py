@@ -5,23 +5,43 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
-from pydantic.dataclasses import dataclass
+from pydantic.dataclasses import dataclass as checked
 
 from ..checkpoint.companions import fetch
 from ..errors import RequestError
-from ..recipe import PruningRecipe
 from ..report.report import Report
 
 
 @dataclass(frozen=True)
+class Request:
+    """What a run is asked for.
+
+    Attributes:
+        fields: The fields of its recipe that were given, without `output`.
+        inputs: The model and the data files by field, as `PruningRecipe.inputs`.
+        output: The folder to write.
+    """
+
+    fields: Mapping[str, Any]
+    inputs: Mapping[str, str | Path]
+    output: Path
+
+    @property
+    def model(self) -> str:
+        """Folder or Hub id of the dense model."""
+        return str(self.inputs["model"])
+
+
+@checked(frozen=True)
 class RunRecord:
     """What a run was asked for and what it read; all paths are absolute.
 
-    `digests` maps the names of `PruningRecipe.inputs` to the SHA-256 of the input's files, or to the commit of a Hub
+    `digests` maps the names of `Request.inputs` to the SHA-256 of the input's files, or to the commit of a Hub
     model.
     """
 
@@ -31,13 +51,12 @@ class RunRecord:
     command: str | None = None  # None for a run from Python
 
     @classmethod
-    def of(cls, recipe: PruningRecipe, *, command: str | None = None, commit: str | None = None) -> RunRecord:
-        """Return the record of a run."""
-        fields = recipe.model_dump(mode="json", exclude_unset=True, exclude={"output"})
-        found = {name: digest(files) for name, path in recipe.inputs.items() if (files := _files(name, path))}
+    def of(cls, asked: Request, *, command: str | None = None, commit: str | None = None) -> RunRecord:
+        """Return the record of a run, whose Hub model had a commit."""
+        found = {name: digest(files) for name, path in asked.inputs.items() if (files := _files(name, path))}
         if "model" not in found and commit is not None:
             found["model"] = commit
-        return cls(_with_paths(fields, os.path.abspath), os.path.abspath(recipe.output), found, command)
+        return cls(_with_paths(asked.fields, os.path.abspath), os.path.abspath(asked.output), found, command)
 
     def model_at(self, folder: Path) -> str | None:
         """Return the current path or Hub id of the dense model; None if there is none.

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from ..cascade.cascade import Cascade
 from ..checkpoint.refits import RefittedLayers
 from ..data.batches import Batch
+from ..data.given import batches_of, first_rows, split_held_out, unlabelled
 from ..data.targets import is_regression, samples_of
 from ..errors import RecipeError, RequestError
 from ..evaluate.judge import Judge
@@ -24,6 +25,7 @@ from ..evaluate.metrics import check_metrics, default_metrics
 from ..hub import push_folder
 from ..measure.counts import Both, FlopCount, count_both_flops, count_parameters
 from ..model.modes import evaluating
+from ..model.task import task_of
 from ..onnx.export import OnnxExport
 from ..onnx.quantize import Quantize, export_in_bits
 from ..outcomes import BudgetOutcome
@@ -48,7 +50,6 @@ from ..tasks import Task
 from ..values import PruningPlan, Scores
 from .choose import choose
 from .cut import Choice, Slim, cut, save
-from .memory import batches_of, first_rows, split_held_out, task_of, unlabelled
 from .prepare import Judged, Prepared, Rows, check_options, prepare, shapes_to_measure
 from .search import Evaluation, confirm, evaluate
 
@@ -321,7 +322,7 @@ def prune(
     read: dict[str, Any] = {"task": task, "processor": processor, "columns": columns}
     rows = _rows(model, asked, batches, held_out, compensation_batches, read)
     judged = _judged(model, task, asked)
-    timed = None if isinstance(asked, _OfPlan) else asked.budget.timed
+    timed = None if isinstance(asked, _OfPlan) else asked.goal.timed
     if timed is not None:
         check_runtime(timed.runtime, task=task.name)
         check_dtypes([] if timed.dtype is None else [timed.dtype], [timed.runtime])
@@ -360,10 +361,14 @@ class _OfPlan:
 def _asked(options: Mapping[str, Any], plan: PruningPlan | None) -> PruneSection | _OfPlan:
     """Return the options as a section, after the checks of a recipe."""
     changed = {name: value for name, value in options.items() if value != signature(prune).parameters[name].default}
+    problems = [] if plan is not None or "budget" in changed else ["budget must be given"]
     try:
         if plan is None:
             section = PruneSection.model_validate(changed)
-            if section.budget.keep is not None and "samples" in section.budget.keep.model_fields_set:
+            if problems:
+                raise RecipeError(problems)
+            keep = section.goal.keep
+            if keep is not None and "samples" in keep.model_fields_set:
                 raise RequestError(
                     "keep.samples says how many rows a recipe draws; pass that many as held_out= instead"
                 )
@@ -375,7 +380,8 @@ def _asked(options: Mapping[str, Any], plan: PruningPlan | None) -> PruneSection
             )
         return _OfPlan(plan, None if given is None else CompensationSection.model_validate(given))
     except ValidationError as error:
-        raise RecipeError(list(sentences(error, PruneSection if plan is None else CompensationSection))) from None
+        problems += sentences(error, PruneSection if plan is None else CompensationSection)
+        raise RecipeError(problems) from None
 
 
 def _rows(
@@ -408,7 +414,7 @@ def _judged(model: PreTrainedModel, task: Task, asked: PruneSection | _OfPlan) -
     """Return how predictions are compared: by the usual metrics of the task."""
     regression = task.may_regress and is_regression(model.config)
     metrics = default_metrics(regression=regression, task=task.name)
-    extra = asked.budget.metric if isinstance(asked, PruneSection) else None
+    extra = asked.goal.metric if isinstance(asked, PruneSection) else None
     check_metrics((*metrics, *([] if extra is None else [extra])), regression=regression, task=task.name)
     return Judged(metrics, regression)
 
@@ -453,7 +459,7 @@ def prune_prepared(
         slim = cut(prepared, given, compensation=compensation, refitted=refit, dtype=dtype, progress=progress)
         budget = None
         if choice is not None and isinstance(asked, PruneSection):
-            by = prepared.predictor(served or asked.budget.timed)
+            by = prepared.predictor(served or asked.goal.timed)
             budget = confirm(prepared, slim, choice.budget, by, progress=progress)
     if choice is not None:
         choice = replace(choice, plan=slim.plan, refit=None)  # its moments may be gigabytes

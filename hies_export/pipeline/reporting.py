@@ -19,7 +19,6 @@ from ..gguf.export import GgufExport
 from ..kinds import ATTENTION
 from ..measure.contention import OtherWork
 from ..measure.machine import machine_facts
-from ..recipe import PruningRecipe
 from ..report.card import read_card, render_card
 from ..report.details import Details
 from ..report.html import render_html
@@ -28,8 +27,8 @@ from ..report.maps import head_map, neuron_counts
 from ..report.report import FirstMetric, Report, plan_counts
 from ..slim.config import is_slim
 from ..slim.siblings import families
-from ..tasks import TASKS
 from .cut import Saved
+from .prepare import Prepared
 from .provenance import RunRecord
 from .prune import PruneResult
 from .resolve import Resolved
@@ -61,14 +60,14 @@ class Finished:
     other_work: OtherWork | None
 
 
-def build_report(recipe: PruningRecipe, done: Finished, seconds: dict[str, float], command: str | None) -> Report:
+def build_report(done: Finished, seconds: dict[str, float], command: str | None) -> Report:
     """Return the report of a run."""
     plan, measured, evaluation = done.result.plan, done.measured, done.evaluation
     metric = done.resolved.prepared.judged.metrics[0]
     heads, neurons = plan_counts(plan)
     return Report(
-        model=recipe.model,
-        task=recipe.task,
+        model=done.resolved.request.model,
+        task=done.resolved.prepared.task.name,
         criterion=plan.criterion,
         alpha=plan.alpha,
         seed=plan.seed,
@@ -88,18 +87,19 @@ def build_report(recipe: PruningRecipe, done: Finished, seconds: dict[str, float
         environment={**machine_facts(), "processes": done.processes},
         exported=done.deployed.file,
         cascade=done.deployed.cascade and done.deployed.cascade[0],
-        details=_details(recipe, done, command),
+        details=_details(done, command),
     )
 
 
-def _details(recipe: PruningRecipe, done: Finished, command: str | None) -> Details:
+def _details(done: Finished, command: str | None) -> Details:
     """Return the part of a report beyond the summary, for its renderings."""
     prepared, plan, evaluation = done.resolved.prepared, done.result.plan, done.evaluation
     choice, budget, deployed = done.result.choice, done.result.budget, done.deployed
+    asked, answers = done.resolved.request, done.resolved.splits.data.answer is not None
     assert choice is not None
     neurons = neuron_counts(plan)
     return Details(
-        base_model=None if Path(recipe.model).exists() else recipe.model,
+        base_model=None if Path(asked.model).exists() else asked.model,
         head_map=head_map(plan),
         # The statistics of all neurons would fill megabytes.
         heads={name: of for name, of in choice.head_numbers().items() if plan.kept[name].kind == ATTENTION},
@@ -111,43 +111,44 @@ def _details(recipe: PruningRecipe, done: Finished, command: str | None) -> Deta
         compensation=done.result.fits,
         alpha_curve=choice.alpha_curve,
         tried=choice.tried,
-        stability_of=_prediction_name(recipe, prepared.judged.metrics[0]),
-        stability_tolerance=recipe.evaluation.stability_tolerance if prepared.judged.regression else None,
+        stability_of=_prediction_name(prepared, answers=answers),
+        stability_tolerance=prepared.judged.tolerance if prepared.judged.regression else None,
         custom_code=is_slim(done.result.model),
         family=families(prepared.model.config, done.result.model.config),
         other_work=done.other_work,
         flops_per_layer=done.measured.flops_per_layer,
-        auto_class=TASKS[recipe.task].auto_class,
+        auto_class=prepared.task.auto_class,
         **_export_details(done.exported),
         **({"forms": deployed.forms} if deployed.forms else {}),
         **({"deployment": deployed.deployment} if deployed.deployment else {}),
         **({"cascade": deployed.cascade[1]} if deployed.cascade else {}),
-        data=_data_facts(recipe, done),
-        run=asdict(RunRecord.of(recipe, command=command, commit=getattr(prepared.model.config, "_commit_hash", None))),
+        data=_data_facts(done),
+        run=asdict(RunRecord.of(asked, command=command, commit=getattr(prepared.model.config, "_commit_hash", None))),
     )
 
 
-def _data_facts(recipe: PruningRecipe, done: Finished) -> DataFacts:
+def _data_facts(done: Finished) -> DataFacts:
     """Return which rows the run read, and what for."""
     assert done.result.choice is not None
     rows, calibration = done.resolved.prepared.rows, done.result.choice.statistics.calibration
-    split = recipe.evaluation.split
+    splits = done.resolved.splits
+    data, split, held_out = splits.data, splits.evaluation.split, splits.held_out
     return DataFacts(
         labels=done.result.plan.calibration["labels"],
         calibration_samples=calibration.samples,
         calibration_batch=calibration.batch_size,
-        calibration_batch_asked=min(recipe.calibration.batch_size, calibration.samples),
+        calibration_batch_asked=min(splits.calibration.batch_size, calibration.samples),
         compensation_samples=samples_of(rows.compensation),
         evaluation_samples=samples_of(done.resolved.evaluation),
         evaluation_of=done.resolved.evaluation_of,
-        evaluation_rows=recipe.evaluation.rows,
+        evaluation_rows=splits.evaluation.rows,
         evaluation_split=split,
         evaluation_labelled="labels" in done.resolved.evaluation[0],
         held_out_samples=samples_of(rows.held_out),
-        held_out_split=recipe.calibration.split if recipe.held_out is None else recipe.held_out.split,
-        held_out_further=recipe.held_out is None,
-        name=recipe.data.name,
-        file=recipe.data.files[split.partition("[")[0]].name if recipe.data.files else None,
+        held_out_split=splits.calibration.split if held_out is None else held_out.split,
+        held_out_further=held_out is None,
+        name=data.name,
+        file=data.files[split.partition("[")[0]].name if data.files else None,
         fingerprint=calibration.fingerprint,
     )
 
@@ -167,19 +168,19 @@ def _export_details(exported: Exported) -> dict[str, Any]:
     return {"onnx": {"inputs": exported.inputs, "outputs": exported.outputs, "fused": exported.fused_ops}}
 
 
-def write_report(folder: Path, report: Report, recipe: PruningRecipe) -> None:
+def write_report(folder: Path, report: Report) -> None:
     """Write report.json, report.html and report.md, and the model card of slim/."""
-    origin = read_card(recipe.model) if Path(recipe.model).exists() else {"base_model": recipe.model}
+    origin = read_card(report.model) if Path(report.model).exists() else {"base_model": report.model}
     (folder / "slim" / "README.md").write_text(render_card(report, origin=origin), encoding="utf-8")
     (folder / "report.json").write_text(report.to_json(), encoding="utf-8")
     (folder / "report.html").write_text(render_html(report), encoding="utf-8")
     (folder / "report.md").write_text(render_markdown(report), encoding="utf-8")
 
 
-def _prediction_name(recipe: PruningRecipe, metric: str) -> str:
+def _prediction_name(prepared: Prepared, *, answers: bool) -> str:
     """Return the report's word for one prediction: "choice", "answer", "next token" or "prediction"."""
-    if METRICS[metric].of == "choices":
+    if METRICS[prepared.judged.metrics[0]].of == "choices":
         return "choice"
-    if recipe.data.answer is not None:
+    if answers:
         return "answer"
-    return "next token" if recipe.task == "text-generation" else "prediction"
+    return "next token" if prepared.task.name == "text-generation" else "prediction"

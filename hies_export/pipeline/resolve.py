@@ -1,14 +1,15 @@
 """Resolve a recipe: load the model and the rows that it names, and check that they allow what it asks for.
 
-Cheap checks come first, so that an impossible request fails early. No stage after this one sees the recipe.
+Cheap checks come first, so that an impossible request fails early. No stage after this one sees the recipe: each takes
+its own sections of it, and what was decided here.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -17,6 +18,7 @@ from ..cascade.cascade import check_classes
 from ..cascade.export import CascadeOptions
 from ..cascade.promise import check_rows
 from ..checkpoint.classes import load_config
+from ..checkpoint.dense import Source, check_device_map, load_dense, source_of, task_class
 from ..data.batches import Batch, by_length
 from ..data.generation import GenerationReader
 from ..data.processors import load_processor
@@ -25,20 +27,21 @@ from ..data.registry import reader_for
 from ..data.rows import taken_from
 from ..data.targets import is_regression, samples_of
 from ..errors import RequestError
-from ..evaluate.interval import confidence_of_each, rate_rows_needed
+from ..evaluate.interval import confidence_of_each, rate_rows_needed, rows_needed
 from ..evaluate.lm_eval import check_benchmarks
 from ..evaluate.metrics import METRICS, check_metrics, default_metrics
+from ..forms.deployment import LOOKS
 from ..forms.measured import MeasureOptions
 from ..forms.on_rows import ROWS
 from ..recipe import PruneSection, PruningRecipe
 from ..runtimes.registry import RUNTIMES, check_dtypes, check_runtime
 from ..tasks import TASKS
-from .draws import Draws, draw, evaluated
-from .load import Source, check_device_map, load_dense, source_of, task_class
+from .draws import Draws, Splits, draw, evaluated
 from .prepare import Judged, Prepared, Rows, check_options, prepare, shapes_to_measure
-from .propose import with_held_out
+from .provenance import Request
 
-logger = logging.getLogger(__name__)
+# Rows that `deploy` makes a promise on; more narrow the interval, and every cut takes longer to judge.
+HELD_OUT = 1024
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,8 @@ class Benchmarks:
 class Resolved:
     """The loaded model and rows of a recipe, and what it asks for."""
 
+    request: Request
+    splits: Splits
     prepared: Prepared
     options: PruneSection
     evaluation: list[Batch]  # shortest samples first
@@ -79,8 +84,8 @@ def resolve(
 
     All `criteria` must suit the model. A model that is already `loaded` is not read again.
     """
-    options = options or recipe.prune
-    recipe = _holding_out(recipe)
+    options = options or recipe.options
+    splits = _splits(recipe, promising=draws is None)
     hub: dict[str, Any] = {} if recipe.revision is None else {"revision": recipe.revision}
     config = load_config(recipe.model, **hub)
     model_class = task_class(recipe.model, config, task=recipe.task, **hub)
@@ -92,13 +97,11 @@ def resolve(
     check_device_map(recipe.device_map)
     reader = _reader(recipe, config)
     promised = 0 if recipe.cascade is None else recipe.cascade.samples
-    draws = draws or Draws.of(
-        options, seed=recipe.calibration.seed, samples=recipe.calibration.samples, promised=promised
-    )
+    draws = draws or Draws.of(options, recipe.calibration, promised=promised)
     load = partial(reader.load, name=recipe.data.name, files=recipe.data.files)
-    drawn = draw(recipe, load, options, draws)
+    drawn = draw(splits, load, options, draws)
     if loaded is None:
-        rows = evaluated(recipe, load)
+        rows = evaluated(splits, load)
         model = load_dense(recipe.model, model_class, dtype=recipe.dtype, device_map=recipe.device_map, **hub)
     else:
         model = loaded.prepared.model
@@ -107,20 +110,22 @@ def resolve(
     if isinstance(reader, GenerationReader) and METRICS[judged.metrics[0]].of == "choices":
         judging = reader.of_choices()
     size = recipe.calibration.batch_size
+    held_out = _shortest_first(judging, drawn.held_out, size)
     prepared = prepare(
         model,
         Rows(
             calibration=reader.batches(drawn.scoring, batch_size=size),
-            held_out=_shortest_first(judging, drawn.held_out, size),
+            held_out=held_out,
             compensation=reader.unlabelled().batches(drawn.compensation, batch_size=size),
-            promised=_shortest_first(judging, drawn.promised, size),
+            # The cascades of `deploy` keep the promise that its cuts keep.
+            promised=_shortest_first(judging, drawn.promised, size) if recipe.deploy is None else held_out,
         ),
         kinds=options.modules,
         towers=options.towers,
         processor=reader.processor,
         task=task,
         judged=judged,
-        shapes=shapes_to_measure(model, recipe.measure.shapes, task, options.budget.timed),
+        shapes=shapes_to_measure(model, recipe.measure.shapes, task, options.goal.timed),
         export=recipe.export.options,
         timing=recipe.measure.timing,
         seed=recipe.calibration.seed,
@@ -130,33 +135,49 @@ def resolve(
     if loaded is not None:
         return replace(loaded, prepared=prepared, options=options)
     return Resolved(
+        request=requested(recipe, splits),
+        splits=splits,
         prepared=prepared,
         options=options,
-        evaluation=_shortest_first(judging, rows, recipe.evaluation.batch_size),
+        evaluation=_shortest_first(judging, rows, splits.evaluation.batch_size),
         evaluation_of=taken_from(rows),
         in_order=_in_order(judging, rows),
         measure=measure,
-        benchmarks=Benchmarks(recipe.evaluation.lm_eval, recipe.evaluation.samples, recipe.evaluation.batch_size),
+        benchmarks=Benchmarks(splits.evaluation.lm_eval, splits.evaluation.samples, splits.evaluation.batch_size),
         source=source_of(model, recipe.model, config, asked=recipe.save_dtype or recipe.dtype, **hub),
         cascade=cascade,
-        shares=() if recipe.cascade is None else recipe.cascade.flops,
+        shares=recipe.shares,
     )
 
 
-def _holding_out(recipe: PruningRecipe) -> PruningRecipe:
-    """Return a recipe that says which rows a cascade promises on."""
-    if (asked := recipe.cascade) is None:
-        return recipe
-    needed = rate_rows_needed(asked.disagreement, confidence_of_each(len(asked.flops)))
-    what = f"a disagreement of at most {100 * asked.disagreement:g} %"
-    return with_held_out(recipe, needed, what, most=asked.samples)
+def _splits(recipe: PruningRecipe, *, promising: bool = False) -> Splits:
+    """Return the splits that a recipe reads; if it makes a promise, with rows held out for that."""
+    splits = Splits(recipe.data, recipe.calibration, recipe.evaluation, recipe.held_out)
+    if not promising or TASKS[recipe.task].generative:
+        return splits
+    if recipe.deploy is not None:
+        keep = recipe.deploy.keep
+        return splits.promising(rows_needed(keep, confidence_of_each(LOOKS)), f"{100 * keep:g} %", most=HELD_OUT)
+    if (asked := recipe.cascade) is not None:
+        needed = rate_rows_needed(asked.disagreement, confidence_of_each(len(recipe.shares)))
+        return splits.promising(needed, f"a disagreement of at most {100 * asked.disagreement:g} %", most=asked.samples)
+    return splits
+
+
+def requested(recipe: PruningRecipe, splits: Splits | None = None) -> Request:
+    """Return what a recipe asks for, with the rows that were held out: from these fields, a run does the same."""
+    fields = recipe.model_dump(mode="json", exclude_unset=True, exclude={"output"})
+    if splits is not None and splits.held_out is not None and splits.held_out is not recipe.held_out:
+        fields["held_out"] = splits.held_out.model_dump(mode="json", exclude_unset=True)
+        fields["evaluation"] = splits.evaluation.model_dump(mode="json", exclude_unset=True)
+    return Request(fields, recipe.inputs, Path(recipe.output))
 
 
 def _cascade(recipe: PruningRecipe, prepared: Prepared) -> CascadeOptions | None:
     """Return the cascade that a recipe asks for, after checking that the model and the rows allow its promise."""
     if (asked := recipe.cascade) is None:
         return None
-    confidence = confidence_of_each(len(asked.flops))
+    confidence = confidence_of_each(len(recipe.shares))
     check_classes(prepared.model, prepared.model)
     check_rows(samples_of(prepared.rows.promised), asked.disagreement, confidence)
     return CascadeOptions(
@@ -172,7 +193,7 @@ def rows_in_order(recipe: PruningRecipe) -> Callable[[int], list[Batch]]:
     """Return a function of a batch size that gives batches of the first 512 evaluation rows, in their order."""
     hub: dict[str, Any] = {} if recipe.revision is None else {"revision": recipe.revision}
     reader = _reader(recipe, load_config(recipe.model, **hub))
-    rows = evaluated(recipe, partial(reader.load, name=recipe.data.name, files=recipe.data.files))
+    rows = evaluated(_splits(recipe), partial(reader.load, name=recipe.data.name, files=recipe.data.files))
     return _in_order(reader, rows)
 
 
@@ -182,8 +203,7 @@ def _in_order(reader: Reader, rows: datasets.Dataset) -> Callable[[int], list[Ba
 
 def _metrics(recipe: PruningRecipe, *, regression: bool) -> tuple[str, ...]:
     """Return the names of the metrics, the report's first, after checking that metrics and benchmarks fit the task."""
-    asked = recipe.prune.budget.max_drop or recipe.prune.budget.keep
-    extra = () if asked is None or asked.metric is None else (asked.metric,)
+    extra = () if recipe.goal.metric is None else (recipe.goal.metric,)
     named = (*recipe.evaluation.metrics, *extra)
     # For questions with choices, token metrics judge only the right choices.
     of_tokens = any(name in METRICS and METRICS[name].of == "tokens" for name in named)
@@ -199,7 +219,9 @@ def _metrics(recipe: PruningRecipe, *, regression: bool) -> tuple[str, ...]:
 
 def runtimes_of(recipe: PruningRecipe, wanted: tuple[str, ...] | None = None) -> tuple[str, ...]:
     """Return the names of the runtimes to measure on, and the runtime of a latency budget."""
-    names, timed = recipe.measure.runtimes if wanted is None else wanted, recipe.prune.budget.timed
+    names, timed = recipe.measure.runtimes if wanted is None else wanted, recipe.goal.timed
+    if wanted is None and recipe.deploy is not None:
+        return ()  # it measures in all forms
     return names if timed is None else tuple(dict.fromkeys((*names, timed.runtime)))
 
 
@@ -208,7 +230,7 @@ def _checked_runtimes(recipe: PruningRecipe, names: tuple[str, ...]) -> tuple[st
 
     ONNX runtimes are left out for a vision-language model, which is exported as several graphs.
     """
-    task, timed = TASKS[recipe.task], recipe.prune.budget.timed
+    task, timed = TASKS[recipe.task], recipe.goal.timed
     for name in (*names, *([] if recipe.cascade is None else [recipe.cascade.runtime])):
         check_runtime(name, task=task.name)
     check_dtypes(recipe.measure.dtypes, names)
@@ -231,7 +253,7 @@ def _ways(recipe: PruningRecipe, names: Sequence[str]) -> tuple[tuple[str, str |
         for name in names
         if dtype is None or dtype in RUNTIMES[name].dtypes
     ]
-    timed = recipe.prune.budget.timed
+    timed = recipe.goal.timed
     return tuple(dict.fromkeys([*ways, *([] if timed is None else [(timed.runtime, timed.dtype)])]))
 
 

@@ -19,8 +19,6 @@ from ..cascade.facts import cascade_facts
 from ..checkpoint.folders import new_folder, refuse_existing
 from ..checkpoint.refits import REFIT
 from ..cost.latency import compare_with_full
-from ..errors import RequestError
-from ..evaluate.interval import confidence_of_each, rows_needed
 from ..evaluate.judge import Judge
 from ..evaluate.lm_eval import run_benchmarks
 from ..forms.deployment import Deployment, fastest_kept
@@ -33,15 +31,13 @@ from ..measure.contention import CpuWatch, OtherWork
 from ..measure.counts import Both
 from ..outcomes import CostOutcome
 from ..progress import SILENT, Clock, Progress
-from ..recipe import PruneSection, PruningRecipe
+from ..recipe import DeploySection, PruneSection, PruningRecipe
 from ..report.report import Report
-from ..tasks import TASKS
 from ..units import Selection
 from .cut import save, warn_if_larger
-from .fastest import LOOKS, Answer, Decided, answers_of, choose_size, find_answer
+from .fastest import Answer, Decided, answers_of, choose_size, find_answer
 from .journal import CutJournal
 from .prepare import Prepared
-from .propose import with_held_out
 from .prune import PruneResult, prune_prepared
 from .reporting import Deployed, Finished, build_report, write_report
 from .resolve import Resolved, resolve, runtimes_of
@@ -81,7 +77,7 @@ def run(
         StepError: A stage failed; no output folder is left behind.
     """
     if recipe.deploy is not None:
-        return _run_found(recipe, overwrite, command, progress)
+        return _run_found(recipe, recipe.deploy, overwrite, command, progress)
     with processes.together():
         refuse_existing(recipe.output, overwrite=overwrite, inputs=recipe.inputs)
         formats = export_formats(recipe.export.options, runtimes_of(recipe))
@@ -92,57 +88,40 @@ def run(
         parts = constraints.parts(prepared.scored)
         uneven = bool(constraints.keep_layers) or not all(constraints.uniform(part) for part in parts)
         check_exports(formats, prepared.model, prepared.processor, uneven=uneven, quantize=recipe.export.quantize)
-        with output_folder(recipe, overwrite=overwrite) as folder:
-            return run_stages(resolved, recipe, folder, command, progress)
+        with output_folder(recipe.output, overwrite=overwrite) as folder:
+            return run_stages(resolved, folder, command, progress)
 
 
-def _run_found(recipe: PruningRecipe, overwrite: bool, command: str | None, progress: Progress) -> Report:
+def _run_found(
+    recipe: PruningRecipe, asked: DeploySection, overwrite: bool, command: str | None, progress: Progress
+) -> Report:
     """Search for the fastest form that keeps a promise, and run the stages on what was found."""
-    began, asked = time.monotonic(), recipe.deploy
-    assert asked is not None
+    began = time.monotonic()
     processes.refuse_several("deploy")
-    if recipe.cascade is not None:
-        raise RequestError("deploy tries cascades by itself, got a section cascade; leave it out")
-    if TASKS[recipe.task].in_parts:
-        raise RequestError(
-            f"deploy compares models that are one graph, got task: {recipe.task}, which is exported as several; prune "
-            "it with hies-export run, and a budget of keep"
-        )
     refuse_existing(recipe.output, overwrite=overwrite, inputs=recipe.inputs)
-    if recipe.export.options.unquantized != ExportOptions():
-        raise RequestError(
-            f"deploy exports what each runtime reads, got export: {recipe.export.format}, {recipe.export.provider}, "
-            f"{recipe.export.dtype}; leave it out"
-        )
     progress.stage("load the model and the data")
-    recipe = with_held_out(recipe, rows_needed(asked.keep, confidence_of_each(LOOKS)), f"{100 * asked.keep:g} %")
-    resolved = resolve(recipe, runtimes=())
-    prepared = resolved.prepared
-    rows = replace(prepared.rows, promised=prepared.rows.held_out)
-    resolved = replace(resolved, prepared=replace(prepared, rows=rows))
+    resolved = resolve(recipe)
+    commit = getattr(resolved.prepared.model.config, "_commit_hash", None)
     with (
-        output_folder(recipe, overwrite=overwrite) as folder,
+        output_folder(recipe.output, overwrite=overwrite) as folder,
         tempfile.TemporaryDirectory(dir=folder) as temporary,
-        CutJournal(recipe, getattr(prepared.model.config, "_commit_hash", None)) as journal,
+        CutJournal(resolved.request, commit) as journal,
     ):
         if journal.found:
             progress.stage(f"resume: {journal.found} cuts were judged before; their results are in {journal.path}")
         answer = find_answer(resolved, asked, Path(temporary), journal, began, progress)
         prepared = replace(resolved.prepared, exporter=answer.exporter)
         resolved = replace(resolved, prepared=prepared, options=answer.options)
-        return run_stages(resolved, recipe, folder, command, progress, answer=answer)
+        return run_stages(resolved, folder, command, progress, answer=answer)
 
 
-def output_folder(recipe: PruningRecipe, *, overwrite: bool) -> AbstractContextManager[Path]:
-    """Return a `new_folder` for the recipe's output; of several processes only the first makes it, and writes."""
-    if processes.rank() > 0:
-        return nullcontext(Path(recipe.output))
-    return new_folder(recipe.output, overwrite=overwrite)
+def output_folder(output: Path, *, overwrite: bool) -> AbstractContextManager[Path]:
+    """Return a `new_folder` for the output of a run; of several processes only the first makes it, and writes."""
+    return nullcontext(output) if processes.rank() > 0 else new_folder(output, overwrite=overwrite)
 
 
 def run_stages(
     resolved: Resolved,
-    recipe: PruningRecipe,
     folder: Path,
     command: str | None,
     progress: Progress,
@@ -206,8 +185,8 @@ def run_stages(
             processes=count,
             other_work=others,
         )
-        report = build_report(recipe, done, clock.seconds, command)
-        write_report(folder, report, recipe)
+        report = build_report(done, clock.seconds, command)
+        write_report(folder, report)
         return report
 
     return processes.on_main(finish)

@@ -65,7 +65,7 @@ class Targets:
 
     def __init__(self, prepared: Prepared, options: PruneSection, progress: Progress):
         self._prepared, self._options, self._progress = prepared, options, progress
-        self._constraints, self.ratio = options.constraints, options.budget.ratio
+        self._constraints, self.ratio = options.constraints, options.goal.ratio
         # Time of the dense model in the bits of the budget / time of the budget's reference.
         self._full = self._time_in_full()
         if self.ratio is not None:
@@ -76,7 +76,7 @@ class Targets:
         """Return the goals of a number of rounds, without those that would remove nothing."""
         if self.ratio is not None:
             return [1 - (1 - self.ratio) * number / count for number in range(1, count + 1)]
-        heads, scored = self._options.budget.heads, self._prepared.scored
+        heads, scored = self._options.goal.heads, self._prepared.scored
         assert heads is not None
         return [*iterative.head_targets(scored, heads=heads, count=count, constraints=self._constraints)]
 
@@ -117,13 +117,13 @@ class Targets:
                     found.append(Round(prepared, self._constraints, heads=share))
         if not found:
             raise PlanError(
-                f"{self._options.budget.kind} needs units that may go, but the constraints leave none; loosen them"
+                f"{self._options.goal.kind} needs units that may go, but the constraints leave none; loosen them"
             )
         return found
 
     def _cost_table(self) -> CostTable | None:
         """Return the cost table for a budget of FLOPs, parameters or time; None for other budgets."""
-        prepared, budget, unit = self._prepared, self._options.budget, self._constraints.unit
+        prepared, budget, unit = self._prepared, self._options.goal, self._constraints.unit
         if budget.timed is not None:
             self._progress.stage("time cuts of several sizes, to predict the time of a plan")
             where = timed_on(self._prepared, self._options)
@@ -143,7 +143,7 @@ class Targets:
 
     def _time_in_full(self) -> float:
         """Return the dense model's time in the bits of the budget / its time in float32, if the ratio is to float32."""
-        timed, model = self._options.budget.latency, self._prepared.model
+        timed, model = self._options.goal.latency, self._prepared.model
         if timed is None or timed.of == "same":
             return 1.0
         self._progress.stage("time the dense model in the bits of the budget, and in float32")
@@ -185,7 +185,7 @@ class Targets:
 
     def outcome(self, selection: Selection) -> BudgetOutcome:
         """Return the budget with what the cost table predicts; `run` adds what is measured."""
-        budget, table = self._options.budget, self._table
+        budget, table = self._options.goal, self._table
         if table is None or self.ratio is None:
             return HeadsOutcome("heads", budget.heads)
         predicted = table.ratio(self._lost(selection))
@@ -206,7 +206,7 @@ class Targets:
 
 def timed_on(prepared: Prepared, options: PruneSection) -> TimedOn:
     """Return where a latency budget is measured."""
-    timed = options.budget.timed
+    timed = options.goal.timed
     assert timed is not None
     return TimedOn(
         runtime=timed.runtime,

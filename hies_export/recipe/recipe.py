@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,6 +13,7 @@ from ..progress import SILENT, Progress
 from ..tasks import TASKS, TaskName
 from .reading import overridden, read_fields, sentences
 from .sections import (
+    BudgetSection,
     CalibrationSection,
     CascadeSection,
     DataSection,
@@ -19,6 +21,7 @@ from .sections import (
     EvaluationSection,
     ExportSection,
     HeldOutSection,
+    KeepBudget,
     MeasureSection,
     PathOrName,
     PruneSection,
@@ -92,42 +95,39 @@ class PruningRecipe(Section):
         except ValidationError as error:
             raise RecipeError(list(sentences(error, type(self)))) from None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _deploy_has_its_budget(cls, fields: Any) -> Any:
-        """Make the promise of `deploy` the budget, by which the report judges the run."""
-        prune, asked = (fields.get(name) for name in ("prune", "deploy"))
-        if not isinstance(prune, dict) or not isinstance(asked, dict):
-            return fields
-        budget, keep = prune.get("budget"), asked.get("keep", DeploySection().keep)
-        # A recipe that was read before already has the section's promise as its budget.
-        own = isinstance(budget, dict) and isinstance(budget.get("keep"), dict) and [*budget["keep"]] == ["predictions"]
-        if budget is not None and not own:
+    @model_validator(mode="after")
+    def _one_field_says_how_much(self) -> PruningRecipe:
+        given, cascade = self.prune.budget is not None, self.cascade
+        if self.deploy is not None and given:
             raise ValueError("deploy chooses how much to remove, and prune.budget sets it too; leave out one of them")
-        return {**fields, "prune": {**prune, "budget": {"keep": keep}}}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _cascade_may_choose_the_budget(cls, fields: Any) -> Any:
-        """Try the usual shares of the FLOPs if there is no budget; the budget is then the largest of them."""
-        prune, asked = (fields.get(name) for name in ("prune", "cascade"))
-        if not isinstance(prune, dict) or not isinstance(asked, dict) or isinstance(fields.get("deploy"), dict):
-            return fields
-        shares, budget = asked.get("flops") or (), prune.get("budget")
-        if not isinstance(shares, list | tuple):
-            return fields
-        if budget is None:
-            shares = shares or FLOPS_TO_TRY
-        largest = max((share for share in shares if isinstance(share, int | float)), default=None)
-        if largest is None:
-            return fields
-        # A recipe that was read before has it already.
-        if budget == {"flops": largest}:
-            return fields
-        if budget is not None:
+        if cascade is not None and cascade.flops and given:
             raise ValueError("cascade.flops chooses how much to remove, and prune.budget sets it too; leave out one")
-        budgeted = {**prune, "budget": {"flops": largest}}
-        return {**fields, "cascade": {**asked, "flops": shares}, "prune": budgeted}
+        if self.deploy is None and cascade is None and not given:
+            raise ValueError("prune.budget must be given")
+        return self
+
+    @model_validator(mode="after")
+    def _deploy_chooses_the_form(self) -> PruningRecipe:
+        if self.deploy is None:
+            return self
+        export = self.export
+        if self.cascade is not None:
+            raise ValueError("deploy tries cascades by itself, got a section cascade; leave it out")
+        if TASKS[self.task].in_parts:
+            raise ValueError(
+                f"deploy compares models that are one graph, got task: {self.task}, which is exported as several; "
+                "prune it with hies-export run, and a budget of keep"
+            )
+        if (export.format, export.provider, export.dtype) != ("onnx", "cpu", "float32"):
+            raise ValueError(
+                f"deploy exports what each runtime reads, got export: {export.format}, {export.provider}, "
+                f"{export.dtype}; leave it out"
+            )
+        if self.prune.steps > 1:
+            raise ValueError(
+                f"deploy finds the largest cut in one step, got prune.steps: {self.prune.steps}; set it to 1"
+            )
+        return self
 
     @model_validator(mode="after")
     def _a_cascade_is_of_encoders(self) -> PruningRecipe:
@@ -150,7 +150,7 @@ class PruningRecipe(Section):
 
     @model_validator(mode="after")
     def _a_latency_budget_has_one_dtype(self) -> PruningRecipe:
-        if self.prune.budget.timed is not None and self.measure.dtypes:
+        if self.goal.timed is not None and self.measure.dtypes:
             raise ValueError(
                 "a budget of time is met in the dtype of the model or of the export, so measure.dtypes must not be "
                 f"given, got {', '.join(self.measure.dtypes)}; time other dtypes with hies-export bench"
@@ -165,9 +165,10 @@ class PruningRecipe(Section):
 
     @model_validator(mode="after")
     def _rows_are_apart(self) -> PruningRecipe:
-        if self.held_out_of_evaluation and self.evaluation.rows == "first":
+        held_out, evaluation = self.held_out, self.evaluation
+        if held_out is not None and held_out.split == evaluation.split and evaluation.rows == "first":
             raise ValueError(
-                f"held_out draws rows of the split that is evaluated, {quoted(self.evaluation.split)}, so "
+                f"held_out draws rows of the split that is evaluated, {quoted(evaluation.split)}, so "
                 "evaluation.rows must be drawn from the others, got first; leave it out, or hold out another split's"
             )
         return self
@@ -199,10 +200,36 @@ class PruningRecipe(Section):
         """Return the recipe with other values of some fields: dotted field -> value, as for `from_yaml`."""
         return type(self)(**overridden(self.model_dump(exclude_unset=True), overrides))
 
+    def to_deploy(
+        self, *, keep: float | None = None, runtimes: Sequence[str] | None = None, minutes: float | None = None
+    ) -> PruningRecipe:
+        """Return the recipe with a section `deploy`, some of its fields given, in place of the budget."""
+        fields = self.model_dump(exclude_unset=True)
+        fields["prune"].pop("budget", None)
+        given = {"keep": keep, "runtimes": runtimes, "minutes": minutes}
+        asked = {name: value for name, value in given.items() if value is not None}
+        return type(self)(**{**fields, "deploy": {**(fields.get("deploy") or {}), **asked}})
+
     @property
-    def held_out_of_evaluation(self) -> bool:
-        """Whether the held-out rows come from the evaluated split, which is then divided."""
-        return self.held_out is not None and self.held_out.split == self.evaluation.split
+    def goal(self) -> BudgetSection:
+        """How much is removed: the budget, the promise of `deploy`, or the smallest cut that a cascade tries."""
+        if self.prune.budget is not None:
+            return self.prune.budget
+        if self.deploy is not None:
+            return BudgetSection(keep=KeepBudget(predictions=self.deploy.keep))
+        return BudgetSection(flops=max(self.shares))
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Shares of the dense model's FLOPs to choose the size of a cascade among; empty if that is not asked."""
+        if self.cascade is None or self.prune.budget is not None:
+            return ()
+        return self.cascade.flops or FLOPS_TO_TRY
+
+    @property
+    def options(self) -> PruneSection:
+        """How to prune: the section `prune`, whose budget is the goal."""
+        return self.prune.model_copy(update={"budget": self.goal})
 
     @property
     def inputs(self) -> dict[str, str | Path]:

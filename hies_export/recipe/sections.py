@@ -405,7 +405,7 @@ class PruneSection(Section):
         normalize: Over which heads the two terms of HIES are scaled to [0, 1] before they are blended. "model": over
             all heads, so a layer of weak heads may lose most of them. "layer": over the heads of each layer, so that
             every layer has a head with 0 and one with 1.
-        budget: See `BudgetSection`.
+        budget: See `BudgetSection`. A recipe's `deploy` or `cascade` may choose how much is removed in place of it.
         allocation: "uniform" removes the same number of heads from every layer, "global" those that score lowest
             anywhere. Or one for each kind, as in {attention: uniform, mlp: global}: the config's own fields, if it has
             them, then describe the heads beside uneven neurons. Each uniform kind loses its own share; a kind that is
@@ -425,7 +425,7 @@ class PruneSection(Section):
     criterion: str = "hies"
     alpha: float | Literal["auto"] = 0.9
     normalize: Literal["model", "layer"] = "model"
-    budget: BudgetSection
+    budget: BudgetSection | None = None
     allocation: Allocation | dict[str, Allocation] = "global"
     unit: Literal["group", "query"] = "group"
     towers: tuple[str, ...] = ()
@@ -434,6 +434,12 @@ class PruneSection(Section):
     multiple_of: MultipleOf = MultipleOf()
     steps: int = Field(1, ge=1)
     compensation: CompensationSection | None = None
+
+    @property
+    def goal(self) -> BudgetSection:
+        """The budget, where it is given; `PruningRecipe.options` always has one."""
+        assert self.budget is not None
+        return self.budget
 
     @property
     def constraints(self) -> Constraints:
@@ -454,8 +460,8 @@ class PruneSection(Section):
         """What is chosen on held-out rows, for messages; None if nothing is."""
         from ..score.criteria import AUTO, uses_alpha
 
-        if self.budget.max_drop is not None or self.budget.keep is not None:
-            return self.budget.kind
+        if self.goal.max_drop is not None or self.goal.keep is not None:
+            return self.goal.kind
         if self.criterion == AUTO:
             return "criterion: auto"
         return "alpha: auto" if self.alpha == AUTO and uses_alpha(self.criterion) else None
@@ -503,7 +509,7 @@ class PruneSection(Section):
 
     @model_validator(mode="after")
     def _budget_covers_modules(self) -> PruneSection:
-        if self.budget.heads is not None and self.modules != (ATTENTION,):
+        if self.budget is not None and self.budget.heads is not None and self.modules != (ATTENTION,):
             raise ValueError(
                 f"budget.heads is for modules: [attention], got modules: [{', '.join(self.modules)}]; "
                 "set budget.flops, parameters, latency, max_drop or keep, which cover neurons too"
@@ -512,10 +518,10 @@ class PruneSection(Section):
 
     @model_validator(mode="after")
     def _can_take_steps(self) -> PruneSection:
+        kind = None if self.budget is None else self.budget.kind
         given = {
-            "a budget of max_drop": self.budget.max_drop is not None,
-            "a budget of keep": self.budget.keep is not None,
-            f"multiple_of {self.multiple_of.heads}": self.budget.heads is not None and self.multiple_of.heads > 1,
+            f"a budget of {kind}": kind in ("max_drop", "keep"),
+            f"multiple_of {self.multiple_of.heads}": kind == "heads" and self.multiple_of.heads > 1,
             # With one query head left in each group, the next step would remove whole groups.
             "unit query": self.unit == "query",
         }

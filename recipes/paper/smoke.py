@@ -11,8 +11,8 @@ import tokenizers
 import transformers
 from PIL import Image
 
+from hies_export.cli.digits import MODEL, prepare_quickstart
 from hies_export.evaluate.metrics import METRICS
-from hies_export.pipeline.quickstart import MODEL, prepare_quickstart
 from hies_export.recipe import PruningRecipe
 
 WORDS = ["<pad>", "<unk>", "<s>", "</s>", "<image>", "USER:", "ASSISTANT:", *"abcdefghij", "yes", "no"]

@@ -12,8 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hies_export.calibrate.gates import Gates, summed_loss, with_labels
-from hies_export.calibrate.readings import text_labels
-from hies_export.data.targets import IGNORED
+from hies_export.data.targets import IGNORED, text_labels
 from hies_export.errors import NonFiniteError, UnsupportedModelError
 from hies_export.units import PrunableModule
 

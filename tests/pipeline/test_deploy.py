@@ -26,15 +26,18 @@ from hies_export import (
     deploy,
 )
 from hies_export.cli.deploy import minutes
+from hies_export.data.targets import samples_of
 from hies_export.evaluate.interval import confidence_of_each
 from hies_export.forms import deployment
+from hies_export.forms.deployment import LOOKS
 from hies_export.forms.form import Form
 from hies_export.pipeline import prepare, targets
 from hies_export.pipeline import run as running
-from hies_export.pipeline.fastest import LOOKS, Answer
+from hies_export.pipeline.draws import Splits
+from hies_export.pipeline.fastest import Answer
 from hies_export.pipeline.journal import CutJournal
-from hies_export.pipeline.propose import propose_recipe, with_held_out
-from hies_export.pipeline.resolve import resolve
+from hies_export.pipeline.propose import propose_recipe
+from hies_export.pipeline.resolve import requested, resolve
 from hies_export.pipeline.search import Trial
 from hies_export.recipe import PruningRecipe
 from hies_export.report.report import Report
@@ -79,7 +82,7 @@ def test_the_form_to_deploy_is_the_fastest_that_keeps_the_promise(
     times = {0: 1.0, 1: slim.times[found.step].ratio}
     keeping = [number for number, form in enumerate((dense, slim)) if form.at_least >= 0.25]
     assert found.form == min(keeping, key=lambda number: times[number])
-    rows = resolve(with_held_out(recipe_of(folder, tmp_path / "out"), 5, "25 %")).prepared.rows.held_out
+    rows = resolve(recipe_of(folder, tmp_path / "out").to_deploy(keep=0.25)).prepared.rows.held_out
     same = same_in_onnxruntime(folder / "model", tmp_path / "out" / "onnx" / "model.onnx", rows, tolerance=0.02)
     low = binomtest(sum(same), len(same)).proportion_ci(confidence_of_each(LOOKS), method="exact").low
     assert slim.kept == pytest.approx(sum(same) / len(same), abs=1.5 / len(same))
@@ -185,26 +188,28 @@ def test_a_journal_of_something_else_is_not_used(
     whole = {"layer": Units(name="layer", units=2).kept([0, 1])}
 
     def fail_after_one_cut() -> None:
-        with CutJournal(recipe) as journal:
+        with CutJournal(requested(recipe)) as journal:
             assert journal.recall(whole, ("here",), lambda: (0.5, 0.25)) == (0.5, 0.25)
             raise StepError("far enough")
 
     with pytest.raises(StepError, match="far enough"):
         fail_after_one_cut()
-    assert CutJournal(recipe).found == 1
-    assert CutJournal(recipe.with_overrides({"prune.budget.keep": 0.9})).found == 1
-    assert CutJournal(recipe.with_overrides({"calibration.seed": 7})).found == 0
+    assert CutJournal(requested(recipe)).found == 1
+    assert CutJournal(requested(recipe.with_overrides({"prune.budget.keep": 0.9}))).found == 1
+    assert CutJournal(requested(recipe.with_overrides({"calibration.seed": 7}))).found == 0
     assert "is of another model, recipe or machine" in caplog.text
     (tmp_path / "out.unfinished.jsonl").write_text("notes of mine\n")
     with pytest.raises(OutputExistsError, match="but that is a file of something else; move it away"):
-        CutJournal(recipe)
+        CutJournal(requested(recipe))
 
 
-def test_the_section_of_a_recipe_is_its_budget(folder: Path) -> None:
+def test_the_promise_of_a_recipe_is_its_goal(folder: Path) -> None:
     asked = {"keep": 0.5, "minutes": 0, "runtimes": ["onnxruntime-cpu"]}
     recipe = PruningRecipe.from_yaml(folder / "recipe.yaml", {"prune.budget": None, "deploy": asked})
-    assert recipe.prune.budget.keep.predictions == 0.5
-    assert recipe.with_overrides({"deploy.keep": 0.7}).prune.budget.keep.predictions == 0.7
+    assert recipe.prune.budget is None
+    assert recipe.options.goal.keep.predictions == recipe.goal.keep.predictions == 0.5
+    changed = recipe.to_deploy(keep=0.7)
+    assert (changed.goal.keep.predictions, changed.deploy.minutes) == (0.7, 0)
     with pytest.raises(RecipeError, match=r"deploy chooses how much to remove, and prune.budget sets it too"):
         recipe.with_overrides({"prune.budget": {"flops": 0.5}})
     with pytest.raises(RecipeError, match=r"deploy.keep must be less than 1, got 1.5"):
@@ -279,15 +284,24 @@ def test_several_processes_are_refused(folder: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_promise_is_made_on_rows_that_are_not_scored_on(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    recipe = PruningRecipe.from_yaml(folder / "recipe.yaml")
+    recipe = PruningRecipe.from_yaml(folder / "recipe.yaml").to_deploy(keep=0.5)
     count = len((folder / "validation.jsonl").read_text().splitlines())
-    found = with_held_out(recipe, 6, "50 %").held_out
-    assert found is not None
-    assert (found.split, found.samples) == ("validation", 2 * count // 3)
-    assert with_held_out(recipe, 477, "99 %") == recipe
+    recipe = recipe.with_overrides({"evaluation.samples": count})
+
+    def splits_of(recipe: PruningRecipe) -> Splits:
+        return resolve(recipe).splits
+
+    own = {"split": "validation", "samples": 2 * count // 3}
+    found = resolve(recipe)
+    assert found.splits.held_out.model_dump() == found.request.fields["held_out"] == own
+    assert found.request.fields["evaluation"]["samples"] == count - own["samples"] == samples_of(found.evaluation)
+    assert "all are used" not in caplog.text
+    with pytest.raises(RequestError, match="keep: 0.99 can be promised with 95 % confidence from 477 held-out rows"):
+        resolve(recipe.to_deploy(keep=0.99))
     assert f"the split 'validation' has {count} rows, too few to promise 99 % on some" in caplog.text
     for kept in ({"held_out": {"split": "train[50%:]"}}, {"evaluation.split": "train[50%:]"}):
-        assert with_held_out(other := recipe.with_overrides(kept), 6, "50 %") == other
+        other = recipe.with_overrides(kept)
+        assert resolve(other).splits == Splits(other.data, other.calibration, other.evaluation, other.held_out)
 
 
 def test_what_leaves_a_choice_is_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,9 +9,9 @@ from support.models import causal_lm
 from support.tolerance import assert_near
 
 from hies_export.calibrate.collect import collect_statistics
+from hies_export.checkpoint import dense
+from hies_export.checkpoint.dense import load_dense
 from hies_export.errors import RequestError
-from hies_export.pipeline import load
-from hies_export.pipeline.load import load_dense
 from hies_export.prunable.attention import find_attention
 from hies_export.score.criteria import score_units
 from hies_export.slim.check import compare_cut
@@ -48,7 +48,7 @@ def test_a_model_that_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pytes
     model = causal_lm()
     model.save_pretrained(tmp_path / "model")
     size = sum(parameter.nbytes for parameter in model.parameters())
-    monkeypatch.setattr(load, "_max_memory", lambda _: {"cpu": 2 * size // 3})
+    monkeypatch.setattr(dense, "_max_memory", lambda _: {"cpu": 2 * size // 3})
     with pytest.raises(
         RequestError, match=r"device_map auto leaves \d[\d,]* of [\d,]+ parameters to the CPU or the disk"
     ):

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from support.tolerance import assert_near
 
-from hies_export.pipeline.quickstart import MODEL, prepare_quickstart
+from hies_export.cli.digits import MODEL, prepare_quickstart
 from hies_export.progress import Silent
 
 

@@ -12,8 +12,8 @@ from support.runs import without_tracing
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import hies_export
+from hies_export.cli.digits import prepare_quickstart
 from hies_export.cli.main import main
-from hies_export.pipeline.quickstart import prepare_quickstart
 from hies_export.report.report import Report
 
 
@@ -89,7 +89,7 @@ def quickly(folder: Path, **options: Any) -> Path:
 
 @pytest.mark.slow
 def test_quickstart(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hies_export.pipeline.quickstart.prepare_quickstart", quickly)
+    monkeypatch.setattr("hies_export.cli.digits.prepare_quickstart", quickly)
     monkeypatch.chdir(tmp_path)
     assert main(["quickstart", "-o", "quick start", "--json"]) == 0
     printed = capsys.readouterr().out

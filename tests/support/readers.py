@@ -33,6 +33,7 @@ from hies_export.lab.sweep.journal import Journal
 from hies_export.lab.sweep.page import read_sweep, render_sweep
 from hies_export.onnx.generator import _special_tokens
 from hies_export.pipeline.journal import CutJournal
+from hies_export.pipeline.resolve import requested
 from hies_export.recipe import PruningRecipe
 from hies_export.report.bench import print_bench, read_report, render_bench
 from hies_export.report.card import read_card, render_card
@@ -388,7 +389,7 @@ def _recipes(folder: Path) -> list[Read]:
         + "held_out: {split: validation, samples: 4}\nexport: {quantize: int8}\n"
         "cascade: {disagreement: 0.9, samples: 4, flops: [0.7, 0.5]}\n"
     )
-    asked = PruningRecipe.from_yaml(recipe)
+    asked = requested(PruningRecipe.from_yaml(recipe))
     journal = CutJournal(asked)
     cut = {"a": Kept((0, 2), 4)}
     journal.recall(cut, ("torch", None, "float32"), lambda: (0.99, 0.98))

@@ -63,7 +63,7 @@ class Shared:
         by_grid: dict[str, Any] = {"modules": grid.kinds}
         if grid.flops:
             by_grid["budget"] = BudgetSection(flops=min(grid.flops))
-        self.options = recipe.prune.model_copy(update=by_grid)
+        self.options = recipe.options.model_copy(update=by_grid)
         self._recipe = recipe
         self._grid, self._clock = grid, clock
         self._of_model: dict[Any, Any] = {}

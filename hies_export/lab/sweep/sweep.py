@@ -183,7 +183,7 @@ class _Runner:
     def details(self) -> dict[str, Any]:
         """Return details.json: statistics and selections of the first seed and size, alpha curves, and row facts."""
         seed, size = self._grid.seeds[0], self._grid.calibration_sizes[0]
-        recipe, base, resolved = self._recipe, self._shared.base, self._shared.resolved
+        base, resolved = self._shared.base, self._shared.resolved
         _, statistics = self._shared.calibrated(seed, size)
         plans = {}
         for cell in self._cells:
@@ -211,13 +211,13 @@ class _Runner:
             "plans": list(plans.values()),
             "alpha_curves": [curve for _, curve in curves],
             "about": {
-                "model": recipe.model,
-                "task": recipe.task,
-                "calibration_split": recipe.calibration.split,
-                "evaluation_split": recipe.evaluation.split,
+                "model": resolved.request.model,
+                "task": base.task.name,
+                "calibration_split": resolved.splits.calibration.split,
+                "evaluation_split": resolved.splits.evaluation.split,
                 "evaluation_samples": samples_of(resolved.evaluation),
                 "evaluation_of": resolved.evaluation_of,
-                "evaluation_rows": recipe.evaluation.rows,
+                "evaluation_rows": resolved.splits.evaluation.rows,
                 "shape": list(next(iter(base.measured))),
                 "environment": machine_facts(),
             },

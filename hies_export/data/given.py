@@ -12,49 +12,19 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, PreTrainedModel, default_data_collator
 
-from ..calibrate.readings import text_labels
-from ..data.batches import Batch, check_batches
-from ..data.images import holds_images
-from ..data.labels import STRINGS
-from ..data.reader import Columns
-from ..data.registry import reader_for
-from ..data.targets import size_of
 from ..errors import DataError, RequestError, listed, refusing
-from ..model.internals import auto_classes
-from ..tasks import TASKS, Task
+from ..tasks import Task
+from .batches import Batch, check_batches
+from .images import holds_images
+from .labels import STRINGS
+from .reader import Columns
+from .registry import reader_for
+from .targets import size_of, text_labels
 
 # Rows of a data set that go through the model at once.
 BATCH_SIZE = 16
 # Columns of labels, as transformers' collators know them.
 LABELS = ("labels", "label", "label_ids")
-
-
-def task_of(model: Any) -> Task:
-    """Return what a model in memory predicts."""
-    if not isinstance(model, PreTrainedModel):
-        raise RequestError(
-            f"the model must be a PreTrainedModel of transformers, got {type(model).__name__}; of PEFT, pass what "
-            "merge_and_unload() returns"
-        )
-    by_torch = any(type(module).__module__.startswith("torch.ao.nn.") for module in model.modules())
-    if by_torch or getattr(model, "hf_quantizer", None) or getattr(model.config, "quantization_config", None):
-        raise RequestError(
-            f"the weights must be floating-point numbers to be cut, but this {type(model).__name__} is quantised; load "
-            "it without quantization_config, prune it, and quantise what is left"
-        )
-    task = task_by_class(type(model).__name__, model.config.model_type)
-    if task is None:
-        raise RequestError(
-            f"the model must be one that {', '.join(task.auto_class for task in TASKS.values())} loads, got "
-            f"{type(model).__name__}; load it with the head that it was fine-tuned with"
-        )
-    return task
-
-
-def task_by_class(name: str, model_type: str) -> Task | None:
-    """Return the task whose Auto class loads a model class, which is given by its name; None if there is none."""
-    classes = auto_classes(name, model_type)
-    return next((task for task in TASKS.values() if task.auto_class in classes), None)
 
 
 def batches_of(

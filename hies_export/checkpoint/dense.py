@@ -10,13 +10,13 @@ import torch
 from transformers import PreTrainedModel
 
 from .. import processes
-from ..checkpoint.classes import find_model_class
-from ..checkpoint.companions import LICENCES, fetch_files
-from ..checkpoint.weights import load_weights, stored_dtype, weight_files
 from ..errors import RequestError, quoted, require_package, root_cause
 from ..model.copies import parameter_bytes
 from ..model.internals import auto_classes, never_asking
 from ..tasks import TASKS
+from .classes import find_model_class
+from .companions import LICENCES, fetch_files
+from .weights import load_weights, stored_dtype, weight_files
 
 # Device maps of accelerate other than the names of devices.
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import datasets
 import numpy as np
@@ -18,7 +15,6 @@ from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
 from ..model.threads import torch_threads
 from ..progress import SILENT, Progress
-from ..report.report import Report
 
 # Inside the package, so that it is installed too; recipes/ links to it.
 RECIPE = Path(__file__).with_name("quickstart-vit-digits.yaml")
@@ -47,23 +43,6 @@ def prepare_quickstart(folder: Path, *, epochs: int = 40, seed: int = 0, progres
     model.save_pretrained(folder / MODEL)
     processor.save_pretrained(folder / MODEL)
     return Path(shutil.copyfile(RECIPE, folder / "recipe.yaml"))
-
-
-def rename_in_report(report: Report, written: Path, folder: Path) -> Report:
-    """Return a report whose paths inside `written` are in `folder`, to which it will be renamed."""
-    names = {os.path.abspath(written): os.path.abspath(folder), str(written): str(folder)}
-
-    def renamed(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: renamed(item) for name, item in value.items()}
-        if isinstance(value, list):
-            return [renamed(item) for item in value]
-        for old, new in names.items():
-            if isinstance(value, str) and value.startswith(old + os.sep):
-                return new + value.removeprefix(old)
-        return value
-
-    return Report.from_values(renamed(json.loads(report.to_json())), where="report.json")
 
 
 def _digits() -> dict[str, datasets.Dataset]:

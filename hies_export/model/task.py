@@ -1,0 +1,39 @@
+"""Tell what a model predicts, by its class."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from ..errors import RequestError
+from ..tasks import TASKS, Task
+from .internals import auto_classes
+
+
+def task_of(model: Any) -> Task:
+    """Return what a model in memory predicts."""
+    if not isinstance(model, PreTrainedModel):
+        raise RequestError(
+            f"the model must be a PreTrainedModel of transformers, got {type(model).__name__}; of PEFT, pass what "
+            "merge_and_unload() returns"
+        )
+    by_torch = any(type(module).__module__.startswith("torch.ao.nn.") for module in model.modules())
+    if by_torch or getattr(model, "hf_quantizer", None) or getattr(model.config, "quantization_config", None):
+        raise RequestError(
+            f"the weights must be floating-point numbers to be cut, but this {type(model).__name__} is quantised; load "
+            "it without quantization_config, prune it, and quantise what is left"
+        )
+    task = task_by_class(type(model).__name__, model.config.model_type)
+    if task is None:
+        raise RequestError(
+            f"the model must be one that {', '.join(task.auto_class for task in TASKS.values())} loads, got "
+            f"{type(model).__name__}; load it with the head that it was fine-tuned with"
+        )
+    return task
+
+
+def task_by_class(name: str, model_type: str) -> Task | None:
+    """Return the task whose Auto class loads a model class, which is given by its name; None if there is none."""
+    classes = auto_classes(name, model_type)
+    return next((task for task in TASKS.values() if task.auto_class in classes), None)
