@@ -170,18 +170,6 @@ def test_base_model_in_half_precision_from_a_training_model_left_as_found(tmp_pa
     assert "auto_map" not in config
 
 
-@pytest.mark.parametrize("error", [RuntimeError("no\nreason"), KeyboardInterrupt("no\nreason")])
-def test_nothing_is_kept_when_the_check_fails(tmp_path, monkeypatch, error):
-    def fail(*args):
-        raise error
-
-    monkeypatch.setattr(export_module, "check_parity", fail)
-    monkeypatch.setattr(export_module, "trace_onnx", fake_trace)
-    with pytest.raises(type(error), match="no\nreason"):
-        export_onnx(tiny_bert(), tmp_path / "onnx", batch=text_batch())
-    assert list(tmp_path.iterdir()) == []
-
-
 def fake_trace(model, sample, provider):
     """A graph that returns one label too many, with none of the cost of tracing."""
     import onnx_ir

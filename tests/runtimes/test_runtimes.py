@@ -179,11 +179,6 @@ def test_forward_inputs_in_the_order_of_the_forward(model):
     assert list(forward_inputs(model, batch)) == ["input_ids", "token_type_ids"]
 
 
-def test_positions_count_what_is_not_padding():
-    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]])
-    assert positions_of(mask).tolist() == [[0, 0, 0, 1], [0, 1, 2, 2]]
-
-
 # logits = input_ids + position_ids, and a cache that stays as it is.
 CACHED = """<ir_version: 10, opset_import: ["" : 20] METADATA>
 g (int64[b, s] input_ids, int64[b, t] attention_mask, int64[b, s] position_ids,

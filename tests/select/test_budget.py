@@ -90,23 +90,6 @@ def test_the_program_knows_every_total() -> None:
     assert least_loss([[2, 2, 2]], [[0.5, 0.1, 0.1]], 2)[1](2) == [1]
 
 
-def test_uniform_budgets_take_the_same_from_every_layer() -> None:
-    table = CostTable("FLOPs", {f"l{i}": tuple(0.05 * k for k in range(4)) for i in range(3)})
-    scores, uniform = scores_of(torch.rand(3, 4)), Constraints(allocation="uniform")
-    assert counts_within(scores, sites_of(4, 4, 4), table, ratio=0.75, constraints=uniform) == [2, 2, 2]
-    with pytest.raises(PlanError, match=r"FLOPs at most 0.5 of dense, but .* gives 0.550, the best there is"):
-        counts_within(scores, sites_of(4, 4, 4), table, ratio=0.5, constraints=uniform)
-
-
-def test_groups_are_whole_in_a_budget_of_cost() -> None:
-    table = CostTable("FLOPs", {f"l{i}": (0.0, 0.1, 0.2) for i in range(2)})
-    sites, scores = sites_of(3, 3, group_size=2), scores_of(torch.rand(2, 6))
-    found = select_units(scores, sites, table=table, ratio=0.75)
-    assert [len(kept.units) for kept in found.values()] in ([2, 4], [4, 2])
-    for kept in found.values():
-        assert sorted({q // 2 for q in kept.units}) == list(kept.kept_groups)
-
-
 @pytest.mark.parametrize("allocation", ["global", "uniform"])
 def test_multiple_of_is_kept_by_a_budget_of_heads(allocation: str) -> None:
     scores, sites = scores_of(torch.rand(3, 8, generator=torch.Generator().manual_seed(1))), sites_of(8, 8, 8)

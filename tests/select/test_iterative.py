@@ -21,7 +21,7 @@ from hies_export.progress import Silent
 from hies_export.prunable.attention import find_attention
 from hies_export.recipe import PruningRecipe
 from hies_export.select.constraints import Constraints
-from hies_export.select.iterative import HeadTarget, compose, filled_in, head_targets
+from hies_export.select.iterative import HeadTarget, compose, head_targets
 from hies_export.select.select import select_units
 from hies_export.slim.cut import prune_units
 from hies_export.slim.refit import compensate
@@ -221,12 +221,3 @@ def test_units_are_numbered_as_in_the_first_model() -> None:
         "b": Kept((1, 3), 4),
         "m": Kept((1, 5), 8, 8, "mlp"),
     }
-
-
-def test_values_of_units_that_are_gone_stay_those_of_before() -> None:
-    earlier = {"a": torch.arange(5.0), "b": torch.arange(3.0)}
-    later = {"a": torch.tensor([10.0, 30.0]), "b": torch.tensor([7.0, 8.0, 9.0])}
-    kept = {"a": Kept((1, 3), 5), "b": Kept((0, 1, 2), 3)}
-    found = filled_in(earlier, later, kept)
-    assert {name: row.tolist() for name, row in found.items()} == {"a": [0, 10, 2, 30, 4], "b": [7, 8, 9]}
-    assert earlier["a"].tolist() == [0, 1, 2, 3, 4]

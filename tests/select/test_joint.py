@@ -369,19 +369,6 @@ def test_by_slopes_no_more_is_taken_than_is_wanted() -> None:
     assert by_slopes([line, line], 1.25) in ([4, 1], [1, 4])
 
 
-def test_uniform_follows_chains_too() -> None:
-    modules = (heads("a", 4), block("m", 4))
-    chains: tuple[Chain, ...] = (
-        tuple(Removal("a", (u,), float(i + 1)) for i, u in enumerate((2, 0, 3, 1))),
-        (Removal("m", (3, 1), 1.0), Removal("m", (0, 2), 2.0)),
-    )
-    scores = Scores("compensated", {}, {"a": torch.arange(4.0), "m": torch.arange(4.0)}, chains=chains)
-    found = select_units(
-        scores, modules, table=table_of(modules, PRICE), ratio=0.5, constraints=Constraints(allocation="uniform")
-    )
-    assert {name: kept.removed for name, kept in found.items()} == {"a": (0, 2), "m": (1, 3)}
-
-
 def test_modules_that_are_not_scored_keep_everything() -> None:
     scored = LARGE[:2]
     effects = effects_of(scored, 0)
@@ -447,18 +434,6 @@ def test_a_table_goes_on_after_a_cut() -> None:
     # Timings of which the middle is slower than the ends stay as they are.
     timed = CostTable("latency", {"a": (0.0, 0.1, 0.05, 0.3)}).after({"a": 1})
     assert timed.saved["a"] == pytest.approx((0.0, -0.05, 0.2))
-
-
-def test_two_rounds_meet_the_budget_of_both() -> None:
-    effects, table = effects_of(LARGE, 5), table_of(LARGE, PRICE)
-    first = select_units(scores_of(effects), LARGE, table=table, ratio=0.75)
-    gone = {name: len(kept.removed) for name, kept in first.items()}
-    left = [Units(name=m.name, units=len(first[m.name].units), kind=m.kind) for m in LARGE]
-    values = {name: value[list(first[name].units)] for name, value in effects.items()}
-    before = table.ratio(gone)
-    second = select_units(scores_of(values), left, table=table.after(gone), ratio=0.5 + 1 - before)
-    counts = {name: gone[name] + len(kept.removed) for name, kept in second.items()}
-    assert 0.45 < table.ratio(counts) <= 0.5 + 1e-9
 
 
 @pytest.mark.parametrize("seed", range(3))
