@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from support.cuts import plan_of
-from support.models import bert, causal_lm, llama, text_batch, vit
+from support.models import bert, causal_lm, image_batch, llama, text_batch, vit
 from support.tolerance import REFITTED, assert_near
 from torch import Tensor
 
@@ -188,13 +188,11 @@ def test_slices_are_the_singular_vectors_of_what_attention_reads_and_writes(make
     assert_near(logits_of(model, batches[0]), dense)
 
 
-def test_slices_of_images() -> None:
-    model = vit()
-    batches = [{"pixel_values": torch.randn(4, 3, 16, 16)} for _ in range(2)]
-    sites = find_attention(model, batches[0])
-    bases = collect_bases(model, batches, sites)
-    assert [len(bases.read[s.name]) for s in sites] == [48, 48, 48]
-    with pytest.raises(DataError, match="at least one sample, got none"):
+def test_slices_need_samples_which_may_be_images() -> None:
+    model, batch = vit(), image_batch(labels=False)
+    sites = find_attention(model, batch)
+    assert [len(collect_bases(model, [batch], sites).read[s.name]) for s in sites] == [48, 48, 48]
+    with pytest.raises(DataError, match="at least one sample"):
         collect_bases(model, [], sites)
 
 

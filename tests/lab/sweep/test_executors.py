@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.models import save_project
+from support.sweeps import save_sweep_project
 from support.tolerance import assert_same_text
 
 from hies_export.cli.main import main
@@ -48,15 +48,7 @@ FILES = ("sweep.json", "details.json", "tables.md", "tables.tex", "sweep.csv", "
 
 @pytest.fixture(scope="module")
 def recipe_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    project = save_project(
-        tmp_path_factory.mktemp("project"),
-        train=60,
-        validation=40,
-        calibration={"samples": 8},
-        prune={"alpha": 0.5, "budget": {"heads": 0.4}, "compensation": {"samples": 40}},
-        measure={"shapes": [[2, 16]]},
-    )
-    return project / "recipe.yaml"
+    return save_sweep_project(tmp_path_factory.mktemp("project"), budget={"heads": 0.4})
 
 
 @pytest.fixture(scope="module")
