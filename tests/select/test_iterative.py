@@ -36,7 +36,7 @@ def naive_his(model: Any, sites: Any, batches: list[dict[str, Tensor]], gone: se
         there = torch.tensor([float((site.name, head) not in gone) for head in range(site.units)])
         layer, wide = model.get_submodule(site.consumer), there.repeat_interleave(site.unit_width)
         handles.append(layer.register_forward_pre_hook(lambda _, x, wide=wide: (x[0] * wide,)))
-    his, _ = naive_statistics(model, batches, sites)
+    his = naive_statistics(model, batches, sites)["his"]
     for handle in handles:
         handle.remove()
     return {(name, head): value for name, values in his.items() for head, value in enumerate(values.tolist())}
