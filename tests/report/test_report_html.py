@@ -81,11 +81,13 @@ def test_noisy_rows_give_no_ratio() -> None:
     assert "ealised" not in render_markdown(noisy)
 
 
-@pytest.mark.parametrize(("small", "words"), [(1, "1 small one in float32"), (23, "23 small ones in float32")])
+@pytest.mark.parametrize(("small", "words"), [(0, "0 small ones"), (1, "1 small one"), (23, "23 small ones")])
 def test_layers_that_stay_in_float_are_counted(small: int, words: str) -> None:
-    exported = ExportedFile("onnx-int8/model.onnx", "onnx", "int8", 1, None, None, {"int8": 37, "float32": small}, 0)
+    exported = ExportedFile(
+        "onnx-int8/model.onnx", "onnx", "int8", 1, None, None, {"int8": 37} | ({"float32": small} if small else {}), 0
+    )
     report = dataclasses.replace(make_report(**SERVED), exported=exported)
-    assert f"37 linear layers are in int8, {words}." in forms_text(report)
+    assert f"37 linear layers are in int8, {words} in float32." in forms_text(report)
 
 
 @pytest.mark.parametrize(

@@ -330,18 +330,6 @@ def test_multiples_of_both_kinds_are_kept(seed: int) -> None:
                 assert len(kept.units) == 2 * len(kept.kept_groups) >= 5
 
 
-def test_query_heads_leave_all_groups_alike() -> None:
-    modules = (heads("a", 12, groups=3), block("m", 20))
-    effects, constraints = effects_of(modules, 2), Constraints(unit="query", multiple_of=6)
-    table = table_of(modules, PRICE, unit="query")
-    found = select_units(scores_of(effects), modules, table=table, ratio=0.6, constraints=constraints)
-    assert len(found["a"].units) == 6
-    assert [sum(unit // 4 == group for unit in found["a"].units) for group in range(3)] == [2, 2, 2]
-    # The two best of each group.
-    best = effects["a"].view(3, 4).topk(2).indices + 4 * torch.arange(3)[:, None]
-    assert found["a"].units == tuple(sorted(best.flatten().tolist()))
-
-
 def test_uniform_takes_the_smallest_share_that_is_enough() -> None:
     modules = tuple(m for i in range(2) for m in (heads(f"a{i}", 8), block(f"m{i}", 40)))
     effects = effects_of(modules, 4)
@@ -408,15 +396,6 @@ def test_a_budget_that_cannot_be_met_says_the_least_there_is(constraints: Constr
 def test_a_budget_that_cannot_be_met_names_the_kinds_there_are(modules: Sequence[Units], what: str) -> None:
     with pytest.raises(PlanError, match=rf"cutting all {what} that may go gives"):
         chosen(effects_of(modules, 0), modules, 0.01)
-
-
-@pytest.mark.usefixtures("exact")
-def test_the_least_cost_there_is_can_be_reached() -> None:
-    effects = effects_of(LARGE, 0)
-    least = 3 * (6 + 1) / (3 * 88)
-    for ratio in (least + 1e-9, least + 1e-4):
-        found = chosen(effects, LARGE, ratio)
-        assert {len(kept.units) for kept in found.values()} == {1}
 
 
 def test_a_table_goes_on_after_a_cut() -> None:
