@@ -77,13 +77,9 @@ def classes(number, **options):
         (ONE, {"columns": Columns()}, r"needs data\.text \(one or two columns\); the data has text, label, numbers"),
         (ONE, IMAGE | {"columns": Columns(image="text")}, "'text' must hold images, but it holds string"),
         (ONE, IMAGE | {"columns": TEXT}, r"needs data\.image .* and no data\.text"),
-        ({"text": ["a", None], "label": [0, 1]}, {}, r"a 'text', but row 1 \(from 0\) has none"),
-        (of_labels(0, 2), {}, r"in \[0, 2\).*row 1 \(from 0\) has 2 in 'label'"),
-        (of_labels(1, -1), {}, r"got -1 for 'label' in row 1 .* hidden label, as in GLUE's test splits"),
         (of_labels(-1.0, -1.0), classes(1), r"got -1 in every row .* hidden label"),
         (of_labels(0.0, 1.0), {}, r"class names, but 'label' holds float64 such as 0\.0; write whole numbers"),
         (of_labels(0.5, 1.0), {}, r"class names, but 'label' holds float64 such as 0\.5$"),
-        (of_labels(0, None), {}, r"must have a label, but row 1 \(from 0\) has none"),
         (of_labels(0.5, float("nan")), classes(1), r"must have a label, but row 1 \(from 0\) has none"),
         (of_labels("a", "b"), classes(1), "regression must be numbers, but 'label' holds string such as 'a'"),
         (of_labels("yes", "no"), {}, r"must be among the model's \(LABEL_0, LABEL_1\), got 'yes', 'no'"),
@@ -285,11 +281,10 @@ def test_image_batches_keep_order_and_labels_and_have_one_size():
     assert image_batches(rows, size=6)[0]["pixel_values"].shape == (2, 3, 6, 6)
 
 
-@pytest.mark.parametrize(("pixels", "content", "why"), [(10**9, b"not an image", "cannot"), (4, None, "exceeds limit")])
-def test_an_image_that_pillow_does_not_decode_is_named(monkeypatch, pixels, content, why):
-    monkeypatch.setattr(PIL.Image, "MAX_IMAGE_PIXELS", pixels)
-    with pytest.raises(DataError, match=rf"every 'image' must be an image, but row 0 \(from 0\) is not: .*{why}"):
-        image_batches(rows_of({"image": [content or encoded(picture())]}))
+def test_an_image_that_pillow_takes_for_an_attack(monkeypatch):
+    monkeypatch.setattr(PIL.Image, "MAX_IMAGE_PIXELS", 4)
+    with pytest.raises(DataError, match="every 'image' must be an image, .*exceeds limit"):
+        image_batches(rows_of({"image": [encoded(picture())]}))
 
 
 # ---- processors ------------------------------------------------------------------------------------------
