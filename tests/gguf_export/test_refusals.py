@@ -217,12 +217,6 @@ def test_a_runtime_of_decoders_is_refused_for_other_tasks() -> None:
         check_task("llamacpp", "image-classification")
 
 
-def test_without_the_package_the_message_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hies_export.errors.find_spec", lambda name: None)
-    with pytest.raises(RequestError, match=r'a GGUF file needs gguf, .* pip install "hies-export\[gguf\]"'):
-        export_gguf(llama(), tmp_path / "out", tokenizer=sentence_piece_tokenizer())
-
-
 def test_the_check_keeps_the_model_as_it_is(tmp_path: Path) -> None:
     model = llama().to(torch.bfloat16)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -1,4 +1,3 @@
-import sys
 from functools import partial
 
 import numpy as np
@@ -124,12 +123,6 @@ def test_another_provider_than_asked_for_is_an_error(folder):
 
     with pytest.raises(MissingRuntimeError, match=r"must run on NoSuch(.|\n)*offers .*CPU.*hies-export\[gpu\]"):
         Elsewhere(folder, threads=1)
-
-
-def test_onnxruntime_missing(folder, monkeypatch):
-    monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with pytest.raises(MissingRuntimeError, match=r'pip install "hies-export\[cpu\]"'):
-        load_runtime("onnxruntime-cpu", folder)
 
 
 def test_wrong_requests(folder, model):
