@@ -4,8 +4,7 @@ import pytest
 import torch
 from support.generative import padded, with_images
 from support.models import bert, causal_lm, llama, llava, shake, text_batch
-from support.neurons import one_by_one
-from torch import Tensor
+from support.references import layer_tokens
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hies_export.calibrate.collect import collect_statistics
@@ -38,14 +37,6 @@ def test_signals_equal_loops_over_samples_and_the_gradients_that_torch_leaves_in
     sites = find_attention(model, batches[0])
     found = collect_statistics(model, batches, sites, needs=EXTRA)
     assert {name: (p.requires_grad, p.grad) for name, p in model.named_parameters()} == before
-    read: dict[str, list[Tensor]] = {site.name: [] for site in sites}
-    for site in sites:
-        model.get_submodule(site.consumer).register_forward_hook(
-            lambda layer, x, y, name=site.name: read[name].append(x[0].detach().double().flatten(0, -2))
-        )
-    for sample in one_by_one(batches):
-        model(**{key: value for key, value in sample.items() if key != "labels"})
-    tokens = {name: torch.cat(inputs) for name, inputs in read.items()}
     for batch in batches:
         (model(**batch).loss * len(batch["input_ids"])).backward()
     names = ("query", "key", "value") if make is bert else ("q_proj", "k_proj", "v_proj")
@@ -53,7 +44,7 @@ def test_signals_equal_loops_over_samples_and_the_gradients_that_torch_leaves_in
         output = model.get_submodule(site.consumer)
         q, k, v = (model.get_submodule(f"{site.name}.{name}").weight for name in names)
         weight, width = output.weight.detach().double(), site.unit_width
-        x = tokens[site.name]
+        x = torch.cat(layer_tokens(model, site.consumer, batches)[0])
         moments = x.T @ x / len(x)
         moments = moments + RIDGE * moments.diagonal().mean() * torch.eye(len(moments))
         for head in range(site.units):

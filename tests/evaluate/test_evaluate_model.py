@@ -12,7 +12,7 @@ from support.models import bert
 
 from hies_export.errors import DataError, NonFiniteError, RecipeError
 from hies_export.evaluate.judge import compute_metrics, stability, standard_error
-from hies_export.evaluate.metrics import METRICS, check_metrics, default_metrics, find_metric
+from hies_export.evaluate.metrics import METRICS, check_metrics, default_metrics
 from hies_export.evaluate.predict import ChoicePredictions, TokenPredictions, predict, references
 from hies_export.progress import Silent
 
@@ -206,12 +206,6 @@ def test_a_correlation_with_a_constant_is_zero_and_warns(name, constant, caplog)
     with caplog.at_level(logging.WARNING):
         assert compute_metrics(logits, references, names=[name], regression=regression) == {name: 0.0}
     assert caplog.messages == [f"{name} is undefined because all {constant} are equal: 0.0 is returned"]
-
-
-def test_an_unknown_metric_is_refused_with_the_nearest_name():
-    with pytest.raises(RecipeError, match=r"one of accuracy, .*, got 'pearsons'; did you mean 'pearson'\?"):
-        find_metric("pearsons")
-    assert "pearsons" not in METRICS
 
 
 def test_default_metrics_fit_and_accuracy_of_a_regression_does_not():

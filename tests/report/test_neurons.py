@@ -15,8 +15,8 @@ from hies_export.report.drawing import Bar, neuron_bars
 from hies_export.report.figures import draw_report
 from hies_export.report.html import render_html
 from hies_export.report.jinja import render_markdown
-from hies_export.report.maps import BAR_WIDTH, CUT, KEPT, NeuronCount, bar, head_map, neuron_counts, plan_maps
-from hies_export.report.report import Report, UnitCounts, plan_counts
+from hies_export.report.maps import BAR_WIDTH, CUT, KEPT, bar, plan_maps
+from hies_export.report.report import UnitCounts, plan_counts
 from hies_export.report.rows import comparison_table, layer_table, tried_table
 from hies_export.report.text import method_text, removed_text, title
 from hies_export.units import Kept
@@ -56,14 +56,6 @@ def test_a_plan_is_counted_by_kind() -> None:
     of_heads = dataclasses.replace(PLAN, kept=PLAN.of_kind("attention"))
     assert plan_counts(of_heads) == (heads, None)
     assert [units.unit for units in plan_maps(of_heads)] == ["head"]
-
-
-def test_heads_have_marks_and_neurons_bars() -> None:
-    assert head_map(PLAN) == {"layer.0.attention": "■·■■", "layer.1.attention": "·■··"}
-    assert neuron_counts(PLAN) == {"layer.0": NeuronCount(1000, 1536), "layer.1": NeuronCount(1536, 1536)}
-    heads, neurons = plan_maps(PLAN)
-    assert heads.lines[1] == ("layer.1.attention", "· ■ · ·", 1, 4)
-    assert neurons.lines[0] == ("layer.0", KEPT * 15 + CUT * 9, 1000, 1536)  # 24 * 1000 / 1536 = 15.6
 
 
 @pytest.mark.parametrize(("kept", "marks"), [(0, 0), (1, 1), (64, 1), (1535, 23), (1536, 24)])

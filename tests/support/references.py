@@ -43,6 +43,20 @@ def design_formula(
     return new, b + w[:, removed] @ mean[removed] + (w[:, kept] - new) @ mean[kept]
 
 
+def layer_tokens(
+    model: PreTrainedModel, layer: str, batches: Sequence[dict[str, Tensor]]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return what a layer reads and what it writes, each (tokens, features) in double, of every unpadded sample."""
+    seen: list[tuple[Tensor, Tensor]] = []
+    handle = model.get_submodule(layer).register_forward_hook(lambda _, x, y: seen.append((x[0], y)))
+    with torch.no_grad():
+        for one in one_by_one(batches):
+            model(**{key: value for key, value in one.items() if key != "labels"})
+    handle.remove()
+    read, written = ([t.double().flatten(0, -2) for t in part] for part in zip(*seen, strict=True))
+    return read, written
+
+
 def read_by_sample(
     model: PreTrainedModel, module: PrunableModule, batches: Sequence[dict[str, Tensor]]
 ) -> list[tuple[np.ndarray, ...]]:
