@@ -9,8 +9,10 @@ import pytest
 from support.reports import DATA, make_report, terminal
 from support.reports import TRIED as TRIED_ROW
 
+from hies_export import Report
 from hies_export.measure.counts import LayerFlops
 from hies_export.report.card import render_card
+from hies_export.report.details import NeuronCount
 from hies_export.report.drawing import Bar, neuron_bars
 from hies_export.report.figures import draw_report
 from hies_export.report.html import render_html

@@ -13,8 +13,6 @@ from support.runs import hies
 from hies_export import DataError, ExportError, RecipeError, RequestError, bench, export_onnx
 from hies_export.measure.machine import machine_facts
 from hies_export.model.tokens import positions_of
-from hies_export.onnx.export import export_onnx
-from hies_export.pipeline.bench import bench
 from hies_export.runtimes.registry import check_dtypes, load_runtime
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from hies_export import Constraints
 from hies_export.errors import NonFiniteError, PlanError, RecipeError
 from hies_export.select.budget import CostTable
 from hies_export.select.bundles import bundle_count, bundles_lost, ranked_bundles

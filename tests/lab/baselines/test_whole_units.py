@@ -11,6 +11,7 @@ from support.references import layer_tokens
 from support.tolerance import assert_near
 from torch import Tensor
 
+from hies_export import find_attention
 from hies_export.calibrate.collect import collect_statistics
 from hies_export.calibrate.moments import MomentStream
 from hies_export.errors import DataError

@@ -22,14 +22,12 @@ from support.tolerance import assert_same_text
 
 from hies_export import PruningRecipe, RecipeError, RequestError, StepError
 from hies_export.cli.main import main
-from hies_export.errors import MissingRuntimeError, RecipeError, RequestError, StepError
 from hies_export.lab.sweep import evaluating
 from hies_export.lab.sweep.evaluating import Evaluator
 from hies_export.lab.sweep.executors import open_executor
 from hies_export.lab.sweep.grid import Cell, SweepGrid
 from hies_export.lab.sweep.journal import Journal
 from hies_export.lab.sweep.sweep import sweep
-from hies_export.recipe import PruningRecipe
 
 pytestmark = pytest.mark.filterwarnings("ignore::hies_export.slim.refit.FewTokensWarning")
 
