@@ -14,12 +14,8 @@ from support.models import bert, causal_lm, generative_tokenizer, save_project, 
 from support.reports import make_report
 from support.runs import hies
 
-from hies_export.checkpoint.loading import load
-from hies_export.errors import PlanError, RequestError
+from hies_export import OnnxGenerator, PlanError, PruningPlan, Report, RequestError, load
 from hies_export.lab.sweep.journal import Journal
-from hies_export.onnx.generator import OnnxGenerator
-from hies_export.report.report import Report
-from hies_export.values import PruningPlan
 
 
 def change(file: Path, *place: Any, to: Any) -> None:

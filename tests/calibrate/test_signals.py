@@ -7,12 +7,9 @@ from support.models import bert, causal_lm, llama, llava, shake, text_batch
 from support.references import layer_tokens
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from hies_export.calibrate.collect import collect_statistics
+from hies_export import DataError, collect_statistics, find_attention, find_modules
 from hies_export.calibrate.inputs import RIDGE
-from hies_export.errors import DataError
 from hies_export.kinds import ATTENTION, KINDS
-from hies_export.prunable.attention import find_attention
-from hies_export.prunable.find import find_modules
 
 EXTRA = ("output_norm", "obs", "taylor")
 

@@ -14,10 +14,9 @@ from support.cuts import random_cut
 from support.models import bert, image_batch, text_batch, vit
 from transformers import BertForSequenceClassification, PreTrainedModel
 
+from hies_export import ReloadMismatchError, RequestError, load, save_slim
 from hies_export.checkpoint.classes import load_config
-from hies_export.checkpoint.loading import load
-from hies_export.checkpoint.save import check_reload, save_slim
-from hies_export.errors import ReloadMismatchError, RequestError
+from hies_export.checkpoint.save import check_reload
 from hies_export.model import modeling_hies
 from hies_export.slim.check import first_output
 

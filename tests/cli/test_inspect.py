@@ -10,11 +10,9 @@ from support.models import bert
 from support.neurons import neurons
 from transformers import BertForSequenceClassification
 
+from hies_export import Kept, PruningPlan, UnsupportedModelError
 from hies_export.cli.main import main
-from hies_export.errors import UnsupportedModelError
 from hies_export.prunable.find import FINDERS
-from hies_export.units import Kept
-from hies_export.values import PruningPlan
 
 PLAN = PruningPlan(
     kept={"layer.0.attention": Kept((0, 2, 3), 4), "layer.0": Kept(tuple(range(1000)), 1536, kind="mlp")},

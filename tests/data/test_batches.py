@@ -8,11 +8,10 @@ from support.models import bert, causal_lm, llava, vit
 from torch.utils.data import DataLoader
 from transformers import BatchEncoding, BatchFeature, PreTrainedModel
 
+from hies_export import DataError, find_modules
 from hies_export.data.batches import check_batches
 from hies_export.data.targets import batches_fingerprint, samples_of, size_of
-from hies_export.errors import DataError
 from hies_export.model.tokens import count_tokens, first_samples
-from hies_export.prunable.find import find_modules
 
 MODELS = {"bert": bert, "regression": lambda: bert(num_labels=1), "vit": vit, "lm": causal_lm, "llava": llava}
 IDS = torch.arange(12).view(3, 4) + 5

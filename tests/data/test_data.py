@@ -99,7 +99,8 @@ def test_check_refuses_what_the_model_cannot_be_fed_with(columns, read, match):
 
 
 def letters(**options):
-    return word_tokenizer("abcdefgh", **({"eos_token": "[SEP]"} | options))
+    names = ["input_ids", "token_type_ids", "attention_mask"]
+    return word_tokenizer("abcdefgh", **({"eos_token": "[SEP]", "model_input_names": names} | options))
 
 
 def text_batches(rows, config, columns=TEXT, tokenizer=None, batch_size=2, **options):

@@ -11,14 +11,9 @@ from support.cuts import plan_of
 from support.models import causal_lm, generative_tokenizer, save_project, save_stories
 from support.references import choice_likelihoods
 
-from hies_export.checkpoint.loading import load
+from hies_export import PruningRecipe, RecipeError, RequestError, Scores, find_attention, load, prune_units
 from hies_export.cli.main import main
-from hies_export.errors import RecipeError, RequestError
 from hies_export.evaluate.lm_eval import check_benchmarks, run_benchmarks
-from hies_export.prunable.attention import find_attention
-from hies_export.recipe import PruningRecipe
-from hies_export.slim.cut import prune_units
-from hies_export.values import Scores
 
 ROWS = [{"question": "Q a b", "choices": ["c d", "e"], "right": i % 2} for i in range(2)] + [
     {"question": f"Q {a} {b} c", "choices": [f"{b} a", f"{a} {b}", "yes no"], "right": i % 3}

@@ -15,8 +15,7 @@ import torch
 from support.gguf import CASES, VOCABULARY, byte_level_tokenizer, cut, llama, qwen2, sentence_piece_tokenizer
 from transformers import PreTrainedModel
 
-from hies_export import export_gguf
-from hies_export.errors import NonFiniteError
+from hies_export import NonFiniteError, export_gguf
 from hies_export.gguf import export
 
 gguf = pytest.importorskip("gguf", reason='no gguf: pip install "hies-export[gguf]"')

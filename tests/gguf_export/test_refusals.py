@@ -20,11 +20,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from hies_export.errors import RecipeError, RequestError, UnsupportedModelError
+from hies_export import PruningRecipe, RecipeError, RequestError, UnsupportedModelError, export_gguf
 from hies_export.gguf.architecture import find_layout
-from hies_export.gguf.export import check_exportable, export_gguf
+from hies_export.gguf.export import check_exportable
 from hies_export.gguf.vocabulary import find_vocabulary
-from hies_export.recipe import PruningRecipe
 from hies_export.runtimes.registry import check_task
 
 pytest.importorskip("gguf", reason='no gguf: pip install "hies-export[gguf]"')

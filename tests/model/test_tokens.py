@@ -5,8 +5,7 @@ import torch
 import transformers
 from support.models import SIX_HEADS, bert, causal_lm, llama, llava
 
-from hies_export import find_modules
-from hies_export.errors import RecipeError, RequestError
+from hies_export import RecipeError, RequestError, find_modules
 from hies_export.measure.shapes import model_shapes
 from hies_export.model.tokens import longest_sequence, sample_batch, sequence_length, synthetic_batch
 

@@ -16,6 +16,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from hies_export import export_onnx, load_runtime
 from hies_export.checkpoint.folders import new_folder
 from hies_export.errors import (
     DataError,
@@ -27,11 +28,9 @@ from hies_export.errors import (
     UnsupportedModelError,
 )
 from hies_export.onnx import export as export_module
-from hies_export.onnx.export import export_onnx
 from hies_export.onnx.parity import compare_outputs
 from hies_export.onnx.trace import trace_sample
 from hies_export.progress import quiet
-from hies_export.runtimes.registry import load_runtime
 
 TEXT = ("input_ids", "attention_mask", "token_type_ids")
 BATCH = text_batch(2, 9, padding=False, labels=False)

@@ -6,11 +6,8 @@ from support.cuts import plan_of
 from support.families import architecture
 from support.models import text_batch
 
-from hies_export.prunable.attention import find_attention
-from hies_export.slim.check import compare_cut
-from hies_export.slim.cut import prune_units
-from hies_export.units import PrunableModule, Slice
-from hies_export.values import Scores
+from hies_export import PrunableModule, Scores, compare_cut, find_attention, prune_units
+from hies_export.units import Slice
 
 
 def block(start: int, width: int, count: int, stride: int | None = None) -> tuple[tuple[int, ...], ...]:

@@ -11,17 +11,14 @@ from support.models import bert, image_batch, llava, text_batch, vit
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hies_export.errors import UnsupportedModelError
+from hies_export import Kept, PrunableModule, UnsupportedModelError, find_modules, prune_units
 from hies_export.kinds import ATTENTION, KINDS, MLP
 from hies_export.prunable import mlp
 from hies_export.prunable.attention import tower_of
-from hies_export.prunable.find import find_modules
 from hies_export.prunable.mlp import find_mlp
 from hies_export.prunable.probe import Probe
 from hies_export.prunable.reads import MIXED, NOWHERE, Reach, reach
 from hies_export.slim.config import is_slim
-from hies_export.slim.cut import prune_units
-from hies_export.units import Kept, PrunableModule
 
 Batch = dict[str, Tensor]
 

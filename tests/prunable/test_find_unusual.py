@@ -12,12 +12,9 @@ from support.models import bert, image_batch, shake, text_batch, vit
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hies_export.errors import UnsupportedModelError
+from hies_export import UnsupportedModelError, compare_cut, find_modules, prune_units
 from hies_export.kinds import ATTENTION, KINDS, MLP
-from hies_export.prunable.find import find_modules
 from hies_export.prunable.mlp import find_mlp
-from hies_export.slim.check import compare_cut
-from hies_export.slim.cut import prune_units
 from hies_export.units import Count, Span
 
 

@@ -9,7 +9,7 @@ import pytest
 from support.reports import DATA, make_report, terminal
 from support.reports import TRIED as TRIED_ROW
 
-from hies_export import Report
+from hies_export import Kept, PruningPlan, Report
 from hies_export.measure.counts import LayerFlops
 from hies_export.report.card import render_card
 from hies_export.report.details import NeuronCount
@@ -21,8 +21,6 @@ from hies_export.report.maps import BAR_WIDTH, CUT, KEPT, bar, plan_maps
 from hies_export.report.report import UnitCounts, plan_counts
 from hies_export.report.rows import comparison_table, layer_table, tried_table
 from hies_export.report.text import method_text, removed_text, title
-from hies_export.units import Kept
-from hies_export.values import PruningPlan
 
 PLAN = PruningPlan(
     kept={

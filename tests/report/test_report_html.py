@@ -16,7 +16,7 @@ from rich.console import Console
 from support.browser import Browser
 from support.reports import DATA, SERVED, latency_row, make_report, terminal
 
-from hies_export.errors import OutputExistsError, RequestError
+from hies_export import OutputExistsError, Report, RequestError
 from hies_export.forms.files import ExportedFile
 from hies_export.report.bench import Bench, print_bench, read_report, render_bench
 from hies_export.report.card import render_card
@@ -24,7 +24,6 @@ from hies_export.report.figures import CAPTIONS, draw_report, write_figures
 from hies_export.report.html import render_html
 from hies_export.report.jinja import one_line, render_markdown
 from hies_export.report.maps import KEPT
-from hies_export.report.report import Report
 from hies_export.report.text import forms_text
 
 

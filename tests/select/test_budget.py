@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.cuts import plan_of
 
-from hies_export.errors import PlanError
+from hies_export import Constraints, PlanError, PruningPlan, Scores, select_units
 from hies_export.select.budget import (
     CostTable,
     check_reachable,
@@ -17,11 +17,8 @@ from hies_export.select.budget import (
     shares_to_try,
     uniform_counts,
 )
-from hies_export.select.constraints import Constraints
 from hies_export.select.knapsack import least_loss
-from hies_export.select.select import select_units
 from hies_export.units import Units
-from hies_export.values import PruningPlan, Scores
 
 
 def counts_within(scores: Scores, modules: Sequence[Units], table: CostTable, **how: Any) -> list[int]:

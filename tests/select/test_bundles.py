@@ -5,14 +5,12 @@ from typing import Any
 import pytest
 import torch
 
-from hies_export import Constraints
-from hies_export.errors import NonFiniteError, PlanError, RecipeError
+from hies_export import Constraints, NonFiniteError, PlanError, RecipeError, Scores, select_units
 from hies_export.select.budget import CostTable
 from hies_export.select.bundles import bundle_count, bundles_lost, ranked_bundles
 from hies_export.select.joint import chains_of
-from hies_export.select.select import select_units
 from hies_export.units import Units
-from hies_export.values import Removal, Scores
+from hies_export.values import Removal
 
 GROUPED = Units(name="g", units=6, groups=2)
 SINGLE = Units(name="s", units=4)

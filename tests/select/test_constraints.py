@@ -4,14 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from hies_export.errors import PlanError, RecipeError
-from hies_export.select.constraints import (
-    Constraints,
-    check_budget,
-    check_constraints,
-    most_removable,
-    removable_counts,
-)
+from hies_export import Constraints, PlanError, RecipeError
+from hies_export.select.constraints import check_budget, check_constraints, most_removable, removable_counts
 from hies_export.units import Units
 
 MODULES = (

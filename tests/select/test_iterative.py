@@ -10,7 +10,7 @@ from support.models import causal_lm, llama, save_project, text_batch
 from support.references import naive_statistics
 from torch import Tensor
 
-from hies_export.checkpoint.loading import load
+from hies_export import Constraints, PruningRecipe, compensate, find_attention, load, prune_units, select_units
 from hies_export.cli.main import main
 from hies_export.errors import PlanError, RecipeError
 from hies_export.lab.sweep.grid import SweepGrid
@@ -18,13 +18,7 @@ from hies_export.lab.sweep.sweep import sweep
 from hies_export.pipeline.choose import choose
 from hies_export.pipeline.resolve import resolve
 from hies_export.progress import Silent
-from hies_export.prunable.attention import find_attention
-from hies_export.recipe import PruningRecipe
-from hies_export.select.constraints import Constraints
 from hies_export.select.iterative import HeadTarget, compose, head_targets
-from hies_export.select.select import select_units
-from hies_export.slim.cut import prune_units
-from hies_export.slim.refit import compensate
 from hies_export.units import Kept, Units
 from hies_export.values import PruningPlan, Scores
 

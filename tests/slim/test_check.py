@@ -10,12 +10,10 @@ from support.models import bert, text_batch
 from support.neurons import half, neurons
 from support.tolerance import CLOSE, assert_near
 
-from hies_export.errors import CutMismatchError, PlanError
-from hies_export.prunable.attention import find_attention
-from hies_export.slim.check import check_selection, compare_cut, first_output, max_abs
-from hies_export.slim.cut import prune_units
+from hies_export import CutMismatchError, Kept, PlanError, compare_cut, find_attention, prune_units
+from hies_export.slim.check import check_selection, first_output, max_abs
 from hies_export.slim.fingerprint import fingerprint
-from hies_export.units import Kept, Units
+from hies_export.units import Units
 
 
 def test_half_precision_is_compared_in_float32() -> None:

@@ -10,15 +10,12 @@ from support.models import bert, image_batch, llama, text_batch, vit
 from support.references import assert_least_squares, kept_columns, read_tokens
 from transformers import PreTrainedModel
 
+from hies_export import Kept, PruningPlan, find_attention, prune_units
 from hies_export.calibrate.moments import MomentStream
 from hies_export.calibrate.ridge import Moments
 from hies_export.errors import DataError, NonFiniteError, RecipeError, RequestError
-from hies_export.prunable.attention import find_attention
 from hies_export.slim.check import max_abs
-from hies_export.slim.cut import prune_units
 from hies_export.slim.refit import Compensation, FewTokensWarning, SingularInputsWarning, compensate, refit
-from hies_export.units import Kept
-from hies_export.values import PruningPlan
 
 
 @pytest.mark.parametrize("make", [bert, vit, llama], ids=["bert with padding", "vit", "llama without bias"])

@@ -17,13 +17,10 @@ from support.tolerance import REFITTED, assert_near, near
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hies_export import Compensation, PrunableModule, RecipeError, RequestError, compensate, find_attention, prune_units
 from hies_export.calibrate import ridge
 from hies_export.calibrate.moments import MomentStream
-from hies_export.errors import RecipeError, RequestError
-from hies_export.prunable.attention import find_attention
-from hies_export.slim.cut import prune_units
-from hies_export.slim.refit import Compensation, FewTokensWarning, compensate, refit
-from hies_export.units import PrunableModule
+from hies_export.slim.refit import FewTokensWarning, refit
 
 sklearn = pytest.importorskip("sklearn.linear_model")
 

@@ -13,16 +13,12 @@ from support.references import layer_tokens
 from support.tolerance import REFITTED, assert_near
 from torch import Tensor
 
-from hies_export.calibrate.collect import collect_statistics
+from hies_export import Constraints, PruningRecipe, Scores, collect_statistics, find_attention
 from hies_export.errors import DataError, RecipeError, UnsupportedModelError
 from hies_export.evaluate.predict import predict
 from hies_export.lab.baselines.channels import masked_channels, select_channels
 from hies_export.lab.baselines.names import JUDGED_ONLY
 from hies_export.lab.baselines.slicing import collect_bases, fine_tuned, sliced
-from hies_export.prunable.attention import find_attention
-from hies_export.recipe import PruningRecipe
-from hies_export.select.constraints import Constraints
-from hies_export.values import Scores
 
 
 def logits_of(model: Any, batch: dict[str, Tensor]) -> Tensor:

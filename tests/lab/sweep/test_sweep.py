@@ -15,7 +15,7 @@ from support.sweeps import save_sweep_project, sweep_row
 from support.tolerance import assert_same_text
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from hies_export.calibrate.collect import collect_statistics
+from hies_export import Constraints, PruningRecipe, collect_statistics, compensate, count_flops, prune_units
 from hies_export.cli.main import main
 from hies_export.data.batches import by_length
 from hies_export.errors import OutputExistsError, RequestError
@@ -29,15 +29,10 @@ from hies_export.lab.sweep.grid import SweepGrid
 from hies_export.lab.sweep.journal import Journal
 from hies_export.lab.sweep.sweep import sweep
 from hies_export.lab.sweep.tables import render_latex, render_markdown, sweep_tables, terminal_table
-from hies_export.measure.counts import count_flops
 from hies_export.pipeline.choose import choose
 from hies_export.pipeline.resolve import resolve
 from hies_export.pipeline.run import evaluate_run
 from hies_export.progress import Silent
-from hies_export.recipe import PruningRecipe
-from hies_export.select.constraints import Constraints
-from hies_export.slim.cut import prune_units
-from hies_export.slim.refit import compensate
 
 # Sixty samples of a few tokens: too few for the fits to be good, enough to be compared.
 pytestmark = pytest.mark.filterwarnings("ignore::hies_export.slim.refit.FewTokensWarning")

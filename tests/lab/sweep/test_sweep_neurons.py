@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from support.sweeps import save_sweep_project
 
+from hies_export import PlanError, PruningRecipe, RecipeError, RequestError, compensate, count_flops, prune_units
 from hies_export.cli.main import main
-from hies_export.errors import PlanError, RecipeError, RequestError
 from hies_export.evaluate.judge import stability
 from hies_export.evaluate.predict import predict
 from hies_export.kinds import MLP
@@ -16,13 +16,9 @@ from hies_export.lab.studies.explore import read_exploration
 from hies_export.lab.sweep.grid import COMPENSATIONS, SweepGrid, compensation_of
 from hies_export.lab.sweep.latency import LatencyRequest
 from hies_export.lab.sweep.sweep import sweep
-from hies_export.measure.counts import count_flops
 from hies_export.pipeline.choose import choose
 from hies_export.pipeline.resolve import resolve
 from hies_export.progress import Silent
-from hies_export.recipe import PruningRecipe
-from hies_export.slim.cut import prune_units
-from hies_export.slim.refit import compensate
 
 pytestmark = pytest.mark.filterwarnings("ignore::hies_export.slim.refit.FewTokensWarning")
 
