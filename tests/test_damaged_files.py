@@ -14,12 +14,8 @@ from support.models import bert, causal_lm, generative_tokenizer, save_project, 
 from support.reports import make_report
 from support.runs import hies
 
-from hies_export.checkpoint.loading import load
-from hies_export.errors import PlanError, RequestError
+from hies_export import OnnxGenerator, PlanError, PruningPlan, Report, RequestError, load
 from hies_export.lab.sweep.journal import Journal
-from hies_export.onnx.generator import OnnxGenerator
-from hies_export.report.report import Report
-from hies_export.values import PruningPlan
 
 
 def change(file: Path, *place: Any, to: Any) -> None:
@@ -61,8 +57,6 @@ PER_LAYER = {"dense": [{"layer": "a", "projections": 1, "products": 1, "other": 
     [
         ("plan.json", (*UNITS, 0), "a", r"kept.*units.0: Input should be a valid integer, got 'a'"),
         ("plan.json", UNITS, [0, 99], r"units must be ascending indices in \[0, 6\), at least one, got \[0, 99\]"),
-        ("plan.json", UNITS, [-1, 2], r"ascending indices in \[0, 6\)"),
-        ("plan.json", UNITS, [], r"ascending indices in \[0, 6\), at least one, got \[\]"),
         ("plan.json", (*KEPT, "total"), 10**12, "total: Input should be less than or equal to 1048576"),
         ("plan.json", (*KEPT, "groups"), 4, "total must be a multiple of groups, got 6 and 4"),
         ("plan.json", ("compensation",), {"method": '<img src="http://x/y.png">'}, "compensation.method"),
@@ -79,12 +73,7 @@ PER_LAYER = {"dense": [{"layer": "a", "projections": 1, "products": 1, "other": 
         ("dense/config.json", ("pruned_heads",), {"0": [77]}, "names head 77 of layer 0, which had 6"),
         # What would fill the memory.
         ("dense/config.json", ("num_hidden_layers",), 10**9, "num_hidden_layers must be at most 1000, got"),
-        (
-            "dense/config.json",
-            ("vocab_size",),
-            10**9,
-            r"describes \d{2},.* parameters, and its files hold \d{2},\d{3};",
-        ),
+        ("dense/config.json", ("vocab_size",), 10**9, r"\d{2},.* parameters, and its files hold \d{2},\d{3};"),
         ("report.json", ("parameters", "dense"), 0, "parameters.dense: Input should be greater than 0, got 0"),
         ("report.json", ("details", "neurons"), {"a": {"kept": 1}}, "details.neurons.a.total: Field required"),
         ("report.json", ("details", "uncompensated"), {"metrics": {}, "stability": 1}, "the first metric, 'accuracy'"),

@@ -5,15 +5,16 @@ import html
 import importlib.util
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import unquote
 
 import pytest
-from support.tables import TABLES, meaning, sections, with_table
 
 import hies_export
 from hies_export import PruningRecipe
@@ -22,6 +23,7 @@ from hies_export.cli.main import build_parser
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+REFERENCE = SimpleNamespace(**runpy.run_path(str(ROOT / "scripts" / "reference")))
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py") if path.name != "tiny.py")
 
 
@@ -100,10 +102,10 @@ def test_the_reference_has_every_public_name() -> None:
     assert listed == (set(hies_export.__all__) - errors) | {"errors"}
 
 
-@pytest.mark.parametrize("path", TABLES, ids=name_of)
+@pytest.mark.parametrize("path", REFERENCE.TABLES, ids=name_of)
 def test_tables_are_those_of_the_code(path: Path) -> None:
     page = path.read_text(encoding="utf-8")
-    assert page == with_table(page, TABLES[path]()), "run scripts/reference"
+    assert page == REFERENCE.with_table(page, REFERENCE.TABLES[path]()), "run scripts/reference"
 
 
 def test_the_recipe_reference_has_every_field() -> None:
@@ -116,8 +118,10 @@ def test_the_recipe_reference_has_every_field() -> None:
             assert row is not None, name
             for word in value.get("enum", ()):
                 assert f"`{word}`" in page
-    described = [(path, name, model) for path, model in sections(PruningRecipe) for name in model.model_fields]
-    assert [f"{path}.{name}" for path, name, model in described if not meaning(model, name)] == []
+    described = [
+        (path, name, model) for path, model in REFERENCE.sections(PruningRecipe) for name in model.model_fields
+    ]
+    assert [f"{path}.{name}" for path, name, model in described if not REFERENCE.meaning(model, name)] == []
     # Two of them by hand: nothing above knows how a type, a bound or a default is written.
     assert re.search(r"^\| `samples` \| integer, at least 5 \| `512` \|", page, re.MULTILINE)
     assert re.search(r"^\| `normalize` \| `model`, `layer` \| `model` \|", page, re.MULTILINE)

@@ -1,11 +1,16 @@
 """The tree of errors that is drawn, and what it promises."""
 
 import re
+from collections.abc import Callable
 
 import pytest
+from support.models import bert
 
-from hies_export import errors
+from hies_export import errors, export_gguf, load_runtime
 from hies_export.errors import HiesError, RecipeError, RequestError, StepError, did_you_mean, listed, require_package
+from hies_export.evaluate.lm_eval import check_benchmarks
+from hies_export.lab.sweep.executors import open_executor
+from hies_export.lab.ui.page import require_gradio
 
 
 def drawn_tree() -> dict[str, str | None]:
@@ -38,11 +43,23 @@ def test_all_problems_of_a_recipe_are_in_its_message() -> None:
     assert str(RecipeError(["one", "two"])) == "2 problems:\n  - one\n  - two"
 
 
-def test_a_missing_package_comes_with_the_command_that_installs_it() -> None:
+# What needs a package, by the extra that installs it.
+NEEDS: dict[str, Callable[[], object]] = {
+    "dask": lambda: open_executor("dask:tcp://127.0.0.1:1").__enter__(),
+    "gguf": lambda: export_gguf(bert(), "out", tokenizer=None),
+    "lm-eval": lambda: check_benchmarks(["piqa"]),
+    "openvino": lambda: load_runtime("openvino", "model"),
+    "ui": require_gradio,
+}
+
+
+@pytest.mark.parametrize("extra", NEEDS)
+def test_a_missing_package_comes_with_the_command_that_installs_it(extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     require_package("torch", who="models need", package="torch", extra="cpu")
-    message = r'figures need Lines, which is not installed; install it with: pip install "hies-export\[plots\]"$'
+    monkeypatch.setattr(errors, "find_spec", lambda name: None)
+    message = rf"needs .*, which is not installed; install it with: pip install \"hies-export\[{extra}\]\"$"
     with pytest.raises(errors.MissingRuntimeError, match=message):
-        require_package("no_such_module", who="figures need", package="Lines", extra="plots")
+        NEEDS[extra]()
 
 
 def test_words_in_messages() -> None:

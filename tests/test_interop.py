@@ -27,17 +27,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 import hies_export
-from hies_export.checkpoint.save import save_slim
-from hies_export.hub import push_to_hub
+from hies_export import PruningPlan, find_modules, load_runtime, prune_units, push_to_hub, quantize_onnx, save_slim
 from hies_export.kinds import KINDS, MLP
 from hies_export.onnx import export
-from hies_export.onnx.quantize import quantize_onnx
-from hies_export.prunable.find import find_modules
-from hies_export.runtimes.registry import load_runtime
 from hies_export.slim.check import first_output
 from hies_export.slim.config import is_slim
-from hies_export.slim.cut import prune_units
-from hies_export.values import PruningPlan
 
 ROOT = Path(__file__).parents[1]
 PYTHON = Path(os.environ.get("HIES_INTEROP_PYTHON", ROOT / ".interop" / "bin" / "python"))

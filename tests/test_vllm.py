@@ -16,12 +16,9 @@ from support.models import shake
 from support.tiers import run_in, table_of
 from support.vllm_generate import NEW_TOKENS
 
-from hies_export.checkpoint.save import save_slim
+from hies_export import PruningPlan, find_modules, prune_units, save_slim
 from hies_export.kinds import ATTENTION, MLP
-from hies_export.prunable.find import find_modules
 from hies_export.slim.config import is_slim
-from hies_export.slim.cut import prune_units
-from hies_export.values import PruningPlan
 
 ROOT = Path(__file__).parents[1]
 PYTHON = Path(os.environ.get("HIES_VLLM_PYTHON", ROOT / ".vllm" / "bin" / "python"))

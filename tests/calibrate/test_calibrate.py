@@ -12,11 +12,7 @@ from support.references import naive_statistics
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hies_export.calibrate.collect import collect_statistics
-from hies_export.errors import DataError, NonFiniteError
-from hies_export.prunable.attention import find_attention
-from hies_export.prunable.find import find_modules
-from hies_export.units import PrunableModule
+from hies_export import DataError, NonFiniteError, collect_statistics, find_attention, find_modules
 
 Batches = list[dict[str, Tensor]]
 
@@ -34,15 +30,21 @@ def with_answers(side: str) -> Batches:
     return [padded([9, 6, 5], side, answers=[2, 5, 1])]
 
 
+def decoder() -> PreTrainedModel:
+    return causal_lm(intermediate_size=48)
+
+
 CASES: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[], Batches]]] = {
     "classes": (bert, lambda: [text_batch(4, 10), text_batch(3, 7), text_batch(2, 9, padding=False)]),
     "regression": (lambda: bert(num_labels=1), regression_batches),
     "vit": (vit, lambda: [image_batch(4), image_batch(2)]),
-    "decoder right": (causal_lm, lambda: [padded([9, 4, 6], "right"), padded([3, 7], "right")]),
-    "decoder left": (causal_lm, lambda: [padded([9, 4, 6], "left"), padded([3, 7], "left")]),
-    "blocks": (causal_lm, lambda: [padded([8, 8, 8], "right"), padded([8], "right")]),
-    "answers right": (causal_lm, lambda: with_answers("right")),
-    "answers left": (causal_lm, lambda: with_answers("left")),
+    "gated, grouped": (lambda: llama(intermediate_size=48), lambda: [zero_padding(text_batch(4, 12))]),
+    "flattened tokens": (opt, lambda: [zero_padding(text_batch(4, 12)), zero_padding(text_batch(3, 9))]),
+    "decoder right": (decoder, lambda: [padded([9, 4, 6], "right"), padded([3, 7], "right")]),
+    "decoder left": (decoder, lambda: [padded([9, 4, 6], "left"), padded([3, 7], "left")]),
+    "blocks": (decoder, lambda: [padded([8, 8, 8], "right"), padded([8], "right")]),
+    "answers right": (decoder, lambda: with_answers("right")),
+    "answers left": (decoder, lambda: with_answers("left")),
     "llava right": (llava, lambda: [with_images(batch) for batch in with_answers("right")]),
     "llava left": (llava, lambda: [with_images(batch) for batch in (*with_answers("left"), *with_answers("left"))]),
 }
@@ -52,20 +54,24 @@ CASES: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[], Batches]]] = 
 def test_statistics_equal_the_naive_reference(case: str) -> None:
     make, make_batches = CASES[case]
     model, batches = make(), make_batches()
-    sites = find_attention(model, batches[0])
-    his, entropy = naive_statistics(model, [*one_by_one(batches)], sites)
-    found = collect_statistics(model, batches, sites)
+    heads, blocks = find_attention(model, batches[0]), neurons(model)
+    found = collect_statistics(model, batches, [*heads, *blocks], needs=["activation_l2"])
     sizes = [len(batch["labels"]) for batch in batches]
     assert (found.calibration.labels, found.calibration.samples) == ("data", sum(sizes))
     assert found.calibration.batch_size == max(sizes)
-    assert_equal_scores(found["his"], his)
-    assert_equal_scores(found["entropy"], entropy)
-    assert torch.cat(list(his.values())).std() > 0  # heads that are all alike would hide a permutation
-    if make is causal_lm:
-        assert [(s.units, s.groups) for s in sites] == [(4, 2)] * 2  # scored per query head
-    if make is llava:  # which takes the last but one layer of its image tower
-        assert [bool(v.any()) for n, v in found["his"].items() if "vision" in n] == [True, True, False]
-        assert len(sites) == 5
+    expected = naive_statistics(model, [*one_by_one(batches)], [*heads, *blocks])
+    for what, of_modules in expected.items():
+        assert set(found[what]) == set(of_modules)
+        for name, values in of_modules.items():
+            torch.testing.assert_close(found[what][name], values, rtol=1e-3, atol=1e-4 * values.abs().max().item())
+    for what in ("his", "entropy"):
+        assert_equal_scores(found[what], {module.name: expected[what][module.name] for module in heads})
+    # Units that are all alike would hide a permutation; LLaVA takes the last but one layer of its image tower.
+    alike = [name for name, values in expected["his"].items() if not values.std() > 0]
+    assert ["vision" in name for name in alike] == [True] * (2 if make is llava else 0)
+    for kind in (heads, blocks):  # each alone is what it is beside the other
+        alone = collect_statistics(model, batches, kind)
+        assert_equal_scores(alone["fisher"], {module.name: found["fisher"][module.name] for module in kind})
 
 
 def test_the_models_own_predictions_stand_in_for_labels() -> None:
@@ -133,70 +139,6 @@ def test_regression_needs_labels_and_calibration_needs_samples() -> None:
         collect_statistics(model, [batch], sites)
     with pytest.raises(DataError, match="at least one sample, got none"):
         collect_statistics(model, [], sites)
-
-
-def text_batches() -> Batches:
-    return [zero_padding(text_batch(4, 12)), zero_padding(text_batch(3, 9))]
-
-
-BOTH_KINDS: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[], Batches]]] = {
-    "bert with padding": (bert, text_batches),
-    "vit": (vit, lambda: [image_batch(4), image_batch(3)]),
-    "gated, grouped": (lambda: llama(intermediate_size=48), text_batches),
-    "language model": (lambda: causal_lm(intermediate_size=48), lambda: [padded([9, 4, 6, 8], "right")]),
-    "flattened tokens": (opt, text_batches),
-}
-
-
-def naive_signals(
-    model: PreTrainedModel, modules: list[PrunableModule], batches: Batches
-) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """Return HIS, Fisher information and mean |x_u| per unit: one sample at a time, without padding."""
-    masks = {m.name: torch.ones(m.units, requires_grad=True) for m in modules}
-    read: dict[str, list[Tensor]] = {m.name: [] for m in modules}
-    handles = []
-    for module in modules:
-
-        def gate(layer: torch.nn.Module, x: tuple[Tensor, ...], module: PrunableModule = module) -> tuple[Tensor]:
-            units = x[0].unflatten(-1, (module.units, module.unit_width))
-            read[module.name].append(units.detach().flatten(0, -3).double())
-            return ((units * masks[module.name][:, None]).flatten(-2),)
-
-        handles.append(model.get_submodule(module.consumer).register_forward_pre_hook(gate))
-    by_sample = [torch.autograd.grad(model(**one).loss, list(masks.values())) for one in one_by_one(batches)]
-    for handle in handles:
-        handle.remove()
-    gradients = {
-        name: torch.stack(rows).double() for name, rows in zip(masks, zip(*by_sample, strict=True), strict=True)
-    }
-    his = {name: rows.abs().mean(0) for name, rows in gradients.items()}
-    fisher = {name: rows.square().mean(0) for name, rows in gradients.items()}
-    return his, fisher, {name: torch.cat(tokens).norm(dim=-1).mean(0) for name, tokens in read.items()}
-
-
-def assert_near_largest(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert set(found) == set(expected)
-    for name, values in expected.items():
-        torch.testing.assert_close(found[name], values, rtol=1e-3, atol=1e-4 * values.abs().max().item())
-
-
-@pytest.mark.parametrize("case", BOTH_KINDS)
-def test_his_and_fisher_are_those_of_a_loop_over_samples(case: str) -> None:
-    make, make_batches = BOTH_KINDS[case]
-    model, batches = make(), make_batches()
-    modules = [*find_attention(model, batches[0]), *neurons(model)]
-    found = collect_statistics(model, batches, modules, needs=["activation_l2"])
-    his, fisher, size = naive_signals(model, modules, batches)
-    assert_near_largest(found["his"], his)
-    assert_near_largest(found["fisher"], fisher)
-    assert_near_largest(found["activation_l2"], size)
-    assert set(found["entropy"]) == {m.name for m in modules if m.kind == "attention"}
-    # Neurons that are all alike would hide a permutation.
-    assert all(values.std() > 0 for values in his.values())
-    # Each kind alone is what it is beside the other.
-    for kind in ("attention", "mlp"):
-        alone = collect_statistics(model, batches, [m for m in modules if m.kind == kind])
-        assert_near_largest(alone["fisher"], {m.name: fisher[m.name] for m in modules if m.kind == kind})
 
 
 def test_weight_norms_of_neurons_are_sums_over_rows_and_columns() -> None:

@@ -10,11 +10,8 @@ from support.models import causal_lm, llava
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hies_export import DataError, Statistics, StepError, UnsupportedModelError, find_attention, find_modules
 from hies_export.calibrate.collect import _halved, collect_statistics
-from hies_export.errors import DataError, StepError, UnsupportedModelError
-from hies_export.prunable.attention import find_attention
-from hies_export.prunable.find import find_modules
-from hies_export.values import Statistics
 
 
 def assert_equal_scores(found: dict[str, Tensor], expected: dict[str, Tensor], **tolerance: float) -> None:

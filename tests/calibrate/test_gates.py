@@ -11,9 +11,8 @@ from support.models import causal_lm, llava
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hies_export.calibrate.gates import Gates, summed_loss, with_labels
-from hies_export.data.targets import IGNORED, text_labels
-from hies_export.errors import NonFiniteError, UnsupportedModelError
+from hies_export.calibrate.gates import Gates, with_labels
+from hies_export.data.targets import text_labels
 from hies_export.units import PrunableModule
 
 MODULE = PrunableModule(name="m", units=3, unit_width=2, consumer="m.out")
@@ -55,31 +54,6 @@ def test_gates_of_half_precision_are_float32_and_change_no_dtype(dtype: torch.dt
     assert gates.tensors["m"].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
 
 
-def applied(rows: int = 2) -> Gates:
-    gates = Gates([MODULE])
-    gates.apply("m", torch.ones(rows, 4, 6), samples=rows)
-    return gates
-
-
-def test_gradients_are_divided_by_the_losses_of_a_sample() -> None:
-    gradient = torch.tensor([[2.0, 4, 6], [3, 6, -9], [1, 1, 1]]).view(3, 3, 1, 1)
-    found = applied(3).per_sample({"m": gradient}, torch.tensor([2, 3, 0]), 0)["m"]
-    # Without a loss there is nothing to divide by.
-    assert torch.equal(found, torch.tensor([[1.0, 2, 3], [1, 2, -3], [1, 1, 1]], dtype=torch.float64))
-    assert found.dtype == torch.float64
-    assert torch.equal(applied().per_sample({"m": None}, torch.ones(2), 0)["m"], torch.zeros(2, 3).double())
-
-
-def test_rows_that_are_no_samples_and_gradients_that_are_no_numbers_are_refused() -> None:
-    gates, zeros = applied(4), torch.zeros(4, 3, 1, 1)
-    with pytest.raises(UnsupportedModelError, match="but m sees 4 rows for 2 samples; give every sample one image"):
-        gates.per_sample({"m": zeros}, torch.ones(2), 0)
-    for value in (float("nan"), float("inf")):
-        zeros[3, 1] = value
-        with pytest.raises(NonFiniteError, match="but batch 7 gave NaN or infinity at the heads of m; check the rows"):
-            gates.per_sample({"m": zeros}, torch.ones(4), 7)
-
-
 class Fixed:
     """A model that gives the same logits and the same loss whatever it reads."""
 
@@ -88,21 +62,6 @@ class Fixed:
 
     def __call__(self, **batch: Any) -> SimpleNamespace:
         return SimpleNamespace(logits=self.logits, loss=self.loss)
-
-
-def test_labels_of_the_data_are_kept_and_else_predicted() -> None:
-    classes = Fixed(torch.tensor([[0.0, 2, 1], [5, 2, 1]]))
-    given = {"input_ids": torch.ones(2, 4), "labels": torch.tensor([1, 2])}
-    assert with_labels(classes, given)["labels"].tolist() == [1, 2]  # type: ignore[arg-type]
-    predicted = with_labels(classes, {"input_ids": given["input_ids"]})  # type: ignore[arg-type]
-    assert predicted["labels"].tolist() == [1, 0]
-    assert predicted["input_ids"] is given["input_ids"]
-    # A token is labelled with what the model predicts from those before it.
-    tokens = Fixed(torch.eye(4)[torch.tensor([[3, 1, 2, 0], [1, 1, 3, 3]])])
-    batch = {"input_ids": torch.ones(2, 4), "attention_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])}
-    assert with_labels(tokens, batch)["labels"].tolist() == [[IGNORED, 3, 1, 2], [IGNORED, 1, 1, IGNORED]]  # type: ignore[arg-type]
-    del batch["attention_mask"]
-    assert with_labels(tokens, batch)["labels"].tolist() == [[IGNORED, 3, 1, 2], [IGNORED, 1, 1, 3]]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
@@ -139,15 +98,3 @@ def test_the_text_that_an_encoder_reads_hides_no_label_of_the_decoder() -> None:
     batch = {"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.tensor([[1, 1, 0]])}
     batch["decoder_input_ids"] = torch.tensor([[1, 2, 3, 1]])
     assert with_labels(tokens, batch)["labels"].tolist() == [[-100, 3, 1, 2]]  # type: ignore[arg-type]
-
-
-def test_a_mean_loss_becomes_the_sum_of_its_losses() -> None:
-    model: Any = Fixed(torch.zeros(2, 3), loss=0.5)
-    total, losses = summed_loss(model, {"labels": torch.tensor([1, 2, 0])}, 0)
-    assert (total.item(), losses.tolist()) == (1.5, [1, 1, 1])
-    # The first token of a text is predicted from nothing.
-    labels = torch.tensor([[4, 5, 6, IGNORED], [IGNORED, IGNORED, IGNORED, 7]])
-    total, losses = summed_loss(model, {"labels": labels}, 0)
-    assert (total.item(), losses.tolist()) == (1.5, [2, 1])
-    with pytest.raises(NonFiniteError, match="must be finite, but batch 3 gave nan; check the rows of that batch"):
-        summed_loss(Fixed(torch.zeros(2, 3), loss=float("nan")), {"labels": labels}, 3)  # type: ignore[arg-type]

@@ -4,18 +4,14 @@ import pytest
 import torch
 from support.generative import padded, with_images
 from support.models import bert, causal_lm, llama, llava, shake, text_batch
-from support.neurons import one_by_one
-from torch import Tensor
+from support.references import layer_tokens
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from hies_export.calibrate.collect import collect_statistics
+from hies_export import DataError, collect_statistics, find_attention, find_modules
 from hies_export.calibrate.inputs import RIDGE
-from hies_export.errors import DataError
 from hies_export.kinds import ATTENTION, KINDS
-from hies_export.prunable.attention import find_attention
-from hies_export.prunable.find import find_modules
 
-EXTRA = ("activation_l2", "output_norm", "obs", "taylor")
+EXTRA = ("output_norm", "obs", "taylor")
 
 
 CASES = {
@@ -38,14 +34,6 @@ def test_signals_equal_loops_over_samples_and_the_gradients_that_torch_leaves_in
     sites = find_attention(model, batches[0])
     found = collect_statistics(model, batches, sites, needs=EXTRA)
     assert {name: (p.requires_grad, p.grad) for name, p in model.named_parameters()} == before
-    read: dict[str, list[Tensor]] = {site.name: [] for site in sites}
-    for site in sites:
-        model.get_submodule(site.consumer).register_forward_hook(
-            lambda layer, x, y, name=site.name: read[name].append(x[0].detach().double().flatten(0, -2))
-        )
-    for sample in one_by_one(batches):
-        model(**{key: value for key, value in sample.items() if key != "labels"})
-    tokens = {name: torch.cat(inputs) for name, inputs in read.items()}
     for batch in batches:
         (model(**batch).loss * len(batch["input_ids"])).backward()
     names = ("query", "key", "value") if make is bert else ("q_proj", "k_proj", "v_proj")
@@ -53,14 +41,12 @@ def test_signals_equal_loops_over_samples_and_the_gradients_that_torch_leaves_in
         output = model.get_submodule(site.consumer)
         q, k, v = (model.get_submodule(f"{site.name}.{name}").weight for name in names)
         weight, width = output.weight.detach().double(), site.unit_width
-        x = tokens[site.name]
+        x = torch.cat(layer_tokens(model, site.consumer, batches)[0])
         moments = x.T @ x / len(x)
         moments = moments + RIDGE * moments.diagonal().mean() * torch.eye(len(moments))
         for head in range(site.units):
             group = head // site.group_size
             mine, shared = (slice(i * width, (i + 1) * width) for i in (head, group))
-            norm = x[:, mine].norm(dim=-1).mean().item()
-            assert found["activation_l2"][site.name][head] == pytest.approx(norm, rel=1e-4)
             written = (x[:, mine] @ weight[:, mine].T).norm(dim=-1).mean().item()
             assert found["output_norm"][site.name][head] == pytest.approx(written, rel=1e-4)
             # What is left of the head's inputs after a regression on the others: the Schur complement.

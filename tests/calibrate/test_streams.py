@@ -16,14 +16,12 @@ from support.tolerance import assert_near, near
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hies_export import DataError, NonFiniteError, PrunableModule, RequestError, find_attention
 from hies_export.calibrate import ridge, sums
 from hies_export.calibrate.effects import EffectStream
 from hies_export.calibrate.moments import MomentStream, bytes_of
 from hies_export.calibrate.ridge import Moments
 from hies_export.calibrate.stream import Stream
-from hies_export.errors import DataError, NonFiniteError, RequestError
-from hies_export.prunable.attention import find_attention
-from hies_export.units import PrunableModule
 
 Batches = list[dict[str, Tensor]]
 SUMS = ("x", "y", "xx", "yx", "yy")

@@ -16,18 +16,12 @@ from support.models import bert, save_text_model
 from support.runs import hies
 from support.tolerance import assert_same_plan
 
-from hies_export.checkpoint.apply import apply_plan
-from hies_export.checkpoint.loading import load
+from hies_export import Kept, PruningPlan, apply_plan, find_attention, find_modules, load, prune_units
 from hies_export.checkpoint.refits import REFIT, digest_tensors
 from hies_export.checkpoint.settings import complete_settings
 from hies_export.errors import OutputExistsError, PlanError, ReloadMismatchError, RequestError
 from hies_export.kinds import ATTENTION, KINDS, MLP
-from hies_export.prunable.attention import find_attention
-from hies_export.prunable.find import find_modules
-from hies_export.slim.cut import prune_units
 from hies_export.slim.fingerprint import fingerprint
-from hies_export.units import Kept
-from hies_export.values import PruningPlan
 
 
 def plan_for(folder: Path) -> PruningPlan:

@@ -12,11 +12,9 @@ from support.cuts import random_cut
 from support.models import bert, image_batch, llama, text_batch, vit
 from transformers import BertForSequenceClassification, PreTrainedModel
 
+from hies_export import ReloadMismatchError, load, save_slim
 from hies_export.checkpoint import classes, weights
-from hies_export.checkpoint.loading import load
-from hies_export.checkpoint.save import save_slim
 from hies_export.checkpoint.weights import stored_dtype, weight_files
-from hies_export.errors import ReloadMismatchError
 from hies_export.model.copies import convert, round_each
 from hies_export.model.internals import dtypes_in
 from hies_export.slim.check import first_output

@@ -12,11 +12,8 @@ from support.cuts import random_cut
 from support.models import bert, text_batch
 from support.runs import hies
 
-from hies_export.checkpoint.loading import load
+from hies_export import PlanError, PruningPlan, load, save_slim
 from hies_export.checkpoint.refits import REFIT, digest_tensors, load_refit, read_refit
-from hies_export.checkpoint.save import save_slim
-from hies_export.errors import PlanError
-from hies_export.values import PruningPlan
 
 
 @pytest.fixture

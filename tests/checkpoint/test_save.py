@@ -1,7 +1,6 @@
 """Slim checkpoints written, loaded in every way, and refused; folders that appear whole or not at all."""
 
 import ast
-import errno
 import json
 import subprocess
 import sys
@@ -15,13 +14,11 @@ from support.cuts import random_cut
 from support.models import bert, image_batch, text_batch, vit
 from transformers import BertForSequenceClassification, PreTrainedModel
 
+from hies_export import ReloadMismatchError, RequestError, load, save_slim
 from hies_export.checkpoint.classes import load_config
-from hies_export.checkpoint.loading import load
-from hies_export.checkpoint.save import check_reload, save_slim
-from hies_export.errors import ReloadMismatchError, RequestError
+from hies_export.checkpoint.save import check_reload
 from hies_export.model import modeling_hies
 from hies_export.slim.check import first_output
-from hies_export.values import PruningPlan
 
 # This package cannot be imported here, as on a machine that has only torch and transformers.
 ELSEWHERE = """
@@ -110,20 +107,6 @@ def test_a_save_that_loads_as_another_model_is_not_kept(
     monkeypatch.setattr(type(slim), "save_pretrained", save_damaged)
     match = "q_proj.weight'] did not" if damage == "missing" else "differs by"
     with pytest.raises(ReloadMismatchError, match=match):
-        save_slim(slim, tmp_path / "slim", plan=plan, batch=batch)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt("No time left")])
-def test_nothing_half_written_is_left(error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = text_batch()
-    slim, plan, _ = random_cut(bert(), batch)
-
-    def fail(self: PruningPlan) -> str:
-        raise error
-
-    monkeypatch.setattr(PruningPlan, "to_json", fail)  # after the weights were written
-    with pytest.raises(type(error), match="No (space|time) left"):
         save_slim(slim, tmp_path / "slim", plan=plan, batch=batch)
     assert list(tmp_path.iterdir()) == []
 

@@ -14,19 +14,13 @@ from support.models import causal_lm, generative_tokenizer, llava, shake
 from support.tolerance import assert_near
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, PreTrainedModel
 
-from hies_export.checkpoint.apply import apply_plan
+from hies_export import PruningPlan, apply_plan, find_attention, find_modules, load, prune_units, save_slim
 from hies_export.checkpoint.classes import load_config
-from hies_export.checkpoint.loading import load
-from hies_export.checkpoint.save import save_slim
 from hies_export.checkpoint.settings import complete_settings
 from hies_export.kinds import MLP
 from hies_export.model.tokens import synthetic_batch
 from hies_export.onnx.multimodal import image_text_batch
-from hies_export.prunable.attention import find_attention
-from hies_export.prunable.find import find_modules
 from hies_export.slim.check import first_output
-from hies_export.slim.cut import prune_units
-from hies_export.values import PruningPlan
 
 LLAMA3 = {
     **{"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 8},

@@ -19,15 +19,11 @@ from transformers import (
 )
 
 import hies_export
+from hies_export import Kept, PrunableModule, PruningPlan, find_attention, masked_units, prune_units
 from hies_export.checkpoint.loading import load_version4
 from hies_export.cli.main import main
 from hies_export.errors import RequestError, UnsupportedModelError
-from hies_export.prunable.attention import find_attention
 from hies_export.slim.check import first_output
-from hies_export.slim.cut import prune_units
-from hies_export.slim.mask import masked_units
-from hies_export.units import Kept, PrunableModule
-from hies_export.values import PruningPlan
 
 PRUNED = {0: [1, 4], 2: [0, 2, 3, 5]}  # of 6 heads in each of 3 layers, 8 wide
 # Names of layers as transformers 4 writes them: heads are rows of the former, and columns of the latter.

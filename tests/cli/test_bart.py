@@ -11,9 +11,8 @@ from support.tolerance import assert_near
 from transformers import BartConfig, BartForSequenceClassification
 
 import hies_export
-from hies_export.errors import RequestError
+from hies_export import PruningRecipe, RequestError
 from hies_export.pipeline.resolve import resolve
-from hies_export.recipe import PruningRecipe
 
 SIZES = {"layers": 2, "attention_heads": 4, "ffn_dim": 32}
 

@@ -15,10 +15,8 @@ from PIL import Image
 from support.cuts import random_plan
 from support.models import llama, llava, llava_processor, save_project, save_stories
 
-from hies_export.checkpoint.loading import load
-from hies_export.errors import RequestError
+from hies_export import RequestError, find_attention, load
 from hies_export.model.tokens import sample_batch
-from hies_export.prunable.attention import find_attention
 
 SMALL: dict[str, Any] = {
     "calibration": {"samples": 4, "batch_size": 2},

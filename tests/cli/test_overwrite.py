@@ -8,8 +8,7 @@ from support.models import save_project
 from support.reports import make_report
 
 import hies_export
-from hies_export.errors import OutputExistsError
-from hies_export.recipe import PruningRecipe
+from hies_export import OutputExistsError, PruningRecipe
 
 
 @pytest.fixture(scope="module")

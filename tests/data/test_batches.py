@@ -8,11 +8,10 @@ from support.models import bert, causal_lm, llava, vit
 from torch.utils.data import DataLoader
 from transformers import BatchEncoding, BatchFeature, PreTrainedModel
 
+from hies_export import DataError, find_modules
 from hies_export.data.batches import check_batches
 from hies_export.data.targets import batches_fingerprint, samples_of, size_of
-from hies_export.errors import DataError
 from hies_export.model.tokens import count_tokens, first_samples
-from hies_export.prunable.find import find_modules
 
 MODELS = {"bert": bert, "regression": lambda: bert(num_labels=1), "vit": vit, "lm": causal_lm, "llava": llava}
 IDS = torch.arange(12).view(3, 4) + 5
@@ -69,29 +68,21 @@ GOOD = {"input_ids": IDS}
     ("batches", "refusal"),
     [
         (GOOD, "batches must be a list or a DataLoader of batches, got a dict; put a single batch into a list"),
-        (BatchEncoding(GOOD), "got a BatchEncoding; put a single batch into a list"),
         (IDS, "got a Tensor"),
-        (7, "got a int"),
         ([], "batches must have at least one batch, got none; an iterator"),
-        (iter([]), "batches must have at least one batch"),
         ([(IDS, MASK)], r"must map names of arguments to tensors, but batch 0 \(from 0\) of batches is a tuple"),
         ([GOOD, IDS], r"batch 1 \(from 0\) of batches is a Tensor"),
         ([{}], "a batch must have inputs of the model, but .* has nothing"),
-        ([{"labels": torch.tensor([0])}], "a batch must have inputs of the model, but .* has labels"),
         ([GOOD | {"idx": torch.arange(3)}], "argument of BertForSequenceClassification.forward, .* 'idx'; leave"),
-        ([GOOD | {"text": ["a", "b", "c"]}], "has 'text'; leave it out"),
         ([GOOD | {"label": torch.tensor([0, 1, 2])}], "has 'label'; leave it out; did you mean 'labels'?"),
         ([GOOD | {"kwargs": IDS}], "has 'kwargs'"),
         ([GOOD | {"choice": torch.arange(3)}], "has 'choice'"),
         ([{"input_ids": IDS.tolist()}], "tensors only, but 'input_ids' of batch 0 .* is a list; .*return_tensors='pt'"),
-        ([GOOD | {"labels": None}], "'labels' of batch 0 .* is a NoneType"),
         ([GOOD | {"output_attentions": True}], "has 'output_attentions'; leave"),
         ([GOOD | {"labels": torch.tensor([0])}], r"the samples, .* has input_ids \(3, 4\), labels \(1,\)"),
-        ([GOOD | {"labels": torch.tensor(0)}], r"the samples, .* has input_ids \(3, 4\), labels \(\)"),
         ([{"input_ids": IDS[:0]}], r"the samples, one or more, but .* has input_ids \(0, 4\)"),
         ([GOOD, GOOD | {"attention_mask": MASK}], r"the first one \(input_ids\), but batch 1 .* has input_ids, att"),
         ([{"input_ids": IDS + 90}], r"input_ids must be torch.int64 in \[0, 100\), which the model knows, .* has 100"),
-        ([{"input_ids": -IDS}], "input_ids must be .* has -5"),
         ([{"input_ids": IDS.float()}], "input_ids must be .* has torch.float32"),
         ([GOOD | {"labels": torch.tensor([0, 1, 3])}], r"labels must be torch.int64 in \[0, 3\), .* has 3"),
         ([GOOD | {"labels": torch.tensor([0, 1, 2]).int()}], "labels must be torch.int64 .* has torch.int32"),

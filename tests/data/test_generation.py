@@ -138,8 +138,6 @@ def test_left_padding_changes_no_logits() -> None:
 def test_text_that_is_too_short() -> None:
     with pytest.raises(DataError, match="at least two tokens .* but 'text' has fewer"):
         batches_of(rows_of(text=["a"]), TEXT)
-    with pytest.raises(DataError, match="at least two tokens .* row 0 .* has 1"):
-        batches_of(rows_of(text=["a", "b"]), TEXT, tokenizer=generative_tokenizer(), packing=False, max_length=1)
 
 
 def test_padding_by_the_end_token_is_no_answer() -> None:
@@ -169,11 +167,6 @@ def test_a_long_prompt_loses_its_beginning_but_for_the_begin_token() -> None:
         (batch,) = batches_of(rows, ASKED, max_length=limit)
         assert words(batch["input_ids"][0]) == expected
         assert labelled(batch) == ["e f </s>"]
-    with pytest.raises(
-        DataError,
-        match="answers are never cut .* row 0 .* has 3 answer tokens and at most 3 tokens .* leave such rows out",
-    ):
-        batches_of(rows, ASKED, max_length=3)
 
 
 def test_templates() -> None:
@@ -181,7 +174,7 @@ def test_templates() -> None:
     (batch,) = batches_of(rows, Columns(prompt="{question}\n", answer="answer"))
     assert words(batch["input_ids"][0]) == r"<s> a \n b </s>"  # no space of ours after a line break
 
-    def check(columns: Columns, rows: datasets.Dataset = rows) -> None:
+    def check(columns: Columns) -> None:
         reader_for("text-generation", columns=columns, config=LlamaConfig()).check(rows)
 
     for columns, match in (
@@ -189,18 +182,13 @@ def test_templates() -> None:
             Columns(prompt="{qestion}", answer="answer"),
             r"data.prompt must be a column .*question, answer, hint.*, got 'qestion'; did you mean 'question'",
         ),
-        (Columns(prompt="{}", answer="answer"), "must be the name of a column, got {}"),
         (Columns(prompt="{question", answer="answer"), "must be a template such as"),
         (Columns(prompt="{question}", answer="anser"), r"data.answer must be .* 'anser'; did you mean 'answer'"),
         (Columns(prompt="{question}"), r"needs data\.text \(one column\), or data\.prompt and data\.answer"),
-        (Columns(text=("question",), prompt="{question}", answer="answer"), r"needs data\.text \(one column\), or"),
         (Columns(), r"needs data\.text \(one column\), or .*; the data has question, answer, hint"),
-        (Columns(text=("hint",)), "'hint' must hold text, but it holds int64"),
     ):
         with pytest.raises(DataError, match=match):
             check(columns)
-    with pytest.raises(DataError, match=r"must have a 'answer', but row 1 \(from 0\) has none"):
-        check(ASKED, rows_of(question=["a", "b"], answer=["c", None]))
 
 
 def test_of_several_answers_the_most_frequent_is_taken() -> None:
@@ -214,9 +202,6 @@ def test_rows_with_lists_of_questions_become_a_row_per_question() -> None:
     columns = Columns(prompt="{hint} {question}", answer="answer")
     (batch,) = batches_of(rows, columns)
     assert [words(r[r != 0]) for r in batch["input_ids"]] == ["<s> k a yes </s>", "<s> k b no </s>", "<s> l c d </s>"]
-    uneven = rows_of(question=[["a"], ["b", "c"]], answer=[["d"], ["e"]])
-    with pytest.raises(DataError, match="row 1 .* has 'question' 2, 'answer' 1"):
-        batches_of(uneven, ASKED)
 
 
 # ---- images, prompts and answers -------------------------------------------------------------------------
@@ -289,8 +274,6 @@ def test_a_few_images_that_do_not_decode_are_left_out(caplog: pytest.LogCaptureF
 
 def test_bad_requests_with_images() -> None:
     rows = rows_of(image=[png(0)], question=["a b c"], answer=["b"])
-    with pytest.raises(DataError, match=r"must fit into max_length \(20 tokens\), but row 0 .* has 25"):
-        shown(rows, max_length=20)
     with pytest.raises(DataError, match=r"needs data\.image, data\.prompt and data\.answer"):
         shown(rows, columns=ASKED)
     with pytest.raises(DataError, match="'question' must hold images, but it holds string"):
@@ -317,9 +300,6 @@ def test_the_right_choice_is_the_answer() -> None:
     reader = reader_for("text-generation", columns=columns, config=config, processor=generative_tokenizer())
     (batch,) = read(reader, rows, 2)
     assert labelled(batch) == ["e </s>", "f </s>"]
-    for label, message in (("2", "number of one of the 2 choices, from 0, but row 1 .* has '2'"), ("", "has ''")):
-        with pytest.raises(DataError, match=message):
-            reader.check(rows_of(question=["a", "c"], choices=[["d", "e"]] * 2, label=["1", label]))
     with pytest.raises(DataError, match="leave data.label out if there is one answer"):
         reader.check(rows_of(question=["a"], choices=["d"], label=["0"]))
     with pytest.raises(DataError, match="must have the column 'label', but it has question, choices, labels"):

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -90,28 +91,38 @@ GOOD: dict[str, tuple[str, Columns, dict[str, Any], dict[str, Any]]] = {
     "choice": ("text-generation", CHOSEN, GENERATE, {"question": "a", "answer": ["b", "c"], "label": 1}),
     "shown": ("image-text-to-text", SHOWN, LLAVA, {"image": IMAGE, "question": "a", "answer": "yes"}),
 }
-# What is wrong -> what is read, the changes that make a row a bad one, and further options of the reader.
-CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "no text": ("text", {"text": None}, {}),
-    "no label": ("text", {"label": None}, {}),
-    "label too large": ("text", {"label": 2}, {}),
-    "hidden label": ("text", {"label": -1}, {}),
-    "no image": ("image", {"image": None}, {}),
-    "broken image": ("image", {"image": NO_IMAGE}, {}),
-    "no answer": ("answer", {"answer": None}, {}),
-    "lists of two lengths": ("lists", {"answer": ["b", "c"]}, {}),
-    "no such choice": ("choice", {"label": 2}, {}),
-    "long answer": ("answer", {"answer": "a b c d e f g"}, {"max_length": 6}),
-    "short text": ("plain", {"text": "a"}, {"packing": False, "processor": without_special_tokens()}),
-    "image that does not decode": ("shown", {"image": NO_IMAGE}, {}),
-    "long question": ("shown", {"question": "a b c d e f g"}, {"max_length": 24}),
+# What is wrong -> what is read, the changes that make a row a bad one, further options of the reader, and what is said.
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
+    "no text": ("text", {"text": None}, {}, "must have a 'text'"),
+    "no label": ("text", {"label": None}, {}, "must have a label"),
+    "label too large": ("text", {"label": 2}, {}, r"in \[0, 2\).* has 2 in 'label'"),
+    "hidden label": ("text", {"label": -1}, {}, "got -1 for 'label' .* hidden label, as in GLUE's test splits"),
+    "no image": ("image", {"image": None}, {}, "must have a 'image'"),
+    "broken image": ("image", {"image": NO_IMAGE}, {}, "every 'image' must be an image"),
+    "no answer": ("answer", {"answer": None}, {}, "must have a 'answer'"),
+    "lists of two lengths": ("lists", {"answer": ["b", "c"]}, {}, "has 'question' 1, 'answer' 2"),
+    "no such choice": ("choice", {"label": 2}, {}, "number of one of the 2 choices, from 0"),
+    "long answer": (
+        "answer",
+        {"answer": "a b c d e f g"},
+        {"max_length": 6},
+        "answers are never cut",
+    ),
+    "short text": (
+        "plain",
+        {"text": "a"},
+        {"packing": False, "processor": without_special_tokens()},
+        "two tokens",
+    ),
+    "image that does not decode": ("shown", {"image": NO_IMAGE}, {}, "at most 1% of the images"),
+    "long question": ("shown", {"question": "a b c d e f g"}, {"max_length": 24}, r"fit into max_length \(24 tokens\)"),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_row_of_the_file_is_named(case: str, tmp_path: Path) -> None:
     """A bad row behind a slice and a shuffle, at the place that a list of numbers says."""
-    what, changes, options = CASES[case]
+    what, changes, options, said = CASES[case]
     task, columns, given, good = GOOD[what]
     first, last, seed, samples = 5, 35, 3, 8
     numbers = np.arange(first, last)[np.random.default_rng(seed).permutation(last - first)][:samples]
@@ -125,8 +136,9 @@ def test_the_row_of_the_file_is_named(case: str, tmp_path: Path) -> None:
         reader.batches(found, batch_size=4)
 
     for drawn in ({"split": f"train[{first}:{last}]", "samples": samples, "shuffle_seed": seed}, {"split": "train"}):
-        with pytest.raises(DataError, match=rf"\brow {bad} of train\.parquet \(from 0\)"):
+        with pytest.raises(DataError, match=rf"\brow {bad} of train\.parquet \(from 0\)") as refused:
             read(**drawn)
+        assert re.search(said, str(refused.value))
     read(split=f"train[{bad + 1}:]")
 
 

@@ -13,16 +13,15 @@ from support.generative import png
 from support.models import causal_lm, generative_tokenizer, llava, llava_processor, write_recipe
 from support.references import choice_likelihoods
 
+from hies_export import DataError, PruningRecipe, RecipeError
 from hies_export.data.batches import by_length
 from hies_export.data.reader import Columns
 from hies_export.data.registry import reader_for
 from hies_export.data.targets import samples_of
-from hies_export.errors import DataError, RecipeError
 from hies_export.evaluate.judge import Judge, agreement, standard_error
 from hies_export.evaluate.metrics import check_metrics, default_metrics
 from hies_export.evaluate.predict import ChoicePredictions, predict, references
 from hies_export.pipeline.resolve import resolve
-from hies_export.recipe import PruningRecipe
 
 LETTERS = "abcdefghijkl"
 ROWS = [

@@ -12,7 +12,7 @@ from support.models import bert
 
 from hies_export.errors import DataError, NonFiniteError, RecipeError
 from hies_export.evaluate.judge import compute_metrics, stability, standard_error
-from hies_export.evaluate.metrics import METRICS, check_metrics, default_metrics, find_metric
+from hies_export.evaluate.metrics import METRICS, check_metrics, default_metrics
 from hies_export.evaluate.predict import ChoicePredictions, TokenPredictions, predict, references
 from hies_export.progress import Silent
 
@@ -196,45 +196,16 @@ def test_stability_is_the_share_of_equal_classes_or_of_numbers_within_the_tolera
             stability(one, two)
 
 
-PREDICTIONS = [1, 0, 1, 1, 0, 1, 0, 0]
-REFERENCES = [1, 0, 0, 1, 1, 1, 0, 1]
-
-
-def compute(name, predictions, references, **options):
-    result = METRICS[name].compute(np.array(predictions), np.array(references), **options)
-    assert type(result) is float
-    return result
-
-
-def test_f1_of_more_than_two_classes_is_the_macro_mean():
-    predictions, references = [0, 1, 2, 2, 1, 0], [0, 2, 2, 2, 1, 1]
-    per_class = sklearn.metrics.f1_score(references, predictions, average=None)
-    assert compute("f1", predictions, references) == pytest.approx(per_class.mean())
-    assert compute("f1", [0, 0, 0], [0, 0, 0]) == 0.0
-    # Of a model with three classes also where the third does not occur.
-    binary, macro = (compute("f1", PREDICTIONS, REFERENCES, num_labels=number) for number in (2, 3))
-    assert binary == sklearn.metrics.f1_score(REFERENCES, PREDICTIONS)
-    assert macro == sklearn.metrics.f1_score(REFERENCES, PREDICTIONS, average="macro")
-    assert binary != macro
-
-
 @pytest.mark.parametrize("name", ["pearson", "spearman", "matthews_correlation"])
 @pytest.mark.parametrize("constant", ["predictions", "references"])
 def test_a_correlation_with_a_constant_is_zero_and_warns(name, constant, caplog):
     values = {"predictions": [1, 0, 2], "references": [0, 1, 1], constant: [1, 1, 1]}
-    assert math.isnan(compute(name, **values))
     predictions, references = (torch.tensor(part) for part in values.values())
     regression = METRICS[name].of == "numbers"
     logits = predictions[:, None].float() if regression else torch.nn.functional.one_hot(predictions, 3).float()
     with caplog.at_level(logging.WARNING):
         assert compute_metrics(logits, references, names=[name], regression=regression) == {name: 0.0}
     assert caplog.messages == [f"{name} is undefined because all {constant} are equal: 0.0 is returned"]
-
-
-def test_an_unknown_metric_is_refused_with_the_nearest_name():
-    with pytest.raises(RecipeError, match=r"one of accuracy, .*, got 'pearsons'; did you mean 'pearson'\?"):
-        find_metric("pearsons")
-    assert "pearsons" not in METRICS
 
 
 def test_default_metrics_fit_and_accuracy_of_a_regression_does_not():

@@ -11,14 +11,13 @@ import torch
 import yaml
 from support.models import save_project
 
-from hies_export.errors import DataError, RecipeError
+from hies_export import DataError, PruningRecipe, RecipeError
 from hies_export.evaluate import metrics
 from hies_export.evaluate.judge import compute_metrics, standard_error
 from hies_export.evaluate.metrics import METRICS, check_metrics, find_metric, higher_is_better
 from hies_export.pipeline.choose import choose
 from hies_export.pipeline.resolve import resolve
 from hies_export.progress import Silent
-from hies_export.recipe import PruningRecipe
 
 SCRIPT = """
 import datasets

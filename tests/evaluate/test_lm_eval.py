@@ -11,14 +11,9 @@ from support.cuts import plan_of
 from support.models import causal_lm, generative_tokenizer, save_project, save_stories
 from support.references import choice_likelihoods
 
-from hies_export.checkpoint.loading import load
+from hies_export import PruningRecipe, RecipeError, RequestError, Scores, find_attention, load, prune_units
 from hies_export.cli.main import main
-from hies_export.errors import MissingRuntimeError, RecipeError, RequestError
 from hies_export.evaluate.lm_eval import check_benchmarks, run_benchmarks
-from hies_export.prunable.attention import find_attention
-from hies_export.recipe import PruningRecipe
-from hies_export.slim.cut import prune_units
-from hies_export.values import Scores
 
 ROWS = [{"question": "Q a b", "choices": ["c d", "e"], "right": i % 2} for i in range(2)] + [
     {"question": f"Q {a} {b} c", "choices": [f"{b} a", f"{a} {b}", "yes no"], "right": i % 3}
@@ -100,12 +95,6 @@ def test_unknown_tasks_and_lost_data_are_said_before_any_work(tmp_path: Path) ->
     lost = write_task(tmp_path, dataset_kwargs={"data_files": {"test": str(tmp_path / "gone.jsonl")}})
     with pytest.raises(RequestError, match=r"must be loadable for evaluation.lm_eval, but lm-eval says: .*gone\.jsonl"):
         check_benchmarks([str(lost)])
-
-
-def test_without_the_extra_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hies_export.errors.find_spec", lambda name: None)
-    with pytest.raises(MissingRuntimeError, match=r"\(piqa\) needs lm-eval.* pip install .hies-export\[lm-eval"):
-        check_benchmarks(["piqa"])
 
 
 def test_files_are_relative_to_the_recipe_and_only_language_models_are_judged(tmp_path: Path) -> None:

@@ -15,10 +15,8 @@ import torch
 from support.gguf import CASES, VOCABULARY, byte_level_tokenizer, cut, llama, qwen2, sentence_piece_tokenizer
 from transformers import PreTrainedModel
 
-from hies_export.errors import NonFiniteError
+from hies_export import NonFiniteError, export_gguf
 from hies_export.gguf import export
-from hies_export.gguf.export import export_gguf
-from hies_export.gguf.tensors import interleave_halves
 
 gguf = pytest.importorskip("gguf", reason='no gguf: pip install "hies-export[gguf]"')
 
@@ -99,11 +97,6 @@ def test_the_file_has_every_tensor_of_the_model_and_its_sizes(case: str, tmp_pat
     assert {field(reader, f"{architecture}.{name}") for name in widths} == {layers[0].self_attn.head_dim}
     assert field(reader, f"{architecture}.block_count") == len(layers)
     assert field(reader, f"{architecture}.embedding_length") == 64
-
-
-def test_interleaving_is_what_the_independent_formula_undoes() -> None:
-    rows = torch.randn(24, 5)
-    np.testing.assert_array_equal(rows_of_torch(interleave_halves(rows, 3).numpy(), 3), rows.numpy())
 
 
 @pytest.mark.parametrize(

@@ -25,17 +25,14 @@ from support.runs import hies
 from support.tiers import table_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from hies_export import export_gguf, find_modules, load_runtime, prune_units
 from hies_export.errors import DataError, ExportError, MissingRuntimeError, ParityError
 from hies_export.gguf import parity
-from hies_export.gguf.export import export_gguf
 from hies_export.gguf.vocabulary import _SPLITS
 from hies_export.kinds import MLP
 from hies_export.measure.machine import machine_facts
-from hies_export.prunable.find import find_modules
 from hies_export.runtimes import llamacpp
 from hies_export.runtimes.llamacpp import LlamaCppRuntime, is_installed
-from hies_export.runtimes.registry import load_runtime
-from hies_export.slim.cut import prune_units
 
 pytest.importorskip("gguf", reason='no gguf: pip install "hies-export[gguf]"')
 pytestmark = pytest.mark.llamacpp

@@ -17,9 +17,8 @@ from support.runs import run_project
 from support.tolerance import assert_near
 
 import hies_export
+from hies_export import OutputExistsError, PushError, RequestError, push_to_hub
 from hies_export.cli.main import main
-from hies_export.errors import OutputExistsError, PushError, RequestError
-from hies_export.hub import push_to_hub
 from hies_export.report.card import render_card
 
 # What the client says of itself where it sends bytes.

@@ -7,8 +7,7 @@ import pytest
 import torch
 from support.models import bert, text_batch
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2ForSequenceClassification, PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface
+from transformers import PreTrainedModel
 
 from hies_export.errors import UnsupportedModelError
 from hies_export.model import attention, kernels
@@ -218,13 +217,6 @@ def test_two_models_at_once_and_nested() -> None:
     assert seen == ["one"] * 3 + ["inner"] * 3 + ["other"] * 3 + ["one"] * 3
 
 
-def test_masks_are_made_for_it() -> None:
-    """A name that the mask interface does not know gets no mask at all, so that padding is attended to."""
-    model = bert()
-    with use_attention(model, lambda call: attend(call, VisibleKeys())):
-        assert model.config._attn_implementation in AttentionMaskInterface._global_mapping
-
-
 def test_attention_with_more_than_a_softmax_is_refused() -> None:
     layer = bert().bert.encoder.layer[0].attention.self
     states = (torch.randn(1, 6, 3, 8) for _ in range(3))
@@ -244,19 +236,3 @@ def test_a_model_off_the_interface_is_refused() -> None:
         use_attention(model, lambda c: c.query),
     ):
         pass
-
-
-def test_causal_models_are_causal() -> None:
-    config = GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=2, n_positions=16, pad_token_id=0)
-    model = GPT2ForSequenceClassification(config).eval()
-    calls: list[AttentionCall] = []
-
-    def watch(call: AttentionCall) -> Tensor:
-        calls.append(call)
-        return attend(call, VisibleKeys())
-
-    ids = torch.randint(1, 50, (2, 5))
-    expected = model(ids).logits
-    with use_attention(model, watch):
-        torch.testing.assert_close(model(ids).logits, expected, atol=1e-5, rtol=1e-5)
-    assert calls[0].is_causal

@@ -8,13 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from support.models import causal_lm, llava, text_batch, vit
+from support.models import vit
 from torch import nn
 
 from hies_export.errors import MissingRuntimeError
 from hies_export.forms.exports import require_exporters
 from hies_export.model import internals
-from hies_export.onnx.multimodal import is_vision_language
 
 
 @pytest.mark.parametrize(
@@ -93,17 +92,3 @@ def test_a_cache_is_found_under_either_name(name: str) -> None:
     assert internals.keys_and_values({"logits": 0, name: SimpleNamespace(layers=layers)}) == {0: (1, 2)}
     assert internals.cache_name(vit()) is None
     assert internals.cache_of(vit()(torch.zeros(1, 3, 16, 16))) is None
-
-
-def test_the_cache_of_a_model_of_this_release_is_found() -> None:
-    model = causal_lm()
-    assert internals.cache_name(model) is not None
-    output = model(input_ids=text_batch(2, 6)["input_ids"] % 32, use_cache=True)
-    found = internals.keys_and_values(output)
-    assert {at: keys.shape for at, (keys, _) in found.items()} == {0: (2, 2, 6, 8), 1: (2, 2, 6, 8)}
-
-
-def test_a_vision_language_model_has_an_image_tower_and_a_decoder() -> None:
-    assert is_vision_language(llava())
-    assert not is_vision_language(vit())
-    assert not is_vision_language(causal_lm())

@@ -7,14 +7,11 @@ import pytest
 import torch
 from support.models import bert, image_batch, llava, text_batch, vit
 
-from hies_export.calibrate.collect import collect_statistics
+from hies_export import collect_statistics, count_flops, find_modules, score_compensated
 from hies_export.calibrate.moments import MomentStream
 from hies_export.evaluate.predict import predict
-from hies_export.measure.counts import count_flops
 from hies_export.measure.machine import machine_facts
 from hies_export.model import threads
-from hies_export.prunable.find import find_modules
-from hies_export.score.compensated import score_compensated
 
 
 @pytest.fixture(autouse=True)

@@ -3,38 +3,17 @@
 import pytest
 import torch
 import transformers
-from support.models import bert, causal_lm, llama, llava
+from support.models import SIX_HEADS, bert, causal_lm, llama, llava
 
-from hies_export.errors import RecipeError, RequestError
+from hies_export import RecipeError, RequestError, find_modules
 from hies_export.measure.shapes import model_shapes
-from hies_export.model.tokens import first_samples, longest_sequence, sample_batch, sequence_length, synthetic_batch
-from hies_export.prunable.find import find_modules
+from hies_export.model.tokens import longest_sequence, sample_batch, sequence_length, synthetic_batch
 
-SMALL = {
-    "vocab_size": 50,
-    "hidden_size": 24,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 16,
-    "max_position_embeddings": 20,
-}
+SMALL = SIX_HEADS | {"vocab_size": 50, "max_position_embeddings": 20}
 # All of them begin to number positions behind the padding token's, at another place each.
-OFFSET = [
-    ("Camembert", 1),
-    ("Data2VecText", 1),
-    ("Esm", 2),
-    ("IBert", 1),
-    ("Lilt", 1),
-    ("Luke", 1),
-    ("MarkupLM", 1),
-    ("MPNet", 1),
-    ("Roberta", 1),
-    ("Roberta", 5),
-    ("RobertaPreLayerNorm", 1),
-    ("XLMRoberta", 1),
-    ("XLMRobertaXL", 1),
-    ("Xmod", 1),
-]
+OFFSET = [(name, 1) for name in ("Camembert", "Data2VecText", "IBert", "Lilt", "Luke", "MarkupLM", "MPNet", "Roberta")]
+OFFSET += [(name, 1) for name in ("RobertaPreLayerNorm", "XLMRoberta", "XLMRobertaXL", "Xmod")]
+OFFSET += [("Esm", 2), ("Roberta", 5)]
 
 
 def tiny(name: str, **options: object) -> transformers.PreTrainedModel:
@@ -60,7 +39,7 @@ def test_a_synthetic_batch_is_refused_before_the_model_fails() -> None:
     model = tiny("Roberta", pad_token_id=1)
     batch = synthetic_batch(model, batch=2, sequence=18)
     with torch.no_grad():
-        assert model(**batch).last_hidden_state.shape == (2, 18, 24)
+        assert model(**batch).last_hidden_state.shape == (2, 18, 48)
     with pytest.raises(RecipeError, match=r"sequence must be in 1\.\.18 for RobertaModel, got 19"):
         synthetic_batch(model, batch=2, sequence=19)
     assert model_shapes(model, ()) == [(1, 18), (8, 18)]
@@ -77,14 +56,6 @@ def test_models_without_an_offset_take_all_their_positions() -> None:
 @pytest.mark.parametrize("config", [transformers.T5Config(), transformers.DebertaV2Config(max_position_embeddings=-1)])
 def test_models_without_a_limit(config: transformers.PreTrainedConfig) -> None:
     assert longest_sequence(config) is None
-
-
-def test_first_samples() -> None:
-    batch = {"input_ids": torch.arange(12).reshape(4, 3), "labels": torch.arange(4)}
-    assert {key: value.tolist() for key, value in first_samples(batch).items()} == {
-        "input_ids": [[0, 1, 2], [3, 4, 5]],
-        "labels": [0, 1],
-    }
 
 
 SIDES = ("encoder", "decoder")

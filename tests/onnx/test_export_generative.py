@@ -18,16 +18,13 @@ from support.tolerance import assert_near
 from transformers import PreTrainedModel
 
 import hies_export
+from hies_export import OnnxGenerator, find_modules, masked_units, prune_units
 from hies_export.errors import DataError, ParityError, UnsupportedModelError
 from hies_export.onnx import export as export_module
 from hies_export.onnx.export import OnnxExport, export_onnx
-from hies_export.onnx.generator import OnnxGenerator
 from hies_export.onnx.multimodal import image_text_batch
 from hies_export.onnx.parity import _real_tokens, compare_outputs
 from hies_export.onnx.rewrites import flatten_gemm_inputs, share_tied_weights
-from hies_export.prunable.find import find_modules
-from hies_export.slim.cut import prune_units
-from hies_export.slim.mask import masked_units
 
 
 def positions(mask: torch.Tensor) -> torch.Tensor:

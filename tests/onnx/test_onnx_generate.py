@@ -20,15 +20,12 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from hies_export import OnnxGenerator, bench, export_onnx, load_runtime
 from hies_export.cli.main import main
 from hies_export.data.processors import load_processor
 from hies_export.errors import DataError, ExportError, RecipeError, RequestError
 from hies_export.generate import encode_prompts, generate_text
-from hies_export.onnx.export import export_onnx
-from hies_export.onnx.generator import OnnxGenerator
 from hies_export.onnx.multimodal import image_text_batch
-from hies_export.pipeline.bench import bench
-from hies_export.runtimes.registry import load_runtime
 
 
 def prompt_tokenizer(folder: Path) -> PreTrainedTokenizerBase:

@@ -16,13 +16,11 @@ from support.models import bert as tiny_bert
 from support.models import cut_bert, llava
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
-from hies_export import load, prune
+from hies_export import HiesError, OnnxGenerator, OutputExistsError, ParityError, RequestError, load, prune
 from hies_export.cli.main import main
-from hies_export.errors import HiesError, OutputExistsError, ParityError, RequestError
 from hies_export.onnx import export as export_module
 from hies_export.onnx import quantize as quantize_module
 from hies_export.onnx.export import OnnxExport, export_onnx
-from hies_export.onnx.generator import OnnxGenerator
 from hies_export.onnx.quantize import Quantize, export_in_bits, quantize_onnx
 
 

@@ -112,10 +112,6 @@ def test_neurons_are_refused_for_the_reason_in_the_table(model_type: str) -> Non
     assert Subject.of(model_type, MLP).refusal() == ENTRIES[model_type]["neurons"]["refused"]
 
 
-def test_what_is_not_refused_has_no_reason() -> None:
-    assert Subject.of("bert").refusal() is None
-
-
 def test_the_representatives_are_in_the_table() -> None:
     assert CUT.keys() <= set(of_kind("tried"))
     assert REFUSED.keys() <= set(of_kind("refused"))

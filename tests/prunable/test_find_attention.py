@@ -4,15 +4,10 @@ import pytest
 import torch
 from support.cuts import plan_of
 from support.families import architecture
-from support.models import shake, text_batch
+from support.models import text_batch
 
-from hies_export.errors import PlanError
-from hies_export.prunable.attention import find_attention
-from hies_export.slim.check import check_selection, compare_cut
-from hies_export.slim.cut import prune_units
-from hies_export.slim.fingerprint import fingerprint
-from hies_export.units import Kept, PrunableModule, Slice
-from hies_export.values import Scores
+from hies_export import PrunableModule, Scores, compare_cut, find_attention, prune_units
+from hies_export.units import Slice
 
 
 def block(start: int, width: int, count: int, stride: int | None = None) -> tuple[tuple[int, ...], ...]:
@@ -107,27 +102,3 @@ def test_cut_equals_masked(name: str, unit: str) -> None:
         assert all(
             kv == module.groups for (_, kv), module in zip(counts, modules, strict=True) if module.group_size > 1
         )
-
-
-def test_plans_that_break_groups_are_refused() -> None:
-    model = LAYOUTS["separate"][0]()
-    modules = find_attention(model, text_batch(labels=False))
-    whole = Kept(tuple(range(6)), 6, 3)
-
-    def selection(*units: int) -> dict[str, Kept]:
-        return {s.name: whole for s in modules} | {modules[0].name: Kept(units, 6, 3)}
-
-    check_selection(selection(0, 2, 5), modules)
-    with pytest.raises(PlanError, match=r"as many query heads as the others.*\[2, 1, 2\] per key/value head"):
-        check_selection(selection(0, 1, 2, 4, 5), modules)
-
-
-def test_a_plan_for_other_weights_is_refused() -> None:
-    model, other = LAYOUTS["separate"][0](), LAYOUTS["separate"][0]()
-    modules = find_attention(model, text_batch(labels=False))
-    scores = Scores("random", {}, {s.name: torch.rand(s.units) for s in modules})
-    plan = plan_of(scores, modules, heads=0.34, model=fingerprint(model, modules))
-    prune_units(model.to(torch.bfloat16), plan, modules)
-    torch.manual_seed(1)
-    with pytest.raises(PlanError, match=r"those of .*self_attn.* differ .* make a plan"):
-        prune_units(shake(other), plan, modules)

@@ -1,39 +1,26 @@
 """What find_mlp says of known layouts, that its cuts equal the masked model, and what it refuses."""
 
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from support.cuts import random_neurons
+from support.checkpoints import llava_batch
 from support.families import architecture, decoder, gpt2
 from support.models import bert, image_batch, llava, text_batch, vit
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hies_export.checkpoint.save import save_slim
-from hies_export.errors import PlanError, UnsupportedModelError
+from hies_export import Kept, PrunableModule, UnsupportedModelError, find_modules, prune_units
 from hies_export.kinds import ATTENTION, KINDS, MLP
 from hies_export.prunable import mlp
 from hies_export.prunable.attention import tower_of
-from hies_export.prunable.find import find_modules
 from hies_export.prunable.mlp import find_mlp
 from hies_export.prunable.probe import Probe
 from hies_export.prunable.reads import MIXED, NOWHERE, Reach, reach
-from hies_export.slim.check import check_selection, compare_cut, first_output, max_abs
 from hies_export.slim.config import is_slim
-from hies_export.slim.cut import prune_units
-from hies_export.slim.mask import masked_units
-from hies_export.units import Kept, PrunableModule
-from hies_export.values import PruningPlan
 
 Batch = dict[str, Tensor]
-
-
-def llava_batch() -> Batch:
-    ids = torch.cat([torch.full((2, 16), 4), torch.randint(5, 32, (2, 6))], dim=1)  # 4 is the token of a patch
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": torch.randn(2, 3, 16, 16)}
 
 
 def text() -> Batch:
@@ -113,28 +100,6 @@ def test_features_of_neurons(layout: Layout) -> None:
         assert all(set(part.indices([neuron]).tolist()) == layout.rows(neuron) for neuron in range(first.units))
 
 
-@pytest.mark.parametrize(
-    ("kinds", "uniform"),
-    [((MLP,), False), ((MLP,), True), (KINDS, False)],
-    ids=["neurons", "uniform neurons", "heads and neurons"],
-)
-def test_cut_equals_masked_and_comes_back(layout: Layout, kinds: Iterable[str], uniform: bool, tmp_path: Path) -> None:
-    model, batch = layout.make(), layout.batch()
-    modules = find_modules(model, batch, kinds=tuple(kinds))
-    assert len({module.name for module in modules}) == len(modules)
-    plan = PruningPlan(kept=random_neurons(modules, uniform=uniform), criterion="random")
-    slim = prune_units(model, plan, modules)
-    assert compare_cut(model, slim, plan, modules, batch) < 1e-5
-    with masked_units(model, plan, modules):
-        assert max_abs(first_output(model, batch), first_output(slim, batch)) < 1e-5
-    assert max_abs(first_output(model, batch), first_output(slim, batch)) > 1e-4
-    again = find_modules(slim, batch, kinds=tuple(kinds))
-    assert [m.units for m in again] == [len(plan.kept[m.name].units) for m in modules]
-    if kinds == (MLP,):
-        assert is_slim(slim) == (not uniform and len(modules) > 1)
-    assert save_slim(slim, tmp_path / "slim", plan=plan, batch=batch) < 1e-5
-
-
 def test_columns_are_told_apart_however_many_there_are() -> None:
     generator = torch.Generator().manual_seed(1)
     order = torch.randperm(28672, generator=generator)
@@ -206,21 +171,6 @@ def test_plain_configs_say_uniform_cuts() -> None:
     assert cut(decoder("Llama")(), text(), lambda m: 40 if m.kind == MLP else next(heads), *KINDS) is None
     config = cut(llava(), llava_batch(), lambda m: 20 if "vision" in m.name else 12)
     assert (config.vision_config.intermediate_size, config.text_config.intermediate_size) == (20, 12)
-
-
-def test_plans_that_do_not_fit_are_refused() -> None:
-    modules = find_mlp(bert(), text())
-    good = kept(modules, lambda m: 30)
-    check_selection(good, modules)
-    first = modules[0].name
-    with pytest.raises(PlanError, match="must name the feed-forward blocks of its model"):
-        check_selection({first: good[first]}, modules)
-    with pytest.raises(PlanError, match="plan is for 32 neurons in .*, but the model has 64 neurons"):
-        check_selection(good | {first: Kept((0,), 32, kind=MLP)}, modules)
-    with pytest.raises(PlanError, match="plan is for 64 query and 64 key/value heads in .*has 64 neurons"):
-        check_selection(good | {first: Kept((0,), 64)}, modules)
-    with pytest.raises(PlanError, match=r"kept neurons must be ascending indices in \[0, 64\), at .* got \[3, 2"):
-        check_selection(good | {first: Kept((3, 2), 64, kind=MLP)}, modules)
 
 
 def test_blocks_belong_to_towers() -> None:

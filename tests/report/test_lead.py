@@ -14,7 +14,7 @@ from hies_export.report.html import render_html
 from hies_export.report.jinja import render_markdown
 from hies_export.report.lead import asked_row, lead_text
 from hies_export.report.report import FirstMetric, Report
-from hies_export.report.text import alpha_text, budget_text, forms_text, si, tried_text
+from hies_export.report.text import alpha_text, budget_text, si, tried_text
 
 LATENCY = {"kind": "latency", "target": 0.85, "predicted": 0.84, "measured": 0.83, "noisy": False}
 MAX_DROP = {"kind": "max_drop", "masked": 0.5, "samples": 8, "judged": []}
@@ -246,14 +246,6 @@ def test_a_single_cut_was_tried_and_two_were() -> None:
     assert "; no cut was found that keeps it." in budget_text(make_report(budget=budget | {"judged": []}))
     assert "; 1 cut was tried." in budget_text(make_report(budget=budget | {"judged": [{}]}))
     assert "; 2 cuts were tried." in budget_text(make_report(budget=budget | {"judged": [{}, {}]}))
-
-
-def test_an_export_without_a_layer_in_float32_has_none() -> None:
-    report = make_report(forms=SERVED["forms"])
-    exported = {"file": "onnx-int8", "format": "onnx", "quantize": "int8", "bytes": 10, "quality": None}
-    exported |= {"stability": None, "layers": {"int8": 5}, "float_neurons": 0}
-    report = dataclasses.replace(report, exported=exported)
-    assert "5 linear layers are in int8, 0 small ones in float32." in forms_text(report)
 
 
 def test_a_form_slower_than_the_dense_one_has_a_longer_bar() -> None:

@@ -9,18 +9,18 @@ import pytest
 from support.reports import DATA, make_report, terminal
 from support.reports import TRIED as TRIED_ROW
 
+from hies_export import Kept, PruningPlan, Report
 from hies_export.measure.counts import LayerFlops
 from hies_export.report.card import render_card
+from hies_export.report.details import NeuronCount
 from hies_export.report.drawing import Bar, neuron_bars
 from hies_export.report.figures import draw_report
 from hies_export.report.html import render_html
 from hies_export.report.jinja import render_markdown
-from hies_export.report.maps import BAR_WIDTH, CUT, KEPT, NeuronCount, bar, head_map, neuron_counts, plan_maps
-from hies_export.report.report import Report, UnitCounts, plan_counts
+from hies_export.report.maps import BAR_WIDTH, CUT, KEPT, bar, plan_maps
+from hies_export.report.report import UnitCounts, plan_counts
 from hies_export.report.rows import comparison_table, layer_table, tried_table
 from hies_export.report.text import method_text, removed_text, title
-from hies_export.units import Kept
-from hies_export.values import PruningPlan
 
 PLAN = PruningPlan(
     kept={
@@ -56,14 +56,6 @@ def test_a_plan_is_counted_by_kind() -> None:
     of_heads = dataclasses.replace(PLAN, kept=PLAN.of_kind("attention"))
     assert plan_counts(of_heads) == (heads, None)
     assert [units.unit for units in plan_maps(of_heads)] == ["head"]
-
-
-def test_heads_have_marks_and_neurons_bars() -> None:
-    assert head_map(PLAN) == {"layer.0.attention": "■·■■", "layer.1.attention": "·■··"}
-    assert neuron_counts(PLAN) == {"layer.0": NeuronCount(1000, 1536), "layer.1": NeuronCount(1536, 1536)}
-    heads, neurons = plan_maps(PLAN)
-    assert heads.lines[1] == ("layer.1.attention", "· ■ · ·", 1, 4)
-    assert neurons.lines[0] == ("layer.0", KEPT * 15 + CUT * 9, 1000, 1536)  # 24 * 1000 / 1536 = 15.6
 
 
 @pytest.mark.parametrize(("kept", "marks"), [(0, 0), (1, 1), (64, 1), (1535, 23), (1536, 24)])
@@ -159,12 +151,6 @@ def test_a_run_that_left_heads_alone_renders() -> None:
 
 def test_figures_of_neurons() -> None:
     drawn = draw_report(make_report(neurons=64))["neurons.svg"]
-    widths = {
-        kind: [float(w) for w in re.findall(f'class="{kind}" [^>]*width="([0-9.]+)"', drawn)]
-        for kind in ("gone", "stays")
-    }
-    shares = [stays / whole for whole, stays in zip(*widths.values(), strict=True)]
-    assert shares == pytest.approx([1, 56 / 64, 48 / 64], abs=1e-3)
     assert "Neurons kept of 64 in every layer; grey: cut" in drawn
     assert "neurons.svg" not in draw_report(make_report())
     assert list(draw_report(without_heads(make_report(neurons=64)))) == ["neurons.svg", "latency.svg", "alpha.svg"]

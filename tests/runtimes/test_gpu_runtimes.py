@@ -9,12 +9,10 @@ import pytest
 import torch
 from support.models import bert, causal_lm, text_batch
 
-from hies_export.errors import MissingRuntimeError
-from hies_export.onnx.export import export_onnx
+from hies_export import MissingRuntimeError, export_onnx, load_runtime
 from hies_export.runtimes import ort_gpu as gpu_runtimes
 from hies_export.runtimes.ort import OnnxRuntime
 from hies_export.runtimes.ort_gpu import CudaOnnxRuntime, TensorRtOnnxRuntime
-from hies_export.runtimes.registry import load_runtime
 
 
 class OnTheCpu(CudaOnnxRuntime):

@@ -10,11 +10,9 @@ from support.cuts import random_cut
 from support.models import bert, causal_lm, save_project, text_batch
 from support.runs import hies
 
-from hies_export.errors import DataError, ExportError, MissingRuntimeError, RecipeError, RequestError
+from hies_export import DataError, ExportError, RecipeError, RequestError, bench, export_onnx
 from hies_export.measure.machine import machine_facts
 from hies_export.model.tokens import positions_of
-from hies_export.onnx.export import export_onnx
-from hies_export.pipeline.bench import bench
 from hies_export.runtimes.registry import check_dtypes, load_runtime
 
 
@@ -97,14 +95,6 @@ def test_what_it_refuses(openvino, folder, tmp_path):
         load_runtime("openvino", folder)
     with pytest.raises(RequestError, match="a dtype must be one of float32, bfloat16 on openvino, got 'float16'"):
         check_dtypes(["float16"], ["openvino"])
-
-
-def test_a_machine_without_it_is_told_what_to_install(monkeypatch, tmp_path):
-    monkeypatch.setattr("hies_export.errors.find_spec", lambda name: None)
-    with pytest.raises(
-        MissingRuntimeError, match=r'runtime \'openvino\' needs .*pip install "hies-export\[openvino\]"'
-    ):
-        load_runtime("openvino", tmp_path)
 
 
 @pytest.mark.slow

@@ -1,4 +1,3 @@
-import sys
 from functools import partial
 
 import numpy as np
@@ -8,15 +7,13 @@ import torch
 from support.models import causal_lm
 from transformers import BertConfig, BertForSequenceClassification
 
-from hies_export.errors import DataError, MissingRuntimeError, RecipeError
+from hies_export import DataError, MissingRuntimeError, RecipeError, export_onnx, load_runtime
 from hies_export.model.copies import convert, share_weights
 from hies_export.model.tokens import forward_inputs, positions_of
-from hies_export.onnx.export import export_onnx
 from hies_export.recipe.sections import MeasureSection
 from hies_export.runtimes.base import RUNTIMES, Runtime, last_token, register_runtime
 from hies_export.runtimes.ort import OnnxRuntime
 from hies_export.runtimes.pytorch import TorchRuntime
-from hies_export.runtimes.registry import load_runtime
 
 # logits = 2 * input_ids + attention_mask - token_type_ids, so every input can be seen in the output.
 GRAPH = """<ir_version: 10, opset_import: ["" : 20]>
@@ -126,12 +123,6 @@ def test_another_provider_than_asked_for_is_an_error(folder):
         Elsewhere(folder, threads=1)
 
 
-def test_onnxruntime_missing(folder, monkeypatch):
-    monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with pytest.raises(MissingRuntimeError, match=r'pip install "hies-export\[cpu\]"'):
-        load_runtime("onnxruntime-cpu", folder)
-
-
 def test_wrong_requests(folder, model):
     with pytest.raises(RecipeError, match=r"one of .*torch, .*got 'onnx-cpu'; did you mean 'onnxruntime-cpu'\?"):
         load_runtime("onnx-cpu", folder)
@@ -177,11 +168,6 @@ def test_a_copy_that_shares_weights_shares_nothing_else(model):
 def test_forward_inputs_in_the_order_of_the_forward(model):
     batch = {"labels": IDS, "token_type_ids": IDS, "input_ids": IDS, "text": ["a"], "idx": IDS}
     assert list(forward_inputs(model, batch)) == ["input_ids", "token_type_ids"]
-
-
-def test_positions_count_what_is_not_padding():
-    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]])
-    assert positions_of(mask).tolist() == [[0, 0, 0, 1], [0, 1, 2, 2]]
 
 
 # logits = input_ids + position_ids, and a cache that stays as it is.

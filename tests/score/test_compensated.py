@@ -16,18 +16,15 @@ from support.references import RIDGE, naive_effect, read_by_sample
 from support.tolerance import assert_near, near
 from transformers import PreTrainedModel
 
+from hies_export import DataError, PrunableModule, PruningRecipe, RecipeError, find_attention, score_compensated
 from hies_export.calibrate.effects import EffectStream, LayerEffects
 from hies_export.calibrate.moments import MomentStream
 from hies_export.calibrate.ridge import Spread
-from hies_export.errors import DataError, RecipeError
 from hies_export.pipeline.choose import choose
 from hies_export.pipeline.resolve import resolve
 from hies_export.progress import Silent
-from hies_export.prunable.attention import find_attention
-from hies_export.recipe import PruningRecipe
 from hies_export.score import compensated
-from hies_export.score.compensated import Removal, RemovalOptions, removal_chain, score_compensated, scores_of_chains
-from hies_export.units import PrunableModule
+from hies_export.score.compensated import Removal, RemovalOptions, removal_chain, scores_of_chains
 
 
 def regression_bert(**options: Any) -> PreTrainedModel:

@@ -65,22 +65,6 @@ def test_a_convex_curve_is_its_own_hull_and_a_concave_one_is_a_single_edge() -> 
     assert hull([], []) == []
 
 
-def test_a_falling_effect_counts_as_level() -> None:
-    # Estimates fall where removals make up for each other; that must not make the next removal look better than free.
-    assert hull([1, 2, 3], [2, 1, 5]) == [Edge(1, 0, 2), Edge(3, 2, 3)]
-    assert hull([1, 2], [-1, -2]) == [Edge(0, 0, 2)]
-    assert hull([1, 2, 3], [-3, 1, 0]) == [Edge(0, 0, 1), Edge(0.5, 1, 3)]
-    assert all(edge.slope >= 0 for seed in range(20) for edge in hull(*curve(seed, falling=True, gaps=True)))
-
-
-def test_equal_savings_end_no_edge() -> None:
-    # Timings have steps: the second removal is not faster than the first, and the third is.
-    assert hull([1, 1, 2], [1, 2, 3]) == [Edge(1, 0, 1), Edge(2, 1, 3)]
-    assert hull([0, 0, 1], [1, 2, 3]) == [Edge(3, 0, 3)]
-    assert hull([2, 1, 3], [1, 2, 3]) == [Edge(0.5, 0, 1), Edge(2, 1, 3)]  # a slower cut is never an end
-    assert hull([0, 0], [1, 2]) == []
-
-
 def chain(name: str, *effects: float, width: int = 1) -> Chain:
     return tuple(Removal(name, tuple(range(i * width, (i + 1) * width)), effect) for i, effect in enumerate(effects))
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.cuts import plan_of
 
-from hies_export.errors import PlanError
+from hies_export import Constraints, PlanError, PruningPlan, Scores, select_units
 from hies_export.select.budget import (
     CostTable,
     check_reachable,
@@ -17,11 +17,8 @@ from hies_export.select.budget import (
     shares_to_try,
     uniform_counts,
 )
-from hies_export.select.constraints import Constraints
 from hies_export.select.knapsack import least_loss
-from hies_export.select.select import select_units
 from hies_export.units import Units
-from hies_export.values import PruningPlan, Scores
 
 
 def counts_within(scores: Scores, modules: Sequence[Units], table: CostTable, **how: Any) -> list[int]:
@@ -88,23 +85,6 @@ def test_the_program_knows_every_total() -> None:
     assert trace(2) == [0, 1]
     # Of equals, the earlier option.
     assert least_loss([[2, 2, 2]], [[0.5, 0.1, 0.1]], 2)[1](2) == [1]
-
-
-def test_uniform_budgets_take_the_same_from_every_layer() -> None:
-    table = CostTable("FLOPs", {f"l{i}": tuple(0.05 * k for k in range(4)) for i in range(3)})
-    scores, uniform = scores_of(torch.rand(3, 4)), Constraints(allocation="uniform")
-    assert counts_within(scores, sites_of(4, 4, 4), table, ratio=0.75, constraints=uniform) == [2, 2, 2]
-    with pytest.raises(PlanError, match=r"FLOPs at most 0.5 of dense, but .* gives 0.550, the best there is"):
-        counts_within(scores, sites_of(4, 4, 4), table, ratio=0.5, constraints=uniform)
-
-
-def test_groups_are_whole_in_a_budget_of_cost() -> None:
-    table = CostTable("FLOPs", {f"l{i}": (0.0, 0.1, 0.2) for i in range(2)})
-    sites, scores = sites_of(3, 3, group_size=2), scores_of(torch.rand(2, 6))
-    found = select_units(scores, sites, table=table, ratio=0.75)
-    assert [len(kept.units) for kept in found.values()] in ([2, 4], [4, 2])
-    for kept in found.values():
-        assert sorted({q // 2 for q in kept.units}) == list(kept.kept_groups)
 
 
 @pytest.mark.parametrize("allocation", ["global", "uniform"])

@@ -5,14 +5,12 @@ from typing import Any
 import pytest
 import torch
 
-from hies_export.errors import NonFiniteError, PlanError, RecipeError
+from hies_export import Constraints, NonFiniteError, PlanError, RecipeError, Scores, select_units
 from hies_export.select.budget import CostTable
-from hies_export.select.bundles import bundle_count, bundles_lost, ranked_bundles, worst_first
-from hies_export.select.constraints import Constraints
+from hies_export.select.bundles import bundle_count, bundles_lost, ranked_bundles
 from hies_export.select.joint import chains_of
-from hies_export.select.select import select_units
 from hies_export.units import Units
-from hies_export.values import Removal, Scores
+from hies_export.values import Removal
 
 GROUPED = Units(name="g", units=6, groups=2)
 SINGLE = Units(name="s", units=4)
@@ -43,13 +41,6 @@ def test_bundles_are_counted_by_group_or_by_query_head() -> None:
     assert bundles_lost(selection, [GROUPED, SINGLE], unit="query") == {"g": 1}
     selection = {"g": GROUPED.kept((0, 1, 2)), "s": SINGLE.kept((1,))}
     assert bundles_lost(selection, [GROUPED, SINGLE], unit="group") == {"g": 1, "s": 3}
-
-
-def test_of_equal_bundles_the_later_modules_come_first() -> None:
-    modules = [Units(name=name, units=2) for name in "abc"]
-    scores = {"a": torch.tensor([1.0, 0.0]), "b": torch.tensor([1.0, 1.0]), "c": torch.tensor([0.0, 1.0])}
-    expected = [("c", (0,)), ("a", (1,)), ("c", (1,)), ("b", (1,)), ("b", (0,)), ("a", (0,))]
-    assert worst_first(scores, modules, "group") == expected
 
 
 @pytest.mark.parametrize(("value", "other"), [(float("nan"), float("inf")), (float("-inf"), float("nan"))])

@@ -10,7 +10,7 @@ from support.models import causal_lm, llama, save_project, text_batch
 from support.references import naive_statistics
 from torch import Tensor
 
-from hies_export.checkpoint.loading import load
+from hies_export import Constraints, PruningRecipe, compensate, find_attention, load, prune_units, select_units
 from hies_export.cli.main import main
 from hies_export.errors import PlanError, RecipeError
 from hies_export.lab.sweep.grid import SweepGrid
@@ -18,13 +18,7 @@ from hies_export.lab.sweep.sweep import sweep
 from hies_export.pipeline.choose import choose
 from hies_export.pipeline.resolve import resolve
 from hies_export.progress import Silent
-from hies_export.prunable.attention import find_attention
-from hies_export.recipe import PruningRecipe
-from hies_export.select.constraints import Constraints
-from hies_export.select.iterative import HeadTarget, compose, filled_in, head_targets
-from hies_export.select.select import select_units
-from hies_export.slim.cut import prune_units
-from hies_export.slim.refit import compensate
+from hies_export.select.iterative import HeadTarget, compose, head_targets
 from hies_export.units import Kept, Units
 from hies_export.values import PruningPlan, Scores
 
@@ -36,7 +30,7 @@ def naive_his(model: Any, sites: Any, batches: list[dict[str, Tensor]], gone: se
         there = torch.tensor([float((site.name, head) not in gone) for head in range(site.units)])
         layer, wide = model.get_submodule(site.consumer), there.repeat_interleave(site.unit_width)
         handles.append(layer.register_forward_pre_hook(lambda _, x, wide=wide: (x[0] * wide,)))
-    his, _ = naive_statistics(model, batches, sites)
+    his = naive_statistics(model, batches, sites)["his"]
     for handle in handles:
         handle.remove()
     return {(name, head): value for name, values in his.items() for head, value in enumerate(values.tolist())}
@@ -221,12 +215,3 @@ def test_units_are_numbered_as_in_the_first_model() -> None:
         "b": Kept((1, 3), 4),
         "m": Kept((1, 5), 8, 8, "mlp"),
     }
-
-
-def test_values_of_units_that_are_gone_stay_those_of_before() -> None:
-    earlier = {"a": torch.arange(5.0), "b": torch.arange(3.0)}
-    later = {"a": torch.tensor([10.0, 30.0]), "b": torch.tensor([7.0, 8.0, 9.0])}
-    kept = {"a": Kept((1, 3), 5), "b": Kept((0, 1, 2), 3)}
-    found = filled_in(earlier, later, kept)
-    assert {name: row.tolist() for name, row in found.items()} == {"a": [0, 10, 2, 30, 4], "b": [7, 8, 9]}
-    assert earlier["a"].tolist() == [0, 1, 2, 3, 4]

@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from hies_export.errors import NonFiniteError, PlanError, RecipeError
+from hies_export import Constraints, NonFiniteError, PlanError, RecipeError, Scores, Selection, select_units
 from hies_export.select import joint
 from hies_export.select.budget import CostTable, lowest_ratio
-from hies_export.select.constraints import Constraints, removable_counts
+from hies_export.select.constraints import removable_counts
 from hies_export.select.joint import by_slopes, chains_of
 from hies_export.select.knapsack import least_loss
-from hies_export.select.select import select_units
-from hies_export.units import Selection, Units
-from hies_export.values import Chain, Removal, Scores
+from hies_export.units import Units
+from hies_export.values import Chain, Removal
 
 
 def heads(name: str, units: int, *, groups: int = 0) -> Units:
@@ -330,18 +329,6 @@ def test_multiples_of_both_kinds_are_kept(seed: int) -> None:
                 assert len(kept.units) == 2 * len(kept.kept_groups) >= 5
 
 
-def test_query_heads_leave_all_groups_alike() -> None:
-    modules = (heads("a", 12, groups=3), block("m", 20))
-    effects, constraints = effects_of(modules, 2), Constraints(unit="query", multiple_of=6)
-    table = table_of(modules, PRICE, unit="query")
-    found = select_units(scores_of(effects), modules, table=table, ratio=0.6, constraints=constraints)
-    assert len(found["a"].units) == 6
-    assert [sum(unit // 4 == group for unit in found["a"].units) for group in range(3)] == [2, 2, 2]
-    # The two best of each group.
-    best = effects["a"].view(3, 4).topk(2).indices + 4 * torch.arange(3)[:, None]
-    assert found["a"].units == tuple(sorted(best.flatten().tolist()))
-
-
 def test_uniform_takes_the_smallest_share_that_is_enough() -> None:
     modules = tuple(m for i in range(2) for m in (heads(f"a{i}", 8), block(f"m{i}", 40)))
     effects = effects_of(modules, 4)
@@ -367,19 +354,6 @@ def test_by_slopes_no_more_is_taken_than_is_wanted() -> None:
     line = ([0.0, 0.25, 0.5, 0.75, 1.0], [0.0, 1.0, 2.0, 3.0, 4.0])
     assert by_slopes([line], 0.5) == [2]
     assert by_slopes([line, line], 1.25) in ([4, 1], [1, 4])
-
-
-def test_uniform_follows_chains_too() -> None:
-    modules = (heads("a", 4), block("m", 4))
-    chains: tuple[Chain, ...] = (
-        tuple(Removal("a", (u,), float(i + 1)) for i, u in enumerate((2, 0, 3, 1))),
-        (Removal("m", (3, 1), 1.0), Removal("m", (0, 2), 2.0)),
-    )
-    scores = Scores("compensated", {}, {"a": torch.arange(4.0), "m": torch.arange(4.0)}, chains=chains)
-    found = select_units(
-        scores, modules, table=table_of(modules, PRICE), ratio=0.5, constraints=Constraints(allocation="uniform")
-    )
-    assert {name: kept.removed for name, kept in found.items()} == {"a": (0, 2), "m": (1, 3)}
 
 
 def test_modules_that_are_not_scored_keep_everything() -> None:
@@ -423,15 +397,6 @@ def test_a_budget_that_cannot_be_met_names_the_kinds_there_are(modules: Sequence
         chosen(effects_of(modules, 0), modules, 0.01)
 
 
-@pytest.mark.usefixtures("exact")
-def test_the_least_cost_there_is_can_be_reached() -> None:
-    effects = effects_of(LARGE, 0)
-    least = 3 * (6 + 1) / (3 * 88)
-    for ratio in (least + 1e-9, least + 1e-4):
-        found = chosen(effects, LARGE, ratio)
-        assert {len(kept.units) for kept in found.values()} == {1}
-
-
 def test_a_table_goes_on_after_a_cut() -> None:
     modules = (heads("a", 4), block("m", 10))
     table = table_of(modules, PRICE)
@@ -447,18 +412,6 @@ def test_a_table_goes_on_after_a_cut() -> None:
     # Timings of which the middle is slower than the ends stay as they are.
     timed = CostTable("latency", {"a": (0.0, 0.1, 0.05, 0.3)}).after({"a": 1})
     assert timed.saved["a"] == pytest.approx((0.0, -0.05, 0.2))
-
-
-def test_two_rounds_meet_the_budget_of_both() -> None:
-    effects, table = effects_of(LARGE, 5), table_of(LARGE, PRICE)
-    first = select_units(scores_of(effects), LARGE, table=table, ratio=0.75)
-    gone = {name: len(kept.removed) for name, kept in first.items()}
-    left = [Units(name=m.name, units=len(first[m.name].units), kind=m.kind) for m in LARGE]
-    values = {name: value[list(first[name].units)] for name, value in effects.items()}
-    before = table.ratio(gone)
-    second = select_units(scores_of(values), left, table=table.after(gone), ratio=0.5 + 1 - before)
-    counts = {name: gone[name] + len(kept.removed) for name, kept in second.items()}
-    assert 0.45 < table.ratio(counts) <= 0.5 + 1e-9
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -6,23 +6,14 @@ import math
 import pytest
 import torch
 from support.cuts import random_cut, random_plan
-from support.models import bert, llama, text_batch
+from support.models import bert, text_batch
 from support.neurons import half, neurons
 from support.tolerance import CLOSE, assert_near
 
-from hies_export.errors import CutMismatchError, PlanError
-from hies_export.prunable.attention import find_attention
-from hies_export.slim.check import check_selection, compare_cut, first_output, max_abs
-from hies_export.slim.cut import prune_units
+from hies_export import CutMismatchError, Kept, PlanError, compare_cut, find_attention, prune_units
+from hies_export.slim.check import check_selection, first_output, max_abs
 from hies_export.slim.fingerprint import fingerprint
-from hies_export.units import Kept, PrunableModule, Units
-
-
-def test_pairs_must_keep_as_many_heads_each() -> None:
-    pairs = PrunableModule(name="a", units=6, groups=3, unit_width=2, consumer="a.o")
-    check_selection({"a": Kept((0, 2, 4), 6, 3)}, [pairs])
-    with pytest.raises(PlanError, match=r"plan keeps query heads \[0, 1, 2\], \[2, 1\] per key/value head"):
-        check_selection({"a": Kept((0, 1, 2), 6, 3)}, [pairs])
+from hies_export.units import Units
 
 
 def test_half_precision_is_compared_in_float32() -> None:
@@ -154,21 +145,3 @@ def test_neurons_are_checked_as_heads_are() -> None:
     said = r"must equal the masked model to 0\.0001, but differs by .* nothing was saved. Please report .* \(bert\)"
     with pytest.raises(CutMismatchError, match=said):
         compare_cut(model, slim, selection, blocks, batch)
-
-
-def test_the_parameters_of_a_grouped_model_are_taken_by_their_groups() -> None:
-    """Every tensor of the slim model is the dense one's, at the rows and columns that the plan keeps."""
-    dense, batch = llama(), text_batch(padding=False)
-    sites = find_attention(dense, batch)
-    assert [(site.units, site.groups, site.unit_width) for site in sites] == [(4, 2, 8)] * 2
-    kept = {sites[0].name: sites[0].kept((2, 3)), sites[1].name: sites[1].kept((0, 1, 2, 3))}
-    slim = prune_units(dense, kept, sites)
-    expected = {name: p.detach() for name, p in dense.named_parameters()}
-    prefix = f"{sites[0].name}."
-    for name in ("q_proj", "k_proj", "v_proj"):
-        rows = slice(16, 32) if name == "q_proj" else slice(8, 16)
-        expected[f"{prefix}{name}.weight"] = expected[f"{prefix}{name}.weight"][rows]
-    expected[f"{prefix}o_proj.weight"] = expected[f"{prefix}o_proj.weight"][:, 16:32]
-    found = dict(slim.named_parameters())
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], value) for name, value in expected.items())

@@ -8,18 +8,14 @@ import torch
 from support.cuts import random_cut, random_plan
 from support.models import bert, image_batch, llama, text_batch, vit
 from support.references import assert_least_squares, kept_columns, read_tokens
-from torch import Tensor
 from transformers import PreTrainedModel
 
+from hies_export import Kept, PruningPlan, find_attention, prune_units
 from hies_export.calibrate.moments import MomentStream
 from hies_export.calibrate.ridge import Moments
 from hies_export.errors import DataError, NonFiniteError, RecipeError, RequestError
-from hies_export.prunable.attention import find_attention
 from hies_export.slim.check import max_abs
-from hies_export.slim.cut import prune_units
 from hies_export.slim.refit import Compensation, FewTokensWarning, SingularInputsWarning, compensate, refit
-from hies_export.units import Kept
-from hies_export.values import PruningPlan
 
 
 @pytest.mark.parametrize("make", [bert, vit, llama], ids=["bert with padding", "vit", "llama without bias"])
@@ -38,54 +34,6 @@ def test_least_squares_is_the_formula(make: Callable[[], PreTrainedModel]) -> No
         x, *_ = read_tokens(dense, site, batches)
         assert_least_squares(dense, slim, plan, site, x)
         assert fit.tokens == len(x)
-
-
-def small_layer(correlated: bool) -> tuple[Tensor, Tensor, Tensor, list[int]]:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(400, 6, generator=generator, dtype=torch.float64) + torch.arange(6)
-    kept, removed = [0, 2, 3], [1, 4, 5]
-    if not correlated:  # make C_MK exactly zero
-        centred = x - x.mean(0)
-        basis = torch.linalg.qr(centred[:, kept]).Q
-        x[:, removed] -= basis @ (basis.T @ centred[:, removed])
-    weight = torch.randn(4, 6, generator=generator, dtype=torch.float64)
-    return x, weight, torch.randn(4, generator=generator, dtype=torch.float64), kept
-
-
-def test_least_squares_equals_numpy_to_1e_8() -> None:
-    x, weight, bias, kept = small_layer(correlated=True)
-    moments = Moments.of(x[:, kept], x @ weight.T + bias)
-    fitted, fitted_bias = next(moments.fits(weight[:, kept], ridges=[1e-12], centred=True))
-    design = np.hstack([x[:, kept].numpy(), np.ones((len(x), 1))])
-    solution = np.linalg.lstsq(design, (x @ weight.T + bias).numpy(), rcond=None)[0].T
-    np.testing.assert_allclose(fitted.numpy(), solution[:, :-1], atol=1e-8)
-    assert fitted_bias is not None
-    np.testing.assert_allclose(fitted_bias.numpy(), solution[:, -1], atol=1e-8)
-    uncentred, none = next(moments.fits(weight[:, kept], ridges=[1e-12], centred=False))
-    solution = np.linalg.lstsq(x[:, kept].numpy(), (x @ weight.T + bias).numpy(), rcond=None)[0].T
-    np.testing.assert_allclose(uncentred.numpy(), solution, atol=1e-8)
-    assert none is None
-
-
-def test_without_correlation_least_squares_is_the_bias() -> None:
-    x, weight, bias, kept = small_layer(correlated=False)
-    moments = Moments.of(x[:, kept], x @ weight.T + bias)
-    fitted, fitted_bias = next(moments.fits(weight[:, kept], ridges=[0.1], centred=True))
-    torch.testing.assert_close(fitted, weight[:, kept], atol=1e-10, rtol=0)
-    removed = [1, 4, 5]
-    torch.testing.assert_close(fitted_bias, bias + weight[:, removed] @ x[:, removed].mean(0))
-    torch.testing.assert_close(fitted_bias, moments.fit_bias(weight[:, kept]))
-
-
-def test_the_error_is_what_it_says() -> None:
-    x, weight, bias, kept = small_layer(correlated=True)
-    y = x @ weight.T + bias
-    moments = Moments.of(x[:100, kept], y[:100]) + Moments.of(x[100:, kept], y[100:])
-    other, shift = torch.randn(4, 3, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
-    expected = (x[:, kept] @ other.T + shift - y).pow(2).sum(1).mean().item()
-    assert moments.error(other, shift) == pytest.approx(expected)
-    expected = (x[:, kept] @ other.T - y).pow(2).sum(1).mean().item()
-    assert moments.error(other, None) == pytest.approx(expected)
 
 
 def test_nothing_removed_changes_nothing() -> None:

@@ -13,13 +13,11 @@ from support.tolerance import assert_near
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hies_export import Compensation, DataError, compensate, find_attention
 from hies_export.calibrate.effects import EffectStream
 from hies_export.data.targets import text_labels
-from hies_export.errors import DataError
 from hies_export.model.tokens import real_tokens
-from hies_export.prunable.attention import find_attention
 from hies_export.score.compensated import RemovalOptions, removal_chain
-from hies_export.slim.refit import Compensation, compensate
 
 Batches = list[dict[str, Tensor]]
 

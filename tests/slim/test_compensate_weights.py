@@ -17,14 +17,10 @@ from support.tolerance import REFITTED, assert_near, near
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hies_export import Compensation, PrunableModule, RecipeError, RequestError, compensate, find_attention, prune_units
 from hies_export.calibrate import ridge
 from hies_export.calibrate.moments import MomentStream
-from hies_export.calibrate.ridge import Moments
-from hies_export.errors import RecipeError, RequestError
-from hies_export.prunable.attention import find_attention
-from hies_export.slim.cut import prune_units
-from hies_export.slim.refit import Compensation, FewTokensWarning, compensate, refit
-from hies_export.units import PrunableModule
+from hies_export.slim.refit import FewTokensWarning, refit
 
 sklearn = pytest.importorskip("sklearn.linear_model")
 
@@ -109,20 +105,6 @@ def test_a_pass_per_layer_and_one_stream_refit_the_same(method: str) -> None:
     for name, parameter in slim.named_parameters():
         assert_near(other.get_parameter(name), parameter, within=REFITTED)
         assert_near(third.get_parameter(name), parameter, within=REFITTED)
-
-
-def test_wide_layers_are_solved_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, y = torch.randn(300, 40, dtype=torch.float64) + 1, torch.randn(300, 5, dtype=torch.float64)
-    weight = torch.randn(5, 40, dtype=torch.float64)
-    moments = Moments.of(x, y)
-    for centred in (True, False):
-        narrow = list(moments.fits(weight, ridges=[1e-4, 0.1], centred=centred))
-        with monkeypatch.context() as patched:
-            patched.setattr(ridge, "WIDE", 1)
-            wide = list(moments.fits(weight, ridges=[1e-4, 0.1], centred=centred))
-        for (a, bias), (b, other) in zip(narrow, wide, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
-            assert (bias is None) == (other is None) == (not centred)
 
 
 def test_how_many_tokens_are_wanted_is_said() -> None:

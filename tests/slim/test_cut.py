@@ -3,37 +3,18 @@
 import copy
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-from support.cuts import random_cut, random_plan
+from support.cuts import random_cut
 from support.families import decoder
-from support.models import bert, image_batch, llama, text_batch, vit
-from support.neurons import neurons
+from support.models import bert, text_batch
 from support.tolerance import assert_near
 from transformers import PreTrainedModel
 
-from hies_export.checkpoint.loading import load
-from hies_export.checkpoint.save import save_slim
-from hies_export.prunable.attention import find_attention
 from hies_export.slim.check import compare_cut, first_output
-from hies_export.slim.cut import prune_units
 
 gpt_oss = decoder("GptOss", head_dim=8, num_local_experts=2, num_experts_per_tok=1)
-
-
-@pytest.mark.parametrize("make", [bert, vit], ids=["bert", "vit"])
-def test_a_slim_model_can_be_pruned_again(make: Callable[[], PreTrainedModel], tmp_path: Path) -> None:
-    dense = make()
-    batch = text_batch() if dense.main_input_name == "input_ids" else image_batch()
-    once, _, _ = random_cut(dense, batch)
-    sites = find_attention(once, batch)
-    plan = random_plan(sites, uniform=False, seed=1)
-    twice = prune_units(once, plan, sites, inplace=True)
-    assert twice is once
-    save_slim(twice, tmp_path / "slim", plan=plan, batch=batch)
-    assert_near(first_output(load(tmp_path / "slim"), batch), first_output(twice, batch))
 
 
 def test_slim_models_can_be_copied_and_pickled() -> None:
@@ -63,23 +44,6 @@ def test_a_slim_config_says_what_its_modules_have(make: Callable[[], PreTrainedM
             assert said.get("parameters", {}).get(f"{name}.sinks", [site.units]) == [len(kept)]
     assert changed > 0 or make is gpt_oss
     assert compare_cut(dense, slim, plan, sites, batch) < 1e-4
-
-
-def test_a_uniform_cut_is_in_plain_fields_and_any_other_in_one_block() -> None:
-    dense, batch = llama(), text_batch(padding=False)
-    heads, blocks = find_attention(dense, batch), neurons(dense)
-    modules = [*heads, *blocks]
-    even = {module.name: module.kept(range(module.units // 2)) for module in modules}
-    slim = prune_units(dense, even, modules)
-    assert type(slim) is type(dense)
-    assert getattr(slim.config, "hies_export", None) is None
-    assert slim.config.intermediate_size == dense.config.intermediate_size // 2
-    # Heads are cut first: their block then describes the neurons too, though these would fit into a field.
-    uneven = {**even, heads[0].name: heads[0].kept(range(heads[0].units))}
-    slim = prune_units(dense, uneven, modules)
-    assert slim.config.intermediate_size == dense.config.intermediate_size
-    assert any("mlp" in name for name in slim.config.hies_export["linear"])
-    assert compare_cut(dense, slim, uneven, modules, batch) < 1e-4
 
 
 def test_dtype_device_and_frozen_weights_are_kept() -> None:

@@ -12,12 +12,10 @@ from support.families import gpt2
 from support.models import bert, llama, save_project, text_batch
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
+from hies_export import PlanError, PruningPlan, find_modules
 from hies_export.cli.main import main
-from hies_export.errors import PlanError
-from hies_export.prunable.find import find_modules
 from hies_export.slim import fingerprint as fingerprints
 from hies_export.slim.fingerprint import check_weights, fingerprint, fingerprint_of
-from hies_export.values import PruningPlan
 
 KINDS = ("attention", "mlp")
 

@@ -11,16 +11,9 @@ from support.tolerance import assert_near
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hies_export
-from hies_export.checkpoint.apply import apply_plan
-from hies_export.checkpoint.loading import load
-from hies_export.checkpoint.save import save_slim
+from hies_export import PruningPlan, Selection, apply_plan, find_modules, load, prune, prune_units, save_slim
 from hies_export.kinds import ATTENTION, KINDS
-from hies_export.pipeline.prune import prune
-from hies_export.prunable.find import find_modules
 from hies_export.slim.check import compare_cut, first_output
-from hies_export.slim.cut import prune_units
-from hies_export.units import Selection
-from hies_export.values import PruningPlan
 
 BATCH = {"input_ids": torch.arange(5, 27).view(2, 11)}
 SIZES = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 3}

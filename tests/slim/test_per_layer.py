@@ -12,10 +12,8 @@ from support.families import decoder
 from support.models import bert, causal_lm, text_batch
 from transformers import AutoConfig, BertForSequenceClassification, LlamaForCausalLM, PreTrainedModel
 
-from hies_export.checkpoint.loading import load
+from hies_export import find_modules, load, prune_units
 from hies_export.kinds import ATTENTION, KINDS, MLP
-from hies_export.prunable.find import find_modules
-from hies_export.slim.cut import prune_units
 
 BATCH = {"input_ids": torch.arange(5, 27).view(2, 11)}
 

@@ -7,10 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hies_export.prunable.attention import find_attention
-from hies_export.select.constraints import Constraints
-from hies_export.select.select import select_units
-from hies_export.slim.cut import prune_units
+from hies_export import Constraints, find_attention, prune_units, select_units
 from hies_export.units import Kept, PrunableModule, Units
 from hies_export.values import Provenance, PruningPlan, Scores, library_versions
 

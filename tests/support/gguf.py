@@ -10,9 +10,8 @@ import transformers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from hies_export import find_modules, prune_units
 from hies_export.gguf.parity import TEXTS
-from hies_export.prunable.find import find_modules
-from hies_export.slim.cut import prune_units
 from support.cuts import random_neurons
 from support.models import shake
 

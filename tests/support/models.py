@@ -170,25 +170,22 @@ MODELS = {"bert": (bert, text_batch), "vit": (vit, image_batch)}
 WORDS = ["good", "bad", "fine", "poor", "great", "awful", "nice", "dull", "bright", "dark"]
 
 
-def save_text_model(folder: Path, **options: object) -> Path:
-    """Write a tiny BERT and its tokenizer of ten words as a checkpoint folder."""
-    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
-    vocabulary = tokenizers.models.WordLevel({t: i for i, t in enumerate(tokens)}, unk_token="[UNK]")
-    tokenizer = tokenizers.Tokenizer(vocabulary)
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+def word_tokenizer(words: Sequence[str], **options: object) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of words, numbered from 4; it writes [CLS] one [SEP], and [CLS] one [SEP] other [SEP]."""
+    numbers = {word: number for number, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *words])}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(numbers, unk_token="[UNK]"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
         single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="[PAD]",
-        unk_token="[UNK]",
-        cls_token="[CLS]",
-        sep_token="[SEP]",
-        model_max_length=64,
-    )
+    special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **(special | options))
+
+
+def save_text_model(folder: Path, **options: object) -> Path:
+    """Write a tiny BERT and its tokenizer of ten words as a checkpoint folder."""
     bert(**({"num_labels": 2} | options)).save_pretrained(folder)
-    fast.save_pretrained(folder)
+    word_tokenizer(["[MASK]", *WORDS], model_max_length=64).save_pretrained(folder)
     return folder
 
 

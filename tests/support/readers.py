@@ -20,13 +20,12 @@ from rich.console import Console
 from safetensors.torch import save_file
 from transformers import ViTImageProcessorPil
 
-from hies_export.checkpoint.apply import apply_plan
-from hies_export.checkpoint.loading import load, load_version4
+from hies_export import HiesError, Kept, PruningPlan, PruningRecipe, Report, apply_plan, load, prune_units
+from hies_export.checkpoint.loading import load_version4
 from hies_export.checkpoint.refits import REFIT, digest_tensors, read_refit
 from hies_export.cli.arguments import read_recipe
 from hies_export.cost.latency import TimedCut, _read
 from hies_export.data.processors import load_processor
-from hies_export.errors import HiesError
 from hies_export.lab.studies.explore import estimate, lost_share, read_exploration
 from hies_export.lab.sweep.figures import draw_sweep
 from hies_export.lab.sweep.journal import Journal
@@ -34,20 +33,15 @@ from hies_export.lab.sweep.page import read_sweep, render_sweep
 from hies_export.onnx.generator import _special_tokens
 from hies_export.pipeline.journal import CutJournal
 from hies_export.pipeline.resolve import requested
-from hies_export.recipe import PruningRecipe
 from hies_export.report.bench import print_bench, read_report, render_bench
 from hies_export.report.card import read_card, render_card
 from hies_export.report.figures import draw_report
 from hies_export.report.html import render_html
 from hies_export.report.jinja import render_markdown
 from hies_export.report.maps import KEPT, plan_maps
-from hies_export.report.report import Report
 from hies_export.report.terminal import map_text, print_report
 from hies_export.runtimes.ort import CACHE_SIZES, cache_sizes
 from hies_export.slim.check import check_selection
-from hies_export.slim.cut import prune_units
-from hies_export.units import Kept
-from hies_export.values import PruningPlan
 from support.cuts import random_cut
 from support.models import bert, causal_lm, cut_bert, generative_tokenizer, save_text_model, text_batch, vit, write_rows
 from support.mutations import damaged, damaged_setting

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from hies_export.units import PrunableModule
-from hies_export.values import PruningPlan
+from hies_export import PrunableModule, PruningPlan
+from hies_export.kinds import ATTENTION
 from support.models import generative_tokenizer
 from support.neurons import one_by_one
 
@@ -41,6 +41,20 @@ def design_formula(
     if b is None:
         return new, None
     return new, b + w[:, removed] @ mean[removed] + (w[:, kept] - new) @ mean[kept]
+
+
+def layer_tokens(
+    model: PreTrainedModel, layer: str, batches: Sequence[dict[str, Tensor]]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return what a layer reads and what it writes, each (tokens, features) in double, of every unpadded sample."""
+    seen: list[tuple[Tensor, Tensor]] = []
+    handle = model.get_submodule(layer).register_forward_hook(lambda _, x, y: seen.append((x[0], y)))
+    with torch.no_grad():
+        for one in one_by_one(batches):
+            model(**{key: value for key, value in one.items() if key != "labels"})
+    handle.remove()
+    read, written = ([t.double().flatten(0, -2) for t in part] for part in zip(*seen, strict=True))
+    return read, written
 
 
 def read_by_sample(
@@ -148,38 +162,38 @@ def choice_likelihoods(model: PreTrainedModel, prompt: str, choices: Sequence[st
 
 
 def naive_statistics(
-    model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], sites: Sequence[PrunableModule]
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return HIS and entropy from eager attention, one sample at a time, with a mask before each output projection.
+    model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], modules: Sequence[PrunableModule]
+) -> dict[str, dict[str, Tensor]]:
+    """Return "his", "fisher", "activation_l2" and "entropy" per unit, of samples one at a time.
 
-    A row's entropy is relative to the number of keys that the map gives any weight; NotApplicable without eager maps.
+    There is a mask before each consumer, and attention is eager. A row's entropy is relative to the number of keys that
+    the map gives any weight; NotApplicable without eager maps.
     """
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
-        return _naive_statistics(model, batches, sites)
+        return _naive_statistics(model, batches, modules)
     finally:
         model.set_attn_implementation(before)
 
 
 def _naive_statistics(
-    model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], sites: Sequence[PrunableModule]
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    his = {s.name: torch.zeros(s.units, dtype=torch.float64) for s in sites}
-    entropy = {s.name: torch.zeros(s.units, dtype=torch.float64) for s in sites}
-    samples = 0
+    model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], modules: Sequence[PrunableModule]
+) -> dict[str, dict[str, Tensor]]:
+    samples: dict[str, dict[str, list[Tensor]]] = {what: {} for what in ("his", "fisher", "entropy")}
+    read: dict[str, list[Tensor]] = {m.name: [] for m in modules}
     for batch in batches:
         for i in range(len(batch["labels"])):
             one = {key: value[i : i + 1] for key, value in batch.items()}
-            masks = {s.name: torch.ones(s.units, requires_grad=True) for s in sites}
-            maps: dict[str, list[Tensor]] = {s.name: [] for s in sites}
+            masks = {m.name: torch.ones(m.units, requires_grad=True) for m in modules}
+            maps: dict[str, list[Tensor]] = {m.name: [] for m in modules if m.kind == ATTENTION}
             hooks = []
-            for site in sites:
-                mask, found = masks[site.name], maps[site.name]
-                hooks += [
-                    model.get_submodule(site.consumer).register_forward_pre_hook(_multiply(mask, site)),
-                    model.get_submodule(site.name).register_forward_hook(_keep_map(found, site)),
-                ]
+            for module in modules:
+                gate = _multiply(masks[module.name], module, read[module.name])
+                hooks.append(model.get_submodule(module.consumer).register_forward_pre_hook(gate))
+                if module.name in maps:
+                    keep = _keep_map(maps[module.name], module)
+                    hooks.append(model.get_submodule(module.name).register_forward_hook(keep))
             try:
                 loss = model(**one).loss
             except RuntimeError as error:
@@ -188,21 +202,24 @@ def _naive_statistics(
                 for hook in hooks:
                     hook.remove()
             gradients = torch.autograd.grad(loss, list(masks.values()), allow_unused=True, materialize_grads=True)
-            for site, gradient in zip(sites, gradients, strict=True):
-                if not maps[site.name]:
-                    raise NotApplicable(f"{site.name} does not return its attention map")
-                his[site.name] += gradient.abs().double()
-                sinks = getattr(model.get_submodule(site.name), "sinks", None) is not None
-                row_means = [_mean_entropy(p, sinks) for p in maps[site.name]]
-                entropy[site.name] += torch.stack(row_means).mean(0)
-            samples += 1
-    return {k: v / samples for k, v in his.items()}, {k: v / samples for k, v in entropy.items()}
+            for name, gradient in zip(masks, gradients, strict=True):
+                samples["his"].setdefault(name, []).append(gradient.abs().double())
+                samples["fisher"].setdefault(name, []).append(gradient.double().square())
+            for name, found in maps.items():
+                if not found:
+                    raise NotApplicable(f"{name} does not return its attention map")
+                sinks = getattr(model.get_submodule(name), "sinks", None) is not None
+                means = [_mean_entropy(p, sinks) for p in found]
+                samples["entropy"].setdefault(name, []).append(torch.stack(means).mean(0))
+    found = {what: {n: torch.stack(rows).mean(0) for n, rows in of.items()} for what, of in samples.items()}
+    return found | {"activation_l2": {n: torch.cat(tokens).norm(dim=-1).mean(0) for n, tokens in read.items()}}
 
 
-def _multiply(mask: Tensor, site: PrunableModule) -> Callable[..., Tensor]:
-    def hook(module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
-        heads = inputs[0].unflatten(-1, (site.units, site.unit_width))
-        return (heads * mask[:, None]).flatten(-2)
+def _multiply(mask: Tensor, module: PrunableModule, read: list[Tensor]) -> Callable[..., Tensor]:
+    def hook(layer: torch.nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
+        units = inputs[0].unflatten(-1, (module.units, module.unit_width))
+        read.append(units.detach().flatten(0, -3).double())
+        return (units * mask[:, None]).flatten(-2)
 
     return hook
 

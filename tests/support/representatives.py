@@ -34,13 +34,16 @@ NEURONS = {
     "albert": "layers that share their weights",
     "bart": "an encoder and a decoder, with a field of the config for each",
     "bert": "separate layers with biases",
+    "distilbert": "names of its own",
     "gpt2": "transposed weights, in a field of the config that is unset",
     "llama": "gated",
     "llava": "two towers",
     "lilt": "two blocks in one module",
+    "nemotron": "a squared ReLU",
     "opt": "a ReLU",
     "phi3": "gate and up fused",
     "swinv2": "stages of several widths, and networks of position biases, which stay",
     "t5": "a model whose heads are refused",
+    "vit": "images",
 }
 NEURONS_REFUSED = {"bitnet": "a norm over neurons", "mixtral": "experts", "resnet": "no block"}

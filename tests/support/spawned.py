@@ -8,12 +8,9 @@ from pathlib import Path
 
 import torch
 
-from hies_export import processes
-from hies_export.calibrate.collect import collect_statistics
+from hies_export import DataError, HiesError, PruningRecipe, collect_statistics, processes
 from hies_export.calibrate.effects import EffectStream
-from hies_export.errors import DataError, HiesError
 from hies_export.pipeline.resolve import resolve
-from hies_export.recipe import PruningRecipe
 from support.runs import hies, without_tracing
 
 ALL_STATISTICS = ("his", "activation_l2", "output_norm", "obs", "taylor", "channel_taylor")

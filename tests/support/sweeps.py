@@ -1,8 +1,10 @@
-"""Make rows of a sweep without one."""
+"""Make rows of a sweep without one, and small projects to sweep over."""
 
 import json
 from pathlib import Path
 from typing import Any
+
+from support.models import save_project
 
 
 def sweep_row(criterion: str, **fields: Any) -> dict[str, Any]:
@@ -22,3 +24,17 @@ def write_sweep(folder: Path, rows: list[dict[str, Any]], details: dict[str, Any
     (folder / "sweep.json").write_text(json.dumps(rows))
     (folder / "details.json").write_text(json.dumps(details))
     return folder
+
+
+def save_sweep_project(folder: Path, **prune: Any) -> Path:
+    """Write a project with few rows, whose recipe has these fields of `prune`, and return the recipe."""
+    project = save_project(
+        folder,
+        train=60,
+        validation=40,
+        calibration={"samples": 8, "batch_size": 5},
+        evaluation={"batch_size": 7},
+        prune={"alpha": 0.5, "compensation": {"samples": 40}} | prune,
+        measure={"shapes": [[2, 16]]},
+    )
+    return project / "recipe.yaml"

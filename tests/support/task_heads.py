@@ -8,11 +8,10 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hies_export.errors import UnsupportedModelError
+from hies_export import UnsupportedModelError, find_modules
 from hies_export.kinds import KINDS
 from hies_export.model.tokens import sample_batch
 from hies_export.prunable.architectures import holds, neurons_of, read_table
-from hies_export.prunable.find import find_modules
 from hies_export.tasks import TASKS
 from support.architectures import NoTinyModel, tiny, tiny_batch
 from support.contract import Subject, cut, reload, short_reason

@@ -8,20 +8,17 @@ import numpy as np
 import pytest
 import torch
 from support.cuts import plan_of
-from support.models import bert, causal_lm, llama, text_batch, vit
+from support.models import bert, causal_lm, image_batch, llama, text_batch, vit
+from support.references import layer_tokens
 from support.tolerance import REFITTED, assert_near
 from torch import Tensor
 
-from hies_export.calibrate.collect import collect_statistics
+from hies_export import Constraints, PruningRecipe, Scores, collect_statistics, find_attention
 from hies_export.errors import DataError, RecipeError, UnsupportedModelError
 from hies_export.evaluate.predict import predict
 from hies_export.lab.baselines.channels import masked_channels, select_channels
 from hies_export.lab.baselines.names import JUDGED_ONLY
 from hies_export.lab.baselines.slicing import collect_bases, fine_tuned, sliced
-from hies_export.prunable.attention import find_attention
-from hies_export.recipe import PruningRecipe
-from hies_export.select.constraints import Constraints
-from hies_export.values import Scores
 
 
 def logits_of(model: Any, batch: dict[str, Tensor]) -> Tensor:
@@ -141,28 +138,14 @@ def test_slices_are_the_singular_vectors_of_what_attention_reads_and_writes(make
     sites = find_attention(model, batches[0])
     bases = collect_bases(model, batches, sites)
     dense = logits_of(model, batches[0])
-    # By hand: every real token's input and output in one matrix.
-    seen: dict[str, list[Tensor]] = {}
-    handles = []
-    for site in sites:
-        for name, what in ((site.producers[0], 0), (site.consumer, 1)):
-
-            def keep(module: Any, x: Any, y: Any, key: str = f"{site.name} {what}", what: int = what) -> None:
-                seen.setdefault(key, []).append((x[0], y)[what])
-
-            handles.append(model.get_submodule(name).register_forward_hook(keep))
-    masks = []
-    for batch in batches:
-        logits_of(model, batch)
-        masks.append(batch["attention_mask"].bool())
-    for handle in handles:
-        handle.remove()
     reference = copy.deepcopy(model)
     share = 0.4
     for site in sites:
-        for what, found in ((0, bases.read[site.name]), (1, bases.written[site.name])):
-            tokens = [x[mask] for x, mask in zip(seen[f"{site.name} {what}"], masks, strict=True)]
-            matrix = torch.cat(tokens).detach().double().numpy()
+        # By hand: every real token's input and output in one matrix.
+        read, _ = layer_tokens(model, site.producers[0], batches)
+        _, written = layer_tokens(model, site.consumer, batches)
+        for what, found in ((read, bases.read[site.name]), (written, bases.written[site.name])):
+            matrix = torch.cat(what).numpy()
             width = matrix.shape[1]
             kept = round(0.6 * width)
             vectors = np.linalg.svd(matrix)[2][:kept]
@@ -170,7 +153,7 @@ def test_slices_are_the_singular_vectors_of_what_attention_reads_and_writes(make
             assert_near(found[:, :kept] @ found[:, :kept].T, projector, within=REFITTED)
             # The same by changing the weights: W P for what is read, P W for what is written.
             with torch.no_grad():
-                if what == 0:
+                if what is read:
                     for name in site.producers:
                         layer = reference.get_submodule(name)
                         layer.weight.copy_(layer.weight.double() @ projector)
@@ -188,13 +171,11 @@ def test_slices_are_the_singular_vectors_of_what_attention_reads_and_writes(make
     assert_near(logits_of(model, batches[0]), dense)
 
 
-def test_slices_of_images() -> None:
-    model = vit()
-    batches = [{"pixel_values": torch.randn(4, 3, 16, 16)} for _ in range(2)]
-    sites = find_attention(model, batches[0])
-    bases = collect_bases(model, batches, sites)
-    assert [len(bases.read[s.name]) for s in sites] == [48, 48, 48]
-    with pytest.raises(DataError, match="at least one sample, got none"):
+def test_slices_need_samples_which_may_be_images() -> None:
+    model, batch = vit(), image_batch(labels=False)
+    sites = find_attention(model, batch)
+    assert [len(collect_bases(model, [batch], sites).read[s.name]) for s in sites] == [48, 48, 48]
+    with pytest.raises(DataError, match="at least one sample"):
         collect_bases(model, [], sites)
 
 

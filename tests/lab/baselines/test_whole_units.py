@@ -7,19 +7,15 @@ import pytest
 import torch
 from support.models import bert, causal_lm, llama, text_batch
 from support.neurons import neurons, one_by_one
+from support.references import layer_tokens
 from support.tolerance import assert_near
 from torch import Tensor
 
-from hies_export.calibrate.collect import collect_statistics
+from hies_export import DataError, PrunableModule, collect_statistics, find_attention, select_units
 from hies_export.calibrate.moments import MomentStream
-from hies_export.errors import DataError
 from hies_export.lab.baselines.flap import fluctuations, score_flap
 from hies_export.lab.baselines.kwon import exchanged, mask_gradients, rearranged
-from hies_export.model.watch import watch
-from hies_export.prunable.attention import find_attention
 from hies_export.select.budget import CostTable
-from hies_export.select.select import select_units
-from hies_export.units import PrunableModule
 
 
 def units_of(model: Any, batch: dict[str, Tensor]) -> tuple[PrunableModule, ...]:
@@ -126,14 +122,9 @@ def test_fluctuations_are_variances_over_tokens_times_squared_columns(make: Any)
     batches = [text_batch(4, 12, labels=False) for _ in range(2)]
     modules = units_of(model, batches[0])
     found = fluctuations(model, MomentStream(model, modules, batches))
-    read: dict[str, list[Tensor]] = {module.name: [] for module in modules}
-    for sample in one_by_one(batches):
-        with watch(model, {m.name: m.consumer for m in modules}) as seen, torch.no_grad():
-            model(**sample)
-        for module in modules:
-            read[module.name].append(seen.inputs[module.name][0].flatten(0, -2))
+    read = {m.name: torch.cat(layer_tokens(model, m.consumer, batches)[0]) for m in modules}
     for module in modules:
-        x = torch.cat(read[module.name]).double().numpy()
+        x = read[module.name].numpy()
         weight = model.get_submodule(module.consumer).weight.detach().double().numpy()
         metric = [x[:, j].var(ddof=1) * (weight[:, j] ** 2).sum() for j in range(x.shape[1])]
         standard = (np.array(metric) - np.mean(metric)) / np.std(metric, ddof=1)

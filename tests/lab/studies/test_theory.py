@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 import torch
 from support.models import bert, causal_lm, save_project, text_batch
+from support.neurons import one_by_one
+from support.references import layer_tokens
 from support.tolerance import assert_near
 from torch import Tensor
 
-from hies_export.calibrate.collect import collect_statistics
+from hies_export import Statistics, collect_statistics, find_attention
 from hies_export.cli.main import main
 from hies_export.lab.studies.theory import SHARES, orthogonality, spectral_norm, theory
-from hies_export.prunable.attention import find_attention
-from hies_export.values import Calibration, Statistics
+from hies_export.values import Calibration
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (5, 30), (30, 5), (40, 40)])
@@ -44,13 +45,8 @@ def test_orthogonality_is_that_of_the_vectors_over_all_heads() -> None:
 
 def loss_of(model: Any, batches: list[dict[str, Tensor]]) -> float:
     """Mean over samples of the model's own loss of each alone."""
-    losses = []
-    for batch in batches:
-        for row in range(len(batch["input_ids"])):
-            real = batch["attention_mask"][row].bool()
-            one = {k: (v[row : row + 1, real] if v.dim() == 2 else v[row : row + 1]) for k, v in batch.items()}
-            with torch.no_grad():
-                losses.append(model(**one).loss.item())
+    with torch.no_grad():
+        losses = [model(**one).loss.item() for one in one_by_one(batches)]
     return sum(losses) / len(losses)
 
 
@@ -78,26 +74,11 @@ def test_bound_and_increase_equal_loops(kind: str, loss: str, constant: float) -
     assert found.loss == loss
     statistics = collect_statistics(model, batches, sites)
     # E |A_h|^2: the mean over samples of the mean over real tokens.
-    squares: dict[str, list[Tensor]] = {site.name: [] for site in sites}
-    handles = []
-    for site in sites:
-
-        def keep(module: Any, x: Any, site: Any = site) -> None:
-            squares[site.name].append(x[0].detach().double().unflatten(-1, (site.units, -1)).pow(2).sum(-1))
-
-        handles.append(model.get_submodule(site.consumer).register_forward_pre_hook(keep))
-    for batch in batches:
-        model(**batch)
-    for handle in handles:
-        handle.remove()
     activation = {}
-    for name, parts in squares.items():
-        rows = [
-            part[row][batch["attention_mask"][row].bool()].mean(0)
-            for part, batch in zip(parts, batches, strict=True)
-            for row in range(len(part))
-        ]
-        activation[name] = torch.stack(rows).mean(0)
+    for site in sites:
+        read, _ = layer_tokens(model, site.consumer, batches)
+        squares = [x.unflatten(-1, (site.units, -1)).pow(2).sum(-1).mean(0) for x in read]
+        activation[site.name] = torch.stack(squares).mean(0)
     for site in sites:
         norms, weight = found.modules[site.name], model.get_submodule(site.consumer).weight.detach().double()
         assert norms.output == pytest.approx(torch.linalg.matrix_norm(weight, ord=2).item(), rel=1e-5)

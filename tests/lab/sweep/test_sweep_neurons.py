@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.models import save_project
+from support.sweeps import save_sweep_project
 
+from hies_export import PlanError, PruningRecipe, RecipeError, RequestError, compensate, count_flops, prune_units
 from hies_export.cli.main import main
-from hies_export.errors import PlanError, RecipeError, RequestError
 from hies_export.evaluate.judge import stability
 from hies_export.evaluate.predict import predict
 from hies_export.kinds import MLP
@@ -16,13 +16,9 @@ from hies_export.lab.studies.explore import read_exploration
 from hies_export.lab.sweep.grid import COMPENSATIONS, SweepGrid, compensation_of
 from hies_export.lab.sweep.latency import LatencyRequest
 from hies_export.lab.sweep.sweep import sweep
-from hies_export.measure.counts import count_flops
 from hies_export.pipeline.choose import choose
 from hies_export.pipeline.resolve import resolve
 from hies_export.progress import Silent
-from hies_export.recipe import PruningRecipe
-from hies_export.slim.cut import prune_units
-from hies_export.slim.refit import compensate
 
 pytestmark = pytest.mark.filterwarnings("ignore::hies_export.slim.refit.FewTokensWarning")
 
@@ -31,21 +27,7 @@ CRITERIA = ("his", "fisher", "l2", "activation", "random", "hies", "compensated"
 
 @pytest.fixture(scope="module")
 def recipe_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    project = save_project(
-        tmp_path_factory.mktemp("project"),
-        train=60,
-        validation=40,
-        calibration={"samples": 8, "batch_size": 5},
-        evaluation={"batch_size": 7},
-        prune={
-            "alpha": 0.5,
-            "modules": ["attention", "mlp"],
-            "budget": {"flops": 0.7},
-            "compensation": {"samples": 40},
-        },
-        measure={"shapes": [[2, 16]]},
-    )
-    return project / "recipe.yaml"
+    return save_sweep_project(tmp_path_factory.mktemp("project"), modules=["attention", "mlp"], budget={"flops": 0.7})
 
 
 @pytest.fixture(scope="module")
@@ -150,14 +132,18 @@ def test_budgets_out_of_reach_are_left_out_or_refused(recipe_file: Path, tmp_pat
         sweep(recipe, SweepGrid(**some | {"criteria": ("hies",)}, flops=(0.8,), modules=(MLP,)), tmp_path / "fourth")
 
 
-def test_what_does_not_go_together_is_said_at_once(recipe_file: Path, tmp_path: Path) -> None:
+def test_every_problem_of_a_grid_is_said_at_once(recipe_file: Path, tmp_path: Path) -> None:
+    wrong = {
+        *("at least one of seeds, got none", "did you mean 'his' or 'hies'?", "got 1.0", "got 'best'"),
+        *("shares of heads, got flops", "sparsities or flops, got both", "in (0, 1), got 1.5", "at least 1, got 0"),
+        *("did you mean 'mlp'?", "did you mean 'scalars'?", "in (0, 1), got 0"),
+    }
     with pytest.raises(RecipeError, match="problems") as caught:
-        SweepGrid(criteria=("slicegpt",), sparsities=(0.5,), flops=(1.5,), modules=("mpl",), compensations=("scalar",))
-    for part in (
-        *("sparsities or flops, got both", "a share of FLOPs must be in (0, 1), got 1.5", "did you mean 'mlp'?"),
-        *("slicegpt takes shares of heads, got flops", "did you mean 'scalars'?"),
-    ):
-        assert part in str(caught.value)
+        SweepGrid(
+            **{"criteria": ("hiss", "slicegpt"), "alphas": (1.0, "best"), "sparsities": (0.0,), "flops": (1.5,)},
+            **{"seeds": (), "calibration_sizes": (0,), "compensations": ("scalar",), "modules": ("mpl",)},
+        )
+    assert {part for part in wrong if part not in str(caught.value)} == set()
     with pytest.raises(RecipeError, match="sparsities are shares of heads, but modules are both; give flops"):
         sweep(PruningRecipe.from_yaml(recipe_file), SweepGrid(), tmp_path / "out")
     with pytest.raises(RecipeError, match="a criterion must be one of .* got 'auto'"):

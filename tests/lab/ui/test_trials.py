@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.models import save_project
+from support.sweeps import save_sweep_project
 
 from hies_export.cli.main import main
 from hies_export.lab.studies.explore import estimate, lost_share, read_exploration
@@ -20,12 +20,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::hies_export.slim.refit.FewToken
 def swept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sweep over heads and neurons."""
     folder = tmp_path_factory.mktemp("project")
-    prune = {"modules": ["attention", "mlp"], "budget": {"flops": 0.7}, "compensation": {"samples": 20}}
-    measure = {"shapes": [[2, 16]]}
-    save_project(folder, train=40, validation=30, calibration={"samples": 8}, prune=prune, measure=measure)
+    recipe = save_sweep_project(folder, modules=["attention", "mlp"], budget={"flops": 0.7})
     options = ["--criteria", "hies,fisher,compensated", "--alphas", "0.3", "--flops", "0.8,0.7", "--no-figures"]
     options += ["--modules", "attention,both", "--seeds", "1,2", "--compensations", "none,least_squares"]
-    assert main(["sweep", str(folder / "recipe.yaml"), "-o", str(folder / "sweep"), *options]) == 0
+    assert main(["sweep", str(recipe), "-o", str(folder / "sweep"), *options]) == 0
     return folder / "sweep"
 
 

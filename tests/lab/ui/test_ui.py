@@ -19,14 +19,13 @@ from support.cuts import plan_of
 from support.models import causal_lm
 
 import hies_export
+from hies_export import PruningPlan, RequestError, Statistics, count_flops
 from hies_export.cli.main import main
-from hies_export.errors import MissingRuntimeError, RequestError
 from hies_export.lab.studies.explore import Exploration, estimate, lost_share, read_exploration
-from hies_export.lab.ui.page import _page, draw, save, show
-from hies_export.measure.counts import count_flops
+from hies_export.lab.ui.page import _page, draw, save
 from hies_export.model.tokens import synthetic_batch
 from hies_export.report.maps import CUT
-from hies_export.values import Calibration, PruningPlan, Statistics
+from hies_export.values import Calibration
 
 
 @pytest.fixture(scope="module")
@@ -192,12 +191,6 @@ def test_a_folder_that_is_not_a_run(tmp_path: Path, ran: Path, capsys: pytest.Ca
             read_exploration(tmp_path)
     assert main(["ui", str(ran.parent / "nothing")]) == 2
     assert "nothing is not there" in " ".join(capsys.readouterr().err.split())
-
-
-def test_without_gradio_the_error_names_the_extra(ran: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hies_export.errors.find_spec", lambda name: None)
-    with pytest.raises(MissingRuntimeError, match=r'install it with: pip install "hies-export\[ui\]"'):
-        show(ran)
 
 
 def test_the_page_of_the_folder_that_one_is_in_has_its_name(ran: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,9 +64,10 @@ def main() -> int:
 
 def steps() -> dict[str, Callable[[str], None]]:
     """Return the steps by name, each a function of a model type."""
-    from hies_export.kinds import MLP
     from support.contract import MORE_STEPS, NEURON_STEPS, Subject
     from support.contract import STEPS as HEAD_STEPS
+
+    from hies_export.kinds import MLP
 
     found: dict[str, Callable[[str], None]] = {
         name: lambda model_type, step=step: step(Subject.of(model_type))
@@ -81,11 +82,11 @@ def steps() -> dict[str, Callable[[str], None]]:
 def alone(model_type: str) -> None:
     """Load an uneven cut where this package is not installed, and compare its output."""
     import torch
+    from support.contract import Broken, Subject
 
     from hies_export.checkpoint.save import save_slim
     from hies_export.model.internals import auto_classes
     from hies_export.slim.check import first_output, max_abs
-    from support.contract import Broken, Subject
 
     subject = Subject.of(model_type)
     slim = subject.slim[False]
@@ -105,10 +106,10 @@ def alone(model_type: str) -> None:
 def processor(model_type: str) -> None:
     """Load the processor of a model of images, which must not need torchvision."""
     import transformers
-
-    from hies_export.data.processors import load_processor
     from support.models import llava_processor
     from support.references import NotApplicable
+
+    from hies_export.data.processors import load_processor
 
     if model_type not in ("vit", "llava"):
         raise NotApplicable("it reads no images")
@@ -123,8 +124,9 @@ def processor(model_type: str) -> None:
 
 def result_of(step: Callable[[str], None], model_type: str) -> str:
     """Return "yes", "n/a", "refused" or "no: " and the reason."""
-    from hies_export.errors import MissingRuntimeError
     from support.references import NotApplicable
+
+    from hies_export.errors import MissingRuntimeError
 
     try:
         step(model_type)
