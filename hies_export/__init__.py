@@ -51,9 +51,8 @@ if TYPE_CHECKING:
     from .onnx.generator import OnnxGenerator
     from .onnx.quantize import quantize_onnx
     from .pipeline.bench import bench
-    from .pipeline.deploy import deploy
     from .pipeline.prune import PruneResult, prune
-    from .pipeline.run import run
+    from .pipeline.run import deploy, run
     from .prunable.attention import find_attention
     from .prunable.find import find_modules
     from .recipe import PruningRecipe
@@ -115,7 +114,7 @@ _HOMES = {
     "count_flops": "measure.counts",
     "count_parameters": "measure.counts",
     "criterion": "score.criteria",
-    "deploy": "pipeline.deploy",
+    "deploy": "pipeline.run",
     "export_gguf": "gguf.export",
     "export_onnx": "onnx.export",
     "find_attention": "prunable.attention",

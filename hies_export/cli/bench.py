@@ -80,7 +80,7 @@ def _models(options: Options) -> tuple[str, str]:
     A run stands for its `slim/`, or for its `onnx/` or `gguf/` if all runtimes read that.
     """
     from ..checkpoint.contents import Contents, contents
-    from ..pipeline.provenance import dense_model
+    from ..report.provenance import dense_model
 
     first, second = options.first, options.second or options.first
     if options.second is None and contents(first) is Contents.RUN:

@@ -46,7 +46,7 @@ def minutes(text: str) -> float:
 
 def run(options: Options) -> dict[str, Any]:
     """Search, print the report, say which file to deploy, and return the report's summary."""
-    from ..pipeline.deploy import deploy
+    from ..pipeline.run import deploy
     from ..report.terminal import print_report
 
     given = options.recipe.endswith((".yaml", ".yml"))
@@ -83,7 +83,7 @@ def print_answer(report: Report, recipe: PruningRecipe, options: Options) -> Non
 
 def propose(options: Options) -> PruningRecipe:
     """Return a recipe for a model and the data that the options name."""
-    from ..pipeline.propose import propose_recipe
+    from ..recipe.propose import propose_recipe
 
     if not options.data:
         raise RequestError(

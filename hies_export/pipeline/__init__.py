@@ -6,15 +6,13 @@ A recipe is resolved once; the stages see what is loaded, and their own sections
 In the order of reading:
 
 - `prune.py`: `prune`, which chooses, cuts, compensates and judges.
-- `run.py`: `run`, which loads, prunes, saves, exports, measures and reports.
-- `resolve.py`: a recipe with its loaded model and rows, which `draws.py` draws.
+- `run.py`: `run`, which loads, prunes, saves, exports, measures and reports; `deploy`, a run whose cut is searched for.
+- `resolve.py`: a recipe with its loaded model and rows.
 - `prepare.py`: find the units that a model can lose, and check the request.
 - `choose.py`: calibrate, score (`candidates.py`) and select within the budget (`targets.py`), which gives the plan.
 - `search.py`: judge pruned models, and find the largest cut that keeps a promise.
 - `cut.py`: cut by a plan or a choice, compensate, check and save.
-- `deploy.py`: `deploy`, a run whose cut is searched for (`fastest.py`): the fastest form that keeps a promise;
-  `journal.py`: the cuts that it judged; `propose.py`: a recipe for a model and a data set alone.
-- `reporting.py`: the results of all stages, as a `Report` and its files; `provenance.py`: what was asked for, and the
-  digests of what the run read.
+- `fastest.py`: find the fastest form that keeps a promise.
+- `reporting.py`: the results of all stages, as a `Report` and its files.
 - `bench.py`: `hies-export bench`, which times any two folders.
 """

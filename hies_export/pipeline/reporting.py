@@ -24,12 +24,12 @@ from ..report.details import Details
 from ..report.html import render_html
 from ..report.jinja import render_markdown
 from ..report.maps import head_map, neuron_counts
+from ..report.provenance import RunRecord
 from ..report.report import FirstMetric, Report, plan_counts
 from ..slim.config import is_slim
 from ..slim.siblings import families
 from .cut import Saved
 from .prepare import Prepared
-from .provenance import RunRecord
 from .prune import PruneResult
 from .resolve import Resolved
 from .search import Evaluation

@@ -34,11 +34,11 @@ from ..forms.deployment import LOOKS
 from ..forms.measured import MeasureOptions
 from ..forms.on_rows import ROWS
 from ..recipe import PruneSection, PruningRecipe
+from ..recipe.draws import Draws, Splits, draw, evaluated
+from ..report.provenance import Request
 from ..runtimes.registry import RUNTIMES, check_dtypes, check_runtime
 from ..tasks import TASKS
-from .draws import Draws, Splits, draw, evaluated
 from .prepare import Judged, Prepared, Rows, check_options, prepare, shapes_to_measure
-from .provenance import Request
 
 # Rows that `deploy` makes a promise on; more narrow the interval, and every cut takes longer to judge.
 HELD_OUT = 1024

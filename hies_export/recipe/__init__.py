@@ -7,6 +7,8 @@ whether model, data and recipe fit together.
 - `sections.py`: the fields and their defaults, section by section.
 - `recipe.py`: the whole, and what one section demands of another.
 - `reading.py`: YAML files, overrides from the command line, and pydantic's errors in our words.
+- `draws.py`: the rows that a recipe names, each use from separate rows.
+- `propose.py`: a recipe for a model and a data set alone.
 """
 
 from .reading import sentences

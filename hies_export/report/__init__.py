@@ -3,7 +3,8 @@
 The input is a `Report` (or the `Bench` of a comparison); the output is text, pages and figures. In the order of
 reading:
 
-- `report.py`, `details.py`: the typed parts of report.json, written and read; `schemas.py`: the files beside it.
+- `report.py`, `details.py`: the typed parts of report.json, written and read; `schemas.py`: the files beside it;
+  `provenance.py`: what a run was asked for, and digests of what it read.
 - `lead.py`: the first sentence of all renderings; `text.py`, `rows.py`: the other sentences, and the tables.
 - `maps.py`: which heads, and how many neurons, every layer keeps.
 - `terminal.py`, `html.py`, `card.py`: one rendering each; `bench.py`: the same for a comparison.

@@ -110,7 +110,7 @@ def test_bench_takes_the_revision_of_the_dense_model_along(
         fetched.append((model, revision))
         return ran.parent / "model"
 
-    monkeypatch.setattr("hies_export.pipeline.provenance.fetch", snapshot)
+    monkeypatch.setattr("hies_export.report.provenance.fetch", snapshot)
     assert compared(run) == (str(ran.parent / "model"), str(run / "slim"))
     assert fetched == [("me/dense", "c0ffee")]
 

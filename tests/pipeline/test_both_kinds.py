@@ -27,7 +27,6 @@ from hies_export.evaluate.predict import predict
 from hies_export.lab.studies.explore import read_exploration
 from hies_export.measure.counts import count_flops
 from hies_export.pipeline import candidates as candidates_module
-from hies_export.pipeline import draws as draws_module
 from hies_export.pipeline import resolve as resolve_module
 from hies_export.pipeline import targets
 from hies_export.pipeline.candidates import Candidates
@@ -39,6 +38,7 @@ from hies_export.pipeline.search import predict_pruned
 from hies_export.progress import Silent
 from hies_export.prunable.find import find_modules
 from hies_export.recipe import PruningRecipe
+from hies_export.recipe import draws as draws_module
 from hies_export.report.report import Report
 from hies_export.score.compensated import score_compensated
 from hies_export.score.criteria import score_units

@@ -33,13 +33,12 @@ from hies_export.forms.deployment import LOOKS
 from hies_export.forms.form import Form
 from hies_export.pipeline import prepare, targets
 from hies_export.pipeline import run as running
-from hies_export.pipeline.draws import Splits
-from hies_export.pipeline.fastest import Answer
-from hies_export.pipeline.journal import CutJournal
-from hies_export.pipeline.propose import propose_recipe
+from hies_export.pipeline.fastest import Answer, CutJournal
 from hies_export.pipeline.resolve import requested, resolve
 from hies_export.pipeline.search import Trial
 from hies_export.recipe import PruningRecipe
+from hies_export.recipe.draws import Splits
+from hies_export.recipe.propose import propose_recipe
 from hies_export.report.report import Report
 from hies_export.units import Units
 

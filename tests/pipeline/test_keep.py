@@ -24,11 +24,11 @@ from hies_export.outcomes import KeepOutcome
 from hies_export.pipeline import targets
 from hies_export.pipeline.choose import choose
 from hies_export.pipeline.cut import cut
-from hies_export.pipeline.draws import Draws, draw
 from hies_export.pipeline.resolve import resolve
 from hies_export.pipeline.search import confirm
 from hies_export.progress import Silent
 from hies_export.recipe import PruningRecipe
+from hies_export.recipe.draws import Draws, draw
 from hies_export.score.criteria import score_units
 from hies_export.select.select import select_units
 from hies_export.slim.cut import prune_units

@@ -31,7 +31,7 @@ from hies_export.lab.sweep.figures import draw_sweep
 from hies_export.lab.sweep.journal import Journal
 from hies_export.lab.sweep.page import read_sweep, render_sweep
 from hies_export.onnx.generator import _special_tokens
-from hies_export.pipeline.journal import CutJournal
+from hies_export.pipeline.fastest import CutJournal
 from hies_export.pipeline.resolve import requested
 from hies_export.report.bench import print_bench, read_report, render_bench
 from hies_export.report.card import read_card, render_card

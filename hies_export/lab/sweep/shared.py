@@ -17,11 +17,11 @@ from ...evaluate.predict import Predictions, predict
 from ...measure.counts import count_flops
 from ...model.copies import share_weights
 from ...pipeline.candidates import Candidates
-from ...pipeline.draws import HELD_OUT_SAMPLES, Draws
 from ...pipeline.prepare import Prepared
 from ...pipeline.resolve import Resolved, resolve
 from ...progress import SILENT, Clock
 from ...recipe import BudgetSection, CompensationSection, PruningRecipe
+from ...recipe.draws import HELD_OUT_SAMPLES, Draws
 from ...score.criteria import COMPENSATED_NAMES, needs_of, uses_alpha
 from ...slim.cut import prune_units
 from ...units import PrunableModule, Selection

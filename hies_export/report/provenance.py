@@ -14,7 +14,7 @@ from pydantic.dataclasses import dataclass as checked
 
 from ..checkpoint.companions import fetch
 from ..errors import RequestError
-from ..report.report import Report
+from .report import Report
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import datasets
 
 from ..data.rows import load_rows, taken_from
 from ..errors import RequestError
-from ..recipe import CalibrationSection, DataSection, EvaluationSection, HeldOutSection, PruneSection
 from ..score.criteria import AUTO
+from .sections import CalibrationSection, DataSection, EvaluationSection, HeldOutSection, PruneSection
 
 logger = logging.getLogger(__name__)
 

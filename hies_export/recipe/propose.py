@@ -13,8 +13,8 @@ from ..data.given import LABELS, usual_columns
 from ..data.rows import hub_splits, load_rows, taken_from
 from ..errors import DataError, RequestError, listed
 from ..model.task import task_by_class
-from ..recipe import PruningRecipe
 from ..tasks import TASKS, Task
+from .recipe import PruningRecipe
 
 # Splits to evaluate on, the best first; without "train", the first split is scored on and the others are evaluated.
 _EVALUATED = ("validation", "validation_matched", "dev", "test")
