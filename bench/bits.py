@@ -28,11 +28,11 @@ from hies_export import PruningPlan
 from hies_export.evaluate.judge import Judge
 from hies_export.forms.compare import compare_forms
 from hies_export.forms.form import Form
-from hies_export.measure.counts import count_both_flops, count_parameters
-from hies_export.measure.machine import machine_facts
-from hies_export.measure.timing import Timing
-from hies_export.onnx.export import export_onnx
-from hies_export.onnx.quantize import quantize_onnx
+from hies_export.forms.measure.counts import count_both_flops, count_parameters
+from hies_export.forms.measure.machine import machine_facts
+from hies_export.forms.measure.timing import Timing
+from hies_export.forms.onnx.export import export_onnx
+from hies_export.forms.onnx.quantize import quantize_onnx
 from hies_export.pipeline.resolve import resolve
 from hies_export.pipeline.run import run
 from hies_export.recipe import PruningRecipe

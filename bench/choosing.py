@@ -22,10 +22,10 @@ from torch import Tensor
 from hies_export.calibrate.collect import DEFAULT_NEEDS, collect_statistics
 from hies_export.calibrate.effects import EffectStream
 from hies_export.calibrate.moments import MomentStream
-from hies_export.cost.flops import flops_table
 from hies_export.evaluate.predict import predict
+from hies_export.forms.cost.flops import flops_table
+from hies_export.forms.measure.machine import machine_facts
 from hies_export.kinds import KINDS
-from hies_export.measure.machine import machine_facts
 from hies_export.model.copies import share_weights
 from hies_export.model.tokens import synthetic_batch
 from hies_export.progress import Clock

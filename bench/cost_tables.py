@@ -16,9 +16,9 @@ from unittest import mock
 import torch
 from models import BERT_BASE, LLAMA_7B, Shape, bert, llama
 
-from hies_export.cost import flops
-from hies_export.cost.flops import flops_table
-from hies_export.cost.parameters import parameters_table
+from hies_export.forms.cost import flops
+from hies_export.forms.cost.flops import flops_table
+from hies_export.forms.cost.parameters import parameters_table
 from hies_export.kinds import MLP
 from hies_export.units import PrunableModule, Slice, Span
 

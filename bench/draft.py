@@ -39,10 +39,10 @@ from transformers.utils import logging
 
 from hies_export import PruningPlan
 from hies_export.checkpoint.loading import load
-from hies_export.measure.counts import count_parameters
-from hies_export.measure.machine import machine_facts
-from hies_export.measure.ratios import Ratio, paired_ratio
-from hies_export.measure.timing import rotated
+from hies_export.forms.measure.counts import count_parameters
+from hies_export.forms.measure.machine import machine_facts
+from hies_export.forms.measure.ratios import Ratio, paired_ratio
+from hies_export.forms.measure.timing import rotated
 
 # Tokens that the draft proposes at most, and the probability below which it stops: fixed numbers, and what transformers
 # does by itself.

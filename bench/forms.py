@@ -10,10 +10,10 @@ import numpy as np
 
 from hies_export.forms.compare import Step
 from hies_export.forms.form import Form
-from hies_export.measure.latency import LatencyComparison
-from hies_export.runtimes.base import register_runtime
-from hies_export.runtimes.openvino import OpenVinoRuntime
-from hies_export.runtimes.ort import onnx_file
+from hies_export.forms.measure.latency import LatencyComparison
+from hies_export.forms.runtimes.base import register_runtime
+from hies_export.forms.runtimes.openvino import OpenVinoRuntime
+from hies_export.forms.runtimes.ort import onnx_file
 
 SHAPES = ((1, 128), (8, 128))
 

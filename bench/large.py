@@ -25,8 +25,8 @@ import tokenizers
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from hies_export.measure.counts import count_parameters
-from hies_export.measure.machine import machine_facts
+from hies_export.forms.measure.counts import count_parameters
+from hies_export.forms.measure.machine import machine_facts
 from hies_export.pipeline.cut import save
 from hies_export.pipeline.prune import prune_prepared
 from hies_export.pipeline.resolve import resolve

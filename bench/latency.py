@@ -32,14 +32,14 @@ from hies_export.checkpoint.folders import replace_file
 from hies_export.forms.compare import time_on
 from hies_export.forms.exports import Exporter, ExportOptions
 from hies_export.forms.form import Forms
-from hies_export.measure.counts import count_both_flops
-from hies_export.measure.latency import compare_latency
-from hies_export.measure.machine import machine_facts
-from hies_export.measure.timing import Timing
+from hies_export.forms.measure.counts import count_both_flops
+from hies_export.forms.measure.latency import compare_latency
+from hies_export.forms.measure.machine import machine_facts
+from hies_export.forms.measure.timing import Timing
+from hies_export.forms.runtimes.base import Runtime
+from hies_export.forms.runtimes.registry import check_runtime
 from hies_export.model.tokens import synthetic_batch
 from hies_export.report.bench import Bench, print_bench
-from hies_export.runtimes.base import Runtime
-from hies_export.runtimes.registry import check_runtime
 
 RESULTS = Path(__file__).with_name("results")
 

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from hies_export import PrunableModule, PruningPlan, find_attention
-from hies_export.cost.cut import cut_bundles
+from hies_export.forms.cost.cut import cut_bundles
 from hies_export.kinds import KINDS
 from hies_export.model.tokens import synthetic_batch
 from hies_export.prunable.attention import tower_of

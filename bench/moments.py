@@ -31,8 +31,8 @@ from transformers import BertConfig, BertForSequenceClassification, PreTrainedMo
 from hies_export.calibrate.moments import MomentStream, bytes_of
 from hies_export.calibrate.ridge import Moments
 from hies_export.calibrate.stream import LIMIT_BYTES
+from hies_export.forms.measure.machine import machine_facts
 from hies_export.kinds import MLP
-from hies_export.measure.machine import machine_facts
 from hies_export.model.watch import watch
 from hies_export.units import PrunableModule
 

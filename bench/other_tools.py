@@ -24,14 +24,14 @@ from forms import SHAPES, bytes_of, print_base, time_cell, times_of
 from hies_export.evaluate.judge import Judge
 from hies_export.forms.compare import compare_forms
 from hies_export.forms.form import Form
-from hies_export.measure.machine import machine_facts
-from hies_export.measure.timing import Timing
-from hies_export.onnx.export import export_onnx
-from hies_export.onnx.quantize import quantize_onnx
+from hies_export.forms.measure.machine import machine_facts
+from hies_export.forms.measure.timing import Timing
+from hies_export.forms.onnx.export import export_onnx
+from hies_export.forms.onnx.quantize import quantize_onnx
+from hies_export.forms.runtimes.registry import load_runtime
 from hies_export.pipeline.resolve import Resolved, resolve
 from hies_export.recipe import PruningRecipe
 from hies_export.recipe.draws import Draws
-from hies_export.runtimes.registry import load_runtime
 
 ROWS = 100_000  # of the calibration split at most; each tool takes as many from the start as it does by default
 

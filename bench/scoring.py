@@ -31,7 +31,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hies_export import PrunableModule, collect_statistics, find_attention
-from hies_export.measure.machine import machine_facts
+from hies_export.forms.measure.machine import machine_facts
 
 
 def bert(layers: int) -> PreTrainedModel:

@@ -18,12 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .calibrate.collect import collect_statistics
-    from .cascade.cascade import Cascade
     from .checkpoint.apply import apply_plan
     from .checkpoint.loading import HIESModel, load
     from .checkpoint.save import save_slim
-    from .cost.flops import flops_table
-    from .cost.parameters import parameters_table
     from .errors import (
         CutMismatchError,
         DataError,
@@ -42,14 +39,18 @@ if TYPE_CHECKING:
         StepError,
         UnsupportedModelError,
     )
+    from .forms.cascade.cascade import Cascade
+    from .forms.cost.flops import flops_table
+    from .forms.cost.parameters import parameters_table
+    from .forms.gguf.export import export_gguf
+    from .forms.measure.counts import count_flops, count_parameters
+    from .forms.measure.latency import compare_latency
+    from .forms.onnx.export import export_onnx
+    from .forms.onnx.generator import OnnxGenerator
+    from .forms.onnx.quantize import quantize_onnx
+    from .forms.runtimes.registry import load_runtime
     from .generate import generate_text
-    from .gguf.export import export_gguf
     from .hub import push_to_hub
-    from .measure.counts import count_flops, count_parameters
-    from .measure.latency import compare_latency
-    from .onnx.export import export_onnx
-    from .onnx.generator import OnnxGenerator
-    from .onnx.quantize import quantize_onnx
     from .pipeline.bench import bench
     from .pipeline.prune import PruneResult, prune
     from .pipeline.run import deploy, run
@@ -57,7 +58,6 @@ if TYPE_CHECKING:
     from .prunable.find import find_modules
     from .recipe import PruningRecipe
     from .report.report import Report
-    from .runtimes.registry import load_runtime
     from .score.compensated import score_compensated
     from .score.criteria import CRITERIA, criterion, score_units
     from .select.constraints import Constraints
@@ -74,7 +74,7 @@ __version__ = "0.1.0"
 # Where each public name lives. Names are resolved on first use: importing this package imports no torch.
 _HOMES = {
     "CRITERIA": "score.criteria",
-    "Cascade": "cascade.cascade",
+    "Cascade": "forms.cascade.cascade",
     "Compensation": "slim.refit",
     "Constraints": "select.constraints",
     "CutMismatchError": "errors",
@@ -86,7 +86,7 @@ _HOMES = {
     "Kept": "units",
     "MissingRuntimeError": "errors",
     "NonFiniteError": "errors",
-    "OnnxGenerator": "onnx.generator",
+    "OnnxGenerator": "forms.onnx.generator",
     "OutputExistsError": "errors",
     "ParityError": "errors",
     "PlanError": "errors",
@@ -109,26 +109,26 @@ _HOMES = {
     "bench": "pipeline.bench",
     "collect_statistics": "calibrate.collect",
     "compare_cut": "slim.check",
-    "compare_latency": "measure.latency",
+    "compare_latency": "forms.measure.latency",
     "compensate": "slim.refit",
-    "count_flops": "measure.counts",
-    "count_parameters": "measure.counts",
+    "count_flops": "forms.measure.counts",
+    "count_parameters": "forms.measure.counts",
     "criterion": "score.criteria",
     "deploy": "pipeline.run",
-    "export_gguf": "gguf.export",
-    "export_onnx": "onnx.export",
+    "export_gguf": "forms.gguf.export",
+    "export_onnx": "forms.onnx.export",
     "find_attention": "prunable.attention",
     "find_modules": "prunable.find",
-    "flops_table": "cost.flops",
+    "flops_table": "forms.cost.flops",
     "generate_text": "generate",
     "load": "checkpoint.loading",
-    "load_runtime": "runtimes.registry",
+    "load_runtime": "forms.runtimes.registry",
     "masked_units": "slim.mask",
-    "parameters_table": "cost.parameters",
+    "parameters_table": "forms.cost.parameters",
     "prune": "pipeline.prune",
     "prune_units": "slim.cut",
     "push_to_hub": "hub",
-    "quantize_onnx": "onnx.quantize",
+    "quantize_onnx": "forms.onnx.quantize",
     "run": "pipeline.run",
     "save_slim": "checkpoint.save",
     "score_compensated": "score.compensated",

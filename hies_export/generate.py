@@ -16,8 +16,8 @@ from .checkpoint.loading import load
 from .data.images import image_of_file
 from .data.processors import load_processor
 from .errors import DataError, RecipeError, RequestError, refusing
-from .onnx.generator import OnnxGenerator
-from .runtimes.ort import DECODER_FILE, ONNX_FILE, QUANTIZED_FILE
+from .forms.onnx.generator import OnnxGenerator
+from .forms.runtimes.ort import DECODER_FILE, ONNX_FILE, QUANTIZED_FILE
 
 
 def generate_text(

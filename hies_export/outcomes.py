@@ -11,8 +11,8 @@ from .evaluate.interval import CONFIDENCE
 from .evaluate.judge import Judge
 from .evaluate.metrics import quality_loss
 from .evaluate.predict import Predictions
-from .measure.counts import Both, FlopCount
-from .measure.rows import LatencyRow
+from .forms.measure.counts import Both, FlopCount
+from .forms.measure.rows import LatencyRow
 
 
 @dataclass(frozen=True)

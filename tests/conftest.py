@@ -27,7 +27,7 @@ from support.runs import without_tracing
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from hies_export.measure import contention
+from hies_export.forms.measure import contention
 from hies_export.model import online
 
 

@@ -52,7 +52,7 @@ def a_shape(text: str) -> tuple[int, ...]:
 
 def run(options: Options) -> dict[str, Any]:
     """Time both, print the comparison, and return it as `hies-export report` reads it."""
-    from ..measure.machine import machine_facts
+    from ..forms.measure.machine import machine_facts
     from ..pipeline.bench import bench
     from ..recipe import PruningRecipe
     from ..report.bench import Bench, print_bench
@@ -106,7 +106,7 @@ def _models(options: Options) -> tuple[str, str]:
 def _exports(options: Options, *paths: Path) -> list[tuple[Path, Path]] | None:
     """Return paths with their exports, in ONNX or else in GGUF, if all have one and all runtimes read it."""
     from ..checkpoint.contents import Contents, contents
-    from ..runtimes.registry import RUNTIMES
+    from ..forms.runtimes.registry import RUNTIMES
 
     reading = [RUNTIMES[name] for name in options.runtimes if name in RUNTIMES]
     for name, what in (("onnx", Contents.ONNX), ("gguf", Contents.GGUF)):

@@ -33,9 +33,9 @@ def run(options: Options) -> dict[str, Any]:
     from ..checkpoint.folders import refuse_existing
     from ..checkpoint.loading import load
     from ..errors import RequestError
+    from ..forms.onnx.multimodal import image_text_batch, is_vision_language
+    from ..forms.onnx.quantize import export_in_bits
     from ..model.tokens import synthetic_batch
-    from ..onnx.multimodal import image_text_batch, is_vision_language
-    from ..onnx.quantize import export_in_bits
 
     options.model = checkpoint_in(options.model, progress=options.progress)
     refuse_existing(options.output, overwrite=options.overwrite, inputs={"model": options.model})
@@ -87,8 +87,8 @@ def _export_gguf(options: Options) -> dict[str, Any]:
     from ..checkpoint.loading import load
     from ..data.processors import load_processor
     from ..errors import RequestError
-    from ..gguf.export import check_dtype, export_gguf, require_gguf
-    from ..gguf.parity import PROMPTS
+    from ..forms.gguf.export import check_dtype, export_gguf, require_gguf
+    from ..forms.gguf.parity import PROMPTS
 
     if options.provider is not None:
         raise RequestError(f"--provider belongs to --format onnx, got {options.provider} with gguf; leave it out")
@@ -120,7 +120,7 @@ def load_processor_if_any(path: str, model: Any) -> Any:
     """Return the checkpoint's tokenizer or processor, or None, with a warning, if it has none."""
     from ..data.processors import load_processor
     from ..errors import DataError
-    from ..onnx.multimodal import is_vision_language
+    from ..forms.onnx.multimodal import is_vision_language
 
     both = is_vision_language(model)
     one = "image-classification" if model.main_input_name == "pixel_values" else "text-classification"

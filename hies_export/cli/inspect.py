@@ -59,7 +59,7 @@ def _inspect_model(options: Options) -> dict[str, Any]:
     import torch
 
     from ..checkpoint.loading import load
-    from ..measure.counts import count_parameters
+    from ..forms.measure.counts import count_parameters
     from ..slim.config import is_slim
     from .terminal import print_json
 
@@ -89,7 +89,7 @@ def _inspect_model(options: Options) -> dict[str, Any]:
 def _find(model: PreTrainedModel) -> tuple[list[PrunableModule], dict[str, UnsupportedModelError]]:
     """Return the modules of the kinds that can be cut, and by kind why others cannot."""
     from ..errors import UnsupportedModelError
-    from ..measure.shapes import check_runs
+    from ..forms.measure.shapes import check_runs
     from ..model.tokens import sample_batch
     from ..prunable.find import FINDERS, find_modules
 
@@ -134,8 +134,8 @@ def _print_units(
 
 def _print_flops(model: PreTrainedModel, found: Sequence[PrunableModule], options: Options) -> list[dict[str, Any]]:
     """Print the FLOPs of every layer, and return them for --json."""
-    from ..measure.counts import flops_per_layer
-    from ..measure.shapes import model_shapes
+    from ..forms.measure.counts import flops_per_layer
+    from ..forms.measure.shapes import model_shapes
     from ..model.tokens import synthetic_batch
     from ..report.rows import layer_table
     from ..report.terminal import PlainTable

@@ -9,14 +9,14 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from ..measure.contention import CpuWatch
-from ..measure.counts import FlopCount, Shape
-from ..measure.latency import LatencyComparison, compare_rounds
-from ..measure.rows import LatencyRow, with_contradictions
-from ..measure.timing import Phase, Rounds, Timing, rotated, time_rounds
 from ..progress import SILENT, Progress
-from ..runtimes.base import RUNTIMES, Runtime
 from .form import Form
+from .measure.contention import CpuWatch
+from .measure.counts import FlopCount, Shape
+from .measure.latency import LatencyComparison, compare_rounds
+from .measure.rows import LatencyRow, with_contradictions
+from .measure.timing import Phase, Rounds, Timing, rotated, time_rounds
+from .runtimes.base import RUNTIMES, Runtime
 
 logger = logging.getLogger(__name__)
 

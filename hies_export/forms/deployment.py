@@ -12,13 +12,13 @@ from torch import Tensor
 from ..errors import HiesError, MissingRuntimeError, PlanError, RecipeError
 from ..evaluate.interval import FAILURES
 from ..evaluate.judge import Judge
-from ..measure.counts import Shape, Share
-from ..onnx.quantize import check_quantizable
-from ..runtimes.base import RUNTIMES
-from ..runtimes.registry import check_runtime
 from ..tasks import Task
 from .form import Form, Forms
 from .judged import JudgedForm, deciding_step, ratios, relative_times, time_forms
+from .measure.counts import Shape, Share
+from .onnx.quantize import check_quantizable
+from .runtimes.base import RUNTIMES
+from .runtimes.registry import check_runtime
 
 logger = logging.getLogger(__name__)
 

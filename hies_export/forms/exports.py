@@ -11,13 +11,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import ExportError, RequestError
-from ..gguf.export import GgufExport, check_exportable, export_gguf, require_gguf
 from ..model.internals import require_onnx_exporter
-from ..onnx.export import DTYPES as ONNX_DTYPES
-from ..onnx.export import OnnxExport
-from ..onnx.quantize import Quantize, check_quantizable, export_in_bits, quantize_onnx
-from ..runtimes.base import RUNTIMES, Format, Provider
-from ..runtimes.ort import require_onnxruntime
+from .gguf.export import GgufExport, check_exportable, export_gguf, require_gguf
+from .onnx.export import DTYPES as ONNX_DTYPES
+from .onnx.export import OnnxExport
+from .onnx.quantize import Quantize, check_quantizable, export_in_bits, quantize_onnx
+from .runtimes.base import RUNTIMES, Format, Provider
+from .runtimes.ort import require_onnxruntime
 
 Exported = OnnxExport | GgufExport
 

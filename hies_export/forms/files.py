@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..evaluate.judge import Judge
-from ..gguf.export import GgufExport
-from ..measure.counts import Count, Size
-from ..measure.record import Record
-from ..onnx.export import OnnxExport
-from ..runtimes.base import RUNTIMES
-from ..runtimes.ort import ONNX_FILE, OnnxRuntime
 from .exports import Exported
 from .form import Form, Forms
+from .gguf.export import GgufExport
 from .judged import JudgedForm
+from .measure.counts import Count, Size
+from .measure.record import Record
+from .onnx.export import OnnxExport
+from .runtimes.base import RUNTIMES
+from .runtimes.ort import ONNX_FILE, OnnxRuntime
 
 # The folder of a cascade in that of a run.
 CASCADE = "onnx-cascade"

@@ -11,16 +11,16 @@ import torch
 from transformers import PreTrainedModel
 
 from .. import processes
-from ..cascade.export import CascadeExport, CascadeOptions
 from ..data.batches import Batch
 from ..errors import HiesError
 from ..evaluate.predict import Predictions, Predictor, predict_by
 from ..model.copies import convert
-from ..onnx.export import OnnxExport
 from ..progress import SILENT, Progress
-from ..runtimes.base import RUNTIMES, Runtime
-from ..runtimes.registry import load_runtime
+from .cascade.export import CascadeExport, CascadeOptions
 from .exports import Exported, Exporter, ExportOptions
+from .onnx.export import OnnxExport
+from .runtimes.base import RUNTIMES, Runtime
+from .runtimes.registry import load_runtime
 
 
 @dataclass(frozen=True)

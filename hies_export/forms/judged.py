@@ -11,11 +11,11 @@ from torch import Tensor
 
 from ..data.batches import Batch
 from ..evaluate.judge import Judge
-from ..measure.counts import Ratio, Shape, Share, Size
-from ..measure.timing import Phase, Timing
 from ..progress import SILENT, Progress
 from .compare import compare_forms
 from .form import Form
+from .measure.counts import Ratio, Shape, Share, Size
+from .measure.timing import Phase, Timing
 from .on_rows import time_on_rows
 
 # Enough to see which form is faster by more than a few percent.

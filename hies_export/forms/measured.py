@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..cascade.export import CascadeOptions
-from ..gguf.export import GgufExport
-from ..measure import counts
-from ..measure.counts import Both, FlopCount, FlopsByLayer, Shape, StoredBytes
-from ..measure.rows import LatencyRow
-from ..measure.timing import Timing
-from ..onnx.quantize import Quantize
 from ..units import PrunableModule
+from .cascade.export import CascadeOptions
 from .compare import time_on
 from .form import Forms
+from .gguf.export import GgufExport
+from .measure import counts
+from .measure.counts import Both, FlopCount, FlopsByLayer, Shape, StoredBytes
+from .measure.rows import LatencyRow
+from .measure.timing import Timing
+from .onnx.quantize import Quantize
 
 # The form that forms of a quantised model are compared with, and the runtime for each number of bits.
 _FULL = ("onnxruntime-cpu", "float32")

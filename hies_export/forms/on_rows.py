@@ -9,12 +9,12 @@ import numpy as np
 import torch
 
 from ..data.batches import Batch
-from ..measure.latency import RowsTime
-from ..measure.ratios import BOOTSTRAP_SAMPLES, Ratio
-from ..measure.timing import collecting_paused, rotated
 from ..progress import SILENT, Progress
-from ..runtimes.base import RUNTIMES, Runtime
 from .form import Form
+from .measure.latency import RowsTime
+from .measure.ratios import BOOTSTRAP_SAMPLES, Ratio
+from .measure.timing import collecting_paused, rotated
+from .runtimes.base import RUNTIMES, Runtime
 
 # How many rows are timed in each size of batch.
 ROWS = 512

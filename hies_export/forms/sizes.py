@@ -9,12 +9,12 @@ from typing import Generic, TypeVar
 import torch
 from transformers import PreTrainedModel
 
-from ..cascade.export import CascadeOptions, export_cascade
-from ..cascade.facts import SizeTried
 from ..data.batches import Batch
 from ..errors import ParityError, PlanError
-from ..onnx.export import OnnxExport
+from .cascade.export import CascadeOptions, export_cascade
+from .cascade.facts import SizeTried
 from .form import Form, Forms
+from .onnx.export import OnnxExport
 
 T = TypeVar("T")
 

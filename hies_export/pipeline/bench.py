@@ -18,20 +18,20 @@ from ..errors import RequestError, refusing
 from ..forms.compare import time_on
 from ..forms.exports import Exporter, ExportOptions, require_exporters
 from ..forms.form import Form, Forms
+from ..forms.measure.counts import FlopCount, Shape, count_both_flops
+from ..forms.measure.rows import LatencyRow
+from ..forms.measure.shapes import check_shapes, model_shapes
+from ..forms.measure.timing import Timing
 from ..forms.on_rows import time_on_rows
-from ..measure.counts import FlopCount, Shape, count_both_flops
-from ..measure.rows import LatencyRow
-from ..measure.shapes import check_shapes, model_shapes
-from ..measure.timing import Timing
+from ..forms.onnx.multimodal import is_vision_language
+from ..forms.runtimes.base import RUNTIMES, Format
+from ..forms.runtimes.llamacpp import find_gguf
+from ..forms.runtimes.ort import ONNX_FILE, QUANTIZED_FILE, refuse_parts
+from ..forms.runtimes.registry import check_dtypes, check_runtime
 from ..model.internals import empty_model, never_asking
 from ..model.tokens import synthetic_batch
-from ..onnx.multimodal import is_vision_language
 from ..progress import SILENT, Progress
 from ..recipe import PruningRecipe
-from ..runtimes.base import RUNTIMES, Format
-from ..runtimes.llamacpp import find_gguf
-from ..runtimes.ort import ONNX_FILE, QUANTIZED_FILE, refuse_parts
-from ..runtimes.registry import check_dtypes, check_runtime
 from .resolve import rows_in_order
 
 # What an export is called, and a runtime that reads it.

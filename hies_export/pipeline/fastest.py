@@ -20,21 +20,21 @@ from pydantic import FiniteFloat, TypeAdapter, ValidationError
 from transformers import PreTrainedModel
 
 from .. import processes
-from ..cascade.export import CascadeOptions
-from ..cascade.facts import SizeTried
 from ..data.targets import samples_of
 from ..errors import HiesError, OutputExistsError, PlanError, RequestError
 from ..evaluate.interval import confidence_of_each, rows_needed
 from ..evaluate.judge import Judge
 from ..evaluate.predict import predict
+from ..forms.cascade.export import CascadeOptions
+from ..forms.cascade.facts import SizeTried
 from ..forms.deployment import LOOKS, SEARCHED, DenseForms, DeployWay, find_ways, try_dense
 from ..forms.exports import Exporter
 from ..forms.form import Form, Forms
 from ..forms.judged import ratios, time_forms, time_forms_on_rows
+from ..forms.measure.machine import machine_facts
 from ..forms.on_rows import mixed
+from ..forms.onnx.quantize import Quantize
 from ..forms.sizes import cut_sizes, join_sizes
-from ..measure.machine import machine_facts
-from ..onnx.quantize import Quantize
 from ..outcomes import KeepOutcome
 from ..progress import Progress
 from ..recipe import FLOPS_TO_TRY, BudgetSection, DeploySection, KeepBudget, PruneSection, TimedSection

@@ -17,8 +17,8 @@ from ..evaluate.interval import CONFIDENCE, FAILURES, confidence_of_each, rows_n
 from ..evaluate.predict import Predictor, predict
 from ..forms.exports import Exporter, ExportOptions
 from ..forms.form import predictor
-from ..measure.shapes import check_runs, check_shapes, model_shapes
-from ..measure.timing import Timing
+from ..forms.measure.shapes import check_runs, check_shapes, model_shapes
+from ..forms.measure.timing import Timing
 from ..model.tokens import first_samples, synthetic_batch
 from ..prunable.attention import tower_of
 from ..prunable.find import find_modules

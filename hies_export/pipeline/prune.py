@@ -14,7 +14,6 @@ from pydantic import ValidationError
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from ..cascade.cascade import Cascade
 from ..checkpoint.refits import RefittedLayers
 from ..data.batches import Batch
 from ..data.given import batches_of, first_rows, split_held_out, unlabelled
@@ -22,12 +21,15 @@ from ..data.targets import is_regression, samples_of
 from ..errors import RecipeError, RequestError
 from ..evaluate.judge import Judge
 from ..evaluate.metrics import check_metrics, default_metrics
+from ..forms.cascade.cascade import Cascade
+from ..forms.measure.counts import Both, FlopCount, count_both_flops, count_parameters
+from ..forms.onnx.export import OnnxExport
+from ..forms.onnx.quantize import Quantize, export_in_bits
+from ..forms.runtimes.base import Provider
+from ..forms.runtimes.registry import check_dtypes, check_runtime
 from ..hub import push_folder
-from ..measure.counts import Both, FlopCount, count_both_flops, count_parameters
 from ..model.modes import evaluating
 from ..model.task import task_of
-from ..onnx.export import OnnxExport
-from ..onnx.quantize import Quantize, export_in_bits
 from ..outcomes import BudgetOutcome
 from ..progress import SILENT, Clock, Progress, without_reports
 from ..recipe import (
@@ -43,8 +45,6 @@ from ..report.maps import plan_maps
 from ..report.report import plan_counts
 from ..report.rows import Table, change, quality_row, si
 from ..report.terminal import PlainTable, map_text
-from ..runtimes.base import Provider
-from ..runtimes.registry import check_dtypes, check_runtime
 from ..slim.refit import LayerFit
 from ..tasks import Task
 from ..values import PruningPlan, Scores

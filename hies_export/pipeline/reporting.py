@@ -6,19 +6,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..cascade.facts import CascadeFacts, CascadeSummary
 from ..data.facts import DataFacts
 from ..data.targets import samples_of
 from ..evaluate.metrics import METRICS
+from ..forms.cascade.facts import CascadeFacts, CascadeSummary
 from ..forms.deployment import Deployment
 from ..forms.exports import Exported
 from ..forms.files import ExportedFile
+from ..forms.gguf.export import GgufExport
 from ..forms.judged import JudgedForm
+from ..forms.measure.contention import OtherWork
+from ..forms.measure.machine import machine_facts
 from ..forms.measured import Measurements
-from ..gguf.export import GgufExport
 from ..kinds import ATTENTION
-from ..measure.contention import OtherWork
-from ..measure.machine import machine_facts
 from ..report.card import read_card, render_card
 from ..report.details import Details
 from ..report.html import render_html

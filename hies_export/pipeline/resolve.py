@@ -14,9 +14,6 @@ from typing import Any
 
 import datasets
 
-from ..cascade.cascade import check_classes
-from ..cascade.export import CascadeOptions
-from ..cascade.promise import check_rows
 from ..checkpoint.classes import load_config
 from ..checkpoint.dense import Source, check_device_map, load_dense, source_of, task_class
 from ..data.batches import Batch, by_length
@@ -30,13 +27,16 @@ from ..errors import RequestError
 from ..evaluate.interval import confidence_of_each, rate_rows_needed, rows_needed
 from ..evaluate.lm_eval import check_benchmarks
 from ..evaluate.metrics import METRICS, check_metrics, default_metrics
+from ..forms.cascade.cascade import check_classes
+from ..forms.cascade.export import CascadeOptions
+from ..forms.cascade.promise import check_rows
 from ..forms.deployment import LOOKS
 from ..forms.measured import MeasureOptions
 from ..forms.on_rows import ROWS
+from ..forms.runtimes.registry import RUNTIMES, check_dtypes, check_runtime
 from ..recipe import PruneSection, PruningRecipe
 from ..recipe.draws import Draws, Splits, draw, evaluated
 from ..report.provenance import Request
-from ..runtimes.registry import RUNTIMES, check_dtypes, check_runtime
 from ..tasks import TASKS
 from .prepare import Judged, Prepared, Rows, check_options, prepare, shapes_to_measure
 

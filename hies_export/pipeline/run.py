@@ -15,21 +15,21 @@ import torch
 from transformers import PreTrainedModel
 
 from .. import processes
-from ..cascade.export import export_cascade
-from ..cascade.facts import cascade_facts
 from ..checkpoint.folders import new_folder, refuse_existing
 from ..checkpoint.refits import REFIT
-from ..cost.latency import compare_with_full
 from ..evaluate.judge import Judge
 from ..evaluate.lm_eval import run_benchmarks
+from ..forms.cascade.export import export_cascade
+from ..forms.cascade.facts import cascade_facts
+from ..forms.cost.latency import compare_with_full
 from ..forms.deployment import Deployment, fastest_kept
 from ..forms.exports import Exported, Exporter, ExportOptions, check_exports, export_formats, require_exporters
 from ..forms.files import CASCADE, judge_exported, keep_file
 from ..forms.form import Form, Forms
 from ..forms.judged import judge_forms, time_forms, time_forms_on_rows
+from ..forms.measure.contention import CpuWatch, OtherWork
+from ..forms.measure.counts import Both
 from ..forms.measured import Measurements, measure_both
-from ..measure.contention import CpuWatch, OtherWork
-from ..measure.counts import Both
 from ..outcomes import CostOutcome
 from ..progress import SILENT, Clock, Progress
 from ..recipe import DeploySection, PruneSection, PruningRecipe

@@ -16,7 +16,7 @@ from ..errors import DropError
 from ..evaluate.interval import FAILURES
 from ..evaluate.judge import Judge, Judgement, Quality
 from ..evaluate.predict import Predictions, Predictor, predict
-from ..measure.counts import Both
+from ..forms.measure.counts import Both
 from ..outcomes import BudgetOutcome, PromiseOutcome
 from ..progress import Progress
 from ..slim.mask import masked_units

@@ -9,10 +9,10 @@ from functools import cached_property
 from typing import Any
 
 from .. import processes
-from ..cost.flops import flops_table
-from ..cost.latency import TimedOn, compare_with_full, latency_table
-from ..cost.parameters import parameters_table
 from ..errors import PlanError
+from ..forms.cost.flops import flops_table
+from ..forms.cost.latency import TimedOn, compare_with_full, latency_table
+from ..forms.cost.parameters import parameters_table
 from ..kinds import MLP
 from ..outcomes import BudgetOutcome, CostOutcome, HeadsOutcome
 from ..progress import Progress

@@ -13,7 +13,7 @@ from ..kinds import ATTENTION, KINDS
 
 if TYPE_CHECKING:
     from ..forms.exports import ExportOptions
-    from ..measure.timing import Timing
+    from ..forms.measure.timing import Timing
     from ..select.constraints import Constraints
     from ..slim.refit import Compensation
 
@@ -38,7 +38,7 @@ def _known(name: str, known: Iterable[str], *, what: str) -> str:
 
 
 def _known_runtime(name: str) -> str:
-    from ..runtimes.registry import RUNTIMES
+    from ..forms.runtimes.registry import RUNTIMES
 
     return _known(name, RUNTIMES, what="a runtime")
 
@@ -623,7 +623,7 @@ class MeasureSection(Section):
     @property
     def timing(self) -> Timing:
         """How often models run."""
-        from ..measure.timing import Timing
+        from ..forms.measure.timing import Timing
 
         return Timing(repeats=self.repeats, min_seconds=self.min_seconds)
 

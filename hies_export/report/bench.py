@@ -10,7 +10,7 @@ from pydantic.dataclasses import dataclass
 from rich.console import Console
 
 from ..files import Rule, check, read_json
-from ..measure.rows import LatencyRow
+from ..forms.measure.rows import LatencyRow
 from .drawing import latency_scale
 from .jinja import render
 from .report import REPORT, Report

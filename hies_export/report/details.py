@@ -6,13 +6,13 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, FailFast, Field, FiniteFloat, field_serializer, model_validator
 
-from ..cascade.facts import CascadeFacts
 from ..data.facts import DataFacts
 from ..evaluate.judge import AlphaPoint, Quality, Tried
+from ..forms.cascade.facts import CascadeFacts
 from ..forms.deployment import Deployment
 from ..forms.judged import JudgedForm
-from ..measure.contention import OtherWork
-from ..measure.counts import Both, FlopsByLayer
+from ..forms.measure.contention import OtherWork
+from ..forms.measure.counts import Both, FlopsByLayer
 from ..outcomes import BudgetOutcome, CostOutcome, KeepOutcome, MaxDropOutcome, Outcome
 from ..slim.refit import LayerFit
 from ..slim.siblings import Family

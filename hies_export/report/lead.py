@@ -6,7 +6,7 @@ import statistics
 
 from ..evaluate.metrics import quality_loss
 from ..forms.judged import deciding_step, relative_times
-from ..measure.rows import LatencyRow
+from ..forms.measure.rows import LatencyRow
 from ..outcomes import CostOutcome, HeadsOutcome, KeepOutcome, MaxDropOutcome
 from .report import Report
 from .rows import form_step

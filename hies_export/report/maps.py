@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from pydantic import Field
 
+from ..forms.measure.counts import Count
 from ..kinds import ATTENTION, MLP, UNIT_NAMES
-from ..measure.counts import Count
 from ..values import PruningPlan
 
 if TYPE_CHECKING:

@@ -10,13 +10,13 @@ from typing import Any
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
-from ..cascade.facts import CascadeSummary
 from ..files import Rule, check, read_json
+from ..forms.cascade.facts import CascadeSummary
 from ..forms.files import ExportedFile
+from ..forms.measure.counts import Both, Count, FlopCount, Size, StoredBytes
+from ..forms.measure.record import Record
+from ..forms.measure.rows import LatencyRow
 from ..kinds import ATTENTION, MLP
-from ..measure.counts import Both, Count, FlopCount, Size, StoredBytes
-from ..measure.record import Record
-from ..measure.rows import LatencyRow
 from ..units import Selection
 from ..values import PruningPlan, dump_json
 from .details import Details

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from ..evaluate.judge import Tried
 from ..forms.judged import FormTime, JudgedForm
-from ..measure.counts import Both, LayerFlops
-from ..measure.rows import LatencyRow
+from ..forms.measure.counts import Both, LayerFlops
+from ..forms.measure.rows import LatencyRow
 from . import text
 from .report import FirstMetric, Report
 from .text import agreement, named_units, runtime_name, si

@@ -8,7 +8,7 @@ from pydantic import FailFast, Field, FiniteFloat, model_validator
 
 from ..errors import quoted
 from ..files import Rule, Schema
-from ..measure.counts import Count
+from ..forms.measure.counts import Count
 from .details import Numbers
 
 RERUN = "run it again"

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..data.facts import DataFacts
 from ..evaluate.metrics import higher_is_better
-from ..measure.rows import LatencyRow
+from ..forms.measure.rows import LatencyRow
 from ..outcomes import CostOutcome, KeepOutcome, MaxDropOutcome
 from .report import Report, UnitCounts
 

@@ -22,13 +22,13 @@ from transformers import (
 )
 
 from hies_export import Cascade, load_runtime
-from hies_export.cascade import export as export_module
-from hies_export.cascade.export import CascadeExport, CascadeOptions, export_cascade
-from hies_export.cascade.graph import join_graphs
-from hies_export.cascade.promise import margins
 from hies_export.errors import ParityError, RequestError
 from hies_export.evaluate.predict import predict
-from hies_export.onnx.export import export_onnx
+from hies_export.forms.cascade import export as export_module
+from hies_export.forms.cascade.export import CascadeExport, CascadeOptions, export_cascade
+from hies_export.forms.cascade.graph import join_graphs
+from hies_export.forms.cascade.promise import margins
+from hies_export.forms.onnx.export import export_onnx
 
 Batches = list[dict[str, torch.Tensor]]
 
@@ -179,7 +179,7 @@ def test_one_file_in_8_bits(models: Any, tmp_path: Path) -> None:
     cascade = Cascade.choose(*models, texts(), disagreement=0.2)
     exported = cascade.export_onnx(tmp_path / "onnx", quantize="int8")
     session = onnxruntime.InferenceSession(str(exported.file))
-    assert session.get_modelmeta().custom_metadata_map["hies_export.cascade"].startswith('{"disagreement": 0.2')
+    assert session.get_modelmeta().custom_metadata_map["hies_export.forms.cascade"].startswith('{"disagreement": 0.2')
     answers = np.concatenate([run(exported.file, batch)["logits"] for batch in texts()]).argmax(-1)
     wanted = torch.cat([predict(models[1], [batch]) for batch in texts()]).argmax(-1).numpy()  # type: ignore[arg-type]
     assert (answers != wanted).sum() <= exported.promise.differ

@@ -17,9 +17,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Llam
 from hies_export import PruningPlan, apply_plan, find_attention, find_modules, load, prune_units, save_slim
 from hies_export.checkpoint.classes import load_config
 from hies_export.checkpoint.settings import complete_settings
+from hies_export.forms.onnx.multimodal import image_text_batch
 from hies_export.kinds import MLP
 from hies_export.model.tokens import synthetic_batch
-from hies_export.onnx.multimodal import image_text_batch
 from hies_export.slim.check import first_output
 
 LLAMA3 = {

@@ -129,7 +129,7 @@ def test_no_command_runs_it_or_asks(name: str, tmp_path: Path, monkeypatch: pyte
     def refuse(*_: object, **__: object) -> None:
         raise RequestError("not traced in this test")
 
-    monkeypatch.setattr("hies_export.onnx.export.export_onnx", refuse)
+    monkeypatch.setattr("hies_export.forms.onnx.export.export_onnx", refuse)
     checkpoint, written = trapped(name, tmp_path, monkeypatch)
     (tmp_path / "plan.json").write_text(plan_for(checkpoint))
     image = ["--image", tmp_path / "image.png"] if (tmp_path / "image.png").is_file() else []

@@ -12,8 +12,8 @@ import pytest
 from hies_export import cli
 from hies_export.cli import arguments
 from hies_export.cli.main import main
+from hies_export.forms.runtimes.registry import RUNTIMES
 from hies_export.lab.baselines.names import sweep_names
-from hies_export.runtimes.registry import RUNTIMES
 
 SHARED = {"__init__", "main", "arguments", "paths", "terminal"}
 COMMANDS = sorted({path.stem for path in Path(cli.__file__).parent.glob("*.py")} - SHARED)

@@ -15,16 +15,16 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from hies_export import find_attention, load, prune_units
 from hies_export.calibrate.moments import MomentStream
 from hies_export.cli.main import main
-from hies_export.cost.cut import cut_bundles
-from hies_export.cost.flops import flops_table
-from hies_export.cost.latency import TimedCut, TimedOn, latency_table
 from hies_export.errors import RecipeError
 from hies_export.evaluate.interval import FAILURES
 from hies_export.evaluate.metrics import quality_loss
+from hies_export.forms.cost.cut import cut_bundles
+from hies_export.forms.cost.flops import flops_table
+from hies_export.forms.cost.latency import TimedCut, TimedOn, latency_table
 from hies_export.forms.exports import Exporter, ExportOptions
 from hies_export.forms.form import Form
-from hies_export.measure.counts import count_flops
-from hies_export.measure.timing import Timing
+from hies_export.forms.measure.counts import count_flops
+from hies_export.forms.measure.timing import Timing
 from hies_export.pipeline.search import most_by_few_failures, most_within
 from hies_export.recipe import BudgetSection, PruningRecipe
 from hies_export.select.budget import CostTable
@@ -138,7 +138,7 @@ def test_a_timed_table_is_kept_unless_it_is_noisy(
         assert (dense.runtime, slim.runtime, [*batches]) == ("torch", "torch", [(2, 12)])
         return {((2, 12), "forward"): next(comparisons)}
 
-    monkeypatch.setattr("hies_export.cost.latency.compare_two", compare)
+    monkeypatch.setattr("hies_export.forms.cost.latency.compare_two", compare)
     model, batch = bert(), text_batch(2, 12, padding=False, labels=False)
     sites = find_attention(model, batch)
     where = TimedOn("torch", batch, Timing(repeats=6), Exporter(ExportOptions(), batch))
@@ -157,8 +157,8 @@ def test_a_kept_table_is_read_for_the_same_model_and_shape_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A machine that calls nothing noisy keeps every table.
-    monkeypatch.setattr("hies_export.cost.latency.is_noisy", lambda low, high: False)
-    monkeypatch.setattr("hies_export.cost.latency.WIDEST_INTERVAL", 1e9)
+    monkeypatch.setattr("hies_export.forms.cost.latency.is_noisy", lambda low, high: False)
+    monkeypatch.setattr("hies_export.forms.cost.latency.WIDEST_INTERVAL", 1e9)
     model = bert()
     sites = find_attention(model, text_batch(2, 12, padding=False, labels=False))
 
@@ -237,7 +237,7 @@ def test_a_run_by_time_says_predicted_and_measured(project: Path, monkeypatch: p
     cuts = [
         TimedCut(k, r, ratio_low=r, ratio_high=r, control_low=1, control_high=1) for k, r in ((0.5, 0.8), (1 / 6, 0.7))
     ]
-    monkeypatch.setattr("hies_export.cost.latency._read", lambda file, key: cuts)
+    monkeypatch.setattr("hies_export.forms.cost.latency._read", lambda file, key: cuts)
     latency = {"ratio": 0.85, "runtime": "torch", "batch": 3, "sequence": 20}
     assert run(project, {"latency": latency}) == 0
     report, budget = report_of(project / "out")
@@ -255,7 +255,7 @@ def test_a_ratio_to_float32_counts_what_fewer_bits_save(
     cuts = [
         TimedCut(k, r, ratio_low=r, ratio_high=r, control_low=1, control_high=1) for k, r in ((0.5, 0.8), (1 / 6, 0.7))
     ]
-    monkeypatch.setattr("hies_export.cost.latency._read", lambda file, key: cuts)
+    monkeypatch.setattr("hies_export.forms.cost.latency._read", lambda file, key: cuts)
     compared = []
 
     def compare(model: Any, dense: Any, where: TimedOn, *, progress: Any) -> Any:

@@ -11,17 +11,17 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from hies_export.cost import flops as flops_module
-from hies_export.cost.cut import cut_bundles
-from hies_export.cost.flops import flops_table
-from hies_export.cost.latency import TimedCut, TimedOn, latency_table
-from hies_export.cost.parameters import parameters_table
+from hies_export.forms.cost import flops as flops_module
+from hies_export.forms.cost.cut import cut_bundles
+from hies_export.forms.cost.flops import flops_table
+from hies_export.forms.cost.latency import TimedCut, TimedOn, latency_table
+from hies_export.forms.cost.parameters import parameters_table
 from hies_export.forms.exports import Exporter, ExportOptions
-from hies_export.measure.counts import Both, FlopCount, count_flops
-from hies_export.measure.timing import Timing
+from hies_export.forms.measure.counts import Both, FlopCount, count_flops
+from hies_export.forms.measure.timing import Timing
+from hies_export.forms.runtimes.base import RUNTIMES
 from hies_export.model.copies import share_weights
 from hies_export.outcomes import CostOutcome
-from hies_export.runtimes.base import RUNTIMES
 from hies_export.select.bundles import bundle_count
 from hies_export.units import PrunableModule
 
@@ -118,7 +118,7 @@ def test_a_forward_that_reads_values_is_counted_on_values() -> None:
 def timed_table(
     monkeypatch: pytest.MonkeyPatch, cuts: list[TimedCut], case: Case, *, step: int, unit: str = "group"
 ) -> Any:
-    monkeypatch.setattr("hies_export.cost.latency._read", lambda file, key: cuts)
+    monkeypatch.setattr("hies_export.forms.cost.latency._read", lambda file, key: cuts)
     monkeypatch.setattr(RUNTIMES["torch"], "width_step", step)
     model, modules, batch = case
     return latency_table(
@@ -161,8 +161,8 @@ def test_widths_between_steps_save_nothing_more(monkeypatch: pytest.MonkeyPatch)
 
 def test_cuts_are_timed_for_each_kind_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every cut touches one kind, at widths that are multiples of the step; the cache gives the same table again."""
-    monkeypatch.setattr("hies_export.cost.latency.is_noisy", lambda low, high: False)
-    monkeypatch.setattr("hies_export.cost.latency.WIDEST_INTERVAL", 1e9)
+    monkeypatch.setattr("hies_export.forms.cost.latency.is_noisy", lambda low, high: False)
+    monkeypatch.setattr("hies_export.forms.cost.latency.WIDEST_INTERVAL", 1e9)
     widths: list[tuple[set[int], set[int]]] = []
     original = cut_bundles
 
@@ -174,7 +174,7 @@ def test_cuts_are_timed_for_each_kind_alone(tmp_path: Path, monkeypatch: pytest.
         )
         return slim
 
-    monkeypatch.setattr("hies_export.cost.latency.cut_bundles", spy)
+    monkeypatch.setattr("hies_export.forms.cost.latency.cut_bundles", spy)
     monkeypatch.setattr(RUNTIMES["torch"], "width_step", 24)
     model, modules, batch = bert_case()
     where = TimedOn("torch", batch, Timing(repeats=1), Exporter(ExportOptions(), batch))

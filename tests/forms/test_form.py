@@ -13,9 +13,9 @@ from hies_export.errors import ExportError
 from hies_export.forms import compare, measured
 from hies_export.forms.exports import Exporter, ExportOptions
 from hies_export.forms.form import Form, Forms
+from hies_export.forms.measure.counts import Both
+from hies_export.forms.measure.timing import Timing
 from hies_export.forms.measured import MeasureOptions, measure_both
-from hies_export.measure.counts import Both
-from hies_export.measure.timing import Timing
 
 
 class Recording(Exporter):

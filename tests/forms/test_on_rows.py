@@ -7,7 +7,7 @@ import torch
 from hies_export.forms import form, on_rows
 from hies_export.forms.form import Form
 from hies_export.forms.on_rows import time_on_rows
-from hies_export.runtimes.base import Runtime
+from hies_export.forms.runtimes.base import Runtime
 
 
 class Compiling(Runtime):

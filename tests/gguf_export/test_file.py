@@ -16,7 +16,7 @@ from support.gguf import CASES, VOCABULARY, byte_level_tokenizer, cut, llama, qw
 from transformers import PreTrainedModel
 
 from hies_export import NonFiniteError, export_gguf
-from hies_export.gguf import export
+from hies_export.forms.gguf import export
 
 gguf = pytest.importorskip("gguf", reason='no gguf: pip install "hies-export[gguf]"')
 

@@ -27,12 +27,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hies_export import export_gguf, find_modules, load_runtime, prune_units
 from hies_export.errors import DataError, ExportError, MissingRuntimeError, ParityError
-from hies_export.gguf import parity
-from hies_export.gguf.vocabulary import _SPLITS
+from hies_export.forms.gguf import parity
+from hies_export.forms.gguf.vocabulary import _SPLITS
+from hies_export.forms.measure.machine import machine_facts
+from hies_export.forms.runtimes import llamacpp
+from hies_export.forms.runtimes.llamacpp import LlamaCppRuntime, is_installed
 from hies_export.kinds import MLP
-from hies_export.measure.machine import machine_facts
-from hies_export.runtimes import llamacpp
-from hies_export.runtimes.llamacpp import LlamaCppRuntime, is_installed
 
 pytest.importorskip("gguf", reason='no gguf: pip install "hies-export[gguf]"')
 pytestmark = pytest.mark.llamacpp
@@ -188,8 +188,8 @@ def test_llama_cpp_splits_texts_as_the_tokenizer_does(name: str, tmp_path: Path)
 
 @here
 def test_a_wrong_file_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hies_export.gguf.export.check_same_function", lambda *_: None)
-    monkeypatch.setattr("hies_export.gguf.tensors.interleave_halves", lambda rows, heads: rows)
+    monkeypatch.setattr("hies_export.forms.gguf.export.check_same_function", lambda *_: None)
+    monkeypatch.setattr("hies_export.forms.gguf.tensors.interleave_halves", lambda rows, heads: rows)
     with pytest.raises(ParityError, match=r"next-token probabilities in llama.cpp must be torch's within 0.001"):
         export_gguf(cut(llama()), tmp_path / "out", tokenizer=sentence_piece_tokenizer())
     assert list(tmp_path.iterdir()) == []
@@ -197,7 +197,7 @@ def test_a_wrong_file_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @here
 def test_a_wrong_tokenizer_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hies_export.gguf.vocabulary._pre_tokenizer", lambda described: "gpt-2")
+    monkeypatch.setattr("hies_export.forms.gguf.vocabulary._pre_tokenizer", lambda described: "gpt-2")
     with pytest.raises(ParityError, match="llama.cpp's tokenizer must split texts as the model's does, but splits"):
         export_gguf(llama(), tmp_path / "out", tokenizer=byte_level_tokenizer())
     assert list(tmp_path.iterdir()) == []
@@ -325,7 +325,7 @@ def test_without_it_the_message_is_the_command_that_installs_it(
 def test_without_it_a_file_is_written_and_said_not_to_be_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("hies_export.gguf.export.is_installed", lambda: False)
+    monkeypatch.setattr("hies_export.forms.gguf.export.is_installed", lambda: False)
     llama().save_pretrained(tmp_path / "model")
     sentence_piece_tokenizer().save_pretrained(tmp_path / "model")
     assert hies("export", tmp_path / "model", "--format", "gguf", "-o", tmp_path / "out") == 0

@@ -21,10 +21,10 @@ from transformers import (
 )
 
 from hies_export import PruningRecipe, RecipeError, RequestError, UnsupportedModelError, export_gguf
-from hies_export.gguf.architecture import find_layout
-from hies_export.gguf.export import check_exportable
-from hies_export.gguf.vocabulary import find_vocabulary
-from hies_export.runtimes.registry import check_task
+from hies_export.forms.gguf.architecture import find_layout
+from hies_export.forms.gguf.export import check_exportable
+from hies_export.forms.gguf.vocabulary import find_vocabulary
+from hies_export.forms.runtimes.registry import check_task
 
 pytest.importorskip("gguf", reason='no gguf: pip install "hies-export[gguf]"')
 

@@ -10,11 +10,11 @@ import pytest
 
 from hies_export.forms import compare
 from hies_export.forms.form import Form
-from hies_export.measure import contention
-from hies_export.measure.contention import CpuWatch, OtherWork
-from hies_export.measure.counts import FlopCount
-from hies_export.measure.rows import LatencyRow, with_contradictions
-from hies_export.measure.timing import Timing
+from hies_export.forms.measure import contention
+from hies_export.forms.measure.contention import CpuWatch, OtherWork
+from hies_export.forms.measure.counts import FlopCount
+from hies_export.forms.measure.rows import LatencyRow, with_contradictions
+from hies_export.forms.measure.timing import Timing
 
 HEADER = "cpu  9 9 9 9 9 9 9 9 0 0\n"
 # Read before any test: while tests run, the counters lie nowhere.

@@ -18,17 +18,17 @@ from transformers import (
 from hies_export.errors import NonFiniteError, RecipeError
 from hies_export.forms.compare import time_on
 from hies_export.forms.form import Form
-from hies_export.measure import counts, machine, timing
-from hies_export.measure.counts import FlopCount, count_flops, count_parameters
-from hies_export.measure.latency import compare_latency
-from hies_export.measure.machine import gpu_facts, machine_facts
-from hies_export.measure.ratios import is_noisy, paired_ratio, realised_share
-from hies_export.measure.rows import LatencyRow
-from hies_export.measure.timing import Timing
+from hies_export.forms.measure import counts, machine, timing
+from hies_export.forms.measure.counts import FlopCount, count_flops, count_parameters
+from hies_export.forms.measure.latency import compare_latency
+from hies_export.forms.measure.machine import gpu_facts, machine_facts
+from hies_export.forms.measure.ratios import is_noisy, paired_ratio, realised_share
+from hies_export.forms.measure.rows import LatencyRow
+from hies_export.forms.measure.timing import Timing
+from hies_export.forms.runtimes import base as runtime
+from hies_export.forms.runtimes.base import RUNTIMES, Runtime
 from hies_export.model.copies import parameter_bytes
 from hies_export.model.tokens import sequence_length, synthetic_batch
-from hies_export.runtimes import base as runtime
-from hies_export.runtimes.base import RUNTIMES, Runtime
 
 
 def tiny_bert(cls=BertForSequenceClassification):

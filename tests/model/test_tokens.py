@@ -6,7 +6,7 @@ import transformers
 from support.models import SIX_HEADS, bert, causal_lm, llama, llava
 
 from hies_export import RecipeError, RequestError, find_modules
-from hies_export.measure.shapes import model_shapes
+from hies_export.forms.measure.shapes import model_shapes
 from hies_export.model.tokens import longest_sequence, sample_batch, sequence_length, synthetic_batch
 
 SMALL = SIX_HEADS | {"vocab_size": 50, "max_position_embeddings": 20}

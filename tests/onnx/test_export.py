@@ -27,9 +27,9 @@ from hies_export.errors import (
     RecipeError,
     UnsupportedModelError,
 )
-from hies_export.onnx import export as export_module
-from hies_export.onnx.parity import compare_outputs
-from hies_export.onnx.trace import trace_sample
+from hies_export.forms.onnx import export as export_module
+from hies_export.forms.onnx.parity import compare_outputs
+from hies_export.forms.onnx.trace import trace_sample
 from hies_export.progress import quiet
 
 TEXT = ("input_ids", "attention_mask", "token_type_ids")

@@ -20,11 +20,11 @@ from transformers import PreTrainedModel
 import hies_export
 from hies_export import OnnxGenerator, find_modules, masked_units, prune_units
 from hies_export.errors import DataError, ParityError, UnsupportedModelError
-from hies_export.onnx import export as export_module
-from hies_export.onnx.export import OnnxExport, export_onnx
-from hies_export.onnx.multimodal import image_text_batch
-from hies_export.onnx.parity import _real_tokens, compare_outputs
-from hies_export.onnx.rewrites import flatten_gemm_inputs, share_tied_weights
+from hies_export.forms.onnx import export as export_module
+from hies_export.forms.onnx.export import OnnxExport, export_onnx
+from hies_export.forms.onnx.multimodal import image_text_batch
+from hies_export.forms.onnx.parity import _real_tokens, compare_outputs
+from hies_export.forms.onnx.rewrites import flatten_gemm_inputs, share_tied_weights
 
 
 def positions(mask: torch.Tensor) -> torch.Tensor:

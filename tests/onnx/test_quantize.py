@@ -18,10 +18,10 @@ from transformers import BertConfig, BertForSequenceClassification, LlamaConfig,
 
 from hies_export import HiesError, OnnxGenerator, OutputExistsError, ParityError, RequestError, load, prune
 from hies_export.cli.main import main
-from hies_export.onnx import export as export_module
-from hies_export.onnx import quantize as quantize_module
-from hies_export.onnx.export import OnnxExport, export_onnx
-from hies_export.onnx.quantize import Quantize, export_in_bits, quantize_onnx
+from hies_export.forms.onnx import export as export_module
+from hies_export.forms.onnx import quantize as quantize_module
+from hies_export.forms.onnx.export import OnnxExport, export_onnx
+from hies_export.forms.onnx.quantize import Quantize, export_in_bits, quantize_onnx
 
 
 @pytest.fixture(scope="module")

@@ -20,12 +20,12 @@ from transformers import AutoModelForSequenceClassification
 import hies_export
 from hies_export.calibrate.collect import collect_statistics
 from hies_export.calibrate.moments import MomentStream
-from hies_export.cost.flops import flops_table
-from hies_export.cost.parameters import parameters_table
 from hies_export.errors import PlanError, RecipeError
 from hies_export.evaluate.predict import predict
+from hies_export.forms.cost.flops import flops_table
+from hies_export.forms.cost.parameters import parameters_table
+from hies_export.forms.measure.counts import count_flops
 from hies_export.lab.studies.explore import read_exploration
-from hies_export.measure.counts import count_flops
 from hies_export.pipeline import candidates as candidates_module
 from hies_export.pipeline import resolve as resolve_module
 from hies_export.pipeline import targets

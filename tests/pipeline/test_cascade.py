@@ -15,11 +15,12 @@ from support.runs import hies
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hies_export import load_runtime, prune
-from hies_export.cascade.cascade import Cascade
 from hies_export.errors import RequestError
 from hies_export.forms import deployment as deploying
 from hies_export.forms import judged as judging
+from hies_export.forms.cascade.cascade import Cascade
 from hies_export.forms.on_rows import time_on_rows
+from hies_export.forms.runtimes.ort import OnnxRuntime
 from hies_export.hub import _contents
 from hies_export.pipeline import fastest, targets
 from hies_export.pipeline.fastest import choose_size
@@ -27,7 +28,6 @@ from hies_export.pipeline.resolve import resolve, rows_in_order
 from hies_export.progress import SILENT
 from hies_export.recipe import PruningRecipe
 from hies_export.report.report import Report
-from hies_export.runtimes.ort import OnnxRuntime
 
 SHAPE = {"hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 192, "initializer_range": 0.1}
 

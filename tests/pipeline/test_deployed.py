@@ -16,13 +16,13 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from hies_export.errors import RequestError
 from hies_export.forms.compare import compare_forms
 from hies_export.forms.form import Form
+from hies_export.forms.measure.timing import Timing
+from hies_export.forms.runtimes import base
+from hies_export.forms.runtimes.base import Runtime
 from hies_export.hub import _contents
-from hies_export.measure.timing import Timing
 from hies_export.pipeline.run import run
 from hies_export.recipe import PruningRecipe
 from hies_export.report.report import Report
-from hies_export.runtimes import base
-from hies_export.runtimes.base import Runtime
 
 ROWS = 24
 # Wide enough for layers that are worth 8 bits.

@@ -16,10 +16,10 @@ from support.runs import hies, without_tracing
 
 from hies_export import RecipeError, RequestError, prune
 from hies_export.calibrate.moments import MomentStream
-from hies_export.cost.flops import flops_table
 from hies_export.errors import DropError
 from hies_export.evaluate.interval import FAILURES, confidence_of_each
 from hies_export.evaluate.predict import predict
+from hies_export.forms.cost.flops import flops_table
 from hies_export.outcomes import KeepOutcome
 from hies_export.pipeline import targets
 from hies_export.pipeline.choose import choose

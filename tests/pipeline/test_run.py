@@ -27,6 +27,7 @@ from hies_export.errors import RequestError
 from hies_export.evaluate.judge import stability
 from hies_export.evaluate.predict import predict
 from hies_export.forms.exports import ExportOptions
+from hies_export.forms.runtimes.pytorch import TorchRuntime
 from hies_export.pipeline import bench as benching
 from hies_export.pipeline.bench import bench
 from hies_export.pipeline.resolve import resolve
@@ -34,7 +35,6 @@ from hies_export.recipe import PruningRecipe
 from hies_export.recipe.sections import HeldOutSection
 from hies_export.report.maps import CUT, KEPT
 from hies_export.report.report import Report
-from hies_export.runtimes.pytorch import TorchRuntime
 from hies_export.values import PruningPlan
 
 SUMMARY = {

@@ -18,7 +18,7 @@ from hies_export.checkpoint.refits import REFIT
 from hies_export.errors import DataError
 from hies_export.evaluate.judge import Judge
 from hies_export.evaluate.predict import predict
-from hies_export.onnx.export import export_onnx
+from hies_export.forms.onnx.export import export_onnx
 from hies_export.pipeline import run as stages
 from hies_export.pipeline.resolve import resolve
 from hies_export.pipeline.run import run

@@ -10,7 +10,7 @@ from support.reports import DATA, make_report, terminal
 from support.reports import TRIED as TRIED_ROW
 
 from hies_export import Kept, PruningPlan, Report
-from hies_export.measure.counts import LayerFlops
+from hies_export.forms.measure.counts import LayerFlops
 from hies_export.report.card import render_card
 from hies_export.report.details import NeuronCount
 from hies_export.report.drawing import Bar, neuron_bars

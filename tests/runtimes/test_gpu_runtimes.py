@@ -10,9 +10,9 @@ import torch
 from support.models import bert, causal_lm, text_batch
 
 from hies_export import MissingRuntimeError, export_onnx, load_runtime
-from hies_export.runtimes import ort_gpu as gpu_runtimes
-from hies_export.runtimes.ort import OnnxRuntime
-from hies_export.runtimes.ort_gpu import CudaOnnxRuntime, TensorRtOnnxRuntime
+from hies_export.forms.runtimes import ort_gpu as gpu_runtimes
+from hies_export.forms.runtimes.ort import OnnxRuntime
+from hies_export.forms.runtimes.ort_gpu import CudaOnnxRuntime, TensorRtOnnxRuntime
 
 
 class OnTheCpu(CudaOnnxRuntime):

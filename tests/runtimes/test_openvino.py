@@ -11,9 +11,9 @@ from support.models import bert, causal_lm, save_project, text_batch
 from support.runs import hies
 
 from hies_export import DataError, ExportError, RecipeError, RequestError, bench, export_onnx
-from hies_export.measure.machine import machine_facts
+from hies_export.forms.measure.machine import machine_facts
+from hies_export.forms.runtimes.registry import check_dtypes, load_runtime
 from hies_export.model.tokens import positions_of
-from hies_export.runtimes.registry import check_dtypes, load_runtime
 
 
 @pytest.fixture

@@ -8,12 +8,12 @@ from support.models import causal_lm
 from transformers import BertConfig, BertForSequenceClassification
 
 from hies_export import DataError, MissingRuntimeError, RecipeError, export_onnx, load_runtime
+from hies_export.forms.runtimes.base import RUNTIMES, Runtime, last_token, register_runtime
+from hies_export.forms.runtimes.ort import OnnxRuntime
+from hies_export.forms.runtimes.pytorch import TorchRuntime
 from hies_export.model.copies import convert, share_weights
 from hies_export.model.tokens import forward_inputs, positions_of
 from hies_export.recipe.sections import MeasureSection
-from hies_export.runtimes.base import RUNTIMES, Runtime, last_token, register_runtime
-from hies_export.runtimes.ort import OnnxRuntime
-from hies_export.runtimes.pytorch import TorchRuntime
 
 # logits = 2 * input_ids + attention_mask - token_type_ids, so every input can be seen in the output.
 GRAPH = """<ir_version: 10, opset_import: ["" : 20]>

@@ -15,9 +15,9 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, LlamaConfig, PreTrainedModel
 
 from hies_export import PruningPlan, apply_plan, compare_cut, find_modules, load, prune_units, save_slim
+from hies_export.forms.onnx.multimodal import image_text_batch
 from hies_export.kinds import KINDS
 from hies_export.model.copies import convert
-from hies_export.onnx.multimodal import image_text_batch
 from hies_export.slim.check import first_output
 from hies_export.slim.config import is_slim
 from hies_export.slim.siblings import SIBLINGS, Family, as_sibling, families, tensor_shapes

@@ -22,8 +22,8 @@ from hies_export import PruningPlan, export_onnx, find_modules, load, masked_uni
 from hies_export.calibrate.collect import collect_statistics
 from hies_export.checkpoint.save import check_reload, save_slim
 from hies_export.errors import ReloadMismatchError, UnsupportedModelError
+from hies_export.forms.onnx.multimodal import is_vision_language
 from hies_export.kinds import ATTENTION, KINDS, UNIT_NAMES
-from hies_export.onnx.multimodal import is_vision_language
 from hies_export.slim.check import compare_cut, first_output, max_abs
 from hies_export.slim.config import is_slim
 from hies_export.units import PrunableModule

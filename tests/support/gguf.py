@@ -11,7 +11,7 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, pro
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from hies_export import find_modules, prune_units
-from hies_export.gguf.parity import TEXTS
+from hies_export.forms.gguf.parity import TEXTS
 from support.cuts import random_neurons
 from support.models import shake
 

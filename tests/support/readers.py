@@ -24,13 +24,14 @@ from hies_export import HiesError, Kept, PruningPlan, PruningRecipe, Report, app
 from hies_export.checkpoint.loading import load_version4
 from hies_export.checkpoint.refits import REFIT, digest_tensors, read_refit
 from hies_export.cli.arguments import read_recipe
-from hies_export.cost.latency import TimedCut, _read
 from hies_export.data.processors import load_processor
+from hies_export.forms.cost.latency import TimedCut, _read
+from hies_export.forms.onnx.generator import _special_tokens
+from hies_export.forms.runtimes.ort import CACHE_SIZES, cache_sizes
 from hies_export.lab.studies.explore import estimate, lost_share, read_exploration
 from hies_export.lab.sweep.figures import draw_sweep
 from hies_export.lab.sweep.journal import Journal
 from hies_export.lab.sweep.page import read_sweep, render_sweep
-from hies_export.onnx.generator import _special_tokens
 from hies_export.pipeline.fastest import CutJournal
 from hies_export.pipeline.resolve import requested
 from hies_export.report.bench import print_bench, read_report, render_bench
@@ -40,7 +41,6 @@ from hies_export.report.html import render_html
 from hies_export.report.jinja import render_markdown
 from hies_export.report.maps import KEPT, plan_maps
 from hies_export.report.terminal import map_text, print_report
-from hies_export.runtimes.ort import CACHE_SIZES, cache_sizes
 from hies_export.slim.check import check_selection
 from support.cuts import random_cut
 from support.models import bert, causal_lm, cut_bert, generative_tokenizer, save_text_model, text_batch, vit, write_rows

@@ -17,7 +17,7 @@ import hies_export.pipeline.bench
 import hies_export.pipeline.run
 from hies_export.checkpoint.folders import new_folder
 from hies_export.cli.main import main
-from hies_export.onnx.export import OnnxExport, export_onnx
+from hies_export.forms.onnx.export import OnnxExport, export_onnx
 from support.models import save_project
 
 

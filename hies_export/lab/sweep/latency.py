@@ -11,16 +11,16 @@ from typing import Any
 
 from torch import Tensor
 
-from ...cost.cut import cut_bundles
 from ...errors import RequestError
 from ...forms.compare import compare_two
+from ...forms.cost.cut import cut_bundles
 from ...forms.exports import require_exporters
 from ...forms.form import Form, Forms
-from ...measure.shapes import model_shapes
-from ...measure.timing import Timing
+from ...forms.measure.shapes import model_shapes
+from ...forms.measure.timing import Timing
+from ...forms.runtimes.registry import RUNTIMES, check_runtime, check_task
 from ...model.tokens import longest_sequence, synthetic_batch
 from ...progress import Progress
-from ...runtimes.registry import RUNTIMES, check_runtime, check_task
 from ...tasks import Task
 from .journal import Journal
 from .shared import Shared

@@ -14,7 +14,7 @@ from ...calibrate.moments import MomentStream
 from ...data.batches import by_length
 from ...evaluate.judge import Judge
 from ...evaluate.predict import Predictions, predict
-from ...measure.counts import count_flops
+from ...forms.measure.counts import count_flops
 from ...model.copies import share_weights
 from ...pipeline.candidates import Candidates
 from ...pipeline.prepare import Prepared

@@ -19,7 +19,7 @@ from typing import Any
 
 from ...data.targets import samples_of
 from ...errors import RecipeError, StepError, first_line
-from ...measure.machine import machine_facts
+from ...forms.measure.machine import machine_facts
 from ...progress import SILENT, Progress
 from ...recipe import PruningRecipe
 from ...tasks import TASKS

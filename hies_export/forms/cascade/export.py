@@ -1,0 +1,226 @@
+"""Write two exported classifiers as one ONNX graph whose answers keep a promise, and prove that they do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from ...checkpoint.folders import new_folder, refuse_existing
+from ...data.batches import Batch
+from ...errors import ParityError, RequestError
+from ...evaluate.interval import CONFIDENCE, upper_rate
+from ...evaluate.predict import predict_by
+from ..onnx.export import OnnxExport, save_program
+from ..onnx.quantize import Quantize
+from ..runtimes.bits import quantize_graph
+from ..runtimes.ort import ONNX_FILE
+from ..runtimes.registry import load_runtime
+from .graph import join_graphs
+from .promise import Promise, choose_threshold, margins
+
+# Metadata of a joined graph: its promise, as JSON.
+PROMISE = "hies_export.forms.cascade"
+# Tolerance between the joined graph and the two graphs by hand, relative to the largest logit: in float32, and in fewer
+# bits. Rows that go on are computed in another batch, and without columns that are padding in all of them.
+TOLERANCE, TOLERANCE_BITS = 1e-3, 5e-2
+# How far a margin may move in another graph or batch, relative to the largest logit: in float32, and by the rounding of
+# both logits in bfloat16.
+RESOLUTION, RESOLUTION_BITS = 1e-4, torch.finfo(torch.bfloat16).eps
+
+
+@dataclass(frozen=True, kw_only=True)
+class CascadeOptions:
+    """What a cascade promises, and the runtime that serves it.
+
+    Attributes:
+        disagreement: Largest share of answers that may differ from the dense model's, in (0, 1).
+        confidence: The probability that the promise holds, in (0, 1).
+        quantize: "int8" writes the linear layers of the slim part in 8 bits. Embeddings stay in float32: the dense part
+            reads them too.
+        runtime: The runtime that serves the file, as in `load_runtime`.
+        dtype: What the runtime computes in, if it has a choice.
+    """
+
+    disagreement: float
+    confidence: float = CONFIDENCE
+    quantize: Quantize | None = None
+    runtime: str = "onnxruntime-cpu"
+    dtype: str | None = None
+
+    @property
+    def bits(self) -> str:
+        """What the linear layers of the slim part are computed in."""
+        return self.quantize or self.dtype or "float32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CascadeExport:
+    """A slim and a dense classifier in one graph.
+
+    Attributes:
+        folder: The folder, with the graph, config.json and the processor's files.
+        file: The graph, `model.onnx`.
+        bytes: Size of graph and weights in bytes.
+        shared_bytes: Size of the weights that both models use, which are stored once.
+        promise: The threshold, and its promise about the answers of this file.
+        max_abs: Largest difference from the logits of the two graphs, over all held-out rows.
+        quantize: "int8" if the linear layers of the slim part are in 8 bits.
+    """
+
+    folder: Path
+    file: Path
+    bytes: int
+    shared_bytes: int
+    promise: Promise
+    max_abs: float
+    quantize: str | None
+
+
+def export_cascade(
+    slim: OnnxExport,
+    dense: OnnxExport,
+    folder: str | Path,
+    *,
+    batches: Sequence[Batch],
+    answers: torch.Tensor,
+    options: CascadeOptions,
+    overwrite: bool = False,
+) -> CascadeExport:
+    """Write `folder/model.onnx`: the slim graph, and the dense one for the rows that the slim one is unsure of.
+
+    The threshold is chosen by the logits of these graphs on the runtime that will serve them. The written file then
+    answers all held-out rows, and must agree with the two graphs.
+
+    Args:
+        slim, dense: Exports of two encoders with the same inputs and classes, for provider cpu in float32.
+        folder: Where to write; appears only when everything is written and checked.
+        batches: Held-out rows, like those to be served.
+        answers: Logits of the dense model in torch on these rows, (rows, classes), which the promise is about.
+        options: The promise, the bits, and the runtime that serves the file.
+        overwrite: Replace an existing folder.
+
+    Raises:
+        OutputExistsError: The folder exists and `overwrite` is off.
+        RequestError: The exports differ in inputs or are of another kind, or the rows are too few for the promise.
+        PlanError: The dense graph, as it is served, changes too many answers itself.
+        ParityError: The file differs from the two graphs, or breaks its promise; nothing is kept.
+    """
+    import onnx_ir
+
+    folder = Path(folder)
+    refuse_existing(folder, overwrite=overwrite)
+    _check(slim, dense, options.quantize)
+    graphs = [onnx_ir.load(export.file) for export in (slim, dense)]
+    if options.quantize:
+        quantize_graph(graphs[0].graph, tables=False)
+
+    def logits(file: Path) -> torch.Tensor:
+        found = predict_by(load_runtime(options.runtime, file, dtype=options.dtype).logits, batches)
+        assert isinstance(found, torch.Tensor)
+        return found
+
+    with new_folder(folder, overwrite=overwrite) as staging, TemporaryDirectory() as temporary:
+        sure, certain = Path(temporary) / ONNX_FILE, logits(dense.file)
+        save_program(graphs[0], sure)
+        found = logits(sure)
+        largest = max(1.0, certain.abs().max().item(), found.abs().max().item())
+        exact = options.dtype in (None, "float32")
+        resolution = RESOLUTION if exact else RESOLUTION_BITS * largest
+        promise = choose_threshold(
+            found,
+            answers,
+            options.disagreement,
+            passed_on=certain,
+            confidence=options.confidence,
+            resolution=resolution,
+        )
+        program = onnx_ir.load(sure)
+        shared = join_graphs(program.graph, graphs[1].graph, promise.threshold)
+        program.metadata_props[PROMISE] = json.dumps(asdict(promise))
+        for file in slim.folder.iterdir():
+            if not file.name.startswith(slim.file.name):
+                shutil.copy(file, staging)
+        save_program(program, staging / ONNX_FILE)
+        joined = logits(staging / ONNX_FILE)
+        max_abs = _compared(
+            joined,
+            found,
+            certain,
+            apart=margins(found) - promise.threshold,
+            near=resolution,
+            tolerance=TOLERANCE if exact else TOLERANCE_BITS * largest,
+        )
+        _check_promise(joined, answers, promise)
+        size = sum(file.stat().st_size for file in staging.glob(f"{ONNX_FILE}*"))
+    return CascadeExport(
+        folder=folder,
+        file=folder / ONNX_FILE,
+        bytes=size,
+        shared_bytes=shared,
+        promise=promise,
+        max_abs=max_abs,
+        quantize=options.quantize,
+    )
+
+
+def _check(slim: OnnxExport, dense: OnnxExport, quantize: str | None) -> None:
+    """Refuse exports that cannot be joined."""
+    if slim.inputs != dense.inputs:
+        raise RequestError(
+            f"both models of a cascade must take the same inputs, got {', '.join(slim.inputs)} and "
+            f"{', '.join(dense.inputs)}; export both with the same batch"
+        )
+    for export in (slim, dense):
+        if len(export.files) > 1 or export.decodes or export.quantize:
+            raise RequestError(
+                f"a cascade joins two encoders in float32, got {', '.join(export.files)} in {export.folder}; export "
+                "two classifiers without quantize"
+            )
+        if (export.provider, export.dtype) != ("cpu", "float32"):
+            raise RequestError(
+                f"a cascade needs provider cpu and dtype float32, got {export.provider} and {export.dtype}; leave them "
+                "out"
+            )
+    if quantize not in (None, "int8"):
+        raise RequestError(f"quantize: {quantize} is for models that generate, got a cascade of encoders; use int8")
+
+
+def _compared(
+    joined: torch.Tensor,
+    slim: torch.Tensor,
+    dense: torch.Tensor,
+    *,
+    apart: torch.Tensor,
+    near: float,
+    tolerance: float,
+) -> float:
+    """Return the largest difference between the joined graph and the two graphs by hand, if it is within the tolerance.
+
+    `apart`, (rows,), is how far each margin is above the threshold; within `near` of it, either answer is right.
+    """
+    to_slim, to_dense = ((joined - part).abs().amax(-1) for part in (slim, dense))
+    differences = torch.where(apart <= 0, to_dense, to_slim)
+    worst = torch.where(apart.abs() <= near, torch.minimum(to_slim, to_dense), differences).max().item()
+    if not worst <= tolerance:
+        raise ParityError(
+            f"the graph of a cascade must agree with its two models to {tolerance:.2e}, but differs by {worst:.2e}; "
+            "report the model"
+        )
+    return worst
+
+
+def _check_promise(joined: torch.Tensor, answers: torch.Tensor, promise: Promise) -> None:
+    """Check that the joined graph keeps the promise on the rows that it was made on."""
+    differ = int((joined.argmax(-1) != answers.argmax(-1)).sum())
+    if upper_rate(differ, promise.rows, promise.confidence) > promise.disagreement:
+        raise ParityError(
+            f"the graph of a cascade must keep the promised disagreement of {promise.disagreement:g}, but changes "
+            f"{differ} of {promise.rows:,} held-out answers (its two models in torch: {promise.differ}); serve it in "
+            "float32"
+        )

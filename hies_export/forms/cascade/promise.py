@@ -1,0 +1,123 @@
+"""Choose the margin below which answers are left to the dense model, as a promise about the share that changes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ...errors import DataError, PlanError, RequestError
+from ...evaluate.interval import CONFIDENCE, rate_rows_needed, upper_rate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Promise:
+    """At most a share of the answers differs from the dense model's, on rows like those it was made on.
+
+    Attributes:
+        disagreement: The share that is promised.
+        confidence: The probability that the promise holds, over draws of the rows.
+        threshold: Rows whose margin is at most this go on to the dense model.
+        rows: Number of rows that the threshold was chosen on.
+        passed_on: Share of them that go on.
+        differ: Number of them that get another answer than the dense model's.
+        bound: Upper end of the interval of that share; at most `disagreement`.
+    """
+
+    disagreement: float
+    confidence: float
+    threshold: float
+    rows: int
+    passed_on: float
+    differ: int
+    bound: float
+
+
+def margins(logits: torch.Tensor) -> torch.Tensor:
+    """Return the distance of the largest logit to the next one, (rows,), of logits (rows, classes)."""
+    if logits.dim() != 2 or logits.shape[1] < 2:
+        raise DataError(
+            f"a margin needs the logits of two classes or more for each row, got shape {tuple(logits.shape)}; a number "
+            "or a token has none, see the guide on cascades"
+        )
+    first, second = logits.topk(2, dim=-1).values.unbind(-1)
+    return first - second
+
+
+def choose_threshold(
+    slim: torch.Tensor,
+    dense: torch.Tensor,
+    disagreement: float,
+    *,
+    passed_on: torch.Tensor | None = None,
+    confidence: float = CONFIDENCE,
+    resolution: float = 0.0,
+) -> Promise:
+    """Choose the smallest threshold with which the promise holds.
+
+    The share of answers that differ only falls as the threshold rises. So the smallest threshold whose Clopper-Pearson
+    bound is small enough keeps the promise with the confidence of a single bound, although it is chosen among many.
+
+    Args:
+        slim: Logits of held-out rows as they are served, (rows, classes).
+        dense: The dense model's logits of the same rows, whose largest are the right answers.
+        disagreement: Largest share of answers that may differ, in (0, 1).
+        passed_on: Logits of the dense model as it is served, in other bits perhaps; by default `dense`.
+        confidence: The probability that the promise holds, in (0, 1).
+        resolution: How far a margin may move when the rows are served; the threshold is higher by it.
+
+    Raises:
+        RequestError: `disagreement` is out of range, or the rows are too few to promise it.
+        PlanError: The dense model as it is served changes too many answers itself.
+
+    Source: Bates et al., "Distribution-free, risk-controlling prediction sets", J. ACM 68 (2021), theorem 1.
+    """
+    check_disagreement(disagreement)
+    count = check_rows(len(slim), disagreement, confidence)
+    answers = dense.argmax(-1)
+    margin, wrong = margins(slim), slim.argmax(-1) != answers
+    # Counted wherever it goes, so that the share still only falls as the threshold rises.
+    lost = torch.zeros_like(wrong) if passed_on is None else passed_on.argmax(-1) != answers
+    allowed = max(n for n in range(count) if upper_rate(n, count, confidence) <= disagreement)
+    allowed -= int(lost.sum())
+    if allowed < 0:
+        raise PlanError(
+            f"a cascade may change {100 * disagreement:g} % of the answers, but the dense model as it is served "
+            f"changes {int(lost.sum())} of {count:,} itself; serve it in more bits, or promise less"
+        )
+    worst = margin[wrong & ~lost].sort(descending=True).values
+    threshold = _between(margin, worst[allowed]) + resolution if len(worst) > allowed else 0.0
+    unsure = margin <= threshold
+    differ = int((lost | (wrong & ~unsure)).sum())
+    return Promise(
+        disagreement=disagreement,
+        confidence=confidence,
+        threshold=threshold,
+        rows=count,
+        passed_on=unsure.double().mean().item(),
+        differ=differ,
+        bound=upper_rate(differ, count, confidence),
+    )
+
+
+def _between(margin: torch.Tensor, below: torch.Tensor) -> float:
+    """Return the middle between a margin and the next larger one, so that no row lies at the threshold."""
+    above = margin[margin > below]
+    return (below.item() + above.min().item()) / 2 if len(above) else below.item()
+
+
+def check_disagreement(disagreement: float) -> None:
+    """Refuse, by a RequestError, a share of answers outside (0, 1)."""
+    if not 0 < disagreement < 1:
+        raise RequestError(f"disagreement must be in (0, 1), a share of the answers, got {disagreement:g}")
+
+
+def check_rows(count: int, disagreement: float, confidence: float = CONFIDENCE) -> int:
+    """Return the number of rows, or refuse, by a RequestError, to promise on so few."""
+    needed = rate_rows_needed(disagreement, confidence)
+    if count < needed:
+        raise RequestError(
+            f"disagreement: {disagreement:g} can be promised with {100 * confidence:g} % confidence from {needed:,} "
+            f"held-out rows or more, and there are {count:,}; give more rows, or promise less"
+        )
+    return count

@@ -1,0 +1,103 @@
+"""Count the FLOPs that every module saves per bundle of units removed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from ...model.copies import share_weights
+from ...select.budget import CostTable
+from ...select.bundles import bundle_count
+from ...units import PrunableModule
+from ..measure.counts import flops_by_module, innermost
+from .cut import cut_bundles
+
+# Bundles that modules lose in turn, in the cut that checks the counts.
+UNEVEN = (1, 3, 0, 2, 5)
+
+
+def flops_table(
+    model: PreTrainedModel, modules: Sequence[PrunableModule], *, batch: Mapping[str, Any], unit: str = "group"
+) -> CostTable:
+    """Return the table of FLOPs saved by removing bundles from every module, attention products included.
+
+    All modules of a kind lose a bundle in one cut, and the saved operations are attributed to the modules that did
+    them. An uneven cut of both kinds is counted too. If the attribution does not predict it exactly, every module is
+    cut by itself.
+
+    Args:
+        model: The dense model.
+        modules: The modules that may lose units, of one kind or both.
+        batch: Inputs of the shape at which to count.
+        unit: As in `Constraints`.
+
+    Returns:
+        Module -> share of the dense model's FLOPs that it saves by losing 0, 1, 2, ... bundles.
+
+    Examples:
+        >>> table = flops_table(model, modules, batch=batches[0])
+        >>> selection = select_units(scores, modules, table=table, ratio=0.9)
+        >>> table.ratio({name: len(kept.removed) for name, kept in selection.items()}) <= 0.9
+        True
+    """
+    try:
+        dense, one = _saved_per_bundle(share_weights(model, device="meta"), modules, batch, unit)
+    except (RuntimeError, NotImplementedError):  # the forward depends on the values of its inputs
+        dense, one = _saved_per_bundle(model, modules, batch, unit)
+    # 0 to count - 1 bundles: the last one of a module is never removed.
+    saved = {m.name: tuple(one[m.name] / dense * k for k in range(bundle_count(m, unit))) for m in modules}
+    return CostTable("FLOPs", saved)
+
+
+def _saved_per_bundle(
+    model: PreTrainedModel, modules: Sequence[PrunableModule], batch: Mapping[str, Any], unit: str
+) -> tuple[int, dict[str, int]]:
+    """Return the FLOPs of the model, and the saving per bundle of every module."""
+
+    def count(removed: Mapping[str, int]) -> dict[str, int]:
+        return flops_by_module(cut_bundles(model, modules, removed, unit=unit), batch)
+
+    dense = flops_by_module(model, batch)
+    most = {module.name: bundle_count(module, unit) - 1 for module in modules}
+    one = dict.fromkeys(most, 0)
+    able = [module for module in modules if most[module.name]]
+    for kind in dict.fromkeys(module.kind for module in able):
+        of_kind = [module for module in able if module.kind == kind]
+        one |= _attributed(of_kind, dense, count(dict.fromkeys((module.name for module in of_kind), 1)))
+    uneven = {module.name: min(UNEVEN[i % len(UNEVEN)], most[module.name]) for i, module in enumerate(able)}
+    if dense[""] - sum(one[name] * lost for name, lost in uneven.items()) != count(uneven)[""]:
+        one |= {module.name: dense[""] - count({module.name: 1})[""] for module in able}
+    return dense[""], one
+
+
+def _attributed(modules: Sequence[PrunableModule], dense: Mapping[str, int], cut: Mapping[str, int]) -> dict[str, int]:
+    """Return how the FLOPs that a cut of all modules of a kind saves are attributed to these modules.
+
+    A linear layer belongs to the module whose producer or consumer it is, anything else to the innermost module around
+    it. Operations that belong to none are left out.
+    """
+    linear = {name: module.name for module in modules for name in module.layers}
+    names = {module.name for module in modules}
+    found = dict.fromkeys(names, 0)
+    before, after = _own(dense), _own(cut)
+    for name in before:
+        if saved := before[name] - after.get(name, 0):
+            owner = linear.get(name) or innermost(name, names)
+            if owner is not None:
+                found[owner] += saved
+    return found
+
+
+def _own(flops: Mapping[str, int]) -> dict[str, int]:
+    """Return the FLOPs of every torch module without those of the modules inside it."""
+    own = dict(flops)
+    for name, count in flops.items():
+        if name:
+            # A container such as a ModuleList is never called, so it is not among the modules.
+            outer = name.rpartition(".")[0]
+            while outer not in own:
+                outer = outer.rpartition(".")[0]
+            own[outer] -= count
+    return own

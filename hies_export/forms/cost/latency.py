@@ -1,0 +1,264 @@
+"""Time uniform cuts of each kind of unit on a runtime, and divide the time saved among the modules of that kind."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ...checkpoint.folders import replace_file, user_cache
+from ...errors import RequestError
+from ...files import Rule, read_json
+from ...kinds import ATTENTION
+from ...progress import SILENT, Progress
+from ...select.budget import CostTable
+from ...select.bundles import bundle_count
+from ...units import PrunableModule, Units
+from ..compare import compare_two
+from ..exports import Exporter
+from ..form import Forms
+from ..measure.contention import CpuWatch
+from ..measure.counts import Shape
+from ..measure.latency import LatencyComparison
+from ..measure.machine import machine_facts
+from ..measure.ratios import is_noisy
+from ..measure.timing import Timing
+from ..runtimes.base import GPU_WIDTH_STEP, RUNTIMES
+from .cut import cut_bundles
+from .flops import flops_table
+
+# Share of its bundles that every module of a kind keeps in each timed cut; 0 stands for the smallest timed cut.
+LEVELS = (0.75, 0.5, 0.25, 0.0)
+# Timed cuts are cached only if no 95 % interval of a ratio is wider than this. Widths were 0.04 to 0.07 on an idle
+# machine, and twice that on a busy one.
+WIDEST_INTERVAL = 0.08
+TABLE_FORMAT = 6
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TimedOn:
+    """The runtime, batch and number of runs to time cuts with, and the exporter for runtimes that read exports.
+
+    `dtype` is what the runtime computes in; None leaves that to the model or its export.
+    """
+
+    runtime: str
+    batch: Mapping[str, Tensor]
+    timing: Timing
+    exporter: Exporter
+    dtype: str | None = None
+
+    @property
+    def batches(self) -> dict[Shape, Mapping[str, Tensor]]:
+        """The batch by the first two of its axes."""
+        rows, columns, *_ = next(iter(self.batch.values())).shape
+        return {(rows, columns): self.batch}
+
+    @property
+    def full(self) -> str:
+        """The runtime that computes the same in float32."""
+        return RUNTIMES[self.runtime].full or self.runtime
+
+
+@dataclass(frozen=True)
+class TimedCut:
+    """A uniform cut of the modules of one `kind`, timed against the dense model.
+
+    `kept` is the share of the bundles that stay. `ratio` is the time of the cut model / time of the dense model, with
+    its 95 % interval; `control_low` and `control_high` are the interval of the dense model against itself.
+    """
+
+    kept: float
+    ratio: float
+    ratio_low: float
+    ratio_high: float
+    control_low: float
+    control_high: float
+    kind: str = ATTENTION
+
+    @property
+    def sharp(self) -> bool:
+        """Whether the ratio is precise enough to be cached."""
+        return not is_noisy(self.control_low, self.control_high) and self.ratio_high - self.ratio_low <= WIDEST_INTERVAL
+
+
+def latency_table(
+    model: PreTrainedModel,
+    modules: Sequence[PrunableModule],
+    where: TimedOn,
+    *,
+    unit: str = "group",
+    progress: Progress = SILENT,
+    cache: Path | None = None,
+) -> CostTable:
+    """Time uniform cuts of the model, and return the table of time saved by removing bundles from every module.
+
+    Heads and neurons are timed in cuts of their own, because their savings add up. A module that keeps a share of its
+    bundles saves the time that the whole model saves at that share of its kind (interpolated between timed cuts), times
+    the module's share of the FLOPs of all units of its kind. A feed-forward block saves nothing between two widths that
+    the runtime computes in the same time; see `Runtime.width_step`.
+
+    Timed cuts are cached by hardware, versions, runtime, shape and model dimensions in the folder `cache`, by default
+    hies_export/latency in the user's cache folder. Imprecise ones, from a busy machine, are not.
+    """
+    key = _key(model, modules, where, unit)
+    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
+    file = (cache or user_cache("latency")) / f"{name}.json"
+    cuts = _read(file, key)
+    if cuts is None:
+        watch = CpuWatch()
+        cuts = _time_cuts(model, modules, where, unit=unit, progress=progress)
+        others = watch.seen()
+        if all(cut.sharp for cut in cuts):
+            replace_file(file, json.dumps({"key": key, "points": [asdict(cut) for cut in cuts]}, indent=1))
+        else:
+            logger.warning(
+                "the machine is too busy to time cuts precisely: a ratio has an interval wider than %g points, or the "
+                "dense model differs from itself; the predicted time may be off, and is not cached%s",
+                100 * WIDEST_INTERVAL,
+                f" ({others})" if others is not None and others.matters else "",
+            )
+    flops = flops_table(model, modules, batch=where.batch, unit=unit).saved
+    saved: dict[str, tuple[float, ...]] = {}
+    for kind, of_kind in _by_kind(modules).items():
+        timed = [cut for cut in cuts if cut.kind == kind]
+        saved |= _divided(timed, of_kind, flops, step=_width_step(model, where.runtime), unit=unit)
+    return CostTable(
+        f"latency on {where.runtime}",
+        {module.name: saved[module.name] for module in modules},
+        tuple(asdict(cut) for cut in cuts),
+    )
+
+
+def compare_with_full(
+    model: PreTrainedModel, dense: PreTrainedModel, where: TimedOn, *, progress: Progress = SILENT
+) -> LatencyComparison:
+    """Time a model in the bits of a budget beside the dense one in float32, on the same runtime or its `full`."""
+    with tempfile.TemporaryDirectory(prefix="hies-full-") as temporary:
+        forms = Forms({"dense": dense, "own": model}, where.exporter, Path(temporary))
+        both = forms.form("dense", where.full, "float32"), forms.form("own", where.runtime, where.dtype)
+        (found,) = compare_two(*both, where.batches, timing=where.timing, decode=False, progress=progress).values()
+        return found
+
+
+def _width_step(model: PreTrainedModel, runtime: str) -> int:
+    """Return the runtime's `Runtime.width_step`, on the device of the model if it is run as it is."""
+    return max(RUNTIMES[runtime].width_step, GPU_WIDTH_STEP if model.device.type == "cuda" else 1)
+
+
+def _by_kind(modules: Sequence[PrunableModule]) -> dict[str, list[PrunableModule]]:
+    return {kind: [module for module in modules if module.kind == kind] for kind in (m.kind for m in modules)}
+
+
+def _divided(
+    cuts: Sequence[TimedCut],
+    modules: Sequence[PrunableModule],
+    flops: Mapping[str, Sequence[float]],
+    *,
+    step: int,
+    unit: str,
+) -> dict[str, tuple[float, ...]]:
+    """Divide the time saved by uniform cuts of one kind, smallest first, among its modules, by their units' FLOPs."""
+    weights = {m.name: flops[m.name][-1] * len(flops[m.name]) / max(1, len(flops[m.name]) - 1) for m in modules}
+    total = sum(weights.values()) or 1.0  # 0 if every module has a single bundle
+    kept = [cut.kept for cut in reversed(cuts)] + [1.0]  # ascending
+    ratios = [cut.ratio for cut in reversed(cuts)] + [1.0]
+    saved = {}
+    for module in modules:
+        count = bundle_count(module, unit)
+        widths = [_computed(module, count - k, step) / count for k in range(count)]
+        curve = np.interp(widths, kept, ratios)
+        saved[module.name] = tuple(float(weights[module.name] / total * (1 - ratio)) for ratio in curve)
+    return saved
+
+
+def _computed(module: Units, bundles: int, step: int) -> int:
+    """Return the number of bundles whose time is computed: neurons rounded up to whole steps, heads as they are."""
+    if module.kind == ATTENTION:
+        return bundles
+    return min(module.units, math.ceil(bundles / step) * step)
+
+
+def _uniform_cuts(modules: Sequence[PrunableModule], *, step: int, unit: str) -> dict[float, dict[str, int]]:
+    """Return the cuts of modules of one kind to be timed: share kept -> how many bundles every module loses."""
+    bundles = {module.name: bundle_count(module, unit) for module in modules}
+    cuts = {}
+    for level in LEVELS:
+        kept = {m.name: _computed(m, max(1, round(level * bundles[m.name])), step) for m in modules}
+        lost = {name: count - kept[name] for name, count in bundles.items()}
+        cuts[1 - sum(lost.values()) / sum(bundles.values())] = lost
+    cuts.pop(1.0, None)
+    return cuts
+
+
+def _time_cuts(
+    model: PreTrainedModel, modules: Sequence[PrunableModule], where: TimedOn, *, unit: str, progress: Progress
+) -> list[TimedCut]:
+    """Time uniform cuts of each kind against the dense model, the smallest cut of a kind first."""
+    planned = [
+        (kind, kept, removed)
+        for kind, of_kind in _by_kind(modules).items()
+        for kept, removed in _uniform_cuts(of_kind, step=_width_step(model, where.runtime), unit=unit).items()
+    ]
+    cuts = []
+    with tempfile.TemporaryDirectory(prefix="hies-budget-") as temporary:
+        forms = Forms({"dense": model}, where.exporter, Path(temporary))
+        for kind, kept, removed in progress.track(planned, f"time cuts on {where.runtime}"):
+            forms.add(name := f"{kind}-{kept:.4f}", cut_bundles(model, modules, removed, unit=unit))
+            dense, slim = (forms.form(one, where.runtime, where.dtype) for one in ("dense", name))
+            (found,) = compare_two(dense, slim, where.batches, timing=where.timing, decode=False).values()
+            ratio, control = found.ratio, found.control
+            cuts.append(TimedCut(kept, ratio.median, ratio.low, ratio.high, control.low, control.high, kind))
+    return cuts
+
+
+def _key(model: PreTrainedModel, modules: Sequence[PrunableModule], where: TimedOn, unit: str) -> dict[str, Any]:
+    """Return everything that the times depend on, as values for JSON."""
+    shapes = [[name, list(parameter.shape)] for name, parameter in model.named_parameters()]
+    export = where.exporter.options.read_by(where.runtime, where.dtype)
+    return {
+        "format": TABLE_FORMAT,
+        "environment": machine_facts(),
+        "runtime": where.runtime,
+        "dtype": where.dtype,
+        "export": f"{export.format} {export.dtype} {export.provider}",
+        "device": str(model.device),
+        "batch": {name: list(value.shape) for name, value in sorted(where.batch.items())},
+        "model": [type(model).__name__, str(model.dtype)],
+        "parameters": hashlib.sha256(json.dumps(shapes).encode()).hexdigest(),
+        "modules": hashlib.sha256(json.dumps([asdict(module) for module in modules]).encode()).hexdigest(),
+        "unit": unit,
+        "width_step": _width_step(model, where.runtime),
+    }
+
+
+class _Cached(BaseModel):
+    """A file of cached cuts."""
+
+    key: dict[str, Any]
+    points: list[TimedCut]
+
+
+_CACHED = Rule("cached times must be what hies_export wrote", "delete the file")
+
+
+def _read(file: Path, key: Mapping[str, Any]) -> list[TimedCut] | None:
+    """Return the cached cuts of a file; None if it has none for this key, or is damaged."""
+    try:
+        written = read_json(file, _Cached, _CACHED)
+    except RequestError:
+        return None
+    return _Cached.model_validate(written).points if written["key"] == key else None

@@ -1,0 +1,194 @@
+"""Write a decoder as one GGUF file, and keep it only if llama.cpp computes with it what torch computes."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from ...checkpoint.folders import new_folder, refuse_existing
+from ...checkpoint.settings import write_config
+from ...errors import RecipeError, require_package
+from ...model.tokens import synthetic_batch
+from ..runtimes.llamacpp import GGUF_FILE, is_installed
+from .architecture import Layout, find_layout
+from .graph import check_same_function
+from .parity import Parity, check_parity
+from .tensors import BLOCK, IN_BLOCKS, STORED_AS, named_tensors, stored_bytes, stored_type
+from .vocabulary import Vocabulary, find_vocabulary
+
+# Tokens of the text on which the model is compared with llama.cpp's computation before anything is written.
+CHECKED_TOKENS = 16
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class GgufExport:
+    """A GGUF file."""
+
+    folder: Path  # the folder that has it
+    file: Path  # the file, `model.gguf`
+    bytes: int  # its size
+    architecture: str  # name of llama.cpp's architecture: `deci` if layers have different sizes
+    dtype: str  # dtype that matrices are stored in
+    types: dict[str, int]  # number of tensors by the type that they are stored in, such as "Q8_0"
+    parity: Parity | None  # how far llama.cpp's outputs are from torch's; None if llama.cpp is not installed
+
+
+def export_gguf(
+    model: PreTrainedModel, folder: str | Path, *, tokenizer: Any, dtype: str = "float32", overwrite: bool = False
+) -> GgufExport:
+    """Write a decoder as `folder/model.gguf`, for stock llama.cpp and programs built on it.
+
+    Before anything is written, the logits of llama.cpp's architecture are compared with the model's, both in torch.
+    Afterwards, if llama.cpp is installed (see `runtimes/llamacpp.py`), greedy tokens, next-token probabilities and the
+    tokens of some texts are compared with it. The GPU is not used.
+
+    Args:
+        model: A decoder with LLaMA's modules; layers may differ in heads and neurons. It is not changed.
+        folder: Where to write; must not exist, unless `overwrite`.
+        tokenizer: A tokenizer of transformers with a fast backend.
+        dtype: Dtype that matrices are stored in: `float32`, `float16`, `bfloat16`, or blocks of 32 numbers with a
+            scale, in 8 bits (`q8_0`) or 4 bits (`q4_0`, with the embedding and the head in `q8_0`). Norms and biases
+            stay in float32. A matrix with a row length that is not a multiple of 32 is stored in float16 instead of
+            blocks.
+        overwrite: Replace an existing folder.
+
+    Returns:
+        The file, and the results of the comparison.
+
+    Raises:
+        RecipeError: Unknown dtype.
+        OutputExistsError: `folder` already exists.
+        MissingRuntimeError: The package gguf is not installed.
+        UnsupportedModelError: No architecture of llama.cpp computes the same as the model.
+        RequestError: llama.cpp does not know the tokenizer.
+        NonFiniteError: A weight does not fit into float16.
+        ParityError: llama.cpp's outputs differ from torch's beyond the tolerance.
+    """
+    target = Path(folder)
+    check_dtype(dtype)
+    refuse_existing(target, overwrite=overwrite)
+    require_gguf()
+    layout, vocabulary = _find(model, tokenizer)
+    with new_folder(target, overwrite=overwrite) as staging:
+        file = staging / GGUF_FILE
+        types = _write(file, model, layout, vocabulary, dtype)
+        parity = check_parity(file, model, tokenizer, dtype=dtype) if is_installed() else None
+        size = file.stat().st_size
+        write_config(model, staging)  # which tells `bench` what the file computes
+    return GgufExport(target, target / GGUF_FILE, size, layout.architecture, dtype, types, parity)
+
+
+def check_exportable(model: PreTrainedModel, tokenizer: Any, *, uneven: bool) -> None:
+    """Refuse what no GGUF file can hold, before any work; `uneven`: whether a cut will leave layers of other sizes."""
+    require_gguf()
+    _find(model, tokenizer, uneven=uneven)
+
+
+def _find(model: PreTrainedModel, tokenizer: Any, *, uneven: bool = False) -> tuple[Layout, Vocabulary]:
+    """Return the layout and the vocabulary in llama.cpp, after comparing its computation with the model's."""
+    layout = find_layout(model, uneven=uneven)
+    vocabulary = find_vocabulary(tokenizer, size=_rows(model))
+    ids = synthetic_batch(model, batch=1, sequence=min(CHECKED_TOKENS, layout.positions))["input_ids"].cpu()
+    check_same_function(model, layout, named_tensors(model, layout), ids)
+    return layout, vocabulary
+
+
+def _rows(model: PreTrainedModel) -> int:
+    embedding: Any = model.get_input_embeddings()
+    return int(embedding.weight.shape[0])
+
+
+def check_dtype(dtype: str) -> None:
+    """Refuse, by a RecipeError, a dtype of matrices that is none of `STORED_AS`."""
+    if dtype not in STORED_AS:
+        raise RecipeError(f"the dtype of a GGUF file must be one of {', '.join(STORED_AS)}, got {dtype!r}")
+
+
+def require_gguf() -> None:
+    """Refuse, by a MissingRuntimeError, to go on without the package that writes GGUF files."""
+    require_package("gguf", who="a GGUF file needs", package="gguf", extra="gguf")
+
+
+def _write(file: Path, model: PreTrainedModel, layout: Layout, vocabulary: Vocabulary, dtype: str) -> dict[str, int]:
+    """Write the file, with few tensors in memory at a time, and return how many tensors are stored in each type."""
+    import gguf
+
+    writer = gguf.GGUFWriter(file, layout.architecture, use_temp_file=True)
+    types: Counter[str] = Counter()
+    try:
+        _write_sizes(writer, model, layout, dtype)
+        _write_vocabulary(writer, vocabulary)
+        for name, tensor in named_tensors(model, layout):
+            kind = stored_type(name, tensor, dtype)
+            types[kind] += 1
+            writer.add_tensor(name, stored_bytes(tensor, kind, name), raw_dtype=gguf.GGMLQuantizationType[kind])
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+    finally:
+        writer.close()
+        if writer.temp_file is not None:
+            writer.temp_file.close()
+    if dtype in IN_BLOCKS and types.get("F16"):
+        logger.warning(
+            "%d of %d matrices have rows whose length is no multiple of %d, and are stored in float16 instead of %s; "
+            "to avoid this, prune with multiple_of for heads and neurons",
+            types["F16"],
+            sum(types.get(STORED_AS[kind], 0) for kind in ("float16", *IN_BLOCKS)),
+            BLOCK,
+            dtype,
+        )
+    return dict(types)
+
+
+def _write_sizes(writer: Any, model: PreTrainedModel, layout: Layout, dtype: str) -> None:
+    """Write the sizes of the model: one number if layers agree, an array if they differ."""
+    import gguf
+
+    config: Any = model.config.get_text_config()
+    writer.add_file_type(gguf.LlamaFileType[f"{'ALL' if dtype == 'float32' else 'MOSTLY'}_{STORED_AS[dtype]}"])
+    if dtype in IN_BLOCKS:
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    writer.add_vocab_size(_rows(model))
+    writer.add_context_length(layout.positions)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(len(layout.sizes))
+    counts = {
+        writer.add_head_count: [sizes.heads for sizes in layout.sizes],
+        writer.add_head_count_kv: [sizes.key_value_heads for sizes in layout.sizes],
+        writer.add_feed_forward_length: [sizes.neurons for sizes in layout.sizes],
+    }
+    for add, values in counts.items():
+        add(values[0] if layout.uniform else values)
+    writer.add_key_length(layout.head_dim)
+    writer.add_value_length(layout.head_dim)
+    writer.add_rope_dimension_count(layout.head_dim)
+    writer.add_rope_freq_base(layout.theta)
+    if layout.rope_scale != 1:
+        writer.add_rope_scaling_attn_factors(layout.rope_scale)
+    writer.add_layer_norm_rms_eps(layout.epsilon)
+
+
+def _write_vocabulary(writer: Any, vocabulary: Vocabulary) -> None:
+    writer.add_tokenizer_model(vocabulary.model)
+    writer.add_tokenizer_pre(vocabulary.pre)
+    writer.add_token_list(vocabulary.tokens)
+    writer.add_token_types(vocabulary.types)
+    if vocabulary.model == "llama":
+        writer.add_token_scores(vocabulary.scores)
+        writer.add_add_space_prefix(vocabulary.space_prefix)
+    else:
+        writer.add_token_merges(vocabulary.merges)
+    for name, number in vocabulary.special.items():
+        getattr(writer, f"add_{name}_token_id")(number)
+    writer.add_add_bos_token(vocabulary.adds["bos"])
+    writer.add_add_eos_token(vocabulary.adds["eos"])
+    if vocabulary.chat_template is not None:
+        writer.add_chat_template(vocabulary.chat_template)

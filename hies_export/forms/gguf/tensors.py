@@ -1,0 +1,81 @@
+"""The weights of a decoder by GGUF's names, and the types that they are stored in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ...errors import NonFiniteError
+from .architecture import LAYER_NAMES, Layout
+
+# Names of dtypes in recipes -> of tensors in the gguf package, and of files in llama.cpp.
+STORED_AS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0", "q4_0": "Q4_0"}
+# Those that store 32 numbers of a row with one scale.
+IN_BLOCKS = ("q8_0", "q4_0")
+BLOCK = 32
+# Embeddings and heads lose most in 4 bits, so a Q4_0 file has them in 8 bits; llama.cpp's own files use Q6_K.
+OUTER = ("token_embd.weight", "output.weight")
+
+
+def named_tensors(model: PreTrainedModel, layout: Layout) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a file by name, float32 on the CPU; a head that shares the embedding is left out."""
+    base: Any = model.base_model
+    head: Any = model.get_output_embeddings()
+    yield "token_embd.weight", _plain(base.embed_tokens.weight)
+    if layout.rope_factors is not None:
+        yield "rope_freqs.weight", layout.rope_factors
+    for number, layer in enumerate(base.layers):
+        sizes = layout.sizes[number]
+        heads = {"self_attn.q_proj": sizes.heads, "self_attn.k_proj": sizes.key_value_heads}
+        for name, parameter in layer.named_parameters():
+            module, _, kind = name.rpartition(".")
+            tensor = _plain(parameter)
+            if module in heads and layout.interleaved:
+                tensor = interleave_halves(tensor, heads[module])
+            yield f"blk.{number}.{LAYER_NAMES[module]}.{kind}", tensor
+    yield "output_norm.weight", _plain(base.norm.weight)
+    if head.weight is not base.embed_tokens.weight:
+        yield "output.weight", _plain(head.weight)
+
+
+def interleave_halves(rows: Tensor, heads: int) -> Tensor:
+    """Reorder the rows of each head from (first half, second half) to pairs of one row of either.
+
+    transformers rotates row i of a head with row i + half, llama.cpp's `llama` and `deci` row 2i with row 2i + 1. The
+    rows are a weight (rows, width) or bias (rows,) of a query or key projection.
+    """
+    halves = rows.reshape(heads, 2, rows.shape[0] // heads // 2, -1)
+    return halves.transpose(1, 2).reshape(rows.shape)
+
+
+def stored_type(name: str, tensor: Tensor, dtype: str) -> str:
+    """Return the type that a tensor is stored in: norms, biases and factors stay float32, as in llama.cpp's own files.
+
+    In a file of Q8_0 or Q4_0, matrices whose rows are no multiple of 32 long are float16.
+    """
+    if tensor.dim() < 2:
+        return "F32"
+    if dtype in IN_BLOCKS and tensor.shape[-1] % BLOCK:
+        return "F16"
+    return STORED_AS["q8_0" if dtype == "q4_0" and name in OUTER else dtype]
+
+
+def stored_bytes(tensor: Tensor, kind: str, name: str) -> np.ndarray:
+    """Return a tensor as it is stored, as floats or bytes; a NonFiniteError says that it does not fit into float16."""
+    import gguf
+
+    array: np.ndarray = tensor.contiguous().numpy()
+    if kind == "F16" and bool(tensor.abs().max() > torch.finfo(torch.float16).max):
+        raise NonFiniteError(f"weights must fit into float16, but {name} has {tensor.abs().max():g}; use float32")
+    if kind in ("F32", "F16"):
+        return array.astype(np.float32 if kind == "F32" else np.float16)
+    return np.ascontiguousarray(gguf.quants.quantize(array, gguf.GGMLQuantizationType[kind]))
+
+
+def _plain(parameter: Tensor) -> Tensor:
+    return parameter.detach().to(device="cpu", dtype=torch.float32)

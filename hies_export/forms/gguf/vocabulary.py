@@ -1,0 +1,224 @@
+"""Describe a tokenizer to llama.cpp: tokens, merges, pre-tokenizer, special tokens, chat template.
+
+llama.cpp has its own tokenizer for each kind. Decoders use two kinds: `llama` is SentencePiece, which joins the
+neighbours with the highest score, and `gpt2` is byte-level BPE, which splits a text by a regular expression that
+llama.cpp knows by name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...errors import RequestError
+
+# llama.cpp's name of a pre-tokenizer -> the regular expression, as tokenizer.json has it, and whether a word that is
+# itself a token is taken whole (`ignore_merges`).
+# Source: https://github.com/ggml-org/llama.cpp, src/llama-vocab.cpp, which quotes these expressions
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED = (rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*")
+
+
+def _words(digits: str) -> str:
+    return rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
+
+
+def _cased_words(digits: str, ending: str = "") -> str:
+    cased = "|".join(f"{part}{ending}" for part in _CASED)
+    return rf"{cased}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+
+
+_SPLITS = {
+    "llama-bpe": (_words(r"\p{N}{1,3}"), True),
+    "smaug-bpe": (_words(r"\p{N}{1,3}"), False),
+    "qwen2": (_words(r"\p{N}"), False),
+    "tekken": (_cased_words(r"\p{N}"), True),
+    "gpt-4o": (_cased_words(r"\p{N}{1,3}", f"{_CONTRACTIONS}?"), False),
+}
+_BYTE_TOKENS = {f"<0x{byte:02X}>" for byte in range(256)}
+# Types of tokens in a GGUF file.
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vocabulary:
+    """A tokenizer as llama.cpp reads it."""
+
+    model: str  # `llama` (SentencePiece) or `gpt2` (byte-level BPE)
+    pre: str  # name of the pre-tokenizer
+    tokens: tuple[str, ...]  # token of every row of the embedding
+    types: tuple[int, ...]  # types of the tokens, as in a GGUF file
+    # Scores of the tokens; the neighbours with the highest are joined first. Empty for `gpt2`.
+    scores: tuple[float, ...] = ()
+    merges: tuple[str, ...] = ()  # pairs that are joined, "left right", the first ones first. Empty for `llama`
+    special: Mapping[str, int]  # numbers of the existing special tokens by name: bos, eos, unk, pad
+    adds: Mapping[str, bool]  # whether bos and eos are put around a text
+    space_prefix: bool = False  # whether a space is put in front of a text; for `llama`
+    chat_template: str | None = None  # in Jinja, or None
+
+
+def find_vocabulary(tokenizer: Any, *, size: int) -> Vocabulary:
+    """Describe a fast tokenizer for an embedding of `size` rows; a RequestError says what llama.cpp does not know."""
+    described = _described(tokenizer)
+    model = described["model"]
+    known = {**model["vocab"], **{token["content"]: token["id"] for token in described["added_tokens"]}}
+    if max(known.values()) >= size:
+        raise _refused(f"it has token {max(known.values())}, but the model's embedding has {size} rows")
+    by_number = {number: token for token, number in known.items()}
+    tokens = tuple(by_number.get(number, f"[unused{number}]") for number in range(size))
+    sentence_piece = model.get("byte_fallback", False)
+    shared: dict[str, Any] = {
+        "tokens": tokens,
+        "types": tuple(_types(tokens, described, tokenizer, by_number, has_bytes=sentence_piece)),
+        "special": {
+            name: number
+            for name in ("bos", "eos", "unk", "pad")
+            if (number := getattr(tokenizer, f"{name}_token_id", None)) is not None
+        },
+        "adds": _adds(tokenizer),
+        "chat_template": tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None,
+    }
+    if sentence_piece:
+        return Vocabulary(
+            model="llama",
+            pre="default",
+            scores=tuple(_scores(model, tokens)),
+            space_prefix=_space_prefix(described),
+            **shared,
+        )
+    # NFC leaves composed text as it is.
+    for step in _steps(described["normalizer"], "normalizers"):
+        if step["type"] != "NFC":
+            raise _refused(f"it changes texts by {step['type']} before it splits them")
+    # A merge may be given as a text, or as a pair of tokens.
+    merges = (merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"])
+    return Vocabulary(model="gpt2", pre=_pre_tokenizer(described), merges=tuple(merges), **shared)
+
+
+def _refused(problem: str) -> RequestError:
+    return RequestError(
+        f"a GGUF file needs a tokenizer that llama.cpp knows, byte-level BPE or SentencePiece's BPE, but {problem}; "
+        "export the model to ONNX, which takes the tokenizer as it is"
+    )
+
+
+def _described(tokenizer: Any) -> dict[str, Any]:
+    """Return the content of tokenizer.json; raises RequestError if there is none, or its model is not BPE."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise _refused(f"this is a {type(tokenizer).__name__} without a tokenizer.json")
+    described: dict[str, Any] = json.loads(backend.to_str())
+    kind = described["model"].get("type", "BPE")
+    if kind != "BPE":
+        raise _refused(f"its model is of type {kind}")
+    for name in ("continuing_subword_prefix", "end_of_word_suffix"):
+        if described["model"].get(name):
+            raise _refused(f"its tokens have a {name.replace('_', ' ')} ({described['model'][name]!r})")
+    return described
+
+
+def _types(
+    tokens: tuple[str, ...],
+    described: Mapping[str, Any],
+    tokenizer: Any,
+    by_number: Mapping[int, str],
+    *,
+    has_bytes: bool,
+) -> Iterator[int]:
+    added = {token["id"]: CONTROL if token["special"] else USER_DEFINED for token in described["added_tokens"]}
+    for number, token in enumerate(tokens):
+        if number == getattr(tokenizer, "unk_token_id", None) and has_bytes:
+            yield UNKNOWN
+        elif number in added:
+            yield added[number]
+        elif number not in by_number:
+            yield UNUSED
+        else:
+            yield BYTE if has_bytes and token in _BYTE_TOKENS else NORMAL
+
+
+def _adds(tokenizer: Any) -> dict[str, bool]:
+    """Return whether the tokenizer puts its bos and eos tokens around a text, by trying."""
+    ids = tokenizer("a", add_special_tokens=True)["input_ids"]
+    return {
+        "bos": bool(ids) and tokenizer.bos_token_id is not None and ids[0] == tokenizer.bos_token_id,
+        "eos": bool(ids) and tokenizer.eos_token_id is not None and ids[-1] == tokenizer.eos_token_id,
+    }
+
+
+def _scores(model: Mapping[str, Any], tokens: tuple[str, ...]) -> Iterator[float]:
+    """Yield the score of every token, which orders the joins as the ranks of the merges do.
+
+    SentencePiece joins neighbours whose text is a token, the one with the highest score first. BPE joins pairs that are
+    merges, the first one first. Both are the same if all pairs whose text is a token are merges, and the merges of one
+    token are consecutive; else RequestError is raised.
+    """
+    missing = sorted(_BYTE_TOKENS - set(tokens))
+    if missing:
+        raise _refused(f"it has no token for the byte {missing[0]}, which llama.cpp falls back to")
+    pairs = [tuple(merge.split(" ", 1)) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
+    ranks: dict[str, int] = {}
+    last = ""
+    for rank, (left, right) in enumerate(pairs):
+        joined = left + right
+        if joined in ranks and joined != last:
+            raise _refused(f"merges of the token {joined!r} stand apart, and SentencePiece has one score for a token")
+        ranks.setdefault(joined, rank)
+        last = joined
+    of_model, merges = set(model["vocab"]) - _BYTE_TOKENS, set(pairs)
+    for token in ranks:
+        for cut in range(1, len(token)):
+            pair = (token[:cut], token[cut:])
+            if pair not in merges and pair[0] in of_model and pair[1] in of_model:
+                raise _refused(f"{pair[0]!r} and {pair[1]!r} are no merge, and SentencePiece would join them")
+    lowest = -float(len(pairs)) - 1
+    yield from (-float(ranks[token]) if token in ranks else lowest for token in tokens)
+
+
+def _space_prefix(described: Mapping[str, Any]) -> bool:
+    """Return whether SentencePiece puts a space in front of a text."""
+    prefix = False
+    for step in _steps(described["normalizer"], "normalizers"):
+        if step["type"] == "Prepend" and step["prepend"] == "▁":
+            prefix = True
+        elif not (step["type"] == "Replace" and step["pattern"] == {"String": " "} and step["content"] == "▁"):
+            raise _refused(f"it changes texts by {step['type']} before it splits them")
+    for step in _steps(described["pre_tokenizer"], "pretokenizers"):
+        if step["type"] != "Metaspace" or step["replacement"] != "▁":
+            raise _refused(f"it splits texts by {step['type']}")
+        prefix = prefix or step.get("prepend_scheme") in ("always", "first")
+    return prefix
+
+
+def _pre_tokenizer(described: Mapping[str, Any]) -> str:
+    """Return llama.cpp's name for how byte-level BPE splits a text."""
+    steps = _steps(described["pre_tokenizer"], "pretokenizers")
+    ignore_merges = bool(described["model"].get("ignore_merges"))
+    kinds = [step["type"] for step in steps]
+    if not kinds or kinds[-1] != "ByteLevel" or steps[-1].get("add_prefix_space"):
+        raise _refused(f"it splits texts by {' and '.join(kinds) or 'nothing'}, not as byte-level BPE")
+    if steps[-1].get("use_regex", True) and not ignore_merges:
+        if kinds == ["ByteLevel"]:
+            return "gpt-2"
+        if kinds == ["Digits", "ByteLevel"] and steps[0]["individual_digits"]:
+            return "smollm"
+    elif kinds == ["Split", "ByteLevel"] and steps[0]["behavior"] == "Isolated" and not steps[0]["invert"]:
+        pattern = steps[0]["pattern"].get("Regex")
+        found = [name for name, split in _SPLITS.items() if split == (pattern, ignore_merges)]
+        if found:
+            return found[0]
+        raise _refused(f"it splits texts by {pattern!r}, which is none of {', '.join((*_SPLITS, 'gpt-2', 'smollm'))}")
+    raise _refused(f"it splits texts by {' and '.join(kinds)} in a way that is none of llama.cpp's")
+
+
+def _steps(part: Mapping[str, Any] | None, plural: str) -> list[dict[str, Any]]:
+    """Return the steps of a normalizer or a pre-tokenizer, which may be none, one or a sequence."""
+    if part is None:
+        return []
+    if part["type"] != "Sequence":
+        return [dict(part)]
+    return [inner for step in part[plural] for inner in _steps(step, plural)]

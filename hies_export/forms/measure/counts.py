@@ -1,0 +1,238 @@
+"""Count parameters, FLOPs and bytes of the key/value cache of a model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Generic, TypeVar
+
+import torch
+from pydantic import Field
+from transformers import PreTrainedModel
+
+from ...kinds import ATTENTION
+from ...model.copies import share_weights
+from ...model.internals import keys_and_values
+from ...model.tokens import forward_inputs
+from ...units import PrunableModule
+from .record import Record
+
+T = TypeVar("T", int, float)
+Shape = tuple[int, int]  # (batch, sequence)
+# Bounds of numbers that are read from files: larger ones are meaningless, and may not fit a float.
+Count = Annotated[int, Field(ge=0, le=10**18)]
+Size = Annotated[int, Field(gt=0, le=10**18)]
+Share = Annotated[float, Field(ge=0, le=1)]
+# Bound of times relative to another model's.
+Ratio = Annotated[float, Field(ge=0, le=1000)]
+
+
+@dataclass(frozen=True, eq=False)
+class Both(Record, Generic[T]):
+    """One number for the dense model and one for the slim model."""
+
+    dense: T
+    slim: T
+
+    @property
+    def ratio(self) -> float:
+        """The slim model's number as a share of the dense one's."""
+        return self.slim / self.dense
+
+
+@dataclass(frozen=True, eq=False)
+class FlopCount(Both[int]):
+    """Floating-point operations of one forward pass of both models, at a (batch, sequence)."""
+
+    dense: Size
+    slim: Size
+    shape: Shape
+
+
+@dataclass(frozen=True, eq=False)
+class StoredBytes(Both[int]):
+    """Bytes of the weights' files of the dense and the slim checkpoint, and of the slim model's export.
+
+    The export is an ONNX folder (graph and weights) or a GGUF file.
+    """
+
+    dense: Size
+    slim: Size
+    onnx: Size | None
+    gguf: Size | None = None
+
+
+@dataclass(frozen=True)
+class LayerFlops:
+    """Floating-point operations of one layer in one forward pass.
+
+    Attributes:
+        layer: Dotted name of the layer; empty for the rest of the model, outside the layers.
+        projections: FLOPs of the linear layers before and after the attention.
+        products: FLOPs of queries times keys, and of attention weights times values.
+        other: FLOPs of the rest of the layer, such as feed-forward blocks whose neurons are not among the units.
+        feed_forward: FLOPs of the linear layers of feed-forward blocks; 0 if no such block was given.
+    """
+
+    layer: str
+    projections: Count
+    products: Count
+    other: Count
+    feed_forward: Count = 0
+
+
+@dataclass(frozen=True)
+class FlopsByLayer:
+    """FLOPs of both models by layer, for one forward pass at `shape`, (batch, sequence)."""
+
+    dense: list[LayerFlops]
+    slim: list[LayerFlops]
+    shape: Shape
+
+    def __post_init__(self) -> None:
+        if len(self.dense) != len(self.slim):
+            raise ValueError(f"dense and slim must have as many layers, got {len(self.dense)} and {len(self.slim)}")
+
+
+def count_parameters(model: torch.nn.Module) -> int:
+    """Return the number of parameters of a model; tied parameters count once.
+
+    Args:
+        model: Any module.
+
+    Returns:
+        Number of elements, not of bytes.
+
+    Examples:
+        >>> count_parameters(torch.nn.Linear(3, 4))
+        16
+    """
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def count_flops(model: PreTrainedModel, batch: Mapping[str, Any]) -> int:
+    """Count the floating-point operations of one forward pass, attention products included.
+
+    A multiply-add is two operations. `torch.utils.flop_counter` counts in the modules themselves, independently of the
+    config. They run on tensors without data, and with eager attention, because on the CPU the counter does not see
+    inside the fused kernel. A model whose forward depends on the values of its inputs runs on real tensors instead.
+
+    Args:
+        model: Any model; it is not changed.
+        batch: Inputs by name; labels are ignored.
+
+    Returns:
+        Number of operations for the whole batch.
+
+    Source: https://docs.pytorch.org/docs/stable/torch.utils.flop_counter.html
+
+    Examples:
+        >>> count_flops(slim, batches[0]) < count_flops(model, batches[0])
+        True
+    """
+    return flops_by_module(model, batch)[""]
+
+
+def count_both_flops(
+    dense: PreTrainedModel, slim: PreTrainedModel, batches: Mapping[Shape, Mapping[str, Any]]
+) -> dict[Shape, FlopCount]:
+    """Count the FLOPs of one forward pass of two models at each (batch, sequence)."""
+    return {s: FlopCount(count_flops(dense, b), count_flops(slim, b), s) for s, b in batches.items()}
+
+
+def flops_per_layer(
+    model: PreTrainedModel, batch: Mapping[str, Any], modules: Sequence[PrunableModule]
+) -> list[LayerFlops]:
+    """Count the FLOPs of one forward pass layer by layer; the parts add up to `count_flops`.
+
+    Only the names of the modules are read, so they may be of either model. Layers come in their order; the last one,
+    with empty `layer`, is the rest of the model, such as embeddings and classifier.
+    """
+    found = flops_by_module(model, batch)
+    layer_of = _layers(modules)
+    parts = {layer: [0, 0, 0] for layer in (*layer_of.values(), "")}  # projections, products, feed-forward
+    linear: set[str] = set()  # counted already: a block may share a fused layer with the attention beside it
+    for module in sorted(modules, key=lambda module: module.kind != ATTENTION):
+        part, own = parts[layer_of[module.name]], {*module.layers} - linear
+        part[0 if module.kind == ATTENTION else 2] += sum(found.get(name, 0) for name in own)
+        linear |= own
+        if module.kind == ATTENTION:
+            children = [f"{module.name}.{name}" for name, _ in model.get_submodule(module.name).named_children()]
+            part[1] += found.get(module.name, 0) - sum(found.get(name, 0) for name in children)
+    inside = {layer: innermost(layer, parts.keys() - {layer}) for layer in parts if layer}
+    rows = []
+    for layer, (projections, products, feed_forward) in parts.items():
+        other = found.get(layer, 0) - sum(found.get(inner, 0) for inner, outer in inside.items() if outer == layer)
+        other -= projections + products + feed_forward
+        rows.append(LayerFlops(layer, projections, products, other, feed_forward))
+    return rows
+
+
+def innermost(name: str, modules: Iterable[str]) -> str | None:
+    """Return the longest dotted name that is or encloses `name` (the empty one always does); None if none does."""
+    around = [module for module in modules if not module or f"{name}.".startswith(f"{module}.")]
+    return max(around, key=len, default=None)
+
+
+def _layers(modules: Sequence[PrunableModule]) -> dict[str, str]:
+    """Return the layer of every module by name.
+
+    That of an attention module is the innermost numbered module around it, such as model.layers.3, else itself. That of
+    a feed-forward block is the layer of an attention module around it, else the innermost numbered module around its
+    consumer.
+    """
+
+    def numbered(name: str, default: str) -> str:
+        match = re.match(r"(.*\.\d+)(?:\.|$)", name)
+        return match[1] if match else default
+
+    attention = {module.name: numbered(module.name, module.name) for module in modules if module.kind == ATTENTION}
+    layers = set(attention.values())
+    return {
+        module.name: attention.get(module.name)
+        or innermost(module.consumer, layers)
+        or numbered(module.consumer, module.name)
+        for module in modules
+    }
+
+
+def cache_bytes_per_token(model: PreTrainedModel) -> int | None:
+    """Return the bytes that each token adds to the key/value cache of one sequence, in the model's dtype; or None.
+
+    They are read from the cache that the model itself fills, run on tensors without data.
+    """
+    if not model.can_generate() or model.config.is_encoder_decoder:
+        return None
+    empty = share_weights(model, device="meta").eval()
+    ids = torch.zeros(1, 8, dtype=torch.int64, device="meta")
+    with torch.no_grad():
+        cached = keys_and_values(empty(input_ids=ids, use_cache=True))
+    return sum(t.numel() * t.element_size() for layer in cached.values() for t in layer) // ids.shape[1]
+
+
+def flops_by_module(model: PreTrainedModel, batch: Mapping[str, Any]) -> dict[str, int]:
+    """Return `count_flops` by dotted module name, with all modules inside; the empty name is the whole model."""
+    inputs = forward_inputs(model, batch)
+    try:
+        # transformers reads the values of a padding mask, which meta tensors lack. The mask changes no FLOPs.
+        meta = {name: tensor.to("meta") for name, tensor in inputs.items() if name != "attention_mask"}
+        return _count(share_weights(model, device="meta"), meta)
+    except RuntimeError:  # NotImplementedError is one
+        return _count(share_weights(model), {name: tensor.to(model.device) for name, tensor in inputs.items()})
+
+
+def _count(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Return `flops_by_module` of a copy, which is changed to evaluation mode and eager attention."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model.eval().set_attn_implementation("eager")
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(**inputs)
+    root = type(model).__name__
+    by_module = {
+        name.removeprefix(f"{root}."): sum(operators.values())
+        for name, operators in counter.get_flop_counts().items()
+        if name.startswith(f"{root}.")
+    }
+    return {**by_module, "": int(counter.get_total_flops())}

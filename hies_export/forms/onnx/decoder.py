@@ -1,0 +1,145 @@
+"""Trace a decoder to one graph for prompts, chunks and single tokens, with its cache as inputs and outputs."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from ...errors import ExportError, UnsupportedModelError, refusing
+from ...model.internals import cache_name, keeps_recurrent_state
+from ...model.tokens import positions_of
+from ..runtimes.ort import CACHE_SIZES
+from .trace import Fusions, export_program, fixed_size, name_axes
+
+TOTAL = "past_sequence + sequence"
+_CACHE_TENSOR = re.compile(r"(?:(?:in|out)put\.)?(?:cache|past_key_values)\.layers\.(\d+)\.(key|value)s")
+
+
+def check_decoder(model: PreTrainedModel) -> None:
+    """Refuse, by an UnsupportedModelError, a generating model that is no decoder with a key/value cache."""
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        wanted = (
+            f"an encoder, a decoder or a vision-language model, and {name} is an encoder-decoder: export its encoder"
+        )
+    elif cache_name(model) is None:
+        wanted = f"a decoder with a key/value cache, and {name} takes no cache"
+    elif keeps_recurrent_state(model.config):
+        wanted = f"a decoder whose cache is keys and values, and {name} keeps a recurrent state"
+    else:
+        return
+    raise UnsupportedModelError(f"export_onnx needs {wanted}")
+
+
+def text_tokens(input_ids: Tensor, count: int, *, image_token_id: int | None = None) -> Tensor:
+    """Return `count` text tokens of the first prompt, cycled if it is shorter, for every row: (batch, count)."""
+    text = input_ids[0][input_ids[0] != (-1 if image_token_id is None else image_token_id)]
+    return text[torch.arange(count) % len(text)].repeat(len(input_ids), 1)
+
+
+def left_padded(given: Mapping[str, Tensor], *, image_token_id: int | None = None) -> dict[str, Tensor]:
+    """Take two rows of a batch, and add three positions in front: text tokens in the first, padding in the second."""
+    rows = {name: torch.cat([tensor, tensor])[:2] for name, tensor in given.items()}
+    front = text_tokens(rows["input_ids"], 3, image_token_id=image_token_id)
+    rows["input_ids"] = torch.cat([front, rows["input_ids"]], dim=1)
+    rows["attention_mask"] = torch.ones_like(rows["input_ids"])
+    rows["attention_mask"][1, :3] = 0
+    return rows
+
+
+def decoder_sample(model: PreTrainedModel, prompt: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the inputs to trace: two tokens after a padded prompt that is already in the cache.
+
+    With a single token, the tracer would fix the sequence axis; with a single row, the batch axis; and it would drop a
+    mask of ones. The prompt is `input_ids` (2, length) or `inputs_embeds` (2, length, hidden) with an `attention_mask`,
+    padded on the left; length is at least 4. Raises ExportError if the model does not run with keys and values as
+    cache.
+    """
+    name = "inputs_embeds" if "inputs_embeds" in prompt else "input_ids"
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    tokens, mask = prompt[name].to(model.device), prompt["attention_mask"].to(model.device)
+
+    def inputs(start: int, stop: int) -> dict[str, Any]:
+        taken = {name: tokens[:, start:stop], "attention_mask": mask[:, :stop]}
+        return {**taken, "position_ids": positions_of(mask)[:, start:stop]} if takes_positions else taken
+
+    # The model's own cache may drop tokens outside a sliding window. A DynamicCache keeps them all, and the attention
+    # mask applies the window.
+    past, length = DynamicCache(), tokens.shape[1]
+    cache = {str(cache_name(model)): past}
+    must = f"a decoder must run with a cache of keys and values, and {type(model).__name__} refused"
+    with refusing(must, kind=ExportError), torch.no_grad():
+        model(**inputs(0, length - 2), **cache, use_cache=True)
+    if not past.get_seq_length():
+        raise ExportError(f"a decoder must fill its cache, and {type(model).__name__} left it empty")
+    return {**inputs(length - 2, length), **cache}
+
+
+def trace_decoder(model: PreTrainedModel, prompt: Mapping[str, Tensor], fusions: Fusions) -> Any:
+    """Trace a decoder to an `onnx_ir.Model`, fused, under Optimum's names; the prompt is as for `decoder_sample`.
+
+    The key/value head axis of every layer is a named dimension, and so is the head width if it is not hidden_size //
+    num_attention_heads: older Optimum compares integers there with its own guess and refuses the graph. The sizes are
+    in the graph's metadata.
+    """
+    sample = decoder_sample(model, prompt)
+    program = export_program(model, sample, fusions, flags={"use_cache": True})
+    layers = _name_cache(program, type(model).__name__)
+    tokens = [name for name, value in sample.items() if isinstance(value, Tensor) and name != "attention_mask"]
+    text = {name: {0: "batch", 1: "sequence"} for name in tokens}
+    cache = {name: {0: "batch", 2: "past_sequence"} for name in layers}
+    name_axes(program, {**text, "attention_mask": {0: "batch", 1: TOTAL}, **cache})
+    _name_sizes(program, layers, model)
+    return program
+
+
+def _name_cache(program: Any, model: str) -> dict[str, tuple[int, int]]:
+    """Rename the cache tensors, and return their sizes: input name -> (key/value heads, head width)."""
+    for values, prefix in ((program.graph.inputs, "past_key_values"), (program.graph.outputs, "present")):
+        for value in values:
+            match = _CACHE_TENSOR.fullmatch(value.name)
+            if match:
+                value.name = f"{prefix}.{match[1]}.{match[2]}"
+    sizes = {}
+    known = {"input_ids", "inputs_embeds", "attention_mask", "position_ids"}
+    for value in program.graph.inputs:
+        if value.name in known:
+            continue
+        plain = re.fullmatch(r"past_key_values\.\d+\.(key|value)", value.name) and len(value.shape) == 4
+        heads, width = (fixed_size(value.shape[axis]) if plain else None for axis in (1, 3))
+        if heads is None or width is None:
+            raise ExportError(
+                f"a cache must be keys and values of shape (batch, heads, sequence, width), and {model} has "
+                f"{value.name} ({', '.join(str(dim) for dim in value.shape)})"
+            )
+        sizes[value.name] = (heads, width)
+    wanted = {name.replace("past_key_values", "present") for name in sizes} | {"logits"}
+    got = {value.name for value in program.graph.outputs}
+    if not sizes or got != wanted:
+        raise ExportError(
+            f"the graph must return logits and the cache it takes, and that of {model} returns {', '.join(sorted(got))}"
+        )
+    return sizes
+
+
+def _name_sizes(program: Any, sizes: Mapping[str, tuple[int, int]], model: PreTrainedModel) -> None:
+    """Replace the sizes of the cache by named dimensions, and write their values into the metadata."""
+    import onnx_ir
+
+    config = model.config.get_text_config()
+    usual_width = config.hidden_size // config.num_attention_heads
+    values = {value.name: value for value in (*program.graph.inputs, *program.graph.outputs)}
+    for name, (_, width) in sizes.items():
+        layer = name.split(".")[1]
+        for other in (name, name.replace("past_key_values", "present")):
+            values[other].shape[1] = onnx_ir.SymbolicDim(f"key_value_heads.{layer}")
+            if width != usual_width:
+                values[other].shape[3] = onnx_ir.SymbolicDim(f"head_dim.{layer}")
+    program.metadata_props[CACHE_SIZES] = json.dumps(sizes)

@@ -1,0 +1,242 @@
+"""Export a model to ONNX, and keep the files only if their outputs equal torch's."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedModel
+
+from ...checkpoint.folders import new_folder, refuse_existing
+from ...checkpoint.settings import name_tokenizer, write_config
+from ...errors import DataError, RecipeError
+from ...model.copies import convert
+from ...model.internals import fused_attention_fits, note_newer_release, require_onnx_exporter
+from ...model.tokens import end_of_text, forward_inputs, longest_sequence
+from ...progress import quiet
+from ..runtimes.base import Provider
+from ..runtimes.ort import ONNX_FILE, require_onnxruntime
+from .decoder import check_decoder, left_padded, trace_decoder
+from .multimodal import check_vision_language, is_vision_language, trace_vision_language
+from .parity import SPARE_POSITIONS, check_generation, check_parity, generation_batches, parity_batches
+from .trace import Fusions, trace_onnx, trace_sample
+
+# model.onnx_data is the only name under which older Optimum fetches weights from the Hub.
+WEIGHTS_SUFFIX = "_data"
+PROTOBUF_LIMIT_BYTES = 2**31 - 2**24
+
+# Provider -> the fused operators to use. TensorRT fuses by itself, and does not know ONNX Runtime's operators.
+FUSIONS: dict[str, Fusions] = {"cpu": "cpu", "cuda": "cuda", "tensorrt": None}
+DTYPES = {"float32": torch.float32, "float16": torch.float16}
+
+Kind = Literal["encoder", "decoder", "vision-language"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class OnnxExport:
+    """An exported model whose outputs agree with torch's."""
+
+    folder: Path  # the folder, with graphs, config.json and the processor's files
+    file: Path  # the graph, `model.onnx`; for a vision-language model the decoder, `decoder_model_merged.onnx`
+    # Names of all graphs; a vision-language model also has `vision_encoder.onnx` and `embed_tokens.onnx`.
+    files: tuple[str, ...]
+    bytes: int  # size of graphs and weights in bytes
+    max_abs: float  # largest absolute difference from torch over all outputs of all checked batches
+    provider: str  # the provider that the graphs are fused for, `cpu`, `cuda` or `tensorrt`
+    dtype: str  # dtype of weights and activations that are not quantised, `float32` or `float16`
+    checked_on: str  # the execution provider that the comparison ran on
+    inputs: tuple[str, ...]  # names of the inputs of `file`
+    outputs: tuple[str, ...]  # names of the outputs of `file`
+    fused_ops: dict[str, int]  # number of occurrences of each of ONNX Runtime's own operators, over all graphs
+    quantize: str | None = None  # "int8" if linear layers are quantised; see `quantize_onnx`
+    # Number of linear layers by dtype, `int8` and `float32`, if some are quantised.
+    layers: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the graph takes a key/value cache."""
+        return any(name.startswith("past_key_values.") for name in self.inputs)
+
+
+def export_onnx(
+    model: PreTrainedModel,
+    folder: str | Path,
+    *,
+    batch: Mapping[str, Any],
+    processor: Any = None,
+    provider: Provider = "cpu",
+    dtype: str = "float32",
+    overwrite: bool = False,
+) -> OnnxExport:
+    """Write a model as ONNX graphs with Optimum's file names, and compare them with torch.
+
+    An encoder becomes `folder/model.onnx`. Its batch axis is dynamic, and for text its sequence axis too. It is
+    compared on the given batch, on a padded one, and on a batch of 1 (for text, of another length).
+
+    A decoder becomes `folder/model.onnx`, a graph from tokens, attention mask, cache and, if the model takes them,
+    positions to logits and cache. A prompt starts with an empty cache. Layers may differ in the heads of their cache.
+
+    A vision-language model becomes `vision_encoder.onnx` (with the projector), `embed_tokens.onnx` and
+    `decoder_model_merged.onnx`.
+
+    Decoders and vision-language models are compared as `OnnxGenerator` runs them: prompts (as given, padded on the
+    left, a single one), then a chunk of two tokens, then single tokens.
+
+    Args:
+        model: A text or image encoder, with or without a classification head; a decoder; or a vision-language model
+            with a projector. Layers may differ in heads. The model is not changed.
+        folder: Where to write; must not exist, unless `overwrite`.
+        batch: A sample of shape (batch, sequence) for text or (batch, channels, height, width) for images. A
+            vision-language model needs both, with one image per row. Labels are ignored.
+        processor: Tokenizer or image processor to save beside the graph.
+        provider: The execution provider to fuse the graphs for, `cpu`, `cuda` or `tensorrt`.
+        dtype: Dtype of weights and of floating inputs and outputs, `float32` or `float16`. Outputs must agree with
+            torch in float32 within 1e-3, or for `float16` within 2e-2 times max(1, largest output).
+        overwrite: Replace an existing folder.
+
+    Returns:
+        The files that were written, and the largest difference of their outputs from torch's.
+
+    Raises:
+        RecipeError: Unknown provider or dtype.
+        OutputExistsError: `folder` already exists.
+        MissingRuntimeError: ONNX Runtime is not installed.
+        UnsupportedModelError: The model is an encoder-decoder, has no key/value cache, or needs more than pixels to
+            compute the features of images.
+        DataError: The batch has no input of the model, or image tokens that do not match the images.
+        ExportError: The exporter failed.
+        ParityError: An output of a graph differs from torch's beyond the tolerance.
+
+    Examples:
+        >>> exported = export_onnx(slim, folder / "onnx", batch=batches[0])
+        >>> exported.files, exported.max_abs < 1e-3
+        (('model.onnx',), True)
+    """
+    note_newer_release()
+    target = Path(folder)
+    _check_request(provider, dtype)
+    refuse_existing(target, overwrite=overwrite)
+    require_onnx_exporter()
+    require_onnxruntime("cpu" if provider == "cpu" else "gpu")
+    given = {name: tensor.cpu() for name, tensor in forward_inputs(model, batch).items()}
+    if model.main_input_name not in given:
+        raise DataError(f"the batch must have {model.main_input_name!r}, got {', '.join(sorted(batch))}")
+    kind, given = _kind(model, given)
+    reference = _float32_copy(model)
+    traced = _traceable_copy(reference, provider, DTYPES[dtype])
+    with new_folder(target, overwrite=overwrite) as staging:
+        with quiet(verbose=logger.isEnabledFor(logging.DEBUG)):
+            programs, batches = _trace(kind, traced, given, FUSIONS[provider])
+            size = sum(save_program(program, staging / name) for name, program in programs.items())
+        _write_companions(staging, traced, processor)
+        with quiet(verbose=logger.isEnabledFor(logging.DEBUG)):
+            check = check_parity if kind == "encoder" else check_generation
+            max_abs, checked_on = check(staging, reference, batches, dtype)
+    main = next(reversed(programs))
+    nodes = [node for program in programs.values() for node in program.graph.all_nodes()]
+    return OnnxExport(
+        folder=target,
+        file=target / main,
+        files=tuple(programs),
+        bytes=size,
+        max_abs=max_abs,
+        provider=provider,
+        dtype=dtype,
+        checked_on=checked_on,
+        inputs=tuple(value.name for value in programs[main].graph.inputs),
+        outputs=tuple(value.name for value in programs[main].graph.outputs),
+        fused_ops=dict(Counter(node.op_type for node in nodes if node.domain == "com.microsoft")),
+    )
+
+
+def _check_request(provider: str, dtype: str) -> None:
+    problems = []
+    if provider not in FUSIONS:
+        problems.append(f"export.provider must be one of {', '.join(FUSIONS)}, got {provider!r}")
+    if dtype not in DTYPES:
+        problems.append(f"export.dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    if problems:
+        raise RecipeError(problems)
+
+
+def _kind(model: PreTrainedModel, given: dict[str, torch.Tensor]) -> tuple[Kind, dict[str, torch.Tensor]]:
+    """Return the kind of the model, and the inputs that its export needs; raises as `export_onnx`."""
+    if not model.can_generate():
+        return "encoder", given
+    check_decoder(model)
+    given = {"attention_mask": torch.ones_like(given["input_ids"]), **given}
+    if is_vision_language(model):
+        names = ("input_ids", "attention_mask", "pixel_values")
+        given = {name: given[name] for name in names if name in given}
+        check_vision_language(model, given)
+        return "vision-language", given
+    if not given["input_ids"].numel():
+        raise DataError(f"the batch must have tokens, got input_ids of shape {tuple(given['input_ids'].shape)}")
+    # The comparison continues the prompt by a few tokens, which need positions too.
+    positions = longest_sequence(model.config)
+    length = given["input_ids"].shape[1] if positions is None else max(1, positions - SPARE_POSITIONS)
+    return "decoder", {name: given[name][:, :length] for name in ("input_ids", "attention_mask")}
+
+
+def _trace(
+    kind: Kind, model: PreTrainedModel, given: dict[str, torch.Tensor], fusions: Fusions
+) -> tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]:
+    """Trace the model; return the graphs by file name, the decoder last, and the batches to compare them on."""
+    if kind == "encoder":
+        sample = trace_sample(model, given)
+        return {ONNX_FILE: trace_onnx(model, sample, fusions)}, parity_batches(given, sample, end=end_of_text(model))
+    image_token_id = model.config.image_token_id if kind == "vision-language" else None
+    padded = left_padded(given, image_token_id=image_token_id)
+    batches = generation_batches(given, padded)
+    if kind == "decoder":
+        return {ONNX_FILE: trace_decoder(model, padded, fusions)}, batches
+    return trace_vision_language(model, padded, fusions), batches
+
+
+def _float32_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """Copy the model as the reference of the comparison: float32, CPU, evaluation mode, torch's own attention."""
+    copied = convert(model, dtype=torch.float32, device="cpu").eval()
+    # One function for all parts: transformers refuses "sdpa" if one of them lacks it, and "eager" computes the same.
+    # For a GPU, the traced copy keeps it.
+    copied.set_attn_implementation("sdpa" if fused_attention_fits(model) else "eager")
+    return copied
+
+
+def _traceable_copy(reference: PreTrainedModel, provider: str, dtype: torch.dtype) -> PreTrainedModel:
+    copied = convert(reference, dtype=dtype)
+    # For the CPU, the exporter decomposes an sdpa trace (microsoft/onnxruntime#33873), while an eager
+    # trace becomes one Attention operator per layer. Latency eager / sdpa, one run, ONNX Runtime 1.31, 2 cores:
+    # 0.93 to 0.97 on BERT and 0.90 to 0.95 on ViT; at batch 8 the 95 % interval still reached 1.
+    if provider == "cpu":
+        copied.set_attn_implementation("eager")
+    return copied
+
+
+def save_program(program: Any, file: Path) -> int:
+    """Write a graph with its weights inside, or beside it above protobuf's limit; return the size of both in bytes."""
+    import onnx_ir
+
+    weight_bytes = sum(v.const_value.nbytes for v in program.graph.initializers.values() if v.const_value is not None)
+    if weight_bytes < PROTOBUF_LIMIT_BYTES:
+        # Of a graph that was read from a file, they may still be in a file beside that one.
+        onnx_ir.save(onnx_ir.external_data.load_to_model(program), file)
+    else:
+        onnx_ir.save(program, file, external_data=f"{file.name}{WEIGHTS_SUFFIX}")
+    return sum(part.stat().st_size for part in file.parent.glob(f"{file.name}*"))
+
+
+def _write_companions(folder: Path, model: PreTrainedModel, processor: Any) -> None:
+    """Write config.json and the processor's files so that older Optimum and transformers 4 read them."""
+    write_config(model, folder)
+    if model.can_generate() and model.generation_config is not None:
+        model.generation_config.to_json_file(folder / "generation_config.json")
+    if processor is not None:
+        processor.save_pretrained(folder)
+        name_tokenizer(folder)

@@ -1,0 +1,207 @@
+"""Generate text from an exported folder: a decoder, or the parts of a vision-language model."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from ...checkpoint.classes import AGAIN, load_config
+from ...errors import DataError, RecipeError, RequestError, refusing
+from ...model.tokens import longest_sequence
+from ..runtimes.ort import DECODER_FILE, EMBED_FILE, ONNX_FILE, QUANTIZED_FILE, VISION_FILE, OnnxRuntime
+from .multimodal import merge_images
+
+
+@dataclass(frozen=True)
+class OnnxGenerator:
+    """Greedy generation in ONNX Runtime on the CPU; the cache stays in ONNX Runtime's memory between steps.
+
+    Attributes:
+        decoder: The graph from tokens or embeddings, and cache, to logits and cache.
+        embed_tokens: The graph from tokens to embeddings; `None` if the decoder takes tokens.
+        vision_encoder: The graph from images to features; `None` for text.
+        image_token_id: The token that stands for one image feature; `None` for text.
+        vocabulary: Size of the vocabulary.
+        positions: Largest number of tokens in a row; `None` for no limit.
+        eos_token_ids: The tokens that end a row, unless `generate` names others.
+        pad_token_id: The token that fills a row after its end.
+    """
+
+    decoder: OnnxRuntime
+    embed_tokens: OnnxRuntime | None
+    vision_encoder: OnnxRuntime | None
+    image_token_id: int | None
+    vocabulary: int
+    positions: int | None
+    eos_token_ids: tuple[int, ...]
+    pad_token_id: int | None
+
+    @classmethod
+    def from_folder(cls, folder: str | Path, *, threads: int | None = None) -> OnnxGenerator:
+        """Load a folder that `export_onnx` or `quantize_onnx` wrote.
+
+        Args:
+            folder: A folder with a decoder's `model.onnx` or `model_quantized.onnx`, or with the parts of a
+                vision-language model.
+            threads: CPU threads within an operator; by default torch's number.
+
+        Raises:
+            RequestError: The folder has no decoder, or no config.
+            MissingRuntimeError: ONNX Runtime is not installed.
+        """
+        folder = Path(folder)
+        parts = (folder / DECODER_FILE).is_file()
+        quantised = (folder / QUANTIZED_FILE).is_file() and not (folder / ONNX_FILE).is_file()
+        single = QUANTIZED_FILE if quantised else ONNX_FILE
+        names = (DECODER_FILE, EMBED_FILE, VISION_FILE) if parts else (single,)
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise RequestError(f"a folder to generate from must have {missing[0]}, and {folder} has none: export first")
+        config = load_config(folder)
+        eos, pad = _special_tokens(folder, config)
+        threads = torch.get_num_threads() if threads is None else threads
+        decoder, *others = (OnnxRuntime(folder / name, threads=threads) for name in names)
+        if "past_key_values.0.key" not in decoder.inputs:
+            raise RequestError(
+                f"a folder to generate from must have a decoder, which takes past_key_values, and the graph in "
+                f"{folder} takes {', '.join(decoder.inputs)}: an encoder does not generate"
+            )
+        text = config.get_text_config()
+        return cls(
+            decoder=decoder,
+            embed_tokens=others[0] if parts else None,
+            vision_encoder=others[1] if parts else None,
+            image_token_id=config.image_token_id if parts else None,
+            vocabulary=text.vocab_size,
+            positions=longest_sequence(config),
+            eos_token_ids=eos,
+            pad_token_id=eos[0] if pad is None and eos else pad,
+        )
+
+    def generate(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        *,
+        max_new_tokens: int = 20,
+        eos_token_id: int | Iterable[int] | None = None,
+    ) -> Tensor:
+        """Continue prompts by greedy decoding: at each step, append the most likely token.
+
+        Args:
+            input_ids: Prompts, (batch, sequence), padded on the left.
+            attention_mask: 1 for tokens, 0 for padding, (batch, sequence); by default no padding.
+            pixel_values: Images in the order of the image tokens, (images, channels, height, width).
+            max_new_tokens: Largest number of tokens to add.
+            eos_token_id: The tokens that end a row; by default those of the folder's config; `()` for none.
+
+        Returns:
+            Prompts and new tokens, (batch, sequence + new). After its end, a row is filled with padding until all rows
+            have ended.
+
+        Raises:
+            RecipeError: max_new_tokens is below 1.
+            DataError: The prompts are not token ids of the model, are padded on the right, are too long, or do not fit
+                the images.
+        """
+        tokens = input_ids.cpu()
+        mask = torch.ones_like(tokens) if attention_mask is None else attention_mask.to("cpu", torch.int64)
+        self._check(tokens, mask, pixel_values, max_new_tokens)
+        tokens = tokens.to(torch.int64)
+        ends = torch.tensor(self.eos_token_ids if eos_token_id is None else _token_ids(eos_token_id), dtype=torch.int64)
+        padding = self.pad_token_id if self.pad_token_id is not None else int(ends[0]) if len(ends) else 0
+        finished = torch.zeros(len(tokens), dtype=torch.bool)
+        inputs, cache = self.prompt(tokens, pixel_values), None
+        for _ in range(max_new_tokens):
+            logits, cache = self.step(inputs, mask, cache)
+            chosen = logits[:, -1].argmax(-1).masked_fill(finished, padding)  # (batch)
+            tokens = torch.cat([tokens, chosen[:, None]], dim=1)
+            mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
+            finished |= torch.isin(chosen, ends)
+            if finished.all():
+                break
+            inputs = self.prompt(chosen[:, None])
+        return tokens
+
+    def prompt(self, input_ids: Tensor, pixel_values: Tensor | None = None) -> dict[str, Any]:
+        """Return the decoder's input: tokens (batch, sequence), or embeddings with images, or a DataError."""
+        if self.embed_tokens is None:
+            return {"input_ids": input_ids}
+        embeds = _run(self.embed_tokens, {"input_ids": input_ids})["inputs_embeds"]
+        # Without images, as for a generated image token, the token keeps its own embedding, as in torch.
+        if pixel_values is None or self.vision_encoder is None or self.image_token_id is None:
+            return {"inputs_embeds": embeds}
+        features = _tensor(_run(self.vision_encoder, {"pixel_values": pixel_values})["image_features"])
+        return {"inputs_embeds": merge_images(_tensor(embeds), input_ids, features, self.image_token_id)}
+
+    def step(
+        self, inputs: Mapping[str, Any], attention_mask: Tensor, cache: Mapping[str, Any] | None = None
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Run the decoder once on a prompt, a chunk or a single token.
+
+        Args:
+            inputs: Result of `prompt` for the tokens that are not yet in the cache.
+            attention_mask: Mask of all tokens, those in the cache first, (batch, past + sequence).
+            cache: Cache from the previous step; `None` for an empty one.
+
+        Returns:
+            Logits in float32, (batch, sequence, vocabulary), and the cache by input name, as ONNX Runtime's own values.
+        """
+        outputs = _run(self.decoder, {**inputs, "attention_mask": attention_mask, **(cache or {})})
+        logits = _tensor(outputs.pop("logits")).float()
+        return logits, {name.replace("present", "past_key_values", 1): value for name, value in outputs.items()}
+
+    def _check(self, ids: Tensor, mask: Tensor, pixel_values: Tensor | None, max_new_tokens: int) -> None:
+        if max_new_tokens < 1:
+            raise RecipeError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+        if ids.ndim != 2 or ids.is_floating_point() or 0 in ids.shape:
+            raise DataError(f"input_ids must be integers (batch, sequence), got {ids.dtype} {tuple(ids.shape)}")
+        if mask.shape != ids.shape:
+            raise DataError(
+                f"attention_mask must have the shape of input_ids {tuple(ids.shape)}, got {tuple(mask.shape)}"
+            )
+        if not bool(mask[:, -1].all()) or bool((mask.diff(dim=1) < 0).any()):
+            raise DataError("prompts must be padded on the left, got zeros after a one: set padding_side='left'")
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= self.vocabulary:
+            raise DataError(f"token ids must be in 0..{self.vocabulary - 1}, got {low if low < 0 else high}")
+        if self.positions is not None and ids.shape[1] + max_new_tokens > self.positions:
+            raise DataError(
+                f"prompt and new tokens must fit into the model's {self.positions} positions, got {ids.shape[1]} and "
+                f"{max_new_tokens}"
+            )
+        if pixel_values is not None and self.vision_encoder is None:
+            raise DataError("pixel_values must be left out for a model of text, got images")
+        if pixel_values is None and self.image_token_id is not None and bool(torch.eq(ids, self.image_token_id).any()):
+            raise DataError(f"prompts with image tokens (id {self.image_token_id}) need pixel_values, got none")
+
+
+def _run(runtime: OnnxRuntime, batch: Mapping[str, Any]) -> dict[str, Any]:
+    return runtime.values(runtime.run(runtime.prepare(batch)))
+
+
+def _tensor(value: Any) -> Tensor:
+    return torch.from_numpy(value.numpy())
+
+
+def _special_tokens(folder: Path, config: Any) -> tuple[tuple[int, ...], int | None]:
+    """Return the ids of the tokens that end a text, and that of padding, from the files beside a graph."""
+    with refusing(f"a generation config must be what transformers wrote, but that of {folder} is not", AGAIN):
+        of_file = (folder / "generation_config.json").is_file()
+        found = GenerationConfig.from_pretrained(folder) if of_file else GenerationConfig.from_model_config(config)
+        pad = None if found.pad_token_id is None else operator.index(found.pad_token_id)
+        return tuple(map(operator.index, _token_ids(found.eos_token_id))), pad
+
+
+def _token_ids(value: int | Iterable[int] | None) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)

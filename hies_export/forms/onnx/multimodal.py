@@ -1,0 +1,181 @@
+"""Trace a vision-language model to three graphs: image encoder with projector, token embeddings, decoder."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ...errors import DataError, UnsupportedModelError, root_cause
+from ...model.tokens import random_images, synthetic_batch
+from ..runtimes.ort import DECODER_FILE, EMBED_FILE, VISION_FILE
+from .decoder import trace_decoder
+from .trace import Fusions, export_program
+
+
+def is_vision_language(model: PreTrainedModel) -> bool:
+    """Return whether the model generates text from images and text."""
+    parts = (model.get_encoder(modality="image"), model.get_decoder())
+    takes_images = "pixel_values" in inspect.signature(model.forward).parameters
+    return takes_images and all(part is not None and part is not model for part in parts)
+
+
+def image_text_batch(model: PreTrainedModel, *, batch: int = 2, text: int = 8, seed: int = 0) -> dict[str, Tensor]:
+    """Make random images and prompts of `text` tokens, half before the image tokens, half after.
+
+    Returns `pixel_values` (batch, channels, height, width), `input_ids` and `attention_mask` (batch, sequence). Raises
+    UnsupportedModelError if image features need more than `pixel_values`.
+    """
+    pixels = random_images(model.config, batch, torch.Generator().manual_seed(seed)).to(model.device, model.dtype)
+    with torch.no_grad():
+        tokens = _image_features(model, pixels).shape[1]
+    ids = synthetic_batch(model, batch=batch, sequence=text, seed=seed)["input_ids"]
+    image = torch.full((batch, tokens), model.config.image_token_id)
+    ids = torch.cat([ids[:, : text // 2], image, ids[:, text // 2 :]], dim=1)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels}
+
+
+def check_vision_language(model: PreTrainedModel, given: Mapping[str, Tensor]) -> None:
+    """Refuse, before any work, a model that cannot be exported in parts, or a batch that does not fit it."""
+    if getattr(model.config, "image_token_id", None) is None:
+        raise UnsupportedModelError(
+            f"export_onnx needs a vision-language model whose config names the image token, and "
+            f"{type(model).__name__} has no image_token_id"
+        )
+    kinds = {"token_type_ids", "mm_token_type_ids"} & set(inspect.signature(model.forward).parameters)
+    if kinds:
+        raise UnsupportedModelError(
+            f"export_onnx needs a vision-language model that reads images and text alike, from left to right, and "
+            f"{type(model).__name__} tells them apart by {min(kinds)}"
+        )
+    missing = sorted({"input_ids", "pixel_values"} - set(given))
+    if missing:
+        raise DataError(f"the batch of a vision-language model must have {missing[0]!r}, got {', '.join(given)}")
+    text = given["input_ids"][:1] != model.config.image_token_id
+    if not text.any() or len(given["pixel_values"]) != len(given["input_ids"]):
+        raise DataError(
+            f"every prompt must have text and one image, got {len(given['input_ids'])} prompts, the first with "
+            f"{int(text.sum())} tokens of text, and {len(given['pixel_values'])} images"
+        )
+    with torch.no_grad():
+        features = _image_features(model, given["pixel_values"].to(model.device, model.dtype))
+    image_tokens(given["input_ids"], features, model.config.image_token_id)
+
+
+def image_tokens(input_ids: Tensor, features: Tensor, image_token_id: int) -> Tensor:
+    """Return where prompts have image tokens, (batch, sequence) bool; a DataError says that their number is wrong."""
+    found = input_ids == image_token_id
+    images, tokens = features.shape[:2]
+    if int(found.sum()) != images * tokens:
+        raise DataError(
+            f"the prompts must have {tokens} image tokens (id {image_token_id}) per image, {images * tokens} in all, "
+            f"got {int(found.sum())}"
+        )
+    return found
+
+
+def merge_images(embeds: Tensor, input_ids: Tensor, features: Tensor, image_token_id: int) -> Tensor:
+    """Replace the embeddings of image tokens, (batch, sequence, hidden), by image features, in order."""
+    mask = image_tokens(input_ids, features, image_token_id).unsqueeze(-1).expand_as(embeds)
+    return embeds.masked_scatter(mask, features.to(embeds.dtype))
+
+
+def trace_vision_language(model: PreTrainedModel, given: Mapping[str, Tensor], fusions: Fusions) -> dict[str, Any]:
+    """Trace the parts of a vision-language model, each to an `onnx_ir.Model`, fused; return them by file name.
+
+    They are the image encoder from pixel_values to image_features (images, tokens, hidden), the embedding from
+    input_ids to inputs_embeds, and last the decoder, as in `trace_decoder`, on inputs_embeds. `given` has at least 2
+    rows, padded on the left.
+    """
+    pixels = given["pixel_values"].to(model.device, model.dtype)
+    embedding: Any = model.get_input_embeddings()
+    with torch.no_grad():
+        features = _image_features(model, pixels)
+        ids = given["input_ids"].to(model.device)
+        embeds = merge_images(embedding(ids), ids, features, model.config.image_token_id)
+    vision = export_program(
+        _ImageEncoder(model), {"pixel_values": pixels}, fusions, axes={"pixel_values": {0: "images"}}
+    )
+    embed_axes = {"input_ids": {0: "batch", 1: "sequence"}}
+    embed = export_program(_Embedding(model), {"input_ids": ids}, fusions, axes=embed_axes)
+    prompt = {"inputs_embeds": embeds, "attention_mask": given["attention_mask"]}
+    return {VISION_FILE: vision, EMBED_FILE: embed, DECODER_FILE: trace_decoder(model, prompt, fusions)}
+
+
+class _ImageEncoder(torch.nn.Module):
+    """Image encoder and projector: `pixel_values` -> `image_features`."""
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__()
+        self.model = model
+
+    def forward(self, pixel_values: Tensor) -> dict[str, Tensor]:
+        return {"image_features": _image_features(self.model, pixel_values)}
+
+
+class _Embedding(torch.nn.Module):
+    """Token embedding: `input_ids` -> `inputs_embeds`."""
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__()
+        self.embedding: Any = model.get_input_embeddings()
+
+    def forward(self, input_ids: Tensor) -> dict[str, Tensor]:
+        return {"inputs_embeds": self.embedding(input_ids)}
+
+
+class _Projected(Exception):
+    """Exception that carries the projector's output out of `get_image_features`."""
+
+    def __init__(self, features: Tensor):
+        self.features = features
+
+
+def _image_features(model: PreTrainedModel, pixel_values: Tensor) -> Tensor:
+    """Return the features of images, (images, tokens, hidden); raises UnsupportedModelError if there are none.
+
+    After the projector, `get_image_features` splits the features into a Python list, which would fix the number of
+    images in a trace. So an exception leaves it as soon as the projector has returned.
+    """
+    encoder: Any = model
+    owner, name = _projector(model)
+    projector = getattr(owner, name)
+
+    def project(*args: Any, **kwargs: Any) -> Any:
+        raise _Projected(projector(*args, **kwargs))
+
+    # The instance attribute shadows the module, so the tracer still sees a complete call of the module itself.
+    vars(owner)[name] = project
+    try:
+        encoder.get_image_features(pixel_values=pixel_values)
+        why = "its projector was not called"
+    except _Projected as done:
+        if done.features.ndim == 3:
+            return done.features
+        why = f"its projector returns shape {tuple(done.features.shape)}"
+    except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+        if torch.compiler.is_exporting():
+            raise
+        why = root_cause(error)
+    finally:
+        del vars(owner)[name]
+    raise UnsupportedModelError(
+        f"export_onnx needs images to become features of shape (images, tokens, hidden) from pixel_values alone, and "
+        f"{type(model).__name__} does not: {why}"
+    )
+
+
+def _projector(model: PreTrainedModel) -> tuple[torch.nn.Module, str]:
+    """Return the module that owns the projector between image encoder and language model, and its name there."""
+    for owner in (model, model.base_model):
+        for name in ("multi_modal_projector", "connector", "embed_vision"):
+            if name in dict(owner.named_children()):
+                return owner, name
+    raise UnsupportedModelError(
+        f"export_onnx needs a vision-language model with a projector after its image encoder, and "
+        f"{type(model).__name__} has none under a name it knows"
+    )

@@ -1,0 +1,135 @@
+"""Compare exported graphs with torch, on more batches than the one they were traced with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from ...errors import ParityError
+from ..runtimes.ort import OnnxRuntime
+from ..runtimes.pytorch import TorchRuntime
+from .decoder import text_tokens
+from .generator import OnnxGenerator
+
+# Half precision has 11 significant bits, so its tolerance scales with the largest output.
+TOLERANCE_FP32 = 1e-3
+TOLERANCE_FP16 = 2e-2
+
+# Positions that the comparison adds to the given prompts: 3 in front and 4 generated.
+SPARE_POSITIONS = 7
+
+
+def parity_batches(
+    given: Mapping[str, torch.Tensor], sample: Mapping[str, torch.Tensor], *, end: int | None = None
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the batches to compare on, by name: as given, padded, and a single row (for text, of another length).
+
+    `end` is a token that every text must have; the shortened row ends in it.
+    """
+    single = {name: tensor[:1] for name, tensor in sample.items()}
+    if "input_ids" in sample:
+        length = max(3, given["input_ids"].shape[1] // 2)
+        length += length == given["input_ids"].shape[1]
+        tokens = single["input_ids"].shape
+        single = {name: t[:, :length] if t.shape[:2] == tokens else t for name, t in single.items()}
+        # The first row of the sample has no padding, so the shortened one has none.
+        if end is not None:
+            single["input_ids"] = torch.cat([single["input_ids"][:, :-1], torch.full((1, 1), end)], dim=1)
+    return {"the given batch": dict(given), "a padded batch": dict(sample), "a batch of 1": single}
+
+
+def check_parity(
+    folder: Path, reference: PreTrainedModel, batches: Mapping[str, Mapping[str, torch.Tensor]], dtype: str
+) -> tuple[float, str]:
+    """Return the largest absolute difference between graph and torch, if within tolerance, and the graph's provider."""
+    exported = OnnxRuntime(folder, threads=torch.get_num_threads())
+    dense = TorchRuntime(reference, threads=torch.get_num_threads())
+    worst = max(
+        compare_outputs(dense.compute(batch), exported.compute(batch), label=label, dtype=dtype)
+        for label, batch in batches.items()
+    )
+    return worst, exported.provider
+
+
+def generation_batches(given: Mapping[str, torch.Tensor], padded: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Return the prompts to compare on, by name; the first row of `padded` has no padding, and alone another length."""
+    single = {name: tensor[:1] for name, tensor in padded.items()}
+    return {"the given batch": dict(given), "a padded batch": dict(padded), "a batch of 1": single}
+
+
+def check_generation(
+    folder: Path, reference: PreTrainedModel, batches: Mapping[str, Mapping[str, torch.Tensor]], dtype: str
+) -> tuple[float, str]:
+    """Return the largest absolute difference between an exported folder and torch, if tolerated, and its provider.
+
+    The graphs take each prompt, then a chunk of two tokens, then two single tokens, each with the cache of the tokens
+    before. Torch takes all tokens in one forward pass. Logits and cache of real tokens are compared.
+    """
+    exported = OnnxGenerator.from_folder(folder)
+    dense = TorchRuntime(reference, threads=torch.get_num_threads())
+    worst = 0.0
+    for label, batch in batches.items():
+        further = text_tokens(batch["input_ids"], 4, image_token_id=exported.image_token_id)
+        tokens = torch.cat([batch["input_ids"], further], dim=1)
+        mask = torch.cat([batch["attention_mask"], torch.ones_like(further)], dim=1)
+        want = dense.compute({**batch, "input_ids": tokens, "attention_mask": mask})
+        got = _in_pieces(exported, tokens, mask, batch.get("pixel_values"))
+        worst = max(worst, compare_outputs(*_real_tokens(want, got, mask), label=label, dtype=dtype))
+    return worst, exported.decoder.provider
+
+
+def _in_pieces(
+    exported: OnnxGenerator, tokens: torch.Tensor, mask: torch.Tensor, images: torch.Tensor | None
+) -> dict[str, np.ndarray]:
+    """Run a prompt, a chunk of two tokens and two single tokens; return all logits and the final cache."""
+    cache, logits, length = None, [], tokens.shape[1]
+    for start, stop in ((0, length - 4), (length - 4, length - 2), (length - 2, length - 1), (length - 1, length)):
+        inputs = exported.prompt(tokens[:, start:stop], images if start == 0 else None)
+        piece, cache = exported.step(inputs, mask[:, :stop], cache)
+        logits.append(piece)
+    presents = {name.replace("past_key_values", "present"): v.numpy() for name, v in (cache or {}).items()}
+    return {"logits": torch.cat(logits, dim=1).numpy(), **presents}
+
+
+def _real_tokens(
+    want: Mapping[str, np.ndarray], got: Mapping[str, np.ndarray], mask: torch.Tensor
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Return logits and cache of torch and of the graph, with zeros at padding, where values are arbitrary.
+
+    With a sliding window, torch keeps only the last tokens in the cache and the graph all, so the graph's is cut.
+    """
+    real = mask.bool().numpy()
+
+    def cleaned(outputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        kept = {"logits": np.where(real[:, :, None], outputs["logits"], 0)}
+        for name, array in outputs.items():
+            if name.startswith("present."):  # (batch, key/value heads, sequence, width)
+                end = array[:, :, -want[name].shape[2] :] if name in want else array
+                kept[name] = np.where(real[:, None, -end.shape[2] :, None], end.astype(np.float32), 0)
+        return kept
+
+    return cleaned(want), cleaned(got)
+
+
+def compare_outputs(want: Mapping[str, np.ndarray], got: Mapping[str, np.ndarray], *, label: str, dtype: str) -> float:
+    """Return the largest absolute difference; a ParityError says that it is too large, or names or shapes differ."""
+    shapes = ["; ".join(f"{name} {array.shape}" for name, array in sorted(outputs.items())) for outputs in (want, got)]
+    if shapes[0] != shapes[1]:
+        raise ParityError(f"the graph's outputs must be torch's; on {label} torch has {shapes[0]}, it has {shapes[1]}")
+    differences = [float(np.abs(want[name] - got[name]).max(initial=0.0)) for name in want]
+    # np.max propagates NaN; max may not.
+    max_abs = float(np.max(differences))
+    tolerance = TOLERANCE_FP32
+    if dtype == "float16":
+        tolerance = TOLERANCE_FP16 * max(1.0, *(float(np.abs(array).max(initial=0.0)) for array in want.values()))
+    if not max_abs <= tolerance:
+        raise ParityError(
+            f"the graph must agree with torch within {tolerance:.1e}, and differs by {max_abs:.1e} "
+            f"on {label}; nothing was kept: export in float32, or report the model"
+        )
+    return max_abs

@@ -1,0 +1,194 @@
+"""Write an exported graph in 8 or 4 bits, with the file names of Optimum, and run it beside the float32 graph."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from ...checkpoint.folders import new_folder, refuse_existing
+from ...errors import ParityError, RequestError
+from ..runtimes.base import Provider
+from ..runtimes.bits import BLOCK, SMALLEST, quantize_graph
+from ..runtimes.ort import QUANTIZED_FILE, OnnxRuntime
+from .export import OnnxExport, export_onnx, save_program
+from .multimodal import is_vision_language
+
+Quantize = Literal["int8", "int4"]
+
+# How far the 8-bit graph may be from the float32 graph, as a share of its outputs (root mean squares). Rounding errors
+# are at most 0.05 on the models tried; an overflowing kernel or a wrong scale gives 1 and more.
+TOLERANCE = 0.3
+
+
+def quantize_onnx(
+    exported: OnnxExport,
+    folder: str | Path,
+    *,
+    batch: Mapping[str, Any],
+    quantize: Quantize = "int8",
+    smallest: int = SMALLEST,
+    overwrite: bool = False,
+) -> OnnxExport:
+    """Quantise an exported model: `model_quantized.onnx`, and `ort_config.json`, as Optimum writes them.
+
+    Every linear layer of `smallest` weights or more, 16,384 by default, is quantised. In `int8`, its weights have a
+    scale per output channel, and its inputs a scale per token (in front of an encoder's attention, one for the batch).
+    In `int4`, every 32 weights have a scale and a zero point; this is only for decoders, whose time per token is spent
+    on reading the weights. Embeddings are in 8 bits, with a scale per row. Small layers and everything else stay in
+    float32. The graphs need ONNX Runtime 1.24 or newer, and so Python 3.11.
+
+    Args:
+        exported: An export by `export_onnx` for provider cpu in float32; its folder stays as it is.
+        folder: Where to write; appears only when everything is written and checked.
+        batch: Inputs on which both graphs are run and compared.
+        quantize: "int8" or "int4".
+        smallest: Layers and embeddings of fewer weights stay in float32.
+        overwrite: Replace an existing folder.
+
+    Returns:
+        The quantised graph; `max_abs` is its largest difference from the float32 graph.
+
+    Raises:
+        OutputExistsError: The folder exists and `overwrite` is off, or it is that of the export.
+        RequestError: The export has several graphs, is for another provider, or is not in float32; all its layers are
+            small; or `int4` is asked for an encoder.
+        ParityError: The outputs of both graphs are more than 30 % apart (root mean square); nothing is kept.
+
+    Examples:
+        >>> exported = export_onnx(slim, folder / "onnx", batch=batches[0])
+        >>> quantize_onnx(exported, folder / "onnx-int8", batch=batches[0], smallest=1).files
+        ('model_quantized.onnx',)
+    """
+    import onnx_ir
+
+    _check(quantize, exported.provider, exported.dtype, decodes=exported.decodes, parts=len(exported.files))
+    folder = Path(folder)
+    refuse_existing(folder, overwrite=overwrite, inputs={"export": exported.folder})
+    program = onnx_ir.load(exported.file)
+    bits = int(quantize.removeprefix("int"))
+    layers = quantize_graph(program.graph, bits=bits, smallest=smallest)
+    if not layers.get(quantize):
+        raise _too_small(quantize)
+    with new_folder(folder, overwrite=overwrite) as staging:
+        for file in exported.folder.iterdir():
+            if not file.name.startswith(exported.file.name):
+                shutil.copy(file, staging)
+        size = save_program(program, staging / QUANTIZED_FILE)
+        (staging / "ort_config.json").write_text(json.dumps(_ort_config(bits), indent=2) + "\n", encoding="utf-8")
+        max_abs = _compared(exported.file, staging / QUANTIZED_FILE, batch)
+    return replace(
+        exported,
+        folder=folder,
+        file=folder / QUANTIZED_FILE,
+        files=(QUANTIZED_FILE,),
+        bytes=size,
+        max_abs=max_abs,
+        quantize=quantize,
+        layers=layers,
+    )
+
+
+def export_in_bits(
+    model: PreTrainedModel,
+    folder: str | Path,
+    *,
+    batch: Mapping[str, Any],
+    processor: Any = None,
+    provider: Provider = "cpu",
+    dtype: str = "float32",
+    quantize: Quantize | None = None,
+    overwrite: bool = False,
+) -> OnnxExport:
+    """Export a model to ONNX, and quantise the graph if asked; see `export_onnx` and `quantize_onnx`."""
+    how: dict[str, Any] = {"batch": batch, "processor": processor}
+    if quantize is None:
+        return export_onnx(model, folder, provider=provider, dtype=dtype, overwrite=overwrite, **how)
+    check_quantizable(model, quantize, provider=provider, dtype=dtype)
+    refuse_existing(Path(folder), overwrite=overwrite)
+    with TemporaryDirectory(prefix="hies-float32-") as temporary:
+        exported = export_onnx(model, Path(temporary) / "onnx", **how)
+        return quantize_onnx(exported, folder, batch=batch, quantize=quantize, overwrite=overwrite)
+
+
+def check_quantizable(
+    model: PreTrainedModel, quantize: Quantize, *, provider: str = "cpu", dtype: str = "float32"
+) -> None:
+    """Refuse, by a RequestError, what `quantize_onnx` would refuse once the model is exported."""
+    parts = 3 if is_vision_language(model) else 1
+    _check(quantize, provider, dtype, decodes=model.can_generate(), parts=parts)
+    if max((parameter.numel() for parameter in model.parameters() if parameter.dim() == 2), default=0) < SMALLEST:
+        raise _too_small(quantize)
+
+
+def _too_small(quantize: str) -> RequestError:
+    return RequestError(
+        f"quantize: {quantize} needs a linear layer of {SMALLEST:,} weights or more, but all are smaller, and small "
+        "layers take longer in fewer bits; leave it out"
+    )
+
+
+def _check(quantize: str, provider: str, dtype: str, *, decodes: bool, parts: int) -> None:
+    """Refuse exports that have no quantised form here."""
+    if parts > 1:
+        raise RequestError(f"quantize: {quantize} needs a single graph, got a vision-language model; leave it out")
+    if quantize == "int4" and not decodes:
+        raise RequestError(
+            "quantize: int4 is for models that generate, which spend their time on reading weights, got an encoder; "
+            "use int8"
+        )
+    if provider != "cpu" or dtype != "float32":
+        raise RequestError(
+            f"quantize: {quantize} needs provider cpu and dtype float32, got {provider} and {dtype}; leave them out"
+        )
+
+
+def _compared(dense: Path, quantised: Path, batch: Mapping[str, Any]) -> float:
+    """Return the largest absolute difference between the outputs of two graphs, if within the tolerance."""
+    one, other = (OnnxRuntime(f, threads=torch.get_num_threads()).compute(batch) for f in (dense, quantised))
+    for name, wanted in one.items():
+        apart = float(np.sqrt(np.mean((wanted - other[name]) ** 2)))
+        size = float(np.sqrt(np.mean(wanted**2)))
+        if not apart <= TOLERANCE * size:
+            raise ParityError(
+                f"the quantised graph must agree with the float32 graph to {TOLERANCE:.0%}, but its {name} are "
+                f"{apart:.2g} away from {size:.2g} (root mean square); nothing was kept: export without quantize"
+            )
+    return max(float(np.abs(wanted - other[name]).max(initial=0.0)) for name, wanted in one.items())
+
+
+def _ort_config(bits: int) -> dict[str, Any]:
+    """Return what Optimum's ORTQuantizer writes for dynamic quantisation; it has no format for blocks of 4 bits."""
+    weights = (
+        {"weights_dtype": "QInt8", "weights_symmetric": True} if bits == 8 else {"bits": bits, "block_size": BLOCK}
+    )
+    return {
+        "one_external_file": True,
+        "opset": None,
+        "optimization": {},
+        "quantization": {
+            "activations_dtype": "QUInt8",
+            "activations_symmetric": True,
+            "format": "QOperator",
+            "is_static": False,
+            "mode": "IntegerOps",
+            "nodes_to_exclude": [],
+            "nodes_to_quantize": [],
+            "operators_to_quantize": ["Gather", "Gemm", "MatMul"],
+            "per_channel": True,
+            "qdq_add_pair_to_weight": False,
+            "qdq_dedicated_pair": False,
+            "qdq_op_type_per_channel_support_to_axis": {"MatMul": 1},
+            "reduce_range": False,
+            **weights,
+        },
+        "use_external_data_format": False,
+    }

@@ -1,0 +1,140 @@
+"""Trace a module to an ONNX program with dynamic axes and Optimum's names."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedModel
+
+from ...errors import ExportError, refusing
+from ...model.internals import exported_program
+from .rewrites import arrange_for_cpu, flatten_gemm_inputs, share_tied_weights
+
+# The provider whose fused operators the exporter may use; None for operators of the ONNX standard only.
+Fusions = Literal["cpu", "cuda"] | None
+_TOKEN_AXES = {0: "batch", 1: "sequence"}
+
+
+def trace_sample(model: PreTrainedModel, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the batch to trace: 2 rows, of text with at least 4 tokens, and with padding in the second.
+
+    With a single row, the tracer would fix the batch axis; and it would drop a mask of ones. A missing mask and token
+    types are added if the model's forward takes them.
+    """
+    rows = {name: torch.cat([tensor, tensor])[:2] for name, tensor in given.items()}
+    if "input_ids" not in rows:
+        return rows
+    length = max(4, rows["input_ids"].shape[1])
+    columns = torch.arange(length) % rows["input_ids"].shape[1]
+    of_tokens = [name for name, tensor in rows.items() if tensor.shape[:2] == rows["input_ids"].shape]
+    rows |= {name: rows[name][:, columns.to(rows[name].device)] for name in of_tokens}
+    rows["attention_mask"] = torch.ones_like(rows["input_ids"])
+    rows["attention_mask"][1, length // 2 :] = 0
+    accepted = list(inspect.signature(model.forward).parameters)
+    # A tokenizer may return token types for text pairs; a graph without this input would ignore them.
+    if "token_type_ids" in accepted and getattr(model.config, "type_vocab_size", 0) > 1:
+        rows.setdefault("token_type_ids", torch.zeros_like(rows["input_ids"]))
+    return {name: rows[name] for name in accepted if name in rows}
+
+
+def trace_onnx(model: PreTrainedModel, sample: dict[str, torch.Tensor], fusions: Fusions) -> Any:
+    """Trace an encoder to an `onnx_ir.Model`, fused, with named dynamic axes."""
+    axes: dict[str, dict[int, str]] = {
+        name: {0: "batch"} if name in ("pixel_values", "input_features") or tensor.ndim < 2 else _TOKEN_AXES
+        for name, tensor in sample.items()
+    }
+    flags: dict[str, Any] = {"use_cache": False} if hasattr(model.config, "use_cache") else {}
+    return export_program(model, sample, fusions, axes=axes, flags=flags)
+
+
+def export_program(
+    module: torch.nn.Module,
+    sample: Mapping[str, Any],
+    fusions: Fusions,
+    *,
+    axes: Mapping[str, Mapping[int, str]] | None = None,
+    flags: Mapping[str, Any] | None = None,
+) -> Any:
+    """Run transformers' exporter on a module, repair the graph, and remove this machine's paths from it.
+
+    Args:
+        module: The module to trace.
+        sample: Inputs by keyword: tensors or a cache.
+        fusions: Provider whose fused operators may be used.
+        axes: The dynamic axes of each input, and their names (`name_axes`); by default the exporter tries to make all
+            axes dynamic, and they stay unnamed.
+        flags: Keyword arguments of the forward that do not become inputs of the graph.
+    """
+    shapes = None
+    if axes is not None:
+        shapes = {name: dict.fromkeys(open_axes, torch.export.Dim.AUTO) for name, open_axes in axes.items()}
+    must = f"the model must be exportable to ONNX, and the exporter refused {type(module).__name__}"
+    with refusing(must, kind=ExportError):
+        program = exported_program(module, {**sample, **(flags or {})}, fusions, shapes)
+    flatten_gemm_inputs(program)
+    share_tied_weights(program)
+    if fusions == "cpu":
+        arrange_for_cpu(program.graph)
+    _strip_metadata(program)
+    if axes is not None:
+        name_axes(program, axes)
+    return program
+
+
+def name_axes(program: Any, axes: Mapping[str, Mapping[int, str]]) -> None:
+    """Name the dynamic axes throughout the graph; raises ExportError if the trace fixed one, or dropped an input."""
+    import onnx_ir
+
+    inputs = {value.name: value for value in program.graph.inputs}
+    missing = sorted(set(axes) - set(inputs))
+    if missing:
+        raise ExportError(f"the graph must have the input {missing[0]!r}, and the exporter dropped it")
+    names: dict[str, str] = {}
+    for name, open_axes in axes.items():
+        for axis, label in open_axes.items():
+            dim = inputs[name].shape[axis]
+            if fixed_size(dim) is not None or dim.value is None:
+                raise ExportError(f"the {label} axis of {name!r} must be dynamic, and the trace fixed it at {dim}")
+            names[dim.value] = label
+    for value in _values(program.graph):
+        if value.shape is None or value.shape.frozen:
+            continue
+        for axis, dim in enumerate(value.shape):
+            if not isinstance(dim, int) and dim.value is not None:
+                size = fixed_size(dim)
+                value.shape[axis] = onnx_ir.SymbolicDim(_named(dim.value, names)) if size is None else size
+
+
+def fixed_size(dim: Any) -> int | None:
+    """Return the size of a dimension that the trace fixed, which may be a symbol such as `"2"`; else None."""
+    text = str(dim if isinstance(dim, int) else dim.value)
+    return int(text) if text.isdigit() else None
+
+
+def _named(expression: str, names: Mapping[str, str]) -> str:
+    """Return a symbolic size such as `s36 + s70` with its symbols replaced by names."""
+    if expression in names:
+        return names[expression]
+    simple = {symbol: label for symbol, label in names.items() if " " not in label}
+    return re.sub(r"\w+", lambda match: simple.get(match[0], match[0]), expression)
+
+
+def _values(graph: Any) -> Iterator[Any]:
+    yield from graph.inputs
+    for node in graph.all_nodes():
+        yield from node.outputs
+
+
+def _strip_metadata(program: Any) -> None:
+    """Remove stack traces from the graph, because they contain paths of the exporting machine."""
+    for node in program.graph.all_nodes():
+        node.metadata_props.clear()
+        node.doc_string = None
+    for value in _values(program.graph):
+        value.metadata_props.clear()
+    program.graph.metadata_props.clear()
+    program.metadata_props.clear()

@@ -1,0 +1,250 @@
+"""Run GGUF files in a stock llama.cpp on the CPU, through node-llama-cpp, which contains a prebuilt one.
+
+llama.cpp runs in a separate process of `llamacpp.mjs`, which also measures the times.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import platform
+import shutil
+import struct
+import subprocess
+import tempfile
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any, ClassVar
+
+import numpy as np
+import torch
+
+from ...errors import DataError, ExportError, MissingRuntimeError, RequestError
+from ...files import Rule, read_json
+from .base import Format, Runtime, register_runtime
+
+GGUF_FILE = "model.gguf"
+# Names the folder in whose node_modules node-llama-cpp is; by default the working directory or one above it.
+FOLDER_VARIABLE = "HIES_NODE_LLAMA_CPP"
+VERSION = "3.22"
+# Tensors, or values, of a file; a model of 1,000 layers has 10,000.
+MOST_ENTRIES = 10**6
+_SCRIPT = Path(__file__).with_name("llamacpp.mjs")
+# Numbers of file types in llama.cpp. Source: https://github.com/ggml-org/llama.cpp, include/llama.h, llama_ftype
+_DTYPES = {0: "float32", 1: "float16", 2: "q4_0", 7: "q8_0", 32: "bfloat16"}
+# Names under which node-llama-cpp publishes CPU builds.
+_BUILDS = {
+    ("Linux", "x86_64"): "linux-x64",
+    ("Linux", "aarch64"): "linux-arm64",
+    ("Darwin", "arm64"): "mac-arm64-metal",
+    ("Darwin", "x86_64"): "mac-x64",
+    ("Windows", "AMD64"): "win-x64",
+}
+_PACKAGE = Rule("node-llama-cpp must be what npm installed", "install it again", shown=True)
+
+
+def is_installed() -> bool:
+    """Return whether this machine has Node and node-llama-cpp."""
+    return shutil.which("node") is not None and _package_folder() is not None
+
+
+def installed_version() -> str | None:
+    """Return the version of node-llama-cpp; None if it is not installed, or is damaged."""
+    folder = _package_folder()
+    with suppress(RequestError, KeyError):
+        return None if folder is None else str(read_json(folder / "package.json", dict[str, Any], _PACKAGE)["version"])
+    return None
+
+
+def _package_folder() -> Path | None:
+    """Return the folder of node-llama-cpp; like Node, look for it in the parent folders too."""
+    start = Path(os.environ.get(FOLDER_VARIABLE) or Path.cwd()).resolve()
+    places = (folder / "node_modules" / "node-llama-cpp" for folder in (start, *start.parents))
+    return next((place for place in places if (place / "package.json").is_file()), None)
+
+
+def find_gguf(source: str | Path) -> Path | None:
+    """Return the GGUF file that a path names, itself or as the folder that has it; None if it names none."""
+    path = Path(source)
+    if path.is_dir():
+        return path / GGUF_FILE if (path / GGUF_FILE).is_file() else None
+    return path if path.suffix == ".gguf" and path.is_file() else None
+
+
+@register_runtime("llamacpp")
+class LlamaCppRuntime(Runtime):
+    """A GGUF file in llama.cpp on the CPU, which computes the texts of a batch together.
+
+    A timed pass over a prompt gives only the probabilities of the next token. `exact` computes attention in float32;
+    llama.cpp's default is flash attention on a cache in float16. `release` is llama.cpp's repository and release.
+    """
+
+    format: ClassVar[Format] = "gguf"
+    dtypes: ClassVar[tuple[str, ...]] = ("float32", "float16", "bfloat16", "q8_0", "q4_0")
+    loads: ClassVar[int] = 3
+    # Not measured; one means that every neuron counts.
+    width_step: ClassVar[int] = 1
+
+    def __init__(self, source: str | Path, *, threads: int, exact: bool = False):
+        self.require()
+        file = find_gguf(source)
+        if file is None:
+            raise DataError(f"runtime {self.name!r} needs a GGUF file or a folder with {GGUF_FILE}, got {source}")
+        _check_header(file)
+        self.threads = threads
+        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
+        folder = os.environ.get(FOLDER_VARIABLE) or str(Path.cwd())
+        command, pipe = ["node", str(_SCRIPT), folder], subprocess.PIPE
+        self._process: Any = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=self._errors, text=True, encoding="utf-8"
+        )
+        self._finalizer = weakref.finalize(self, _stop, self._process, self._errors)
+        told = self._ask("open", file=str(file.resolve()), threads=threads, exact=exact)
+        self.release, self.architecture = str(told["release"]), str(told["architecture"])
+        self._device, self._file_type = str(told["device"]), told.get("fileType")
+
+    def __enter__(self) -> LlamaCppRuntime:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the process; happens by itself when the object is no longer used."""
+        self._finalizer()
+
+    @classmethod
+    def require(cls) -> None:
+        """Check that Node and node-llama-cpp are installed."""
+        if is_installed():
+            return
+        what = "Node (20 or newer) is not installed"
+        if shutil.which("node") is not None:
+            what = f"there is no node_modules/node-llama-cpp in {os.environ.get(FOLDER_VARIABLE) or 'this folder'}"
+        build = _BUILDS.get((platform.system(), platform.machine()), "PLATFORM")
+        raise MissingRuntimeError(
+            f"runtime {cls.name!r} runs llama.cpp by node-llama-cpp, and {what}; install it with: npm i "
+            f"--omit=optional --ignore-scripts node-llama-cpp@{VERSION} @node-llama-cpp/{build}@{VERSION}, and start "
+            f"in that folder or name it in {FOLDER_VARIABLE}"
+        )
+
+    @property
+    def provider(self) -> str:
+        """The device that llama.cpp runs on."""
+        return self._device
+
+    @property
+    def dtype(self) -> str:
+        """The dtype that the file's matrices are stored in."""
+        return _DTYPES.get(self._file_type, f"llama.cpp's file type {self._file_type}")
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it generates from a cache, as all models do that llama.cpp runs here."""
+        return True
+
+    def prepare(self, batch: Mapping[str, Any]) -> int:
+        """Send the tokens of a batch; padding is left out."""
+        return self._prepare(batch, step=False)
+
+    def prepare_step(self, batch: Mapping[str, Any]) -> int:
+        """Send the tokens of a batch, to run the last one of each text with the others in the cache."""
+        return self._prepare(batch, step=True)
+
+    def _prepare(self, batch: Mapping[str, Any], *, step: bool) -> int:
+        if "input_ids" not in batch:
+            raise DataError(f"runtime {self.name!r} runs decoders on input_ids, got {', '.join(sorted(batch))}")
+        rows = [row[mask].tolist() for row, mask in zip(batch["input_ids"], _real_tokens(batch), strict=True)]
+        return int(self._ask("prepare", texts=rows, step=step))
+
+    def run(self, feed: int) -> int:
+        """Run the model once; `fetch` runs it again for the probabilities."""
+        self._ask("run", feed=feed)
+        return feed
+
+    def time_ns(self, feed: int) -> int:
+        """Run the model once, and return its time in nanoseconds, measured in its own process."""
+        return int(self._ask("run", feed=feed)["nanoseconds"])
+
+    def fetch(self, result: int) -> dict[str, np.ndarray]:
+        """Return `probabilities` of the next token of each text, (batch, vocabulary)."""
+        rows = self._ask("run", feed=result, probabilities=True)["probabilities"]
+        return {"probabilities": np.stack([np.frombuffer(base64.b64decode(row), dtype="<f4") for row in rows])}
+
+    def logits(self, batch: Mapping[str, Any]) -> torch.Tensor:
+        """Return the log-probabilities of the token after each one, (batch, tokens, vocabulary); zeros at padding.
+
+        Node passes on every probability separately, so 500 tokens of a vocabulary of 32,000 take seconds.
+        """
+        ids = batch["input_ids"]
+        found: list[torch.Tensor] = []
+        for row, mask in zip(ids, _real_tokens(batch), strict=True):
+            told = base64.b64decode(self._ask("follow", text=row[mask].tolist()))
+            likely = torch.frombuffer(bytearray(told), dtype=torch.float32).reshape(int(mask.sum()), -1)
+            found.append(likely.new_zeros(len(row), likely.shape[-1]))
+            # A probability that float32 rounds to 0 must not become an infinite loss.
+            found[-1][mask] = likely.clamp(min=torch.finfo(torch.float32).tiny).log()
+        return torch.stack(found)
+
+    def generate(self, tokens: Sequence[int], count: int) -> list[int]:
+        """Return the next `count` tokens of a text by greedy decoding, also past an end-of-text token."""
+        return [int(token) for token in self._ask("generate", text=list(tokens), count=count)["tokens"]]
+
+    def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the tokens of each text by llama.cpp's tokenizer, without special tokens around them."""
+        return [[int(token) for token in row] for row in self._ask("tokenize", texts=list(texts))["tokens"]]
+
+    def _ask(self, method: str, **given: Any) -> Any:
+        """Send a request, and return the result; raises ExportError if llama.cpp refused it or stopped."""
+        try:
+            self._process.stdin.write(json.dumps({"method": method, **given}) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except (OSError, ValueError):  # ValueError: closed
+            line = ""
+        if not line:
+            raise ExportError(f"llama.cpp must run the file, and stopped: {self._last_words()}; report the model")
+        told = json.loads(line)
+        if "error" in told:
+            reason = " ".join([*str(told["error"]).split(), self._last_words()])[:400]
+            raise ExportError(f"llama.cpp must run the file, and refused: {reason}")
+        return told["result"]
+
+    def _last_words(self) -> str:
+        if self._errors.closed:
+            return "it was closed"
+        self._errors.seek(0)
+        return " ".join(self._errors.read().decode(errors="replace").split())[-300:]
+
+
+def _real_tokens(batch: Mapping[str, Any]) -> torch.Tensor:
+    """Return where a batch has tokens and no padding, (batch, tokens) bool."""
+    ids = batch["input_ids"]
+    mask: torch.Tensor = batch.get("attention_mask", torch.ones_like(ids)).bool().cpu()
+    return mask
+
+
+def _check_header(file: Path) -> None:
+    """Refuse, by a DataError, a file that is not GGUF: node-llama-cpp would hang on it."""
+    with file.open("rb") as stream:
+        header = stream.read(24)
+    if len(header) == 24:
+        magic, version, tensors, values = struct.unpack("<4sIQQ", header)
+        if magic == b"GGUF" and version in (2, 3) and max(tensors, values) <= MOST_ENTRIES:
+            return
+    raise DataError(f"a GGUF file must begin with its magic number, version and sizes, and {file} does not")
+
+
+def _stop(process: Any, errors: IO[bytes]) -> None:
+    """End the process by closing its input; kill it if it does not end."""
+    try:
+        process.stdin.close()
+        process.wait(timeout=5)
+    except (OSError, subprocess.TimeoutExpired):
+        process.kill()
+        process.wait()
+    process.stdout.close()
+    errors.close()

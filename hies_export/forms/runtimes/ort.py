@@ -1,0 +1,277 @@
+"""Run ONNX graphs in ONNX Runtime on the CPU, as exported or quantised; `ort_gpu` subclasses this runtime."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from ...errors import DataError, ExportError, MissingRuntimeError, RecipeError, first_line, require_package
+from ...files import Rule, parse_json
+from ...model.tokens import positions_of
+from .base import Runtime, last_token, register_runtime
+from .bits import INTEGER_OPERATORS, quantize_graph
+
+ONNX_FILE = "model.onnx"
+# The name that Optimum gives a quantised graph.
+QUANTIZED_FILE = "model_quantized.onnx"
+# The parts of a vision-language model, with the names that onnx-community and transformers.js use.
+VISION_FILE, EMBED_FILE, DECODER_FILE = "vision_encoder.onnx", "embed_tokens.onnx", "decoder_model_merged.onnx"
+# Metadata of a decoder's graph: {cache input: [key/value heads, head width]}, as JSON.
+CACHE_SIZES = "hies_export.cache_sizes"
+
+
+def require_onnxruntime(extra: str = "cpu") -> Any:
+    """Import and return ONNX Runtime; raises MissingRuntimeError if it is not installed."""
+    require_package("onnxruntime", who="an ONNX file needs", package="ONNX Runtime", extra=extra)
+    import onnxruntime
+
+    return onnxruntime
+
+
+@dataclass(frozen=True)
+class BoundFeed:
+    """An IO binding, the input values it points to (they must outlive it), and options of the run."""
+
+    binding: Any
+    values: tuple[Any, ...]
+    options: Any = None
+
+
+class GraphRuntime(Runtime):
+    """The common part of runtimes of ONNX graphs; `inputs` and `outputs` are the graph's names of these."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    _cache_sizes: dict[str, tuple[int, int]]
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the graph takes a key/value cache."""
+        return any(name.startswith("past_key_values.") for name in self.inputs)
+
+    def prepare_step(self, batch: Mapping[str, Any]) -> Any:
+        """Run all tokens but the last to fill the cache, and prepare the last token with that cache."""
+        prompt, step = last_token(batch)
+        past = self._past(prompt)
+        cache = {name: past[name.replace("past_key_values", "present", 1)] for name in self._cache_sizes}
+        return self.prepare({**step, **cache})
+
+    def _past(self, prompt: Mapping[str, Any]) -> dict[str, Any]:
+        return self.compute(prompt)
+
+
+@register_runtime("onnxruntime-cpu")
+class OnnxRuntime(GraphRuntime):
+    """An ONNX file in ONNX Runtime on the CPU, with inputs that are bound once.
+
+    `requested` is the execution provider that it must run on, `device` ONNX Runtime's name for the device of inputs and
+    outputs, and `extra` the extra of this package that installs ONNX Runtime for it.
+    """
+
+    requested: ClassVar[str] = "CPUExecutionProvider"
+    device: ClassVar[str] = "cpu"
+    extra: ClassVar[str] = "cpu"
+    loads: ClassVar[int] = 5
+
+    def __init__(self, source: str | Path, *, threads: int):
+        self.require()
+        self._file = onnx_file(source, self.name)
+        self.threads = threads
+        try:
+            self._session = self._open(self._file)
+        except Exception as error:  # ONNX Runtime has a class for each status, and no common one
+            older = "; a later ONNX Runtime may have it" if "NOT_IMPLEMENTED" in str(error) else ""
+            raise ExportError(
+                f"ONNX Runtime must load {self._file.name}, and refused: {first_line(error)}{older}"
+            ) from error
+        if self.provider != self.requested:
+            raise self._missing(f"its session fell back to {self.provider}")
+        self.inputs = tuple(node.name for node in self._session.get_inputs())
+        self.outputs = tuple(node.name for node in self._session.get_outputs())
+        shapes = {node.name: node.shape for node in self._session.get_inputs()}
+        self._cache_sizes = cache_sizes(self._session.get_modelmeta().custom_metadata_map, shapes)
+
+    @classmethod
+    def require(cls) -> None:
+        """Check that ONNX Runtime is installed and knows the provider."""
+        available = require_onnxruntime(cls.extra).get_available_providers()
+        if cls.requested not in available:
+            raise cls._missing(f"this ONNX Runtime offers {', '.join(available)}")
+
+    @classmethod
+    def _missing(cls, what: str) -> MissingRuntimeError:
+        return MissingRuntimeError(
+            f"runtime {cls.name!r} must run on {cls.requested}, and {what}; install it with: "
+            f'pip install "hies-export[{cls.extra}]"'
+        )
+
+    def _open(self, file: Path) -> Any:
+        return self._session_on(file, [self.requested])
+
+    def _session_on(self, file: Path, providers: list[Any], **config: str) -> Any:
+        import onnxruntime as ort
+
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = self.threads
+        options.inter_op_num_threads = 1
+        options.log_severity_level = 3
+        # Idle threads that spin would take cores from the other sessions of this process.
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        for key, value in config.items():
+            options.add_session_config_entry(f"session.{key}", value)
+        # Otherwise a provider that fails is replaced by another one, with only a printed line.
+        return ort.InferenceSession(str(file), options, providers=providers, enable_fallback=0)
+
+    @property
+    def provider(self) -> str:
+        """The first execution provider of the session."""
+        return str(self._session.get_providers()[0])
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the graph's first output."""
+        return _NAMES.get(self._session.get_outputs()[0].type, self._session.get_outputs()[0].type)
+
+    def prepare(self, batch: Mapping[str, Any]) -> BoundFeed:
+        """Bind tensors or ONNX Runtime's values; fill in missing masks, token types, positions and an empty cache."""
+        import onnxruntime as ort
+
+        binding: Any = self._session.io_binding()
+        values: list[Any] = []
+        for node in self._session.get_inputs():
+            if isinstance(batch.get(node.name), ort.OrtValue):
+                values.append(batch[node.name])
+            else:
+                given = input_array(node.name, batch, self._cache_sizes)
+                array: np.ndarray = np.ascontiguousarray(given, dtype=_NUMPY_TYPES[node.type])
+                values.append(ort.OrtValue.ortvalue_from_numpy(array, self.device, 0))
+            binding.bind_ortvalue_input(node.name, values[-1])
+        for name in self.outputs:
+            binding.bind_output(name, self.device)
+        return BoundFeed(binding, tuple(values))
+
+    def _past(self, prompt: Mapping[str, Any]) -> dict[str, Any]:
+        # The prompt is run only once, so not through a subclass's `prepare`, which may capture a CUDA graph.
+        return self.values(self.run(OnnxRuntime.prepare(self, prompt)))
+
+    def run(self, feed: BoundFeed) -> Any:
+        """Run the graph, also on a GPU to its end, and return the binding, which holds the outputs."""
+        try:
+            self._session.run_with_iobinding(feed.binding, feed.options)
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())[:300]
+            raise ExportError(f"ONNX Runtime must run the graph, and stopped: {reason}; report the model") from error
+        return feed.binding
+
+    def fetch(self, result: Any) -> dict[str, np.ndarray]:
+        """Return float32 arrays by output name."""
+        arrays = result.copy_outputs_to_cpu()
+        return {name: np.asarray(array, dtype=np.float32) for name, array in zip(self.outputs, arrays, strict=True)}
+
+    def values(self, result: Any) -> dict[str, Any]:
+        """Return the outputs by name as ONNX Runtime's own values, uncopied; `prepare` takes them as inputs."""
+        return dict(zip(self.outputs, result.get_outputs(), strict=True))
+
+
+@register_runtime("onnxruntime-cpu-int8")
+class QuantizedOnnxRuntime(OnnxRuntime):
+    """An ONNX file whose linear layers are in 8 bits; a file in float32 is quantised when it is loaded."""
+
+    dtypes: ClassVar[tuple[str, ...]] = ("float32",)
+    full: ClassVar[str | None] = "onnxruntime-cpu"
+
+    def _open(self, file: Path) -> Any:
+        import onnx_ir
+
+        program = onnx_ir.load(file)
+        if any(node.op_type in INTEGER_OPERATORS for node in program.graph):
+            return super()._open(file)
+        quantize_graph(program.graph)
+        # On Linux and macOS the file may be deleted while the session is open: ONNX Runtime has read it by then.
+        with tempfile.TemporaryDirectory(prefix="hies-int8-") as temporary:
+            onnx_ir.save(program, Path(temporary) / QUANTIZED_FILE, external_data=f"{QUANTIZED_FILE}_data")
+            return super()._open(Path(temporary) / QUANTIZED_FILE)
+
+
+_NUMPY_TYPES = {
+    "tensor(int64)": np.int64,
+    "tensor(int32)": np.int32,
+    "tensor(bool)": np.bool_,
+    "tensor(float)": np.float32,
+    "tensor(float16)": np.float16,
+}
+_NAMES = {"tensor(float)": "float32", "tensor(float16)": "float16", "tensor(bfloat16)": "bfloat16"}
+
+
+def onnx_file(source: str | Path, name: str) -> Path:
+    """Return a given ONNX file, or that of a folder; raises RecipeError if it has no graph, or several."""
+    if not isinstance(source, (str, Path)):
+        raise RecipeError(f"runtime {name!r} needs an ONNX file or folder, got {type(source).__name__}")
+    refuse_parts(source)
+    file = Path(source)
+    if file.is_dir():
+        file = next((file / name for name in (ONNX_FILE, QUANTIZED_FILE) if (file / name).is_file()), file / ONNX_FILE)
+    if not file.is_file():
+        raise RecipeError(f"runtime {name!r} needs an ONNX file; {file} does not exist: export the model first")
+    return file
+
+
+def refuse_parts(folder: str | Path) -> None:
+    """Refuse, by a RecipeError, the folder of a vision-language model: only one of its three graphs can be timed."""
+    if (Path(folder) / DECODER_FILE).is_file():
+        raise RecipeError(
+            f"a model to time must be a single graph, and {folder} has the parts of a vision-language model: "
+            "name one part's file"
+        )
+
+
+_Size = Annotated[int, Field(ge=1, lt=2**31)]
+_CACHE_SIZES = dict[str, Annotated[list[_Size], Field(min_length=2, max_length=2)]]
+_METADATA = Rule("an ONNX file must be what hies_export wrote", "export the model again")
+
+
+def cache_sizes(metadata: Mapping[str, str], shapes: Mapping[str, Sequence[Any]]) -> dict[str, tuple[int, int]]:
+    """Return the sizes of every cache input: name -> (key/value heads, head width).
+
+    They come from the metadata that `export_onnx` writes, or else from the input shapes, whose dynamic axes are not
+    integers. Raises RequestError if the metadata is not as hies_export writes it.
+    """
+    written = metadata.get(CACHE_SIZES)
+    if written is not None:
+        sizes = parse_json(written, _CACHE_SIZES, _METADATA, where=f"its metadata {CACHE_SIZES}")
+        return {name: (heads, width) for name, (heads, width) in sizes.items()}
+    return {
+        name: (shape[1], shape[3])
+        for name, shape in shapes.items()
+        if name.startswith("past_key_values.") and len(shape) == 4
+        if isinstance(shape[1], int) and isinstance(shape[3], int)
+    }
+
+
+def input_array(name: str, batch: Mapping[str, Any], sizes: Mapping[str, tuple[int, int]]) -> np.ndarray:
+    """Return a graph's input as an array on the host; raises DataError if the batch lacks it and it has no default."""
+    value = batch.get(name)
+    tokens = next((batch[key] for key in ("input_ids", "inputs_embeds") if key in batch), None)
+    if value is None and tokens is not None:
+        rows, length = (tokens.shape if isinstance(tokens, torch.Tensor) else tokens.shape())[:2]
+        mask = torch.as_tensor(batch.get("attention_mask", torch.ones(rows, length, dtype=torch.int64)))
+        if name == "attention_mask":
+            value = mask
+        elif name == "token_type_ids":
+            value = torch.zeros(rows, length)
+        elif name == "position_ids":
+            value = positions_of(mask)[:, -length:]
+        elif name in sizes:
+            heads, width = sizes[name]
+            value = torch.zeros(rows, heads, 0, width)
+    if value is None:
+        raise DataError(f"the graph's input {name!r} must be in the batch, which has {', '.join(sorted(batch))}")
+    tensor = torch.as_tensor(value).detach().cpu()
+    return np.asarray(tensor.float().numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy())
