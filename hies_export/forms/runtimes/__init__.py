@@ -25,5 +25,5 @@ To add a runtime, write one module and name it in one line:
 Recipes, `bench`, latency budgets and the report then accept it, and a test compares every registered runtime with
 torch. If it needs a package, add an extra to pyproject.toml, name the extra in `require`, and list the package in
 `measure/machine.py`, so that reports show its version. A runtime that reads neither models nor ONNX nor GGUF also
-needs a `Format` in `base.py` and an export to it, in `measure/exports.py`.
+needs a `Format` in `base.py` and an export to it, in `forms/exports.py`.
 """
