@@ -15,7 +15,7 @@ from hies_export.cli.main import main
 from hies_export.forms.runtimes.registry import RUNTIMES
 from hies_export.lab.baselines.names import sweep_names
 
-SHARED = {"__init__", "main", "arguments", "paths", "terminal"}
+SHARED = {"__init__", "main", "arguments", "paths", "terminal", "digits"}
 COMMANDS = sorted({path.stem for path in Path(cli.__file__).parent.glob("*.py")} - SHARED)
 
 

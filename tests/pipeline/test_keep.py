@@ -28,7 +28,7 @@ from hies_export.pipeline.resolve import resolve
 from hies_export.pipeline.search import confirm
 from hies_export.progress import Silent
 from hies_export.recipe import PruningRecipe
-from hies_export.recipe.draws import Draws, draw
+from hies_export.recipe.draws import Draws, Splits, draw
 from hies_export.score.criteria import score_units
 from hies_export.select.select import select_units
 from hies_export.slim.cut import prune_units
@@ -160,8 +160,9 @@ def test_a_promise_of_a_runtime_is_judged_on_its_files(
 def test_nothing_is_promised_on_rows_that_are_refitted_on(folder: Path, refitted: int, held_out: int) -> None:
     """Of 150 rows, the refit gets those that it asks for, up to a third."""
     recipe = recipe_of(folder, prune__compensation={"samples": refitted})
-    draws = Draws.of(recipe.prune, seed=0, samples=20)
-    rows = draw(recipe, lambda *_, **__: Dataset.from_dict({"id": range(150)}), recipe.prune, draws)
+    splits = Splits(recipe.data, recipe.calibration, recipe.evaluation)
+    draws = Draws.of(recipe.prune, recipe.calibration.model_copy(update={"samples": 20}))
+    rows = draw(splits, lambda *_, **__: Dataset.from_dict({"id": range(150)}), recipe.prune, draws)
     assert rows.held_out["id"] == list(range(150 - held_out, 150))
     assert rows.compensation["id"] == list(range(150 - held_out))
     assert rows.scoring["id"] == list(range(20))

@@ -1,6 +1,5 @@
 """Tables on terminals of any width: no cell is lost, cut short or folded where it can stand whole."""
 
-import argparse
 import io
 import re
 
@@ -9,6 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from hies_export.cli import architectures
+from hies_export.cli.arguments import Options
 from hies_export.progress import SILENT
 from hies_export.report.maps import CUT, KEPT, Line, UnitMap
 from hies_export.report.terminal import PlainTable, map_text
@@ -70,8 +70,7 @@ def test_a_layer_of_a_map_is_one_line_and_its_name_keeps_its_end(width: int) -> 
 
 def test_the_classes_of_architectures_are_whole() -> None:
     out = io.StringIO()
-    options = argparse.Namespace(model_types=["xlm-roberta"])
-    architectures.run(options, Console(file=out, width=80), SILENT)
+    architectures.run(Options(model_types=["xlm-roberta"], console=Console(file=out, width=80), progress=SILENT))
     table, *_ = out.getvalue().partition("xlm-roberta:")
     cells = re.findall(r"^xlm-roberta +(\S+)|^ {2,20}(\S+) *$", table, re.MULTILINE)
     assert "…" not in table

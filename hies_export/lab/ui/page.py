@@ -63,8 +63,8 @@ def show(folder: str | Path, *, port: int | None = None, open_browser: bool = Fa
     The port is a free one from 7860 by default. Returns the Gradio page, which a thread of its own serves until the
     process ends.
     """
-    exploration = explore.read_exploration(folder)
     require_package("gradio", who="the page needs", package="Gradio", extra="ui")
+    exploration = explore.read_exploration(folder)
     # No telemetry, and no fonts from elsewhere.
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
     page = _page(exploration, Path(folder))
