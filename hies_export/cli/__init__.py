@@ -7,7 +7,7 @@ exit code; `--json` adds one line of JSON, last on standard output. Only this fo
 - `arguments.py`: options that several commands share, and the recipe they describe;
 - `terminal.py`: progress bars, warnings and log records on a terminal;
 - `run.py`, `bench.py`, ...: a command each. The docstring is its help text; `add_arguments` adds its options; `run`
-  does it, prints it for people, and returns what `--json` prints, if it has that option.
+  does it, prints it for people, and returns what `--json` prints. One that returns nothing has no `--json`.
 
 A new command is such a file and its name in `main.COMMANDS`. Commands import torch, transformers and the stages inside
 `run`, because `--help` must answer at once.

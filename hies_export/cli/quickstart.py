@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add the folder and `--json`."""
+    """Add the folder."""
     add_output(parser, help="folder to write (default: runs/quickstart)", default=Path("runs/quickstart"))
 
 

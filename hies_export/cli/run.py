@@ -10,7 +10,7 @@ from .deploy import print_answer
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add the recipe and `--json`."""
+    """Add the recipe."""
     add_recipe(parser)
 
 
