@@ -7,8 +7,12 @@ from typing import Any, Literal
 
 from .errors import RequestError
 
-TaskName = Literal["text-classification", "image-classification", "text-generation", "image-text-to-text"]
-Prediction = Literal["classes", "numbers", "tokens"]
+TaskName = Literal[
+    "text-classification", "image-classification", "text-generation", "image-text-to-text", "feature-extraction"
+]
+Prediction = Literal["classes", "numbers", "tokens", "embeddings"]
+# The fields of a recipe's `data` that name columns.
+COLUMNS = ("text", "image", "prompt", "answer", "query", "document", "label", "group")
 
 
 @dataclass(frozen=True)
@@ -17,7 +21,7 @@ class Task:
 
     name: TaskName
     auto_class: str  # name of the Auto class of transformers that loads its models
-    # The sets of fields of a recipe's `data` (among text, image, prompt, answer, label) that go together.
+    # The sets of `COLUMNS` that go together.
     columns: tuple[frozenset[str], ...]
     needs: str  # these columns, in words
     text: bool = True
@@ -25,6 +29,7 @@ class Task:
     generative: bool = False  # whether its models predict text, token by token, rather than a class
     text_columns: int = 1  # how many columns `text` may name
     may_regress: bool = False  # whether a model with one label predicts a number rather than a class
+    embeds: bool = False  # whether its models embed texts
 
     @property
     def in_parts(self) -> bool:
@@ -33,14 +38,16 @@ class Task:
 
     def refusal(self, data: Any) -> str | None:
         """Return why the columns named by the fields of `data` cannot be read; None if they can."""
-        given = {name for name in ("text", "image", "prompt", "answer", "label") if getattr(data, name)}
+        given = {name for name in COLUMNS if getattr(data, name)}
         if given in self.columns and len(data.text) <= self.text_columns:
             return None
         surplus = " or ".join(f"data.{name}" for name in sorted(given.difference(*self.columns)))
         return f"{self.name} needs {self.needs}" + (f" and no {surplus}" if surplus else "")
 
     def prediction(self, *, regression: bool = False) -> Prediction:
-        """Return what a model predicts: "classes", "numbers" if it is a regression, or "tokens"."""
+        """Return what a model predicts: "classes", "numbers" if it is a regression, "tokens" or "embeddings"."""
+        if self.embeds:
+            return "embeddings"
         if self.generative:
             return "tokens"
         return "numbers" if regression else "classes"
@@ -56,7 +63,7 @@ TASKS: dict[str, Task] = {
         Task(
             name="text-classification",
             auto_class="AutoModelForSequenceClassification",
-            columns=_sets("text", "text label"),
+            columns=_sets("text", "text label", "text group", "text group label"),
             needs="data.text (one or two columns)",
             text_columns=2,
             may_regress=True,
@@ -83,6 +90,14 @@ TASKS: dict[str, Task] = {
             needs="data.image, data.prompt and data.answer",
             images=True,
             generative=True,
+        ),
+        Task(
+            name="feature-extraction",
+            auto_class="AutoModel",
+            columns=_sets("text", "text label", "query document", "query document label"),
+            needs="data.text (one column, or two and the label of their similarity), or data.query and data.document",
+            text_columns=2,
+            embeds=True,
         ),
     )
 }

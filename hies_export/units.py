@@ -8,7 +8,7 @@ Kept, Selection  the units that stay, of one module and of a model
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -170,6 +170,16 @@ class PrunableModule(Units):
     def parameters(self) -> tuple[str, ...]:
         """Dotted names of the parameters outside of linear layers in which units own rows."""
         return tuple(dict.fromkeys(s.tensor for s in self.slices if s.parameter))
+
+    def below(self, prefix: str) -> PrunableModule:
+        """Return the same module by its names in a part of the model, whose dotted name is the prefix."""
+        start = f"{prefix}."
+        return replace(
+            self,
+            name=self.name.removeprefix(start),
+            consumer=self.consumer.removeprefix(start),
+            slices=tuple(replace(part, tensor=part.tensor.removeprefix(start)) for part in self.slices),
+        )
 
     def columns(self, units: Iterable[int]) -> Tensor:
         """Return the consumer's input columns that the given units own: (columns,) int64, in the order of the units."""

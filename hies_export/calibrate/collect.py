@@ -13,12 +13,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .. import processes
-from ..data.targets import batches_fingerprint, check_label_tokens, is_regression, size_of
+from ..data.targets import GROUP_KEY, batches_fingerprint, check_label_tokens, is_regression, size_of
 from ..errors import DataError, StepError, memory_failure
 from ..kinds import ATTENTION
 from ..model.attention import use_attention
 from ..model.internals import checkpointing
 from ..model.modes import frozen, without_cache
+from ..model.sentence import TextEncoder
 from ..model.threads import threads_for
 from ..model.watch import intercept
 from ..progress import SILENT, Progress
@@ -32,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 # Statistics that every run collects.
 DEFAULT_NEEDS = ("his", "entropy", "weight_l2")
+# Every text to embed is scored as often, each time by another projection of its embedding.
+PROJECTIONS = 4
 
 
 def collect_statistics(
@@ -54,6 +57,9 @@ def collect_statistics(
     all N label tokens of the batch, so the gates' gradient of N times that loss is divided by n_i.
 
     Several processes share the batches (see `processes`), and add up their sums at the end.
+
+    An embedding has no loss: its place takes a random projection of it, see `gates.projected`, and every text is scored
+    by `PROJECTIONS` of them.
 
     If a batch does not fit into memory, it and all later batches are halved, as often as needed. Gradient checkpointing
     is used if it is switched on (without dropout). No key/value cache is kept.
@@ -85,9 +91,10 @@ def collect_statistics(
     """
     labelled = _check_labels(model, batches, needs)
     passing = _Pass(model, modules, needs, at_once=max(size_of(batch) for batch in batches))
+    times = PROJECTIONS if isinstance(model, TextEncoder) else 1
     with passing.running(), threads_for(model, batches):
         for number, batch in progress.track(processes.share(batches), "score"):
-            passing.add(batch, number)
+            passing.add({key: value.repeat_interleave(times, 0) for key, value in batch.items()}, number)
     samples = sum(map(size_of, batches))
     calibration = Calibration(
         samples=samples,
@@ -95,7 +102,7 @@ def collect_statistics(
         fingerprint=batches_fingerprint(list(batches)),
         batch_size=min(processes.gather(passing.at_once)),
     )
-    return Statistics(passing.values(samples), calibration)
+    return Statistics(passing.values(times * samples), calibration)
 
 
 def _check_labels(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], needs: Collection[str]) -> bool:
@@ -103,7 +110,8 @@ def _check_labels(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], 
     if not batches:
         raise DataError("calibration needs at least one sample, got none; raise calibration.samples")
     labelled = "labels" in batches[0]
-    if not labelled and is_regression(model.config):
+    embeds = isinstance(model, TextEncoder)
+    if not labelled and is_regression(model.config) and not embeds and GROUP_KEY not in batches[0]:
         raise DataError(
             "a regression model needs labels to be calibrated (against its own predictions its loss has no gradient), "
             "but the batches have none; set data.label"

@@ -31,6 +31,9 @@ class Columns:
     label: str | None = None
     prompt: str | None = None
     answer: str | None = None
+    query: str | None = None
+    document: str | None = None
+    group: str | None = None
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,15 @@ IGNORED = -100
 # Keys of a batch whose rows are choices, (rows,) int64 each: the number of the question, of the choice and of the right
 # choice, from 0, and how many characters the choice has. Models do not take these.
 CHOICE_KEYS = ("question", "choice", "right", "characters")
+# Keys of a batch of texts to embed, (rows,) or (rows, documents). A row is a query or a document by its number in
+# `query` or `document`, where the other is -1. The documents that a query should find are in `relevant`, and how much
+# each is wanted in `grades`; -1 and 0 fill up. Of two texts whose similarity is known, both rows have the number of the
+# pair in `pair`, 0 or 1 in `side`, and the similarity in `score`.
+TEXT_KEYS = ("query", "document", "relevant", "grades", "pair", "side", "score")
+# Key of a batch for a reranker, (rows,) int64: the number of the query whose candidate the row is.
+GROUP_KEY = "group"
+# What a batch may have beside the inputs of a model and its labels: how rows belong together.
+ROW_KEYS = (*CHOICE_KEYS, *TEXT_KEYS, GROUP_KEY)
 
 
 def is_regression(config: Any) -> bool:
@@ -57,6 +66,11 @@ def check_label_tokens(batches: Sequence[Mapping[str, torch.Tensor]]) -> None:
                     f"{'sample' if len(empty) == 1 else 'samples'} {listed(empty)} (from 0) of {len(labels)} "
                     f"{'has' if len(empty) == 1 else 'have'} none; leave such samples out or raise max_length"
                 )
+
+
+def inputs_of(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return what a model takes of a batch to predict it: all but labels and `ROW_KEYS`."""
+    return {key: value for key, value in batch.items() if key not in ("labels", *ROW_KEYS)}
 
 
 def size_of(batch: Mapping[str, torch.Tensor]) -> int:

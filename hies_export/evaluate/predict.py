@@ -12,9 +12,10 @@ from transformers import PreTrainedModel
 
 from .. import processes
 from ..data.batches import Batch
-from ..data.targets import CHOICE_KEYS, IGNORED, check_label_tokens, predicted_positions
+from ..data.targets import CHOICE_KEYS, IGNORED, check_label_tokens, inputs_of, predicted_positions
 from ..errors import DataError, NonFiniteError
 from ..model.modes import evaluating, without_cache
+from ..model.sentence import predicted_output
 from ..model.threads import threads_for
 from ..progress import SILENT, Progress
 
@@ -100,9 +101,7 @@ def predict(model: Any, batches: Sequence[Batch], *, progress: Progress = SILENT
     device = next(model.parameters()).device
 
     def forward(batch: Batch) -> torch.Tensor:
-        inputs = {key: value.to(device) for key, value in batch.items() if key not in ("labels", *CHOICE_KEYS)}
-        logits: torch.Tensor = model(**inputs).logits
-        return logits
+        return predicted_output(model(**{key: value.to(device) for key, value in inputs_of(batch).items()}))
 
     with evaluating(model), without_cache(model), torch.inference_mode(), threads_for(model, batches):
         outputs = _outputs(forward, progress.track(processes.share(batches), "predict"), len(batches))

@@ -52,7 +52,7 @@ class Form:
 
     def predict(self, batches: Sequence[Batch]) -> Predictions:
         """Predict batches on the runtime, in this process alone."""
-        return predict_by(self.load().logits, batches)
+        return predict_by(self.load().prediction, batches)
 
 
 class Forms:

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from ..errors import RequestError
 from ..tasks import TASKS, Task
 from .internals import auto_classes
+from .sentence import TextEncoder
 
 
 def task_of(model: Any) -> Task:
@@ -24,6 +25,8 @@ def task_of(model: Any) -> Task:
             f"the weights must be floating-point numbers to be cut, but this {type(model).__name__} is quantised; load "
             "it without quantization_config, prune it, and quantise what is left"
         )
+    if isinstance(model, TextEncoder):
+        return TASKS["feature-extraction"]
     task = task_by_class(type(model).__name__, model.config.model_type)
     if task is None:
         raise RequestError(
@@ -36,4 +39,5 @@ def task_of(model: Any) -> Task:
 def task_by_class(name: str, model_type: str) -> Task | None:
     """Return the task whose Auto class loads a model class, which is given by its name; None if there is none."""
     classes = auto_classes(name, model_type)
-    return next((task for task in TASKS.values() if task.auto_class in classes), None)
+    # `AutoModel` loads base models, which have no task of their own.
+    return next((task for task in TASKS.values() if task.auto_class in classes and not task.embeds), None)

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..data.batches import Batch
-from ..data.targets import samples_of
+from ..data.targets import inputs_of, samples_of
 from ..errors import RecipeError, RequestError
 from ..evaluate.interval import CONFIDENCE, FAILURES, confidence_of_each, rows_needed
 from ..evaluate.predict import Predictor, predict
@@ -139,8 +139,7 @@ def _measured(
     return {
         (shape[0], calibration["input_ids"].shape[1]): {
             key: value[longest : longest + 1].repeat(shape[0], *[1] * (value.dim() - 1))
-            for key, value in calibration.items()
-            if key != "labels"
+            for key, value in inputs_of(calibration).items()
         }
         for shape in shapes
     }

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..data.targets import inputs_of
 from ..model.copies import copy_with
 from ..model.internals import forget_hooks
 from ..model.linear import features_of, is_linear, set_parameter
@@ -104,7 +105,7 @@ class Probe:
         rows = {name: self.model.get_parameter(name).detach()[kept] for name, kept in self.kept_rows.items()}
         forwards = {module: stand_in(name, module) for name, module in layers}
         with _forwards(forwards), _parameters(self.model, rows), torch.enable_grad():
-            return self.model(**{name: tensor.cpu() for name, tensor in batch.items() if name != "labels"})
+            return self.model(**{name: tensor.cpu() for name, tensor in inputs_of(batch).items()})
 
 
 def head_of_features(tensor: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:

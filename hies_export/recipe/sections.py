@@ -91,6 +91,10 @@ class DataSection(Section):
         prompt: What to ask, with the columns it reads in braces: "Question: {question}"; instead of `text` in
             text-generation, and always in image-text-to-text.
         answer: Column of answers; loss and quality are computed on their tokens.
+        query, document: For feature-extraction, in place of `text`: columns of queries and of the documents that each
+            should find, one or a list.
+        group: For a reranker, which scores a query and a candidate: the column that tells the queries apart. What
+            counts is then the order of the candidates of a query.
         label: Label column; without one, calibration uses the model's own predictions. If `answer` holds choices, this
             column has the number of the right one, from 0: units are scored on the right choices, and quality and
             stability are judged by the likeliest choice, unless `evaluation.metrics` says otherwise.
@@ -104,7 +108,10 @@ class DataSection(Section):
     image: str | None = None
     prompt: str | None = None
     answer: str | None = None
+    query: str | None = None
+    document: str | None = None
     label: str | None = None
+    group: str | None = None
     max_length: int | None = Field(None, ge=2)
     packing: bool = True
 

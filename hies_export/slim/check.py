@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..data.targets import inputs_of
 from ..errors import CutMismatchError, PlanError
 from ..kinds import ATTENTION, MLP, UNIT_NAMES
 from ..model.modes import evaluating
@@ -107,7 +108,7 @@ def first_output(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """Return a model's first output (logits, or the last hidden state) in evaluation mode, without labels, on CPU."""
     device = next(model.parameters()).device
     with evaluating(model), torch.inference_mode():
-        outputs = model(**{k: v.to(device) for k, v in batch.items() if k != "labels"})
+        outputs = model(**{key: value.to(device) for key, value in inputs_of(batch).items()})
     return outputs[0].float().cpu()
 
 

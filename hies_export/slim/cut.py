@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from ..kinds import KINDS
 from ..model.linear import features_of, select_features, set_parameter
+from ..model.sentence import TextEncoder
 from ..prunable.follow import feature_cuts, row_cuts, set_attributes
 from ..units import PrunableModule, Selection
 from ..values import PruningPlan, selection_of
@@ -58,6 +59,12 @@ def prune_units(
     if isinstance(plan, PruningPlan) and not any(parameter.is_meta for parameter in model.parameters()):
         check_weights(plan.model, fingerprint(model, modules))
     slim = model if inplace else copy.deepcopy(model)
+    if isinstance(slim, TextEncoder):
+        prefix = slim.base_model_prefix
+        below = [module.below(prefix) for module in modules]
+        kept = {under.name: selection[module.name] for under, module in zip(below, modules, strict=True)}
+        slim.hold(prune_units(slim.auto_model, kept, below, inplace=True))
+        return slim
     shapes = Shapes()
     # Heads first: if their shapes need a block, the neurons' shapes go into it too.
     for kind in KINDS:

@@ -206,7 +206,7 @@ def test_in_openvino(models: Any, exported: CascadeExport) -> None:
     runtime = load_runtime("openvino", exported.file)
     for name, batch in three_batches(models, texts(), exported.promise.threshold).items():
         wanted = by_hand(models, batch, exported.promise.threshold)
-        np.testing.assert_allclose(runtime.logits(batch), wanted, atol=1e-3, err_msg=name)
+        np.testing.assert_allclose(runtime.prediction(batch), wanted, atol=1e-3, err_msg=name)
 
 
 def test_a_file_that_answers_otherwise_is_not_kept(

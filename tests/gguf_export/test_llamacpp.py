@@ -146,7 +146,7 @@ def test_the_logits_of_every_token_are_torchs(side: str, tmp_path: Path) -> None
         mask[row, slice(padding) if side == "left" else slice(11 - padding, 11)] = 0
     batch = {"input_ids": torch.randint(3, 100, (3, 11)), "attention_mask": mask}
     with LlamaCppRuntime(exported.file, threads=1, exact=True) as runtime:
-        found = runtime.logits(batch)
+        found = runtime.prediction(batch)
     for row, ids in enumerate(batch["input_ids"]):
         with torch.no_grad():
             wanted = model(ids[mask[row].bool()][None]).logits[0].log_softmax(-1)

@@ -244,7 +244,7 @@ def test_in_bfloat16_on_openvino(tmp_path: Path) -> None:
     for batch in resolve(PruningRecipe.from_yaml(tmp_path / "recipe.yaml")).evaluation:
         with torch.no_grad():
             wanted = dense(**{name: value for name, value in batch.items() if name != "labels"}).logits
-        same += (served.logits(batch).argmax(-1) == wanted.argmax(-1)).tolist()
+        same += (served.prediction(batch).argmax(-1) == wanted.argmax(-1)).tolist()
     assert report.cascade is not None
     assert report.cascade.stability == pytest.approx(np.mean(same))
 

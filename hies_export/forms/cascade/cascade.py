@@ -87,7 +87,7 @@ class Cascade:
         cascade = cls(slim, dense, threshold=0.0)
         check_disagreement(disagreement)
         check_rows(samples_of(batches), disagreement)
-        found = predict_by(cascade._slim.logits, batches)
+        found = predict_by(cascade._slim.prediction, batches)
         assert isinstance(found, torch.Tensor)
         cascade._batches, cascade._answers = batches, cascade._right(batches)
         cascade._processor = processor
@@ -97,13 +97,13 @@ class Cascade:
 
     def logits(self, batch: Mapping[str, Any]) -> torch.Tensor:
         """Return the logits of a batch, (rows, classes), float32: the dense model's for rows that went on."""
-        found = self._slim.logits(batch).float()
+        found = self._slim.prediction(batch).float()
         unsure = margins(found) <= self.threshold
         self.rows += len(found)
         self.passed_on += int(unsure.sum())
         if unsure.any():
             found = found.clone()
-            found[unsure] = self._dense.logits({name: value[unsure] for name, value in batch.items()}).float()
+            found[unsure] = self._dense.prediction({name: value[unsure] for name, value in batch.items()}).float()
         return found
 
     def export_onnx(
@@ -152,7 +152,7 @@ class Cascade:
 
     def _right(self, batches: Sequence[Batch]) -> torch.Tensor:
         """Return the dense model's logits of batches, (rows, classes)."""
-        found = predict_by(self._dense.logits, batches)
+        found = predict_by(self._dense.prediction, batches)
         assert isinstance(found, torch.Tensor)
         return found
 

@@ -121,7 +121,7 @@ def export_cascade(
         quantize_graph(graphs[0].graph, tables=False)
 
     def logits(file: Path) -> torch.Tensor:
-        found = predict_by(load_runtime(options.runtime, file, dtype=options.dtype).logits, batches)
+        found = predict_by(load_runtime(options.runtime, file, dtype=options.dtype).prediction, batches)
         assert isinstance(found, torch.Tensor)
         return found
 

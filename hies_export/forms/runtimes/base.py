@@ -111,9 +111,13 @@ class Runtime(ABC):
         """Run the model once on a batch, and return its outputs as `fetch` does."""
         return self.fetch(self.run(self.prepare(batch)))
 
-    def logits(self, batch: Mapping[str, Any]) -> torch.Tensor:
-        """Return what the model predicts for a batch: logits (batch, labels) or (batch, tokens, vocabulary)."""
-        return torch.from_numpy(self.compute(batch)["logits"])
+    def prediction(self, batch: Mapping[str, Any]) -> torch.Tensor:
+        """Return what the model predicts for a batch.
+
+        These are logits, (batch, labels) or (batch, tokens, vocabulary), or embeddings of texts, (batch, dimension).
+        """
+        outputs = self.compute(batch)
+        return torch.from_numpy(outputs["sentence_embedding" if "sentence_embedding" in outputs else "logits"])
 
     def peak_memory_bytes(self, feed: Any) -> int | None:
         """Return the peak device memory of a run that was made before, weights included, in bytes; None on the CPU."""

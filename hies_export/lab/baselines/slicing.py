@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...data.targets import size_of
+from ...data.targets import inputs_of, size_of
 from ...errors import DataError, UnsupportedModelError
 from ...evaluate.predict import Predictions
 from ...model.modes import evaluating, frozen, without_cache
+from ...model.sentence import predicted_output
 from ...model.tokens import real_tokens
 from ...model.watch import watch
 from ...progress import SILENT, Progress
@@ -54,7 +55,7 @@ def collect_bases(
     sums: dict[tuple[str, int], Tensor] = {}
     with evaluating(model), without_cache(model), watch(model, layers, outputs=True) as seen, torch.no_grad():
         for batch in progress.track(batches, "principal components"):
-            on_device = {key: value.to(model.device) for key, value in batch.items() if key != "labels"}
+            on_device = {key: value.to(model.device) for key, value in inputs_of(batch).items()}
             seen.clear()
             model(**on_device)
             for module in modules:
@@ -140,8 +141,8 @@ def _distance(model: PreTrainedModel, batch: dict[str, Tensor], target: Tensor |
     if target is None:
         loss: Tensor = model(**batch).loss
         return loss
-    logits = model(**{key: value for key, value in batch.items() if key != "labels"}).logits
-    target = target.to(logits.device)
+    output = predicted_output(model(**inputs_of(batch)))
+    target = target.to(output.device)
     if target.shape[-1] == 1:
-        return torch.nn.functional.mse_loss(logits, target)
-    return torch.nn.functional.cross_entropy(logits, target.softmax(-1))
+        return torch.nn.functional.mse_loss(output, target)
+    return torch.nn.functional.cross_entropy(output, target.softmax(-1))

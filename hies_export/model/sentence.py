@@ -1,0 +1,123 @@
+"""An encoder with what turns its token embeddings into one embedding per text: pooling, dense layers, normalisation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+# The names that sentence-transformers gives its ways of pooling.
+PoolingMode = Literal["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"]
+POOLING_MODES: tuple[PoolingMode, ...] = get_args(PoolingMode)
+
+
+@dataclass
+class EmbeddingOutput(ModelOutput):
+    """Embeddings of tokens, (texts, tokens, width), and of texts, (texts, dimension)."""
+
+    last_hidden_state: Tensor | None = None
+    sentence_embedding: Tensor | None = None
+
+
+class Pooling(nn.Module):
+    """Pools the embeddings of the real tokens of a text, in one way or in several that are joined.
+
+    Source: the module Pooling of sentence-transformers, whose results these are.
+    """
+
+    def __init__(self, modes: Sequence[PoolingMode]):
+        super().__init__()
+        self.modes = tuple(modes)
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        """Return embeddings, (texts, modes * width), of tokens, (texts, tokens, width), and their mask."""
+        found = [_pooled(mode, tokens, mask) for mode in self.modes]
+        return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
+
+
+def _pooled(mode: PoolingMode, tokens: Tensor, mask: Tensor) -> Tensor:
+    real = mask.unsqueeze(-1).to(tokens.dtype)
+    if mode in ("cls", "lasttoken"):
+        places = torch.arange(1, mask.shape[1] + 1, device=mask.device) * mask
+        # The first real token has the smallest place that is not zero; padding may be on either side.
+        place = places.argmax(-1) if mode == "lasttoken" else mask.argmax(-1)
+        return tokens.gather(1, place[:, None, None].expand(-1, 1, tokens.shape[-1]))[:, 0]
+    if mode == "max":
+        return tokens.masked_fill(real == 0, torch.finfo(tokens.dtype).min).amax(1)
+    if mode == "weightedmean":
+        real = real * mask.cumsum(-1).unsqueeze(-1).to(tokens.dtype)
+    count = real.sum(1).clamp(min=1e-9)
+    return (tokens * real).sum(1) / (count.sqrt() if mode == "mean_sqrt_len_tokens" else count)
+
+
+class Dense(nn.Module):
+    """A linear layer with an activation, as sentence-transformers' module of this name."""
+
+    def __init__(self, linear: nn.Linear, activation: nn.Module):
+        super().__init__()
+        self.linear, self.activation = linear, activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (texts, out_features) of (texts, in_features)."""
+        found: Tensor = self.activation(self.linear(x))
+        return found
+
+
+class Normalize(nn.Module):
+    """Scales embeddings to length 1."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (texts, dimension) of the same."""
+        return nn.functional.normalize(x, p=2.0, dim=-1)
+
+
+class TextEncoder(PreTrainedModel):
+    """An encoder of transformers and its readout, a `Pooling` and further layers, as one model.
+
+    It is not saved as such: a checkpoint holds the encoder, and `modules.json` names the rest.
+    """
+
+    base_model_prefix = "auto_model"
+    # What the encoder itself supports is checked when it is loaded.
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+
+    def __init__(self, auto_model: PreTrainedModel, readout: Sequence[nn.Module]):
+        super().__init__(auto_model.config)
+        self.readout = nn.ModuleList(readout)
+        self.hold(auto_model)
+        self.train(auto_model.training)
+
+    def hold(self, auto_model: PreTrainedModel) -> None:
+        """Take an encoder in place of the one there is."""
+        self.auto_model, self.config = auto_model, auto_model.config
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
+    ) -> EmbeddingOutput:
+        """Return the embeddings of tokens, (texts, tokens), of which the mask says which are real."""
+        if attention_mask is None:
+            attention_mask = torch.ones_like(input_ids)
+        inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
+        if token_type_ids is not None:
+            inputs["token_type_ids"] = token_type_ids
+        tokens: Tensor = self.auto_model(**inputs).last_hidden_state
+        pooling, *rest = self.readout
+        embedding = pooling(tokens, attention_mask)
+        for module in rest:
+            embedding = module(embedding)
+        return EmbeddingOutput(last_hidden_state=tokens, sentence_embedding=embedding)
+
+
+def predicted_output(output: Any) -> Tensor:
+    """Return the output of a model that is its prediction: embeddings of texts, or logits."""
+    found = output.sentence_embedding if isinstance(output, EmbeddingOutput) else output.logits
+    assert isinstance(found, Tensor)
+    return found
