@@ -50,7 +50,10 @@ class PruningRecipe(Section):
         device_map: Where the layers go, as in `from_pretrained`: "auto" spreads a model over all GPUs. By default the
             GPU if there is one.
         task: text-classification (regression is text-classification with one label), image-classification,
-            text-generation or image-text-to-text.
+            text-generation, image-text-to-text, or feature-extraction (embeddings of texts).
+        pooling: For feature-extraction with a bare encoder: what makes one embedding of those of the tokens. A folder
+            of sentence-transformers says so itself.
+        normalize: Likewise, whether embeddings are scaled to length 1; by default they are.
         data: See `DataSection`.
         calibration: See `CalibrationSection`.
         held_out: See `HeldOutSection`.
@@ -78,6 +81,8 @@ class PruningRecipe(Section):
     save_dtype: Literal["float32", "float16", "bfloat16", "auto"] | None = None
     device_map: str | None = None
     task: TaskName
+    pooling: Literal["mean", "cls", "last", "max"] | None = None
+    normalize: bool | None = None
     data: DataSection
     calibration: CalibrationSection = CalibrationSection()
     held_out: HeldOutSection | None = None
@@ -171,6 +176,15 @@ class PruningRecipe(Section):
                 f"held_out draws rows of the split that is evaluated, {quoted(evaluation.split)}, so "
                 "evaluation.rows must be drawn from the others, got first; leave it out, or hold out another split's"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _only_texts_are_pooled(self) -> PruningRecipe:
+        given = [name for name in ("pooling", "normalize") if getattr(self, name) is not None]
+        if given and not TASKS[self.task].embeds:
+            raise ValueError(f"{given[0]} is for feature-extraction, got task: {self.task}; leave it out")
+        if self.cascade is not None and TASKS[self.task].embeds:
+            raise ValueError("cascade is for classifiers, got task: feature-extraction; leave it out")
         return self
 
     @model_validator(mode="after")
