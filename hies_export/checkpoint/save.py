@@ -12,9 +12,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
 
+from ..data.targets import inputs_of
 from ..errors import ReloadMismatchError, refusing
 from ..model.copies import convert
 from ..model.internals import auto_classes, dtypes_in, has_auto_base, saved_state
+from ..model.modes import evaluating
+from ..model.sentence import TextEncoder
 from ..model.tokens import for_base_model
 from ..slim.check import first_output, max_abs
 from ..slim.config import is_slim
@@ -23,6 +26,7 @@ from .classes import find_model_class
 from .companions import COMPANIONS, LICENCES, copy_companions
 from .folders import new_folder
 from .refits import REFIT
+from .sentence import load_sentence, write_modules
 from .settings import complete_settings
 
 HALF = (torch.float16, torch.bfloat16)
@@ -44,7 +48,8 @@ def save_slim(
 ) -> float:
     """Save a slim model, load it again through every class that users may load it by, and compare.
 
-    Both sides of the comparison are in the dtype that is saved.
+    Both sides of the comparison are in the dtype that is saved. Of a `TextEncoder`, the folder is at once the
+    checkpoint of its encoder and a SentenceTransformer, see `write_modules`.
 
     Args:
         model: The slim model.
@@ -75,12 +80,15 @@ def save_slim(
     with new_folder(folder, overwrite=overwrite) as written:
         if dtype is not None and dtype != model.dtype:
             model = convert(model, dtype=dtypes_in(model, dtype))
-        model.save_pretrained(written)
+        saved = model.auto_model if isinstance(model, TextEncoder) else model
+        saved.save_pretrained(written)
         if processor is not None:
             processor.save_pretrained(written)
         if dense is not None:
             copy_companions(dense, written, COMPANIONS if processor is None else LICENCES)
-        complete_settings(model, written)
+        if isinstance(model, TextEncoder):
+            write_modules(model, written)
+        complete_settings(saved, written)
         (written / "hies_plan.json").write_text(plan.to_json(), encoding="utf-8")
         if refitted is not None:
             save_file(dict(refitted), written / REFIT)
@@ -91,6 +99,8 @@ def save_slim(
 
 def check_reload(model: PreTrainedModel, folder: str | Path, batch: Mapping[str, Tensor]) -> float:
     """Load a folder by this package, by the Auto classes of its task and as `AutoModel`, and compare the outputs."""
+    if isinstance(model, TextEncoder):
+        return max(check_reload(model.auto_model, folder, batch), _check_embeddings(model, folder, batch))
     worst = 0.0
     dtype, computing = model.dtype, _computing_dtype(model, batch)
     if computing != dtype:
@@ -136,6 +146,21 @@ def check_reload(model: PreTrainedModel, folder: str | Path, batch: Mapping[str,
                 f"{difference:.3g}; nothing was kept"
             )
     return worst
+
+
+def _check_embeddings(model: TextEncoder, folder: str | Path, batch: Mapping[str, Tensor]) -> float:
+    """Load a folder with its readout, and compare the embeddings of texts in float32."""
+    loaded = load_sentence(folder, dtype=torch.float32).to(model.device)
+    with evaluating(model), torch.inference_mode():
+        inputs = {name: tensor.to(model.device) for name, tensor in inputs_of(batch).items()}
+        one, other = (m(**inputs).sentence_embedding for m in (convert(model, dtype=torch.float32), loaded))
+    difference = max_abs(one, other)
+    if not difference < TOLERANCE * max(1.0, one.abs().max().item()):
+        raise ReloadMismatchError(
+            f"a loaded model must give the saved model's embeddings, but they differ by {difference:.3g}; nothing was "
+            "kept"
+        )
+    return difference
 
 
 def _computing_dtype(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> torch.dtype:

@@ -5,6 +5,7 @@ What transformers would load wrongly without a word, or only with all the memory
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Iterable, Iterator
 from math import prod
@@ -109,9 +110,23 @@ def load_weights(model_class: Any, path: str | Path, *, shapes: Shapes | None = 
         if Path(path, "generation_config.json").is_file():
             GenerationConfig.from_pretrained(path)  # transformers replaces a damaged one by another without a word
         model, info = model_class.from_pretrained(path, output_loading_info=True, **kwargs)
+    if _lacks_pooler(model, info["missing_keys"]) and "add_pooling_layer" not in kwargs:
+        return load_weights(model_class, path, shapes=shapes, add_pooling_layer=False, **kwargs)
     if info["missing_keys"]:
         raise RequestError(
             f"every parameter must be in the files, but {path} has no {listed(sorted(info['missing_keys']), most=3)}; "
             "they would be random: save the checkpoint again from the model that was trained"
         )
     return model.eval()
+
+
+def _lacks_pooler(model: PreTrainedModel, missing: Iterable[str]) -> bool:
+    """Return whether all that is missing is the layer on the first token, which embeddings of texts do not use.
+
+    Encoders that were trained as embedding models from a masked language model have none.
+    """
+    optional = any(
+        "add_pooling_layer" in inspect.signature(base.__init__).parameters for base in type(model).__mro__
+    )
+    names = list(missing)
+    return bool(names) and optional and all(name.startswith("pooler.") for name in names)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -76,10 +77,34 @@ class Normalize(nn.Module):
         return nn.functional.normalize(x, p=2.0, dim=-1)
 
 
+@dataclass(frozen=True)
+class SentenceSettings:
+    """What a SentenceTransformer is besides its encoder.
+
+    Attributes:
+        readout: What follows the encoder: a `Pooling`, then any of `Dense`, `Normalize`, `LayerNorm` and `Dropout`.
+        folder: Where it was read from; None if it was made in memory.
+        encoder: Where the encoder's files are, mostly the folder itself; None if it was made in memory.
+        max_length: Longest text in tokens, special tokens included; None for no limit.
+        prompts: What precedes a text: of kind "query", "document" and "text" (any other), where there is one.
+        lower: Whether texts are lowercased before the tokenizer's own rules.
+        options: The content of `config_sentence_transformers.json`.
+    """
+
+    readout: tuple[nn.Module, ...]
+    folder: Path | None = None
+    encoder: Path | None = None
+    max_length: int | None = None
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    lower: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
 class TextEncoder(PreTrainedModel):
     """An encoder of transformers and its readout, a `Pooling` and further layers, as one model.
 
-    It is not saved as such: a checkpoint holds the encoder, and `modules.json` names the rest.
+    It is not saved as such: a checkpoint holds the encoder, and `modules.json` names the rest. `settings` say how its
+    texts are read; their readout is empty, as the model has its own.
     """
 
     base_model_prefix = "auto_model"
@@ -89,8 +114,11 @@ class TextEncoder(PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
 
-    def __init__(self, auto_model: PreTrainedModel, readout: Sequence[nn.Module]):
+    def __init__(
+        self, auto_model: PreTrainedModel, readout: Sequence[nn.Module], settings: SentenceSettings | None = None
+    ):
         super().__init__(auto_model.config)
+        self.settings = SentenceSettings(()) if settings is None else replace(settings, readout=())
         self.readout = nn.ModuleList(readout)
         self.hold(auto_model)
         self.train(auto_model.training)

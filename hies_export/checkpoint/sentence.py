@@ -1,0 +1,571 @@
+"""Read and write what a SentenceTransformer folder holds besides its encoder: pooling, dense layers, prompts.
+
+The formats are those of sentence-transformers, which is not needed. What is written, its versions 5 and 6 read.
+"""
+
+from __future__ import annotations
+
+import copy
+import glob
+import importlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..errors import RequestError, listed, quoted, refusing
+from ..files import Rule, Schema, read_json
+from ..model.internals import auto_classes, file_of, model_class_of, never_asking
+from ..model.online import hub_or_cache
+from ..model.sentence import (
+    POOLING_MODES,
+    Dense,
+    Normalize,
+    Pooling,
+    PoolingMode,
+    SentenceSettings,
+    TextEncoder,
+)
+from ..model.tokens import longest_sequence
+from .classes import AGAIN, find_model_class, load_config, read_config
+from .companions import COMPANIONS, copy_companions, fetch_files
+from .dense import load_dense
+from .weights import load_weights, weight_files
+
+MODULES_FILE = "modules.json"
+OPTIONS_FILE = "config_sentence_transformers.json"
+# The settings of the module Transformer; older folders name the file after the kind of encoder.
+_TEXT_FILES = (
+    "sentence_bert_config.json",
+    *(f"sentence_{kind}_config.json" for kind in ("roberta", "distilbert", "camembert", "albert", "xlm-roberta")),
+)
+# Where sentence-transformers 5 has its modules; 6 still finds them there.
+_MODULES = "sentence_transformers.models"
+# What pooling may be asked for of an encoder without modules.json -> the name of the mode.
+POOLINGS: dict[str, PoolingMode] = {"mean": "mean", "cls": "cls", "last": "lasttoken", "max": "max"}
+# Mode of pooling -> its flag in the older configs, in the order in which several modes are joined.
+_FLAGS: dict[PoolingMode, str] = {
+    "cls": "pooling_mode_cls_token",
+    "max": "pooling_mode_max_tokens",
+    "mean": "pooling_mode_mean_tokens",
+    "mean_sqrt_len_tokens": "pooling_mode_mean_sqrt_len_tokens",
+    "weightedmean": "pooling_mode_weightedmean_tokens",
+    "lasttoken": "pooling_mode_lasttoken",
+}
+# Name of a prompt in the folder -> the kind of text that it precedes.
+_PROMPTS = {"query": "query", "passage": "document", "document": "document"}
+# Files beside the weights that are not copied: weights, in any format, and what describes the dense model.
+_LEFT_OUT = (".safetensors", ".bin", ".h5", ".msgpack", ".ot", ".onnx", ".onnx_data", ".gguf", ".pt", ".ckpt")
+_DESCRIBING = ("README.md", MODULES_FILE, "hies_plan.json", "refit.safetensors")
+_SENTENCE = Rule("a SentenceTransformer folder must hold what sentence-transformers wrote", AGAIN)
+_WHY_NOT = {
+    "Router": "routes texts through several encoders; load one of them, and save it as a folder of its own",
+    "Asym": "routes texts through several encoders; load one of them, and save it as a folder of its own",
+    "SpladePooling": "makes sparse embeddings; give a dense embedding model",
+    "MLMTransformer": "makes sparse embeddings; give a dense embedding model",
+    "SparseAutoEncoder": "makes sparse embeddings; give a dense embedding model",
+    "CSRSparsity": "makes sparse embeddings; give a dense embedding model",
+    "SparseStaticEmbedding": "makes sparse embeddings; give a dense embedding model",
+    "MultiVectorMask": "keeps a vector per token; give a model of one embedding per text",
+    "TokenPooling": "keeps a vector per token; give a model of one embedding per text",
+    "CLIPModel": "also embeds images; give a model of texts",
+    "WordEmbeddings": "has no attention to prune; give a Transformer",
+    "StaticEmbedding": "has no attention to prune; give a Transformer",
+    "BoW": "has no attention to prune; give a Transformer",
+    "CNN": "is a layer that only training can fit to a pruned encoder; give a model without it",
+    "LSTM": "is a layer that only training can fit to a pruned encoder; give a model without it",
+    "WordWeights": "weighs tokens by their words; give a model without it",
+    "WeightedLayerPooling": "reads all layers of the encoder; give a model that pools the last one",
+}
+# model_type in config_sentence_transformers.json -> what to do instead.
+_OTHER_TYPES = {
+    "SparseEncoder": "it makes sparse embeddings; give a dense embedding model",
+    "MultiVectorEncoder": "it keeps a vector per token; give a model of one embedding per text",
+    "CrossEncoder": "it scores pairs of texts; use the task text-classification",
+}
+
+
+class _Module(Schema):
+    """An entry of modules.json."""
+
+    path: str
+    type: str
+
+
+class _Options(Schema):
+    """The fields of config_sentence_transformers.json that matter here."""
+
+    prompts: dict[str, str | None] | None = None
+    default_prompt_name: str | None = None
+    model_type: str | None = None
+
+
+class _Text(Schema):
+    """The fields of sentence_bert_config.json that matter here."""
+
+    max_seq_length: int | None = None
+    do_lower_case: bool = False
+    transformer_task: str = "feature-extraction"
+    module_output_name: str = "token_embeddings"
+    modality_config: dict[str, dict[str, Any]] | None = None
+
+
+class _Pooling(Schema):
+    """The config of a module Pooling: the mode's name, or a flag for each mode."""
+
+    pooling_mode: str | list[str] | None = None
+    pooling_mode_cls_token: bool = False
+    pooling_mode_max_tokens: bool = False
+    pooling_mode_mean_tokens: bool = False
+    pooling_mode_mean_sqrt_len_tokens: bool = False
+    pooling_mode_weightedmean_tokens: bool = False
+    pooling_mode_lasttoken: bool = False
+    include_prompt: bool = True
+
+
+class _Layer(Schema):
+    """The config of a module Dense, Normalize, LayerNorm or Dropout."""
+
+    in_features: int | None = None
+    out_features: int | None = None
+    bias: bool = True
+    activation_function: str = "torch.nn.modules.activation.Tanh"
+    module_input_name: str = "sentence_embedding"
+    module_output_name: str | None = None
+    use_residual: bool = False
+    dimension: int | None = None
+    dropout: float = 0.2
+
+
+# Read
+
+
+def is_sentence_transformer(path: str | Path, **hub: Any) -> bool:
+    """Return whether a folder or Hub id has the modules of a SentenceTransformer."""
+    if Path(path).is_dir():
+        return Path(path, MODULES_FILE).is_file()
+    if Path(path).is_absolute() or Path(path).exists():
+        return False
+    with hub_or_cache(path, "model"):
+        return file_of(path, MODULES_FILE, **hub) is not None
+
+
+def settings_of(
+    path: str | Path, *, pooling: str | None = None, normalize: bool | None = None, revision: str | None = None
+) -> SentenceSettings:
+    """Read how an embedding model turns texts into embeddings.
+
+    Args:
+        path: A SentenceTransformer folder, the folder of a bare encoder, or the Hub id of either, which is fetched.
+        pooling: For a bare encoder, how its token embeddings are pooled: mean, cls, last or max.
+        normalize: For a bare encoder, whether embeddings are scaled to length 1; by default not.
+        revision: Revision of a Hub id.
+
+    Raises:
+        RequestError: The folder is damaged, or has modules that are not supported; or a bare encoder comes without
+            `pooling`, or a SentenceTransformer with it.
+    """
+    if not is_sentence_transformer(path, revision=revision):
+        return _of_bare(path, pooling, normalize, revision)
+    given = {"pooling": pooling, "normalize": normalize}
+    if asked := [f"{name}: {value}" for name, value in given.items() if value is not None]:
+        raise RequestError(
+            f"pooling and normalize are for an encoder without {MODULES_FILE}, but {path} is a SentenceTransformer "
+            f"with its own, got {listed(asked)}; leave them out"
+        )
+    modules = _modules(path, revision)
+    first = modules[0].path
+    patterns = [*_own_files(first), *(f"{module.path}/*" for module in modules[1:] if module.path)]
+    if not first:
+        read_config(path, revision=revision)
+        weight_files(path, revision=revision)
+    folder = fetch_files(path, patterns, revision)
+    options = _read(folder / OPTIONS_FILE, _Options)
+    _refuse_type(options.get("model_type"), path)
+    encoder = folder / first
+    text = _text_settings(encoder, path)
+    readout = _readout(folder, modules, options)
+    return SentenceSettings(
+        readout=readout,
+        folder=folder,
+        encoder=encoder,
+        max_length=_max_length(encoder, text.get("max_seq_length")),
+        prompts=_prompts(options, path),
+        lower=text.get("do_lower_case", False),
+        options=options,
+    )
+
+
+def load_encoder(
+    settings: SentenceSettings, *, dtype: str | None = None, device_map: str | None = None
+) -> TextEncoder:
+    """Load the encoder of a SentenceTransformer with its readout; see `load_dense`."""
+    assert settings.encoder is not None
+    encoder = load_dense(settings.encoder, encoder_class(settings.encoder), dtype=dtype, device_map=device_map)
+    return encoder_with(encoder, settings)
+
+
+@never_asking()
+def load_sentence(path: str | Path, *, revision: str | None = None, **kwargs: Any) -> TextEncoder:
+    """Load a SentenceTransformer, slim or not, on the CPU, without executing code from its folder.
+
+    Args:
+        path: Folder or Hub id.
+        revision: Revision of a Hub id.
+        **kwargs: Passed to `from_pretrained`, such as `dtype` (default: the checkpoint's own).
+    """
+    settings = settings_of(path, revision=revision)
+    assert settings.encoder is not None
+    return encoder_with(load_weights(encoder_class(settings.encoder), settings.encoder, **kwargs), settings)
+
+
+def encoder_with(encoder: PreTrainedModel, settings: SentenceSettings) -> TextEncoder:
+    """Return an encoder with a copy of the readout, on its device and in its dtype."""
+    model = TextEncoder(encoder, copy.deepcopy(list(settings.readout)), settings)
+    model.readout.to(encoder.device, encoder.dtype)
+    return model.eval()
+
+
+def encoder_class(path: str | Path, **hub: Any) -> type[PreTrainedModel]:
+    """Return the class that sentence-transformers loads an encoder by, or its slim version.
+
+    A config may name a class with another head, such as BertForMaskedLM: its base model is loaded.
+    """
+    named = find_model_class(path, **hub)
+    config = load_config(path, **hub)
+    if "AutoModel" in auto_classes(named.__name__, config.model_type) and not config.is_encoder_decoder:
+        return named
+    found = model_class_of(config, "AutoModelForTextEncoding" if config.is_encoder_decoder else "AutoModel")
+    if found is None or getattr(config, "hies_export", None) is not None:
+        return named
+    return found
+
+
+def _of_bare(
+    path: str | Path, pooling: str | None, normalize: bool | None, revision: str | None
+) -> SentenceSettings:
+    read_config(path, revision=revision)
+    if pooling is None:
+        raise RequestError(
+            f"an encoder without {MODULES_FILE} needs pooling: {', '.join(POOLINGS)}, but {path} came without; give "
+            "the one that it was trained with, and normalize: true if its embeddings have length 1"
+        )
+    weight_files(path, revision=revision)
+    folder = fetch_files(path, _own_files(""), revision)
+    return SentenceSettings(
+        readout=tuple(make_readout(pooling, normalize=bool(normalize))),
+        folder=folder,
+        encoder=folder,
+        max_length=_max_length(folder, None),
+    )
+
+
+def make_readout(pooling: str, *, normalize: bool = False) -> list[nn.Module]:
+    """Return the readout of a bare encoder: pooling by mean, cls, last or max, and `Normalize` if asked for."""
+    if pooling not in POOLINGS:
+        raise RequestError(f"pooling must be one of {', '.join(POOLINGS)}, got {quoted(pooling)}")
+    return [Pooling([POOLINGS[pooling]]), *([Normalize()] if normalize else [])]
+
+
+def _own_files(module: str) -> list[str]:
+    """Return patterns of the files that are read of a folder, beside the weights in its root."""
+    files = ["*.json", "*.jinja", *COMPANIONS]
+    return files if not module else [*files, f"{module}/*"]
+
+
+def _modules(path: str | Path, revision: str | None) -> list[_Module]:
+    """Return the entries of modules.json: a Transformer, a Pooling, and what may follow."""
+    with hub_or_cache(path, "model"):
+        file = file_of(path, MODULES_FILE, required=True, revision=revision)
+    assert file is not None
+    modules = [_Module.model_validate(entry) for entry in read_json(file, list[_Module], _SENTENCE)]
+    for module in modules:
+        where = Path(module.path)
+        if where.is_absolute() or ".." in where.parts:
+            raise _SENTENCE.refused(f"{file} names {quoted(module.path)}, which is outside the folder")
+    names = [_name(module, path) for module in modules]
+    if names[:2] != ["Transformer", "Pooling"] or set(names[2:]) - set(_LAYERS):
+        raise RequestError(
+            f"an embedding model must be a Transformer, a Pooling, and then any of {', '.join(_LAYERS)}, but {path} is "
+            f"{listed(names) or 'empty'}; give a model of these modules"
+        )
+    return modules
+
+
+def _name(module: _Module, path: str | Path) -> str:
+    """Return the class of a module; refuse one that cannot be pruned with its encoder."""
+    package, _, name = module.type.rpartition(".")
+    if not package.startswith("sentence_transformers."):
+        raise RequestError(
+            f"the modules of an embedding model must be of sentence-transformers, as code in a checkpoint is never "
+            f"run, but {path} has {quoted(module.type)}; give a model without it"
+        )
+    if name in _WHY_NOT:
+        raise RequestError(f"the modules of {path} must be those of a dense text encoder, but {name} {_WHY_NOT[name]}")
+    return name
+
+
+def _refuse_type(model_type: str | None, path: str | Path) -> None:
+    if model_type in _OTHER_TYPES:
+        raise RequestError(f"{path} must be a SentenceTransformer, but is a {model_type}: {_OTHER_TYPES[model_type]}")
+
+
+def _read(file: Path, schema: type[Schema]) -> dict[str, Any]:
+    """Return the content of a JSON file, empty if there is none."""
+    found: dict[str, Any] = read_json(file, schema, _SENTENCE) if file.is_file() else {}
+    return found
+
+
+def _text_settings(encoder: Path, path: str | Path) -> dict[str, Any]:
+    """Return the settings of the module Transformer, which must embed the tokens of texts."""
+    file = next((encoder / name for name in _TEXT_FILES if (encoder / name).is_file()), encoder / _TEXT_FILES[0])
+    found = _read(file, _Text)
+    text = _Text.model_validate(found)
+    others = set(text.modality_config or {}) - {"text", "message"}
+    if others:
+        raise RequestError(f"an embedding model must embed texts alone, but {path} also takes {listed(sorted(others))}")
+    wanted = {"method": "forward", "method_output_name": "last_hidden_state"}
+    reads = (text.modality_config or {"text": wanted}).get("text", {})
+    if (text.transformer_task, text.module_output_name) != ("feature-extraction", "token_embeddings") or any(
+        reads.get(key) != value for key, value in wanted.items()
+    ):
+        raise RequestError(
+            f"the Transformer of an embedding model must give the embeddings of its tokens (task feature-extraction, "
+            f"output last_hidden_state), but that of {path} is for {text.transformer_task} and gives "
+            f"{quoted(reads.get('method_output_name'))}; give a model that does"
+        )
+    return found
+
+
+def _max_length(encoder: Path, asked: int | None) -> int | None:
+    """Return the longest text: as the folder says, or what the tokenizer and the encoder's positions allow."""
+    if asked is None:
+        file = encoder / "tokenizer_config.json"
+        asked = json.loads(file.read_text(encoding="utf-8")).get("model_max_length") if file.is_file() else None
+    most = longest_sequence(load_config(encoder))
+    lengths = [int(length) for length in (asked, most) if isinstance(length, (int, float)) and 0 < length < 1e9]
+    return min(lengths, default=None)
+
+
+def _prompts(options: Mapping[str, Any], path: str | Path) -> dict[str, str]:
+    """Return the prompts by the kind of text; empty ones are left out."""
+    prompts = options.get("prompts") or {}
+    found = {kind: prompts[name] for name, kind in _PROMPTS.items() if prompts.get(name)}
+    default = options.get("default_prompt_name")
+    if default is not None and default not in prompts:
+        raise _SENTENCE.refused(f"{OPTIONS_FILE} of {path} has no prompt named {quoted(default)}, its default")
+    return found | ({"text": prompts[default]} if default is not None and prompts[default] else {})
+
+
+def _readout(folder: Path, modules: list[_Module], options: Mapping[str, Any]) -> tuple[nn.Module, ...]:
+    pooling = _Pooling.model_validate(_read(folder / modules[1].path / "config.json", _Pooling))
+    if not pooling.include_prompt and any((options.get("prompts") or {}).values()):
+        raise RequestError(
+            f"pooling must include the prompt's tokens, but {folder} leaves them out (include_prompt: false); give a "
+            "model without prompts, or one that pools them too"
+        )
+    layers = [_LAYERS[module.type.rpartition(".")[2]](folder / module.path) for module in modules[2:]]
+    return Pooling(_modes(pooling, folder)), *layers
+
+
+def _modes(pooling: _Pooling, folder: Path) -> list[PoolingMode]:
+    named = pooling.pooling_mode
+    if named is None:
+        return [mode for mode, flag in _FLAGS.items() if getattr(pooling, flag)] or ["mean"]
+    asked = [named] if isinstance(named, str) else named
+    modes: list[PoolingMode] = [mode for name in asked for mode in get_args(PoolingMode) if mode == name]
+    if not modes or len(modes) != len(asked):
+        raise _SENTENCE.refused(
+            f"{folder} pools by {listed(asked) or 'nothing'}, and known are {', '.join(POOLING_MODES)}"
+        )
+    return modes
+
+
+def _config(folder: Path, name: str) -> _Layer:
+    """Return the config of a layer, which must turn one embedding per text into another."""
+    config = _Layer.model_validate(_read(folder / "config.json", _Layer))
+    output = config.module_output_name or config.module_input_name
+    if (config.module_input_name, output) != ("sentence_embedding", "sentence_embedding"):
+        raise RequestError(
+            f"{name} must turn sentence_embedding into sentence_embedding, but that of {folder} turns "
+            f"{config.module_input_name} into {output}; give a model of one embedding per text"
+        )
+    if config.use_residual:
+        raise RequestError(f"a Dense must have no residual, but that of {folder} has one; give a model without it")
+    return config
+
+
+def _weights(folder: Path) -> dict[str, Tensor]:
+    for name, load in (("model.safetensors", load_file), ("pytorch_model.bin", _load_bin)):
+        if (folder / name).is_file():
+            with refusing(f"{folder / name} must hold the weights of its module, but does not load", AGAIN):
+                return load(folder / name)
+    raise _SENTENCE.refused(f"{folder} has no model.safetensors or pytorch_model.bin")
+
+
+def _load_bin(file: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
+    return found
+
+
+def _filled(layer: nn.Module, under: str, folder: Path) -> None:
+    """Load the weights of a module's layer, which has a name there."""
+    weights = {name.removeprefix(f"{under}."): tensor for name, tensor in _weights(folder).items()}
+    with refusing(f"the weights of {folder} must be those that its config describes, but are not", AGAIN):
+        layer.load_state_dict(weights)
+
+
+def _dense(folder: Path) -> nn.Module:
+    config = _config(folder, "Dense")
+    if config.in_features is None or config.out_features is None:
+        raise _SENTENCE.refused(f"{folder}/config.json has no in_features and out_features")
+    linear = nn.Linear(config.in_features, config.out_features, bias=config.bias)
+    _filled(linear, "linear", folder)
+    return Dense(linear, _activation(config.activation_function, folder))
+
+
+def _activation(name: str, folder: Path) -> nn.Module:
+    package, _, class_name = name.rpartition(".")
+    found = None
+    # Nothing else is imported: a folder must not say which code runs.
+    if package == "torch.nn" or package.startswith("torch.nn.modules."):
+        with refusing(f"the activation of {folder} must be a class of torch.nn, but is {quoted(name)}", AGAIN):
+            found = getattr(importlib.import_module(package), class_name)()
+    if not isinstance(found, nn.Module):
+        raise RequestError(
+            f"the activation of a Dense must be a class of torch.nn, but that of {folder} is {quoted(name)}; give a "
+            "model with such a one"
+        )
+    return found
+
+
+def _normalize(folder: Path) -> nn.Module:
+    _config(folder, "Normalize")
+    return Normalize()
+
+
+def _layer_norm(folder: Path) -> nn.Module:
+    config = _config(folder, "LayerNorm")
+    if config.dimension is None:
+        raise _SENTENCE.refused(f"{folder}/config.json has no dimension")
+    norm = nn.LayerNorm(config.dimension)
+    _filled(norm, "norm", folder)
+    return norm
+
+
+def _dropout(folder: Path) -> nn.Module:
+    return nn.Dropout(_config(folder, "Dropout").dropout)
+
+
+# Class of a module that may follow the pooling -> what reads its folder.
+_LAYERS: dict[str, Callable[[Path], nn.Module]] = {
+    "Dense": _dense,
+    "Normalize": _normalize,
+    "LayerNorm": _layer_norm,
+    "Dropout": _dropout,
+}
+
+
+# Write
+
+
+def write_modules(model: TextEncoder, folder: Path) -> None:
+    """Write what makes the folder of a saved encoder that of a SentenceTransformer.
+
+    These are modules.json, a folder for every module of the readout, the length of texts and the prompts, and every
+    file in the root of the folder that the model comes from, without its weights, its card and what is there already.
+    """
+    entries = [{"idx": 0, "name": "0", "path": "", "type": f"{_MODULES}.Transformer"}]
+    for index, (name, config, weights) in enumerate(_written(model), start=1):
+        path = f"{index}_{name}"
+        entries.append({"idx": index, "name": str(index), "path": path, "type": f"{_MODULES}.{name}"})
+        (folder / path).mkdir()
+        _write_json(folder / path / "config.json", config)
+        if weights:
+            save_file(weights, folder / path / "model.safetensors", metadata={"format": "pt"})
+    _write_json(folder / MODULES_FILE, entries)
+    write_text_settings(model, folder)
+    own = model.settings.folder
+    if own is not None:
+        copy_companions(own, folder, [glob.escape(name) for name in _kept_files(own)])
+
+
+def write_text_settings(model: TextEncoder, folder: Path) -> None:
+    """Write how texts are read: the longest one, in sentence_bert_config.json, and the prompts."""
+    settings = model.settings
+    _write_json(
+        folder / _TEXT_FILES[0], {"max_seq_length": settings.max_length, "do_lower_case": settings.lower}
+    )
+    none = {"prompts": {}, "default_prompt_name": None, "similarity_fn_name": "cosine"}
+    _write_json(folder / OPTIONS_FILE, dict(settings.options) or none)
+
+
+def _written(model: TextEncoder) -> Iterator[tuple[str, dict[str, Any], dict[str, Tensor]]]:
+    """Yield class, config and weights of every module of a readout, as sentence-transformers 5 and 6 read them."""
+    width = model.config.get_text_config().hidden_size
+    for module in model.readout:
+        if isinstance(module, Pooling):
+            yield "Pooling", _pooling_config(module, width), {}
+            width *= len(module.modes)
+        elif isinstance(module, Dense):
+            linear, activation = module.linear, type(module.activation)
+            width = linear.out_features
+            yield (
+                "Dense",
+                {
+                    "in_features": linear.in_features,
+                    "out_features": width,
+                    "bias": linear.bias is not None,
+                    "activation_function": f"{activation.__module__}.{activation.__name__}",
+                },
+                {f"linear.{name}": _stored(tensor) for name, tensor in linear.state_dict().items()},
+            )
+        elif isinstance(module, nn.LayerNorm):
+            weights = {f"norm.{name}": _stored(tensor) for name, tensor in module.state_dict().items()}
+            yield "LayerNorm", {"dimension": width}, weights
+        elif isinstance(module, nn.Dropout):
+            yield "Dropout", {"dropout": module.p}, {}
+        else:
+            assert isinstance(module, Normalize)
+            yield "Normalize", {}, {}
+
+
+def _pooling_config(pooling: Pooling, width: int) -> dict[str, Any]:
+    """Return the config of a pooling, with the flags that older readers parse.
+
+    Several modes are named by the flags alone if these give their order, as version 5 takes a single name only.
+    """
+    modes = list(pooling.modes)
+    named: Any = modes[0] if len(modes) == 1 else modes
+    by_flags = len(modes) > 1 and modes == [mode for mode in _FLAGS if mode in modes]
+    return {
+        "word_embedding_dimension": width,
+        **({} if by_flags else {"pooling_mode": named}),
+        **{flag: mode in modes for mode, flag in _FLAGS.items()},
+        "include_prompt": True,
+    }
+
+
+def _stored(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu").contiguous()
+
+
+def _kept_files(folder: Path) -> list[str]:
+    """Return the files in the root of a folder that also belong to a slim version of its model."""
+    return sorted(
+        file.name
+        for file in folder.iterdir()
+        if file.is_file()
+        and not file.name.startswith(".")
+        and not file.name.endswith((*_LEFT_OUT, ".index.json"))
+        and file.name not in _DESCRIBING
+    )
+
+
+def _write_json(file: Path, content: Any) -> None:
+    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,218 @@
+"""SentenceTransformer folders: read as sentence-transformers does, written with every module, refused in a sentence."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from support.cuts import random_neurons
+from support.models import text_batch
+from support.sentences import MEAN, WIDTH, bert_encoder, dense, sentence_folder
+from torch import Tensor, nn
+from transformers import BertConfig, BertForMaskedLM, BertModel
+
+from hies_export import RequestError, find_modules, load, prune_units, save_slim
+from hies_export.checkpoint.sentence import load_encoder, load_sentence, settings_of
+from hies_export.model.sentence import TextEncoder
+from hies_export.values import PruningPlan
+
+
+def tokens_of(folder: Path, batch: dict[str, Tensor]) -> list[Tensor]:
+    """Return the embeddings of the real tokens of every text, by transformers alone."""
+    with torch.no_grad():
+        hidden = BertModel.from_pretrained(folder).eval()(**batch).last_hidden_state
+    return [row[mask.bool()] for row, mask in zip(hidden, batch["attention_mask"], strict=True)]
+
+
+def embed(model: TextEncoder, batch: dict[str, Tensor]) -> Tensor:
+    with torch.no_grad():
+        found = model(**batch).sentence_embedding
+    assert found is not None
+    return found
+
+
+POOLINGS = {
+    "flags": (MEAN, lambda x: x.mean(0)),
+    "no flag": ({"word_embedding_dimension": WIDTH}, lambda x: x.mean(0)),
+    "name": ({"embedding_dimension": WIDTH, "pooling_mode": "cls", "include_prompt": True}, lambda x: x[0]),
+    "last": ({"word_embedding_dimension": WIDTH, "pooling_mode_lasttoken": True}, lambda x: x[-1]),
+    "two flags": (
+        MEAN | {"pooling_mode_max_tokens": True},
+        lambda x: torch.cat([x.max(0).values, x.mean(0)]),
+    ),
+    "two names": (
+        {"embedding_dimension": WIDTH, "pooling_mode": ["mean", "cls"]},
+        lambda x: torch.cat([x.mean(0), x[0]]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", POOLINGS)
+def test_pooling_is_read_and_written_in_both_forms(name: str, tmp_path: Path) -> None:
+    config, pooled = POOLINGS[name]
+    folder = sentence_folder(tmp_path / "dense", [], pooling=config)
+    model = load_sentence(folder)
+    batch = text_batch(labels=False)
+    expected = torch.stack([pooled(row) for row in tokens_of(folder, batch)])
+    torch.testing.assert_close(embed(model, batch), expected, atol=1e-6, rtol=1e-5)
+    slim, plan = cut(model)
+    save_slim(slim, tmp_path / "slim", plan=plan, batch=batch)
+    written = json.loads((tmp_path / "slim/1_Pooling/config.json").read_text())
+    modes = [mode for mode in model.readout[0].modes]
+    named = written.get("pooling_mode", modes)
+    assert ([named] if isinstance(named, str) else named) == modes
+    # What text-embeddings-inference parses.
+    assert (written["pooling_mode_mean_tokens"], written["pooling_mode_cls_token"]) == ("mean" in modes, "cls" in modes)
+    assert load_sentence(tmp_path / "slim").readout[0].modes == model.readout[0].modes
+
+
+def cut(model: TextEncoder) -> tuple[TextEncoder, PruningPlan]:
+    modules = find_modules(model, text_batch(labels=False), kinds=("attention", "mlp"))
+    kept = random_neurons(modules, uniform=False)
+    slim = prune_units(model, kept, modules)
+    assert isinstance(slim, TextEncoder)
+    return slim, PruningPlan(kept=kept, criterion="random")
+
+
+def test_every_module_and_file_is_kept_in_the_slim_folder(tmp_path: Path) -> None:
+    norm = {"norm.weight": torch.rand(20) + 0.5, "norm.bias": torch.randn(20)}
+    layers = [
+        ("Dropout", {"dropout": 0.5}, {}),
+        dense(WIDTH, 20, nn.GELU),
+        ("LayerNorm", {"dimension": 20}, norm),
+        ("Normalize", {}, {}),
+    ]
+    options = {"prompts": {"query": "q: ", "passage": "p: "}, "default_prompt_name": "query", "similarity_fn_name": "dot"}
+    text = {"max_seq_length": 12, "do_lower_case": True}
+    folder = sentence_folder(tmp_path / "dense", layers, options=options, text=text)
+    (folder / "data_config.json").write_text("[]")
+    (folder / "onnx").mkdir()
+    (folder / "onnx" / "model.onnx").write_text("of the dense model")
+    settings = settings_of(folder)
+    assert (settings.max_length, settings.lower, settings.encoder) == (12, True, folder)
+    assert settings.prompts == {"query": "q: ", "document": "p: ", "text": "q: "}
+
+    model = load_encoder(settings, dtype="float32")
+    batch = text_batch(labels=False)
+    linear = dict(layers[1][2].items())
+    pooled = torch.stack([row.mean(0) for row in tokens_of(folder, batch)])
+    y = nn.functional.gelu(pooled @ linear["linear.weight"].T + linear["linear.bias"])
+    y = nn.functional.layer_norm(y, (20,), norm["norm.weight"], norm["norm.bias"])
+    torch.testing.assert_close(embed(model, batch), y / y.norm(dim=1, keepdim=True), atol=1e-6, rtol=1e-5)
+
+    slim, plan = cut(model)
+    assert save_slim(slim, tmp_path / "slim", plan=plan, batch=batch) < 1e-5
+    modules = json.loads((tmp_path / "slim/modules.json").read_text())
+    assert [m["type"].removeprefix("sentence_transformers.models.") for m in modules] == [
+        *("Transformer", "Pooling", "Dropout", "Dense", "LayerNorm", "Normalize")
+    ]
+    # The Hub keeps no empty folders.
+    assert all((tmp_path / "slim" / module["path"] / "config.json").is_file() for module in modules)
+    assert json.loads((tmp_path / "slim/sentence_bert_config.json").read_text()) == text
+    assert json.loads((tmp_path / "slim/config_sentence_transformers.json").read_text()) == options
+    kept = {path.name for path in (tmp_path / "slim").iterdir()}
+    assert {"data_config.json", "tokenizer.json", "modeling_hies.py", "hies_plan.json"} <= kept
+    assert "onnx" not in kept
+    again = load_sentence(tmp_path / "slim")
+    torch.testing.assert_close(embed(again, batch), embed(slim, batch))
+    assert again.settings.prompts == settings.prompts
+    assert type(load(tmp_path / "slim")).__name__ == "BertModel"
+
+
+@pytest.mark.parametrize("types", ["sentence_transformers.models.", "sentence_transformers.base.modules.x."])
+def test_old_and_new_names_of_modules(types: str, tmp_path: Path) -> None:
+    settings = settings_of(sentence_folder(tmp_path / "dense", types=types))
+    assert [type(module).__name__ for module in settings.readout] == ["Pooling", "Normalize"]
+    assert settings.max_length == 16
+
+
+def test_a_bare_encoder_needs_a_pooling(tmp_path: Path) -> None:
+    bert_encoder().save_pretrained(tmp_path / "bare")
+    with pytest.raises(RequestError, match=r"needs pooling: mean, cls, last, max, but .*bare came without"):
+        settings_of(tmp_path / "bare")
+    with pytest.raises(RequestError, match="pooling must be one of mean, cls, last, max, got 'sum'"):
+        settings_of(tmp_path / "bare", pooling="sum")
+    settings = settings_of(tmp_path / "bare", pooling="last", normalize=True)
+    batch = text_batch(labels=False)
+    last = torch.stack([row[-1] for row in tokens_of(tmp_path / "bare", batch)])
+    expected = last / last.norm(dim=1, keepdim=True)
+    torch.testing.assert_close(embed(load_encoder(settings), batch), expected, atol=1e-6, rtol=1e-5)
+    assert settings.max_length == 64
+    folder = sentence_folder(tmp_path / "whole")
+    with pytest.raises(RequestError, match=r"whole is a SentenceTransformer with its own, got pooling: mean; leave"):
+        settings_of(folder, pooling="mean")
+
+
+def test_an_encoder_that_was_saved_with_another_head_and_no_pooler(tmp_path: Path) -> None:
+    config = BertConfig(vocab_size=100, hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=6)
+    masked = BertForMaskedLM(config).eval()
+    folder = sentence_folder(tmp_path / "dense", [], encoder=masked)
+    assert json.loads((folder / "config.json").read_text())["architectures"] == ["BertForMaskedLM"]
+    model = load_sentence(folder)
+    batch = text_batch(labels=False)
+    with torch.no_grad():
+        hidden = masked.bert(**batch).last_hidden_state
+    mask = batch["attention_mask"][..., None]
+    torch.testing.assert_close(embed(model, batch), (hidden * mask).sum(1) / mask.sum(1), atol=1e-6, rtol=1e-5)
+    slim, plan = cut(model)
+    save_slim(slim, tmp_path / "slim", plan=plan, batch=batch)
+    torch.testing.assert_close(embed(load_sentence(tmp_path / "slim"), batch), embed(slim, batch))
+    assert load(tmp_path / "slim").pooler is None
+
+
+def test_weights_of_older_folders_are_read(tmp_path: Path) -> None:
+    layer = dense(WIDTH, 8)
+    folder = sentence_folder(tmp_path / "dense", [layer])
+    (folder / "2_Dense/model.safetensors").unlink()
+    torch.save(layer[2], folder / "2_Dense/pytorch_model.bin")
+    torch.testing.assert_close(load_sentence(folder).readout[1].linear.weight.data, layer[2]["linear.weight"])
+    save_file({"linear.weight": torch.ones(3, 3)}, folder / "2_Dense/model.safetensors")
+    with pytest.raises(RequestError, match="2_Dense must be those that its config describes"):
+        settings_of(folder)
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "router": ({"layers": [("Router", {}, {})]}, "Router routes texts through several encoders"),
+    "sparse": ({"layers": [("SpladePooling", {}, {})]}, "SpladePooling makes sparse embeddings; give a dense"),
+    "colbert": (
+        {"layers": [], "options": {"model_type": "MultiVectorEncoder"}},
+        "is a MultiVectorEncoder: it keeps a vector per token",
+    ),
+    "cross-encoder": ({"options": {"model_type": "CrossEncoder"}}, "use the task text-classification"),
+    "clip": ({"layers": [("CLIPModel", {}, {})]}, "CLIPModel also embeds images"),
+    "layers": ({"layers": [("WeightedLayerPooling", {}, {})]}, "WeightedLayerPooling reads all layers"),
+    "own code": ({"types": "modeling_own."}, "code in a checkpoint is never run, but .* has 'modeling_own.Transformer'"),
+    "two poolings": ({"layers": [("Pooling", {}, {})]}, "must be a Transformer, a Pooling, and then any of Dense"),
+    "prompt left out": (
+        {"pooling": MEAN | {"include_prompt": False}, "options": {"prompts": {"query": "q: "}}},
+        "pooling must include the prompt's tokens",
+    ),
+    "dense of tokens": (
+        {"layers": [dense(WIDTH, 4, module_input_name="token_embeddings")]},
+        "turns token_embeddings into token_embeddings; give",
+    ),
+    "residual": ({"layers": [dense(WIDTH, WIDTH, use_residual=True)]}, "a Dense must have no residual"),
+    "activation": (
+        {"layers": [dense(WIDTH, 4, activation_function="os.system")]},
+        "must be a class of torch.nn, but that of .* is 'os.system'",
+    ),
+    "mode": ({"pooling": {"pooling_mode": "median"}}, "pools by median, and known are cls"),
+    "images": (
+        {"text": {"modality_config": {"image": {}, "text": {}}}},
+        "must embed texts alone, but .* also takes image",
+    ),
+    "no default prompt": (
+        {"options": {"prompts": {}, "default_prompt_name": "query"}},
+        "has no prompt named 'query', its default",
+    ),
+    "damaged": ({"text": {"max_seq_length": "long"}}, "max_seq_length: .* got 'long'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_pruned_is_refused(name: str, tmp_path: Path) -> None:
+    given, message = BAD[name]
+    with pytest.raises(RequestError, match=message):
+        settings_of(sentence_folder(tmp_path / "model", **given))

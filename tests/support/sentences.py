@@ -1,0 +1,60 @@
+"""Write folders as sentence-transformers does, without it: a tiny encoder, and what turns it into embeddings."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from support.models import SIX_HEADS, shake, word_tokenizer
+from torch import nn
+from transformers import BertConfig, BertModel, PreTrainedModel
+
+WORDS = [f"w{number}" for number in range(90)]
+WIDTH = 48
+MEAN = {"word_embedding_dimension": WIDTH, "pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}
+Layer = tuple[str, dict[str, Any], dict[str, torch.Tensor]]
+
+
+def bert_encoder(**options: object) -> PreTrainedModel:
+    """Return a tiny encoder without a head."""
+    config = SIX_HEADS | {"vocab_size": 100, "max_position_embeddings": 64}
+    return shake(BertModel(BertConfig(**(config | options))))
+
+
+def dense(inputs: int, outputs: int, activation: type[nn.Module] = nn.Tanh, **config: Any) -> Layer:
+    """Return the module Dense, with random weights."""
+    linear = nn.Linear(inputs, outputs)
+    settings = {"in_features": inputs, "out_features": outputs, "bias": True}
+    named = {"activation_function": f"{activation.__module__}.{activation.__name__}"}
+    return "Dense", settings | named | config, {f"linear.{k}": v.detach() for k, v in linear.state_dict().items()}
+
+
+def sentence_folder(
+    folder: Path,
+    layers: Sequence[Layer] = (("Normalize", {}, {}),),
+    *,
+    pooling: dict[str, Any] | None = None,
+    options: dict[str, Any] | None = None,
+    text: dict[str, Any] | None = None,
+    types: str = "sentence_transformers.models.",
+    encoder: PreTrainedModel | None = None,
+) -> Path:
+    """Write a SentenceTransformer with a pooling and further layers; a `Normalize` has no folder, as in older ones."""
+    (encoder or bert_encoder()).save_pretrained(folder)
+    word_tokenizer(WORDS, model_max_length=64).save_pretrained(folder)
+    entries = [{"idx": 0, "name": "0", "path": "", "type": f"{types}Transformer"}]
+    for index, (name, config, weights) in enumerate([("Pooling", pooling or MEAN, {}), *layers], start=1):
+        path = f"{index}_{name}"
+        entries.append({"idx": index, "name": str(index), "path": path, "type": f"{types}{name}"})
+        if config:
+            (folder / path).mkdir()
+            (folder / path / "config.json").write_text(json.dumps(config))
+        if weights:
+            save_file(weights, folder / path / "model.safetensors")
+    (folder / "modules.json").write_text(json.dumps(entries))
+    (folder / "sentence_bert_config.json").write_text(json.dumps(text or {"max_seq_length": 16}))
+    if options is not None:
+        (folder / "config_sentence_transformers.json").write_text(json.dumps(options))
+    return folder
