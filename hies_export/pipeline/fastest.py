@@ -59,7 +59,7 @@ def confidence_for(prepared: Prepared, share: float) -> float:
 
     Cascades count if they are tried: for a classifier, with enough rows to promise a share at that confidence.
     """
-    if prepared.judged.regression or prepared.task.generative:
+    if prepared.judged.regression or prepared.task.generative or prepared.task.embeds:
         return confidence_of_each(LOOKS)
     with_cascades = confidence_of_each(LOOKS + SEARCHED * len(FLOPS_TO_TRY))
     enough = samples_of(prepared.rows.held_out) >= rows_needed(share, with_cascades)

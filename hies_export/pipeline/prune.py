@@ -21,6 +21,7 @@ from ..data.targets import is_regression, samples_of
 from ..errors import RecipeError, RequestError
 from ..evaluate.judge import Judge
 from ..evaluate.metrics import check_metrics, default_metrics
+from ..evaluate.ranking import kind_of_rows
 from ..forms.cascade.cascade import Cascade
 from ..forms.measure.counts import Both, FlopCount, count_both_flops, count_parameters
 from ..forms.onnx.export import OnnxExport
@@ -321,7 +322,7 @@ def prune(
     task = task_of(model)
     read: dict[str, Any] = {"task": task, "processor": processor, "columns": columns}
     rows = _rows(model, asked, batches, held_out, compensation_batches, read)
-    judged = _judged(model, task, asked)
+    judged = _judged(model, task, asked, rows.held_out)
     timed = None if isinstance(asked, _OfPlan) else asked.goal.timed
     if timed is not None:
         check_runtime(timed.runtime, task=task.name)
@@ -410,13 +411,15 @@ def _rows(
     return Rows(calibration, apart, refit)
 
 
-def _judged(model: PreTrainedModel, task: Task, asked: PruneSection | _OfPlan) -> Judged:
-    """Return how predictions are compared: by the usual metrics of the task."""
+def _judged(model: PreTrainedModel, task: Task, asked: PruneSection | _OfPlan, held_out: Sequence[Batch]) -> Judged:
+    """Return how predictions are compared: by the usual metrics of the task, and of the held-out rows."""
     regression = task.may_regress and is_regression(model.config)
-    metrics = default_metrics(regression=regression, task=task.name)
+    of: dict[str, Any] = {"regression": regression, "task": task.name}
+    of["rows"] = kind_of_rows(held_out, embeds=task.embeds)
+    metrics = default_metrics(**of)
     extra = asked.goal.metric if isinstance(asked, PruneSection) else None
-    check_metrics((*metrics, *([] if extra is None else [extra])), regression=regression, task=task.name)
-    return Judged(metrics, regression)
+    check_metrics((*metrics, *([] if extra is None else [extra])), **of)
+    return Judged(metrics, regression, embeds=task.embeds)
 
 
 def _compare(result: PruneResult, progress: Progress) -> Evaluation:

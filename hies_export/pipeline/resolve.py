@@ -6,17 +6,20 @@ its own sections of it, and what was decided here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import datasets
+from transformers import PreTrainedModel
 
 from ..checkpoint.classes import load_config
 from ..checkpoint.dense import Source, check_device_map, load_dense, source_of, task_class
+from ..checkpoint.sentence import encoder_class, load_encoder, settings_of
 from ..data.batches import Batch, by_length
+from ..data.embedding import EmbeddingReader
 from ..data.generation import GenerationReader
 from ..data.processors import load_processor
 from ..data.reader import Columns, Reader
@@ -27,6 +30,7 @@ from ..errors import RequestError
 from ..evaluate.interval import confidence_of_each, rate_rows_needed, rows_needed
 from ..evaluate.lm_eval import check_benchmarks
 from ..evaluate.metrics import METRICS, check_metrics, default_metrics
+from ..evaluate.ranking import RowsKind
 from ..forms.cascade.cascade import check_classes
 from ..forms.cascade.export import CascadeOptions
 from ..forms.cascade.promise import check_rows
@@ -34,14 +38,17 @@ from ..forms.deployment import LOOKS
 from ..forms.measured import MeasureOptions
 from ..forms.on_rows import ROWS
 from ..forms.runtimes.registry import RUNTIMES, check_dtypes, check_runtime
+from ..model.sentence import SentenceSettings
 from ..recipe import PruneSection, PruningRecipe
 from ..recipe.draws import Draws, Splits, draw, evaluated
 from ..report.provenance import Request
-from ..tasks import TASKS
+from ..tasks import COLUMNS, TASKS
 from .prepare import Judged, Prepared, Rows, check_options, prepare, shapes_to_measure
 
 # Rows that `deploy` makes a promise on; more narrow the interval, and every cut takes longer to judge.
 HELD_OUT = 1024
+# Queries, or texts, without which a promise about rankings is not made on part of an evaluated split.
+QUERIES = 100
 
 
 @dataclass(frozen=True)
@@ -86,29 +93,28 @@ def resolve(
     """
     options = options or recipe.options
     splits = _splits(recipe, promising=draws is None)
-    hub: dict[str, Any] = {} if recipe.revision is None else {"revision": recipe.revision}
-    config = load_config(recipe.model, **hub)
-    model_class = task_class(recipe.model, config, task=recipe.task, **hub)
-    task = TASKS[recipe.task]
+    found = _Found.of(recipe)
+    task, config = TASKS[recipe.task], found.config
     regression = task.may_regress and is_regression(config)
-    judged = Judged(_metrics(recipe, regression=regression), regression, recipe.evaluation.stability_tolerance)
+    judged = Judged(
+        _metrics(recipe, regression=regression), regression, recipe.evaluation.stability_tolerance, task.embeds
+    )
     names = _checked_runtimes(recipe, runtimes_of(recipe, runtimes))
     measure = MeasureOptions(_ways(recipe, names), recipe.measure.timing)
     check_device_map(recipe.device_map)
-    reader = _reader(recipe, config)
+    reader = _reader(recipe, found)
     promised = 0 if recipe.cascade is None else recipe.cascade.samples
     draws = draws or Draws.of(options, recipe.calibration, promised=promised)
     load = partial(reader.load, name=recipe.data.name, files=recipe.data.files)
     drawn = draw(splits, load, options, draws)
     if loaded is None:
         rows = evaluated(splits, load)
-        model = load_dense(recipe.model, model_class, dtype=recipe.dtype, device_map=recipe.device_map, **hub)
+        model = found.load(dtype=recipe.dtype, device_map=recipe.device_map)
     else:
         model = loaded.prepared.model
     # A tokenizer without a padding token changes the configuration, which must be the model's own.
-    reader = judging = replace(reader, config=model.config)
-    if isinstance(reader, GenerationReader) and METRICS[judged.metrics[0]].of == "choices":
-        judging = reader.of_choices()
+    reader = replace(reader, config=model.config)
+    judging = _judging(reader, judged)
     size = recipe.calibration.batch_size
     held_out = _shortest_first(judging, drawn.held_out, size)
     prepared = prepare(
@@ -144,7 +150,7 @@ def resolve(
         in_order=_in_order(judging, rows),
         measure=measure,
         benchmarks=Benchmarks(splits.evaluation.lm_eval, splits.evaluation.samples, splits.evaluation.batch_size),
-        source=source_of(model, recipe.model, config, asked=recipe.save_dtype or recipe.dtype, **hub),
+        source=source_of(model, found.encoder, config, asked=recipe.save_dtype or recipe.dtype, **found.hub),
         cascade=cascade,
         shares=recipe.shares,
     )
@@ -157,6 +163,8 @@ def _splits(recipe: PruningRecipe, *, promising: bool = False) -> Splits:
         return splits
     if recipe.deploy is not None:
         keep = recipe.deploy.keep
+        if _kind_of_rows(recipe) is not None:
+            return splits.promising(QUERIES, f"{100 * keep:g} %", most=HELD_OUT)
         return splits.promising(rows_needed(keep, confidence_of_each(LOOKS)), f"{100 * keep:g} %", most=HELD_OUT)
     if (asked := recipe.cascade) is not None:
         needed = rate_rows_needed(asked.disagreement, confidence_of_each(len(recipe.shares)))
@@ -191,8 +199,7 @@ def _cascade(recipe: PruningRecipe, prepared: Prepared) -> CascadeOptions | None
 
 def rows_in_order(recipe: PruningRecipe) -> Callable[[int], list[Batch]]:
     """Return a function of a batch size that gives batches of the first 512 evaluation rows, in their order."""
-    hub: dict[str, Any] = {} if recipe.revision is None else {"revision": recipe.revision}
-    reader = _reader(recipe, load_config(recipe.model, **hub))
+    reader = _reader(recipe, _Found.of(recipe))
     rows = evaluated(_splits(recipe), partial(reader.load, name=recipe.data.name, files=recipe.data.files))
     return _in_order(reader, rows)
 
@@ -205,16 +212,28 @@ def _metrics(recipe: PruningRecipe, *, regression: bool) -> tuple[str, ...]:
     """Return the names of the metrics, the report's first, after checking that metrics and benchmarks fit the task."""
     extra = () if recipe.goal.metric is None else (recipe.goal.metric,)
     named = (*recipe.evaluation.metrics, *extra)
+    rows = _kind_of_rows(recipe)
     # For questions with choices, token metrics judge only the right choices.
     of_tokens = any(name in METRICS and METRICS[name].of == "tokens" for name in named)
     choices = TASKS[recipe.task].generative and recipe.data.label is not None and not of_tokens
     metrics = recipe.evaluation.metrics or default_metrics(
-        regression=regression, task=recipe.task, answers=recipe.data.answer is not None, choices=choices
+        regression=regression, task=recipe.task, answers=recipe.data.answer is not None, choices=choices, rows=rows
     )
-    check_metrics(tuple(dict.fromkeys((*metrics, *extra))), regression=regression, task=recipe.task, choices=choices)
+    known: dict[str, Any] = {"regression": regression, "task": recipe.task, "choices": choices, "rows": rows}
+    check_metrics(tuple(dict.fromkeys((*metrics, *extra))), **known)
     if recipe.evaluation.lm_eval:
         check_benchmarks(recipe.evaluation.lm_eval)
     return tuple(metrics)
+
+
+def _kind_of_rows(recipe: PruningRecipe) -> RowsKind | None:
+    """Return what the rows of texts to embed, or of candidates to rank, are to each other."""
+    data = recipe.data
+    if data.group is not None:
+        return "groups" if data.label is None else "graded"
+    if not TASKS[recipe.task].embeds:
+        return None
+    return "queries" if data.query is not None else "texts" if data.label is None else "pairs"
 
 
 def runtimes_of(recipe: PruningRecipe, wanted: tuple[str, ...] | None = None) -> tuple[str, ...]:
@@ -257,17 +276,60 @@ def _ways(recipe: PruningRecipe, names: Sequence[str]) -> tuple[tuple[str, str |
     return tuple(dict.fromkeys([*ways, *([] if timed is None else [(timed.runtime, timed.dtype)])]))
 
 
-def _reader(recipe: PruningRecipe, config: Any) -> Reader:
-    data = recipe.data
+@dataclass(frozen=True)
+class _Found:
+    """The checkpoint of a recipe: where its files are, its config and class, and how it embeds texts, if it does."""
+
+    encoder: str | Path
+    config: Any
+    model_class: type[PreTrainedModel]
+    hub: Mapping[str, Any]
+    settings: SentenceSettings | None = None
+
+    @classmethod
+    def of(cls, recipe: PruningRecipe) -> _Found:
+        """Find the checkpoint, and check that its class fits the task."""
+        hub: dict[str, Any] = {} if recipe.revision is None else {"revision": recipe.revision}
+        if not TASKS[recipe.task].embeds:
+            config = load_config(recipe.model, **hub)
+            return cls(recipe.model, config, task_class(recipe.model, config, task=recipe.task, **hub), hub)
+        settings = settings_of(recipe.model, pooling=recipe.pooling, normalize=recipe.normalize, **hub)
+        assert settings.encoder is not None
+        return cls(settings.encoder, load_config(settings.encoder), encoder_class(settings.encoder), {}, settings)
+
+    def load(self, *, dtype: str | None, device_map: str | None) -> PreTrainedModel:
+        """Load the dense model."""
+        if self.settings is not None:
+            return load_encoder(self.settings, dtype=dtype, device_map=device_map)
+        return load_dense(self.encoder, self.model_class, dtype=dtype, device_map=device_map, **self.hub)
+
+
+def _reader(recipe: PruningRecipe, found: _Found) -> Reader:
+    data, settings = recipe.data, found.settings
+    of_texts: dict[str, Any] = {}
+    if settings is not None:
+        of_texts = {"prompts": settings.prompts, "lower": settings.lower}
     return reader_for(
         recipe.task,
-        columns=Columns(text=data.text, image=data.image, label=data.label, prompt=data.prompt, answer=data.answer),
-        config=config,
-        processor=load_processor(recipe.model, task=recipe.task, revision=recipe.revision),
-        max_length=data.max_length,
+        columns=Columns(**{name: getattr(data, name) for name in COLUMNS}),
+        config=found.config,
+        processor=load_processor(found.encoder, task=recipe.task, **found.hub),
+        max_length=data.max_length or (settings and settings.max_length),
         packing=data.packing,
+        **of_texts,
     )
 
 
+def _judging(reader: Reader, judged: Judged) -> Reader:
+    """Return the reader of the rows that models are judged on."""
+    if isinstance(reader, EmbeddingReader):
+        return reader.judging()
+    if isinstance(reader, GenerationReader) and METRICS[judged.metrics[0]].of == "choices":
+        return reader.of_choices()
+    return reader
+
+
 def _shortest_first(reader: Reader, samples: datasets.Dataset, batch_size: int) -> list[Batch]:
-    return by_length(reader.batches(samples, batch_size=batch_size), config=reader.config)
+    batches = reader.batches(samples, batch_size=batch_size)
+    # A reader of texts to embed orders queries and documents itself, each apart.
+    return batches if isinstance(reader, EmbeddingReader) else by_length(batches, config=reader.config)

@@ -53,7 +53,7 @@ class PruningRecipe(Section):
             text-generation, image-text-to-text, or feature-extraction (embeddings of texts).
         pooling: For feature-extraction with a bare encoder: what makes one embedding of those of the tokens. A folder
             of sentence-transformers says so itself.
-        normalize: Likewise, whether embeddings are scaled to length 1; by default they are.
+        normalize: Likewise, whether embeddings are scaled to length 1; by default they are not.
         data: See `DataSection`.
         calibration: See `CalibrationSection`.
         held_out: See `HeldOutSection`.
