@@ -30,11 +30,11 @@ from ..evaluate.metrics import METRICS, check_metrics, default_metrics
 from ..forms.cascade.cascade import check_classes
 from ..forms.cascade.export import CascadeOptions
 from ..forms.cascade.promise import check_rows
-from ..forms.deployment import LOOKS
+from ..forms.deployment import LOOKS, SEARCHED
 from ..forms.measured import MeasureOptions
 from ..forms.on_rows import ROWS
 from ..forms.runtimes.registry import RUNTIMES, check_dtypes, check_runtime
-from ..recipe import PruneSection, PruningRecipe
+from ..recipe import FLOPS_TO_TRY, PruneSection, PruningRecipe
 from ..recipe.draws import Draws, Splits, draw, evaluated
 from ..report.provenance import Request
 from ..tasks import TASKS
@@ -42,6 +42,8 @@ from .prepare import Judged, Prepared, Rows, check_options, prepare, shapes_to_m
 
 # Rows that `deploy` makes a promise on; more narrow the interval, and every cut takes longer to judge.
 HELD_OUT = 1024
+# Looks of `deploy` at these rows if it also tries cascades; see `confidence_of_each`.
+LOOKS_WITH_CASCADES = LOOKS + SEARCHED * len(FLOPS_TO_TRY)
 
 
 @dataclass(frozen=True)
@@ -85,12 +87,12 @@ def resolve(
     All `criteria` must suit the model. A model that is already `loaded` is not read again.
     """
     options = options or recipe.options
-    splits = _splits(recipe, promising=draws is None)
     hub: dict[str, Any] = {} if recipe.revision is None else {"revision": recipe.revision}
     config = load_config(recipe.model, **hub)
     model_class = task_class(recipe.model, config, task=recipe.task, **hub)
     task = TASKS[recipe.task]
     regression = task.may_regress and is_regression(config)
+    splits = _splits(recipe, promising=draws is None, regression=regression)
     judged = Judged(_metrics(recipe, regression=regression), regression, recipe.evaluation.stability_tolerance)
     names = _checked_runtimes(recipe, runtimes_of(recipe, runtimes))
     measure = MeasureOptions(_ways(recipe, names), recipe.measure.timing)
@@ -150,14 +152,17 @@ def resolve(
     )
 
 
-def _splits(recipe: PruningRecipe, *, promising: bool = False) -> Splits:
+def _splits(recipe: PruningRecipe, *, promising: bool = False, regression: bool = False) -> Splits:
     """Return the splits that a recipe reads; if it makes a promise, with rows held out for that."""
     splits = Splits(recipe.data, recipe.calibration, recipe.evaluation, recipe.held_out)
-    if not promising or TASKS[recipe.task].generative:
+    task = TASKS[recipe.task]
+    if not promising or task.generative:
         return splits
     if recipe.deploy is not None:
         keep = recipe.deploy.keep
-        return splits.promising(rows_needed(keep, confidence_of_each(LOOKS)), f"{100 * keep:g} %", most=HELD_OUT)
+        needed, with_cascades = (rows_needed(keep, confidence_of_each(n)) for n in (LOOKS, LOOKS_WITH_CASCADES))
+        better = with_cascades if task.prediction(regression=regression) == "classes" else 0
+        return splits.promising(needed, f"{100 * keep:g} %", most=HELD_OUT, better=better)
     if (asked := recipe.cascade) is not None:
         needed = rate_rows_needed(asked.disagreement, confidence_of_each(len(recipe.shares)))
         return splits.promising(needed, f"a disagreement of at most {100 * asked.disagreement:g} %", most=asked.samples)
