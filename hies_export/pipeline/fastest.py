@@ -43,7 +43,7 @@ from ..units import Selection
 from .choose import Chooser
 from .cut import Choice, cut_beside
 from .prepare import Prepared
-from .resolve import Resolved
+from .resolve import LOOKS_WITH_CASCADES, Resolved
 from .search import Trial, Watch
 
 logger = logging.getLogger(__name__)
@@ -54,16 +54,14 @@ CASCADED = ("onnxruntime-cpu", "onnxruntime-cpu-int8", "openvino")
 BATCH = 8
 
 
-def confidence_for(prepared: Prepared, share: float) -> float:
-    """Return the confidence that each interval of a deployment needs, on the held-out rows of a prepared run.
+def tries_cascades(prepared: Prepared, share: float) -> bool:
+    """Tell whether a deployment tries cascades: for a classifier, with enough held-out rows to promise a share then.
 
-    Cascades count if they are tried: for a classifier, with enough rows to promise a share at that confidence.
+    Each interval needs more confidence if they are tried, so more rows.
     """
-    if prepared.judged.regression or prepared.task.generative or prepared.task.embeds:
-        return confidence_of_each(LOOKS)
-    with_cascades = confidence_of_each(LOOKS + SEARCHED * len(FLOPS_TO_TRY))
-    enough = samples_of(prepared.rows.held_out) >= rows_needed(share, with_cascades)
-    return with_cascades if enough else confidence_of_each(LOOKS)
+    classes = prepared.task.prediction(regression=prepared.judged.regression) == "classes"
+    needed = rows_needed(share, confidence_of_each(LOOKS_WITH_CASCADES))
+    return classes and samples_of(prepared.rows.held_out) >= needed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,14 +122,15 @@ def find_answer(
     """
     prepared, promise = resolved.prepared, resolved.options.goal.keep
     assert promise is not None
-    confidence = confidence_for(prepared, asked.keep)
+    cascades = tries_cascades(prepared, asked.keep)
+    confidence = confidence_of_each(LOOKS_WITH_CASCADES if cascades else LOOKS)
     judge = Judge.on(prepared.model, prepared.rows.held_out, confidence=confidence, **asdict(prepared.judged))
     forms = Forms({"dense": prepared.model}, prepared.exporter, folder, progress)
     shape = next(iter(prepared.measured))
     ways = find_ways(prepared.task, asked.runtimes)
     dense = try_dense(forms, judge, ways, {shape: prepared.measured[shape]})
     limit = math.inf if asked.minutes is None else began + 60 * asked.minutes
-    return Search(resolved, promise, dense, journal, limit, progress).answer(began)
+    return Search(resolved, promise, dense, journal, limit, progress).answer(began, cascades=cascades)
 
 
 class Search:
@@ -153,8 +152,8 @@ class Search:
         self._confidence = dense.judge.confidence
         self._best = math.inf
 
-    def answer(self, began: float) -> Answer:
-        """Return the cut whose model is fastest, or none if a dense form is."""
+    def answer(self, began: float, *, cascades: bool) -> Answer:
+        """Return the cut whose model, or if `cascades` are tried, whose cascade is fastest; none if a dense form is."""
         tried, share = list(self._dense.ways), self._promise.predictions
         assert share is not None
         order = sorted(
@@ -181,7 +180,7 @@ class Search:
             assert isinstance(one.choice.budget, KeepOutcome)
             tried[tried.index(way)] = replace(way, judged=one.choice.budget.judged, flops=one.flops)
             found.append(one)
-        sizes = self._add_cascades(found)
+        sizes = self._add_cascades(found) if cascades else {}
         quantize: Quantize | None = "int8" if any(way.bits == "int8" and not way.problem for way in tried) else None
         exporter = self._prepared.exporter
         exporter = replace(exporter, options=replace(exporter.options, quantize=quantize))
@@ -245,7 +244,7 @@ class Search:
         assert share is not None
         forms = self._dense.forms
         exported = forms.exporter.options.unquantized in forms.exports_of("dense")
-        if self._confidence == confidence_of_each(LOOKS) or not exported or self.late:
+        if not exported or self.late:
             return {}
         able = [way for way in self._dense.ways if way.runtime in CASCADED and way.problem is None]
         ways = sorted(able, key=lambda way: way.dense_ratio or 0.0)[:SEARCHED]

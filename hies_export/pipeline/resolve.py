@@ -34,12 +34,12 @@ from ..evaluate.ranking import RowsKind
 from ..forms.cascade.cascade import check_classes
 from ..forms.cascade.export import CascadeOptions
 from ..forms.cascade.promise import check_rows
-from ..forms.deployment import LOOKS
+from ..forms.deployment import LOOKS, SEARCHED
 from ..forms.measured import MeasureOptions
 from ..forms.on_rows import ROWS
 from ..forms.runtimes.registry import RUNTIMES, check_dtypes, check_runtime
 from ..model.sentence import SentenceSettings
-from ..recipe import PruneSection, PruningRecipe
+from ..recipe import FLOPS_TO_TRY, PruneSection, PruningRecipe
 from ..recipe.draws import Draws, Splits, draw, evaluated
 from ..report.provenance import Request
 from ..tasks import COLUMNS, TASKS
@@ -49,6 +49,8 @@ from .prepare import Judged, Prepared, Rows, check_options, prepare, shapes_to_m
 HELD_OUT = 1024
 # Queries, or texts, without which a promise about rankings is not made on part of an evaluated split.
 QUERIES = 100
+# Looks of `deploy` at these rows if it also tries cascades; see `confidence_of_each`.
+LOOKS_WITH_CASCADES = LOOKS + SEARCHED * len(FLOPS_TO_TRY)
 
 
 @dataclass(frozen=True)
@@ -92,10 +94,10 @@ def resolve(
     All `criteria` must suit the model. A model that is already `loaded` is not read again.
     """
     options = options or recipe.options
-    splits = _splits(recipe, promising=draws is None)
     found = _Found.of(recipe)
     task, config = TASKS[recipe.task], found.config
     regression = task.may_regress and is_regression(config)
+    splits = _splits(recipe, promising=draws is None, regression=regression)
     judged = Judged(
         _metrics(recipe, regression=regression), regression, recipe.evaluation.stability_tolerance, task.embeds
     )
@@ -156,16 +158,19 @@ def resolve(
     )
 
 
-def _splits(recipe: PruningRecipe, *, promising: bool = False) -> Splits:
+def _splits(recipe: PruningRecipe, *, promising: bool = False, regression: bool = False) -> Splits:
     """Return the splits that a recipe reads; if it makes a promise, with rows held out for that."""
     splits = Splits(recipe.data, recipe.calibration, recipe.evaluation, recipe.held_out)
-    if not promising or TASKS[recipe.task].generative:
+    task = TASKS[recipe.task]
+    if not promising or task.generative:
         return splits
     if recipe.deploy is not None:
         keep = recipe.deploy.keep
         if _kind_of_rows(recipe) is not None:
             return splits.promising(QUERIES, f"{100 * keep:g} %", most=HELD_OUT)
-        return splits.promising(rows_needed(keep, confidence_of_each(LOOKS)), f"{100 * keep:g} %", most=HELD_OUT)
+        needed, with_cascades = (rows_needed(keep, confidence_of_each(n)) for n in (LOOKS, LOOKS_WITH_CASCADES))
+        better = with_cascades if task.prediction(regression=regression) == "classes" else 0
+        return splits.promising(needed, f"{100 * keep:g} %", most=HELD_OUT, better=better)
     if (asked := recipe.cascade) is not None:
         needed = rate_rows_needed(asked.disagreement, confidence_of_each(len(recipe.shares)))
         return splits.promising(needed, f"a disagreement of at most {100 * asked.disagreement:g} %", most=asked.samples)

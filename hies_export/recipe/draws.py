@@ -42,12 +42,13 @@ class Splits:
         """Whether the held-out rows come from the evaluated split, which is then divided."""
         return self.held_out is not None and self.held_out.split == self.evaluation.split
 
-    def promising(self, needed: int, promise: str, *, most: int) -> Splits:
+    def promising(self, needed: int, promise: str, *, most: int, better: int = 0) -> Splits:
         """Return splits that hold out rows for a promise, given in words; it needs `needed`, and `most` are enough.
 
         The model was often trained on the split that units are scored on, and is surer of those rows than of new ones.
         So if another split is evaluated and nothing is held out, two thirds of its rows are held out, if these are
-        enough.
+        enough. With `better` rows more can be tried: where two thirds are fewer, up to three quarters are held out to
+        reach them.
         """
         split = self.evaluation.split
         apart = split.partition("[")[0] != self.calibration.split.partition("[")[0]
@@ -55,6 +56,8 @@ class Splits:
             return self
         rows = taken_from(load_rows(name=self.data.name, files=self.data.files, split=split, samples=1))
         count = min(most, 2 * rows // 3)
+        if count < better <= min(most, 3 * rows // 4):
+            count = better
         if count < needed:
             logger.warning(
                 "the split %r has %s rows, too few to promise %s on some and to check it on the others: the promise is "

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 from scipy.stats import binomtest
 from support.hub import TOKEN, Hub
-from support.models import save_regressor
+from support.models import save_project, save_regressor
 from support.references import same_in_onnxruntime
 from support.runs import hies, without_other_work
 from transformers import BertModel
@@ -33,7 +33,7 @@ from hies_export.forms.deployment import LOOKS
 from hies_export.forms.form import Form
 from hies_export.pipeline import prepare, targets
 from hies_export.pipeline import run as running
-from hies_export.pipeline.fastest import Answer, CutJournal
+from hies_export.pipeline.fastest import Answer, CutJournal, tries_cascades
 from hies_export.pipeline.resolve import requested, resolve
 from hies_export.pipeline.search import Trial
 from hies_export.recipe import PruningRecipe
@@ -301,6 +301,32 @@ def test_a_promise_is_made_on_rows_that_are_not_scored_on(folder: Path, caplog: 
     for kept in ({"held_out": {"split": "train[50%:]"}}, {"evaluation.split": "train[50%:]"}):
         other = recipe.with_overrides(kept)
         assert resolve(other).splits == Splits(other.data, other.calibration, other.evaluation, other.held_out)
+
+
+def test_three_quarters_are_held_out_where_cascades_need_them(folder: Path, tmp_path: Path) -> None:
+    """Of 40 rows, 80 % need 25, and 28 with cascades; two thirds are 26."""
+    save_project(tmp_path, train=20, validation=40, prune={"budget": {"heads": 0.5}, "alpha": 0.5})
+
+    def held_out(recipe: Path, keep: float) -> tuple[int, int, bool]:
+        """Return the number of rows held out and of those evaluated, and whether cascades are tried."""
+        found = resolve(PruningRecipe.from_yaml(recipe / "recipe.yaml").to_deploy(keep=keep))
+        rows = found.prepared.rows.held_out
+        return samples_of(rows), samples_of(found.evaluation), tries_cascades(found.prepared, keep)
+
+    assert held_out(tmp_path, 0.8) == (28, 12, True)
+    assert held_out(tmp_path, 0.7) == (26, 14, True)
+    # A regression has no cascades.
+    assert held_out(folder, 0.8) == (26, 14, False)
+    classifier = resolve(PruningRecipe.from_yaml(tmp_path / "recipe.yaml")).splits
+
+    def held_out_for(better: int, most: int) -> int:
+        section = classifier.promising(10, "80 %", most=most, better=better).held_out
+        assert section is not None
+        assert section.samples is not None
+        return section.samples
+
+    assert [held_out_for(better, most=100) for better in (0, 20, 30, 31)] == [26, 26, 30, 26]
+    assert [held_out_for(28, most=most) for most in (28, 27, 20)] == [28, 26, 20]
 
 
 def test_what_leaves_a_choice_is_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
