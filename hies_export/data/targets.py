@@ -79,9 +79,13 @@ def size_of(batch: Mapping[str, torch.Tensor]) -> int:
 
 
 def samples_of(batches: Sequence[Mapping[str, torch.Tensor]]) -> int:
-    """Return how many samples batches have: rows, or questions if every row is a choice."""
-    if batches and "question" in batches[0]:
-        return len(torch.cat([batch["question"] for batch in batches]).unique())
+    """Return how many samples batches have: rows, or the questions, queries or pairs that they are of."""
+    keys = batches[0].keys() if batches else ()
+    for key in ("question", GROUP_KEY, "pair"):
+        if key in keys:
+            return len(torch.cat([batch[key] for batch in batches]).unique())
+    if "query" in keys:
+        return sum(int((batch["query"] >= 0).sum()) for batch in batches)
     return sum(map(size_of, batches))
 
 

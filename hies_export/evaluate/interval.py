@@ -61,6 +61,48 @@ def share_ends(
     return lower_share(same, samples, confidence), 1 - lower_share(~same, samples, confidence)
 
 
+def ratio_ends(
+    slim: torch.Tensor, dense: torch.Tensor, confidence: float = CONFIDENCE, *, scale: float = 1.0
+) -> tuple[float, float]:
+    """Return both ends of an interval of the ratio of two means, paired, each of (queries,) numbers of at least 0.
+
+    It is Fieller's, of Student's t, over the queries and one more: for the lower end a query that the slim model loses
+    whole, for the upper one a query that it gains as much on. So losses too rare to be seen are not excluded, as in
+    the rule of three. Simulated with heavy-tailed losses, 300 or 1,000 queries and nominal 2.5 % (0.41 %), the lower
+    end is above the true ratio in at most 2.3 % (0.35 %) of the draws. Without that query it is in 2.6 to 12 % (0.3 to
+    6 %), and the percentile bootstrap's in 3 to 10 % (0.4 to 3.5 %). Where few queries lose all and the others nothing,
+    it is in 5 % (0 %), without that query in 20 % or more (5 % or more).
+
+    Args:
+        slim: (queries,), of one model.
+        dense: (queries,), of the other, which the ratio is to.
+        confidence: Confidence of the two-sided interval.
+        scale: Gives the interval that this many times the queries would have.
+
+    Source: Fieller, J. R. Stat. Soc. B 16 (1954).
+    """
+    return tuple(_fieller(slim.double(), dense.double(), confidence, scale, sign) for sign in (-1, 1))  # type: ignore[return-value]
+
+
+def _fieller(slim: torch.Tensor, dense: torch.Tensor, confidence: float, scale: float, sign: int) -> float:
+    """Return the lower end, for a `sign` of -1, or the upper one: 0 or infinite if it has no bound."""
+    typical = dense.mean()
+    table = torch.stack([torch.cat([slim, typical + sign * typical[None]]), torch.cat([dense, typical[None]])])
+    weights = torch.full_like(table[0], scale)
+    weights[-1] = 1.0
+    size = weights.sum()
+    mean = (table * weights).sum(1) / size
+    apart = table - mean[:, None]
+    variance = (apart * weights) @ apart.T / (size - 1) / size  # (2, 2), of the means
+    (ours, theirs), (own, both, other) = mean, (variance[0, 0], variance[0, 1], variance[1, 1])
+    squared = float(stats.t.ppf((1 + confidence) / 2, size.item() - 1)) ** 2
+    # The ratios r at which the mean of slim - r dense is no further from 0 than its standard error allows.
+    a, b, c = theirs**2 - squared * other, ours * theirs - squared * both, ours**2 - squared * own
+    if a <= 0:
+        return 0.0 if sign < 0 else math.inf
+    return max(0.0, ((b + sign * (b * b - a * c).clamp(min=0).sqrt()) / a).item())
+
+
 def _effective_size(same: torch.Tensor, samples: torch.Tensor, share: float, confidence: float) -> float:
     """Return how many independent predictions would give a share with the same variance as these."""
     groups, variance = len(samples.unique()), variance_of_mean(same, samples)

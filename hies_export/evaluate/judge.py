@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -17,11 +17,17 @@ from ..data.batches import Batch
 from ..data.targets import samples_of
 from ..errors import DataError
 from ..progress import SILENT, Progress
-from .interval import CONFIDENCE, lower_share, share_ends, variance_of_mean
+from .interval import CONFIDENCE, lower_share, ratio_ends, share_ends, variance_of_mean
 from .metrics import METRICS, check_metrics, quality_loss
 from .predict import ChoicePredictions, Predictions, TokenPredictions, predict, predicted, references
+from .ranking import Ranked, RankedTexts, Rankings, RowsKind, kind_of_rows, ranked
 
 logger = logging.getLogger(__name__)
+
+# The index that embeddings are judged on.
+Index = Literal["dense", "slim"] | None
+# Fields of `Rankings` that metrics are means of.
+_FIELDS = {"ndcg@10": "ndcg", "recall@10": "recall", "mrr@10": "mrr", "own_ndcg@10": "own_ndcg"}
 
 
 @dataclass(frozen=True)
@@ -73,6 +79,12 @@ class Judge:
     """Compares predictions with the labels of some batches and with the dense model's predictions.
 
     Without labels the dense model's predictions are the reference, so its own metrics are perfect by definition.
+
+    An embedding model or a reranker is judged by its rankings (`ranking.py`). A prediction is then a query, and equal
+    if its first candidate is the dense model's; what is kept is the first metric, relative to the dense model's.
+    Embeddings have two indices: queries search the dense model's vectors of the documents ("dense"), or the model's own
+    ("slim"). Pairs of texts with a score have no index: both texts have the model's own vectors in `spearman` and
+    `pearson`, whatever the index.
     """
 
     batches: Sequence[Batch]  # the batches to predict
@@ -84,6 +96,11 @@ class Judge:
     # Number of samples that intervals are to be as narrow as; None for those of the batches. It predicts, from other
     # rows, the interval of as many held-out ones.
     as_of: int | None = None
+    embeds: bool = False  # whether predictions are embeddings
+    # The index that embeddings are judged on. With "dense", documents of queries need no prediction; None judges on it
+    # too, and predicts all rows, so that `ranking` knows both.
+    index: Index = "dense"
+    ranked: Ranked | None = None  # what the dense model ranks; by default that of `batches` and `dense`
 
     @classmethod
     def on(
@@ -96,59 +113,134 @@ class Judge:
         tolerance: float = 0.25,
         confidence: float = CONFIDENCE,
         as_of: int | None = None,
+        embeds: bool = False,
+        index: Index = "dense",
         progress: Progress = SILENT,
     ) -> Judge:
-        """Run the dense model over the batches, and return the judge of other models on them."""
+        """Run the dense model over the batches, and return the judge of other models on them.
+
+        On the dense index, the judge's own batches are those of queries alone, if these have documents.
+        """
         dense = predict(model, batches, progress=progress)
-        return cls(batches, dense, metrics, regression, tolerance, confidence, as_of)
+        rows = None
+        if index == "dense" and kind_of_rows(batches, embeds=embeds) == "queries":
+            assert isinstance(dense, torch.Tensor)
+            rows = RankedTexts.of(dense, batches).of_queries()
+            batches = [batch for batch in batches if bool((batch["query"] >= 0).any())]
+            dense = dense[rows.queries]
+        return cls(batches, dense, metrics, regression, tolerance, confidence, as_of, embeds, index, rows)
 
     def of(self, predictions: Predictions) -> Quality:
         """Return all metrics and the stability of predictions of the batches."""
-        metrics = compute_metrics(predictions, self._references, names=self.metrics, regression=self.regression)
+        if self._rows is None:
+            metrics = compute_metrics(predictions, self._references, names=self.metrics, regression=self.regression)
+        else:
+            metrics = {name: _value(name, *self._inputs(name, predictions)) for name in self.metrics}
         return Quality(metrics, self._stability(predictions))
 
     def agreement(self, predictions: Predictions) -> torch.Tensor:
-        """Return which predictions equal the dense model's, (predictions,) bool."""
+        """Return which predictions equal the dense model's, (predictions,) bool; of rankings, (queries,)."""
+        if self._rows is not None:
+            return self.rankings(predictions).top1
         return agreement(self.dense, predictions, regression=self.regression, tolerance=self.tolerance)
 
     def judgement(self, predictions: Predictions) -> Judgement:
         """Return the first metric of predictions with its bootstrap standard error, and their stability."""
         share = self._stability(predictions)
-        if not self._labelled:
+        if self._rows is None and not self._labelled:
             return Judgement(None, 0.0, share)
-        name, options = self.metrics[0], {"regression": self.regression}
-        quality = compute_metrics(predictions, self._references, names=[name], **options)[name]
-        return Judgement(quality, standard_error(predictions, self._references, name=name, **options), share)
+        name = self.metrics[0]
+        inputs = self._inputs(name, predictions)
+        return Judgement(_value(name, *inputs), _standard_error(name, *inputs), share)
 
     def kept(self, predictions: Predictions) -> tuple[float, float]:
-        """Return the share of predictions that equal the dense model's, and the lower end of its interval."""
-        same = self.agreement(predictions)
-        return same.double().mean().item(), lower_share(same, self.samples, self.confidence, scale=self._scale)
+        """Return the share that is kept, and the lower end of its interval.
+
+        It is the share of predictions that equal the dense model's or, of rankings, the first metric divided by the
+        dense model's. The interval of that is `ratio_ends`, and for correlations the percentile bootstrap's.
+        """
+        return self._kept(predictions, self._scale)[:2]
 
     def kept_ends(self, predictions: Predictions) -> tuple[float, float]:
         """Return both ends of the interval of that share."""
+        return self._kept(predictions)[1:]
+
+    def agreement_ends(self, predictions: Predictions) -> tuple[float, float]:
+        """Return both ends of the interval of the share of predictions that equal the dense model's."""
         return share_ends(self.agreement(predictions), self.samples, self.confidence)
+
+    def _kept(self, predictions: Predictions, scale: float = 1.0) -> tuple[float, float, float]:
+        """Return the share that is kept, and both ends of its interval for `scale` times the samples."""
+        if self._rows is None:
+            same = self.agreement(predictions)
+            low, differ = (lower_share(of, self.samples, self.confidence, scale=scale) for of in (same, ~same))
+            return same.double().mean().item(), low, 1 - differ
+        name = self.metrics[0]
+        if name in _FIELDS:
+            dense, slim = (vars(self.rankings(of))[_FIELDS[name]] for of in (self.dense, predictions))
+            low, high = ratio_ends(slim, dense, self.confidence, scale=scale)
+            return _ratio(name, dense.mean().item(), slim.mean().item()), low, high
+        share, drawn = self._resampled(name, predictions, _ratio, scale)
+        low, high = np.quantile(drawn, ((1 - self.confidence) / 2, (1 + self.confidence) / 2)).tolist()
+        return share, low, high
 
     def lost(self, predictions: Predictions, *, resamples: int = 1000, seed: int = 0) -> tuple[float, float]:
         """Return how much worse the first metric is than the dense model's, and the upper end of its interval.
 
         The interval is the percentile bootstrap's, over samples that are drawn for both models alike.
         """
-        name, regression = self.metrics[0], self.regression
+        name = self.metrics[0]
+        loss, drawn = self._resampled(name, predictions, quality_loss, self._scale, resamples=resamples, seed=seed)
+        return loss, float(np.quantile(drawn, (1 + self.confidence) / 2))
 
-        def inputs(of: Predictions) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
-            return _metric_inputs(of, self._references, names=[name], regression=regression)
-
-        (dense, wanted, options), (slim, _, _) = inputs(self.dense), inputs(predictions)
+    def _resampled(
+        self,
+        name: str,
+        predictions: Predictions,
+        compare: Callable[[str, float, float], float],
+        scale: float,
+        *,
+        resamples: int = 1000,
+        seed: int = 0,
+    ) -> tuple[float, list[float]]:
+        """Return how a metric of predictions compares with the dense model's, and so on resampled sets of samples."""
+        (dense, wanted, options), (slim, _, _) = (self._inputs(name, of) for of in (self.dense, predictions))
         generator = np.random.default_rng(seed)
 
-        def loss(rows: Any) -> float:
+        def compared(rows: Any) -> float:
             values = [METRICS[name].compute(given[rows], wanted[rows], **options) for given in (dense, slim)]
-            return quality_loss(name, *(0.0 if math.isnan(value) else value for value in values))
+            return compare(name, *(0.0 if math.isnan(value) else value for value in values))
 
-        size = round(len(wanted) * self._scale)
-        losses = [loss(generator.integers(len(wanted), size=size)) for _ in range(resamples)]
-        return loss(slice(None)), float(np.quantile(losses, (1 + self.confidence) / 2))
+        size = round(len(wanted) * scale)
+        drawn = [compared(generator.integers(len(wanted), size=size)) for _ in range(resamples)]
+        return compared(slice(None)), drawn
+
+    def rankings(self, predictions: Predictions) -> Rankings:
+        """Return how the rankings of each query compare with what is relevant and with the dense model's."""
+        assert isinstance(predictions, torch.Tensor)
+        if predictions is self.dense:
+            return self._of_dense
+        # Several numbers are asked of the same predictions in turn.
+        if not self._last or self._last[0][0] is not predictions:
+            self._last[:] = [(predictions, self._ranked(predictions))]
+        return self._last[0][1]
+
+    def ranking(self, predictions: Predictions) -> dict[str, dict[str, float]]:
+        """Return what a report tells of rankings; empty for models that do not rank.
+
+        `slim_index` has the numbers with every text re-embedded, and `dense_index` those of queries on the dense
+        model's vectors; a reranker's are in `candidates`. Each has the means of `Rankings`. `slim_index` is missing if
+        only queries were predicted, and its `cosine` is that of documents. Of pairs, `spearman` is the correlation with
+        their scores: on the dense index, the second text of a pair has the dense model's vector.
+        """
+        if self._rows is None:
+            return {}
+        assert isinstance(predictions, torch.Tensor)
+        told = self._rows.told(predictions)
+        if isinstance(self._rows, RankedTexts) and self._rows.pairs is not None:
+            for index, numbers in told.items():
+                numbers["spearman"] = _value("spearman", *self._of_pairs(predictions, old_index=index == "dense_index"))
+        return told
 
     @property
     def samples(self) -> torch.Tensor | None:
@@ -168,6 +260,48 @@ class Judge:
     def _references(self) -> torch.Tensor:
         return references(self.batches) if self._labelled else predicted(self.dense, regression=self.regression)
 
+    @cached_property
+    def _rows(self) -> Ranked | None:
+        if self.ranked is not None or self._kind is None:
+            return self.ranked
+        assert isinstance(self.dense, torch.Tensor)
+        return ranked(self.dense, self.batches)
+
+    @property
+    def _kind(self) -> RowsKind | None:
+        return kind_of_rows(self.batches, embeds=self.embeds)
+
+    def _ranked(self, predictions: Predictions) -> Rankings:
+        assert self._rows is not None
+        assert isinstance(predictions, torch.Tensor)
+        return self._rows.rankings(predictions, old_index=self.index != "slim")
+
+    @cached_property
+    def _of_dense(self) -> Rankings:
+        return self._ranked(self.dense)
+
+    @cached_property
+    def _last(self) -> list[tuple[torch.Tensor, Rankings]]:
+        return []
+
+    def _inputs(self, name: str, predictions: Predictions) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
+        """Return what a metric compares: predictions and references of (samples,), and options."""
+        if self._rows is None:
+            return _metric_inputs(predictions, self._references, names=[name], regression=self.regression)
+        check_metrics([name], rows=self._kind)
+        if METRICS[name].of == "numbers":
+            return self._of_pairs(predictions)
+        return self.rankings(predictions).table, self._of_dense.table, {}
+
+    def _of_pairs(
+        self, predictions: Predictions, *, old_index: bool = False
+    ) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
+        assert isinstance(self._rows, RankedTexts)
+        assert self._rows.scores is not None
+        assert isinstance(predictions, torch.Tensor)
+        found = self._rows.similarities(predictions, old_index=old_index)
+        return found.numpy(), self._rows.scores.double().numpy(), {}
+
     def _stability(self, predictions: Predictions) -> float:
         return self.agreement(predictions).double().mean().item()
 
@@ -176,17 +310,20 @@ def compute_metrics(
     predictions: Predictions, references: torch.Tensor, *, names: Sequence[str], regression: bool = False
 ) -> dict[str, float]:
     """Compute metrics of predictions, by name. An undefined one is 0.0, and a warning is logged."""
-    given, wanted, options = _metric_inputs(predictions, references, names=names, regression=regression)
-    values: dict[str, float] = {}
-    for name in names:
-        values[name] = METRICS[name].compute(given, wanted, **options)
-        if math.isnan(values[name]):
-            values[name] = 0.0
-            sides = {"predictions": given, "references": wanted}
-            constant = [side for side, array in sides.items() if (array == array[:1]).all()]
-            reason = f" because all {constant[0]} are equal" if constant else ""
-            logger.warning("%s is undefined%s: 0.0 is returned", name, reason)
-    return values
+    inputs = _metric_inputs(predictions, references, names=names, regression=regression)
+    return {name: _value(name, *inputs) for name in names}
+
+
+def _value(name: str, given: np.ndarray, wanted: np.ndarray, options: Mapping[str, Any]) -> float:
+    """Compute a metric of its inputs. If it is undefined, return 0.0 and log a warning."""
+    value = METRICS[name].compute(given, wanted, **options)
+    if not math.isnan(value):
+        return value
+    sides = {"predictions": given, "references": wanted}
+    constant = [side for side, array in sides.items() if (array == array[:1]).all()]
+    reason = f" because all {constant[0]} are equal" if constant else ""
+    logger.warning("%s is undefined%s: 0.0 is returned", name, reason)
+    return 0.0
 
 
 def standard_error(
@@ -202,11 +339,28 @@ def standard_error(
 
     Every set has the original number of samples; an undefined metric counts as 0.0.
     """
+    inputs = _metric_inputs(predictions, references, names=[name], regression=regression)
+    return _standard_error(name, *inputs, resamples=resamples, seed=seed)
+
+
+def _standard_error(
+    name: str,
+    given: np.ndarray,
+    wanted: np.ndarray,
+    options: Mapping[str, Any],
+    *,
+    resamples: int = 100,
+    seed: int = 0,
+) -> float:
     generator = torch.Generator().manual_seed(seed)
-    draws = torch.randint(0, len(predictions), (resamples, len(predictions)), generator=generator)
-    given, wanted, options = _metric_inputs(predictions, references, names=[name], regression=regression)
+    draws = torch.randint(0, len(given), (resamples, len(given)), generator=generator)
     values = np.array([METRICS[name].compute(given[draw], wanted[draw], **options) for draw in draws.numpy()])
     return float(np.std(np.where(np.isnan(values), 0.0, values), ddof=1))
+
+
+def _ratio(name: str, dense: float, slim: float) -> float:
+    """Return a metric as a share of the dense model's; if that is none, 1 or 0 by whether it is reached."""
+    return max(0.0, slim / dense) if dense > 0 else float(slim >= dense)
 
 
 def _metric_inputs(

@@ -17,6 +17,7 @@ import sklearn.metrics
 from ..errors import DataError, RecipeError, did_you_mean
 from ..progress import quiet
 from ..tasks import TASKS
+from .ranking import RowsKind
 
 Compute = Callable[..., float]
 
@@ -26,8 +27,9 @@ class Metric:
     """A metric and what it applies to; see `register_metric`."""
 
     name: str  # the name recipes give it
-    # What it compares: "classes", "numbers" (of a regression), "tokens" (of generated text) or "choices" (among answers
-    # to a prompt).
+    # What it compares: "classes", "numbers" (of a regression, or the similarities of pairs), "tokens" (of generated
+    # text), "choices" (among answers to a prompt), "ranking" (of what is relevant) or "own ranking" (beside the dense
+    # model's).
     of: str
     compute: Compute  # the function, of predictions and references; NaN if the metric is undefined
     higher_is_better: bool = True  # whether more is better
@@ -48,7 +50,9 @@ def register_metric(name: str, *, of: str, higher_is_better: bool = True) -> Cal
       log-likelihoods, in nats) and `right` (how many of them are the likeliest token), and how many label tokens the
       sample has, (samples,) int64. As sums, neither memory nor a bootstrap depends on the number of tokens;
     - of "choices": predictions with the fields `likeliest` and `per_character`, the choice of the largest
-      log-likelihood, summed over its tokens or divided by its characters, and the right choice, (questions,) int64.
+      log-likelihood, summed over its tokens or divided by its characters, and the right choice, (questions,) int64;
+    - of "ranking" or "own ranking": predictions with the numbers of `Rankings` as fields, (queries,), and the dense
+      model's, the same.
 
     If a metric is undefined, return NaN: 0.0 is reported, and a warning is logged once.
     """
@@ -132,6 +136,30 @@ def choice_accuracy_norm(predictions: np.ndarray, references: np.ndarray) -> flo
     return float((predictions["per_character"] == references).mean())
 
 
+@register_metric("ndcg@10", of="ranking")
+def ndcg(predictions: np.ndarray, references: np.ndarray) -> float:
+    """Return the mean nDCG@10 of the queries."""
+    return float(predictions["ndcg"].mean())
+
+
+@register_metric("recall@10", of="ranking")
+def recall(predictions: np.ndarray, references: np.ndarray) -> float:
+    """Return the share of the relevant documents that are among the first 10, as a mean of the queries."""
+    return float(predictions["recall"].mean())
+
+
+@register_metric("mrr@10", of="ranking")
+def mrr(predictions: np.ndarray, references: np.ndarray) -> float:
+    """Return the mean of 1 / rank of the first relevant document, 0 beyond rank 10."""
+    return float(predictions["mrr"].mean())
+
+
+@register_metric("own_ndcg@10", of="own ranking")
+def own_ndcg(predictions: np.ndarray, references: np.ndarray) -> float:
+    """Return the mean nDCG@10 of the queries with the dense model's own scores as gains."""
+    return float(predictions["own_ndcg"].mean())
+
+
 def find_metric(name: str) -> Metric:
     """Return a metric by its name: one of `METRICS`, else one that `evaluate.load` finds, which is added to them."""
     if name not in METRICS:
@@ -209,10 +237,38 @@ def _only(found: dict[str, Any]) -> Any:
     return next(iter(found.values()))
 
 
+@dataclass(frozen=True)
+class _Of:
+    """What judges the predictions of some rows: kinds of metrics, the usual ones, and what they are, in words."""
+
+    kinds: tuple[str, ...]
+    usual: tuple[str, ...]
+    words: str
+
+
+_OF_ROWS: dict[RowsKind, _Of] = {
+    "queries": _Of(("ranking", "own ranking"), ("ndcg@10", "recall@10", "mrr@10"), "queries with relevant documents"),
+    "pairs": _Of(("numbers", "own ranking"), ("spearman", "pearson"), "pairs of texts with a score"),
+    "texts": _Of(("own ranking",), ("own_ndcg@10",), "texts alone"),
+    "graded": _Of(("ranking", "own ranking"), ("ndcg@10", "mrr@10"), "graded candidates of a reranker"),
+    "groups": _Of(("own ranking",), ("own_ndcg@10",), "candidates of a reranker without labels"),
+}
+
+
 def default_metrics(
-    *, regression: bool = False, task: str = "text-classification", answers: bool = False, choices: bool = False
+    *,
+    regression: bool = False,
+    task: str = "text-classification",
+    answers: bool = False,
+    choices: bool = False,
+    rows: RowsKind | None = None,
 ) -> tuple[str, ...]:
-    """Return the names of the metrics to compute when none are asked for; the first one is the quality."""
+    """Return the names of the metrics to compute when none are asked for; the first one is the quality.
+
+    `rows` are those of an embedding model, by default texts alone, or of a reranker.
+    """
+    if rows := rows or _rows_of(task):
+        return _OF_ROWS[rows].usual
     kind = _kind_of(task, regression=regression, choices=choices)
     if kind == "choices":
         return ("choice_accuracy", "choice_accuracy_norm")
@@ -230,10 +286,22 @@ _PREDICTING = {
 
 
 def check_metrics(
-    names: Sequence[str], *, regression: bool = False, task: str = "text-classification", choices: bool = False
+    names: Sequence[str],
+    *,
+    regression: bool = False,
+    task: str = "text-classification",
+    choices: bool = False,
+    rows: RowsKind | None = None,
 ) -> None:
-    """Check, before any work, that every metric exists and fits what the model predicts."""
-    kind = _kind_of(task, regression=regression, choices=choices)
+    """Check, before any work, that every metric exists and fits what the model predicts.
+
+    `rows` are those of an embedding model, by default texts alone, or of a reranker.
+    """
+    if rows := rows or _rows_of(task):
+        kinds, words = _OF_ROWS[rows].kinds, _OF_ROWS[rows].words
+    else:
+        kind = _kind_of(task, regression=regression, choices=choices)
+        kinds, words = (kind,), _PREDICTING[kind]
     problems: list[str] = []
     for name in names:
         try:
@@ -241,11 +309,9 @@ def check_metrics(
         except RecipeError as error:
             problems += error.problems
             continue
-        if metric.of != kind:
-            fitting = ", ".join(known for known, other in METRICS.items() if other.of == kind)
-            problems.append(
-                f"the metrics of {_PREDICTING[kind]} must be among {fitting}, got {name!r}, which is for {metric.of}"
-            )
+        if metric.of not in kinds:
+            fitting = ", ".join(known for known, other in METRICS.items() if other.of in kinds)
+            problems.append(f"the metrics of {words} must be among {fitting}, got {name!r}, which is for {metric.of}")
     if problems:
         raise RecipeError(problems)
 
@@ -253,3 +319,7 @@ def check_metrics(
 def _kind_of(task: str, *, regression: bool, choices: bool) -> str:
     """Return what the metrics of a task compare: "classes", "numbers", "tokens" or "choices"."""
     return "choices" if choices else TASKS[task].prediction(regression=regression)
+
+
+def _rows_of(task: str) -> RowsKind | None:
+    return "texts" if TASKS[task].embeds else None

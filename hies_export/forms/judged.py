@@ -57,8 +57,8 @@ class JudgedForm:
         stability: Share of predictions that equal the dense model's.
         stability_low, stability_high: Ends of its 95 % interval.
         times: A row for each shape and phase. For the first form, its control's.
-        kept, at_least: If something is promised, the share of predictions on the held-out rows that stay, and the lower
-            end of its 95 % interval.
+        kept, at_least: If something is promised, the share that is kept on the held-out rows, as in `Judge.kept`, and
+            the lower end of its 95 % interval.
     """
 
     model: Literal["dense", "slim", "cascade"]
@@ -70,8 +70,8 @@ class JudgedForm:
     times: list[FormTime]
     stability_low: Share | None = None
     stability_high: Share | None = None
-    kept: Share | None = None
-    at_least: Share | None = None
+    kept: Ratio | None = None
+    at_least: Ratio | None = None
 
 
 def judge_forms(
@@ -87,7 +87,7 @@ def judge_forms(
 
 def _judged(form: Form, judge: Judge, held_out: Judge | None) -> JudgedForm:
     predictions = form.predict(judge.batches)
-    quality, (low, high) = judge.of(predictions), judge.kept_ends(predictions)
+    quality, (low, high) = judge.of(predictions), judge.agreement_ends(predictions)
     kept, at_least = (None, None) if held_out is None else held_out.kept(form.predict(held_out.batches))
     return JudgedForm(
         model=form.model,  # type: ignore[arg-type]  # one of a run

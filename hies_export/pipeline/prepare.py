@@ -43,11 +43,12 @@ class Rows:
 
 @dataclass(frozen=True)
 class Judged:
-    """How predictions are compared: metrics, the most important first, and what counts as the same number."""
+    """How predictions are compared: metrics, the most important first, what counts as the same number, and rankings."""
 
     metrics: tuple[str, ...]
     regression: bool
     tolerance: float = 0.25
+    embeds: bool = False
 
 
 @dataclass(frozen=True)

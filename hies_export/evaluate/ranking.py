@@ -1,0 +1,350 @@
+"""Rank the documents of queries by embeddings, or their candidates by a reranker, and judge the rankings.
+
+A ranking is compared with the documents that are relevant, and with the dense model's own. Candidates of equal score
+are ordered as badly as possible: the least relevant, or the least liked by the dense model, comes first. So a model
+that gives everything one score earns nothing by the order of the rows, and the result does not depend on it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity, normalize
+
+from ..data.batches import Batch
+from ..data.targets import GROUP_KEY, size_of
+from ..errors import DataError
+
+# What the rows of batches are to each other: queries and the documents that they should find; pairs of texts with the
+# score of their similarity; texts alone, each of which is a query and a document of the others; or the candidates of
+# queries for a reranker, with grades ("graded") or without ("groups").
+RowsKind = Literal["queries", "pairs", "texts", "graded", "groups"]
+# Rankings are judged by their first candidates.
+TOP = 10
+# The dense model's similarities are gains for as many of its first documents, and for none beyond.
+DEPTH = 100
+# How many similarities are held at once: 64 MB in float32, of which there are a few.
+_AT_ONCE = 2**24
+
+
+def kind_of_rows(batches: Sequence[Batch], *, embeds: bool = False) -> RowsKind | None:
+    """Return what the rows of batches are to each other; None for a model that neither embeds nor reranks."""
+    keys = batches[0].keys() if batches else ()
+    if GROUP_KEY in keys:
+        return "graded" if "grades" in keys else "groups"
+    if not embeds:
+        return None
+    return "queries" if "query" in keys else "pairs" if "pair" in keys else "texts"
+
+
+@dataclass(frozen=True)
+class Rankings:
+    """How rankings compare with what is relevant, and with the dense model's; a number for each query, (queries,).
+
+    Gains are linear, and divided by log2(rank + 1), rank from 1, as trec_eval does it. A query without anything
+    relevant has 0 in `ndcg`, `recall` and `mrr`, for every model.
+
+    Source: Järvelin and Kekäläinen, ACM TOIS 20 (2002).
+    """
+
+    own_ndcg: Tensor  # float64, nDCG@10 with the dense model's scores as gains, scaled to [0, 1]
+    top1: Tensor  # bool, whether the first candidate is the dense model's
+    top10: Tensor  # float64, share of the dense model's first 10 that are among the first 10
+    ndcg: Tensor | None = None  # float64, nDCG@10 with grades as gains; None, as below, if nothing relevant is known
+    recall: Tensor | None = None  # float64, share of the relevant candidates that are among the first 10
+    mrr: Tensor | None = None  # float64, 1 / rank of the first relevant candidate, 0 beyond rank 10
+    cosine: Tensor | None = None  # float64, of a query's embedding to the dense model's; None for a reranker
+
+    def __len__(self) -> int:
+        return len(self.top1)
+
+    @property
+    def known(self) -> dict[str, Tensor]:
+        """The numbers that are known, by name."""
+        return {name: values for name, values in vars(self).items() if values is not None}
+
+    @property
+    def means(self) -> dict[str, float]:
+        """Their means over the queries."""
+        return {name: values.double().mean().item() for name, values in self.known.items()}
+
+    @property
+    def table(self) -> np.ndarray:
+        """The same as a structured array, (queries,), of float64."""
+        rows = np.empty(len(self), dtype=[(name, np.float64) for name in self.known])
+        for name, values in self.known.items():
+            rows[name] = values.numpy()
+        return rows
+
+
+class Ranked(ABC):
+    """What the dense model ranked, beside which the rankings of other models are judged."""
+
+    @abstractmethod
+    def rankings(self, predictions: Tensor, *, old_index: bool = True) -> Rankings:
+        """Return the rankings of predictions, in the order of the queries' rows.
+
+        With an `old_index`, queries are compared with the dense model's vectors of documents; only embeddings have one.
+        """
+
+    @abstractmethod
+    def told(self, predictions: Tensor) -> dict[str, dict[str, float]]:
+        """Return the numbers that a report tells: the means of `Rankings`, on every index that predictions allow."""
+
+
+@dataclass(frozen=True)
+class RankedTexts(Ranked):
+    """The dense model's embeddings of texts, some of which are queries and some the documents that they search."""
+
+    dense: Tensor  # (rows, dim) float32, of all rows
+    queries: Tensor  # (queries,) int64, their rows
+    documents: Tensor  # (documents,) int64, their rows
+    grades: tuple[Tensor, Tensor] | None = None  # (queries, most), int64 places among `documents`, -1 fills; float32
+    itself: bool = False  # whether query and document are the same row, which is then no candidate of its own
+    pairs: Tensor | None = None  # (2, pairs) int64, rows of the texts whose similarity is known
+    scores: Tensor | None = None  # (pairs,) float32, that similarity
+    only_queries: bool = False  # whether predictions are of the rows of queries alone, in their order
+
+    @classmethod
+    def of(cls, dense: Tensor, batches: Sequence[Batch]) -> RankedTexts:
+        """Return what the dense model ranks in batches, given its embeddings of their rows."""
+        kind = kind_of_rows(batches, embeds=True)
+        rows = torch.arange(sum(map(size_of, batches)))
+        if len(dense) != len(rows):
+            raise DataError(f"every text needs an embedding, got {len(dense)} embeddings of {len(rows)} texts")
+        if kind == "queries":
+            return cls._of_queries(dense, batches)
+        if kind == "pairs":
+            return cls._of_pairs(dense, batches)
+        if len(rows) < 2:
+            raise DataError("texts are ranked among each other, which needs at least two, got 1")
+        return cls(dense, rows, rows, itself=True)
+
+    @classmethod
+    def _of_queries(cls, dense: Tensor, batches: Sequence[Batch]) -> RankedTexts:
+        query, document, relevant, grades = (
+            _joined(batches, key) for key in ("query", "document", "relevant", "grades")
+        )
+        queries, documents = ((numbers >= 0).nonzero().flatten() for numbers in (query, document))
+        if not len(queries) or not len(documents):
+            raise DataError(
+                f"a search needs queries and documents, got {len(queries)} and {len(documents)}; check data.query and "
+                "data.document"
+            )
+        numbers, order = document[documents].sort()
+        wanted = relevant[queries]
+        places = torch.searchsorted(numbers, wanted.clamp(min=0)).clamp(max=len(numbers) - 1)
+        missing = wanted[(wanted >= 0) & (numbers[places] != wanted)]
+        if len(missing):
+            raise DataError(f"every relevant document must be a row, but document {missing[0]} is none")
+        places = places.where(wanted >= 0, -1)
+        return cls(dense, queries, documents[order], (places, grades[queries].float()))
+
+    @classmethod
+    def _of_pairs(cls, dense: Tensor, batches: Sequence[Batch]) -> RankedTexts:
+        pair, side, score = (_joined(batches, key) for key in ("pair", "side", "score"))
+        first, second = (_by_number(pair, side == number) for number in (0, 1))
+        if not torch.equal(pair[first], pair[second]):
+            raise DataError("every pair of texts must have one row of side 0 and one of side 1")
+        # Of equal second texts, the first row stands for all.
+        texts = _contents(batches)
+        distinct = {texts[row]: row for row in reversed(second.tolist())}
+        documents = torch.tensor(sorted(distinct.values()))
+        return cls(dense, first, documents, pairs=torch.stack([first, second]), scores=score[first].float())
+
+    def of_queries(self) -> RankedTexts:
+        """Return the same for predictions of the queries' rows alone."""
+        return replace(self, only_queries=True)
+
+    def rankings(self, predictions: Tensor, *, old_index: bool = True) -> Rankings:
+        """Return the rankings of embeddings; with an old index, the documents have the dense model's."""
+        queries = self._queries(predictions)
+        documents = self.dense if old_index else self._whole(predictions)
+        if queries.shape[-1] != self.dense.shape[-1]:
+            raise DataError(
+                f"an embedding must be as wide as the dense model's, {self.dense.shape[-1]}, got {queries.shape[-1]}"
+            )
+        ours, theirs = normalize(queries.float(), dim=-1), normalize(self.dense[self.queries].float(), dim=-1)
+        new, old = (normalize(of[self.documents].float(), dim=-1).T for of in (documents, self.dense))
+        size = max(1, _AT_ONCE // len(self.documents))
+        parts = []
+        for start in range(0, len(self.queries), size):
+            rows = slice(start, start + size)
+            found, dense = ours[rows] @ new, theirs[rows] @ old  # (chunk, documents)
+            if self.itself:
+                own = torch.arange(len(found)), torch.arange(len(found)) + start
+                found[own], dense[own] = -torch.inf, -torch.inf
+            parts.append(_compared(found, dense, self._grades(rows), DEPTH))
+        whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        return Rankings(**whole, cosine=(ours * theirs).double().sum(-1))
+
+    def _grades(self, rows: slice) -> Tensor | None:
+        """Return the grades of all documents for some queries, (chunk, documents)."""
+        if self.grades is None:
+            return None
+        places, grades = (part[rows] for part in self.grades)
+        # Fills go to a column of their own.
+        table = grades.new_zeros(len(grades), len(self.documents) + 1)
+        table.scatter_(1, places.where(places >= 0, len(self.documents)), grades)
+        return table[:, :-1]
+
+    def similarities(self, predictions: Tensor, *, old_index: bool = False) -> Tensor:
+        """Return the cosine of both texts of every pair, (pairs,) float64; the second is the dense one's if asked."""
+        assert self.pairs is not None
+        predictions = self._whole(predictions)
+        second = self.dense if old_index else predictions
+        return cosine_similarity(predictions[self.pairs[0]].double(), second[self.pairs[1]].double())
+
+    def told(self, predictions: Tensor) -> dict[str, dict[str, float]]:
+        """Return the means on the dense model's index, and on the model's own if all rows are predicted.
+
+        There, `cosine` is that of the documents.
+        """
+        told = {}
+        if not self.only_queries:
+            told["slim_index"] = self.rankings(predictions, old_index=False).means
+            new, old = (of[self.documents].double() for of in (predictions, self.dense))
+            told["slim_index"]["cosine"] = cosine_similarity(new, old).mean().item()
+        told["dense_index"] = self.rankings(predictions).means
+        return told
+
+    def _queries(self, predictions: Tensor) -> Tensor:
+        if not self.only_queries:
+            return self._whole(predictions)[self.queries]
+        if len(predictions) != len(self.queries):
+            raise DataError(f"every query needs an embedding, got {len(predictions)} of {len(self.queries)}")
+        return predictions
+
+    def _whole(self, predictions: Tensor) -> Tensor:
+        if self.only_queries or len(predictions) != len(self.dense):
+            raise DataError(
+                f"embeddings of all {len(self.dense)} texts, documents included, are needed, got {len(predictions)}"
+            )
+        return predictions
+
+
+@dataclass(frozen=True)
+class RankedGroups(Ranked):
+    """The dense reranker's logits of the candidates of queries."""
+
+    dense: Tensor  # (queries, most) float32, of each query's candidates; -inf fills
+    places: tuple[Tensor, Tensor]  # (rows,) int64 each, where a row's logit is in such a table
+    grades: Tensor | None = None  # (queries, most) float32, 0 fills
+
+    @classmethod
+    def of(cls, dense: Tensor, batches: Sequence[Batch]) -> RankedGroups:
+        """Return what the dense model ranks in batches, given its logits of their rows, (rows, 1)."""
+        groups = _joined(batches, GROUP_KEY)
+        _, query = groups.unique(return_inverse=True)
+        order = query.argsort(stable=True)
+        sizes = query.bincount()
+        place = torch.empty_like(query)
+        place[order] = torch.arange(len(query)) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+        shape, places = (len(sizes), int(sizes.max())), (query, place)
+        grades = None
+        if "grades" in batches[0]:
+            grades = torch.zeros(shape)
+            grades[places] = _joined(batches, "grades").float()
+        empty = cls(torch.full(shape, -torch.inf), places, grades)
+        return replace(empty, dense=empty.table(dense))
+
+    def table(self, logits: Tensor) -> Tensor:
+        """Return logits, (rows, 1), by query and candidate, (queries, most)."""
+        if logits.numel() != len(self.places[0]):
+            raise DataError(
+                f"a reranker gives one logit for every candidate, got logits {tuple(logits.shape)} of "
+                f"{len(self.places[0])} candidates"
+            )
+        found = torch.full(self.dense.shape, -torch.inf)
+        found[self.places] = logits.detach().float().flatten()
+        return found
+
+    def rankings(self, predictions: Tensor, *, old_index: bool = True) -> Rankings:
+        """Return the rankings of logits, (rows, 1)."""
+        return Rankings(**_compared(self.table(predictions), self.dense, self.grades))
+
+    def told(self, predictions: Tensor) -> dict[str, dict[str, float]]:
+        """Return the means over the queries, of their candidates."""
+        return {"candidates": self.rankings(predictions).means}
+
+
+def ranked(dense: Tensor, batches: Sequence[Batch]) -> Ranked:
+    """Return what a dense model ranked in batches, given its predictions of their rows: logits or embeddings."""
+    of = RankedGroups if GROUP_KEY in batches[0] else RankedTexts
+    return of.of(dense, batches)
+
+
+def _joined(batches: Sequence[Batch], key: str) -> Tensor:
+    return torch.cat([batch[key] for batch in batches]).cpu()
+
+
+def _by_number(numbers: Tensor, where: Tensor) -> Tensor:
+    """Return the places where a condition holds, in the order of their numbers."""
+    places = where.nonzero().flatten()
+    return places[numbers[places].argsort()]
+
+
+def _contents(batches: Sequence[Batch]) -> list[tuple[int, ...]]:
+    """Return the tokens of every row, without padding."""
+    return [
+        tuple(ids[mask != 0].tolist())
+        for batch in batches
+        for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
+    ]
+
+
+def _compared(scores: Tensor, dense: Tensor, grades: Tensor | None, depth: int | None = None) -> dict[str, Tensor]:
+    """Return the fields of `Rankings` by scores, (queries, candidates); -inf means no candidate.
+
+    `dense` are the dense model's scores. Those of its first `depth` candidates, by default of all, are gains.
+    """
+    count = dense.isfinite().sum(1, keepdim=True)
+    best = dense.topk(min(depth or dense.shape[1], dense.shape[1])).values
+    high, low, bound = (best.gather(1, count.clamp(max=rank) - 1) for rank in (1, best.shape[1], TOP))
+    first = _first(scores, dense)
+
+    def gain(of: Tensor) -> Tensor:
+        # If all are equal, so are their gains.
+        scaled = ((of - low) / (high - low)).where(high > low, 1.0).clamp(0, 1)
+        return scaled.where(of.isfinite(), 0.0)
+
+    found = {
+        "own_ndcg": _dcg(gain(first)) / _dcg(gain(best)),
+        "top1": first[:, 0] == high[:, 0],
+        "top10": (first >= bound).where(first.isfinite(), False).sum(1) / count[:, 0].clamp(max=TOP).double(),
+    }
+    if grades is None:
+        return found
+    gains = _first(scores, grades)
+    ideal = _dcg(grades.topk(min(TOP, grades.shape[1])).values)
+    relevant, rank = gains > 0, torch.arange(1, gains.shape[1] + 1, dtype=torch.float64)
+    return found | {
+        "ndcg": (_dcg(gains) / ideal).where(ideal > 0, 0.0),
+        "recall": relevant.sum(1) / (grades > 0).sum(1).clamp(min=1).double(),
+        "mrr": (relevant / rank).amax(1),
+    }
+
+
+def _first(scores: Tensor, worth: Tensor) -> Tensor:
+    """Return what the candidates of the largest scores are worth, (queries, at most 10); of equal ones, least first."""
+    most = min(TOP, scores.shape[1])
+    bound = scores.topk(most).values[:, -1:]
+    # As many as there are with the candidates that tie for the last place.
+    places = scores.topk(int((scores >= bound).sum(1).max())).indices
+    scores, worth = scores.gather(1, places), worth.gather(1, places)
+    order = worth.argsort(dim=1, stable=True)
+    scores, worth = scores.gather(1, order), worth.gather(1, order)
+    worth = worth.gather(1, scores.argsort(dim=1, descending=True, stable=True))
+    return worth[:, :most]
+
+
+def _dcg(gains: Tensor) -> Tensor:
+    """Return the discounted cumulative gain of the first 10, (queries,) float64."""
+    gains = gains[:, :TOP].double().clamp(min=0)
+    return (gains / torch.arange(2, gains.shape[1] + 2).double().log2()).sum(1)

@@ -1,0 +1,377 @@
+"""Rankings of embeddings and rerankers, against loops over the queries and scikit-learn."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.stats
+import sklearn.metrics
+import torch
+from torch import Tensor
+
+from hies_export.data.targets import samples_of
+from hies_export.errors import DataError, RecipeError
+from hies_export.evaluate import ranking
+from hies_export.evaluate.judge import Judge, Judgement
+from hies_export.evaluate.metrics import METRICS, check_metrics, default_metrics
+from hies_export.evaluate.ranking import RankedGroups, RankedTexts, kind_of_rows
+
+Batches = list[dict[str, Tensor]]
+
+
+class Lookup(torch.nn.Module):
+    """A model that predicts what it was given for each row, which `input_ids` number."""
+
+    def __init__(self, of: Tensor):
+        super().__init__()
+        self.of = torch.nn.Parameter(of)
+        self.config = type("Config", (), {"use_cache": False})()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
+        return type("Output", (), {"logits": self.of[input_ids[:, 0]]})()
+
+
+def batch(rows: Tensor, **keys: Tensor) -> dict[str, Tensor]:
+    ids = torch.stack([rows, torch.full_like(rows, 7)], 1)
+    return {"input_ids": ids, "attention_mask": torch.tensor([[1, 0]]).expand(len(rows), 2), **keys}
+
+
+def cut_up(rows: Tensor, size: int, **keys: Tensor) -> Batches:
+    places = range(0, len(rows), size)
+    return [batch(rows[n : n + size], **{key: of[n : n + size] for key, of in keys.items()}) for n in places]
+
+
+def searches(queries: int = 9, documents: int = 30, most: int = 3, seed: int = 0) -> Batches:
+    """Batches of queries, out of order, then of documents; rows are numbered in the order of the batches."""
+    generator = torch.Generator().manual_seed(seed)
+    relevant, grades = torch.full((queries, most), -1), torch.zeros(queries, most)
+    for query in range(queries):
+        count = query % (most + 1)
+        relevant[query, :count] = torch.randperm(documents, generator=generator)[:count]
+        grades[query, :count] = torch.randint(1, 4, (count,), generator=generator).float()
+    no = torch.full((queries,), -1)
+    asked = cut_up(
+        torch.arange(queries), 4, query=torch.randperm(queries), document=no, relevant=relevant, grades=grades
+    )
+    no = torch.full((documents,), -1)
+    found = cut_up(
+        queries + torch.arange(documents),
+        8,
+        query=no,
+        document=torch.randperm(documents, generator=generator),
+        relevant=no[:, None].expand(-1, most),
+        grades=torch.zeros(documents, most),
+    )
+    return [*asked, *found]
+
+
+def column(batches: Batches, key: str) -> Tensor:
+    return torch.cat([one[key] for one in batches])
+
+
+def dcg(gains: Any) -> float:
+    return sum(gain / np.log2(rank + 2) for rank, gain in enumerate(gains[:10]))
+
+
+def loops(scores: np.ndarray, dense: np.ndarray, grades: np.ndarray | None, depth: int) -> dict[str, float]:
+    """The numbers of one query whose candidates have different scores."""
+    order, own = np.argsort(-scores), np.argsort(-dense)
+    deep = dense[own[:depth]]
+    gains = np.clip((dense - deep[-1]) / (deep[0] - deep[-1]), 0, 1)
+    found = {
+        "own_ndcg": dcg(gains[order]) / dcg(gains[own]),
+        "top1": float(order[0] == own[0]),
+        "top10": len(set(order[:10]) & set(own[:10])) / min(10, len(own)),
+    }
+    if grades is not None:
+        ideal = dcg(np.sort(grades)[::-1])
+        right = [rank for rank, place in enumerate(order[:10], 1) if grades[place] > 0]
+        found["ndcg"] = dcg(grades[order]) / ideal if ideal else 0.0
+        found["recall"] = len(right) / max(1, int((grades > 0).sum()))
+        found["mrr"] = 1 / right[0] if right else 0.0
+        if ideal:
+            assert found["ndcg"] == pytest.approx(sklearn.metrics.ndcg_score([grades], [scores], k=10))
+    return found
+
+
+def cosines(one: Tensor, two: Tensor) -> np.ndarray:
+    one, two = (of.double() / of.double().norm(dim=-1, keepdim=True) for of in (one, two))
+    return (one @ two.T).numpy()
+
+
+def check(found: ranking.Rankings, expected: list[dict[str, float]]) -> None:
+    for name in expected[0]:
+        values = found.known[name].double().tolist()
+        assert values == pytest.approx([of[name] for of in expected], abs=1e-5), name
+        assert len(set(values)) > 1, name
+
+
+def vectors(rows: int, seed: int = 0, dim: int = 8) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    dense = torch.randn(rows, dim, generator=generator)
+    return dense, dense + 0.7 * torch.randn(rows, dim, generator=generator)
+
+
+@pytest.mark.parametrize("old_index", [True, False])
+@pytest.mark.parametrize("documents", [6, 30, 140])
+def test_queries_rank_documents_as_loops_do(old_index: bool, documents: int, monkeypatch: Any) -> None:
+    monkeypatch.setattr(ranking, "_AT_ONCE", 4 * documents)
+    batches = searches(documents=documents)
+    dense, slim = vectors(9 + documents)
+    # Lengths do not matter.
+    slim *= torch.rand(len(slim), 1) + 0.5
+    places = {number: row for row, number in enumerate(column(batches, "document").tolist()) if number >= 0}
+    rows = [places[number] for number in range(documents)]
+    found = RankedTexts.of(dense, batches).rankings(slim, old_index=old_index)
+    expected = []
+    for query in range(9):
+        grades = np.zeros(documents)
+        wanted = zip(column(batches, "relevant")[query], column(batches, "grades")[query], strict=True)
+        for number, grade in wanted:
+            if number >= 0:
+                grades[number] = grade
+        new = (dense if old_index else slim)[rows]
+        scores, own = cosines(slim[query : query + 1], new)[0], cosines(dense[query : query + 1], dense[rows])[0]
+        expected.append(loops(scores, own, grades, 100))
+    if documents == 6:
+        expected = [{name: of[name] for name in ("own_ndcg", "top1", "ndcg", "mrr")} for of in expected]
+    check(found, expected)
+    assert found.cosine is not None
+    assert found.cosine.tolist() == pytest.approx(np.diag(cosines(slim[:9], dense[:9])).tolist(), abs=1e-6)
+
+
+@pytest.mark.parametrize("old_index", [True, False])
+def test_texts_alone_are_ranked_among_the_others(old_index: bool) -> None:
+    batches = cut_up(torch.arange(130), 50)
+    dense, slim = vectors(130)
+    found = RankedTexts.of(dense, batches).rankings(slim, old_index=old_index)
+    expected = []
+    for row in range(130):
+        others = [other for other in range(130) if other != row]
+        scores = cosines(slim[row : row + 1], (dense if old_index else slim)[others])[0]
+        expected.append(loops(scores, cosines(dense[row : row + 1], dense[others])[0], None, 100))
+    check(found, expected)
+    assert found.ndcg is None
+
+
+def pairs(count: int = 40) -> Batches:
+    """Pairs whose texts come in any order; the second sides of the pairs 3 and 5 are equal."""
+    order = torch.randperm(2 * count, generator=torch.Generator().manual_seed(1))
+    pair, side = order // 2, order % 2
+    rows = order.clone()
+    rows[order == 2 * 5 + 1] = 2 * 3 + 1
+    score = torch.rand(count, generator=torch.Generator().manual_seed(2))
+    return cut_up(rows, 16, pair=pair, side=side, score=score[pair])
+
+
+def test_pairs_are_judged_by_their_similarity_and_their_first_texts_rank_the_second() -> None:
+    batches = pairs()
+    dense, slim = (of[column(batches, "input_ids")[:, 0]] for of in vectors(80))
+    judge = Judge(batches, dense, ("spearman", "pearson", "own_ndcg@10"), embeds=True)
+    place = {
+        (p, s): row
+        for row, (p, s) in enumerate(
+            zip(column(batches, "pair").tolist(), column(batches, "side").tolist(), strict=True)
+        )
+    }
+    first, second = ([place[pair, side] for pair in range(40)] for side in (0, 1))
+    score = column(batches, "score")[first].double().numpy()
+    for old_index, second_of in ((True, dense), (False, slim)):
+        alike = [cosines(slim[a : a + 1], second_of[b : b + 1])[0, 0] for a, b in zip(first, second, strict=True)]
+        told = judge.ranking(slim)["dense_index" if old_index else "slim_index"]
+        assert told["spearman"] == pytest.approx(scipy.stats.spearmanr(alike, score).statistic)
+        if not old_index:
+            quality = judge.of(slim).metrics
+            assert quality["spearman"] == told["spearman"]
+            assert quality["pearson"] == pytest.approx(np.corrcoef(alike, score)[0, 1])
+    distinct = [row for pair, row in enumerate(second) if pair != 5]
+    expected = [
+        loops(
+            cosines(slim[row : row + 1], dense[distinct])[0],
+            cosines(dense[row : row + 1], dense[distinct])[0],
+            None,
+            100,
+        )
+        for row in first
+    ]
+    check(judge.rankings(slim), expected)
+    assert samples_of(batches) == 40
+
+
+def groups(graded: bool) -> Batches:
+    """Candidates of 7 queries, 1 to 25 of them, in any order."""
+    group = torch.cat([torch.full((count,), 3 * number) for number, count in enumerate((1, 2, 9, 10, 11, 25, 12))])
+    group = group[torch.randperm(len(group), generator=torch.Generator().manual_seed(3))]
+    grades = torch.randint(-1, 3, (len(group),), generator=torch.Generator().manual_seed(4)).clamp(min=0).float()
+    return cut_up(torch.arange(len(group)), 16, group=group, **({"grades": grades} if graded else {}))
+
+
+@pytest.mark.parametrize("graded", [True, False])
+def test_a_reranker_is_judged_by_the_order_of_the_candidates(graded: bool) -> None:
+    batches = groups(graded)
+    group = column(batches, "group")
+    dense, slim = vectors(len(group), dim=1)
+    names = default_metrics(regression=True, rows=kind_of_rows(batches))
+    judge = Judge(batches, dense, names, regression=True)
+    expected = []
+    for number in range(0, 21, 3):
+        rows = group == number
+        if rows.sum() == 1:
+            grade = column(batches, "grades")[rows] > 0 if graded else 0
+            expected.append({"own_ndcg": 1.0, "top1": 1.0, "top10": 1.0})
+            if graded:
+                expected[-1] |= dict.fromkeys(("ndcg", "recall", "mrr"), float(grade))
+            continue
+        grades = column(batches, "grades")[rows].double().numpy() if graded else None
+        expected.append(loops(slim[rows].flatten().numpy(), dense[rows].flatten().numpy(), grades, 10**6))
+    found = judge.rankings(slim)
+    check(found, expected)
+    means = {name: np.mean([of[name] for of in expected]) for name in expected[0]}
+    assert judge.ranking(slim) == {"candidates": pytest.approx(means)}
+    quality = judge.of(slim)
+    wanted = {"ndcg@10": "ndcg", "mrr@10": "mrr"} if graded else {"own_ndcg@10": "own_ndcg"}
+    assert quality.metrics == pytest.approx({name: means[of] for name, of in wanted.items()})
+    assert quality.stability == pytest.approx(means["top1"])
+    # Differences below the tolerance of a regression are not the question.
+    assert judge.of(0.001 * slim).stability == quality.stability < 1
+    assert samples_of(batches) == 7
+
+
+def test_equal_scores_earn_nothing_and_the_order_of_rows_does_not_matter() -> None:
+    batches = groups(True)
+    dense, _ = vectors(len(column(batches, "group")), dim=1)
+    ties = dense.round()
+    constant = torch.zeros_like(dense)
+    order = torch.randperm(len(dense), generator=torch.Generator().manual_seed(5))
+    whole = {key: column(batches, key) for key in batches[0]}
+    shuffled = [{key: of[order] for key, of in whole.items()}]
+    for beside in (dense, ties):
+        one, two = RankedGroups.of(beside, batches), RankedGroups.of(beside[order], shuffled)
+        for of in (dense, ties, constant):
+            found, again = one.rankings(of).means, two.rankings(of[order]).means
+            assert found == pytest.approx(again)
+        # The dense model itself is never worse than itself, ties or not.
+        itself = one.rankings(beside).means
+        assert itself["own_ndcg"] == itself["top1"] == itself["top10"] == 1
+    found = RankedGroups.of(dense, batches).rankings(constant)
+    sizes = column(batches, "group").unique(return_counts=True)[1]
+    assert found.top1.tolist() == (sizes == 1).tolist()
+    worst = RankedGroups.of(dense, batches).rankings(-column(batches, "grades")[:, None])
+    assert torch.equal(found.ndcg, worst.ndcg)  # type: ignore[arg-type]
+
+
+def test_a_model_that_embeds_all_alike_ranks_as_badly_as_can_be() -> None:
+    batches = searches(documents=40)
+    dense, _ = vectors(49)
+    found = RankedTexts.of(dense, batches).rankings(torch.ones(49, 8), old_index=False)
+    assert found.means["ndcg"] == found.means["top1"] == found.means["recall"] == 0
+
+
+def test_on_the_dense_index_only_queries_are_predicted_again() -> None:
+    batches = searches()
+    dense, slim = vectors(39)
+    names = default_metrics(task="feature-extraction", rows="queries")
+    of = {
+        index: Judge.on(Lookup(dense), batches, metrics=names, embeds=True, index=index)
+        for index in ("dense", "slim", None)
+    }
+    assert sum(len(one["query"]) for one in of["dense"].batches) == 9
+    assert samples_of(of["dense"].batches) == samples_of(batches) == 9
+    assert len(of["slim"].batches) == len(of[None].batches) == len(batches)
+    queries = slim[:9]
+    assert of["dense"].of(queries) == of[None].of(slim) != of["slim"].of(slim)
+    assert torch.equal(of["dense"].agreement(queries), of[None].agreement(slim))
+    told = of[None].ranking(slim)
+    assert list(told) == ["slim_index", "dense_index"]
+    assert of["dense"].ranking(queries) == {"dense_index": told["dense_index"]}
+    assert told["dense_index"]["ndcg"] == of["dense"].of(queries).metrics["ndcg@10"]
+    assert told["slim_index"]["ndcg"] == of["slim"].of(slim).metrics["ndcg@10"]
+    assert told["slim_index"]["cosine"] == pytest.approx(np.diag(cosines(slim[9:], dense[9:])).mean())
+    for judge in of.values():
+        perfect = judge.of(judge.dense)
+        assert perfect.stability == 1
+        assert judge.kept(judge.dense)[0] == 1
+        assert judge.lost(judge.dense) == (0, 0)
+    with pytest.raises(DataError, match="every query needs an embedding, got 39 of 9"):
+        of["dense"].of(slim)
+    with pytest.raises(DataError, match="all 39 texts, documents included, are needed, got 9"):
+        of[None].of(queries)
+    with pytest.raises(DataError, match="as wide as the dense model's, 8, got 5"):
+        of["dense"].of(queries[:, :5])
+
+
+def test_what_is_kept_and_lost_is_the_first_metric() -> None:
+    batches = searches(queries=200, documents=300)
+    dense, slim = vectors(500)
+    judge = Judge.on(Lookup(dense), batches, metrics=("mrr@10", "ndcg@10"), embeds=True)
+    before, after = (judge.rankings(of).mrr.numpy() for of in (judge.dense, slim[:200]))  # type: ignore[union-attr]
+    kept, low = judge.kept(slim[:200])
+    assert kept == pytest.approx(after.mean() / before.mean())
+    assert low == judge.kept_ends(slim[:200])[0] < kept < judge.kept_ends(slim[:200])[1]
+    lost, most = judge.lost(slim[:200])
+    assert lost == pytest.approx(before.mean() - after.mean())
+    assert lost < most < lost + 4 * (before - after).std() / 200**0.5
+    judgement = judge.judgement(slim[:200])
+    assert judgement == Judgement(
+        judge.of(slim[:200]).metrics["mrr@10"], judgement.standard_error, judge.of(slim[:200]).stability
+    )
+    assert judgement.standard_error == pytest.approx(after.std() / 200**0.5, rel=0.25)
+    more = Judge.on(Lookup(dense), batches, metrics=("mrr@10",), embeds=True, as_of=20_000)
+    assert low < more.kept(slim[:200])[1] < kept
+    surer = Judge.on(Lookup(dense), batches, metrics=("mrr@10",), embeds=True, confidence=0.999)
+    assert surer.kept(slim[:200])[1] < low
+
+
+def test_of_pairs_the_share_of_the_correlation_is_kept() -> None:
+    batches = pairs(200)
+    dense, noise = vectors(400)
+    score = torch.rand(200, generator=torch.Generator().manual_seed(2))
+    # The dense model knows the scores.
+    dense = torch.nn.functional.one_hot(torch.arange(400) // 2 % 8, 8).float() + 0.02 * dense
+    dense[1::2] += 2 * (1 - score[:, None]) * noise[1::2]
+    dense, slim = (of[column(batches, "input_ids")[:, 0]] for of in (dense, dense + 0.1 * noise))
+    judge = Judge(batches, dense, ("spearman",), embeds=True)
+    before, after = (judge.of(of).metrics["spearman"] for of in (dense, slim))
+    assert before > 0.5
+    kept, low = judge.kept(slim)
+    assert kept == pytest.approx(after / before)
+    assert kept - 0.2 < low < kept < judge.kept_ends(slim)[1]
+    assert judge.lost(slim)[0] == pytest.approx(before - after)
+    assert judge.judgement(slim).quality == after
+
+
+def test_rows_that_cannot_be_ranked_are_refused() -> None:
+    dense, _ = vectors(39)
+    batches = searches()
+    with pytest.raises(DataError, match="every text needs an embedding, got 38 embeddings of 39 texts"):
+        RankedTexts.of(dense[1:], batches)
+    with pytest.raises(DataError, match="every relevant document must be a row"):
+        RankedTexts.of(dense[:33], batches[:-1])
+    with pytest.raises(DataError, match="needs queries and documents, got 9 and 0"):
+        RankedTexts.of(dense[:9], batches[:3])
+    with pytest.raises(DataError, match="needs at least two, got 1"):
+        RankedTexts.of(dense[:1], cut_up(torch.arange(1), 1))
+    one = pairs()
+    with pytest.raises(DataError, match="one row of side 0 and one of side 1"):
+        RankedTexts.of(vectors(64)[0], one[:-1])
+    with pytest.raises(DataError, match=r"one logit for every candidate, got logits \(70, 2\) of 70"):
+        RankedGroups.of(torch.zeros(70, 2), groups(True))
+
+
+@pytest.mark.parametrize("rows", ["queries", "pairs", "texts", "graded", "groups"])
+def test_the_usual_metrics_fit_the_rows(rows: Any) -> None:
+    names = default_metrics(task="feature-extraction", rows=rows)
+    check_metrics(names, rows=rows)
+    check_metrics(["own_ndcg@10"], rows=rows)
+    assert all(name in METRICS for name in names)
+    with pytest.raises(RecipeError, match="must be among .*own_ndcg@10, got 'accuracy', which is for classes"):
+        check_metrics(["accuracy"], rows=rows)
+
+
+def test_metrics_that_need_what_is_relevant_do_not_fit_texts_alone() -> None:
+    assert default_metrics(task="feature-extraction") == ("own_ndcg@10",)
+    with pytest.raises(RecipeError, match="metrics of texts alone must be among own_ndcg@10, got 'ndcg@10'"):
+        check_metrics(["ndcg@10"], task="feature-extraction")
+    judge = Judge(cut_up(torch.arange(9), 4), vectors(9)[0], ("recall@10",), embeds=True)
+    with pytest.raises(RecipeError, match="got 'recall@10'"):
+        judge.of(vectors(9)[1])
