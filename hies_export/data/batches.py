@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 
 from ..errors import DataError, did_you_mean, listed, quoted
 from ..model.internals import auto_classes
-from .targets import CHOICE_KEYS, IGNORED, is_regression
+from ..model.sentence import TextEncoder
+from .targets import CHOICE_KEYS, GROUP_KEY, IGNORED, ROW_KEYS, TEXT_KEYS, is_regression
 
 Batch = dict[str, torch.Tensor]
 """Arguments of a model's forward by name; the first axis of each is the samples."""
@@ -44,9 +45,13 @@ def _checked(model: PreTrainedModel, batch: Any, place: str) -> Batch:
     if not isinstance(batch, Mapping):
         raise DataError(f"a batch must map names of arguments to tensors, but {place} is a {type(batch).__name__}")
     taken = [name for name in inspect.signature(model.forward).parameters if name != "kwargs"]
-    choices = set(CHOICE_KEYS) if batch.keys() >= set(CHOICE_KEYS) else set()
+    described = set(CHOICE_KEYS) if batch.keys() >= set(CHOICE_KEYS) else set()
+    if isinstance(model, TextEncoder):
+        described = set(TEXT_KEYS)
+    elif predicts_labels(model) and model.config.num_labels == 1:
+        described = {GROUP_KEY, "grades"}
     for key, value in batch.items():
-        if key not in taken and key not in choices:
+        if key not in taken and key not in described:
             raise DataError(
                 f"every key of a batch must be an argument of {type(model).__name__}.forward, but {place} has "
                 f"{quoted(key)}; leave it out{did_you_mean(str(key), taken)}"
@@ -56,7 +61,7 @@ def _checked(model: PreTrainedModel, batch: Any, place: str) -> Batch:
                 f"a batch must hold tensors only, but {quoted(key)} of {place} is a {type(value).__name__}; make "
                 "tensors of it (tokenizers and image processors do with return_tensors='pt'), or leave it out"
             )
-    if not batch.keys() - {"labels", *choices}:
+    if not batch.keys() - {"labels", *described}:
         raise DataError(f"a batch must have inputs of the model, but {place} has {listed(batch) or 'nothing'}")
     if len({value.shape[:1] for value in batch.values()}) > 1 or not all(map(torch.Tensor.numel, batch.values())):
         shapes = listed(f"{key} {tuple(value.shape)}" for key, value in batch.items())
@@ -100,7 +105,8 @@ def by_length(batches: Sequence[Batch], *, config: Any) -> list[Batch]:
 
     Batches are of text: tensors like `attention_mask`, (batch, tokens), or (batch,), padded on either side by the
     config's padding token. Others (images, images with text) are returned as they are. Samples of equal length keep
-    their order. A model predicts the same for each of them.
+    their order. A model predicts the same for each of them. Documents to be found by queries come after these, in
+    batches of their own.
     """
     if not batches or not all(_is_text(batch) for batch in batches):
         return list(batches)
@@ -114,21 +120,30 @@ def by_length(batches: Sequence[Batch], *, config: Any) -> list[Batch]:
     order = sorted(range(len(samples)), key=lambda i: lengths[i])
     size = max(len(batch["input_ids"]) for batch in batches)
     found = []
-    for start in range(0, len(order), size):
-        chosen = [samples[i] for i in order[start : start + size]]
-        # Without padding; values of whole samples have none.
-        columns = {
-            key: [s[key][s["attention_mask"] != 0] if s[key].dim() else s[key] for s in chosen] for key in chosen[0]
-        }
-        found.append({key: padded(values, fill.get(key, 0), left=left) for key, values in columns.items()})
+    for of_kind in _queries_first(samples, order) if "document" in samples[0] else [order]:
+        for start in range(0, len(of_kind), size):
+            chosen = [samples[i] for i in of_kind[start : start + size]]
+            # Without padding; values of whole samples have none.
+            columns = {
+                key: [
+                    s[key] if key in ROW_KEYS or not s[key].dim() else s[key][s["attention_mask"] != 0] for s in chosen
+                ]
+                for key in chosen[0]
+            }
+            found.append({key: padded(values, fill.get(key, 0), left=left) for key, values in columns.items()})
     return found
+
+
+def _queries_first(samples: Sequence[Batch], order: Sequence[int]) -> list[list[int]]:
+    """Return the numbers of samples that are queries, and of those that are documents."""
+    return [[i for i in order if (samples[i]["document"] >= 0) == documents] for documents in (False, True)]
 
 
 def _is_text(batch: Batch) -> bool:
     mask = batch.get("attention_mask")
     if mask is None or "input_ids" not in batch:
         return False
-    return all(value.dim() == 1 or value.shape == mask.shape for value in batch.values())
+    return all(key in ROW_KEYS or value.dim() == 1 or value.shape == mask.shape for key, value in batch.items())
 
 
 def padded(rows: list[torch.Tensor], fill: int, *, left: bool) -> torch.Tensor:

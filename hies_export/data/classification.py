@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import datasets
+import numpy as np
+import pandas
 import torch
 
+from ..errors import DataError
 from .batches import Batch
 from .images import as_images, image_of_row
-from .labels import read_labels
+from .labels import read_labels, read_numbers
 from .reader import Reader, batched
+from .rows import check_values
 from .targets import is_regression
-from .tokens import check_vocabulary, settle_padding, token_limit
+from .tokens import encoded
+
+# What the label of a candidate says.
+_GRADE = "how much a candidate is wanted"
 
 
 class ClassificationReader(Reader):
@@ -37,31 +45,53 @@ class ClassificationReader(Reader):
         """Return the model's inputs of some of the samples."""
 
 
+@dataclass(frozen=True)
 class TextReader(ClassificationReader):
     """Reads one or two text columns.
 
     Batches have `input_ids`, `attention_mask` and whatever else the tokenizer gives, (batch, longest of the batch),
     padded on the tokenizer's side.
+
+    With a column `group`, the model is a reranker. Its batches have no labels, but `group` (batch,) int64, the number
+    of each row's query; when `judging` and with a column `label`, also `grades` (batch,) float32, how much each
+    candidate is wanted.
     """
 
     task = "text-classification"
+    judged: bool = False
+
+    def judging(self) -> TextReader:
+        """Return the reader of the same samples whose batches have grades, if it reads a column `group`."""
+        return replace(self, judged=True)
+
+    def _check_targets(self, rows: datasets.Dataset) -> None:
+        if self.columns.group is None:
+            super()._check_targets(rows)
+            return
+        if self.config.num_labels != 1:
+            raise DataError(
+                f"data.group is for rerankers, whose model has one label, but this one has {self.config.num_labels}; "
+                "leave data.group out"
+            )
+        check_values(rows, self.columns.group)
+        if self.columns.label:
+            read_numbers(rows, column=self.columns.label, what=_GRADE)
+
+    def _batches(self, samples: datasets.Dataset, batch_size: int) -> Iterator[Batch]:
+        if self.columns.group is None:
+            yield from super()._batches(samples, batch_size)
+            return
+        described = {"group": torch.from_numpy(pandas.factorize(np.array(samples[self.columns.group][:]))[0])}
+        if self.judged and self.columns.label:
+            grades = read_numbers(samples, column=self.columns.label, what=_GRADE)
+            described["grades"] = torch.tensor(grades, dtype=torch.float32)
+        for part in batched(range(len(samples)), batch_size):
+            yield self._inputs(samples, part) | {key: values[part] for key, values in described.items()}
 
     def _inputs(self, samples: datasets.Dataset, part: list[int]) -> Batch:
-        settle_padding(self.processor, self.config)
-        limit = token_limit(self.processor, self.config, self.max_length)
         texts = samples.select_columns(list(self.columns.text))[part]
-        encoded = self.processor(
-            *(texts[name] for name in self.columns.text),
-            padding=True,
-            truncation=limit is not None,
-            max_length=limit,
-            return_attention_mask=True,
-            # A model of fewer than two segments has no use for segment ids, or no embedding for the second.
-            return_token_type_ids=None if getattr(self.config, "type_vocab_size", 0) >= 2 else False,
-            return_tensors="pt",
-        )
-        check_vocabulary(encoded["input_ids"], self.config)
-        return dict(encoded)
+        columns = [texts[name] for name in self.columns.text]
+        return encoded(self.processor, self.config, *columns, max_length=self.max_length)
 
 
 class ImageReader(ClassificationReader):

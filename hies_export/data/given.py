@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, PreTrainedModel, default_data_collator
 
-from ..errors import DataError, RequestError, listed, refusing
+from ..errors import DataError, RequestError, listed, quoted, refusing
 from ..tasks import Task
 from .batches import Batch, check_batches
 from .images import holds_images
@@ -23,14 +23,40 @@ from .targets import size_of, text_labels
 
 # Rows of a data set that go through the model at once.
 BATCH_SIZE = 16
+_EXAMPLES = {True: "['a text', 'another']", False: "[('a query', 'a document')]"}
 # Columns of labels, as transformers' collators know them.
 LABELS = ("labels", "label", "label_ids")
+# Columns of how similar two texts are.
+SCORES = (*LABELS, "score", "similarity_score")
 
 
 def batches_of(
-    model: PreTrainedModel, given: Any, *, what: str, task: Task, processor: Any, columns: Mapping[str, Any] | None
+    model: PreTrainedModel,
+    given: Any,
+    *,
+    what: str,
+    task: Task,
+    processor: Any,
+    columns: Mapping[str, Any] | None,
+    settings: Mapping[str, Any] | None = None,
+    judged: bool = False,
 ) -> list[Batch]:
-    """Return batches as lists of tensors by the names that the model takes."""
+    """Return batches as lists of tensors by the names that the model takes.
+
+    Args:
+        model: The model.
+        given: Batches, a data set, a list of texts to embed, or a list of pairs of texts to classify.
+        what: The name of `given`, for messages.
+        task: What the model predicts.
+        processor: Tokenizer or processor, for what is not batches yet.
+        columns: Columns to read of a data set, and fields of its reader.
+        settings: Further fields of the reader, such as the prompts of an `EmbeddingReader`.
+        judged: Whether the batches of a data set say how its rows belong together, see `Reader.judging`.
+
+    Raises:
+        DataError: Texts are no texts, or blank; or the batches do not suit the model.
+        RequestError: The processor is missing, or columns are given where there are none.
+    """
     if isinstance(given, (datasets.DatasetDict, datasets.IterableDatasetDict)):
         raise DataError(f"{what} must be one split of a data set, got {listed(list(given))}; pass one of these")
     if isinstance(given, datasets.Dataset):
@@ -39,12 +65,48 @@ def batches_of(
         inputs = (
             _of_inputs(model, given, processor) if columns is None and model.main_input_name in given.features else None
         )
-        return _labelled(model, task, inputs or _of_rows(model, given, what, task, processor, columns))
+        fields = {
+            **(settings or {}),
+            **(usual_columns(given, task) if inputs is None and columns is None else columns or {}),
+        }
+        return _labelled(model, task, inputs or _of_rows(model, given, what, task, processor, fields, judged=judged))
     if columns is not None:
         raise RequestError(
             f"columns= belongs to a datasets.Dataset, but {what} is a {type(given).__name__}; leave it out"
         )
+    if isinstance(given, (list, tuple)) and any(isinstance(item, str) or _is_pair(item) for item in given):
+        rows, fields = _of_texts(model, given, what, task)
+        return _of_rows(model, rows, what, task, processor, {**(settings or {}), **fields}, judged=judged)
     return _labelled(model, task, check_batches(model, given, what=what))
+
+
+def _is_pair(item: Any) -> bool:
+    return isinstance(item, (list, tuple)) and len(item) == 2 and all(isinstance(text, str) for text in item)
+
+
+def _of_texts(
+    model: PreTrainedModel, texts: Sequence[Any], what: str, task: Task
+) -> tuple[datasets.Dataset, dict[str, Any]]:
+    """Return the rows of texts, or of pairs of texts, and the columns to read."""
+    if not task.embeds and task.name != "text-classification":
+        raise DataError(
+            f"{what} of {task.name} must be batches or a data set, got a list of texts; make a datasets.Dataset of them"
+        )
+    needed = "texts" if task.embeds else "pairs of texts"
+    for number, item in enumerate(texts):
+        if not (isinstance(item, str) if task.embeds else _is_pair(item)):
+            raise DataError(
+                f"{what} must be {needed} only, such as {_EXAMPLES[task.embeds]}, but item {number} (from 0) is a "
+                f"{type(item).__name__}: {quoted(item)}"
+            )
+        if not all(text.strip() for text in ([item] if task.embeds else item)):
+            raise DataError(f"{what} must be {needed} that are not blank, but item {number} (from 0) is; leave it out")
+    if task.embeds:
+        return datasets.Dataset.from_dict({"text": list(texts)}), {"text": ("text",)}
+    rows = datasets.Dataset.from_dict({"query": [pair[0] for pair in texts], "document": [pair[1] for pair in texts]})
+    fields: dict[str, Any] = {"text": ("query", "document")}
+    # A model with one label orders the candidates of a query.
+    return rows, fields | ({"group": "query"} if model.config.num_labels == 1 else {})
 
 
 def _labelled(model: PreTrainedModel, task: Task, batches: Iterable[Mapping[str, Tensor]]) -> list[Batch]:
@@ -75,14 +137,16 @@ def _of_rows(
     what: str,
     task: Task,
     processor: Any,
-    columns: Mapping[str, Any] | None,
+    columns: Mapping[str, Any],
+    *,
+    judged: bool,
 ) -> list[Batch]:
-    """Return the batches of a data set of texts or images."""
+    """Return the batches of a data set of texts or images, whose columns are given with other fields of its reader."""
     if processor is None:
         raise RequestError(
             f"{what} with the columns {listed(rows.column_names)} needs processor=, the model's tokenizer or processor"
         )
-    fields = dict(usual_columns(rows, task) if columns is None else columns)
+    fields = dict(columns)
     if isinstance(fields.get("text"), str):
         fields["text"] = (fields["text"],)
     try:
@@ -94,6 +158,7 @@ def _of_rows(
         known = (*Columns.__dataclass_fields__, "max_length", "packing")
         raise RequestError(f"columns must be among {', '.join(known)}, got {listed(list(fields))}") from None
     reader.check(rows)
+    reader = reader.judging() if judged else reader
     return reader.batches(reader.draw(rows, in_order=True), batch_size=BATCH_SIZE)
 
 
@@ -103,13 +168,49 @@ def usual_columns(rows: datasets.Dataset, task: Task) -> dict[str, Any]:
     images = [name for name, feature in rows.features.items() if holds_images(feature)]
     label = next((name for name in LABELS if name in rows.column_names), None)
     texts = [name for name in texts if name != label]
+    if task.embeds:
+        return _usual_texts(rows, texts, task)
     if task.images and not task.text and len(images) == 1:
         return {"image": images[0], "label": label}
     if task.text and not task.images and 1 <= len(texts) <= task.text_columns:
         return {"text": tuple(texts), "label": None if task.generative else label}
-    raise DataError(
-        f"{task.name} needs columns= that name what to read ({task.needs}), such as "
-        f"columns={{'text': 'sentence', 'label': 'label'}}, got none for a data set with {listed(rows.column_names)}"
+    raise _unnamed(rows, task, "{'text': 'sentence', 'label': 'label'}")
+
+
+def _usual_texts(rows: datasets.Dataset, texts: Sequence[str], task: Task) -> dict[str, Any]:
+    """Return the columns of texts to embed: queries and documents, a pair with a number, or the only text."""
+    if found := queries_and_documents(rows):
+        return found
+    label = numbers_column(rows)
+    if len(texts) == 1 or (len(texts) == 2 and label is not None):
+        return {"text": tuple(texts), "label": label if len(texts) == 2 else None}
+    raise _unnamed(rows, task, "{'text': 'sentence'}")
+
+
+def queries_and_documents(rows: datasets.Dataset) -> dict[str, Any]:
+    """Return the columns of queries, documents and what is wanted, if a data set has them by these names."""
+    document = next((name for name in ("document", "passage") if name in rows.column_names), None)
+    if document is None or "query" not in rows.column_names:
+        return {}
+    return {"query": "query", "document": document, "label": numbers_column(rows)}
+
+
+def numbers_column(rows: datasets.Dataset) -> str | None:
+    """Return the usual column of scores that are numbers, or lists of numbers; None if there is none."""
+    for name in SCORES:
+        feature = rows.features.get(name)
+        feature = getattr(feature, "feature", feature)
+        if not isinstance(feature, datasets.ClassLabel) and str(getattr(feature, "dtype", "")).startswith(
+            ("int", "float")
+        ):
+            return name
+    return None
+
+
+def _unnamed(rows: datasets.Dataset, task: Task, example: str) -> DataError:
+    return DataError(
+        f"{task.name} needs columns= that name what to read ({task.needs}), such as columns={example}, got none for a "
+        f"data set with {listed(rows.column_names)}"
     )
 
 

@@ -66,9 +66,7 @@ def read_labels(rows: datasets.Dataset, *, column: str, config: Any) -> list[int
 def _regression_labels(values: list[Any], feature: Any, *, column: str, config: Any) -> list[float]:
     if config.num_labels != 1:
         raise DataError(f"regression must have one label, but the model has {config.num_labels}")
-    if isinstance(feature, datasets.ClassLabel) or any(
-        isinstance(value, bool) or not isinstance(value, (int, float)) for value in values
-    ):
+    if isinstance(feature, datasets.ClassLabel) or not all(map(is_number, values)):
         raise DataError(
             f"the labels of a regression must be numbers, but {column!r} holds {kind_of(feature)} such as "
             f"{quoted(values[0])}"
@@ -76,6 +74,28 @@ def _regression_labels(values: list[Any], feature: Any, *, column: str, config: 
     if all(value == -1 for value in values):
         raise DataError(_hidden(f"in every row of {column!r}"))
     return [float(value) for value in values]
+
+
+def read_numbers(rows: datasets.Dataset, *, column: str, what: str) -> list[float]:
+    """Return the number of each row that is `what`, in words, such as the similarity of two texts."""
+    feature, values = rows.features[column], rows[column][:]
+    for row, value in enumerate(values):
+        if isinstance(feature, datasets.ClassLabel) or not is_number(value):
+            given = (
+                f"the class {quoted(feature.names[value])}"
+                if isinstance(feature, datasets.ClassLabel)
+                else quoted(value)
+            )
+            raise DataError(
+                f"{what} must be a number, but {row_name(rows, row)} has {given} in {column!r}; write numbers, or "
+                "leave data.label out"
+            )
+    return [float(value) for value in values]
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value is a finite number, and not True or False."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _hidden(where: str) -> str:

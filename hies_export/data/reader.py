@@ -16,7 +16,7 @@ from ..tasks import TASKS, TaskName
 from .batches import Batch
 from .images import holds_images
 from .labels import STRINGS, kind_of
-from .rows import load_rows, mapped_rows, own_columns, row_name, take
+from .rows import check_values, load_rows, mapped_rows, own_columns, take
 
 AnyReader = TypeVar("AnyReader", bound="Reader")
 Item = TypeVar("Item")
@@ -34,6 +34,11 @@ class Columns:
     query: str | None = None
     document: str | None = None
     group: str | None = None
+
+    @property
+    def together(self) -> str | None:
+        """The column of what rows have in common that are drawn together: a query."""
+        return self.query or self.group
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,7 @@ class Reader(ABC):
         """Load rows as `load_rows` does, `check` them, and `draw` samples from them by its options."""
         source: dict[str, Any] = {"name": name, "files": files, "split": split, "numbered": True}
         if self.a_row_is_a_sample:
-            rows = load_rows(**source, **drawn)
+            rows = load_rows(**source, **drawn, together=self.columns.together)
             self.check(rows)
             return rows
         with mapped_rows(**source) as rows:
@@ -71,7 +76,8 @@ class Reader(ABC):
         if refusal := TASKS[self.task].refusal(columns):
             raise DataError(f"{refusal}; the data has {listed(own_columns(rows))}")
         inputs = (*columns.text, *([columns.image] if columns.image else []))
-        for column in (*inputs, *([columns.label] if columns.label else [])):
+        others = (columns.query, columns.document, columns.group, columns.label)
+        for column in (*inputs, *(name for name in others if name)):
             if column not in rows.column_names:
                 known = own_columns(rows)
                 raise DataError(
@@ -84,11 +90,7 @@ class Reader(ABC):
                 raise DataError(f"the column {column!r} must hold images, but it holds {kind_of(feature)}")
             if column != columns.image and getattr(feature, "dtype", None) not in STRINGS:
                 raise DataError(f"the column {column!r} must hold text, but it holds {kind_of(feature)}")
-            # An Image feature is one step from its storage; asking the table avoids decoding every image here.
-            values = rows.with_format("arrow")[column][:]
-            for row, value in enumerate(values if values.null_count else ()):
-                if not value.is_valid:
-                    raise DataError(f"every row must have a {column!r}, but {row_name(rows, row)} has none")
+            check_values(rows, column)
         self._check_targets(rows)
 
     @abstractmethod
@@ -104,7 +106,10 @@ class Reader(ABC):
         in_order: bool = False,
     ) -> datasets.Dataset:
         """Turn all rows, in their own order, into one row per sample, and `take` as many of these as wanted."""
-        return take(self._as_samples(rows), samples=samples, shuffle_seed=shuffle_seed, in_order=in_order)
+        together = self.columns.together
+        return take(
+            self._as_samples(rows), samples=samples, shuffle_seed=shuffle_seed, in_order=in_order, together=together
+        )
 
     def _as_samples(self, rows: datasets.Dataset) -> datasets.Dataset:
         """Return one row per sample."""
@@ -121,6 +126,10 @@ class Reader(ABC):
     @abstractmethod
     def _batches(self, samples: datasets.Dataset, batch_size: int) -> Iterator[Batch]:
         """Make batches of at least one sample."""
+
+    def judging(self: AnyReader) -> AnyReader:
+        """Return the reader of the same samples whose batches say how rows belong together, for ranking metrics."""
+        return self
 
     def unlabelled(self: AnyReader) -> AnyReader:
         """Return the reader of the same samples without their label column."""

@@ -6,12 +6,13 @@ from typing import Any
 
 from ..tasks import find_task
 from .classification import ImageReader, TextReader
+from .embedding import EmbeddingReader
 from .generation import TextGenerationReader
 from .image_text import ImageTextReader
 from .reader import Reader
 
 READERS: dict[str, type[Reader]] = {
-    reader.task: reader for reader in (TextReader, ImageReader, TextGenerationReader, ImageTextReader)
+    reader.task: reader for reader in (TextReader, ImageReader, TextGenerationReader, ImageTextReader, EmbeddingReader)
 }
 
 

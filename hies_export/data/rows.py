@@ -25,6 +25,7 @@ import pyarrow.dataset
 from ..errors import DataError, listed, quoted, refusing, root_cause
 from ..model.online import hub_or_cache
 from ..progress import quiet
+from .beir import judgements_of, read_judgements
 
 # Only empty cells are missing values: "None", "NA" and "null" are words that texts contain. Without index_col, a row
 # wider than the header shifts all columns.
@@ -65,6 +66,7 @@ def load_rows(
     shuffle_seed: int | None = None,
     in_order: bool = False,
     numbered: bool = False,
+    together: str | None = None,
 ) -> datasets.Dataset:
     """Load the rows of one split (or a slice: "train[:80%]"), of a Hub dataset or else of files, and `take` some.
 
@@ -74,17 +76,20 @@ def load_rows(
     `name` ends in the configuration: `nyu-mll/glue/sst2`. `files` maps splits to paths: json (a list of objects),
     jsonl, csv, tsv (quotes are ordinary characters, as in GLUE's files) and txt (a row a line, column `text`), each
     with or without `.gz`; parquet; or a folder with one sub-folder of images per class (columns `image` and `label`).
-    The last part of a path may be a pattern: `train-*.parquet` reads all parts in name order. All parts have the column
+    Queries and documents in BEIR's layout are read as `beir.py` says. The last part of a path may be a pattern: `train-*.parquet` reads all parts in name order. All parts have the column
     types of the first one, csv and tsv those of all, and a jsonl file those of its first 10 MB. In csv and tsv only an
     empty cell is missing.
 
     The rows of an image folder are sorted by class, so there `samples` without a seed uses seed 0.
     """
     with mapped_rows(name=name, files=files, split=split, numbered=numbered) as rows:
-        by_class = files is not None and Path(files[split.partition("[")[0]]).expanduser().is_dir()
+        path = None if files is None else Path(files[split.partition("[")[0]]).expanduser()
+        by_class = path is not None and path.is_dir() and judgements_of(path) is None
         if by_class and samples and shuffle_seed is None:
             shuffle_seed = 0
-        return take(rows, samples=samples, shuffle_seed=shuffle_seed, in_order=in_order)
+        if together is not None and together not in rows.column_names:
+            together = None  # what reads the rows says so
+        return take(rows, samples=samples, shuffle_seed=shuffle_seed, in_order=in_order, together=together)
 
 
 @contextmanager
@@ -102,7 +107,11 @@ def mapped_rows(
             rows, source = splits[split], f"the split {split!r}"
         else:
             path = Path(files[split]).expanduser().absolute()
-            rows = _load_image_folder(path, cache) if path.is_dir() else _load_files(path, cache)
+            if (judgements := judgements_of(path)) is not None:
+                with _reading():
+                    rows = _validated(read_judgements(judgements, cache))
+            else:
+                rows = _load_image_folder(path, cache) if path.is_dir() else _load_files(path, cache)
             source = path.name
         if numbered:
             rows = number_rows(rows, source=source)
@@ -119,16 +128,28 @@ def mapped_rows(
 
 
 def take(
-    rows: datasets.Dataset, *, samples: int | None, shuffle_seed: int | None, in_order: bool = False
+    rows: datasets.Dataset,
+    *,
+    samples: int | None,
+    shuffle_seed: int | None,
+    in_order: bool = False,
+    together: str | None = None,
 ) -> datasets.Dataset:
     """Return the first rows, or the first of a seeded random order, copied into memory without the others.
 
     `taken_from` of the result is how many rows there were. With `in_order`, rows that a seed draws keep their original
-    order.
+    order. Rows of the same value in the column `together` follow each other and are all taken or none, so that there
+    may be more rows than `samples`; rows without a value come last.
     """
     order: Sequence[int] | np.ndarray = range(len(rows))
     if shuffle_seed is not None:
         order = np.random.default_rng(shuffle_seed).permutation(len(rows))
+    if together is not None:
+        order, values = np.asarray(order), np.array(common_values(rows, together), dtype=object)
+        # Values are numbered as they come in the order, and rows without one after all of them.
+        numbers = pandas.factorize(values[order])[0]
+        order = order[np.argsort(np.where(numbers < 0, len(rows), numbers), kind="stable")]
+        samples = None if samples is None else whole(values[order], samples)
     order, arrow = order[:samples], rows.with_format("arrow")
     order = np.sort(order) if in_order else order
     parts = [arrow[order[start : start + _TAKEN]] for start in range(0, len(order), _TAKEN)]
@@ -137,6 +158,18 @@ def take(
     info, split = rows.info.copy(), str(rows.split)
     info.splits = datasets.SplitDict({split: datasets.SplitInfo(split, num_examples=len(rows))})
     return datasets.Dataset(datasets.table.InMemoryTable(pa.concat_tables(copies)), info=info, split=rows.split)
+
+
+def common_values(rows: datasets.Dataset, column: str) -> list[Any]:
+    """Return the values of a column; None for blank text."""
+    return [None if isinstance(value, str) and not value.strip() else value for value in column_values(rows, column)]
+
+
+def whole(values: Sequence[Any], end: int) -> int:
+    """Return the first place from `end` on at which equal neighbouring values are not torn apart; None equals none."""
+    while 0 < end < len(values) and values[end] is not None and values[end] == values[end - 1]:
+        end += 1
+    return min(end, len(values))
 
 
 def taken_from(rows: datasets.Dataset) -> int:
@@ -149,6 +182,15 @@ def column_values(rows: datasets.Dataset, column: str) -> Iterator[Any]:
     alone = rows.select_columns(column)
     for start in range(0, len(rows), _TAKEN):
         yield from alone[start : start + _TAKEN][column]
+
+
+def check_values(rows: datasets.Dataset, column: str) -> None:
+    """Refuse a row without a value in a column."""
+    # An Image feature is one step from its storage; asking the table avoids decoding every image here.
+    values = rows.with_format("arrow")[column][:]
+    for row, value in enumerate(values if values.null_count else ()):
+        if not value.is_valid:
+            raise DataError(f"every row must have a {column!r}, but {row_name(rows, row)} has none")
 
 
 def number_rows(rows: datasets.Dataset, *, source: str) -> datasets.Dataset:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,6 +44,24 @@ def token_limit(tokenizer: Any, config: Any, max_length: int | None) -> int | No
     # transformers writes 1e30 if it knows no limit.
     limits = [limit for limit in (tokenizer.model_max_length, longest) if limit and 0 < limit < 1_000_000]
     return min(limits) if limits else None
+
+
+def encoded(tokenizer: Any, config: Any, *texts: Sequence[str], max_length: int | None) -> dict[str, torch.Tensor]:
+    """Return a batch of texts, or of pairs of texts in two sequences, cut to the limit and padded to the longest."""
+    settle_padding(tokenizer, config)
+    limit = token_limit(tokenizer, config, max_length)
+    found = tokenizer(
+        *map(list, texts),
+        padding=True,
+        truncation=limit is not None,
+        max_length=limit,
+        return_attention_mask=True,
+        # A model of fewer than two segments has no use for segment ids, or no embedding for the second.
+        return_token_type_ids=None if getattr(config, "type_vocab_size", 0) >= 2 else False,
+        return_tensors="pt",
+    )
+    check_vocabulary(found["input_ids"], config)
+    return dict(found)
 
 
 def check_vocabulary(input_ids: torch.Tensor, config: Any) -> None:

@@ -36,6 +36,14 @@ def task_of(model: Any) -> Task:
     return task
 
 
+def embedding_task(name: str, model_type: str) -> Task | None:
+    """Return the task of base models if a class, given by its name, is one without a head; None if it is not."""
+    task = TASKS["feature-extraction"]
+    return (
+        task if task_by_class(name, model_type) is None and task.auto_class in auto_classes(name, model_type) else None
+    )
+
+
 def task_by_class(name: str, model_type: str) -> Task | None:
     """Return the task whose Auto class loads a model class, which is given by its name; None if there is none."""
     classes = auto_classes(name, model_type)

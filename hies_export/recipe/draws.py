@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import datasets
 
-from ..data.rows import load_rows, taken_from
+from ..data.rows import common_values, load_rows, taken_from, whole
 from ..errors import RequestError
 from ..score.criteria import AUTO
 from .sections import CalibrationSection, DataSection, EvaluationSection, HeldOutSection, PruneSection
@@ -42,6 +43,23 @@ class Splits:
         """Whether the held-out rows come from the evaluated split, which is then divided."""
         return self.held_out is not None and self.held_out.split == self.evaluation.split
 
+    @property
+    def together(self) -> str | None:
+        """The column of what rows have in common that are not divided: a query."""
+        return self.data.query or self.data.group
+
+    def until(self, rows: datasets.Dataset, end: int) -> int:
+        """Return the first place from `end` on at which drawn rows can be divided."""
+        if self.together is None or self.together not in rows.column_names:
+            return min(end, len(rows))
+        return whole(common_values(rows, self.together), end)
+
+    def counted(self, rows: datasets.Dataset) -> int:
+        """Return how many rows are judged: all, or those that have a query."""
+        if self.data.query is None:
+            return len(rows)
+        return sum(value is not None for value in common_values(rows, self.data.query))
+
     def promising(self, needed: int, promise: str, *, most: int, better: int = 0) -> Splits:
         """Return splits that hold out rows for a promise, given in words; it needs `needed`, and `most` are enough.
 
@@ -54,7 +72,9 @@ class Splits:
         apart = split.partition("[")[0] != self.calibration.split.partition("[")[0]
         if self.held_out is not None or not apart or self.evaluation.rows == "first":
             return self
-        rows = taken_from(load_rows(name=self.data.name, files=self.data.files, split=split, samples=1))
+        source: dict[str, Any] = {"name": self.data.name, "files": self.data.files, "split": split}
+        # Only queries are judged, not what they may find.
+        rows = self.counted(load_rows(**source)) if self.data.query else taken_from(load_rows(**source, samples=1))
         count = min(most, 2 * rows // 3)
         if count < better <= min(most, 3 * rows // 4):
             count = better
@@ -123,7 +143,7 @@ def draw(splits: Splits, load: Callable[..., datasets.Dataset], options: PruneSe
         count = asked.samples or draws.held_out
         if splits.divided:
             own, _ = _divided(splits, asked, load)
-            own = own.select(range(min(count, len(own))))
+            own = own.select(range(splits.until(own, count)))
         else:
             own = load(asked.split, samples=count, shuffle_seed=draws.seed)
         further = 0
@@ -148,7 +168,7 @@ def draw(splits: Splits, load: Callable[..., datasets.Dataset], options: PruneSe
         _warn_of_fewer("held_out.samples", asked.samples, len(own), asked.split)
 
     def part(rows: datasets.Dataset, start: int, count: int) -> datasets.Dataset:
-        return rows.select(list(range(start, min(start + count, len(rows)))))
+        return rows.select(list(range(splits.until(rows, start), splits.until(rows, start + count))))
 
     # Nothing is promised on rows that are refitted on. If there are too few for both, two thirds are held out.
     promises = further > 0 and (draws.promised > 0 or options.goal.keep is not None)
@@ -169,7 +189,7 @@ def evaluated(splits: Splits, load: Callable[..., datasets.Dataset]) -> datasets
     wanted = splits.evaluation
     if splits.divided and splits.held_out is not None:
         held_out, rows = _divided(splits, splits.held_out, load)
-        rows = rows.select(range(min(len(rows), wanted.samples or len(rows))))
+        rows = rows.select(range(splits.until(rows, wanted.samples or len(rows))))
         _warn_of_fewer("evaluation.samples", wanted.samples or 0, len(rows), wanted.split, len(held_out))
         return rows
     seed = EVALUATION_SEED if wanted.samples is not None and wanted.rows == "drawn" else None
@@ -184,7 +204,7 @@ def _divided(
     """Return the samples of the evaluated split to hold out, and the others, in the same random order for every run."""
     split = splits.evaluation.split
     rows = load(split, samples=None, shuffle_seed=EVALUATION_SEED)
-    count = asked.samples or len(rows) // 2
+    count = splits.until(rows, asked.samples or splits.counted(rows) // 2)
     if not 0 < count < len(rows):
         raise RequestError(
             f"held_out and evaluation share the split {split!r}, so fewer than its {len(rows):,} samples can be held "

@@ -9,10 +9,11 @@ from typing import Any
 import datasets
 
 from ..checkpoint.classes import load_config
-from ..data.given import LABELS, usual_columns
+from ..data.given import LABELS, numbers_column, queries_and_documents, usual_columns
 from ..data.rows import hub_splits, load_rows, taken_from
+from ..data.targets import is_regression
 from ..errors import DataError, RequestError, listed
-from ..model.task import task_by_class
+from ..model.task import embedding_task, task_by_class
 from ..tasks import TASKS, Task
 from .recipe import PruningRecipe
 
@@ -28,9 +29,13 @@ _PAIRS = (
     ("premise", "hypothesis"),
     ("question1", "question2"),
     ("question", "sentence"),
+    ("query", "document"),
+    ("query", "passage"),
     ("text",),
     ("sentence",),
 )
+# Columns that tell the queries of a reranker apart.
+_GROUPS = ("group", "query_id", "query")
 
 
 def propose_recipe(
@@ -58,7 +63,8 @@ def propose_recipe(
         RequestError: The model's class belongs to no supported task.
         DataError: There is more than one choice of splits or columns; the message names them.
     """
-    task = _task_of(model)
+    config = load_config(model)
+    task = _task_of(model, config)
     splits = [*(hub_splits(str(name)) if files is None else files)]
     first = "train" if "train" in splits else splits[0]
     evaluated = next((split for split in _EVALUATED if split in splits and split != first), None)
@@ -69,6 +75,9 @@ def propose_recipe(
     columns: dict[str, Any] = {key: value for key, value in given.items() if value}
     if not text and image is None:
         columns = {key: value for key, value in _columns(rows, task).items() if value} | columns
+    if task.may_regress and is_regression(config) and len(columns.get("text", ())) == 2:
+        group = next((name for name in _GROUPS if name in rows.column_names), None)
+        columns |= {} if group is None else {"group": group}
 
     def at_most(count: int, rows: datasets.Dataset) -> int:
         """Return `count`, or the number of rows if that is smaller: no run should warn of a count nobody chose."""
@@ -93,11 +102,10 @@ def propose_recipe(
     )
 
 
-def _task_of(model: str) -> Task:
-    """Return the task of a checkpoint by the class that its config names."""
-    config = load_config(model)
+def _task_of(model: str, config: Any) -> Task:
+    """Return the task of a checkpoint by its files and the class that its config names."""
     name = next(iter(getattr(config, "architectures", None) or ()), "")
-    task = task_by_class(name, config.model_type)
+    task = task_by_class(name, config.model_type) or embedding_task(name, config.model_type)
     if task is None:
         raise RequestError(
             f"the model must be of a class that {', '.join(task.auto_class for task in TASKS.values())} loads, but the "
@@ -109,9 +117,13 @@ def _task_of(model: str) -> Task:
 def _columns(rows: datasets.Dataset, task: Task) -> dict[str, Any]:
     """Return the columns to read: a usual pair of texts, or the only possible ones."""
     label = next((name for name in LABELS if name in rows.column_names), None)
+    if task.embeds and (found := queries_and_documents(rows)):
+        return found
     if task.text and not task.images:
         for pair in _PAIRS:
             if len(pair) <= task.text_columns and set(pair) <= set(rows.column_names):
+                if task.embeds:
+                    label = numbers_column(rows) if len(pair) == 2 else None
                 return {"text": pair, "label": None if task.generative else label}
     try:
         return usual_columns(rows, task)

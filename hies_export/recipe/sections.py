@@ -85,19 +85,23 @@ class DataSection(Section):
 
     Attributes:
         name: Hub data set, its configuration last ("nyu-mll/glue/sst2"); or
-        files: split -> file (jsonl, csv, tsv, parquet, txt, gzipped or not) or image folder.
+        files: split -> file (jsonl, csv, tsv, parquet, txt, gzipped or not) or image folder. In BEIR's layout, it
+            is the file in `qrels`, and the columns are query, document and label.
         text: One or two text columns; one for text-generation.
         image: Image column.
         prompt: What to ask, with the columns it reads in braces: "Question: {question}"; instead of `text` in
             text-generation, and always in image-text-to-text.
         answer: Column of answers; loss and quality are computed on their tokens.
         query, document: For feature-extraction, in place of `text`: columns of queries and of the documents that each
-            should find, one or a list.
+            should find, one or a list. Rows of the same query are one query; those without a query only add documents
+            to search in. Of a limited number of rows, those with a query are drawn first.
         group: For a reranker, which scores a query and a candidate: the column that tells the queries apart. What
-            counts is then the order of the candidates of a query.
-        label: Label column; without one, calibration uses the model's own predictions. If `answer` holds choices, this
-            column has the number of the right one, from 0: units are scored on the right choices, and quality and
-            stability are judged by the likeliest choice, unless `evaluation.metrics` says otherwise.
+            counts is then the order of the candidates of a query. Its rows are all drawn or none, so that there may be
+            more than a section asks for; the same holds for rows of the same `query`.
+        label: Label column; without one, calibration uses the model's own predictions. For two columns of `text` to
+            embed, it is their similarity; for documents and candidates, how much each is wanted. If `answer` holds
+            choices, this column has the number of the right one, from 0: units are scored on the right choices, and
+            quality and stability are judged by the likeliest choice, unless `evaluation.metrics` says otherwise.
         max_length: Longest sequence in tokens; the model's own limit by default, and at most 512 for packed text.
         packing: Whether texts to generate are joined and cut into blocks of max_length, or each is one sample.
     """
