@@ -3,14 +3,16 @@
 The input is the name of a Hub dataset or local files, the columns to read, the model's configuration and its tokenizer
 or image processor; the output is dictionaries of tensors for `model(**batch)`. In the order of reading:
 
-- `rows.py` loads a split and remembers the number of each row in its file; `processors.py` loads tokenizers and image
-processors.
+- `rows.py` loads a split and remembers the number of each row in its file, with `beir.py` for data sets in that layout;
+  `processors.py` loads tokenizers and image processors.
 - `reader.py` has the steps of every task: check rows, draw samples, make batches. `registry.py` chooses the reader of a
-  task: `classification.py` for texts and images, `generation.py` for text to generate, `image_text.py` for questions
-  about images. To add a task, describe it in `hies_export/tasks.py` and register its reader.
+  task: `classification.py` for texts and images, `embedding.py` for texts to embed, `generation.py` for text to
+  generate, `image_text.py` for questions about images. To add a task, describe it in `hies_export/tasks.py` and
+  register its reader.
 - Their helpers: `labels.py` and `prompts.py` read columns; `images.py` opens images; `tokens.py` settles padding,
   length and vocabulary.
-- `given.py` turns what a caller of `prune` holds into batches: a DataLoader, a list, or a data set.
+- `given.py` turns what a caller of `prune` holds into batches: a DataLoader, a list of batches or of texts, or a data
+  set.
 - `batches.py` defines a batch, checks batches that a caller made, and orders them by length. `targets.py` reads
 finished batches; scoring needs nothing else of this folder.
 """

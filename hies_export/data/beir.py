@@ -19,6 +19,7 @@ from typing import Any
 import datasets
 
 from ..errors import DataError, listed
+from ..progress import quiet
 
 logger = logging.getLogger(__name__)
 
@@ -60,53 +61,52 @@ def read_judgements(file: Path, cache: str) -> datasets.Dataset:
     Raises:
         DataError: A file is not as it should be.
     """
-    try:
-        rows = datasets.Dataset.from_generator(
-            _rows, features=_FEATURES, cache_dir=cache, keep_in_memory=False, gen_kwargs={"file": str(file)}
-        )
-    except datasets.exceptions.DatasetGenerationError as error:
-        cause = error.__cause__ or error
-        raise cause if isinstance(cause, DataError) else error from error
-    assert isinstance(rows, datasets.Dataset)
-    return rows
-
-
-def _rows(file: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows. Only the documents that queries name are held in memory."""
-    judgements = _judgements(Path(file))
-    folder = Path(file).absolute().parent.parent
-    queries = {found["_id"]: str(found["text"]) for found in _objects(folder, "queries") if found["_id"] in judgements}
+    judgements = _judgements(file)
+    folder = file.absolute().parent.parent
+    queries = {found["_id"]: found["text"] for found in _objects(folder, "queries") if found["_id"] in judgements}
     named = {document for query in queries for document in judgements[query]}
     texts: dict[str, str] = {}
-    others = 0
+    unnamed = 0
     for found in _objects(folder, "corpus"):
         if found["_id"] in named:
             texts[found["_id"]] = _text(found)
         else:
-            others += bool(_text(found))
+            unnamed += bool(_text(found))
     missing = len(judgements) - len(queries), sum(not texts.get(document) for document in named)
     if any(missing):
         logger.warning("%s names %d queries and %d documents that have no text: they are left out", file, *missing)
-    answered, unanswered = [], set(named)
+    answered: list[dict[str, Any]] = []
+    written: set[str] = set()
     for query, text in queries.items():
         scores = {document: score for document, score in judgements[query].items() if texts.get(document)}
         if text.strip() and any(score > 0 for score in scores.values()):
             answered.append({"query": text, "document": [texts[d] for d in scores], "label": list(scores.values())})
-            unanswered.difference_update(scores)
+            written.update(scores)
     if not answered:
-        raise DataError(
-            f"{file} must name queries of queries.jsonl that should find documents of corpus.jsonl, got none"
+        raise DataError(f"{file} must name queries that should find documents, of queries.jsonl and corpus.jsonl")
+    unnamed += sum(bool(text) for document, text in texts.items() if document not in written)
+    # `datasets` would take a list for shards, to be read one by one.
+    of_both = {"folder": str(folder), "answered": tuple(answered), "written": written, "alone": unnamed}
+    with quiet():
+        rows = datasets.Dataset.from_generator(
+            _rows, features=_FEATURES, cache_dir=cache, keep_in_memory=False, gen_kwargs=of_both
         )
-    others += sum(bool(texts.get(document)) for document in unanswered)
+    assert isinstance(rows, datasets.Dataset)
+    return rows
+
+
+def _rows(folder: str, answered: tuple[dict[str, Any], ...], written: set[str], alone: int) -> Iterator[dict[str, Any]]:
+    """Yield the queries' rows, and spread among them those of `alone` documents that are not written with a query."""
     remaining = iter(answered)
-    written = done = 0
-    for found in _objects(folder, "corpus"):
-        if (found["_id"] in named and found["_id"] not in unanswered) or not (text := _text(found)):
-            continue
-        due = written * len(answered) // others + 1
+    done = 0
+    others = (
+        text for found in _objects(Path(folder), "corpus") if found["_id"] not in written if (text := _text(found))
+    )
+    for number, text in enumerate(others):
+        due = number * len(answered) // alone + 1
         yield from islice(remaining, due - done)
         yield {"query": None, "document": [text], "label": None}
-        written, done = written + 1, due
+        done = due
     yield from remaining
 
 
@@ -142,7 +142,7 @@ def _objects(folder: Path, name: str) -> Iterator[dict[str, Any]]:
                 continue
             try:
                 found = json.loads(line)
-                yield {"_id": str(found["_id"]), "title": found.get("title") or "", "text": found["text"] or ""}
+                yield {"_id": str(found["_id"]), "title": found.get("title") or "", "text": str(found["text"] or "")}
             except (ValueError, KeyError, TypeError, AttributeError):
                 raise DataError(
                     f"a line of {file} must be an object with _id and text, but line {number + 1} is "

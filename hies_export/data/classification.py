@@ -14,9 +14,9 @@ import torch
 from ..errors import DataError
 from .batches import Batch
 from .images import as_images, image_of_row
-from .labels import read_labels, read_numbers
+from .labels import kind_of, read_labels, read_numbers
 from .reader import Reader, batched
-from .rows import check_values
+from .rows import common_values, has_one_value, row_name
 from .targets import is_regression
 from .tokens import encoded
 
@@ -73,7 +73,12 @@ class TextReader(ClassificationReader):
                 f"data.group is for rerankers, whose model has one label, but this one has {self.config.num_labels}; "
                 "leave data.group out"
             )
-        check_values(rows, self.columns.group)
+        if not has_one_value(rows, self.columns.group):
+            given = kind_of(rows.features[self.columns.group])
+            raise DataError(f"the column {self.columns.group!r} must hold a text or a number per row, got {given}")
+        for row, value in enumerate(common_values(rows, self.columns.group)):
+            if value is None:
+                raise DataError(f"every row must have a {self.columns.group!r}, but {row_name(rows, row)} has none")
         if self.columns.label:
             read_numbers(rows, column=self.columns.label, what=_GRADE)
 

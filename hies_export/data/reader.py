@@ -16,7 +16,7 @@ from ..tasks import TASKS, TaskName
 from .batches import Batch
 from .images import holds_images
 from .labels import STRINGS, kind_of
-from .rows import check_values, load_rows, mapped_rows, own_columns, take
+from .rows import load_rows, mapped_rows, own_columns, row_name, take
 
 AnyReader = TypeVar("AnyReader", bound="Reader")
 Item = TypeVar("Item")
@@ -90,7 +90,11 @@ class Reader(ABC):
                 raise DataError(f"the column {column!r} must hold images, but it holds {kind_of(feature)}")
             if column != columns.image and getattr(feature, "dtype", None) not in STRINGS:
                 raise DataError(f"the column {column!r} must hold text, but it holds {kind_of(feature)}")
-            check_values(rows, column)
+            # An Image feature is one step from its storage; asking the table avoids decoding every image here.
+            values = rows.with_format("arrow")[column][:]
+            for row, value in enumerate(values if values.null_count else ()):
+                if not value.is_valid:
+                    raise DataError(f"every row must have a {column!r}, but {row_name(rows, row)} has none")
         self._check_targets(rows)
 
     @abstractmethod

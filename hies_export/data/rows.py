@@ -76,9 +76,9 @@ def load_rows(
     `name` ends in the configuration: `nyu-mll/glue/sst2`. `files` maps splits to paths: json (a list of objects),
     jsonl, csv, tsv (quotes are ordinary characters, as in GLUE's files) and txt (a row a line, column `text`), each
     with or without `.gz`; parquet; or a folder with one sub-folder of images per class (columns `image` and `label`).
-    Queries and documents in BEIR's layout are read as `beir.py` says. The last part of a path may be a pattern: `train-*.parquet` reads all parts in name order. All parts have the column
-    types of the first one, csv and tsv those of all, and a jsonl file those of its first 10 MB. In csv and tsv only an
-    empty cell is missing.
+    Queries and documents in BEIR's layout are read as `beir.py` says. The last part of a path may be a pattern:
+    `train-*.parquet` reads all parts in name order. All parts have the column types of the first one, csv and tsv those
+    of all, and a jsonl file those of its first 10 MB. In csv and tsv only an empty cell is missing.
 
     The rows of an image folder are sorted by class, so there `samples` without a seed uses seed 0.
     """
@@ -87,8 +87,8 @@ def load_rows(
         by_class = path is not None and path.is_dir() and judgements_of(path) is None
         if by_class and samples and shuffle_seed is None:
             shuffle_seed = 0
-        if together is not None and together not in rows.column_names:
-            together = None  # what reads the rows says so
+        if together is not None and not has_one_value(rows, together):
+            together = None  # what reads the rows refuses it
         return take(rows, samples=samples, shuffle_seed=shuffle_seed, in_order=in_order, together=together)
 
 
@@ -108,8 +108,7 @@ def mapped_rows(
         else:
             path = Path(files[split]).expanduser().absolute()
             if (judgements := judgements_of(path)) is not None:
-                with _reading():
-                    rows = _validated(read_judgements(judgements, cache))
+                rows = read_judgements(judgements, cache)
             else:
                 rows = _load_image_folder(path, cache) if path.is_dir() else _load_files(path, cache)
             source = path.name
@@ -160,6 +159,11 @@ def take(
     return datasets.Dataset(datasets.table.InMemoryTable(pa.concat_tables(copies)), info=info, split=rows.split)
 
 
+def has_one_value(rows: datasets.Dataset, column: str) -> bool:
+    """Return whether there is a column of single values, rather than of lists."""
+    return isinstance(rows.features.get(column), (datasets.Value, datasets.ClassLabel))
+
+
 def common_values(rows: datasets.Dataset, column: str) -> list[Any]:
     """Return the values of a column; None for blank text."""
     return [None if isinstance(value, str) and not value.strip() else value for value in column_values(rows, column)]
@@ -182,15 +186,6 @@ def column_values(rows: datasets.Dataset, column: str) -> Iterator[Any]:
     alone = rows.select_columns(column)
     for start in range(0, len(rows), _TAKEN):
         yield from alone[start : start + _TAKEN][column]
-
-
-def check_values(rows: datasets.Dataset, column: str) -> None:
-    """Refuse a row without a value in a column."""
-    # An Image feature is one step from its storage; asking the table avoids decoding every image here.
-    values = rows.with_format("arrow")[column][:]
-    for row, value in enumerate(values if values.null_count else ()):
-        if not value.is_valid:
-            raise DataError(f"every row must have a {column!r}, but {row_name(rows, row)} has none")
 
 
 def number_rows(rows: datasets.Dataset, *, source: str) -> datasets.Dataset:

@@ -327,11 +327,9 @@ def _reader(recipe: PruningRecipe, found: _Found) -> Reader:
 
 def _judging(reader: Reader, judged: Judged) -> Reader:
     """Return the reader of the rows that models are judged on."""
-    if isinstance(reader, EmbeddingReader):
-        return reader.judging()
     if isinstance(reader, GenerationReader) and METRICS[judged.metrics[0]].of == "choices":
         return reader.of_choices()
-    return reader
+    return reader.judging()
 
 
 def _shortest_first(reader: Reader, samples: datasets.Dataset, batch_size: int) -> list[Batch]:

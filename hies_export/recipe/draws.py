@@ -50,13 +50,13 @@ class Splits:
 
     def until(self, rows: datasets.Dataset, end: int) -> int:
         """Return the first place from `end` on at which drawn rows can be divided."""
-        if self.together is None or self.together not in rows.column_names:
+        if self.together is None:
             return min(end, len(rows))
         return whole(common_values(rows, self.together), end)
 
     def counted(self, rows: datasets.Dataset) -> int:
         """Return how many rows are judged: all, or those that have a query."""
-        if self.data.query is None:
+        if self.data.query is None or self.data.query not in rows.column_names:
             return len(rows)
         return sum(value is not None for value in common_values(rows, self.data.query))
 
@@ -204,11 +204,12 @@ def _divided(
     """Return the samples of the evaluated split to hold out, and the others, in the same random order for every run."""
     split = splits.evaluation.split
     rows = load(split, samples=None, shuffle_seed=EVALUATION_SEED)
-    count = splits.until(rows, asked.samples or splits.counted(rows) // 2)
+    wanted = asked.samples or splits.counted(rows) // 2
+    count = splits.until(rows, wanted)
     if not 0 < count < len(rows):
         raise RequestError(
             f"held_out and evaluation share the split {split!r}, so fewer than its {len(rows):,} samples can be held "
-            f"out, got held_out.samples: {count:,}; hold out fewer"
+            f"out, got held_out.samples: {wanted:,}; hold out fewer"
         )
     return rows.select(range(count)), rows.select(range(count, len(rows)))
 

@@ -96,8 +96,8 @@ class DataSection(Section):
             should find, one or a list. Rows of the same query are one query; those without a query only add documents
             to search in. Of a limited number of rows, those with a query are drawn first.
         group: For a reranker, which scores a query and a candidate: the column that tells the queries apart. What
-            counts is then the order of the candidates of a query. Its rows are all drawn or none, so that there may be
-            more than a section asks for; the same holds for rows of the same `query`.
+            counts is then the order of the candidates of a query. The rows of a query are never divided, neither by
+            `group` nor by `query`, so that a few more or fewer may be drawn than a section asks for.
         label: Label column; without one, calibration uses the model's own predictions. For two columns of `text` to
             embed, it is their similarity; for documents and candidates, how much each is wanted. If `answer` holds
             choices, this column has the number of the right one, from 0: units are scored on the right choices, and

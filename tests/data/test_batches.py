@@ -107,6 +107,17 @@ def test_a_regression_needs_floating_labels_and_names_the_batches_by_the_callers
         check_batches(models["regression"], [batch], what="held_out")
 
 
+def test_batches_of_a_reranker_may_say_how_rows_belong_together() -> None:
+    ids = torch.ones(2, 4, dtype=torch.int64)
+    described = {"input_ids": ids, "group": torch.tensor([0, 1]), "grades": torch.ones(2)}
+    (found,) = check_batches(bert(num_labels=1), [described])
+    assert found["group"].tolist() == [0, 1]
+    with pytest.raises(DataError, match="every key of a batch must be an argument .* has 'group'; leave it out"):
+        check_batches(bert(), [described])
+    with pytest.raises(DataError, match="a batch must have inputs of the model, but .* has group, grades"):
+        check_batches(bert(num_labels=1), [{key: described[key] for key in ("group", "grades")}])
+
+
 def test_the_keys_of_choices_are_kept_where_all_of_them_are_there(models: dict[str, PreTrainedModel]) -> None:
     choices = {key: torch.arange(3) for key in ("question", "choice", "right", "characters")}
     (checked,) = check_batches(models["lm"], [{"input_ids": IDS, "labels": IDS, **choices}])

@@ -86,7 +86,7 @@ def classes(number, **options):
         (ONE, classes(3, problem_type="multi_label_classification"), "multi_label_classification is not supported"),
         (ONE, classes(3, problem_type="regression"), "regression must have one label, but the model has 3"),
         (rows_of(of_labels(1), CLASSES), classes(1), "regression must be numbers"),
-        (ONE, {"task": "poetry"}, "one of text-classification, .*, image-text-to-text, got 'poetry'"),
+        (ONE, {"task": "poetry"}, "one of text-classification, .*, feature-extraction, got 'poetry'"),
     ],
 )
 def test_check_refuses_what_the_model_cannot_be_fed_with(columns, read, match):

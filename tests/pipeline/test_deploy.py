@@ -10,10 +10,10 @@ from typing import Any, cast
 import pytest
 from scipy.stats import binomtest
 from support.hub import TOKEN, Hub
-from support.models import save_project, save_regressor
+from support.models import save_project, save_regressor, save_text_model
 from support.references import same_in_onnxruntime
 from support.runs import hies, without_other_work
-from transformers import BertModel
+from transformers import BertForMaskedLM, BertModel
 
 from hies_export import (
     DataError,
@@ -40,6 +40,7 @@ from hies_export.recipe import PruningRecipe
 from hies_export.recipe.draws import Splits
 from hies_export.recipe.propose import propose_recipe
 from hies_export.report.report import Report
+from hies_export.tasks import COLUMNS
 from hies_export.units import Units
 
 
@@ -233,6 +234,15 @@ def test_a_runtime_that_fails_is_left_out_by_its_reason(
     assert list(tmp_path.iterdir()) == []
 
 
+PAIR = ("sentence1", "sentence2")
+
+
+def written(folder: Path, row: dict[str, Any]) -> dict[str, Path]:
+    """Write five rows, and return their file by its split."""
+    (folder / "rows.jsonl").write_text(5 * (json.dumps(row) + "\n"))
+    return {"train": folder / "rows.jsonl"}
+
+
 def test_a_model_and_its_rows_are_enough_for_a_recipe(folder: Path, tmp_path: Path) -> None:
     files = {"train": folder / "train.jsonl", "validation": folder / "validation.jsonl"}
     recipe = propose_recipe(str(folder / "model"), files=files, output=tmp_path)
@@ -248,6 +258,46 @@ def test_a_model_and_its_rows_are_enough_for_a_recipe(folder: Path, tmp_path: Pa
     assert (found.data.text, found.data.label) == (("sentence1", "sentence2"), None)
     named = propose_recipe(str(folder / "model"), files={"train": pair}, text=["genre"], label="score", output=tmp_path)
     assert (named.data.text, named.data.label) == (("genre",), "score")
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [
+        ({"query": "a", "passage": "b", "score": 1}, {"query": "query", "document": "passage", "label": "score"}),
+        ({"query": "a", "document": ["b"], "id": "c"}, {"query": "query", "document": "document"}),
+        ({"sentence1": "a", "sentence2": "b", "score": 0.5, "id": "c"}, {"text": PAIR, "label": "score"}),
+        ({"sentence1": "a", "sentence2": "b", "label": "yes"}, {"text": PAIR}),
+        ({"text": "a", "title": "b", "label": 1}, {"text": ("text",)}),
+        ({"words": "a", "id": 1}, {"text": ("words",)}),
+    ],
+)
+def test_a_model_without_a_head_embeds_texts(folder: Path, tmp_path: Path, rows: dict[str, Any], columns: Any) -> None:
+    BertModel.from_pretrained(folder / "model").save_pretrained(tmp_path / "bare")
+    recipe = propose_recipe(str(tmp_path / "bare"), files=written(tmp_path, rows), output=tmp_path)
+    assert recipe.task == "feature-extraction"
+    assert {name: getattr(recipe.data, name) for name in COLUMNS if getattr(recipe.data, name)} == columns
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [
+        (
+            {"query": "a", "passage": "b", "label": 1},
+            {"text": ("query", "passage"), "label": "label", "group": "query"},
+        ),
+        ({"query": "a", "document": "b", "query_id": 7}, {"text": ("query", "document"), "group": "query_id"}),
+        ({"sentence1": "a", "sentence2": "b", "group": 7, "query_id": 1}, {"text": PAIR, "group": "group"}),
+        ({"sentence1": "a", "sentence2": "b", "label": 0.5}, {"text": PAIR, "label": "label"}),
+    ],
+)
+def test_a_model_with_one_label_orders_candidates(tmp_path: Path, rows: dict[str, Any], columns: Any) -> None:
+    model = save_text_model(tmp_path / "model", num_labels=1)
+    recipe = propose_recipe(str(model), files=written(tmp_path, rows), output=tmp_path)
+    assert {name: getattr(recipe.data, name) for name in COLUMNS if getattr(recipe.data, name)} == columns
+    of_classes = propose_recipe(
+        str(save_text_model(tmp_path / "classes")), files=written(tmp_path, rows), output=tmp_path
+    )
+    assert of_classes.data.group is None
 
 
 @pytest.mark.slow
@@ -349,8 +399,8 @@ def test_what_leaves_a_choice_is_refused(folder: Path, tmp_path: Path, capsys: p
     half = PruningRecipe.from_yaml(folder / "recipe.yaml").with_overrides({"export.dtype": "float16"})
     with pytest.raises(RequestError, match="deploy exports what each runtime reads, got export: onnx, cpu, float16"):
         deploy(half)
-    BertModel.from_pretrained(folder / "model").save_pretrained(tmp_path / "bare")
-    with pytest.raises(RequestError, match=r"the model must be of a class that AutoModelFor.* names BertModel"):
+    BertForMaskedLM.from_pretrained(folder / "model").save_pretrained(tmp_path / "bare")
+    with pytest.raises(RequestError, match=r"the model must be of a class that AutoModelFor.* names BertForMaskedLM"):
         propose_recipe(str(tmp_path / "bare"), files={"train": rows}, output=tmp_path)
     assert hies("deploy", str(folder / "model")) == 2
     assert "deploy needs a recipe, or a model and --data; got" in capsys.readouterr().err

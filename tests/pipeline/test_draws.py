@@ -1,0 +1,124 @@
+"""Rows of a query are never divided between the uses of a run."""
+
+import json
+import random
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from support.models import word_tokenizer
+from transformers import BertConfig
+
+from hies_export.data.reader import Columns
+from hies_export.data.registry import reader_for
+from hies_export.errors import RequestError
+from hies_export.recipe.draws import Draws, Splits, draw, evaluated
+from hies_export.recipe.sections import (
+    CalibrationSection,
+    DataSection,
+    EvaluationSection,
+    HeldOutSection,
+    PruneSection,
+)
+
+OPTIONS = PruneSection.model_validate({"budget": {"flops": 0.5}})
+# Rows that add documents only.
+ALONE = 40
+
+
+def write(file: Path) -> Path:
+    """Write 120 rows of 40 queries, two to four of each, and documents that none of them names."""
+    chance = random.Random(0)
+    sizes = [2, 3, 4] * 13 + [3]
+    rows = [{"query": f"q{n}", "document": f"d{n} {i}", "id": n} for n, size in enumerate(sizes) for i in range(size)]
+    rows += [{"query": None, "document": f"other {n}", "id": None} for n in range(ALONE)]
+    chance.shuffle(rows)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def splits_of(
+    tmp_path: Path, *, held_out: Any = None, evaluation: Any = None, grouped: bool = False
+) -> tuple[Splits, Any]:
+    """Return splits of a single file, and what loads their rows."""
+    file = write(tmp_path / "rows.jsonl")
+    columns: dict[str, Any] = {"query": "query", "document": "document"}
+    if grouped:
+        columns = {"text": ("query", "document"), "group": "id"}
+        file.write_text("".join(line for line in file.read_text().splitlines(True) if "null" not in line))
+    files = {"train": file, "validation": file}
+    data = DataSection(files=files, **columns)
+    splits = Splits(
+        data,
+        CalibrationSection(samples=20),
+        EvaluationSection(**(evaluation or {})),
+        None if held_out is None else HeldOutSection(**held_out),
+    )
+    reader = reader_for(
+        "text-classification" if grouped else "feature-extraction",
+        columns=Columns(**columns),
+        config=BertConfig(num_labels=1),
+        processor=word_tokenizer(["a"]),
+    )
+    return splits, partial(reader.load, files=files)
+
+
+def queries(rows: datasets.Dataset) -> set[Any]:
+    return set(rows["id"]) - {None}
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_uses_share_no_query(tmp_path: Path, grouped: bool, seed: int) -> None:
+    splits, load = splits_of(tmp_path, grouped=grouped)
+    draws = Draws(seed=seed, scoring=20, held_out=50, compensation=20)
+    found = draw(splits, load, OPTIONS, draws)
+    assert not queries(found.scoring) & queries(found.held_out)
+    assert 20 <= len(found.scoring) < 24
+    assert 46 < len(found.held_out) < 54
+    whole = sum(2 + n % 3 if n < 39 else 3 for n in queries(found.held_out) | queries(found.scoring))
+    assert whole == len(found.scoring) + len(found.held_out)
+    assert set(found.compensation["document"]) == set(found.scoring["document"])
+
+
+@pytest.mark.parametrize("count", [None, 31])
+def test_an_evaluated_split_is_divided_between_queries(tmp_path: Path, count: int | None) -> None:
+    held_out = {"split": "validation"} | ({} if count is None else {"samples": count})
+    splits, load = splits_of(tmp_path, held_out=held_out)
+    draws = Draws(seed=0, scoring=20, held_out=1000, compensation=20)
+    found, rows = draw(splits, load, OPTIONS, draws).held_out, evaluated(splits, load)
+    assert not queries(found) & queries(rows)
+    assert queries(found) | queries(rows) == set(range(40))
+    # Only rows with a query are halved; what queries may find besides is left to the evaluation.
+    most = count or 120 // 2
+    assert most <= len(found) < most + 4
+    assert None not in found["query"][:]
+    assert rows["query"][:].count(None) == ALONE
+
+
+def test_of_the_evaluated_rows_whole_queries_are_drawn(tmp_path: Path) -> None:
+    splits, load = splits_of(tmp_path, evaluation={"samples": 50})
+    rows = evaluated(splits, load)
+    assert 50 <= len(rows) < 54
+    assert sum(2 + n % 3 if n < 39 else 3 for n in queries(rows)) == len(rows)
+    splits, load = splits_of(tmp_path, held_out={"split": "validation", "samples": 40}, evaluation={"samples": 30})
+    rows = evaluated(splits, load)
+    assert 30 <= len(rows) < 34
+    assert sum(2 + n % 3 if n < 39 else 3 for n in queries(rows)) == len(rows)
+    splits, load = splits_of(tmp_path, held_out={"split": "validation", "samples": 500})
+    with pytest.raises(RequestError, match="fewer than its 160 samples can be held out, got held_out.samples: 500"):
+        evaluated(splits, load)
+
+
+def test_a_promise_counts_rows_with_a_query(tmp_path: Path) -> None:
+    file = tmp_path / "other.jsonl"
+    rows = [{"query": f"q{n}" if n < 30 else None, "document": f"d{n}"} for n in range(300)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = DataSection(files={"train": file, "validation": file}, query="query", document="document")
+    splits = Splits(data, CalibrationSection(), EvaluationSection())
+    found = splits.promising(20, "99 %", most=1000)
+    assert found.held_out is not None
+    assert found.held_out.samples == 20
+    assert splits.promising(21, "99 %", most=1000).held_out is None
