@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, PreTrainedModel, default_data_collator
 
 from ..errors import DataError, RequestError, listed, quoted, refusing
+from ..model.sentence import TextEncoder
 from ..tasks import Task
 from .batches import Batch, check_batches
 from .images import holds_images
@@ -50,13 +51,15 @@ def batches_of(
         task: What the model predicts.
         processor: Tokenizer or processor, for what is not batches yet.
         columns: Columns to read of a data set, and fields of its reader.
-        settings: Further fields of the reader, such as the prompts of an `EmbeddingReader`.
+        settings: Further fields of the reader; by default the prompts and the length of a `TextEncoder`.
         judged: Whether the batches of a data set say how its rows belong together, see `Reader.judging`.
 
     Raises:
         DataError: Texts are no texts, or blank; or the batches do not suit the model.
         RequestError: The processor is missing, or columns are given where there are none.
     """
+    if isinstance(model, TextEncoder) and settings is None:
+        settings = {name: getattr(model.settings, name) for name in ("prompts", "lower", "max_length")}
     if isinstance(given, (datasets.DatasetDict, datasets.IterableDatasetDict)):
         raise DataError(f"{what} must be one split of a data set, got {listed(list(given))}; pass one of these")
     if isinstance(given, datasets.Dataset):

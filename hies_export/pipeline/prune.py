@@ -399,7 +399,7 @@ def _rows(
     if held_out is None:
         calibration, apart = split_held_out(calibration)
     elif not isinstance(held_out, (list, tuple)) or held_out:
-        apart = batches_of(model, held_out, what="held_out", **read)
+        apart = batches_of(model, held_out, what="held_out", judged=True, **read)
     if not apart and isinstance(asked, PruneSection) and (choice := asked.judged_on_held_out):
         raise RequestError(f"{choice} is chosen on held-out rows, and there are none; pass held_out=, or more batches")
     refit: list[Batch] = []

@@ -18,7 +18,7 @@ from hies_export.data.registry import reader_for
 from hies_export.data.rows import take
 from hies_export.data.targets import ROW_KEYS
 from hies_export.errors import DataError, RequestError
-from hies_export.model.sentence import Normalize, Pooling, TextEncoder
+from hies_export.model.sentence import Normalize, Pooling, SentenceSettings, TextEncoder
 from hies_export.tasks import TASKS
 
 WORDS = [*"abcdefghijklmnop", "query", "passage", "B"]
@@ -335,6 +335,9 @@ def test_a_list_of_texts_is_read_as_the_rows_of_a_data_set() -> None:
     texts = ["a b", "c", "a b", "d e f"]
     found = given(encoder(), texts, settings={"prompts": {"text": "query "}})
     assert texts_of(found) == ["query a b", "query c", "query d e f"]
+    model = encoder()
+    model.settings = SentenceSettings((), max_length=5, prompts={"text": "passage "}, lower=True)
+    assert texts_of(given(model, texts)) == ["passage a b", "passage c", "passage d e"]
     rows = given(encoder(), rows_of(text=texts))
     assert texts_of(rows) == ["a b", "c", "d e f"]
 

@@ -8,12 +8,15 @@ from typing import Any
 
 import datasets
 import pytest
-from support.models import word_tokenizer
+import torch
+from support.models import save_regressor, word_tokenizer
 from transformers import BertConfig
 
 from hies_export.data.reader import Columns
 from hies_export.data.registry import reader_for
 from hies_export.errors import RequestError
+from hies_export.pipeline.resolve import resolve
+from hies_export.recipe import PruningRecipe
 from hies_export.recipe.draws import Draws, Splits, draw, evaluated
 from hies_export.recipe.sections import (
     CalibrationSection,
@@ -122,3 +125,16 @@ def test_a_promise_counts_rows_with_a_query(tmp_path: Path) -> None:
     assert found.held_out is not None
     assert found.held_out.samples == 20
     assert splits.promising(21, "99 %", most=1000).held_out is None
+
+
+def test_a_recipe_of_a_reranker_judges_its_order(tmp_path: Path) -> None:
+    sections = {"prune": {"budget": {"heads": 0.5}, "compensation": {}}, "measure": {"runtimes": ["torch"]}}
+    folder = save_regressor(tmp_path, **sections)
+    recipe = PruningRecipe.from_yaml(folder / "recipe.yaml").with_overrides({"data.group": "sentence"})
+    found = resolve(recipe)
+    labels = [json.loads(line)["label"] for line in (tmp_path / "validation.jsonl").read_text().splitlines()]
+    assert sorted(torch.cat([batch["grades"] for batch in found.evaluation]).tolist()) == pytest.approx(sorted(labels))
+    for batch in (*found.evaluation, *found.prepared.rows.calibration, *found.prepared.rows.compensation):
+        assert "group" in batch
+        assert "labels" not in batch
+    assert "grades" not in found.prepared.rows.calibration[0]
