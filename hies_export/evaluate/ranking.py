@@ -43,6 +43,14 @@ def kind_of_rows(batches: Sequence[Batch], *, embeds: bool = False) -> RowsKind 
     return "queries" if "query" in keys else "pairs" if "pair" in keys else "texts"
 
 
+def keeps_predictions(kind: RowsKind | None) -> bool:
+    """Return whether what is kept of a model is a share of equal predictions, as `rows_needed` assumes.
+
+    Of rankings it is a share of a metric.
+    """
+    return kind is None
+
+
 @dataclass(frozen=True)
 class Rankings:
     """How rankings compare with what is relevant, and with the dense model's; a number for each query, (queries,).
