@@ -147,8 +147,8 @@ def rows_needed(share: float, confidence: float = CONFIDENCE) -> int:
 
 def queries_needed(share: float, confidence: float = CONFIDENCE) -> int:
     """Return how many queries, all ranked alike, make the lower end of `ratio_ends` reach a share in (0, 1)."""
-    count = 2
-    # (count - t) / (count + 1), where t falls with the count.
-    while (enough := math.ceil((share + stats.t.ppf((1 + confidence) / 2, count)) / (1 - share))) > count:
-        count += max(1, (enough - count) // 2)
+    tail = (1 + confidence) / 2
+    count = math.ceil((share + stats.norm.ppf(tail)) / (1 - share))
+    while (count - stats.t.ppf(tail, count)) / (count + 1) < share:
+        count += 1
     return count
