@@ -184,8 +184,9 @@ class MaxDropOutcome(PromiseOutcome):
 class KeepOutcome(PromiseOutcome):
     """The largest cut that keeps a promise by the end of an interval.
 
-    The promise is a share of `predictions` that stay, or that a `metric` gets worse by at most `by`. `slim` is that
-    share, or that loss, of the slim model, and `slim_end` the end of its interval. `confidence` is that of each
+    The promise is a share of `predictions` that stay, or of a `metric` of rankings, or that a `metric` gets worse by at
+    most `by`. Embeddings are judged on an `index`, see `Judge`. `slim` is that share, or that loss, of the slim model,
+    and `slim_end` the end of its interval. `confidence` is that of each
     interval, see `confidence_of_each`. If time is saved in place of FLOPs, `predicted` is the remaining share of the
     time on `runtime`.
     """
@@ -194,6 +195,7 @@ class KeepOutcome(PromiseOutcome):
     predictions: float | None = None
     metric: str | None = None
     by: float | None = None
+    index: Literal["dense", "slim"] | None = None
     confidence: float = CONFIDENCE
     slim_end: float | None = None
     predicted: float | None = None
@@ -203,18 +205,20 @@ class KeepOutcome(PromiseOutcome):
     dtype: str | None = None
 
     def __post_init__(self) -> None:
-        if (self.predictions is None) == (self.metric is None) or (self.metric is None) != (self.by is None):
+        if (self.predictions is None) == (self.by is None) or (self.by is not None and self.metric is None):
             raise ValueError("keep must have predictions, or metric and by")
 
     @property
     def judging(self) -> dict[str, Any]:
-        """The metric, if one is promised, and which intervals decide."""
-        metrics = {} if self.metric is None else {"metrics": (self.metric,)}
-        return {**metrics, "confidence": self.confidence, "as_of": self.samples}
+        """The metric and the index, if they are promised, and which intervals decide."""
+        promised = {} if self.metric is None else {"metrics": (self.metric,)}
+        if self.index is not None:
+            promised["index"] = self.index  # type: ignore[assignment]
+        return {**promised, "confidence": self.confidence, "as_of": self.samples}
 
     def numbers(self, judge: Judge, predictions: Predictions) -> tuple[float, ...]:
-        """Return the share of predictions that stay, or the loss, and the end of its interval."""
-        return judge.kept(predictions) if self.metric is None else judge.lost(predictions)
+        """Return the share that stays, or the loss, and the end of its interval."""
+        return judge.lost(predictions) if self.predictions is None else judge.kept(predictions)
 
     def having(self, *numbers: float) -> KeepOutcome:
         """Return the promise with the share, or the loss, of a cut, and the end of its interval."""
@@ -233,9 +237,15 @@ class KeepOutcome(PromiseOutcome):
     @property
     def asked(self) -> str:
         """The promise in words."""
-        if self.predictions is not None:
-            return f"{100 * self.predictions:g} % of the predictions"
-        return f"at most {self.by:g} of {self.metric}"
+        if self.predictions is None:
+            return f"at most {self.by:g} of {self.what}"
+        return f"{100 * self.predictions:g} % of {self.what}"
+
+    @property
+    def what(self) -> str:
+        """What is kept: "the predictions", or the metric with its index."""
+        index = {None: "", "dense": " with the dense model's index", "slim": " with everything re-embedded"}
+        return "the predictions" if self.metric is None else f"{self.metric}{index[self.index]}"
 
     @property
     def found(self) -> str:
@@ -254,9 +264,9 @@ class KeepOutcome(PromiseOutcome):
         """The share that stays, or the loss, and the end of its interval, by name."""
         assert self.slim is not None
         assert self.slim_end is not None
-        if self.metric is None:
-            return {"kept": self.slim, "at_least": self.slim_end}
-        return {"lost": self.slim, "at_most": self.slim_end}
+        if self.predictions is None:
+            return {"lost": self.slim, "at_most": self.slim_end}
+        return {"kept": self.slim, "at_least": self.slim_end}
 
     def problem(self, judged: Sequence[PromiseOutcome]) -> str:
         """Return what the mildest cut has, which is judged last."""

@@ -78,6 +78,11 @@ def size_of(batch: Mapping[str, torch.Tensor]) -> int:
     return len(next(iter(batch.values())))
 
 
+def has_references(batch: Mapping[str, torch.Tensor]) -> bool:
+    """Return whether a batch has what metrics compare with: labels, relevant documents, grades or scores of pairs."""
+    return not batch.keys().isdisjoint({"labels", "relevant", "grades", "score"})
+
+
 def samples_of(batches: Sequence[Mapping[str, torch.Tensor]]) -> int:
     """Return how many samples batches have: rows, or the questions, queries or pairs that they are of."""
     keys = batches[0].keys() if batches else ()

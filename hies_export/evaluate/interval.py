@@ -138,5 +138,17 @@ def rate_rows_needed(rate: float, confidence: float = CONFIDENCE) -> int:
 
 
 def rows_needed(share: float, confidence: float = CONFIDENCE) -> int:
-    """Return how many rows, all with the same prediction, make the lower end reach a share in (0, 1)."""
+    """Return how many rows, all with the same prediction, make the lower end reach a share in (0, 1).
+
+    It is for shares of predictions; `queries_needed` is for shares of a metric of rankings, see `keeps_predictions`.
+    """
     return math.ceil(math.log((1 - confidence) / 2) / math.log(share))
+
+
+def queries_needed(share: float, confidence: float = CONFIDENCE) -> int:
+    """Return how many queries, all ranked alike, make the lower end of `ratio_ends` reach a share in (0, 1)."""
+    tail = (1 + confidence) / 2
+    count = math.ceil((share + stats.norm.ppf(tail)) / (1 - share))
+    while (count - stats.t.ppf(tail, count)) / (count + 1) < share:
+        count += 1
+    return count

@@ -34,6 +34,11 @@ class Metric:
     compute: Compute  # the function, of predictions and references; NaN if the metric is undefined
     higher_is_better: bool = True  # whether more is better
 
+    @property
+    def ranks(self) -> bool:
+        """Whether it is a metric of rankings."""
+        return self.of in ("ranking", "own ranking")
+
 
 # The metrics below, and those of the `evaluate` library that were asked for in this process.
 METRICS: dict[str, Metric] = {}

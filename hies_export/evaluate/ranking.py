@@ -43,6 +43,14 @@ def kind_of_rows(batches: Sequence[Batch], *, embeds: bool = False) -> RowsKind 
     return "queries" if "query" in keys else "pairs" if "pair" in keys else "texts"
 
 
+def keeps_predictions(kind: RowsKind | None) -> bool:
+    """Return whether what is kept of a model is a share of equal predictions, as `rows_needed` assumes.
+
+    Of rankings it is a share of a metric.
+    """
+    return kind is None
+
+
 @dataclass(frozen=True)
 class Rankings:
     """How rankings compare with what is relevant, and with the dense model's; a number for each query, (queries,).
@@ -304,7 +312,7 @@ def _compared(scores: Tensor, dense: Tensor, grades: Tensor | None, depth: int |
 
     `dense` are the dense model's scores. Those of its first `depth` candidates, by default of all, are gains.
     """
-    count = dense.isfinite().sum(1, keepdim=True)
+    count = (dense > -torch.inf).count_nonzero(1)[:, None]
     best = dense.topk(min(depth or dense.shape[1], dense.shape[1])).values
     high, low, bound = (best.gather(1, count.clamp(max=rank) - 1) for rank in (1, best.shape[1], TOP))
     first = _first(scores, dense)
@@ -326,7 +334,7 @@ def _compared(scores: Tensor, dense: Tensor, grades: Tensor | None, depth: int |
     relevant, rank = gains > 0, torch.arange(1, gains.shape[1] + 1, dtype=torch.float64)
     return found | {
         "ndcg": (_dcg(gains) / ideal).where(ideal > 0, 0.0),
-        "recall": relevant.sum(1) / (grades > 0).sum(1).clamp(min=1).double(),
+        "recall": relevant.sum(1) / (grades > 0).count_nonzero(1).clamp(min=1).double(),
         "mrr": (relevant / rank).amax(1),
     }
 
@@ -334,9 +342,11 @@ def _compared(scores: Tensor, dense: Tensor, grades: Tensor | None, depth: int |
 def _first(scores: Tensor, worth: Tensor) -> Tensor:
     """Return what the candidates of the largest scores are worth, (queries, at most 10); of equal ones, least first."""
     most = min(TOP, scores.shape[1])
-    bound = scores.topk(most).values[:, -1:]
-    # As many as there are with the candidates that tie for the last place.
-    places = scores.topk(int((scores >= bound).sum(1).max())).indices
+    values, places = scores.topk(min(most + 1, scores.shape[1]))
+    bound = values[:, most - 1 : most]
+    if bool((values[:, most:] == bound).any()):
+        # As many as there are with the candidates that tie for the last place.
+        places = scores.topk(int((scores >= bound).count_nonzero(1).max())).indices
     scores, worth = scores.gather(1, places), worth.gather(1, places)
     order = worth.argsort(dim=1, stable=True)
     scores, worth = scores.gather(1, order), worth.gather(1, order)

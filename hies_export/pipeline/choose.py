@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -11,11 +11,12 @@ import torch
 
 from ..data.batches import Batch
 from ..data.targets import batches_fingerprint, samples_of, size_of
-from ..errors import PlanError
-from ..evaluate.interval import FAILURES, confidence_of_each
+from ..errors import PlanError, RequestError
+from ..evaluate.interval import CONFIDENCE, FAILURES, confidence_of_each
 from ..evaluate.judge import Judge, Tried
 from ..evaluate.metrics import METRICS
 from ..evaluate.predict import Predictor, predict
+from ..evaluate.ranking import RowsKind, keeps_predictions, kind_of_rows
 from ..outcomes import BudgetOutcome, KeepOutcome, MaxDropOutcome
 from ..progress import Progress
 from ..prunable.find import find_modules
@@ -273,7 +274,7 @@ class Chooser:
         Raises:
             PlanError: No cut keeps the promise.
         """
-        promise, sizes, served = self._promise(asked, confidence), self._targets.sizes(), served or asked.timed
+        promise, sizes, served = self.promise(asked, confidence), self._targets.sizes(), served or asked.timed
         guess = self._guess(promise, sizes, None if served is None else "torch", watch)
         runtime = None if served is None else served.runtime
         self._progress.stage(
@@ -296,12 +297,13 @@ class Chooser:
 
         Without such rows, the guess is the smallest size, by the first scores.
         """
-        scored, rows = self.score(), self._choosing_rows(promise.metric)
+        scored, rows = self.score(), self._choosing_rows(promise)
         smallest = Guess(scored[0], self._refitting.tried[0], 1)
         if rows is None:
             return smallest
         self._progress.stage("guess how much to remove, on rows that are not held out")
-        by_weights = self._by_weights(self._judge(rows, **promise.judging))
+        own = {"metrics": ("own_ndcg@10",)} if self._kind(rows) in ("texts", "groups") else {}
+        by_weights = self._by_weights(self._judge(rows, **promise.judging | own))
         search = Search(promise, by_weights, sizes, runtime=runtime, guess=True, watch=watch)
         best = search.largest(self._progress.track(scored, "guess how much to remove"))
         if not search.judged:
@@ -314,26 +316,46 @@ class Chooser:
         """Choose to remove nothing, because no cut keeps a promise."""
         whole = {module.name: module.kept(range(module.units)) for module in self._prepared.modules}
         picked = _Picked(self._of_dense.statistics, self.score()[0], whole)
-        return replace(self._choice(picked, self._promise(asked, confidence)), refit=None)
+        return replace(self._choice(picked, self.promise(asked, confidence)), refit=None)
 
-    def _promise(self, asked: KeepBudget, confidence: float) -> KeepOutcome:
+    def promise(self, asked: KeepBudget, confidence: float = CONFIDENCE) -> KeepOutcome:
+        """Return what is promised on the held-out rows: of rankings, the share of a metric, on an index."""
+        rows = self._prepared.rows.held_out
+        kind, metric, index = self._kind(rows), asked.metric, asked.index
+        if index is not None and kind not in ("queries", "texts"):
+            raise RequestError(
+                "keep.index says which vectors of documents queries search, and only embeddings of queries and "
+                "documents, or of texts alone, have these; leave it out"
+            )
+        if not keeps_predictions(kind):
+            metric = metric or self._prepared.judged.metrics[0]
+            index = index or ("dense" if kind in ("queries", "texts") else None)
         return KeepOutcome(
             predictions=asked.predictions,
-            metric=asked.metric,
+            metric=metric,
             by=asked.by,
-            samples=samples_of(self._prepared.rows.held_out),
+            index=index,
+            samples=samples_of(rows),
             confidence=confidence,
         )
 
-    def _choosing_rows(self, metric: str | None) -> list[Batch] | None:
+    def _kind(self, rows: Sequence[Batch]) -> RowsKind | None:
+        return kind_of_rows(rows, embeds=self._prepared.judged.embeds)
+
+    def _choosing_rows(self, promise: KeepOutcome) -> list[Batch] | None:
         """Return rows that nothing is promised on: those refitted on or, for a metric, those scored on, with labels.
 
-        None for a metric of choices, which none of these rows have.
+        Rankings are guessed from unlabelled texts, or candidates, which are ranked as the dense model does. None for a
+        metric of choices, which none of these rows have, and for candidates of which too few are of one query.
         """
-        rows = self._prepared.rows
+        rows, metric = self._prepared.rows, promise.metric
         if metric is None:
             return rows.compensation or rows.calibration
-        return None if METRICS[metric].of == "choices" else rows.calibration
+        if keeps_predictions(self._kind(rows.held_out)):
+            return None if METRICS[metric].of == "choices" else rows.calibration
+        unlabelled = rows.compensation or rows.calibration
+        kind, count = self._kind(unlabelled), sum(map(size_of, unlabelled))
+        return unlabelled if kind in ("texts", "queries") or count >= 2 * samples_of(unlabelled) else None
 
     def _picked(self, trial: Trial) -> _Picked:
         statistics = self._of_dense.statistics

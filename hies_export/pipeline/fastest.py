@@ -162,8 +162,9 @@ class Search:
         )
         if not order:
             best = max((way for way in tried if way.at_least is not None), key=lambda way: way.at_least or 0.0)
+            asked = self._chooser.promise(self._promise).asked
             raise PlanError(
-                f"keep asks for {100 * share:g} % of the predictions, and the dense model itself keeps at least "
+                f"keep asks for {asked}, and the dense model itself keeps at least "
                 f"{100 * (best.at_least or 0.0):.2f} % in its best form ({best.runtime}, {best.bits}); ask for less, "
                 "or give more held-out rows"
             )

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from ..checkpoint.refits import RefittedLayers
 from ..data.batches import Batch
 from ..data.given import batches_of, first_rows, split_held_out, unlabelled
-from ..data.targets import is_regression, samples_of
+from ..data.targets import has_references, is_regression, samples_of
 from ..errors import RecipeError, RequestError
 from ..evaluate.judge import Judge
 from ..evaluate.metrics import check_metrics, default_metrics
@@ -44,7 +44,7 @@ from ..recipe import (
 )
 from ..report.maps import plan_maps
 from ..report.report import plan_counts
-from ..report.rows import Table, change, quality_row, si
+from ..report.rows import Table, change, quality_row, ranking_rows, shown_metrics, si
 from ..report.terminal import PlainTable, map_text
 from ..slim.refit import LayerFit
 from ..tasks import Task
@@ -223,10 +223,14 @@ class PruneResult:
             rows.append((name, si(size.dense), si(size.slim), change(size.dense, size.slim)))
         if self.held_out is not None:
             samples = samples_of(self.prepared.rows.held_out)
-            labelled = "labels" in self.prepared.rows.held_out[0]
-            rows += [quality_row(name, values) for name, values in self.held_out.metrics.items() if labelled]
+            labelled, ranking = has_references(self.prepared.rows.held_out[0]), self.held_out.ranking
+            plain = self.held_out.metrics.keys() - shown_metrics(ranking) if labelled else set()
+            rows += [quality_row(name, values) for name, values in self.held_out.metrics.items() if name in plain]
             counted = f"{samples:,} held-out {'row' if samples == 1 else 'rows'}"
-            rows.append((f"same prediction, {counted}", "", f"{self.held_out.stability:.1%}", ""))
+            if ranking:
+                rows += ranking_rows(ranking, self.held_out.metrics)
+            else:
+                rows.append((f"same prediction, {counted}", "", f"{self.held_out.stability:.1%}", ""))
         return Table(("", "dense", "slim", "change"), rows)
 
 
@@ -426,7 +430,7 @@ def _compare(result: PruneResult, progress: Progress) -> Evaluation:
     """Judge the slim model on the held-out batches."""
     progress.stage("compare both models on the held-out rows")
     prepared = result.prepared
-    judge = Judge.on(prepared.model, prepared.rows.held_out, **asdict(prepared.judged))
+    judge = Judge.on(prepared.model, prepared.rows.held_out, **asdict(prepared.judged), index=None)
     return evaluate(judge, prepared.model, result.model, progress=progress)
 
 

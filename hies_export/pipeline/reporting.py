@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..data.facts import DataFacts
-from ..data.targets import samples_of
+from ..data.targets import GROUP_KEY, has_references, samples_of
 from ..evaluate.metrics import METRICS
 from ..forms.cascade.facts import CascadeFacts, CascadeSummary
 from ..forms.deployment import Deployment
@@ -26,6 +26,7 @@ from ..report.jinja import render_markdown
 from ..report.maps import head_map, neuron_counts
 from ..report.provenance import RunRecord
 from ..report.report import FirstMetric, Report, plan_counts
+from ..report.text import FIRST_HIT
 from ..slim.config import is_slim
 from ..slim.siblings import families
 from .cut import Saved
@@ -87,6 +88,7 @@ def build_report(done: Finished, seconds: dict[str, float], command: str | None)
         environment={**machine_facts(), "processes": done.processes},
         exported=done.deployed.file,
         cascade=done.deployed.cascade and done.deployed.cascade[0],
+        ranking=evaluation.ranking or None,
         details=_details(done, command),
     )
 
@@ -143,7 +145,7 @@ def _data_facts(done: Finished) -> DataFacts:
         evaluation_of=done.resolved.evaluation_of,
         evaluation_rows=splits.evaluation.rows,
         evaluation_split=split,
-        evaluation_labelled="labels" in done.resolved.evaluation[0],
+        evaluation_labelled=has_references(done.resolved.evaluation[0]),
         held_out_samples=samples_of(rows.held_out),
         held_out_split=splits.calibration.split if held_out is None else held_out.split,
         held_out_further=held_out is None,
@@ -178,7 +180,9 @@ def write_report(folder: Path, report: Report) -> None:
 
 
 def _prediction_name(prepared: Prepared, *, answers: bool) -> str:
-    """Return the report's word for one prediction: "choice", "answer", "next token" or "prediction"."""
+    """Return the report's word for one prediction: "choice", "answer", "next token", "first hit" or "prediction"."""
+    if prepared.judged.embeds or GROUP_KEY in prepared.rows.held_out[0]:
+        return FIRST_HIT
     if METRICS[prepared.judged.metrics[0]].of == "choices":
         return "choice"
     if answers:

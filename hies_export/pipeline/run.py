@@ -198,7 +198,7 @@ def run_stages(
         warn_if_larger(saved, resolved.source)
     uncompensated = result.plan.kept if options.compensation else None
     progress.stage("evaluate both models")
-    judge = Judge.on(prepared.model, resolved.evaluation, **asdict(prepared.judged), progress=progress)
+    judge = Judge.on(prepared.model, resolved.evaluation, **asdict(prepared.judged), index=None, progress=progress)
     evaluation = evaluate_run(resolved, judge, result.model, uncompensated=uncompensated, progress=progress)
     answers = None if decided.cascade is None else answers_of(prepared)
     count, others = processes.world(), _other_work(watch)

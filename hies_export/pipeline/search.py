@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -329,12 +329,13 @@ def confirm(
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How a slim model compares with the dense one: metrics and lm-eval benchmarks by name, and stability."""
+    """How a slim model compares with the dense one: metrics and lm-eval benchmarks by name, stability, and rankings."""
 
     metrics: Mapping[str, Both[float]]
     stability: float  # share of predictions that equal the dense model's, in [0, 1]
     uncompensated: Quality | None  # of the cut model without compensation; None if the run does not compensate
     benchmarks: Mapping[str, Both[float]]
+    ranking: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # of the slim model, as in `Judge.ranking`
 
 
 def evaluate(
@@ -349,19 +350,21 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate the slim model of a run against the dense one."""
 
-    def quality_of(model: PreTrainedModel) -> Quality:
-        return judge.of(predict(model, judge.batches, progress=progress))
+    def predictions_of(model: PreTrainedModel) -> Predictions:
+        return predict(model, judge.batches, progress=progress)
 
-    dense, pruned, masked = judge.of(judge.dense), quality_of(slim), None
+    predictions = predictions_of(slim)
+    dense, pruned, masked = judge.of(judge.dense), judge.of(predictions), None
     if uncompensated is not None:
         # Masked and cut models predict the same: `compare_cut` has checked that.
         with masked_units(model, uncompensated, modules):
-            masked = quality_of(model)
+            masked = judge.of(predictions_of(model))
     benchmarks: Mapping[str, Both[float]] = {}
     if benchmark is not None:
         progress.stage("run the benchmarks of lm-eval on both models")
         benchmarks = _side_by_side(benchmark(model), benchmark(slim))
-    return Evaluation(_side_by_side(dense.metrics, pruned.metrics), pruned.stability, masked, benchmarks)
+    metrics, ranking = _side_by_side(dense.metrics, pruned.metrics), judge.ranking(predictions)
+    return Evaluation(metrics, pruned.stability, masked, benchmarks, ranking)
 
 
 def _side_by_side(dense: Mapping[str, float], slim: Mapping[str, float]) -> dict[str, Both[float]]:

@@ -49,6 +49,13 @@ def _known_metric(name: str) -> str:
     return _known(name, METRICS, what="metric")
 
 
+def _ranks(metric: Any) -> bool:
+    """Return whether a name is that of a metric of rankings."""
+    from ..evaluate.metrics import METRICS
+
+    return isinstance(metric, str) and metric in METRICS and METRICS[metric].ranks
+
+
 ShareOfDense = Annotated[float, AfterValidator(_share_of_dense)]
 Runtime = Annotated[str, AfterValidator(_known_runtime)]
 PathOrName = Annotated[str, AfterValidator(check_path)]
@@ -231,9 +238,13 @@ class KeepBudget(TimedSection):
 
     Attributes:
         predictions: Share of the predictions that must stay the dense model's, in (0, 1). The lower end of the interval
-            must reach it, so all predictions of 477 rows must stay for 0.99, or all but 2 of 1,024.
-        metric: In place of a share of predictions, the name of a metric.
+            must reach it, so all predictions of 477 rows must stay for 0.99, or all but 2 of 1,024. Of an embedding
+            model or a reranker, it is the share of a metric that must stay: of `metric`, by default the first one.
+        metric: In place of a share of predictions, the name of a metric. If it is of rankings, such as ndcg@10, a share
+            of it is kept, 0.99 unless `predictions` says otherwise, or it gets worse `by` so much.
         by: How much worse the metric may get at most, in its own unit.
+        index: What embeddings of queries are compared with: "dense", the documents' vectors of the dense model, which
+            is the default, or "slim", all texts embedded again.
         runtime: Save time on this runtime in place of FLOPs, and judge the files that it runs; with `batch`, `sequence`
             and `dtype` as for `latency`.
         samples: How many held-out rows to draw.
@@ -242,6 +253,7 @@ class KeepBudget(TimedSection):
     predictions: float | None = Field(None, gt=0, lt=1)
     metric: Annotated[str, AfterValidator(_known_metric)] | None = None
     by: float | None = Field(None, ge=0)
+    index: Literal["dense", "slim"] | None = None
     runtime: Runtime | None = None  # type: ignore[assignment]
     samples: int = Field(1024, ge=1)
 
@@ -253,13 +265,17 @@ class KeepBudget(TimedSection):
     @model_validator(mode="before")
     @classmethod
     def _may_be_a_number(cls, value: Any) -> Any:
-        return {"predictions": value} if isinstance(value, (int, float)) else value
+        if isinstance(value, (int, float)):
+            return {"predictions": value}
+        if isinstance(value, dict) and _ranks(value.get("metric")) and {"by", "predictions"}.isdisjoint(value):
+            return {**value, "predictions": 0.99}
+        return value
 
     @model_validator(mode="after")
     def _is_one_promise(self) -> KeepBudget:
-        of_metric = (self.metric is not None, self.by is not None)
-        if of_metric not in ((True, True), (False, False)) or (self.predictions is None) != all(of_metric):
-            given = [name for name in ("predictions", "metric", "by") if getattr(self, name) is not None]
+        given = [name for name in ("predictions", "metric", "by") if getattr(self, name) is not None]
+        shares = given == ["predictions", "metric"] and _ranks(self.metric)
+        if not shares and given not in (["predictions"], ["metric", "by"]):
             raise ValueError(f"keep needs predictions, or metric and by, got {' and '.join(given) or 'none'}")
         timed = [name for name in ("batch", "sequence", "dtype") if name in self.model_fields_set]
         if self.runtime is None and timed:

@@ -10,11 +10,12 @@ from ..forms.measure.rows import LatencyRow
 from ..outcomes import CostOutcome, HeadsOutcome, KeepOutcome, MaxDropOutcome
 from .report import Report
 from .rows import form_step
-from .text import runtime_name
+from .text import evaluated_share, runtime_name
 
 # Metrics whose names in a sentence differ from those in a recipe.
 _WRITTEN = {"pearson": "Pearson", "spearman": "Spearman", "f1": "F1", "matthews_correlation": "Matthews correlation"}
 _WRITTEN |= {"choice_accuracy": "accuracy of choices", "exact_match": "exact matches"}
+_WRITTEN |= {"ndcg@10": "nDCG@10", "mrr@10": "MRR@10"}
 
 
 def lead_text(report: Report) -> str:
@@ -129,21 +130,25 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3f}" if abs(value) < 1 else f"{value:.3g}"
 
 
-def _promise(report: Report, predictions: float | None) -> str:
+def _promise(promised: float | None, kept: float | None) -> str:
     """Return that a promise was kept on held-out rows, and whether a promised share was missed on those evaluated."""
-    kept = "promise kept on held-out rows"
-    return kept if predictions is None or _judged(report)[0] >= predictions else f"{kept}, missed on those evaluated"
+    text = "promise kept on held-out rows"
+    return text if promised is None or kept is None or kept >= promised else f"{text}, missed on those evaluated"
 
 
 def _budget(report: Report) -> str:
     """Return whether the budget was kept; empty if the report does not know."""
     budget, heads, deployed = report.details.budget, report.heads, report.details.deployment
     if deployed is not None and deployed.form is not None:
-        return _promise(report, deployed.promise)
+        (kept, quality), dense = _judged(report), report.quality.dense
+        if report.ranking is not None and dense > 0:
+            kept = quality / dense
+        return _promise(deployed.promise, kept)
     if isinstance(budget, KeepOutcome):
         if not budget.met:
             return f"{budget.asked} promised, and held-out rows have {budget.found}"
-        return _promise(report, budget.predictions)
+        there = evaluated_share(report, budget.metric, budget.index) if budget.metric else _judged(report)[0]
+        return _promise(budget.predictions, there)
     if isinstance(budget, MaxDropOutcome):
         assert budget.slim is not None
         lost = quality_loss(budget.metric, budget.dense, budget.slim)

@@ -7,7 +7,7 @@ from dataclasses import asdict, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import model_validator
+from pydantic import FiniteFloat, model_validator
 from pydantic.dataclasses import dataclass
 
 from ..files import Rule, check, read_json
@@ -95,6 +95,9 @@ class Report:
         cache_bytes_per_token: Bytes that a token adds to the key/value cache; None for a model without a cache.
         exported: The exported file, judged as it is deployed; None in reports of older versions.
         cascade: The cascade of both models; None if none was asked for.
+        ranking: For an embedding model, index -> name of a number -> mean over the queries, as in `Judge.ranking`:
+            `slim_index` with everything re-embedded, `dense_index` with queries on the dense model's vectors. For a
+            reranker, `candidates`. None for other models.
         details: The content of the renderings beyond the summary.
     """
 
@@ -120,6 +123,7 @@ class Report:
     cache_bytes_per_token: Both[Size] | None = None
     exported: ExportedFile | None = None
     cascade: CascadeSummary | None = None
+    ranking: Mapping[str, Mapping[str, FiniteFloat]] | None = None
     details: Details = field(kw_only=True)
 
     @model_validator(mode="after")
@@ -144,10 +148,10 @@ class Report:
         """Return everything but `details`, as plain values.
 
         `neurons` is present only if the run could remove some, the keys of a GGUF file only if it wrote one, and
-        `cascade` only if there is one.
+        `cascade` and `ranking` only if there is one.
         """
         values = asdict(self)
-        left_out = {"details"} | {name for name in ("neurons", "cascade") if not values[name]}
+        left_out = {"details"} | {name for name in ("neurons", "cascade", "ranking") if not values[name]}
         if self.bytes.gguf is None:
             left_out.add("gguf_max_abs")
             del values["bytes"]["gguf"]

@@ -12,7 +12,7 @@ from ..forms.measure.counts import Both, LayerFlops
 from ..forms.measure.rows import LatencyRow
 from . import text
 from .report import FirstMetric, Report
-from .text import agreement, named_units, runtime_name, si
+from .text import FIRST_HIT, agreement, named_units, runtime_name, si
 
 # Parts of a layer's FLOPs, and what the table calls them.
 FLOP_PARTS = {
@@ -93,7 +93,8 @@ def comparison_table(report: Report) -> Table:
 
     Without labels there is no metric: it would compare with the dense model's own predictions, as stability does.
     """
-    quality, labelled = report.quality, report.details.data.evaluation_labelled
+    quality, ranking = report.quality, report.ranking
+    labelled = report.details.data.evaluation_labelled
     before = report.details.uncompensated
     rows = [
         *(
@@ -102,8 +103,9 @@ def comparison_table(report: Report) -> Table:
         ),
         *(size[:4] for size in size_rows(report)),
         *([("GGUF file", "", si(report.bytes.gguf) + "B", "")] if report.bytes.gguf else []),
-        *([quality_row(quality.metric, quality)] if labelled else []),
-        (agreement(report), "", f"{report.stability:.1%}", ""),
+        *([quality_row(quality.metric, quality)] if labelled and quality.metric not in shown_metrics(ranking) else []),
+        *([] if ranking else [(agreement(report), "", f"{report.stability:.1%}", "")]),
+        *ranking_rows(ranking, report.metrics),
         *(quality_row(name, values) for name, values in report.details.benchmarks.items()),
     ]
     if before is not None:
@@ -114,6 +116,37 @@ def comparison_table(report: Report) -> Table:
     return Table(("", "dense", "slim", "change"), rows)
 
 
+# What reports show of rankings: number in report.json -> name, and the metric that it is for both models.
+_RANKING = {
+    "ndcg": ("nDCG@10", "ndcg@10"),
+    "spearman": ("Spearman", "spearman"),
+    "own_ndcg": ("nDCG@10 of the dense ranking", None),
+    "top1": (f"same {FIRST_HIT}", None),
+    "cosine": ("cosine to the dense embedding", None),
+}
+_INDEX = {"dense_index": ", your index as it is", "slim_index": ", everything re-embedded", "candidates": ""}
+
+
+def ranking_rows(
+    ranking: Mapping[Any, Mapping[str, float]] | None, metrics: Mapping[str, Both[float] | FirstMetric]
+) -> list[tuple[str, str, str, str]]:
+    """Return how a slim model ranks on each index, beside the dense model's metrics; nothing for other models."""
+    rows = []
+    for key, (name, metric) in _RANKING.items():
+        for index, words in _INDEX.items():
+            value, known = (ranking or {}).get(index, {}).get(key), metrics.get(metric or "")
+            if value is not None and known is not None:
+                rows.append(quality_row(f"{name}{words}", Both(known.dense, value)))
+            elif value is not None:
+                rows.append((f"{name}{words}", "", f"{value:.1%}" if key == "top1" else f"{value:.4f}", ""))
+    return rows
+
+
+def shown_metrics(ranking: Mapping[Any, Any] | None) -> set[str]:
+    """Return the metrics that `ranking_rows` has."""
+    return {metric for _, metric in _RANKING.values() if ranking and metric}
+
+
 def quality_table(report: Report) -> Table:
     """Return all metrics and benchmarks; with compensation, also the metrics of the cut alone."""
     before = report.details.uncompensated
@@ -122,6 +155,7 @@ def quality_table(report: Report) -> Table:
         [*quality_row(name, values), f"{alone[name]:.4f}" if name in alone else ""]
         for name, values in {**report.metrics, **report.details.benchmarks}.items()
     ]
+    rows += [[*row, ""] for row in ranking_rows(report.ranking, {})]
     columns = 5 if before else 4
     return Table(("", "dense", "slim", "change", "cut alone")[:columns], [row[:columns] for row in rows])
 

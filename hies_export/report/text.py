@@ -15,6 +15,8 @@ from .report import Report, UnitCounts
 
 # A metric on the rows that a plan was chosen on is suspicious if it is better by more than this share.
 FAR = 0.1
+# The word for a prediction of an embedding model or a reranker.
+FIRST_HIT = "first hit"
 
 
 def model_name(report: Report) -> str:
@@ -121,12 +123,29 @@ def _keep_text(report: Report, budget: KeepOutcome) -> str:
         text += f" {budget.predicted:.3f} of the time on {runtime_name(str(budget.runtime))} was predicted."
     if budget.predictions is None:
         return text
-    apart = report.stability - budget.predictions
+    kept = evaluated_share(report, budget.metric, budget.index)
+    if kept is None:
+        return text
+    apart = kept - budget.predictions
     side = "above" if apart >= 0 else "below"
-    return (
-        f"{text} Of the evaluated rows, {100 * report.stability:.2f} % stay, {100 * abs(apart):.2f} points {side} the "
-        "promise."
-    )
+    of, stay = ("rows", "stay") if budget.metric is None else ("queries", f"of {budget.metric} stay")
+    return f"{text} Of the evaluated {of}, {100 * kept:.2f} % {stay}, {100 * abs(apart):.2f} points {side} the promise."
+
+
+def evaluated_share(report: Report, metric: str | None = None, index: str | None = None) -> float | None:
+    """Return what is kept on the evaluated rows: of the predictions or, relative to the dense model, of a metric.
+
+    Metrics are those on the dense model's index. None if the evaluation does not know the metric.
+    """
+    if metric is None:
+        return report.stability
+    found = report.metrics.get(metric)
+    if found is None or found.dense <= 0:
+        return None
+    if index != "slim":
+        return found.slim / found.dense
+    slim = (report.ranking or {}).get("slim_index", {}).get(metric.removesuffix("@10"))
+    return None if slim is None else slim / found.dense
 
 
 def _tried(count: int, what: str) -> str:

@@ -13,6 +13,8 @@ from hies_export.evaluate.interval import (
     FAILURES,
     confidence_of_each,
     lower_share,
+    queries_needed,
+    ratio_ends,
     rows_needed,
     share_ends,
     upper_rate,
@@ -46,6 +48,44 @@ def test_so_many_rows_are_needed_and_no_fewer(share: float) -> None:
     for confidence in (0.95, confidence_of_each(FAILURES)):
         count = rows_needed(share, confidence)
         assert exact(count, count, confidence) >= share > exact(count - 1, count - 1, confidence)
+
+
+@pytest.mark.parametrize("scale", [1, 3])
+def test_the_ratio_of_means_has_fiellers_interval_with_a_query_that_is_lost(scale: int) -> None:
+    generator = np.random.default_rng(0)
+    dense = generator.uniform(0.2, 1, size=200)
+    slim = dense - 0.3 * generator.exponential(0.1, size=200)
+    low, high = ratio_ends(torch.tensor(slim), torch.tensor(dense), 0.98, scale=scale)
+    mean = dense.mean()
+    for end, added, sign in ((low, 0.0, 1), (high, 2 * mean, -1)):
+        # As many times the queries, and one.
+        ours, theirs = (np.append(np.tile(of, scale), one) for of, one in ((slim, added), (dense, mean)))
+        apart = ours - end * theirs
+        count = len(apart)
+        error = apart.std(ddof=1) / count**0.5
+        assert sign * apart.mean() / error == pytest.approx(t.ppf(0.99, count - 1), rel=1e-6)
+    assert low < slim.mean() / mean < high
+    assert ratio_ends(torch.tensor(3 * slim), torch.tensor(3 * dense), 0.98, scale=scale) == pytest.approx((low, high))
+    assert ratio_ends(torch.zeros(9), torch.zeros(9)) == (0.0, math.inf)
+
+
+def test_the_lower_end_of_a_ratio_holds_as_often_as_it_says() -> None:
+    generator = np.random.default_rng(0)
+    missed = 0
+    for _ in range(500):
+        losses = np.minimum(1, 0.008 * generator.pareto(1.8, 300))
+        missed += ratio_ends(torch.tensor(1 - losses), torch.ones(300))[0] > 0.9902
+    assert missed <= 0.025 * 500
+    # And a loss in 300 queries that none of these has seen is not excluded.
+    assert ratio_ends(torch.ones(300), torch.ones(300))[0] < 1 - 1 / 300
+
+
+@pytest.mark.parametrize("share", [0.5, 0.9, 0.97, 0.99, 0.999])
+def test_so_many_queries_are_needed_and_no_fewer(share: float) -> None:
+    for confidence in (0.95, confidence_of_each(FAILURES)):
+        count = queries_needed(share, confidence)
+        alike = [ratio_ends(torch.ones(size), torch.ones(size), confidence)[0] for size in (count, count - 1)]
+        assert alike[0] >= share > alike[1]
 
 
 def test_tokens_that_agree_within_a_text_count_as_one() -> None:

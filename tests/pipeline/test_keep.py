@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,12 +23,12 @@ from hies_export.evaluate.predict import predict
 from hies_export.forms.cost.flops import flops_table
 from hies_export.outcomes import KeepOutcome
 from hies_export.pipeline import targets
-from hies_export.pipeline.choose import choose
+from hies_export.pipeline.choose import Chooser, choose
 from hies_export.pipeline.cut import cut
 from hies_export.pipeline.resolve import resolve
 from hies_export.pipeline.search import confirm
 from hies_export.progress import Silent
-from hies_export.recipe import PruningRecipe
+from hies_export.recipe import KeepBudget, PruningRecipe
 from hies_export.recipe.draws import Draws, Splits, draw
 from hies_export.score.criteria import score_units
 from hies_export.select.select import select_units
@@ -181,6 +182,10 @@ def test_promises_that_cannot_be_told_or_made_are_refused(folder: Path, capsys: 
     )
     assert "keep needs predictions, or metric and by, got metric" in said(metric="pearson")
     assert "keep needs predictions, or metric and by, got predictions and by" in said(predictions=0.9, by=0.1)
+    share_too = said(metric="pearson", predictions=0.9)
+    assert "keep needs predictions, or metric and by, got predictions and metric" in share_too
+    assert "keep.index says which vectors of documents queries search" in said(predictions=0.8, index="slim")
+    assert "the metrics of a regression must be among pearson, spearman, got 'ndcg@10'" in said(metric="ndcg@10")
     assert "keep.batch says what is timed, and no runtime is named" in said(predictions=0.9, batch=4)
     assert "metric must be one of" in said(metric="parson", by=0.1)
     with pytest.raises(RequestError, match="keep.samples says how many rows a recipe draws"):
@@ -192,3 +197,37 @@ def test_promises_that_cannot_be_told_or_made_are_refused(folder: Path, capsys: 
 def _model_and_rows(folder: Path) -> tuple[Any, Any]:
     prepared = resolve(recipe_of(folder)).prepared
     return prepared.model, prepared.rows.held_out
+
+
+def test_a_metric_of_rankings_is_kept_to_99_percent_unless_it_is_said() -> None:
+    assert KeepBudget(metric="ndcg@10", index="dense").predictions == 0.99
+    assert KeepBudget(metric="mrr@10", predictions=0.9).predictions == 0.9
+    assert KeepBudget(metric="own_ndcg@10", by=0.01).predictions is None
+    dumped = KeepBudget(metric="ndcg@10").model_dump(exclude_unset=True)
+    assert KeepBudget(**dumped) == KeepBudget(metric="ndcg@10", predictions=0.99)
+
+
+def queries(count: int) -> list[dict[str, torch.Tensor]]:
+    return [{"input_ids": torch.zeros(count, 2), "query": torch.arange(count)}]
+
+
+@pytest.mark.parametrize(
+    ("asked", "rows", "embeds", "metric", "index"),
+    [
+        ({"predictions": 0.99}, queries(7), True, "mrr@10", "dense"),
+        ({"metric": "ndcg@10", "index": "slim"}, queries(7), True, "ndcg@10", "slim"),
+        ({"predictions": 0.99}, [{"input_ids": torch.zeros(7, 2)}], True, "mrr@10", "dense"),
+        ({"predictions": 0.99}, [{"pair": torch.arange(14) // 2}], True, "mrr@10", None),
+        ({"predictions": 0.99}, [{"group": torch.arange(14) // 2}], False, "mrr@10", None),
+        ({"predictions": 0.99}, [{"input_ids": torch.zeros(7, 2)}], False, None, None),
+    ],
+)
+def test_a_share_of_rankings_is_that_of_a_metric(
+    asked: dict[str, Any], rows: Any, embeds: bool, metric: str | None, index: str | None
+) -> None:
+    judged = SimpleNamespace(embeds=embeds, metrics=("mrr@10", "ndcg@10"))
+    chooser = Chooser.__new__(Chooser)
+    chooser._prepared = SimpleNamespace(judged=judged, rows=SimpleNamespace(held_out=rows))  # type: ignore[assignment]
+    found = chooser.promise(KeepBudget(**asked), 0.98)
+    assert (found.metric, found.index, found.samples) == (metric, index, 7)
+    assert (found.predictions, found.confidence) == (0.99, 0.98)

@@ -1,0 +1,83 @@
+"""What reports say of rankings, and of promises about them."""
+
+import json
+from typing import Any
+
+import pytest
+from support.reports import make_report, terminal
+
+from hies_export.outcomes import KeepOutcome
+from hies_export.report.html import render_html
+from hies_export.report.jinja import render_markdown
+from hies_export.report.lead import lead_text
+from hies_export.report.report import Report
+from hies_export.report.rows import comparison_table
+from hies_export.report.text import budget_text
+
+NDCG = {
+    "slim_index": {"ndcg": 0.88, "own_ndcg": 0.95, "top1": 0.91, "top10": 0.9, "cosine": 0.97},
+    "dense_index": {"ndcg": 0.893, "own_ndcg": 0.96, "top1": 0.93, "top10": 0.92, "cosine": 0.96},
+}
+PROMISE: dict[str, Any] = {
+    **{"kind": "keep", "predictions": 0.99, "metric": "ndcg@10", "index": "dense", "samples": 900},
+    **{"slim": 0.996, "slim_end": 0.991},
+}
+
+
+def ranking_report(**details: Any) -> Report:
+    metrics = {"ndcg@10": {"dense": 0.9, "slim": 0.893}, "mrr@10": {"dense": 0.8, "slim": 0.79}}
+    values = make_report(metrics=metrics, stability_of="first hit", uncompensated=None, alpha_curve=[], **details)
+    plain = json.loads(values.to_json())
+    plain["quality"] = {"metric": "ndcg@10", "dense": 0.9, "slim": 0.893}
+    return Report.from_values({**plain, "stability": 0.93, "ranking": NDCG}, where="here")
+
+
+def test_a_report_tells_both_indices() -> None:
+    report = ranking_report()
+    rows = {row[0]: tuple(row[1:]) for row in comparison_table(report).rows}
+    assert rows["nDCG@10, your index as it is"] == ("0.9000", "0.8930", "-0.0070")
+    assert rows["nDCG@10, everything re-embedded"] == ("0.9000", "0.8800", "-0.0200")
+    assert rows["same first hit, your index as it is"] == ("", "93.0%", "")
+    assert rows["same first hit, everything re-embedded"] == ("", "91.0%", "")
+    assert rows["cosine to the dense embedding, your index as it is"] == ("", "0.9600", "")
+    assert not {"ndcg@10", "same first hit"} & rows.keys()
+    for text in (terminal(report), render_markdown(report), render_html(report)):
+        assert "nDCG@10, everything re-embedded" in text
+    assert json.loads(report.to_json())["ranking"] == NDCG
+    assert report.summary()["ranking"] == NDCG
+    assert "ranking" not in make_report().summary()
+
+
+@pytest.mark.parametrize(
+    ("changed", "asked", "there"),
+    [
+        ({}, "99 % of ndcg@10 with the dense model's index", "99.22 % of ndcg@10 stay, 0.22 points above"),
+        (
+            {"index": "slim"},
+            "99 % of ndcg@10 with everything re-embedded",
+            "97.78 % of ndcg@10 stay, 1.22 points below",
+        ),
+        ({"index": None}, "99 % of ndcg@10, promised", "99.22 % of ndcg@10 stay"),
+    ],
+)
+def test_a_promise_names_the_metric_and_the_index(changed: dict[str, Any], asked: str, there: str) -> None:
+    report = ranking_report(budget=PROMISE | changed)
+    assert f"Budget: {asked}" in budget_text(report)
+    assert "99.60 % (at least 99.10 % with 95 % confidence)" in budget_text(report)
+    assert f"Of the evaluated queries, {there}" in budget_text(report)
+    missed = "missed on those evaluated" in lead_text(report)
+    assert missed == (changed.get("index") == "slim")
+    assert "93 % of the first hits stay; nDCG@10 0.900 → 0.893" in lead_text(report)
+
+
+def test_a_loss_of_a_metric_of_rankings_names_the_index() -> None:
+    promise = KeepOutcome(metric="ndcg@10", by=0.01, index="slim", samples=9).having(0.002, 0.011)
+    assert promise.asked == "at most 0.01 of ndcg@10 with everything re-embedded"
+    assert promise.judging == {"metrics": ("ndcg@10",), "index": "slim", "confidence": 0.95, "as_of": 9}
+    assert not promise.met
+    assert promise.row == {"lost": 0.002, "at_most": 0.011}
+    kept = KeepOutcome(predictions=0.99, metric="ndcg@10", samples=9).having(1.002, 0.9901)
+    assert kept.met
+    assert kept.row == {"kept": 1.002, "at_least": 0.9901}
+    with pytest.raises(ValueError, match="keep must have predictions, or metric and by"):
+        KeepOutcome(metric="ndcg@10", samples=9)
