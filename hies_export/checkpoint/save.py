@@ -150,7 +150,8 @@ def check_reload(model: PreTrainedModel, folder: str | Path, batch: Mapping[str,
 
 def _check_embeddings(model: TextEncoder, folder: str | Path, batch: Mapping[str, Tensor]) -> float:
     """Load a folder with its readout, and compare the embeddings of texts in float32."""
-    loaded = load_sentence(folder, dtype=torch.float32).to(model.device)
+    loaded: Any = load_sentence(folder, dtype=torch.float32)
+    loaded.to(model.device)
     with evaluating(model), torch.inference_mode():
         inputs = {name: tensor.to(model.device) for name, tensor in inputs_of(batch).items()}
         one, other = (m(**inputs).sentence_embedding for m in (convert(model, dtype=torch.float32), loaded))

@@ -201,9 +201,7 @@ def settings_of(
     )
 
 
-def load_encoder(
-    settings: SentenceSettings, *, dtype: str | None = None, device_map: str | None = None
-) -> TextEncoder:
+def load_encoder(settings: SentenceSettings, *, dtype: str | None = None, device_map: str | None = None) -> TextEncoder:
     """Load the encoder of a SentenceTransformer with its readout; see `load_dense`."""
     assert settings.encoder is not None
     encoder = load_dense(settings.encoder, encoder_class(settings.encoder), dtype=dtype, device_map=device_map)
@@ -246,9 +244,7 @@ def encoder_class(path: str | Path, **hub: Any) -> type[PreTrainedModel]:
     return found
 
 
-def _of_bare(
-    path: str | Path, pooling: str | None, normalize: bool | None, revision: str | None
-) -> SentenceSettings:
+def _of_bare(path: str | Path, pooling: str | None, normalize: bool | None, revision: str | None) -> SentenceSettings:
     read_config(path, revision=revision)
     if pooling is None:
         raise RequestError(
@@ -498,10 +494,8 @@ def write_modules(model: TextEncoder, folder: Path) -> None:
 def write_text_settings(model: TextEncoder, folder: Path) -> None:
     """Write how texts are read: the longest one, in sentence_bert_config.json, and the prompts."""
     settings = model.settings
-    _write_json(
-        folder / _TEXT_FILES[0], {"max_seq_length": settings.max_length, "do_lower_case": settings.lower}
-    )
-    none = {"prompts": {}, "default_prompt_name": None, "similarity_fn_name": "cosine"}
+    _write_json(folder / _TEXT_FILES[0], {"max_seq_length": settings.max_length, "do_lower_case": settings.lower})
+    none: dict[str, Any] = {"prompts": {}, "default_prompt_name": None, "similarity_fn_name": "cosine"}
     _write_json(folder / OPTIONS_FILE, dict(settings.options) or none)
 
 
