@@ -31,9 +31,9 @@ class Pooling(nn.Module):
     Source: the module Pooling of sentence-transformers, whose results these are.
     """
 
-    def __init__(self, modes: Sequence[PoolingMode]):
+    def __init__(self, modes: Sequence[PoolingMode], *, include_prompt: bool = True):
         super().__init__()
-        self.modes = tuple(modes)
+        self.modes, self.include_prompt = tuple(modes), include_prompt
 
     def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
         """Return embeddings, (texts, modes * width), of tokens, (texts, tokens, width), and their mask."""
