@@ -510,10 +510,10 @@ def write_modules(model: TextEncoder, folder: Path) -> None:
         path = f"{index}_{name}"
         entries.append({"idx": index, "name": str(index), "path": path, "type": f"{_MODULES}.{name}"})
         (folder / path).mkdir()
-        _write_json(folder / path / "config.json", config)
+        write_json(folder / path / "config.json", config)
         if weights:
             save_file(weights, folder / path / "model.safetensors", metadata={"format": "pt"})
-    _write_json(folder / MODULES_FILE, entries)
+    write_json(folder / MODULES_FILE, entries)
     write_text_settings(model, folder)
     own = model.settings.folder
     if own is not None:
@@ -523,9 +523,41 @@ def write_modules(model: TextEncoder, folder: Path) -> None:
 def write_text_settings(model: TextEncoder, folder: Path) -> None:
     """Write how texts are read: the longest one, in sentence_bert_config.json, and the prompts."""
     settings = model.settings
-    _write_json(folder / _TEXT_FILES[0], {"max_seq_length": settings.max_length, "do_lower_case": settings.lower})
+    write_json(folder / _TEXT_FILES[0], {"max_seq_length": settings.max_length, "do_lower_case": settings.lower})
     none: dict[str, Any] = {"prompts": {}, "default_prompt_name": None, "similarity_fn_name": "cosine"}
-    _write_json(folder / OPTIONS_FILE, dict(settings.options) or none)
+    write_json(folder / OPTIONS_FILE, dict(settings.options) or none)
+
+
+def cross_encoder_files(activation: str, length: int | None, prompts: Mapping[str, str]) -> dict[str, Any]:
+    """Return the JSON files, by name, that make the folder of a sequence classifier that of a CrossEncoder.
+
+    They are those of sentence-transformers 6; version 5 reads the folder without them.
+    """
+    text = {"transformer_task": "sequence-classification"} | ({} if length is None else {"max_seq_length": length})
+    return {
+        MODULES_FILE: [
+            {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.base.modules.transformer.Transformer"}
+        ],
+        _TEXT_FILES[0]: text,
+        OPTIONS_FILE: {
+            "model_type": "CrossEncoder",
+            "activation_fn": activation,
+            "prompts": dict(prompts),
+            "default_prompt_name": None,
+        },
+    }
+
+
+def cross_encoder_in(folder: Path) -> dict[str, Any]:
+    """Return the JSON files, by name, that make a checkpoint's folder that of a CrossEncoder; none if it is not."""
+    names = (MODULES_FILE, _TEXT_FILES[0], OPTIONS_FILE)
+    if not all((folder / name).is_file() for name in names):
+        return {}
+    if _read(folder / OPTIONS_FILE, _Options).get("model_type") != "CrossEncoder":
+        return {}
+    # Further modules would be a head of its own, with weights.
+    modules = read_json(folder / MODULES_FILE, list[_Module], _SENTENCE)
+    return {name: read_json(folder / name, Any, _SENTENCE) for name in names} if len(modules) == 1 else {}
 
 
 def _written(model: TextEncoder) -> Iterator[tuple[str, dict[str, Any], dict[str, Tensor]]]:
@@ -590,5 +622,5 @@ def _kept_files(folder: Path) -> list[str]:
     )
 
 
-def _write_json(file: Path, content: Any) -> None:
+def write_json(file: Path, content: Any) -> None:
     file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
