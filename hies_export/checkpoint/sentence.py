@@ -623,4 +623,5 @@ def _kept_files(folder: Path) -> list[str]:
 
 
 def write_json(file: Path, content: Any) -> None:
+    """Write a JSON file as sentence-transformers does."""
     file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

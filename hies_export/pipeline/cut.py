@@ -306,8 +306,8 @@ def save(
 ) -> Saved:
     """Save a slim model, load it again and compare; of several processes, the first does.
 
-    The licence in the folder `dense` is copied; `files` are as in `save_slim`. The refitted layers of a compensated model go to `refit_file`, by
-    default into `folder`.
+    The licence in the folder `dense` is copied; `files` are as in `save_slim`. The refitted layers of a compensated
+    model go to `refit_file`, by default into `folder`.
     """
 
     def write() -> Saved:

@@ -26,8 +26,6 @@ from ..errors import RequestError, listed
 from ..model.sentence import SentenceSettings, TextEncoder
 from ..model.tokens import longest_sequence
 
-# Texts that go through the model at once.
-_ROWS = 16
 # Classes whose objects have other outputs than one embedding for a text, or one score for a pair.
 _OTHERS = ("SparseEncoder", "MultiVectorEncoder")
 
@@ -76,17 +74,6 @@ def unwrap(model: Any, embedding: Mapping[str, Any] | None = None) -> Unwrapped:
             "SentenceTransformer or a CrossEncoder"
         )
     return Unwrapped(model)
-
-
-def in_batches(rows: Any, given: Unwrapped, processor: Any) -> Any:
-    """Return batches of a list of texts, or of pairs of texts; anything else as it is."""
-    # To be `data.given.batches_of`, with `settings=given.reading`, once it reads lists of texts.
-    if not isinstance(rows, (list, tuple)) or not rows or isinstance(rows[0], Mapping) or processor is None:
-        return rows
-    prompt = given.reading.get("prompts", {}).get("text", "")
-    texts = [prompt + row if isinstance(row, str) else tuple(row) for row in rows]
-    how = {"padding": True, "truncation": True, "max_length": given.reading.get("max_length"), "return_tensors": "pt"}
-    return [dict(processor(texts[i : i + _ROWS], **how)) for i in range(0, len(texts), _ROWS)]
 
 
 def _kind_of(model: Any) -> str | None:

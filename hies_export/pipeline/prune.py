@@ -10,6 +10,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
 
+import datasets
 import torch
 from pydantic import ValidationError
 from rich.console import Console
@@ -52,7 +53,7 @@ from ..tasks import Task
 from ..values import PruningPlan, Scores
 from .choose import choose
 from .cut import Choice, Slim, cut, save
-from .objects import Unwrapped, in_batches, unwrap
+from .objects import Unwrapped, unwrap
 from .prepare import Judged, Prepared, Rows, check_options, prepare, shapes_to_measure
 from .search import Evaluation, confirm, evaluate
 
@@ -341,10 +342,7 @@ def prune(
     given = unwrap(model, embedding)
     model, processor = given.model, processor or given.processor
     task = task_of(model)
-    batches, held_out, compensation_batches = (
-        in_batches(rows, given, processor) for rows in (batches, held_out, compensation_batches)
-    )
-    read: dict[str, Any] = {"task": task, "processor": processor, "columns": columns}
+    read: dict[str, Any] = {"task": task, "processor": processor, "columns": columns, "settings": given.reading}
     rows = _rows(model, asked, batches, held_out, compensation_batches, read)
     judged = _judged(model, task, asked, rows.held_out)
     timed = None if isinstance(asked, _OfPlan) else asked.goal.timed
@@ -419,12 +417,16 @@ def _rows(
     read: Mapping[str, Any],
 ) -> Rows:
     """Return the batches by use."""
+    if held_out is None and read["task"].embeds and isinstance(batches, datasets.Dataset) and len(batches) > 1:
+        # The rows, not their batches: queries and documents must come together.
+        first = len(batches) - max(1, len(batches) // 4)
+        batches, held_out = batches.select(range(first)), batches.select(range(first, len(batches)))
     calibration = batches_of(model, batches, what="batches", **read)
     apart: list[Batch] = []
     if held_out is None:
         calibration, apart = split_held_out(calibration)
     elif not isinstance(held_out, (list, tuple)) or held_out:
-        apart = batches_of(model, held_out, what="held_out", **read)
+        apart = batches_of(model, held_out, what="held_out", judged=True, **read)
     if not apart and isinstance(asked, PruneSection) and (choice := asked.judged_on_held_out):
         raise RequestError(f"{choice} is chosen on held-out rows, and there are none; pass held_out=, or more batches")
     refit: list[Batch] = []
