@@ -123,6 +123,17 @@ class TextEncoder(PreTrainedModel):
         self.hold(auto_model)
         self.train(auto_model.training)
 
+    @property
+    def dimension(self) -> int:
+        """The width of the embeddings of texts."""
+        width: int = self.config.get_text_config().hidden_size
+        for module in self.readout:
+            if isinstance(module, Pooling):
+                width *= len(module.modes)
+            elif isinstance(module, Dense):
+                width = module.linear.out_features
+        return width
+
     def hold(self, auto_model: PreTrainedModel) -> None:
         """Take an encoder in place of the one there is."""
         self.auto_model, self.config = auto_model, auto_model.config
