@@ -1,5 +1,6 @@
 """sentence-transformers itself, where it is installed: it loads our folders, and gives our embeddings."""
 
+import pickle
 import random
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 from support.cuts import random_neurons
 from support.models import WORDS as GOOD
 from support.models import save_text_model
+from support.runs import hies
 from support.sentences import MEAN, WIDTH, WORDS, dense, sentence_folder
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -126,3 +128,29 @@ def test_what_sentence_transformers_has_besides_is_refused(tmp_path: Path) -> No
         prune(sparse, TEXTS, budget={"heads": 0.5})
     with pytest.raises(RequestError, match="embedding= is for an encoder of transformers that has no pooling yet"):
         prune(st.SentenceTransformer(source), TEXTS, budget={"heads": 0.5}, embedding={"pooling": "mean"})
+
+
+def test_an_export_runs_and_embeds_as_torch(tmp_path: Path) -> None:
+    options = {"prompts": {"query": "w1 w2 "}, "default_prompt_name": None}
+    text = {"max_seq_length": 16, "do_lower_case": True}
+    layers = [dense(WIDTH, 12), ("Normalize", {}, {})]
+    slim_folder(sentence_folder(tmp_path / "dense", layers, options=options, text=text), tmp_path / "slim")
+    for name in ("dense", "slim"):
+        assert hies("export", tmp_path / name, "-o", tmp_path / f"served-{name}") == 0
+        torch_model = st.SentenceTransformer(str(tmp_path / name), device="cpu", trust_remote_code=True)
+        served = st.SentenceTransformer(str(tmp_path / f"served-{name}"), device="cpu", trust_remote_code=True)
+        mixed = [text.upper() if number % 2 else text for number, text in enumerate(TEXTS)]
+        for encode_by in ("encode", "encode_query"):
+            found, expected = (getattr(model, encode_by)(mixed) for model in (served, torch_model))
+            np.testing.assert_allclose(found, expected, atol=1e-4)
+        tokens = zip(*(m.encode(TEXTS, output_value="token_embeddings") for m in (served, torch_model)), strict=True)
+        assert all(torch.allclose(one, other, atol=1e-4) for one, other in tokens)
+        assert (served.max_seq_length, served.get_embedding_dimension()) == (16, 12)
+    served.max_seq_length = torch_model.max_seq_length = 5
+    np.testing.assert_allclose(served.encode(TEXTS), torch_model.encode(TEXTS), atol=1e-4)
+    served.save_pretrained(str(tmp_path / "again"))
+    again = st.SentenceTransformer(str(tmp_path / "again"), device="cpu", trust_remote_code=True)
+    for copied in (again, pickle.loads(pickle.dumps(served))):
+        np.testing.assert_array_equal(copied.encode(TEXTS), served.encode(TEXTS))
+    with pytest.raises(ValueError, match="trust_remote_code=True"):
+        st.SentenceTransformer(str(tmp_path / "again"))

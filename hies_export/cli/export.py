@@ -91,7 +91,8 @@ def _export_served(options: Options) -> dict[str, Any]:
         overwrite=options.overwrite,
     )
     found = _report(options, exported)
-    options.console.print(f'run it: SentenceTransformer("{options.output}", trust_remote_code=True).encode(texts)')
+    call = f'SentenceTransformer("{options.output}", trust_remote_code=True).encode(texts)'
+    options.console.print(f"run it: {call}", soft_wrap=True)
     return found
 
 
