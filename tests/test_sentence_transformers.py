@@ -1,15 +1,21 @@
 """sentence-transformers itself, where it is installed: it loads our folders, and gives our embeddings."""
 
+import pickle
+import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from support.cuts import random_neurons
+from support.models import WORDS as GOOD
+from support.models import save_text_model
+from support.runs import hies
 from support.sentences import MEAN, WIDTH, WORDS, dense, sentence_folder
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from hies_export import find_modules, prune_units, save_slim
+from hies_export import RequestError, find_modules, prune, prune_units, save_slim
 from hies_export.checkpoint.sentence import load_sentence
 from hies_export.model.sentence import TextEncoder
 from hies_export.values import PruningPlan
@@ -70,3 +76,81 @@ def test_lowercase_and_prompts(tmp_path: Path) -> None:
     expected = encode(slim, tokenizer, [slim.settings.prompts["query"] + text for text in TEXTS])
     found = torch.tensor(theirs.encode_query([text.upper() for text in TEXTS]))
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+def test_prune_gives_back_a_sentence_transformer(tmp_path: Path) -> None:
+    options = {"prompts": {"query": "w1 w2 ", "other": "w3 "}, "default_prompt_name": "other"}
+    source = sentence_folder(tmp_path / "dense", [dense(WIDTH, 12), ("Normalize", {}, {})], options=options)
+    given = st.SentenceTransformer(str(source), device="cpu")
+    before, config = given.encode(TEXTS), given[0].model.config.to_dict()
+    texts = [" ".join(random.choices(WORDS, k=6)) for _ in range(40)]
+    result = prune(given, texts, budget={"heads": 0.5}, criterion="his", compensation={"method": "least_squares"})
+    slim = result.model
+    assert type(slim) is st.SentenceTransformer
+    assert slim is not given
+    # It is the slim model that answers, with the default prompt, and the given one is what it was.
+    assert sum(p.numel() for p in slim.parameters()) < sum(p.numel() for p in given.parameters())
+    prompted = ["w3 " + text for text in TEXTS]
+    torch.testing.assert_close(torch.tensor(slim.encode(TEXTS)), encode(result.slim.model, given.tokenizer, prompted))
+    assert abs(slim.encode(TEXTS) - before).max() > 1e-3
+    np.testing.assert_array_equal(given.encode(TEXTS), before)
+    assert given[0].model.config.to_dict() == config
+    # Pruning read the texts with the prompt.
+    expected = given.tokenizer("w3 " + texts[0])["input_ids"]
+    assert any(row.tolist()[: len(expected)] == expected for row in result.prepared.rows.calibration[0]["input_ids"])
+    result.save_pretrained(tmp_path / "slim")
+    again = st.SentenceTransformer(str(tmp_path / "slim"), device="cpu", trust_remote_code=True)
+    np.testing.assert_allclose(again.encode(TEXTS), slim.encode(TEXTS), atol=1e-6)
+    assert (again.prompts, again.default_prompt_name) == (slim.prompts, slim.default_prompt_name)
+
+
+def test_prune_gives_back_a_cross_encoder(tmp_path: Path) -> None:
+    save_text_model(tmp_path / "dense", num_labels=1)
+    given = st.CrossEncoder(str(tmp_path / "dense"), device="cpu", activation_fn=torch.nn.Identity())
+    pairs = [(f"w{query}", " ".join(random.choices(GOOD, k=4))) for query in range(8) for _ in range(6)]
+    before = given.predict(pairs)
+    result = prune(given, pairs, budget={"heads": 0.5}, criterion="his")
+    slim = result.model
+    assert type(slim) is st.CrossEncoder
+    assert slim.model is result.slim.model
+    assert abs(slim.predict(pairs) - before).max() > 1e-3
+    np.testing.assert_array_equal(given.predict(pairs), before)
+    result.save_pretrained(tmp_path / "slim")
+    again = st.CrossEncoder(str(tmp_path / "slim"), device="cpu", trust_remote_code=True)
+    np.testing.assert_allclose(again.predict(pairs), slim.predict(pairs), atol=1e-6)
+    assert type(again.activation_fn) is torch.nn.Identity
+
+
+def test_what_sentence_transformers_has_besides_is_refused(tmp_path: Path) -> None:
+    source = str(sentence_folder(tmp_path / "dense"))
+    sparse = st.SparseEncoder(modules=[st.SentenceTransformer(source, device="cpu")[0]], device="cpu")
+    with pytest.raises(RequestError, match="a SparseEncoder gives others; give a SentenceTransformer or a CrossEnc"):
+        prune(sparse, TEXTS, budget={"heads": 0.5})
+    with pytest.raises(RequestError, match="embedding= is for an encoder of transformers that has no pooling yet"):
+        prune(st.SentenceTransformer(source), TEXTS, budget={"heads": 0.5}, embedding={"pooling": "mean"})
+
+
+def test_an_export_runs_and_embeds_as_torch(tmp_path: Path) -> None:
+    options = {"prompts": {"query": "w1 w2 "}, "default_prompt_name": None}
+    text = {"max_seq_length": 16, "do_lower_case": True}
+    layers = [dense(WIDTH, 12), ("Normalize", {}, {})]
+    slim_folder(sentence_folder(tmp_path / "dense", layers, options=options, text=text), tmp_path / "slim")
+    for name in ("dense", "slim"):
+        assert hies("export", tmp_path / name, "-o", tmp_path / f"served-{name}") == 0
+        torch_model = st.SentenceTransformer(str(tmp_path / name), device="cpu", trust_remote_code=True)
+        served = st.SentenceTransformer(str(tmp_path / f"served-{name}"), device="cpu", trust_remote_code=True)
+        mixed = [text.upper() if number % 2 else text for number, text in enumerate(TEXTS)]
+        for encode_by in ("encode", "encode_query"):
+            found, expected = (getattr(model, encode_by)(mixed) for model in (served, torch_model))
+            np.testing.assert_allclose(found, expected, atol=1e-4)
+        tokens = zip(*(m.encode(TEXTS, output_value="token_embeddings") for m in (served, torch_model)), strict=True)
+        assert all(torch.allclose(one, other, atol=1e-4) for one, other in tokens)
+        assert (served.max_seq_length, served.get_embedding_dimension()) == (16, 12)
+    served.max_seq_length = torch_model.max_seq_length = 5
+    np.testing.assert_allclose(served.encode(TEXTS), torch_model.encode(TEXTS), atol=1e-4)
+    served.save_pretrained(str(tmp_path / "again"))
+    again = st.SentenceTransformer(str(tmp_path / "again"), device="cpu", trust_remote_code=True)
+    for copied in (again, pickle.loads(pickle.dumps(served))):
+        np.testing.assert_array_equal(copied.encode(TEXTS), served.encode(TEXTS))
+    with pytest.raises(ValueError, match="trust_remote_code=True"):
+        st.SentenceTransformer(str(tmp_path / "again"))

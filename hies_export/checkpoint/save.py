@@ -26,7 +26,7 @@ from .classes import find_model_class
 from .companions import COMPANIONS, LICENCES, copy_companions
 from .folders import new_folder
 from .refits import REFIT
-from .sentence import load_sentence, write_modules
+from .sentence import cross_encoder_in, load_sentence, write_json, write_modules
 from .settings import complete_settings
 
 HALF = (torch.float16, torch.bfloat16)
@@ -44,6 +44,7 @@ def save_slim(
     dtype: torch.dtype | None = None,
     refitted: Mapping[str, Tensor] | None = None,
     card: str | None = None,
+    files: Mapping[str, Any] | None = None,
     overwrite: bool = False,
 ) -> float:
     """Save a slim model, load it again through every class that users may load it by, and compare.
@@ -63,6 +64,8 @@ def save_slim(
         refitted: Parameters that compensation changed, to write as `refit.safetensors` beside the plan; their digest
             should be the plan's.
         card: Text to write as README.md.
+        files: Content of further JSON files, by name; by default those that make the folder a CrossEncoder, if `dense`
+            is one.
         overwrite: Replace an existing folder.
 
     Returns:
@@ -88,6 +91,10 @@ def save_slim(
             copy_companions(dense, written, COMPANIONS if processor is None else LICENCES)
         if isinstance(model, TextEncoder):
             write_modules(model, written)
+        elif files is None and dense is not None:
+            files = cross_encoder_in(dense)
+        for name, content in (files or {}).items():
+            write_json(written / name, content)
         complete_settings(saved, written)
         (written / "hies_plan.json").write_text(plan.to_json(), encoding="utf-8")
         if refitted is not None:
@@ -150,7 +157,8 @@ def check_reload(model: PreTrainedModel, folder: str | Path, batch: Mapping[str,
 
 def _check_embeddings(model: TextEncoder, folder: str | Path, batch: Mapping[str, Tensor]) -> float:
     """Load a folder with its readout, and compare the embeddings of texts in float32."""
-    loaded = load_sentence(folder, dtype=torch.float32).to(model.device)
+    loaded: Any = load_sentence(folder, dtype=torch.float32)
+    loaded.to(model.device)
     with evaluating(model), torch.inference_mode():
         inputs = {name: tensor.to(model.device) for name, tensor in inputs_of(batch).items()}
         one, other = (m(**inputs).sentence_embedding for m in (convert(model, dtype=torch.float32), loaded))

@@ -9,7 +9,8 @@ import copy
 import glob
 import importlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..errors import RequestError, listed, quoted, refusing
-from ..files import Rule, Schema, read_json
+from ..files import Rule, Schema, check, read_json
 from ..model.internals import auto_classes, file_of, model_class_of, never_asking
 from ..model.online import hub_or_cache
 from ..model.sentence import (
@@ -151,8 +152,11 @@ def is_sentence_transformer(path: str | Path, **hub: Any) -> bool:
         return Path(path, MODULES_FILE).is_file()
     if Path(path).is_absolute() or Path(path).exists():
         return False
-    with hub_or_cache(path, "model"):
-        return file_of(path, MODULES_FILE, **hub) is not None
+    try:
+        with hub_or_cache(path, "model"):
+            return file_of(path, MODULES_FILE, **hub) is not None
+    except (RequestError, OSError):  # neither on the Hub nor in its cache; what reads the config says so
+        return False
 
 
 def settings_of(
@@ -178,6 +182,10 @@ def settings_of(
             f"pooling and normalize are for an encoder without {MODULES_FILE}, but {path} is a SentenceTransformer "
             f"with its own, got {listed(asked)}; leave them out"
         )
+    with hub_or_cache(path, "model"):
+        described = file_of(path, OPTIONS_FILE, revision=revision)
+    options = {} if described is None else _read(described, _Options)
+    _refuse_type(options.get("model_type"), path)
     modules = _modules(path, revision)
     first = modules[0].path
     patterns = [*_own_files(first), *(f"{module.path}/*" for module in modules[1:] if module.path)]
@@ -185,8 +193,6 @@ def settings_of(
         read_config(path, revision=revision)
         weight_files(path, revision=revision)
     folder = fetch_files(path, patterns, revision)
-    options = _read(folder / OPTIONS_FILE, _Options)
-    _refuse_type(options.get("model_type"), path)
     encoder = folder / first
     text = _text_settings(encoder, path)
     readout = _readout(folder, modules, options)
@@ -195,15 +201,13 @@ def settings_of(
         folder=folder,
         encoder=encoder,
         max_length=_max_length(encoder, text.get("max_seq_length")),
-        prompts=_prompts(options, path),
+        prompts=prompts_by_kind(options, str(path)),
         lower=text.get("do_lower_case", False),
         options=options,
     )
 
 
-def load_encoder(
-    settings: SentenceSettings, *, dtype: str | None = None, device_map: str | None = None
-) -> TextEncoder:
+def load_encoder(settings: SentenceSettings, *, dtype: str | None = None, device_map: str | None = None) -> TextEncoder:
     """Load the encoder of a SentenceTransformer with its readout; see `load_dense`."""
     assert settings.encoder is not None
     encoder = load_dense(settings.encoder, encoder_class(settings.encoder), dtype=dtype, device_map=device_map)
@@ -246,9 +250,7 @@ def encoder_class(path: str | Path, **hub: Any) -> type[PreTrainedModel]:
     return found
 
 
-def _of_bare(
-    path: str | Path, pooling: str | None, normalize: bool | None, revision: str | None
-) -> SentenceSettings:
+def _of_bare(path: str | Path, pooling: str | None, normalize: bool | None, revision: str | None) -> SentenceSettings:
     read_config(path, revision=revision)
     if pooling is None:
         raise RequestError(
@@ -288,26 +290,31 @@ def _modules(path: str | Path, revision: str | None) -> list[_Module]:
         where = Path(module.path)
         if where.is_absolute() or ".." in where.parts:
             raise _SENTENCE.refused(f"{file} names {quoted(module.path)}, which is outside the folder")
-    names = [_name(module, path) for module in modules]
-    if names[:2] != ["Transformer", "Pooling"] or set(names[2:]) - set(_LAYERS):
-        raise RequestError(
-            f"an embedding model must be a Transformer, a Pooling, and then any of {', '.join(_LAYERS)}, but {path} is "
-            f"{listed(names) or 'empty'}; give a model of these modules"
-        )
+    check_modules([module.type for module in modules], where=str(path))
     return modules
 
 
-def _name(module: _Module, path: str | Path) -> str:
-    """Return the class of a module; refuse one that cannot be pruned with its encoder."""
-    package, _, name = module.type.rpartition(".")
-    if not package.startswith("sentence_transformers."):
+def check_modules(types: Sequence[str], *, where: str) -> list[str]:
+    """Return the classes of modules, given by their full names; refuse those that are no dense text encoder."""
+    names = []
+    for full in types:
+        package, _, name = full.rpartition(".")
+        if not package.startswith("sentence_transformers."):
+            raise RequestError(
+                f"the modules of an embedding model must be of sentence-transformers, as code in a checkpoint is "
+                f"never run, but {where} has {quoted(full)}; give a model without it"
+            )
+        if name in _WHY_NOT:
+            raise RequestError(
+                f"the modules of {where} must be those of a dense text encoder, but {name} {_WHY_NOT[name]}"
+            )
+        names.append(name)
+    if names[:2] != ["Transformer", "Pooling"] or set(names[2:]) - set(_LAYERS):
         raise RequestError(
-            f"the modules of an embedding model must be of sentence-transformers, as code in a checkpoint is never "
-            f"run, but {path} has {quoted(module.type)}; give a model without it"
+            f"an embedding model must be a Transformer, a Pooling, and then any of {', '.join(_LAYERS)}, but {where} "
+            f"is {listed(names) or 'empty'}; give a model of these modules"
         )
-    if name in _WHY_NOT:
-        raise RequestError(f"the modules of {path} must be those of a dense text encoder, but {name} {_WHY_NOT[name]}")
-    return name
+    return names
 
 
 def _refuse_type(model_type: str | None, path: str | Path) -> None:
@@ -352,52 +359,73 @@ def _max_length(encoder: Path, asked: int | None) -> int | None:
     return min(lengths, default=None)
 
 
-def _prompts(options: Mapping[str, Any], path: str | Path) -> dict[str, str]:
+def prompts_by_kind(options: Mapping[str, Any], where: str) -> dict[str, str]:
     """Return the prompts by the kind of text; empty ones are left out."""
     prompts = options.get("prompts") or {}
     found = {kind: prompts[name] for name, kind in _PROMPTS.items() if prompts.get(name)}
     default = options.get("default_prompt_name")
     if default is not None and default not in prompts:
-        raise _SENTENCE.refused(f"{OPTIONS_FILE} of {path} has no prompt named {quoted(default)}, its default")
+        raise _SENTENCE.refused(f"{where} has no prompt named {quoted(default)}, its default")
     return found | ({"text": prompts[default]} if default is not None and prompts[default] else {})
 
 
+Weights = Callable[[], dict[str, Tensor]]
+
+
 def _readout(folder: Path, modules: list[_Module], options: Mapping[str, Any]) -> tuple[nn.Module, ...]:
-    pooling = _Pooling.model_validate(_read(folder / modules[1].path / "config.json", _Pooling))
-    if not pooling.include_prompt and any((options.get("prompts") or {}).values()):
+    found: list[nn.Module] = []
+    for module in modules[1:]:
+        where = folder / module.path
+        kind = module.type.rpartition(".")[2]
+        config = _read(where / "config.json", _Pooling if kind == "Pooling" else _Layer)
+        found.append(readout_module(kind, config, partial(_weights, where), where=str(where)))
+    check_prompts(found[0], options.get("prompts") or {}, where=str(folder))
+    return tuple(found)
+
+
+def readout_module(kind: str, config: Mapping[str, Any], weights: Weights, *, where: str) -> nn.Module:
+    """Return a module of a readout from its class, config and weights in sentence-transformers."""
+    if kind == "Pooling":
+        pooling = check(dict(config), _Pooling, _SENTENCE, where=where)
+        return Pooling(_modes(pooling, where), include_prompt=pooling.include_prompt)
+    layer = check(dict(config), _Layer, _SENTENCE, where=where)
+    _check_layer(layer, kind, where)
+    return _LAYERS[kind](layer, weights, where)
+
+
+def check_prompts(pooling: nn.Module, prompts: Mapping[str, str | None], *, where: str) -> None:
+    """Refuse a pooling that leaves the tokens of prompts out, if there are prompts."""
+    assert isinstance(pooling, Pooling)
+    if not pooling.include_prompt and any(prompts.values()):
         raise RequestError(
-            f"pooling must include the prompt's tokens, but {folder} leaves them out (include_prompt: false); give a "
+            f"pooling must include the prompt's tokens, but {where} leaves them out (include_prompt: false); give a "
             "model without prompts, or one that pools them too"
         )
-    layers = [_LAYERS[module.type.rpartition(".")[2]](folder / module.path) for module in modules[2:]]
-    return Pooling(_modes(pooling, folder)), *layers
 
 
-def _modes(pooling: _Pooling, folder: Path) -> list[PoolingMode]:
+def _modes(pooling: _Pooling, where: str) -> list[PoolingMode]:
     named = pooling.pooling_mode
     if named is None:
         return [mode for mode, flag in _FLAGS.items() if getattr(pooling, flag)] or ["mean"]
-    asked = [named] if isinstance(named, str) else named
+    asked = [named] if isinstance(named, str) else list(named)
     modes: list[PoolingMode] = [mode for name in asked for mode in get_args(PoolingMode) if mode == name]
     if not modes or len(modes) != len(asked):
         raise _SENTENCE.refused(
-            f"{folder} pools by {listed(asked) or 'nothing'}, and known are {', '.join(POOLING_MODES)}"
+            f"{where} pools by {listed(asked) or 'nothing'}, and known are {', '.join(POOLING_MODES)}"
         )
     return modes
 
 
-def _config(folder: Path, name: str) -> _Layer:
-    """Return the config of a layer, which must turn one embedding per text into another."""
-    config = _Layer.model_validate(_read(folder / "config.json", _Layer))
-    output = config.module_output_name or config.module_input_name
-    if (config.module_input_name, output) != ("sentence_embedding", "sentence_embedding"):
+def _check_layer(layer: _Layer, kind: str, where: str) -> None:
+    """Refuse a layer that does not turn one embedding per text into another."""
+    output = layer.module_output_name or layer.module_input_name
+    if (layer.module_input_name, output) != ("sentence_embedding", "sentence_embedding"):
         raise RequestError(
-            f"{name} must turn sentence_embedding into sentence_embedding, but that of {folder} turns "
-            f"{config.module_input_name} into {output}; give a model of one embedding per text"
+            f"{kind} must turn sentence_embedding into sentence_embedding, but that of {where} turns "
+            f"{layer.module_input_name} into {output}; give a model of one embedding per text"
         )
-    if config.use_residual:
-        raise RequestError(f"a Dense must have no residual, but that of {folder} has one; give a model without it")
-    return config
+    if layer.use_residual:
+        raise RequestError(f"a Dense must have no residual, but that of {where} has one; give a model without it")
 
 
 def _weights(folder: Path) -> dict[str, Tensor]:
@@ -413,57 +441,54 @@ def _load_bin(file: Path) -> dict[str, Tensor]:
     return found
 
 
-def _filled(layer: nn.Module, under: str, folder: Path) -> None:
+def _filled(layer: nn.Module, under: str, weights: Weights, where: str) -> None:
     """Load the weights of a module's layer, which has a name there."""
-    weights = {name.removeprefix(f"{under}."): tensor for name, tensor in _weights(folder).items()}
-    with refusing(f"the weights of {folder} must be those that its config describes, but are not", AGAIN):
-        layer.load_state_dict(weights)
+    named = {name.removeprefix(f"{under}."): tensor for name, tensor in weights().items()}
+    with refusing(f"the weights of {where} must be those that its config describes, but are not", AGAIN):
+        layer.load_state_dict(named)
 
 
-def _dense(folder: Path) -> nn.Module:
-    config = _config(folder, "Dense")
+def _dense(config: _Layer, weights: Weights, where: str) -> nn.Module:
     if config.in_features is None or config.out_features is None:
-        raise _SENTENCE.refused(f"{folder}/config.json has no in_features and out_features")
+        raise _SENTENCE.refused(f"{where} has no in_features and out_features")
     linear = nn.Linear(config.in_features, config.out_features, bias=config.bias)
-    _filled(linear, "linear", folder)
-    return Dense(linear, _activation(config.activation_function, folder))
+    _filled(linear, "linear", weights, where)
+    return Dense(linear, _activation(config.activation_function, where))
 
 
-def _activation(name: str, folder: Path) -> nn.Module:
+def _activation(name: str, where: str) -> nn.Module:
     package, _, class_name = name.rpartition(".")
     found = None
     # Nothing else is imported: a folder must not say which code runs.
     if package == "torch.nn" or package.startswith("torch.nn.modules."):
-        with refusing(f"the activation of {folder} must be a class of torch.nn, but is {quoted(name)}", AGAIN):
+        with refusing(f"the activation of {where} must be a class of torch.nn, but is {quoted(name)}", AGAIN):
             found = getattr(importlib.import_module(package), class_name)()
     if not isinstance(found, nn.Module):
         raise RequestError(
-            f"the activation of a Dense must be a class of torch.nn, but that of {folder} is {quoted(name)}; give a "
+            f"the activation of a Dense must be a class of torch.nn, but that of {where} is {quoted(name)}; give a "
             "model with such a one"
         )
     return found
 
 
-def _normalize(folder: Path) -> nn.Module:
-    _config(folder, "Normalize")
+def _normalize(config: _Layer, weights: Weights, where: str) -> nn.Module:
     return Normalize()
 
 
-def _layer_norm(folder: Path) -> nn.Module:
-    config = _config(folder, "LayerNorm")
+def _layer_norm(config: _Layer, weights: Weights, where: str) -> nn.Module:
     if config.dimension is None:
-        raise _SENTENCE.refused(f"{folder}/config.json has no dimension")
+        raise _SENTENCE.refused(f"{where} has no dimension")
     norm = nn.LayerNorm(config.dimension)
-    _filled(norm, "norm", folder)
+    _filled(norm, "norm", weights, where)
     return norm
 
 
-def _dropout(folder: Path) -> nn.Module:
-    return nn.Dropout(_config(folder, "Dropout").dropout)
+def _dropout(config: _Layer, weights: Weights, where: str) -> nn.Module:
+    return nn.Dropout(config.dropout)
 
 
-# Class of a module that may follow the pooling -> what reads its folder.
-_LAYERS: dict[str, Callable[[Path], nn.Module]] = {
+# Class of a module that may follow the pooling -> what makes it.
+_LAYERS: dict[str, Callable[[_Layer, Weights, str], nn.Module]] = {
     "Dense": _dense,
     "Normalize": _normalize,
     "LayerNorm": _layer_norm,
@@ -485,10 +510,10 @@ def write_modules(model: TextEncoder, folder: Path) -> None:
         path = f"{index}_{name}"
         entries.append({"idx": index, "name": str(index), "path": path, "type": f"{_MODULES}.{name}"})
         (folder / path).mkdir()
-        _write_json(folder / path / "config.json", config)
+        write_json(folder / path / "config.json", config)
         if weights:
             save_file(weights, folder / path / "model.safetensors", metadata={"format": "pt"})
-    _write_json(folder / MODULES_FILE, entries)
+    write_json(folder / MODULES_FILE, entries)
     write_text_settings(model, folder)
     own = model.settings.folder
     if own is not None:
@@ -498,11 +523,41 @@ def write_modules(model: TextEncoder, folder: Path) -> None:
 def write_text_settings(model: TextEncoder, folder: Path) -> None:
     """Write how texts are read: the longest one, in sentence_bert_config.json, and the prompts."""
     settings = model.settings
-    _write_json(
-        folder / _TEXT_FILES[0], {"max_seq_length": settings.max_length, "do_lower_case": settings.lower}
-    )
-    none = {"prompts": {}, "default_prompt_name": None, "similarity_fn_name": "cosine"}
-    _write_json(folder / OPTIONS_FILE, dict(settings.options) or none)
+    write_json(folder / _TEXT_FILES[0], {"max_seq_length": settings.max_length, "do_lower_case": settings.lower})
+    none: dict[str, Any] = {"prompts": {}, "default_prompt_name": None, "similarity_fn_name": "cosine"}
+    write_json(folder / OPTIONS_FILE, dict(settings.options) or none)
+
+
+def cross_encoder_files(activation: str, length: int | None, prompts: Mapping[str, str]) -> dict[str, Any]:
+    """Return the JSON files, by name, that make the folder of a sequence classifier that of a CrossEncoder.
+
+    They are those of sentence-transformers 6; version 5 reads the folder without them.
+    """
+    text = {"transformer_task": "sequence-classification"} | ({} if length is None else {"max_seq_length": length})
+    return {
+        MODULES_FILE: [
+            {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.base.modules.transformer.Transformer"}
+        ],
+        _TEXT_FILES[0]: text,
+        OPTIONS_FILE: {
+            "model_type": "CrossEncoder",
+            "activation_fn": activation,
+            "prompts": dict(prompts),
+            "default_prompt_name": None,
+        },
+    }
+
+
+def cross_encoder_in(folder: Path) -> dict[str, Any]:
+    """Return the JSON files, by name, that make a checkpoint's folder that of a CrossEncoder; none if it is not."""
+    names = (MODULES_FILE, _TEXT_FILES[0], OPTIONS_FILE)
+    if not all((folder / name).is_file() for name in names):
+        return {}
+    if _read(folder / OPTIONS_FILE, _Options).get("model_type") != "CrossEncoder":
+        return {}
+    # Further modules would be a head of its own, with weights.
+    modules = read_json(folder / MODULES_FILE, list[_Module], _SENTENCE)
+    return {name: read_json(folder / name, Any, _SENTENCE) for name in names} if len(modules) == 1 else {}
 
 
 def _written(model: TextEncoder) -> Iterator[tuple[str, dict[str, Any], dict[str, Tensor]]]:
@@ -547,7 +602,7 @@ def _pooling_config(pooling: Pooling, width: int) -> dict[str, Any]:
         "word_embedding_dimension": width,
         **({} if by_flags else {"pooling_mode": named}),
         **{flag: mode in modes for mode, flag in _FLAGS.items()},
-        "include_prompt": True,
+        "include_prompt": pooling.include_prompt,
     }
 
 
@@ -567,5 +622,6 @@ def _kept_files(folder: Path) -> list[str]:
     )
 
 
-def _write_json(file: Path, content: Any) -> None:
+def write_json(file: Path, content: Any) -> None:
+    """Write a JSON file as sentence-transformers does."""
     file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

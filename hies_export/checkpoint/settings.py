@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from ..model.sentence import TextEncoder
 from ..slim.config import is_slim
 
 
@@ -29,7 +30,8 @@ def complete_settings(model: PreTrainedModel, folder: Path) -> None:
 def write_config(model: PreTrainedModel, folder: Path) -> None:
     """Write the config of a model beside its export, without pointers to code, and with a mark of who wrote it."""
     config = copy.deepcopy(model.config)
-    config.architectures = [type(model).__name__]
+    of_config = model.auto_model if isinstance(model, TextEncoder) else model
+    config.architectures = [type(of_config).__name__]
     config.dtype = model.dtype
     if hasattr(config, "auto_map"):
         del config.auto_map

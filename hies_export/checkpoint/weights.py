@@ -125,8 +125,6 @@ def _lacks_pooler(model: PreTrainedModel, missing: Iterable[str]) -> bool:
 
     Encoders that were trained as embedding models from a masked language model have none.
     """
-    optional = any(
-        "add_pooling_layer" in inspect.signature(base.__init__).parameters for base in type(model).__mro__
-    )
     names = list(missing)
-    return bool(names) and optional and all(name.startswith("pooler.") for name in names)
+    optional = any("add_pooling_layer" in inspect.signature(base).parameters for base in type(model).__mro__[:-1])
+    return optional and bool(names) and all(name.startswith("pooler.") for name in names)

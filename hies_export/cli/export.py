@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 from argparse import ArgumentParser
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .arguments import Options, add_model, add_output
 from .paths import checkpoint_in
+
+if TYPE_CHECKING:
+    from ..forms.onnx.export import OnnxExport
 
 
 def add_arguments(parser: ArgumentParser, *, output: str | None = None) -> None:
@@ -32,6 +35,7 @@ def run(options: Options) -> dict[str, Any]:
     from ..checkpoint.classes import load_config
     from ..checkpoint.folders import refuse_existing
     from ..checkpoint.loading import load
+    from ..checkpoint.sentence import is_sentence_transformer
     from ..errors import RequestError
     from ..forms.onnx.multimodal import image_text_batch, is_vision_language
     from ..forms.onnx.quantize import export_in_bits
@@ -50,6 +54,8 @@ def run(options: Options) -> dict[str, Any]:
     options.progress.stage("load the model")
     if options.format == "gguf":
         return _export_gguf(options)
+    if is_sentence_transformer(options.model):
+        return _export_served(options)
     model = load(options.model, dtype=torch.float32)
     options.progress.stage("export to ONNX, and compare with torch")
     images = is_vision_language(model)
@@ -63,6 +69,35 @@ def run(options: Options) -> dict[str, Any]:
         quantize=options.quantize,
         overwrite=options.overwrite,
     )
+    return _report(options, exported)
+
+
+def _export_served(options: Options) -> dict[str, Any]:
+    """Write a folder that sentence-transformers runs as it runs the embedding model."""
+    import torch
+
+    from ..checkpoint.sentence import load_sentence
+    from ..forms.onnx.served import export_served
+
+    model = load_sentence(options.model, dtype=torch.float32)
+    options.progress.stage("export to ONNX, and compare with torch")
+    exported = export_served(
+        model,
+        options.output,
+        processor=load_processor_if_any(str(model.settings.encoder), model),
+        provider=options.provider or "cpu",
+        dtype=options.dtype,
+        quantize=options.quantize,
+        overwrite=options.overwrite,
+    )
+    found = _report(options, exported)
+    call = f'SentenceTransformer("{options.output}", trust_remote_code=True).encode(texts)'
+    options.console.print(f"run it: {call}", soft_wrap=True)
+    return found
+
+
+def _report(options: Options, exported: OnnxExport) -> dict[str, Any]:
+    """Print and return the size and the files of an export, and how far it differs from torch."""
     size, reference = f"{exported.bytes / 1e6:.1f} MB", "the float32 graph" if exported.quantize else "torch"
     options.console.print(f"written to {options.output}: {size}, differs from {reference} by {exported.max_abs:.2g}")
     if exported.quantize:

@@ -31,9 +31,9 @@ class Pooling(nn.Module):
     Source: the module Pooling of sentence-transformers, whose results these are.
     """
 
-    def __init__(self, modes: Sequence[PoolingMode]):
+    def __init__(self, modes: Sequence[PoolingMode], *, include_prompt: bool = True):
         super().__init__()
-        self.modes = tuple(modes)
+        self.modes, self.include_prompt = tuple(modes), include_prompt
 
     def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
         """Return embeddings, (texts, modes * width), of tokens, (texts, tokens, width), and their mask."""
@@ -122,6 +122,17 @@ class TextEncoder(PreTrainedModel):
         self.readout = nn.ModuleList(readout)
         self.hold(auto_model)
         self.train(auto_model.training)
+
+    @property
+    def dimension(self) -> int:
+        """The width of the embeddings of texts."""
+        width: int = self.config.get_text_config().hidden_size
+        for module in self.readout:
+            if isinstance(module, Pooling):
+                width *= len(module.modes)
+            elif isinstance(module, Dense):
+                width = module.linear.out_features
+        return width
 
     def hold(self, auto_model: PreTrainedModel) -> None:
         """Take an encoder in place of the one there is."""

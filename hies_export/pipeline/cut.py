@@ -301,12 +301,13 @@ def save(
     dense: Path | None = None,
     dtype: torch.dtype | None = None,
     refit_file: Path | None = None,
+    files: Mapping[str, Any] | None = None,
     overwrite: bool = False,
 ) -> Saved:
     """Save a slim model, load it again and compare; of several processes, the first does.
 
-    The licence in the folder `dense` is copied. The refitted layers of a compensated model go to `refit_file`, by
-    default into `folder`.
+    The licence in the folder `dense` is copied; `files` are as in `save_slim`. The refitted layers of a compensated
+    model go to `refit_file`, by default into `folder`.
     """
 
     def write() -> Saved:
@@ -321,6 +322,7 @@ def save(
             dense=dense,
             dtype=dtype,
             refitted=slim.refitted if refit_file is None else None,
+            files=files,
             overwrite=overwrite,
         )
         return Saved(weight_bytes(folder), max_abs)

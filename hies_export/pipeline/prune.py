@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
 
+import datasets
 import torch
 from pydantic import ValidationError
 from rich.console import Console
@@ -51,6 +53,7 @@ from ..tasks import Task
 from ..values import PruningPlan, Scores
 from .choose import choose
 from .cut import Choice, Slim, cut, save
+from .objects import Unwrapped, unwrap
 from .prepare import Judged, Prepared, Rows, check_options, prepare, shapes_to_measure
 from .search import Evaluation, confirm, evaluate
 
@@ -72,6 +75,7 @@ class PruneResult:
         parameters: Number of parameters of both models.
         flops: Floating-point operations of one forward pass of both models at `flops.shape`.
         held_out: Metrics of both models and the share of equal predictions on the held-out batches; None without.
+        given: What `prune` was given, if it was no plain model of transformers.
     """
 
     prepared: Prepared
@@ -81,11 +85,12 @@ class PruneResult:
     parameters: Both[int]
     flops: FlopCount
     held_out: Evaluation | None = None
+    given: Unwrapped | None = None
 
-    @property
-    def model(self) -> PreTrainedModel:
-        """The slim model, in evaluation mode: an ordinary `PreTrainedModel`."""
-        return self.slim.model
+    @cached_property
+    def model(self) -> Any:
+        """The slim model, in evaluation mode, of the class that was given: mostly an ordinary `PreTrainedModel`."""
+        return self.slim.model if self.given is None else self.given.wrap(self.slim.model)
 
     @property
     def plan(self) -> PruningPlan:
@@ -128,8 +133,16 @@ class PruneResult:
             RequestError: There is no Hub token, or it may not write to the repository; the folder is written.
             PushError: The push did not finish; the folder is written.
         """
+        files = self.given.files if self.given is not None else None
         with without_reports():
-            save(self.slim, self.prepared, folder, processor=processor or self.prepared.processor, overwrite=overwrite)
+            save(
+                self.slim,
+                self.prepared,
+                folder,
+                processor=processor or self.prepared.processor,
+                files=files or None,
+                overwrite=overwrite,
+            )
         if push_to_hub:
             push_folder(folder, repo_id or Path(folder).resolve().name, private=private)
 
@@ -164,7 +177,7 @@ class PruneResult:
             RequestError: The model has no such form here.
         """
         return export_in_bits(
-            self.model,
+            self.slim.model,
             folder,
             batch=_two_rows(self.prepared.sample),
             processor=processor or self.prepared.processor,
@@ -199,7 +212,7 @@ class PruneResult:
         read: dict[str, Any] = {"task": prepared.task, "processor": prepared.processor, "columns": columns}
         batches = batches_of(prepared.model, rows, what="rows", **read)
         return Cascade.choose(
-            self.model, prepared.model, batches, disagreement=disagreement, processor=prepared.processor
+            self.slim.model, prepared.model, batches, disagreement=disagreement, processor=prepared.processor
         )
 
     def __str__(self) -> str:
@@ -235,7 +248,7 @@ class PruneResult:
 
 
 def prune(
-    model: PreTrainedModel,
+    model: Any,
     batches: Any,
     *,
     budget: BudgetSection | Mapping[str, Any] | None = None,
@@ -256,6 +269,7 @@ def prune(
     compensation_batches: Any = None,
     processor: Any = None,
     columns: Mapping[str, Any] | None = None,
+    embedding: Mapping[str, Any] | None = None,
     shape: tuple[int, ...] | None = None,
     seed: int = 0,
     progress: Progress = SILENT,
@@ -269,8 +283,12 @@ def prune(
     inputs to tensors. Labels are used if there are any. Otherwise the model's own predictions replace classes, and
     plain text is its own label. All rows of a data set are read; a few hundred are enough.
 
+    Objects of sentence-transformers are taken too: a SentenceTransformer with a list of texts, or a CrossEncoder with a
+    list of pairs. The model of the result is then a new object of the same class.
+
     Args:
-        model: A model that classifies or regresses texts or images, or generates text, also from images.
+        model: A model that classifies or regresses texts or images, or generates text, also from images; a
+            SentenceTransformer or a CrossEncoder; or, with `embedding`, an encoder.
         batches: Batches that units are scored on.
         budget: How much is removed; required without `plan`. Exactly one of `{"heads": share removed}`, `{"flops":
             share left}`, `{"parameters": share left}`, `{"latency": {...}}`, `{"max_drop": {...}}` and `{"keep": ...}`;
@@ -296,6 +314,8 @@ def prune(
             result.
         columns: Columns to read of a data set that has texts or images, by the fields of a recipe's `data`: text,
             image, label, prompt, answer, max_length, packing. By default the only columns that fit.
+        embedding: For an encoder of transformers, how its token embeddings become the embedding of a text: `{"pooling":
+            "mean", "normalize": True}`; pooling is mean, cls, last or max.
         shape: (batch, sequence) for which FLOPs are counted, or (batch,) for images; by default one row of 128 tokens,
             or fewer if the model takes no more.
         seed: Seed of the criterion `random`; the plan records it.
@@ -323,8 +343,10 @@ def prune(
         **{"keep_layers": keep_layers, "multiple_of": multiple_of, "steps": steps, "compensation": compensation},
     }
     asked = _asked(options, plan)
+    given = unwrap(model, embedding)
+    model, processor = given.model, processor or given.processor
     task = task_of(model)
-    read: dict[str, Any] = {"task": task, "processor": processor, "columns": columns}
+    read: dict[str, Any] = {"task": task, "processor": processor, "columns": columns, "settings": given.reading}
     rows = _rows(model, asked, batches, held_out, compensation_batches, read)
     judged = _judged(model, task, asked, rows.held_out)
     timed = None if isinstance(asked, _OfPlan) else asked.goal.timed
@@ -345,8 +367,9 @@ def prune(
         )
         if isinstance(asked, PruneSection):
             check_options(prepared, asked)
-        given = asked if isinstance(asked, PruneSection) else asked.plan
-        result = prune_prepared(prepared, given, compensation=asked.compensation, progress=progress)
+        cut_by = asked if isinstance(asked, PruneSection) else asked.plan
+        result = prune_prepared(prepared, cut_by, compensation=asked.compensation, progress=progress)
+        result = replace(result, given=given)
         return result if not rows.held_out else replace(result, held_out=_compare(result, progress))
 
 
@@ -398,6 +421,10 @@ def _rows(
     read: Mapping[str, Any],
 ) -> Rows:
     """Return the batches by use."""
+    if held_out is None and read["task"].embeds and isinstance(batches, datasets.Dataset) and len(batches) > 1:
+        # The rows, not their batches: queries and documents must come together.
+        first = len(batches) - max(1, len(batches) // 4)
+        batches, held_out = batches.select(range(first)), batches.select(range(first, len(batches)))
     calibration = batches_of(model, batches, what="batches", **read)
     apart: list[Batch] = []
     if held_out is None:
@@ -431,7 +458,7 @@ def _compare(result: PruneResult, progress: Progress) -> Evaluation:
     progress.stage("compare both models on the held-out rows")
     prepared = result.prepared
     judge = Judge.on(prepared.model, prepared.rows.held_out, **asdict(prepared.judged), index=None)
-    return evaluate(judge, prepared.model, result.model, progress=progress)
+    return evaluate(judge, prepared.model, result.slim.model, progress=progress)
 
 
 def _two_rows(batch: Batch) -> Batch:

@@ -84,7 +84,11 @@ def test_every_module_and_file_is_kept_in_the_slim_folder(tmp_path: Path) -> Non
         ("LayerNorm", {"dimension": 20}, norm),
         ("Normalize", {}, {}),
     ]
-    options = {"prompts": {"query": "q: ", "passage": "p: "}, "default_prompt_name": "query", "similarity_fn_name": "dot"}
+    options = {
+        "prompts": {"query": "q: ", "passage": "p: "},
+        "default_prompt_name": "query",
+        "similarity_fn_name": "dot",
+    }
     text = {"max_seq_length": 12, "do_lower_case": True}
     folder = sentence_folder(tmp_path / "dense", layers, options=options, text=text)
     (folder / "data_config.json").write_text("[]")
@@ -183,7 +187,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "cross-encoder": ({"options": {"model_type": "CrossEncoder"}}, "use the task text-classification"),
     "clip": ({"layers": [("CLIPModel", {}, {})]}, "CLIPModel also embeds images"),
     "layers": ({"layers": [("WeightedLayerPooling", {}, {})]}, "WeightedLayerPooling reads all layers"),
-    "own code": ({"types": "modeling_own."}, "code in a checkpoint is never run, but .* has 'modeling_own.Transformer'"),
+    "own code": (
+        {"types": "modeling_own."},
+        "code in a checkpoint is never run, but .* has 'modeling_own.Transformer'",
+    ),
     "two poolings": ({"layers": [("Pooling", {}, {})]}, "must be a Transformer, a Pooling, and then any of Dense"),
     "prompt left out": (
         {"pooling": MEAN | {"include_prompt": False}, "options": {"prompts": {"query": "q: "}}},

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from support.models import SIX_HEADS, shake, word_tokenizer
 from torch import nn
 from transformers import BertConfig, BertModel, PreTrainedModel
+
+from support.models import SIX_HEADS, shake, word_tokenizer
 
 WORDS = [f"w{number}" for number in range(90)]
 WIDTH = 48

@@ -26,7 +26,7 @@ _NAMES = {short: name for name, short in _PRECISIONS.items()}
 
 @register_runtime("openvino")
 class OpenVinoRuntime(GraphRuntime):
-    """An ONNX file in OpenVINO on the CPU, with an infer request of its own for each feed."""
+    """An ONNX file, or OpenVINO's own .xml, in OpenVINO on the CPU, with an infer request of its own for each feed."""
 
     dtypes: ClassVar[tuple[str, ...]] = ("float32", "bfloat16")
     hints: ClassVar[tuple[str, ...]] = ("bfloat16",)
@@ -37,7 +37,6 @@ class OpenVinoRuntime(GraphRuntime):
 
     def __init__(self, source: str | Path, *, threads: int, dtype: str | None = None):
         self.require()
-        import onnx
         import openvino
 
         file = onnx_file(source, self.name)
@@ -56,14 +55,7 @@ class OpenVinoRuntime(GraphRuntime):
             raise ExportError(f"OpenVINO must load {file.name}, and refused: {_reason(error)}") from error
         # Fewer than asked for if the machine has fewer cores.
         self.threads = int(self._model.get_property("INFERENCE_NUM_THREADS"))
-        # A tensor may have several names in OpenVINO; those of the file are among them.
-        header = onnx.load(str(file), load_external_data=False)
-        shapes = {
-            value.name: [axis.dim_value or axis.dim_param for axis in value.type.tensor_type.shape.dim]
-            for value in header.graph.input
-        }
-        self.inputs, self.outputs = tuple(shapes), tuple(value.name for value in header.graph.output)
-        self._cache_sizes = cache_sizes({entry.key: entry.value for entry in header.metadata_props}, shapes)
+        self.inputs, self.outputs, self._cache_sizes = _names(file, graph)
 
     @classmethod
     def require(cls) -> None:
@@ -106,6 +98,22 @@ class OpenVinoRuntime(GraphRuntime):
     def fetch(self, result: Any) -> dict[str, np.ndarray]:
         """Return float32 arrays by output name."""
         return {name: np.array(result.get_tensor(name).data, dtype=np.float32) for name in self.outputs}
+
+
+def _names(file: Path, graph: Any) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, tuple[int, int]]]:
+    """Return the names of inputs and outputs of a graph, and the sizes of its cache, see `cache_sizes`."""
+    if file.suffix == ".xml":
+        return tuple(x.get_any_name() for x in graph.inputs), tuple(x.get_any_name() for x in graph.outputs), {}
+    import onnx
+
+    # A tensor may have several names in OpenVINO; those of the file are among them.
+    header = onnx.load(str(file), load_external_data=False)
+    shapes = {
+        value.name: [axis.dim_value or axis.dim_param for axis in value.type.tensor_type.shape.dim]
+        for value in header.graph.input
+    }
+    sizes = cache_sizes({entry.key: entry.value for entry in header.metadata_props}, shapes)
+    return tuple(shapes), tuple(value.name for value in header.graph.output), sizes
 
 
 def _reason(error: RuntimeError) -> str:

@@ -1,0 +1,69 @@
+"""Write and read the settings of an export that sentence-transformers runs, see `hies_export.served`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ..files import Rule, Schema, read_json
+from ..model.sentence import TextEncoder
+from .sentence import MODULES_FILE, write_json, write_text_settings
+
+SERVED_FILE = "hies_served.json"
+_CLASS = "hies_export.served.OnnxEncoder"
+_RULE = Rule("the settings of a served model must be what hies_export wrote", "export the model again")
+
+
+class _Served(Schema):
+    """The content of hies_served.json."""
+
+    file: str
+    dimension: int
+    runtime: str = "onnxruntime-cpu"
+    dtype: str | None = None
+    threads: int | None = None
+    max_seq_length: int | None = None
+    do_lower_case: bool = False
+
+
+def write_served(
+    folder: str | Path,
+    model: TextEncoder,
+    *,
+    file: str,
+    runtime: str = "onnxruntime-cpu",
+    dtype: str | None = None,
+    threads: int | None = None,
+) -> None:
+    """Make an export's folder, which has the graph and the tokenizer, a folder of sentence-transformers.
+
+    Args:
+        folder: The folder, to which modules.json, the module's settings, and the prompts are added.
+        model: The model that was exported: its settings and its dimension are read.
+        file: Name of the graph's file in the folder.
+        runtime: Name of the runtime that it is to run on, as for `load_runtime`.
+        dtype: Dtype to compute in, if the runtime offers other ones than the graph's.
+        threads: Threads of the CPU; None for as many as torch has there.
+    """
+    folder, settings = Path(folder), model.settings
+    write_json(folder / MODULES_FILE, [{"idx": 0, "name": "0", "path": "", "type": _CLASS}])
+    served = _Served(
+        file=file,
+        dimension=model.dimension,
+        runtime=runtime,
+        dtype=dtype,
+        threads=threads,
+        max_seq_length=settings.max_length,
+        do_lower_case=settings.lower,
+    )
+    write_json(folder / SERVED_FILE, served.model_dump())
+    write_text_settings(model, folder)
+
+
+def read_served(folder: Path) -> dict[str, Any]:
+    """Return the settings of a folder that `write_served` wrote, by the parameters of `OnnxEncoder`."""
+    found = _Served.model_validate(read_json(folder / SERVED_FILE, _Served, _RULE))
+    # The file may come from elsewhere, and must name a file beside it.
+    if Path(found.file).name != found.file:
+        raise _RULE.refused(f"{folder / SERVED_FILE} names {found.file}, which is not in its folder")
+    return found.model_dump()

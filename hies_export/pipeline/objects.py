@@ -1,0 +1,182 @@
+"""Take objects of sentence-transformers as models of transformers, and give back objects of the same class.
+
+sentence-transformers is not imported: the objects are known by the names of their classes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..checkpoint.sentence import (
+    check_modules,
+    check_prompts,
+    cross_encoder_files,
+    encoder_with,
+    make_readout,
+    prompts_by_kind,
+    readout_module,
+)
+from ..errors import RequestError, listed
+from ..model.sentence import SentenceSettings, TextEncoder
+from ..model.tokens import longest_sequence
+
+# Classes whose objects have other outputs than one embedding for a text, or one score for a pair.
+_OTHERS = ("SparseEncoder", "MultiVectorEncoder")
+
+
+@dataclass(frozen=True)
+class Unwrapped:
+    """A model of transformers, and how to put a slim one in place of it.
+
+    Attributes:
+        model: The model to prune, which shares its weights with what was given.
+        processor: The tokenizer of what was given; None for a plain model.
+        wrap: Turns a slim model into a new object of the class that was given.
+        reading: How its texts are read, by the fields of a reader: max_length, and of embeddings prompts and lower.
+        files: JSON files to save beside the slim model, by name.
+    """
+
+    model: Any
+    processor: Any = None
+    wrap: Callable[[PreTrainedModel], Any] = lambda slim: slim
+    reading: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, Any] = field(default_factory=dict)
+
+
+def unwrap(model: Any, embedding: Mapping[str, Any] | None = None) -> Unwrapped:
+    """Return the model of transformers in a SentenceTransformer, a CrossEncoder, or a model that is one itself.
+
+    Args:
+        model: The object; it is not changed.
+        embedding: For a bare encoder of transformers, `pooling` and `normalize`, as in `make_readout`.
+    """
+    kind = _kind_of(model)
+    if embedding is not None:
+        if kind is not None or not isinstance(model, PreTrainedModel) or isinstance(model, TextEncoder):
+            raise RequestError(
+                f"embedding= is for an encoder of transformers that has no pooling yet, but a {type(model).__name__} "
+                "came with it; leave it out"
+            )
+        return _of_encoder(model, embedding)
+    if kind == "SentenceTransformer":
+        return _of_sentence_transformer(model)
+    if kind == "CrossEncoder":
+        return _of_cross_encoder(model)
+    if kind is not None:
+        raise RequestError(
+            f"the model must give one embedding for a text or one score for a pair, but a {kind} gives others; give a "
+            "SentenceTransformer or a CrossEncoder"
+        )
+    return Unwrapped(model)
+
+
+def _kind_of(model: Any) -> str | None:
+    """Return which class of sentence-transformers an object is of; None if of none."""
+    known = ("SentenceTransformer", "CrossEncoder", *_OTHERS)
+    found = (c.__name__ for c in type(model).__mro__ if c.__module__.split(".")[0] == "sentence_transformers")
+    return next((name for name in found if name in known), None)
+
+
+def _of_encoder(encoder: PreTrainedModel, embedding: Mapping[str, Any]) -> Unwrapped:
+    if unknown := set(embedding) - {"pooling", "normalize"} or "pooling" not in embedding:
+        raise RequestError(
+            "embedding must have pooling (mean, cls, last or max), and may have normalize (True or False), got "
+            f"{listed(sorted(embedding)) or 'neither'}" + (", which are not all known" if unknown is not True else "")
+        )
+    readout = make_readout(embedding["pooling"], normalize=bool(embedding.get("normalize")))
+    settings = SentenceSettings(tuple(readout), max_length=longest_sequence(encoder.config))
+    return Unwrapped(encoder_with(encoder, settings), wrap=_encoder, reading=_reading(settings))
+
+
+def _reading(settings: SentenceSettings) -> dict[str, Any]:
+    return {"max_length": settings.max_length, "prompts": settings.prompts, "lower": settings.lower}
+
+
+def _encoder(slim: PreTrainedModel) -> PreTrainedModel:
+    assert isinstance(slim, TextEncoder)
+    return slim.auto_model
+
+
+def _of_sentence_transformer(given: Any) -> Unwrapped:
+    modules = list(given)
+    where = f"this {type(given).__name__}"
+    names = check_modules([_full_name(module) for module in modules], where=where)
+    first = _inner(modules[0], where)
+    readout = []
+    for name, module in zip(names[1:], modules[1:], strict=True):
+        config = {key: list(v) if isinstance(v, tuple) else v for key, v in module.get_config_dict().items()}
+        readout.append(readout_module(name, config, module.state_dict, where=f"the {name} of {where}"))
+    options = {
+        "model_type": "SentenceTransformer",
+        "prompts": dict(given.prompts),
+        "default_prompt_name": given.default_prompt_name,
+        "similarity_fn_name": given.similarity_fn_name,
+    }
+    check_prompts(readout[0], options["prompts"], where=where)
+    length = given.max_seq_length
+    limits = [int(limit) for limit in (length, longest_sequence(first.config)) if limit is not None and limit < 1e9]
+    settings = SentenceSettings(
+        readout=tuple(readout),
+        max_length=min(limits, default=None),
+        prompts=prompts_by_kind(options, where),
+        lower=bool(getattr(modules[0], "do_lower_case", False)),
+        options=options,
+    )
+
+    def wrap(slim: PreTrainedModel) -> Any:
+        return _with_another(given, first, _encoder(slim))
+
+    return Unwrapped(encoder_with(first, settings), given.tokenizer, wrap, _reading(settings))
+
+
+def _of_cross_encoder(given: Any) -> Unwrapped:
+    where = f"this {type(given).__name__}"
+    inner = _inner(given, where)
+    layers = [type(module).__name__ for module in given] if isinstance(given, nn.Sequential) else []
+    if len(layers) > 1:
+        raise RequestError(
+            f"a CrossEncoder must be a single Transformer with its own head, but {where} is {listed(layers)}; give one "
+            "of a model for sequence classification"
+        )
+    prompts, default = getattr(given, "prompts", None) or {}, getattr(given, "default_prompt_name", None)
+    if default is not None and prompts.get(default):
+        raise RequestError(
+            f"a CrossEncoder must read its pairs without a prompt, but {where} has {default!r} by default; set its "
+            "default_prompt_name to None, and put the prompt into the texts"
+        )
+    length = getattr(given, "max_seq_length", None) or getattr(given.tokenizer, "model_max_length", None)
+    limits = [int(limit) for limit in (length, longest_sequence(inner.config)) if limit is not None and limit < 1e9]
+    activation = type(given.activation_fn)
+    return Unwrapped(
+        inner,
+        given.tokenizer,
+        lambda slim: _with_another(given, inner, slim),
+        {"max_length": min(limits, default=None)},
+        cross_encoder_files(f"{activation.__module__}.{activation.__name__}", length, prompts),
+    )
+
+
+def _full_name(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__name__}"
+
+
+def _inner(module: nn.Module, where: str) -> PreTrainedModel:
+    """Return the model of transformers in a module, which sentence-transformers 5 and 6 call by different names."""
+    found = next((m for m in module.modules() if isinstance(m, PreTrainedModel)), None)
+    if found is None:
+        raise RequestError(
+            f"the encoder must be a model of transformers in torch, but {where} has none; load it with backend='torch'"
+        )
+    return found
+
+
+def _with_another(given: Any, inner: PreTrainedModel, slim: PreTrainedModel) -> Any:
+    """Return a copy of an object that has another model in place of its own, which is not copied."""
+    # deepcopy takes what its memo already holds for the finished copy.
+    return copy.deepcopy(given, {id(inner): slim})

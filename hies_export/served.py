@@ -1,0 +1,154 @@
+"""Run an exported embedding model as the module of a SentenceTransformer.
+
+The `modules.json` of an export by `hies-export export` names `hies_export.served.OnnxEncoder`, which
+sentence-transformers imports if this package is installed. The graph does it all, from tokens to the embedding.
+
+    SentenceTransformer(folder, trust_remote_code=True).encode(texts)
+
+Version 6 of sentence-transformers needs `trust_remote_code` for modules that are not its own, also of local folders.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import normalizers
+from transformers import AutoTokenizer
+
+try:
+    from sentence_transformers.base.modules import InputModule
+except ImportError:  # version 5
+    from sentence_transformers.models import InputModule
+
+from .checkpoint.served import SERVED_FILE, read_served
+from .forms.runtimes.base import Runtime
+from .forms.runtimes.registry import load_runtime
+
+
+class OnnxEncoder(InputModule):  # type: ignore[misc, unused-ignore]
+    """Embeds texts by a graph in ONNX Runtime or OpenVINO.
+
+    Args:
+        folder: Where the graph and the tokenizer are.
+        file: Name of the graph's file.
+        runtime: Name of the runtime, as for `load_runtime`.
+        dtype: Dtype to compute in, if the runtime offers other ones than the graph's.
+        threads: Threads of the CPU; None for as many as torch has.
+        max_seq_length: Longest text in tokens; longer ones are cut.
+        do_lower_case: Whether texts are lowercased before the tokenizer's own rules.
+        dimension: Width of the embeddings.
+    """
+
+    config_file_name = SERVED_FILE
+    config_keys = ("file", "runtime", "dtype", "threads", "max_seq_length", "do_lower_case", "dimension")
+    save_in_root = True
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        file: str,
+        dimension: int,
+        runtime: str = "onnxruntime-cpu",
+        dtype: str | None = None,
+        threads: int | None = None,
+        max_seq_length: int | None = None,
+        do_lower_case: bool = False,
+    ):
+        super().__init__()
+        self.folder, self.file, self.dimension = Path(folder), file, dimension
+        self.runtime, self.dtype, self.threads = runtime, dtype, threads
+        self.do_lower_case = do_lower_case
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        if max_seq_length is not None:
+            self.tokenizer.model_max_length = max_seq_length
+        if do_lower_case:
+            backend = self.tokenizer.backend_tokenizer
+            rules = [normalizers.Lowercase(), *([] if backend.normalizer is None else [backend.normalizer])]
+            backend.normalizer = normalizers.Sequence(rules)
+        self._loaded: Runtime | None = None
+        self._runtime()  # refused now, not at the first text
+
+    @property
+    def max_seq_length(self) -> int:
+        """Longest text in tokens."""
+        length: int = self.tokenizer.model_max_length
+        return length
+
+    @max_seq_length.setter
+    def max_seq_length(self, value: int) -> None:
+        self.tokenizer.model_max_length = value
+
+    def _runtime(self) -> Runtime:
+        if self._loaded is None:
+            self._loaded = load_runtime(self.runtime, self.folder / self.file, threads=self.threads, dtype=self.dtype)
+        return self._loaded
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the session, which cannot be copied or sent to another process: it is opened there."""
+        return {**self.__dict__, "_loaded": None}
+
+    def preprocess(self, inputs: Sequence[str], prompt: str | None = None, **kwargs: Any) -> dict[str, Any]:
+        """Return the tokens of texts, padded to the longest."""
+        texts = [f"{prompt or ''}{text}" for text in inputs]
+        return dict(self.tokenizer(texts, padding=True, truncation=True, return_tensors="pt"))
+
+    def tokenize(self, texts: Sequence[str], **kwargs: Any) -> dict[str, Any]:
+        """Return the tokens of texts: the name of `preprocess` in version 5."""
+        return self.preprocess(texts)
+
+    def forward(self, features: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        """Add the embeddings of texts, (texts, dimension), and of tokens, (texts, tokens, width), where there are."""
+        tokens: Mapping[str, Any] = {name: v for name, v in features.items() if isinstance(v, torch.Tensor)}
+        outputs = self._runtime().compute(tokens)
+        device = features["input_ids"].device
+        for name, output in (("sentence_embedding", "sentence_embedding"), ("token_embeddings", "last_hidden_state")):
+            if output in outputs:
+                features[name] = torch.from_numpy(outputs[output]).to(device)
+        return features
+
+    def get_embedding_dimension(self) -> int:
+        """Return the width of the embeddings."""
+        return self.dimension
+
+    def get_sentence_embedding_dimension(self) -> int:
+        """Return the width of the embeddings: the name in version 5."""
+        return self.dimension
+
+    def get_config_dict(self) -> dict[str, Any]:
+        """Return what the constructor takes besides the folder."""
+        return {name: getattr(self, name) for name in self.config_keys}
+
+    def save(self, output_path: str, *args: Any, **kwargs: Any) -> None:
+        """Copy the graph, and write the tokenizer and the settings."""
+        for source in self.folder.glob(f"{Path(self.file).stem}.*"):
+            if source.is_file() and source.resolve() != (Path(output_path) / source.name).resolve():
+                shutil.copyfile(source, Path(output_path) / source.name)
+        self.tokenizer.save_pretrained(output_path)
+        self.save_config(output_path)
+
+    @classmethod
+    def load(
+        cls,
+        model_name_or_path: str,
+        subfolder: str = "",
+        token: bool | str | None = None,
+        cache_folder: str | None = None,
+        revision: str | None = None,
+        local_files_only: bool = False,
+        **kwargs: Any,
+    ) -> OnnxEncoder:
+        """Load the module from a folder, or from a repository of the Hub, which is fetched."""
+        folder = cls.load_dir_path(
+            model_name_or_path,
+            subfolder=subfolder,
+            token=token,
+            cache_folder=cache_folder,
+            revision=revision,
+            local_files_only=local_files_only,
+        )
+        return cls(folder, **read_served(Path(folder)))
