@@ -203,10 +203,10 @@ def export_dense(model: Path, work: Path, calibration: Split) -> None:
     """Write the dense model in float32 and int8 for ONNX Runtime."""
     if (work / "dense-int8").exists():
         return
-    from hies_export.checkpoint.sentence import load_sentence
     from transformers import AutoTokenizer
 
     from hies_export import export_onnx, quantize_onnx
+    from hies_export.checkpoint.sentence import load_sentence
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     batch = tokenizer([calibration.documents[0], calibration.queries[0]], padding=True, return_tensors="pt")

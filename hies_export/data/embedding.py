@@ -83,10 +83,8 @@ class EmbeddingReader(Reader):
         if self.judged and (self.columns.query or self.scored_pairs):
             texts = self._queries(samples) if self.columns.query else self._pairs(samples)
             yield from by_length(list(self._of_kinds(texts, batch_size)), config=self.config)
-        elif self.judged:
-            yield from by_length(list(self._texts(samples, batch_size)), config=self.config)
         else:
-            yield from self._texts(samples, batch_size)
+            yield from by_length(list(self._texts(samples, batch_size)), config=self.config)
 
     def _texts(self, samples: datasets.Dataset, batch_size: int) -> Iterator[Batch]:
         """Batches of the distinct texts of each kind, as they come."""

@@ -13,8 +13,9 @@ from transformers import PreTrainedModel
 from ..data.batches import Batch
 from ..data.targets import inputs_of, samples_of
 from ..errors import RecipeError, RequestError
-from ..evaluate.interval import CONFIDENCE, FAILURES, confidence_of_each, rows_needed
+from ..evaluate.interval import CONFIDENCE, FAILURES, confidence_of_each, queries_needed, rows_needed
 from ..evaluate.predict import Predictor, predict
+from ..evaluate.ranking import keeps_predictions, kind_of_rows
 from ..forms.exports import Exporter, ExportOptions
 from ..forms.form import predictor
 from ..forms.measure.shapes import check_runs, check_shapes, model_shapes
@@ -162,7 +163,9 @@ def _check_enough_rows(prepared: Prepared, options: PruneSection) -> None:
     keep, count = options.goal.keep, samples_of(prepared.rows.held_out)
     if keep is None or keep.predictions is None:
         return
-    if count < (needed := rows_needed(keep.predictions, confidence_of_each(FAILURES))):
+    kind = kind_of_rows(prepared.rows.held_out, embeds=prepared.judged.embeds)
+    needed_for = rows_needed if keeps_predictions(kind) else queries_needed
+    if count < (needed := needed_for(keep.predictions, confidence_of_each(FAILURES))):
         raise RequestError(
             f"keep: {keep.predictions:g} can be promised with {100 * CONFIDENCE:g} % confidence from {needed:,} "
             f"held-out rows or more, and there are {count:,}; raise keep.samples, give more rows, or ask for less"

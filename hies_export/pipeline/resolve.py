@@ -19,7 +19,6 @@ from ..checkpoint.classes import load_config
 from ..checkpoint.dense import Source, check_device_map, load_dense, source_of, task_class
 from ..checkpoint.sentence import encoder_class, load_encoder, settings_of
 from ..data.batches import Batch, by_length
-from ..data.embedding import EmbeddingReader
 from ..data.generation import GenerationReader
 from ..data.processors import load_processor
 from ..data.reader import Columns, Reader
@@ -27,7 +26,7 @@ from ..data.registry import reader_for
 from ..data.rows import taken_from
 from ..data.targets import is_regression, samples_of
 from ..errors import RequestError
-from ..evaluate.interval import confidence_of_each, rate_rows_needed, rows_needed
+from ..evaluate.interval import confidence_of_each, queries_needed, rate_rows_needed, rows_needed
 from ..evaluate.lm_eval import check_benchmarks
 from ..evaluate.metrics import METRICS, check_metrics, default_metrics
 from ..evaluate.ranking import RowsKind
@@ -47,8 +46,6 @@ from .prepare import Judged, Prepared, Rows, check_options, prepare, shapes_to_m
 
 # Rows that `deploy` makes a promise on; more narrow the interval, and every cut takes longer to judge.
 HELD_OUT = 1024
-# Queries, or texts, without which a promise about rankings is not made on part of an evaluated split.
-QUERIES = 100
 # Looks of `deploy` at these rows if it also tries cascades; see `confidence_of_each`.
 LOOKS_WITH_CASCADES = LOOKS + SEARCHED * len(FLOPS_TO_TRY)
 
@@ -167,7 +164,8 @@ def _splits(recipe: PruningRecipe, *, promising: bool = False, regression: bool 
     if recipe.deploy is not None:
         keep = recipe.deploy.keep
         if _kind_of_rows(recipe) is not None:
-            return splits.promising(QUERIES, f"{100 * keep:g} %", most=HELD_OUT)
+            needed = queries_needed(keep, confidence_of_each(LOOKS))
+            return splits.promising(needed, f"{100 * keep:g} %", most=HELD_OUT)
         needed, with_cascades = (rows_needed(keep, confidence_of_each(n)) for n in (LOOKS, LOOKS_WITH_CASCADES))
         better = with_cascades if task.prediction(regression=regression) == "classes" else 0
         return splits.promising(needed, f"{100 * keep:g} %", most=HELD_OUT, better=better)
@@ -333,6 +331,4 @@ def _judging(reader: Reader, judged: Judged) -> Reader:
 
 
 def _shortest_first(reader: Reader, samples: datasets.Dataset, batch_size: int) -> list[Batch]:
-    batches = reader.batches(samples, batch_size=batch_size)
-    # A reader of texts to embed orders queries and documents itself, each apart.
-    return batches if isinstance(reader, EmbeddingReader) else by_length(batches, config=reader.config)
+    return by_length(reader.batches(samples, batch_size=batch_size), config=reader.config)
