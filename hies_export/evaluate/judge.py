@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -122,13 +122,20 @@ class Judge:
         On the dense index, the judge's own batches are those of queries alone, if these have documents.
         """
         dense = predict(model, batches, progress=progress)
-        rows = None
-        if index == "dense" and kind_of_rows(batches, embeds=embeds) == "queries":
-            assert isinstance(dense, torch.Tensor)
-            rows = RankedTexts.of(dense, batches).of_queries()
-            batches = [batch for batch in batches if bool((batch["query"] >= 0).any())]
-            dense = dense[rows.queries]
-        return cls(batches, dense, metrics, regression, tolerance, confidence, as_of, embeds, index, rows)
+        judge = cls(batches, dense, metrics, regression, tolerance, confidence, as_of, embeds, index)
+        return judge.on_dense_index() if index == "dense" else judge
+
+    def on_dense_index(self) -> Judge:
+        """Return the judge of queries alone, whose documents keep the dense model's vectors; itself without documents.
+
+        The batches of documents need no prediction then.
+        """
+        if self._kind != "queries" or self.ranked is not None:
+            return self
+        assert isinstance(self.dense, torch.Tensor)
+        rows = RankedTexts.of(self.dense, self.batches).of_queries()
+        batches = [batch for batch in self.batches if bool((batch["query"] >= 0).any())]
+        return replace(self, batches=batches, dense=self.dense[rows.queries], index="dense", ranked=rows)
 
     def of(self, predictions: Predictions) -> Quality:
         """Return all metrics and the stability of predictions of the batches."""

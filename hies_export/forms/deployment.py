@@ -67,7 +67,8 @@ class Deployment:
     """Which form to deploy: the fastest that keeps a share of `promise` on held-out rows, by its lower end.
 
     `form` is its index among the forms, None if none keeps the promise; `step` is the index of the compared times, the
-    first that are not noisy; `seconds` is the time of the search; `file` is the form's file in the run's folder.
+    first that are not noisy; `seconds` is the time of the search; `file` is the form's file in the run's folder. Of an
+    embedding model, `ranking` has what the file itself ranks, as in a report.
     """
 
     promise: Share
@@ -76,6 +77,7 @@ class Deployment:
     ways: list[DeployWay]
     seconds: float
     file: str | None = None
+    ranking: Mapping[str, Mapping[str, float]] | None = None
 
 
 @dataclass(frozen=True)

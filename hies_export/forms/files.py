@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,6 +77,37 @@ def judge_exported(exported: Exported, folder: Path, judge: Judge, forms: Sequen
         layers=exported.layers if quantize and isinstance(exported, OnnxExport) else None,
         float_neurons=0 if quantize else None,
     )
+
+
+# The file of a graph in fewer bits -> its names on the Hub: those of transformers.js, and of sentence-transformers.
+_HUB_NAMES = {"int8": ("model_quantized.onnx", "model_qint8_avx512_vnni.onnx"), "int4": ("model_q4.onnx",)}
+
+
+def add_graphs(exports: Iterable[Exported], folder: Path) -> None:
+    """Put the graphs of a model into `onnx/` of its checkpoint's folder, where the tools of the Hub look for them.
+
+    Files on the same disk are linked, and take no space again.
+    """
+    for exported in exports:
+        if isinstance(exported, OnnxExport):
+            (folder / "onnx").mkdir(exist_ok=True)
+            for part in sorted(exported.folder.glob("*.onnx*")):
+                for name in _HUB_NAMES[exported.quantize] if exported.quantize else (part.name,):
+                    _link(part, folder / "onnx" / name)
+
+
+def link_files(source: Path, target: Path) -> None:
+    """Make a folder with the files of another one, as links where that is possible."""
+    target.mkdir()
+    for part in sorted(path for path in source.iterdir() if path.is_file()):
+        _link(part, target / part.name)
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        target.hardlink_to(source)
+    except OSError:  # another disk, or one without links
+        shutil.copyfile(source, target)
 
 
 def _runtime_of(exported: Exported) -> str | None:

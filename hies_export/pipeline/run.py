@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from .. import processes
 from ..checkpoint.folders import new_folder, refuse_existing
 from ..checkpoint.refits import REFIT
+from ..checkpoint.served import write_served
 from ..evaluate.judge import Judge
 from ..evaluate.lm_eval import run_benchmarks
 from ..forms.cascade.export import export_cascade
@@ -24,12 +25,15 @@ from ..forms.cascade.facts import cascade_facts
 from ..forms.cost.latency import compare_with_full
 from ..forms.deployment import Deployment, fastest_kept
 from ..forms.exports import Exported, Exporter, ExportOptions, check_exports, export_formats, require_exporters
-from ..forms.files import CASCADE, judge_exported, keep_file
+from ..forms.files import CASCADE, add_graphs, judge_exported, keep_file, link_files
 from ..forms.form import Form, Forms
 from ..forms.judged import judge_forms, time_forms, time_forms_on_rows
 from ..forms.measure.contention import CpuWatch, OtherWork
 from ..forms.measure.counts import Both
 from ..forms.measured import Measurements, measure_both
+from ..forms.onnx.export import OnnxExport
+from ..forms.runtimes.base import RUNTIMES
+from ..model.sentence import TextEncoder
 from ..outcomes import CostOutcome
 from ..progress import SILENT, Clock, Progress
 from ..recipe import DeploySection, PruneSection, PruningRecipe
@@ -219,6 +223,9 @@ def run_stages(
             )
             same = not any(kept.removed for kept in result.plan.kept.values())
             deployed = _judge_deployed(resolved, forms, judge, decided, answers, folder, same=same)
+        add_graphs(exports.values(), place)
+        if isinstance(result.model, TextEncoder):
+            _serve(result.model, exports, deployed, folder)
         done = Finished(
             resolved=resolved,
             result=_with_cost(result, prepared, options, measured, progress),
@@ -291,6 +298,7 @@ def _judge_deployed(
         rows = prepared.rows.promised
         joined = export_cascade(slim, dense, folder / CASCADE, batches=rows, answers=answers, options=asked)
     running: list[Form] = []
+    whole, judge = judge, judge.on_dense_index()
     if not prepared.task.in_parts:  # models in several graphs have no forms
         ways = answer.ways if answer else resolved.measure.ways_to_judge(options.quantize, asked)
         running = [forms.form(name, *way) for way in ways for name in (("dense",) if same else ("dense", "slim"))]
@@ -311,7 +319,10 @@ def _judge_deployed(
         best, step = fastest_kept(judged, answer.promise)
         file = None if best is None else keep_file(forms, judged[best], folder, same=same)
         seconds = time.monotonic() - answer.began
-        deployment = Deployment(answer.promise, best, step, answer.dense.ways, seconds, file)
+        ranking = None
+        if best is not None and prepared.task.embeds:
+            ranking = whole.ranking(running[best].predict(whole.batches))
+        deployment = Deployment(answer.promise, best, step, answer.dense.ways, seconds, file, ranking)
     if asked is not None and joined is not None:
         part = forms.export("slim", replace(options.unquantized, quantize=asked.quantize))
         cascade = cascade_facts(
@@ -324,6 +335,23 @@ def _judge_deployed(
         )
     exported = judge_exported(forms.export("slim", options), folder, judge, judged)
     return Deployed(exported, judged, deployment, cascade)
+
+
+def _serve(model: TextEncoder, exports: Mapping[ExportOptions, Exported], deployed: Deployed, folder: Path) -> None:
+    """Write `served/`, which sentence-transformers runs: the form to deploy, or else the last of the exports."""
+    found = deployed.deployment
+    if found is None:
+        exported = [*exports.values()][-1]
+        assert isinstance(exported, OnnxExport)
+        file, runtime, dtype = exported.file, "onnxruntime-cpu", None
+    elif found.form is not None and found.file is not None:
+        form = deployed.forms[found.form]
+        bits = form.bits if form.bits in RUNTIMES[form.runtime].hints else None
+        file, runtime, dtype = folder / found.file, form.runtime, bits
+    else:
+        return
+    link_files(file.parent, folder / "served")
+    write_served(folder / "served", model, file=file.name, runtime=runtime, dtype=dtype)
 
 
 def _with_cost(
