@@ -247,10 +247,12 @@ def encoder_with(encoder: PreTrainedModel, settings: SentenceSettings) -> TextEn
 def encoder_class(path: str | Path, **hub: Any) -> type[PreTrainedModel]:
     """Return the class that sentence-transformers loads an encoder by, or its slim version.
 
-    A config may name a class with another head, such as BertForMaskedLM: its base model is loaded.
+    A config may name a class with another head, such as BertForMaskedLM, or none: the base model is loaded.
     """
-    named = find_model_class(path, **hub)
     config = load_config(path, **hub)
+    if not config.architectures and (base := model_class_of(config, "AutoModel")) is not None:
+        return base
+    named = find_model_class(path, **hub)
     if "AutoModel" in auto_classes(named.__name__, config.model_type) and not config.is_encoder_decoder:
         return named
     found = model_class_of(config, "AutoModelForTextEncoding" if config.is_encoder_decoder else "AutoModel")

@@ -1,6 +1,8 @@
 """SentenceTransformer folders: read as sentence-transformers does, written with every module, refused in a sentence."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support.cuts import random_neurons
+from support.hub import Hub
 from support.models import bert, text_batch
 from support.sentences import MEAN, WIDTH, bert_encoder, dense, sentence_folder
 from torch import Tensor, nn
@@ -166,6 +169,13 @@ def test_an_encoder_that_was_saved_with_another_head_and_no_pooler(tmp_path: Pat
     assert load(tmp_path / "slim").pooler is None
 
 
+def test_a_config_that_names_no_class(tmp_path: Path) -> None:
+    folder = sentence_folder(tmp_path / "dense")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "architectures"}))
+    assert type(load_sentence(folder).auto_model) is BertModel
+
+
 def test_weights_of_older_folders_are_read(tmp_path: Path) -> None:
     layer = dense(WIDTH, 8)
     folder = sentence_folder(tmp_path / "dense", [layer])
@@ -262,3 +272,33 @@ def test_the_files_of_a_cross_encoder_come_along(tmp_path: Path) -> None:
     plan = PruningPlan(kept=random_neurons(modules, uniform=False), criterion="random")
     apply_plan(plan, tmp_path / "dense", tmp_path / "slim")
     assert {name: json.loads((tmp_path / "slim" / name).read_text()) for name in files} == files
+
+
+FROM_THE_HUB = """
+import sys, torch
+from hies_export.checkpoint.sentence import is_sentence_transformer, load_sentence, settings_of
+ids = torch.tensor([[2, 5, 6, 3]])
+torch.save(load_sentence("user/embedder")(ids).sentence_embedding.detach(), sys.argv[1])
+print(is_sentence_transformer("user/bare"), settings_of("user/bare", pooling="cls").max_length)
+"""
+
+
+def test_models_on_the_hub_and_then_in_its_cache(tmp_path: Path) -> None:
+    folder = sentence_folder(tmp_path / "dense", [dense(WIDTH, 8), ("Normalize", {}, {})])
+    bert_encoder().save_pretrained(tmp_path / "bare")
+    with Hub() as hub:
+        for name, source in (("user/embedder", folder), ("user/bare", tmp_path / "bare")):
+            files = {str(path.relative_to(source)): path.read_bytes() for path in source.rglob("*") if path.is_file()}
+            hub.add(name, files)
+        environment = hub.environment(tmp_path / "home")
+        printed = [run_there(tmp_path / "online.pt", environment)]
+    printed.append(run_there(tmp_path / "offline.pt", environment | {"HF_HUB_OFFLINE": "1"}))
+    assert printed == ["False 64\n"] * 2
+    expected = load_sentence(folder)(torch.tensor([[2, 5, 6, 3]])).sentence_embedding
+    for file in ("online.pt", "offline.pt"):
+        torch.testing.assert_close(torch.load(tmp_path / file), expected.detach())
+
+
+def run_there(output: Path, environment: dict[str, str]) -> str:
+    command = [sys.executable, "-c", FROM_THE_HUB, output]
+    return subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
