@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import RequestError
 from ..kinds import ATTENTION
+from ..model.sentence import TextEncoder
 from ..model.tokens import sample_batch
 from ..progress import SILENT, Progress
 from ..prunable.find import find_modules
@@ -26,6 +28,7 @@ from .folders import refuse_existing
 from .loading import load
 from .refits import load_refit, read_refit, warn_uncompensated
 from .save import save_slim
+from .sentence import is_sentence_transformer, load_sentence, settings_of
 from .weights import stored_dtype, weight_bytes, weight_files
 
 
@@ -89,8 +92,7 @@ def apply_plan(
     given = {"model": model} if refit is None else {"model": model, "refitted layers": refit}
     refuse_existing(folder, overwrite=overwrite, inputs=given)
     progress.stage("load the model")
-    source = fetch(model)
-    dense = _load(source)
+    source, dense = _load(model)
     own_config = dense.config
     progress.stage("cut")
     modules = _find_modules(dense, plan, batch)
@@ -104,7 +106,8 @@ def apply_plan(
     written = replace(plan, compensation={}) if layers is None else plan
     progress.stage("save, load again and compare")
     card = warn_uncompensated(plan) if plan.compensation and layers is None else None
-    save_slim(slim, folder, plan=written, batch=sample, dense=source, card=card, overwrite=overwrite)
+    licence = slim.settings.folder if isinstance(slim, TextEncoder) else source
+    save_slim(slim, folder, plan=written, batch=sample, dense=licence, card=card, overwrite=overwrite)
     return Applied(
         folder=Path(folder),
         dense_bytes=weight_bytes(source),
@@ -114,12 +117,21 @@ def apply_plan(
     )
 
 
-def _load(source: Path) -> PreTrainedModel:
-    """Return the model of a folder, in the dtype that it is stored in."""
+def _load(model: str | Path) -> tuple[Path, PreTrainedModel]:
+    """Return the folder of a checkpoint's weights, and its model, in the dtype that they are stored in."""
+    if is_sentence_transformer(model):
+        source = settings_of(model).encoder
+        assert source is not None
+        return source, load_sentence(model, dtype=_dtype(source))
+    source = fetch(model)
+    return source, load(source, dtype=_dtype(source))
+
+
+def _dtype(source: Path) -> torch.dtype | str:
     config = load_config(source)
     if getattr(config, "quantization_config", None) is not None:
         raise RequestError(f"the weights must be plain numbers, but {source} is quantised; dequantise it first")
-    return load(source, dtype=stored_dtype(weight_files(source), config) or "auto")
+    return stored_dtype(weight_files(source), config) or "auto"
 
 
 def _find_modules(

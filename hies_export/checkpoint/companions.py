@@ -17,6 +17,8 @@ from .classes import read_config
 from .weights import weight_files
 
 LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*")
+# Files that make the folder of a checkpoint that of a SentenceTransformer or CrossEncoder.
+SENTENCE_FILES = ("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json")
 # Files of tokenizers, image processors and their chat templates, and the licence of the weights.
 COMPANIONS = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -37,7 +39,7 @@ def fetch(model: str | Path, revision: str | None = None) -> Path:
     read_config(model, revision=revision)
     with _fetching(model):
         weight_files(model, revision=revision)
-    return fetch_files(model, (CONFIG_NAME, GENERATION_CONFIG_NAME, *COMPANIONS), revision)
+    return fetch_files(model, (CONFIG_NAME, GENERATION_CONFIG_NAME, *SENTENCE_FILES, *COMPANIONS), revision)
 
 
 def fetch_files(model: str | Path, patterns: Sequence[str], revision: str | None = None) -> Path:

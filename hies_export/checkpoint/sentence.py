@@ -147,16 +147,27 @@ class _Layer(Schema):
 
 
 def is_sentence_transformer(path: str | Path, **hub: Any) -> bool:
-    """Return whether a folder or Hub id has the modules of a SentenceTransformer."""
-    if Path(path).is_dir():
-        return Path(path, MODULES_FILE).is_file()
-    if Path(path).is_absolute() or Path(path).exists():
+    """Return whether a folder or Hub id has the modules of a SentenceTransformer; a CrossEncoder has other ones."""
+    if _file(path, MODULES_FILE, **hub) is None:
         return False
+    return _options(path, **hub).get("model_type") != "CrossEncoder"
+
+
+def _file(path: str | Path, name: str, **hub: Any) -> Path | None:
+    """Return a file of a folder or Hub id; None if it is neither on the Hub nor in its cache."""
+    if Path(path).is_absolute() or Path(path).exists():
+        file = Path(path) / name
+        return file if file.is_file() else None
     try:
         with hub_or_cache(path, "model"):
-            return file_of(path, MODULES_FILE, **hub) is not None
-    except (RequestError, OSError):  # neither on the Hub nor in its cache; what reads the config says so
-        return False
+            return file_of(path, name, **hub)
+    except (RequestError, OSError):  # what reads the config says that there is no model
+        return None
+
+
+def _options(path: str | Path, **hub: Any) -> dict[str, Any]:
+    file = _file(path, OPTIONS_FILE, **hub)
+    return {} if file is None else _read(file, _Options)
 
 
 def settings_of(
@@ -174,6 +185,8 @@ def settings_of(
         RequestError: The folder is damaged, or has modules that are not supported; or a bare encoder comes without
             `pooling`, or a SentenceTransformer with it.
     """
+    options = _options(path, revision=revision)
+    _refuse_type(options.get("model_type"), path)
     if not is_sentence_transformer(path, revision=revision):
         return _of_bare(path, pooling, normalize, revision)
     given = {"pooling": pooling, "normalize": normalize}
@@ -182,10 +195,6 @@ def settings_of(
             f"pooling and normalize are for an encoder without {MODULES_FILE}, but {path} is a SentenceTransformer "
             f"with its own, got {listed(asked)}; leave them out"
         )
-    with hub_or_cache(path, "model"):
-        described = file_of(path, OPTIONS_FILE, revision=revision)
-    options = {} if described is None else _read(described, _Options)
-    _refuse_type(options.get("model_type"), path)
     modules = _modules(path, revision)
     first = modules[0].path
     patterns = [*_own_files(first), *(f"{module.path}/*" for module in modules[1:] if module.path)]
@@ -238,10 +247,12 @@ def encoder_with(encoder: PreTrainedModel, settings: SentenceSettings) -> TextEn
 def encoder_class(path: str | Path, **hub: Any) -> type[PreTrainedModel]:
     """Return the class that sentence-transformers loads an encoder by, or its slim version.
 
-    A config may name a class with another head, such as BertForMaskedLM: its base model is loaded.
+    A config may name a class with another head, such as BertForMaskedLM, or none: the base model is loaded.
     """
-    named = find_model_class(path, **hub)
     config = load_config(path, **hub)
+    if not config.architectures and (base := model_class_of(config, "AutoModel")) is not None:
+        return base
+    named = find_model_class(path, **hub)
     if "AutoModel" in auto_classes(named.__name__, config.model_type) and not config.is_encoder_decoder:
         return named
     found = model_class_of(config, "AutoModelForTextEncoding" if config.is_encoder_decoder else "AutoModel")
@@ -282,8 +293,7 @@ def _own_files(module: str) -> list[str]:
 
 def _modules(path: str | Path, revision: str | None) -> list[_Module]:
     """Return the entries of modules.json: a Transformer, a Pooling, and what may follow."""
-    with hub_or_cache(path, "model"):
-        file = file_of(path, MODULES_FILE, required=True, revision=revision)
+    file = _file(path, MODULES_FILE, revision=revision)
     assert file is not None
     modules = [_Module.model_validate(entry) for entry in read_json(file, list[_Module], _SENTENCE)]
     for module in modules:
@@ -515,9 +525,9 @@ def write_modules(model: TextEncoder, folder: Path) -> None:
             save_file(weights, folder / path / "model.safetensors", metadata={"format": "pt"})
     write_json(folder / MODULES_FILE, entries)
     write_text_settings(model, folder)
-    own = model.settings.folder
-    if own is not None:
-        copy_companions(own, folder, [glob.escape(name) for name in _kept_files(own)])
+    for own in dict.fromkeys((model.settings.folder, model.settings.encoder)):
+        if own is not None:
+            copy_companions(own, folder, [glob.escape(name) for name in _kept_files(own)])
 
 
 def write_text_settings(model: TextEncoder, folder: Path) -> None:

@@ -92,7 +92,7 @@ def _export_served(options: Options) -> dict[str, Any]:
     )
     found = _report(options, exported)
     call = f'SentenceTransformer("{options.output}", trust_remote_code=True).encode(texts)'
-    options.console.print(f"run it: {call}", soft_wrap=True)
+    options.console.print(f"run it: {call}", markup=False, soft_wrap=True)
     return found
 
 

@@ -28,10 +28,12 @@ from ..forms.cascade.cascade import Cascade
 from ..forms.measure.counts import Both, FlopCount, count_both_flops, count_parameters
 from ..forms.onnx.export import OnnxExport
 from ..forms.onnx.quantize import Quantize, export_in_bits
+from ..forms.onnx.served import export_served
 from ..forms.runtimes.base import Provider
 from ..forms.runtimes.registry import check_dtypes, check_runtime
 from ..hub import push_folder
 from ..model.modes import evaluating
+from ..model.sentence import TextEncoder
 from ..model.task import task_of
 from ..outcomes import BudgetOutcome
 from ..progress import SILENT, Clock, Progress, without_reports
@@ -158,6 +160,8 @@ class PruneResult:
     ) -> OnnxExport:
         """Export the slim model to an ONNX folder, run it in ONNX Runtime, and compare with torch.
 
+        Of an embedding model, `SentenceTransformer(folder, trust_remote_code=True)` runs the graph.
+
         Args:
             folder: Where to write; appears only when everything is written and checked.
             processor: Tokenizer or image processor to save with the graph; by default the one given to `prune`.
@@ -176,16 +180,16 @@ class PruneResult:
             ParityError: ONNX Runtime and torch disagree; nothing is kept.
             RequestError: The model has no such form here.
         """
-        return export_in_bits(
-            self.slim.model,
-            folder,
-            batch=_two_rows(self.prepared.sample),
-            processor=processor or self.prepared.processor,
-            provider=provider,
-            dtype=dtype,
-            quantize=quantize,
-            overwrite=overwrite,
-        )
+        how: dict[str, Any] = {
+            "processor": processor or self.prepared.processor,
+            "provider": provider,
+            "dtype": dtype,
+            "quantize": quantize,
+            "overwrite": overwrite,
+        }
+        if isinstance(self.slim.model, TextEncoder):
+            return export_served(self.slim.model, folder, **how)
+        return export_in_bits(self.slim.model, folder, batch=_two_rows(self.prepared.sample), **how)
 
     def cascade(self, rows: Any, *, disagreement: float, columns: Mapping[str, Any] | None = None) -> Cascade:
         """Leave rows that the slim model is unsure of to the dense one, so that few answers change.

@@ -1,6 +1,8 @@
 """SentenceTransformer folders: read as sentence-transformers does, written with every module, refused in a sentence."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +10,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support.cuts import random_neurons
-from support.models import text_batch
+from support.hub import Hub
+from support.models import bert, text_batch
 from support.sentences import MEAN, WIDTH, bert_encoder, dense, sentence_folder
 from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM, BertModel
 
-from hies_export import RequestError, find_modules, load, prune_units, save_slim
-from hies_export.checkpoint.sentence import load_encoder, load_sentence, settings_of
+from hies_export import RequestError, apply_plan, find_modules, load, prune_units, save_slim
+from hies_export.checkpoint.sentence import cross_encoder_files, load_encoder, load_sentence, settings_of
 from hies_export.model.sentence import TextEncoder
 from hies_export.values import PruningPlan
 
@@ -166,6 +169,13 @@ def test_an_encoder_that_was_saved_with_another_head_and_no_pooler(tmp_path: Pat
     assert load(tmp_path / "slim").pooler is None
 
 
+def test_a_config_that_names_no_class(tmp_path: Path) -> None:
+    folder = sentence_folder(tmp_path / "dense")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "architectures"}))
+    assert type(load_sentence(folder).auto_model) is BertModel
+
+
 def test_weights_of_older_folders_are_read(tmp_path: Path) -> None:
     layer = dense(WIDTH, 8)
     folder = sentence_folder(tmp_path / "dense", [layer])
@@ -223,3 +233,72 @@ def test_what_cannot_be_pruned_is_refused(name: str, tmp_path: Path) -> None:
     given, message = BAD[name]
     with pytest.raises(RequestError, match=message):
         settings_of(sentence_folder(tmp_path / "model", **given))
+
+
+def test_a_plan_applies_to_a_sentence_transformer(tmp_path: Path) -> None:
+    folder = sentence_folder(tmp_path / "dense", [dense(WIDTH, 8), ("Normalize", {}, {})])
+    slim, plan = cut(load_sentence(folder))
+    applied = apply_plan(plan, folder, tmp_path / "slim")
+    assert applied.slim_bytes < applied.dense_bytes
+    batch = text_batch(labels=False)
+    torch.testing.assert_close(embed(load_sentence(tmp_path / "slim"), batch), embed(slim, batch))
+
+
+def test_a_transformer_in_a_folder_of_its_own(tmp_path: Path) -> None:
+    folder = sentence_folder(tmp_path / "dense")
+    modules = json.loads((folder / "modules.json").read_text())
+    modules[0]["path"] = "0_Transformer"
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "0_Transformer").mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+        (folder / name).rename(folder / "0_Transformer" / name)
+    (folder / "sentence_bert_config.json").rename(folder / "0_Transformer" / "sentence_bert_config.json")
+    assert settings_of(folder).encoder == folder / "0_Transformer"
+    slim, plan = cut(load_sentence(folder))
+    apply_plan(plan, folder, tmp_path / "slim")
+    batch = text_batch(labels=False)
+    torch.testing.assert_close(embed(load_sentence(tmp_path / "slim"), batch), embed(slim, batch))
+    assert (tmp_path / "slim/tokenizer.json").is_file()
+    assert settings_of(tmp_path / "slim").max_length == 16
+
+
+def test_the_files_of_a_cross_encoder_come_along(tmp_path: Path) -> None:
+    model = bert(num_labels=1)
+    model.save_pretrained(tmp_path / "dense")
+    files = cross_encoder_files("torch.nn.modules.linear.Identity", 32, {})
+    for name, content in files.items():
+        (tmp_path / "dense" / name).write_text(json.dumps(content))
+    modules = find_modules(model, text_batch(labels=False), kinds=("attention",))
+    plan = PruningPlan(kept=random_neurons(modules, uniform=False), criterion="random")
+    apply_plan(plan, tmp_path / "dense", tmp_path / "slim")
+    assert {name: json.loads((tmp_path / "slim" / name).read_text()) for name in files} == files
+
+
+FROM_THE_HUB = """
+import sys, torch
+from hies_export.checkpoint.sentence import is_sentence_transformer, load_sentence, settings_of
+ids = torch.tensor([[2, 5, 6, 3]])
+torch.save(load_sentence("user/embedder")(ids).sentence_embedding.detach(), sys.argv[1])
+print(is_sentence_transformer("user/bare"), settings_of("user/bare", pooling="cls").max_length)
+"""
+
+
+def test_models_on_the_hub_and_then_in_its_cache(tmp_path: Path) -> None:
+    folder = sentence_folder(tmp_path / "dense", [dense(WIDTH, 8), ("Normalize", {}, {})])
+    bert_encoder().save_pretrained(tmp_path / "bare")
+    with Hub() as hub:
+        for name, source in (("user/embedder", folder), ("user/bare", tmp_path / "bare")):
+            files = {str(path.relative_to(source)): path.read_bytes() for path in source.rglob("*") if path.is_file()}
+            hub.add(name, files)
+        environment = hub.environment(tmp_path / "home")
+        printed = [run_there(tmp_path / "online.pt", environment)]
+    printed.append(run_there(tmp_path / "offline.pt", environment | {"HF_HUB_OFFLINE": "1"}))
+    assert printed == ["False 64\n"] * 2
+    expected = load_sentence(folder)(torch.tensor([[2, 5, 6, 3]])).sentence_embedding
+    for file in ("online.pt", "offline.pt"):
+        torch.testing.assert_close(torch.load(tmp_path / file), expected.detach())
+
+
+def run_there(output: Path, environment: dict[str, str]) -> str:
+    command = [sys.executable, "-c", FROM_THE_HUB, output]
+    return subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout

@@ -10,6 +10,7 @@ from transformers import BertModel
 
 from hies_export import RequestError, prune
 from hies_export.checkpoint.sentence import load_sentence
+from hies_export.checkpoint.served import read_served
 
 
 def test_an_encoder_comes_back_as_an_encoder(tmp_path: Path) -> None:
@@ -30,7 +31,7 @@ def test_an_encoder_comes_back_as_an_encoder(tmp_path: Path) -> None:
     torch.testing.assert_close(saved, expected, atol=1e-6, rtol=1e-5)
 
 
-def test_texts_are_read_by_the_tokenizer() -> None:
+def test_texts_are_read_by_the_tokenizer(tmp_path: Path) -> None:
     texts = [" ".join(WORDS[start : start + 5]) for start in range(40)]
     result = prune(
         bert_encoder(),
@@ -42,6 +43,9 @@ def test_texts_are_read_by_the_tokenizer() -> None:
     )
     assert result.held_out is not None
     assert result.plan.removed == 9
+    exported = result.export_onnx(tmp_path / "onnx")
+    assert exported.outputs == ("last_hidden_state", "sentence_embedding")
+    assert read_served(tmp_path / "onnx")["max_seq_length"] == 64
 
 
 @pytest.mark.parametrize(
