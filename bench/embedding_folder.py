@@ -114,7 +114,9 @@ def ways(folder: Path, work: Path) -> dict[str, Way]:
     own = folder / "openvino" / "openvino_model.xml"
     if own.exists():
         file = "openvino/openvino_model.xml"
-        found["sentence-transformers, OpenVINO"] = python("openvino", st, backend="openvino", file=file, trust=True)
+        found["sentence-transformers, OpenVINO"] = python(
+            "openvino", st, backend="openvino", file=file, precision="f32", trust=True
+        )
         found["OpenVINO, openvino/openvino_model.xml"] = python("ours", "openvino", folder=str(own), precision="f32")
     return found
 

@@ -56,6 +56,7 @@ class Encoder(ABC):
 class SentenceTransformers(Encoder):
     """A folder in sentence-transformers, on one of its backends; `quantise` makes its own 8-bit file first.
 
+    `precision` is that of OpenVINO; its own choice is bfloat16 where the processor has instructions for it.
     `work` is a folder for what it makes; without it, the model's own folder is loaded. `rows` is a folder with
     `train.jsonl`, a line {"sentence": ...} for each text that it may calibrate on.
     """
@@ -75,6 +76,8 @@ class SentenceTransformers(Encoder):
             settings |= {"provider": "CPUExecutionProvider", "session_options": _session_options()}
         if self._backend == "openvino":
             settings["ov_config"] = {"INFERENCE_NUM_THREADS": THREADS, "PERFORMANCE_HINT": "LATENCY"}
+            if request.get("precision"):
+                settings["ov_config"]["INFERENCE_PRECISION_HINT"] = request["precision"]
         self._torch = torch
         self._model = sentence_transformers.SentenceTransformer(
             str(folder),
@@ -90,7 +93,7 @@ class SentenceTransformers(Encoder):
             self.dtype = compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name()
         elif self._backend == "torch" and hasattr(loaded, "dtype"):
             self.dtype = str(loaded.dtype).removeprefix("torch.")
-        self.dtype = "int8" if request.get("quantise") and self.dtype != "bf16" else self.dtype
+        self.dtype = _bits(self.dtype, quantised=bool(request.get("quantise")))
         self.files = [folder / file] if file else _weights(folder)
         self.files += [path.with_suffix(".bin") for path in self.files if path.suffix == ".xml"]
         more = {"onnx": ("optimum-onnx", "onnxruntime"), "openvino": ("optimum-intel", "openvino")}
@@ -118,7 +121,7 @@ class SentenceTransformers(Encoder):
         if not (work / file).exists():
             given = {} if rows is None else {"dataset_name": rows, "dataset_config_name": "default"}
             given |= {} if rows is None else {"dataset_split": "train", "column_name": "sentence"}
-            # By its defaults: 300 rows, padded to 384 tokens.
+            # By its defaults: 128 rows, padded to 384 tokens.
             sentence_transformers.export_static_quantized_openvino_model(loaded, None, str(work), **given)
         return file
 
@@ -195,7 +198,7 @@ class OnnxRuntime(Graph):
             str(self.file), _session_options(), providers=["CPUExecutionProvider"]
         )
         self.inputs = [value.name for value in self._session.get_inputs()]
-        self.dtype = "int8" if "quantized" in self.file.name else "float32"
+        self.dtype = _bits("float32", quantised="quantized" in self.file.name)
         self.packages = ("onnxruntime", "tokenizers")
         _check_outputs([value.name for value in self._session.get_outputs()], self.file)
 
@@ -220,7 +223,9 @@ class OpenVino(Graph):
         _check_outputs(names, self.file)
         self._request = compiled.create_infer_request()
         self.inputs = [value.get_any_name() for value in compiled.inputs]
-        self.dtype = compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name()
+        constants = (node for node in graph.get_ops() if node.get_type_name() == "Constant")
+        small = any(node.get_element_type().get_type_name() in ("i8", "u8") for node in constants)
+        self.dtype = _bits(compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name(), quantised=small)
         self.packages = ("openvino", "tokenizers")
 
     def run(self, feed: dict[str, np.ndarray]) -> np.ndarray:
@@ -274,6 +279,12 @@ def graph_file(folder: Path) -> Path:
 def _weights(folder: Path) -> list[Path]:
     graphs = [*folder.glob("**/*.onnx"), *folder.glob("**/*.onnx_data"), *folder.glob("**/*.xml")]
     return sorted(folder.glob("*.safetensors")) or sorted(graphs)
+
+
+def _bits(precision: str, *, quantised: bool) -> str:
+    """Return what a model computes in; of a quantised one, with what it computes the rest in."""
+    name = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}.get(precision, precision)
+    return name if not quantised else "int8" if name == "float32" else f"int8, {name}"
 
 
 def _check_outputs(names: list[str], file: Path) -> None:

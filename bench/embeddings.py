@@ -7,8 +7,8 @@ FOLDER is the dense model, a sentence-transformers folder. DIR has `boolq/valida
 and for OpenVINO's own way to quantise `sst2/train.jsonl.gz`. Environments, each with what its rows need:
   torch      sentence-transformers; also the reference of all rows (default: this one)
   onnx       sentence-transformers and optimum-onnx, which need transformers below 4.58
-  openvino   sentence-transformers[openvino] and nncf, which need transformers below 5.6
-  model2vec  model2vec[distill]
+  openvino   sentence-transformers[openvino], nncf and datasets, which need transformers below 5.6
+  model2vec  model2vec[distill,quantization]
 Rows of ours are NAME=PATH or NAME=PATH@HOW: a folder with an ONNX or OpenVINO file, or such a file, whose output is
 `sentence_embedding`; or a sentence-transformers folder. HOW is onnxruntime, openvino, openvino-f32, openvino-bf16 or
 sentence-transformers; by default what the file is for. They run in the environment of this script, which has
@@ -115,7 +115,7 @@ def main() -> None:
     parser.add_argument("--ours", action="append", default=[], metavar="NAME=PATH[@HOW]")
     parser.add_argument("--only", nargs="+", default=[], help="other rows whose names contain one of these")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=30, help="0 leaves the times out")
     parser.add_argument("--queries", type=int, help="the first so many queries, and their documents; default all")
     parser.add_argument("--work", type=Path, help="folder of what the tools make, used again; default a temporary one")
     parser.add_argument("--json", type=Path, help="also write what was found here")
