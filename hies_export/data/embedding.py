@@ -28,10 +28,10 @@ class EmbeddingReader(Reader):
     """Reads texts to embed.
 
     Batches have `input_ids`, `attention_mask` and, if the model has segments, `token_type_ids`, (texts, longest of the
-    batch). They hold every text of the samples once; queries and documents are in batches of their own.
+    batch). They hold every text of the samples once, shortest first.
 
-    When `judging`, texts are in the order of their length, and batches say how they belong together (`TEXT_KEYS`). All
-    queries come before all documents, and rows of the same query are one query. Texts alone need no description.
+    When `judging`, batches say how texts belong together (`TEXT_KEYS`). All queries come before all documents, in
+    batches of their own, and rows of the same query are one query. Texts alone need no description.
 
     Attributes:
         prompts: What is written before a text, by its kind: "query", "document", or "text" for any other.
@@ -82,9 +82,10 @@ class EmbeddingReader(Reader):
     def _batches(self, samples: datasets.Dataset, batch_size: int) -> Iterator[Batch]:
         if self.judged and (self.columns.query or self.scored_pairs):
             texts = self._queries(samples) if self.columns.query else self._pairs(samples)
-            yield from by_length(list(self._of_kinds(texts, batch_size)), config=self.config)
+            found = self._of_kinds(texts, batch_size)
         else:
-            yield from by_length(list(self._texts(samples, batch_size)), config=self.config)
+            found = self._texts(samples, batch_size)
+        yield from by_length(list(found), config=self.config)
 
     def _texts(self, samples: datasets.Dataset, batch_size: int) -> Iterator[Batch]:
         """Batches of the distinct texts of each kind, as they come."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..data.facts import DataFacts
-from ..data.targets import GROUP_KEY, has_references, samples_of
+from ..data.targets import has_references, samples_of
 from ..evaluate.metrics import METRICS
 from ..forms.cascade.facts import CascadeFacts, CascadeSummary
 from ..forms.deployment import Deployment
@@ -113,7 +113,7 @@ def _details(done: Finished, command: str | None) -> Details:
         compensation=done.result.fits,
         alpha_curve=choice.alpha_curve,
         tried=choice.tried,
-        stability_of=_prediction_name(prepared, answers=answers),
+        stability_of=FIRST_HIT if evaluation.ranking else _prediction_name(prepared, answers=answers),
         stability_tolerance=prepared.judged.tolerance if prepared.judged.regression else None,
         custom_code=is_slim(done.result.model),
         family=families(prepared.model.config, done.result.model.config),
@@ -180,9 +180,7 @@ def write_report(folder: Path, report: Report) -> None:
 
 
 def _prediction_name(prepared: Prepared, *, answers: bool) -> str:
-    """Return the report's word for one prediction: "choice", "answer", "next token", "first hit" or "prediction"."""
-    if prepared.judged.embeds or GROUP_KEY in prepared.rows.held_out[0]:
-        return FIRST_HIT
+    """Return the report's word for one prediction: "choice", "answer", "next token" or "prediction"."""
     if METRICS[prepared.judged.metrics[0]].of == "choices":
         return "choice"
     if answers:

@@ -1,0 +1,315 @@
+"""Runs of embedding models and of rerankers, judged again by loops over what their slim folders embed."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import scipy.stats
+import torch
+from support.models import bert, word_tokenizer, write_recipe
+from support.runs import without_tracing
+from support.sentences import WORDS, bert_encoder, sentence_folder
+from torch import Tensor
+from torch.nn.functional import cosine_similarity
+from transformers import AutoTokenizer, CLIPConfig, CLIPModel, CLIPTextConfig, CLIPVisionConfig
+
+import hies_export
+from hies_export.checkpoint.sentence import load_sentence
+from hies_export.errors import DataError, RecipeError, RequestError
+from hies_export.recipe import PruningRecipe
+from hies_export.report.report import Report
+
+Row = dict[str, Any]
+SEARCH = {"query": "query", "document": "document"}
+CANDIDATES = {"text": ["query", "document"], "group": "query"}
+
+
+def words(start: int, count: int = 5) -> str:
+    return " ".join(WORDS[(start * 7 + step * step * 3) % len(WORDS)] for step in range(count))
+
+
+def searches(count: int, first: int = 0) -> list[Row]:
+    """Rows of a query with two or three documents that should be found, and rows of a document alone."""
+    rows: list[Row] = []
+    for query in range(first, first + count):
+        found = [words(3 * query + step, 6 + step) for step in range(2 + query % 2)]
+        rows += [{"query": words(5 * query + 1, 3), "document": found}, {"query": None, "document": [words(9 * query)]}]
+    return rows
+
+
+def texts(count: int, first: int = 0) -> list[Row]:
+    return [{"text": words(number, 3 + number % 4)} for number in range(first, first + count)]
+
+
+def pairs(count: int, first: int = 0) -> list[Row]:
+    return [
+        {"one": words(number), "two": words(2 * number + 1, 4), "score": number * 37 % 23 / 23}
+        for number in range(first, first + count)
+    ]
+
+
+def candidates(count: int, first: int = 0) -> list[Row]:
+    return [
+        {"query": words(query, 3), "document": words(4 * query + step)}
+        for query in range(first, first + count)
+        for step in range(5)
+    ]
+
+
+def project(
+    folder: Path,
+    rows: Callable[..., list[Row]] | tuple[list[Row], list[Row]],
+    *,
+    task: str = "feature-extraction",
+    columns: Row,
+    **fields: Any,
+) -> PruningRecipe:
+    """Write rows and a recipe for the model in folder/model, and read the recipe."""
+    splits = rows if isinstance(rows, tuple) else (rows(24), rows(14, 50))
+    for name, of in zip(("train", "validation"), splits, strict=True):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in of))
+    data = {"files": {"train": "train.jsonl", "validation": "validation.jsonl"}} | columns
+    usual = {
+        "calibration": {"samples": 16, "batch_size": 8},
+        "prune": {"criterion": "his", "budget": {"heads": 0.4}},
+        "measure": {"runtimes": ["torch"], "shapes": [[2, 16]], "repeats": 2},
+    }
+    return PruningRecipe.from_yaml(write_recipe(folder, task, data=data, **(usual | fields)))
+
+
+def run(recipe: PruningRecipe) -> Report:
+    """Run a recipe, and return what its report.json says."""
+    with without_tracing():
+        hies_export.run(recipe)
+    return Report.from_file(recipe.output)
+
+
+def reranker_folder(folder: Path, **options: Any) -> Path:
+    bert(**({"num_labels": 1} | options)).save_pretrained(folder)
+    word_tokenizer(WORDS, model_max_length=64).save_pretrained(folder)
+    return folder
+
+
+def embed(folder: Path, of: list[str]) -> Tensor:
+    """Return the embeddings of texts, one at a time."""
+    model, tokenizer = load_sentence(folder), AutoTokenizer.from_pretrained(folder)
+    length = model.settings.max_length
+    with torch.no_grad():
+        return torch.cat([
+            model(**tokenizer(text, return_tensors="pt", truncation=True, max_length=length)).sentence_embedding
+            for text in of
+        ]).double()  # fmt: skip
+
+
+def order_of(scores: list[float]) -> list[int]:
+    return sorted(range(len(scores)), key=lambda number: -scores[number])
+
+
+def dcg(gains: list[float]) -> float:
+    return sum(gain / math.log2(rank + 2) for rank, gain in enumerate(gains[:10]))
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def beside(scores: list[list[float]], dense: list[list[float]]) -> dict[str, float]:
+    """Return how rankings by scores compare with those by the dense model's."""
+    own, top1, top10 = [], [], []
+    for ours, theirs in zip(scores, dense, strict=True):
+        found, best = order_of(ours), order_of(theirs)
+        low, high = theirs[best[min(100, len(best)) - 1]], theirs[best[0]]
+        gains = [min(max((score - low) / (high - low), 0), 1) for score in theirs]
+        own.append(dcg([gains[n] for n in found]) / dcg([gains[n] for n in best]))
+        top1.append(float(found[0] == best[0]))
+        top10.append(len({*found[:10]} & {*best[:10]}) / min(10, len(best)))
+    return {"own_ndcg": mean(own), "top1": mean(top1), "top10": mean(top10)}
+
+
+def near(expected: Any) -> Any:
+    return pytest.approx(expected, abs=1e-5)
+
+
+def test_queries_and_documents_are_judged_on_both_indices(tmp_path: Path) -> None:
+    options = {"prompts": {"query": "w3 w4 ", "document": ""}, "default_prompt_name": None}
+    sentence_folder(tmp_path / "model", options=options)
+    prune = {"modules": ["attention", "mlp"], "criterion": "compensated", "budget": {"flops": 0.7}}
+    prune["compensation"] = {"method": "least_squares", "samples": 24}
+    report = run(project(tmp_path, searches, columns=SEARCH, prune=prune))
+    assert report.task == "feature-extraction"
+    assert report.quality.metric == "ndcg@10"
+    raw = json.loads((tmp_path / "out/report.json").read_text())
+    assert raw["ranking"].keys() == {"slim_index", "dense_index"}
+    assert raw["quality"].keys() == {"metric", "dense", "slim"}
+
+    rows = [json.loads(line) for line in (tmp_path / "validation.jsonl").read_text().splitlines()]
+    wanted = {row["query"]: row["document"] for row in rows if row["query"]}
+    documents = list(dict.fromkeys(text for row in rows for text in row["document"]))
+    slim = tmp_path / "out/slim"
+    assert (slim / "modules.json").is_file()
+    of = {
+        name: (embed(folder, [f"w3 w4 {query}" for query in wanted]), embed(folder, documents))
+        for name, folder in (("dense", tmp_path / "model"), ("slim", slim))
+    }
+
+    def similarities(queries: str, index: str) -> list[list[float]]:
+        return [cosine_similarity(query, of[index][1]).tolist() for query in of[queries][0]]
+
+    def ndcg(scores: list[list[float]]) -> float:
+        return mean([
+            dcg([float(documents[n] in texts) for n in order_of(row)]) / dcg([1.0] * len(texts))
+            for row, texts in zip(scores, wanted.values(), strict=True)
+        ])  # fmt: skip
+
+    dense = similarities("dense", "dense")
+    for index, part in (("slim", 1), ("dense", 0)):
+        scores = similarities("slim", index)
+        cosine = cosine_similarity(of["slim"][part], of["dense"][part]).mean().item()
+        known = {"ndcg": ndcg(scores), "cosine": cosine} | beside(scores, dense)
+        told = raw["ranking"][f"{index}_index"]
+        assert {name: told[name] for name in known} == near(known)
+        assert told["cosine"] < 0.9999, "something was cut"
+    assert report.quality.dense == near(ndcg(dense))
+    assert report.quality.slim == near(raw["ranking"]["dense_index"]["ndcg"])
+    assert hies_export.load(slim).config.model_type == "bert"
+
+
+def test_texts_alone_are_judged_by_the_dense_models_ranking(tmp_path: Path) -> None:
+    sentence_folder(tmp_path / "model", [])
+    report = run(project(tmp_path, texts, columns={"text": "text"}))
+    assert report.quality.metric == "own_ndcg@10"
+    assert report.quality.dense == near(1.0)
+    of = list(dict.fromkeys(row["text"] for row in texts(14, 50)))
+    dense, slim = (embed(folder, of) for folder in (tmp_path / "model", tmp_path / "out/slim"))
+
+    def others(queries: Tensor, index: Tensor) -> list[list[float]]:
+        """Similarities of each text to all others."""
+        return [
+            [number for place, number in enumerate(cosine_similarity(query, index).tolist()) if place != row]
+            for row, query in enumerate(queries)
+        ]
+
+    assert report.ranking is not None
+    for index, searched in (("slim_index", slim), ("dense_index", dense)):
+        known = beside(others(slim, searched), others(dense, dense))
+        known["cosine"] = cosine_similarity(slim, dense).mean().item()
+        assert report.ranking[index] == near(known)
+    assert report.quality.slim == near(report.ranking["dense_index"]["own_ndcg"])
+
+
+def test_pairs_are_judged_by_the_correlation_with_their_scores(tmp_path: Path) -> None:
+    sentence_folder(tmp_path / "model")
+    report = run(project(tmp_path, pairs, columns={"text": ["one", "two"], "label": "score"}))
+    assert report.quality.metric == "spearman"
+    rows = pairs(14, 50)
+    scores = [row["score"] for row in rows]
+    sides = {
+        name: [embed(folder, [row[side] for row in rows]) for side in ("one", "two")]
+        for name, folder in (("dense", tmp_path / "model"), ("slim", tmp_path / "out/slim"))
+    }
+
+    def spearman(first: Tensor, second: Tensor) -> float:
+        return float(scipy.stats.spearmanr(cosine_similarity(first, second), scores).statistic)
+
+    assert report.quality.dense == near(spearman(*sides["dense"]))
+    assert report.quality.slim == near(spearman(*sides["slim"]))
+    assert report.ranking is not None
+    assert report.ranking["slim_index"]["spearman"] == report.quality.slim
+    assert report.ranking["dense_index"]["spearman"] == near(spearman(sides["slim"][0], sides["dense"][1]))
+
+
+def test_a_reranker_is_judged_by_the_order_of_candidates(tmp_path: Path) -> None:
+    reranker_folder(tmp_path / "model")
+    report = run(project(tmp_path, candidates, task="text-classification", columns=CANDIDATES))
+    assert report.quality.metric == "own_ndcg@10"
+    rows, tokenizer = candidates(14, 50), AutoTokenizer.from_pretrained(tmp_path / "model")
+
+    def logits(folder: Path) -> list[list[float]]:
+        model = hies_export.load(folder)
+        found: dict[str, list[float]] = {}
+        for row in rows:
+            inputs = tokenizer(row["query"], row["document"], return_tensors="pt")
+            with torch.no_grad():
+                found.setdefault(row["query"], []).append(model(**inputs).logits.item())
+        return list(found.values())
+
+    expected = beside(logits(tmp_path / "out/slim"), logits(tmp_path / "model"))
+    assert report.ranking == {"candidates": near(expected)}
+    assert report.quality.slim == near(expected["own_ndcg"])
+    assert report.stability == near(expected["top1"])
+
+
+def clip_folder(folder: Path) -> Path:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    vision = CLIPVisionConfig(**sizes, image_size=16, patch_size=4)
+    CLIPModel(
+        CLIPConfig(text_config=CLIPTextConfig(**sizes).to_dict(), vision_config=vision.to_dict())
+    ).save_pretrained(folder)
+    word_tokenizer(WORDS, model_max_length=64).save_pretrained(folder)
+    return folder
+
+
+def bare_folder(folder: Path) -> Path:
+    bert_encoder().save_pretrained(folder)
+    word_tokenizer(WORDS, model_max_length=64).save_pretrained(folder)
+    return folder
+
+
+def of_modules(*names: str, **options: Any) -> Callable[[Path], Path]:
+    return lambda folder: sentence_folder(folder, [(name, {}, {}) for name in names], **options)
+
+
+ALONE = {"text": "text"}
+BLANK = [{"text": " "}, {"text": ""}]
+UNWANTED = [{"query": "w1", "document": ["w2"], "label": [0]}, {"query": "w3", "document": ["w2"], "label": [1]}]
+# Name -> how the folder of the model is written, rows, columns, other fields, the error, and what it says.
+BAD: dict[str, tuple[Callable[[Path], Path], Any, Row, Row, type[Exception], str]] = {
+    "no pooling": (bare_folder, texts, ALONE, {}, RequestError, r"needs pooling: mean, cls, last, max, but .* without"),
+    "router": (of_modules("Router"), texts, ALONE, {}, RequestError, "Router routes texts through several encoders"),
+    "sparse": (
+        of_modules(options={"model_type": "SparseEncoder"}),
+        *(texts, ALONE, {}, RequestError, "is a SparseEncoder: it makes sparse embeddings"),
+    ),
+    "multi-vector": (
+        of_modules(options={"model_type": "MultiVectorEncoder"}),
+        *(texts, ALONE, {}, RequestError, "is a MultiVectorEncoder: it keeps a vector per token"),
+    ),
+    "module of CLIP": (of_modules("CLIPModel"), texts, ALONE, {}, RequestError, "CLIPModel also embeds images"),
+    "CLIP": (clip_folder, texts, ALONE, {"pooling": "mean"}, RequestError, "CLIP"),
+    "empty texts": (of_modules(), (BLANK, BLANK), ALONE, {}, DataError, "at least one row must have text, but all"),
+    "documents alone": (
+        of_modules(),
+        *(searches, {"document": "document"}, {}, RecipeError, "feature-extraction needs data.text"),
+    ),
+    "no query": (
+        of_modules(),
+        *(([{"query": "", "document": ["w1"]}],) * 2, SEARCH, {}, DataError, "at least one row must have a query"),
+    ),
+    "two poolings": (
+        of_modules("Normalize"),
+        *(texts, ALONE, {"pooling": "cls"}, RequestError, "is a SentenceTransformer with its own, got pooling: cls"),
+    ),
+    "group of classes": (
+        lambda folder: reranker_folder(folder, num_labels=3),
+        *(candidates, CANDIDATES, {"task": "text-classification"}, DataError, "for rerankers, whose model has one"),
+    ),
+    "nothing relevant": (
+        of_modules(),
+        *((UNWANTED, UNWANTED), SEARCH | {"label": "label"}, {}, DataError, "every query must have a relevant doc"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_run_is_refused_in_a_sentence_before_anything_is_written(name: str, tmp_path: Path) -> None:
+    save, rows, columns, fields, error, match = BAD[name]
+    save(tmp_path / "model")
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(error, match=match) as raised:
+        hies_export.run(project(tmp_path, rows, columns=columns, **fields))
+    assert "\n" not in str(raised.value).strip()
+    written = {path.name for path in tmp_path.iterdir()} - {path.name for path in before}
+    assert written == {"train.jsonl", "validation.jsonl", "recipe.yaml"}
