@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from ..report.report import Report
 
 
+_COLUMNS = ("text", "image", "label", "query", "document", "group")
+
+
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the recipe, or the model and its data, the promise, and the limits of runtimes and time."""
     add = parser.add_argument
@@ -25,6 +28,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--text", help="column of texts, if there is a choice; may be repeated for pairs", **column, **REPEATED)
     add("--image", help="column of images, if there is a choice", **column)
     add("--label", help="column of labels, if there is a choice; rows need no labels", **column)
+    add("--query", help="column of queries, for an embedding model", **column)
+    add("--document", help="column of the documents that each query should find", **column)
+    add("--group", help="column that tells queries apart, for a reranker of candidates", **column)
     add_changes(parser)
     share = "share of the dense model's predictions on held-out rows that must stay (default: the recipe's, or 0.99)"
     add("--keep", metavar="SHARE", type=a_number(float, 0, 1), help=share)
@@ -50,10 +56,10 @@ def run(options: Options) -> dict[str, Any]:
     from ..report.terminal import print_report
 
     given = options.recipe.endswith((".yaml", ".yml"))
-    if given and (options.data or options.text or options.image or options.label):
+    if given and any(getattr(options, name) for name in ("data", *_COLUMNS)):
         raise RequestError(
-            f"--data, --text, --image and --label are about a MODEL, and {options.recipe} is a recipe, which names its "
-            "own data; leave them out, or change the recipe by --set data.KEY=VALUE"
+            f"--data and the columns are about a MODEL, and {options.recipe} is a recipe, which names its own data; "
+            "leave them out, or change the recipe by --set data.KEY=VALUE"
         )
     recipe = read_recipe(options, proposed=None if given else propose(options))
     refuse_output(options, recipe)
@@ -104,8 +110,6 @@ def propose(options: Options) -> PruningRecipe:
         options.recipe,
         name=named[0] if named else None,
         files=None if named else files,
-        text=options.text,
-        image=options.image,
-        label=options.label,
+        **{name: getattr(options, name) for name in _COLUMNS},
         output=options.output or Path("runs/deploy"),
     )

@@ -25,6 +25,8 @@ from .targets import size_of, text_labels
 # Rows of a data set that go through the model at once.
 BATCH_SIZE = 16
 _EXAMPLES = {True: "['a text', 'another']", False: "[('a query', 'a document')]"}
+# Usual columns of queries, and of the documents that they should find.
+_SEARCHED = (("query", "question", "anchor"), ("document", "passage", "positive"))
 # Columns of labels, as transformers' collators know them.
 LABELS = ("labels", "label", "label_ids")
 # Columns of how similar two texts are.
@@ -192,10 +194,10 @@ def _usual_texts(rows: datasets.Dataset, texts: Sequence[str], task: Task) -> di
 
 def queries_and_documents(rows: datasets.Dataset) -> dict[str, Any]:
     """Return the columns of queries, documents and what is wanted, if a data set has them by these names."""
-    document = next((name for name in ("document", "passage") if name in rows.column_names), None)
-    if document is None or "query" not in rows.column_names:
+    query, document = (next((name for name in names if name in rows.column_names), None) for names in _SEARCHED)
+    if query is None or document is None:
         return {}
-    return {"query": "query", "document": document, "label": numbers_column(rows)}
+    return {"query": query, "document": document, "label": numbers_column(rows)}
 
 
 def numbers_column(rows: datasets.Dataset) -> str | None:

@@ -9,6 +9,7 @@ from typing import Any
 import datasets
 
 from ..checkpoint.classes import load_config
+from ..checkpoint.sentence import is_sentence_transformer
 from ..data.given import LABELS, numbers_column, queries_and_documents, usual_columns
 from ..data.rows import hub_splits, load_rows, taken_from
 from ..data.targets import is_regression
@@ -46,6 +47,9 @@ def propose_recipe(
     text: Sequence[str] = (),
     image: str | None = None,
     label: str | None = None,
+    query: str | None = None,
+    document: str | None = None,
+    group: str | None = None,
     output: Path,
 ) -> PruningRecipe:
     """Return a recipe that scores and refits by `criterion: auto`, on heads and neurons, to deploy.
@@ -57,27 +61,30 @@ def propose_recipe(
         text: Text columns; by default those of the data set, if there is only one choice.
         image: Image column; likewise.
         label: Label column; likewise, and none if there is none.
+        query, document: Columns of queries and of their documents, for an embedding model; likewise.
+        group: Column that tells the queries of a reranker's candidates apart; likewise.
         output: Folder of the result.
 
     Raises:
         RequestError: The model's class belongs to no supported task.
         DataError: There is more than one choice of splits or columns; the message names them.
     """
-    config = load_config(model)
-    task = _task_of(model, config)
+    embeds = is_sentence_transformer(model)
+    config = None if embeds else load_config(model)
+    task = TASKS["feature-extraction"] if embeds else _task_of(model, config)
     splits = [*(hub_splits(str(name)) if files is None else files)]
     first = "train" if "train" in splits else splits[0]
     evaluated = next((split for split in _EVALUATED if split in splits and split != first), None)
     calibration, evaluation = (f"{first}{_FIRST}", f"{first}{_LAST}") if evaluated is None else (first, evaluated)
     source: dict[str, Any] = {"name": name} if files is None else {"files": dict(files)}
     rows, evaluated = (load_rows(name=name, files=files, split=split, samples=1) for split in (calibration, evaluation))
-    given = {"text": tuple(text), "image": image, "label": label}
+    given = {"text": tuple(text), "image": image, "label": label, "query": query, "document": document, "group": group}
     columns: dict[str, Any] = {key: value for key, value in given.items() if value}
-    if not text and image is None:
+    if not text and image is None and query is None:
         columns = {key: value for key, value in _columns(rows, task).items() if value} | columns
-    if task.may_regress and is_regression(config) and len(columns.get("text", ())) == 2:
-        group = next((name for name in _GROUPS if name in rows.column_names), None)
-        columns |= {} if group is None else {"group": group}
+    if task.may_regress and is_regression(config) and len(columns.get("text", ())) == 2 and group is None:
+        found = next((name for name in _GROUPS if name in rows.column_names), None)
+        columns |= {} if found is None else {"group": found}
 
     def at_most(count: int, rows: datasets.Dataset) -> int:
         """Return `count`, or the number of rows if that is smaller: no run should warn of a count nobody chose."""
@@ -103,7 +110,7 @@ def propose_recipe(
 
 
 def _task_of(model: str, config: Any) -> Task:
-    """Return the task of a checkpoint by its files and the class that its config names."""
+    """Return the task of a checkpoint by the class that its config names."""
     name = next(iter(getattr(config, "architectures", None) or ()), "")
     task = task_by_class(name, config.model_type) or embedding_task(name, config.model_type)
     if task is None:
@@ -130,5 +137,5 @@ def _columns(rows: datasets.Dataset, task: Task) -> dict[str, Any]:
     except DataError:
         raise DataError(
             f"{task.name} needs to know which columns to read ({task.needs}), and the data set has "
-            f"{listed(rows.column_names)}; name them with --text, --image and --label"
+            f"{listed(rows.column_names)}; name them with --text, --image, --label, or --query and --document"
         ) from None
