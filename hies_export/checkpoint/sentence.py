@@ -9,7 +9,7 @@ import copy
 import glob
 import importlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -248,7 +248,18 @@ def encoder_class(path: str | Path, **hub: Any) -> type[PreTrainedModel]:
     """Return the class that sentence-transformers loads an encoder by, or its slim version.
 
     A config may name a class with another head, such as BertForMaskedLM, or none: the base model is loaded.
+
+    Raises:
+        RequestError: The encoder takes more than texts.
     """
+    found = _base_class(path, **hub)
+    # A single one is a string.
+    modalities: str | Sequence[str] = found.input_modalities
+    _refuse_others({modalities} if isinstance(modalities, str) else {*modalities}, path)
+    return found
+
+
+def _base_class(path: str | Path, **hub: Any) -> type[PreTrainedModel]:
     config = load_config(path, **hub)
     if not config.architectures and (base := model_class_of(config, "AutoModel")) is not None:
         return base
@@ -259,6 +270,12 @@ def encoder_class(path: str | Path, **hub: Any) -> type[PreTrainedModel]:
     if found is None or getattr(config, "hies_export", None) is not None:
         return named
     return found
+
+
+def _refuse_others(modalities: Set[str], path: str | Path) -> None:
+    """Refuse a model that embeds more than texts."""
+    if others := sorted(modalities - {"text", "message"}):
+        raise RequestError(f"an embedding model must embed texts alone, but {path} also takes {listed(others)}")
 
 
 def _of_bare(path: str | Path, pooling: str | None, normalize: bool | None, revision: str | None) -> SentenceSettings:
@@ -343,9 +360,7 @@ def _text_settings(encoder: Path, path: str | Path) -> dict[str, Any]:
     file = next((encoder / name for name in _TEXT_FILES if (encoder / name).is_file()), encoder / _TEXT_FILES[0])
     found = _read(file, _Text)
     text = _Text.model_validate(found)
-    others = set(text.modality_config or {}) - {"text", "message"}
-    if others:
-        raise RequestError(f"an embedding model must embed texts alone, but {path} also takes {listed(sorted(others))}")
+    _refuse_others({*(text.modality_config or {})}, path)
     wanted = {"method": "forward", "method_output_name": "last_hidden_state"}
     reads = (text.modality_config or {"text": wanted}).get("text", {})
     if (text.transformer_task, text.module_output_name) != ("feature-extraction", "token_embeddings") or any(

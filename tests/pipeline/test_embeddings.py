@@ -278,7 +278,14 @@ BAD: dict[str, tuple[Callable[[Path], Path], Any, Row, Row, type[Exception], str
         *(texts, ALONE, {}, RequestError, "is a MultiVectorEncoder: it keeps a vector per token"),
     ),
     "module of CLIP": (of_modules("CLIPModel"), texts, ALONE, {}, RequestError, "CLIPModel also embeds images"),
-    "CLIP": (clip_folder, texts, ALONE, {"pooling": "mean"}, RequestError, "CLIP"),
+    "CLIP": (
+        clip_folder,
+        texts,
+        ALONE,
+        {"pooling": "mean"},
+        RequestError,
+        "must embed texts alone, but .* also takes image",
+    ),
     "empty texts": (of_modules(), (BLANK, BLANK), ALONE, {}, DataError, "at least one row must have text, but all"),
     "documents alone": (
         of_modules(),
