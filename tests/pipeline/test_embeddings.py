@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import onnxruntime
 import pytest
 import scipy.stats
 import torch
@@ -198,6 +199,24 @@ def test_texts_alone_are_judged_by_the_dense_models_ranking(tmp_path: Path) -> N
         known["cosine"] = cosine_similarity(slim, dense).mean().item()
         assert report.ranking[index] == near(known)
     assert report.quality.slim == near(report.ranking["dense_index"]["own_ndcg"])
+
+
+def test_a_run_leaves_graphs_where_the_tools_of_the_hub_look_for_them(tmp_path: Path) -> None:
+    sentence_folder(tmp_path / "model", encoder=bert_encoder(num_hidden_layers=1, intermediate_size=512))
+    hies_export.run(project(tmp_path, texts, columns={"text": "text"}, export={"quantize": "int8"}))
+    out, text = tmp_path / "out", words(3)
+    named = ["model.onnx", "model_qint8_avx512_vnni.onnx", "model_quantized.onnx"]
+    assert sorted(path.name for path in (out / "slim/onnx").iterdir()) == named
+    expected = embed(out / "slim", [text])
+    inputs = AutoTokenizer.from_pretrained(out / "slim")(text, return_tensors="np", return_token_type_ids=True)
+    for file, close in [*((out / "slim/onnx" / name, name == named[0]) for name in named), (out / "served", False)]:
+        graph = next(file.glob("*.onnx")) if file.is_dir() else file
+        session = onnxruntime.InferenceSession(graph)
+        fed = {given.name: inputs[given.name] for given in session.get_inputs()}
+        (found,) = session.run(["sentence_embedding"], fed)
+        cosine = cosine_similarity(torch.tensor(found).double(), expected).item()
+        assert cosine == pytest.approx(1.0, abs=1e-5 if close else 0.02)
+    assert (out / "served/modules.json").is_file()
 
 
 def test_pairs_are_judged_by_the_correlation_with_their_scores(tmp_path: Path) -> None:
