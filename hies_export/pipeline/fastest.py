@@ -228,7 +228,7 @@ class Search:
             self._best = min(self._best, (way.dense_ratio or 1.0) * left)
         if len(self._journal) > known:  # and not for the way before this one, or before an interruption
             best = "" if self._best == math.inf else f"; best so far: about {self._best:.2f} of the time"
-            metric = trial.promise.metric
+            metric = trial.promise.metric if isinstance(trial.promise, KeepOutcome) else None
             kept = "of the answers stay" if metric is None else f"of {title_of(metric)} stays"
             shown = f"{100 * found:.2f} % {kept}, at least {100 * low:.2f} %"
             self._progress.stage(f"{left:.2f} of the FLOPs on {trial.runtime}: {shown}{best}")

@@ -146,10 +146,10 @@ def ranking_rows(
     return rows
 
 
-def _index_of(metric: str, ranking: Mapping[Any, Any] | None) -> str:
-    """Return the words for the index that the metrics of a report are of."""
+def metric_name(metric: str, ranking: Mapping[Any, Any] | None) -> str:
+    """Return the name of a metric, and the index that it is on: "MRR@10, your index as it is"."""
     ranks = metric in METRICS and METRICS[metric].ranks
-    return _INDEX["dense_index"] if ranks and "dense_index" in (ranking or {}) else ""
+    return title_of(metric) + (_INDEX["dense_index"] if ranks and "dense_index" in (ranking or {}) else "")
 
 
 class Kept(NamedTuple):
@@ -204,7 +204,7 @@ def quality_table(report: Report) -> Table:
     """Return all metrics and benchmarks; with compensation, also the metrics of the cut alone."""
     before, ranking = report.details.uncompensated, report.ranking
     alone = before.metrics if before else {}
-    shown = {f"{title_of(name)}{_index_of(name, ranking)}": name for name in report.metrics}
+    shown = {metric_name(name, ranking): name for name in report.metrics}
     rows = [
         [*row, f"{alone[shown[row[0]]]:.4f}" if shown.get(row[0]) in alone else ""]
         for row in [
