@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from .evaluate.interval import CONFIDENCE
 from .evaluate.judge import Judge
-from .evaluate.metrics import quality_loss
+from .evaluate.metrics import quality_loss, title_of
 from .evaluate.predict import Predictions
 from .forms.measure.counts import Both, FlopCount
 from .forms.measure.rows import LatencyRow
@@ -244,8 +244,8 @@ class KeepOutcome(PromiseOutcome):
     @property
     def what(self) -> str:
         """What is kept: "the predictions", or the metric with its index."""
-        index = {None: "", "dense": " with the dense model's index", "slim": " with everything re-embedded"}
-        return "the predictions" if self.metric is None else f"{self.metric}{index[self.index]}"
+        index = {None: "", "dense": " with your index as it is", "slim": " with everything re-embedded"}
+        return "the predictions" if self.metric is None else f"{title_of(self.metric)}{index[self.index]}"
 
     @property
     def found(self) -> str:

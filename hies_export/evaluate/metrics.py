@@ -176,6 +176,15 @@ def find_metric(name: str) -> Metric:
 _ERRORS = frozenset({"brier_score", "mae", "mape", "mase", "mse", "smape"})
 
 
+# Metrics of rankings whose usual names differ from those in a recipe.
+_TITLES = {"ndcg@10": "nDCG@10", "mrr@10": "MRR@10", "own_ndcg@10": "nDCG@10 against the dense ranking"}
+
+
+def title_of(name: str) -> str:
+    """Return the name of a metric as a reader knows it: "nDCG@10" for ndcg@10, and most as they are."""
+    return _TITLES.get(name, name)
+
+
 def higher_is_better(name: str) -> bool:
     """Return whether more of a metric is better, without loading anything, so that any finished run can be shown."""
     return METRICS[name].higher_is_better if name in METRICS else Path(name).stem not in _ERRORS

@@ -48,7 +48,7 @@ from ..recipe import (
 )
 from ..report.maps import plan_maps
 from ..report.report import plan_counts
-from ..report.rows import Table, change, quality_row, ranking_rows, shown_metrics, si
+from ..report.rows import Table, change, metric_name, quality_row, ranking_rows, shown_metrics, si
 from ..report.terminal import PlainTable, map_text
 from ..slim.refit import LayerFit
 from ..tasks import Task
@@ -242,12 +242,16 @@ class PruneResult:
             samples = samples_of(self.prepared.rows.held_out)
             labelled, ranking = has_references(self.prepared.rows.held_out[0]), self.held_out.ranking
             plain = self.held_out.metrics.keys() - shown_metrics(ranking) if labelled else set()
-            rows += [quality_row(name, values) for name, values in self.held_out.metrics.items() if name in plain]
+            others = [
+                quality_row(metric_name(name, ranking), values)
+                for name, values in self.held_out.metrics.items()
+                if name in plain
+            ]
             counted = f"{samples:,} held-out {'row' if samples == 1 else 'rows'}"
             if ranking:
-                rows += ranking_rows(ranking, self.held_out.metrics)
+                rows += [*ranking_rows(ranking, self.held_out.metrics), *others]
             else:
-                rows.append((f"same prediction, {counted}", "", f"{self.held_out.stability:.1%}", ""))
+                rows += [*others, (f"same prediction, {counted}", "", f"{self.held_out.stability:.1%}", "")]
         return Table(("", "dense", "slim", "change"), rows)
 
 

@@ -114,7 +114,10 @@ def _details(done: Finished, command: str | None) -> Details:
         alpha_curve=choice.alpha_curve,
         tried=choice.tried,
         stability_of=FIRST_HIT if evaluation.ranking else _prediction_name(prepared, answers=answers),
-        stability_tolerance=prepared.judged.tolerance if prepared.judged.regression else None,
+        # Rankings are compared by their order, whatever the logits.
+        stability_tolerance=prepared.judged.tolerance
+        if prepared.judged.regression and not evaluation.ranking
+        else None,
         custom_code=is_slim(done.result.model),
         family=families(prepared.model.config, done.result.model.config),
         other_work=done.other_work,

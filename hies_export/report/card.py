@@ -17,7 +17,7 @@ from ..errors import RequestError
 from ..model.online import hub_or_cache
 from .jinja import render_report
 from .report import Report
-from .text import named_units, title
+from .text import named_units, sentence_class, title
 
 # Metadata that the card of a slim model inherits from the dense model's.
 LICENSE_KEYS = ("license", "license_name", "license_link")
@@ -26,6 +26,17 @@ _KEYS = ("base_model", *LICENSE_KEYS)
 ORT_CLASSES = {
     "text-classification": "ORTModelForSequenceClassification",
     "image-classification": "ORTModelForImageClassification",
+}
+
+
+# Class of sentence-transformers -> library, pipeline and tags of its models on the Hub.
+_ON_HUB: dict[str | None, tuple[str, str, tuple[str, ...]]] = {
+    "SentenceTransformer": (
+        "sentence-transformers",
+        "sentence-similarity",
+        ("sentence-transformers", "feature-extraction", "sentence-similarity"),
+    ),
+    "CrossEncoder": ("sentence-transformers", "text-ranking", ("sentence-transformers", "cross-encoder", "reranker")),
 }
 
 
@@ -72,6 +83,7 @@ def card_metadata(report: Report, origin: Mapping[str, Any]) -> ModelCardData:
     """
     data = report.details.data
     dataset, configuration = _dataset(data)
+    library, pipeline, tags = _ON_HUB.get(sentence_class(report), ("transformers", report.task, ()))
     results = [
         EvalResult(
             task_type=report.task,
@@ -90,9 +102,9 @@ def card_metadata(report: Report, origin: Mapping[str, Any]) -> ModelCardData:
         # The Hub knows adapter, finetune, merge and quantized: only "finetune" is true of changed weights in their own
         # precision. Without a relation, the Hub takes a repository with ONNX files for a quantization.
         base_model_relation="finetune" if origin.get("base_model") else None,
-        library_name="transformers",
-        pipeline_tag=report.task,
-        tags=["hies-export", "pruning", *(name.replace(" ", "-") for name, _ in named_units(report))],
+        library_name=library,
+        pipeline_tag=pipeline,
+        tags=[*tags, "hies-export", "pruning", *(name.replace(" ", "-") for name, _ in named_units(report))],
         datasets=dataset if data.name else None,
         metrics=list(report.metrics) if data.evaluation_labelled else None,
         model_name=title(report) if results else None,

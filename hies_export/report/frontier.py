@@ -13,7 +13,7 @@ from . import canvas
 from .canvas import ACCENT, CARD, GREY, INK, LINE, MARKERS, MUTED, SECOND, SERIES
 from .report import Report
 from .rows import form_name, form_step
-from .text import runtime_name
+from .text import runtime_name, share_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -106,19 +106,24 @@ def frontier_figure(report: Report, others: Sequence[Measured] = ()) -> Frontier
     dense = f"{forms[0].model} {forms[0].bits}"
     chosen = None if found is None else found.form
     runtimes = list(dict.fromkeys(map(_runtime, forms)))
+    whole = report.quality.dense if report.ranking is not None else None
+    upwards = f"same {word}s as {dense}" if tolerance is None else f"{word}s within {tolerance:g} of {dense}'s"
+    if whole is not None:
+        upwards = share_of(report.quality.metric, dense)
+    kept = [form.stability if not whole else min(1.0, max(0.0, form.quality / whole)) for form in forms]
     measured = [
         Measured(
             name=(f"{form.model} {form.bits}", *([f"{time:.2f} of the time"] if number == chosen else ())),
             time=time,
-            same=form.stability,
+            same=same,
             time_ends=(form.times[step].ratio_low, form.times[step].ratio_high),
-            same_ends=_same_ends(form),
+            same_ends=_same_ends(form) if whole is None else (same, same),
             kind="other" if form.model == "dense" else "slim",
             shape=runtimes.index(_runtime(form)),
-            note=f"{form_name(form, forms)}: {time:.2f} of the time, {form.stability:.1%} same",
+            note=f"{form_name(form, forms)}: {time:.2f} of the time, {same:.1%} {'same' if whole is None else 'kept'}",
             chosen=number == chosen,
         )
-        for number, (form, time) in enumerate(zip(forms, relative_times(forms, step), strict=True))
+        for number, (form, time, same) in enumerate(zip(forms, relative_times(forms, step), kept, strict=True))
     ]
     return FrontierFigure(
         [*measured, *(one._replace(shape=len(runtimes)) for one in others)],
@@ -128,7 +133,7 @@ def frontier_figure(report: Report, others: Sequence[Measured] = ()) -> Frontier
         ],
         promise=None if found is None else found.promise,
         across=f"time, share of {dense}'s at {form_step(forms[0].times[step])}".replace(" x ", " × "),
-        upwards=f"same {word}s as {dense}" if tolerance is None else f"{word}s within {tolerance:g} of {dense}'s",
+        upwards=upwards,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from ..evaluate.metrics import quality_loss
+from ..evaluate.metrics import METRICS, quality_loss, title_of
 from ..forms.judged import deciding_step, relative_times
 from ..forms.measure.rows import LatencyRow
 from ..outcomes import CostOutcome, HeadsOutcome, KeepOutcome, MaxDropOutcome
@@ -15,7 +15,6 @@ from .text import evaluated_share, runtime_name
 # Metrics whose names in a sentence differ from those in a recipe.
 _WRITTEN = {"pearson": "Pearson", "spearman": "Spearman", "f1": "F1", "matthews_correlation": "Matthews correlation"}
 _WRITTEN |= {"choice_accuracy": "accuracy of choices", "exact_match": "exact matches"}
-_WRITTEN |= {"ndcg@10": "nDCG@10", "mrr@10": "MRR@10"}
 
 
 def lead_text(report: Report) -> str:
@@ -25,7 +24,8 @@ def lead_text(report: Report) -> str:
     budget kept." A value that was not measured is left out.
     """
     parts = [_deployed(report) or _cascade(report) or _time(report)]
-    parts += [_agreement(report), _quality(report), _budget(report)]
+    parts += [_agreement(report), _quality(report)] if report.ranking is None else [_ranking(report)]
+    parts.append(_budget(report))
     return "; ".join(filter(None, parts)) + "."
 
 
@@ -115,6 +115,22 @@ def _agreement(report: Report) -> str:
     digits = 0 if stability < 0.99 else 1
     share = min(100 * stability, 99.9)
     return f"{share:.{digits}f} % of the {what}s stay{within}"
+
+
+def _ranking(report: Report) -> str:
+    """Return the first metric of rankings, the share that stays, and the index that queries search."""
+    metric, dense, (_, quality) = report.quality.metric, report.quality.dense, _judged(report)
+    name, numbers = _WRITTEN.get(metric, title_of(metric)), f"{_number(dense)} → {_number(quality)}"
+    assert report.ranking is not None
+    of = METRICS[metric].of if metric in METRICS else ""
+    index = " with your index as it is" if "dense_index" in report.ranking and "ranking" in of else ""
+    if of == "own ranking":
+        return f"{name} {_number(quality)}{index}"
+    if dense <= 0:
+        return f"{name} {numbers}{index}"
+    # Not all, so never rounded to all.
+    share = 100 * quality / dense if quality >= dense else min(100 * quality / dense, 99.9)
+    return f"{share:.1f} % of {name} stays{index} ({numbers})"
 
 
 def _quality(report: Report) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..data.facts import DataFacts
-from ..evaluate.metrics import higher_is_better
+from ..evaluate.metrics import METRICS, higher_is_better, title_of
 from ..forms.measure.rows import LatencyRow
 from ..outcomes import CostOutcome, KeepOutcome, MaxDropOutcome
 from .report import Report, UnitCounts
@@ -85,6 +85,29 @@ def agreement(report: Report) -> str:
     return f"same {word}" if tolerance is None else f"same within {tolerance:g}"
 
 
+def samples_word(report: Report) -> str:
+    """Return what a report's samples are: "queries", "pairs" or "texts" of a model that ranks, and "rows" of others."""
+    if report.ranking is None:
+        return "rows"
+    known = set().union(*report.ranking.values())
+    if "spearman" in known:
+        return "pairs"
+    return "queries" if "ndcg" in known or "candidates" in report.ranking else "texts"
+
+
+def share_of(metric: str, model: str) -> str:
+    """Return what a share of a model's metric of rankings is called; own rankings are a share already."""
+    own = metric in METRICS and METRICS[metric].of == "own ranking"
+    return title_of(metric) if own else f"{title_of(metric)}, share of {model}'s"
+
+
+def sentence_class(report: Report) -> str | None:
+    """Return the class of sentence-transformers that loads the slim model; None if there is none."""
+    if report.task == "feature-extraction":
+        return "SentenceTransformer"
+    return "CrossEncoder" if "candidates" in (report.ranking or {}) else None
+
+
 def budget_text(report: Report) -> str:
     """Return what the budget allowed and what was measured, in a sentence; empty for a share of the heads."""
     budget = report.details.budget
@@ -116,7 +139,7 @@ def budget_text(report: Report) -> str:
 
 def _keep_text(report: Report, budget: KeepOutcome) -> str:
     """Return the promise, the result on the held-out rows, and the difference on the evaluated rows."""
-    rows = held_out_rows(report, otherwise=f"{budget.samples:,} held-out rows")
+    rows = held_out_rows(report, otherwise=f"{budget.samples:,} held-out {samples_word(report)}")
     tried = _tried(len(budget.judged), "cut") if budget.judged else "no cut was found that keeps it"
     text = f"Budget: {budget.asked}, promised on {rows}: {budget.found}; {tried}."
     if budget.predicted is not None:
@@ -128,8 +151,10 @@ def _keep_text(report: Report, budget: KeepOutcome) -> str:
         return text
     apart = kept - budget.predictions
     side = "above" if apart >= 0 else "below"
-    of, stay = ("rows", "stay") if budget.metric is None else ("queries", f"of {budget.metric} stay")
-    return f"{text} Of the evaluated {of}, {100 * kept:.2f} % {stay}, {100 * abs(apart):.2f} points {side} the promise."
+    where, stay = "Of the evaluated rows", "stay"
+    if budget.metric is not None:
+        where, stay = f"On the evaluated {samples_word(report)}", f"of {title_of(budget.metric)} stays"
+    return f"{text} {where}, {100 * kept:.2f} % {stay}, {100 * abs(apart):.2f} points {side} the promise."
 
 
 def evaluated_share(report: Report, metric: str | None = None, index: str | None = None) -> float | None:
@@ -205,15 +230,18 @@ def method_text(report: Report) -> str:
     data = report.details.data
     own = {"answer": "their answers", "next token": "their next tokens", "choice": "their right choices"}
     known = own.get(report.details.stability_of, "their labels")
-    labels = known if data.labels == "data" else "the model's own predictions as labels"
+    labels = f"with {known}" if data.labels == "data" else "with the model's own predictions as labels"
+    if report.ranking is not None:
+        labels = "without labels"
     asked, used = data.calibration_batch_asked, data.calibration_batch
     halved = f" ({used} at once: {asked} did not fit into memory)" if used < asked else ""
     lines = [
-        f"{kinds_text(report).capitalize()} were scored on {data.calibration_samples} samples{halved} with {labels}; "
+        f"{kinds_text(report).capitalize()} were scored on {data.calibration_samples} samples{halved} {labels}; "
         f"quality is over {_evaluation_rows(data)} of {data.evaluation_split}."
     ]
     if not data.evaluation_labelled:
-        lines.append("These have no labels: metrics compare with the dense model's own predictions.")
+        what = "predictions" if report.ranking is None else "rankings"
+        lines.append(f"These have no labels: metrics compare with the dense model's own {what}.")
     if data.compensation_samples:
         lines.append(f"The output projections were refitted on {data.compensation_samples:,} samples.")
     lines += [_held_out_note(report), _other_work_note(report)]
@@ -265,7 +293,8 @@ def held_out_rows(report: Report, *, otherwise: str = "held-out rows") -> str:
     data = report.details.data
     if not data.held_out_samples:
         return otherwise
-    further = "further rows" if data.held_out_further else "rows"
+    word = samples_word(report)
+    further = f"further {word}" if data.held_out_further else word
     return f"{data.held_out_samples:,} {further} of {data.held_out_split}"
 
 

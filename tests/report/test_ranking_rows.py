@@ -4,14 +4,16 @@ import json
 from typing import Any
 
 import pytest
+import yaml
 from support.reports import make_report, terminal
 
 from hies_export.outcomes import KeepOutcome
+from hies_export.report.card import render_card
 from hies_export.report.html import render_html
 from hies_export.report.jinja import render_markdown
 from hies_export.report.lead import lead_text
 from hies_export.report.report import Report
-from hies_export.report.rows import comparison_table
+from hies_export.report.rows import comparison_table, kept_bars, quality_table
 from hies_export.report.text import budget_text
 
 NDCG = {
@@ -39,7 +41,7 @@ def test_a_report_tells_both_indices() -> None:
     assert rows["nDCG@10, everything re-embedded"] == ("0.9000", "0.8800", "-0.0200")
     assert rows["same first hit, your index as it is"] == ("", "93.0%", "")
     assert rows["same first hit, everything re-embedded"] == ("", "91.0%", "")
-    assert rows["cosine to the dense embedding, your index as it is"] == ("", "0.9600", "")
+    assert rows["cosine to the dense embedding, queries"] == ("", "0.9600", "")
     assert not {"ndcg@10", "same first hit"} & rows.keys()
     for text in (terminal(report), render_markdown(report), render_html(report)):
         assert "nDCG@10, everything re-embedded" in text
@@ -51,28 +53,28 @@ def test_a_report_tells_both_indices() -> None:
 @pytest.mark.parametrize(
     ("changed", "asked", "there"),
     [
-        ({}, "99 % of ndcg@10 with the dense model's index", "99.22 % of ndcg@10 stay, 0.22 points above"),
+        ({}, "99 % of nDCG@10 with your index as it is", "99.22 % of nDCG@10 stays, 0.22 points above"),
         (
             {"index": "slim"},
-            "99 % of ndcg@10 with everything re-embedded",
-            "97.78 % of ndcg@10 stay, 1.22 points below",
+            "99 % of nDCG@10 with everything re-embedded",
+            "97.78 % of nDCG@10 stays, 1.22 points below",
         ),
-        ({"index": None}, "99 % of ndcg@10, promised", "99.22 % of ndcg@10 stay"),
+        ({"index": None}, "99 % of nDCG@10, promised", "99.22 % of nDCG@10 stays"),
     ],
 )
 def test_a_promise_names_the_metric_and_the_index(changed: dict[str, Any], asked: str, there: str) -> None:
     report = ranking_report(budget=PROMISE | changed)
     assert f"Budget: {asked}" in budget_text(report)
     assert "99.60 % (at least 99.10 % with 95 % confidence)" in budget_text(report)
-    assert f"Of the evaluated queries, {there}" in budget_text(report)
+    assert f"On the evaluated queries, {there}" in budget_text(report)
     missed = "missed on those evaluated" in lead_text(report)
     assert missed == (changed.get("index") == "slim")
-    assert "93 % of the first hits stay; nDCG@10 0.900 → 0.893" in lead_text(report)
+    assert "99.2 % of nDCG@10 stays with your index as it is (0.900 → 0.893)" in lead_text(report)
 
 
 def test_a_loss_of_a_metric_of_rankings_names_the_index() -> None:
     promise = KeepOutcome(metric="ndcg@10", by=0.01, index="slim", samples=9).having(0.002, 0.011)
-    assert promise.asked == "at most 0.01 of ndcg@10 with everything re-embedded"
+    assert promise.asked == "at most 0.01 of nDCG@10 with everything re-embedded"
     assert promise.judging == {"metrics": ("ndcg@10",), "index": "slim", "confidence": 0.95, "as_of": 9}
     assert not promise.met
     assert promise.row == {"lost": 0.002, "at_most": 0.011}
@@ -81,3 +83,47 @@ def test_a_loss_of_a_metric_of_rankings_names_the_index() -> None:
     assert kept.row == {"kept": 1.002, "at_least": 0.9901}
     with pytest.raises(ValueError, match="keep must have predictions, or metric and by"):
         KeepOutcome(metric="ndcg@10", samples=9)
+
+
+def test_bars_are_shares_of_the_first_metric() -> None:
+    bars, of = kept_bars(ranking_report())
+    assert [(bar.name, bar.text) for bar in bars] == [
+        ("your index as it is", "99.2%"),
+        ("everything re-embedded", "97.8%"),
+    ]
+    assert of == "nDCG@10, share of the dense model's"
+    bars, of = kept_bars(make_report())
+    assert bars[0].name.startswith("same ")
+    assert of == "share of the predictions"
+
+
+def test_every_metric_of_the_page_is_told_once() -> None:
+    names = [row[0] for row in quality_table(ranking_report()).rows]
+    assert len(set(names)) == len(names)
+    assert "MRR@10, your index as it is" in names
+    assert "ndcg@10" not in names
+
+
+def test_the_card_of_an_embedding_model_is_for_sentence_transformers() -> None:
+    values = json.loads(ranking_report(custom_code=True).to_json()) | {"task": "feature-extraction"}
+    card = render_card(Report.from_values(values, where="here"), location="user/slim")
+    head = yaml.safe_load(card.split("---\n")[1])
+    assert (head["library_name"], head["pipeline_tag"]) == ("sentence-transformers", "sentence-similarity")
+    assert {"sentence-transformers", "feature-extraction"} <= set(head["tags"])
+    assert 'SentenceTransformer("user/slim", trust_remote_code=True)' in card
+    assert "model.encode_query" in card
+    assert "OnnxGenerator" not in card
+    plain = render_card(
+        Report.from_values(values | {"details": values["details"] | {"custom_code": False}}, where="here")
+    )
+    assert 'SentenceTransformer("slim")' in plain
+
+
+def test_the_card_of_a_reranker_is_for_sentence_transformers() -> None:
+    values = json.loads(ranking_report(custom_code=True).to_json())
+    ranking = {"candidates": {"ndcg": 0.893, "own_ndcg": 0.95, "top1": 0.9, "top10": 1.0}}
+    report = Report.from_values(values | {"task": "text-classification", "ranking": ranking}, where="here")
+    card = render_card(report, location="user/slim")
+    assert yaml.safe_load(card.split("---\n")[1])["pipeline_tag"] == "text-ranking"
+    assert 'CrossEncoder("user/slim", trust_remote_code=True)' in card
+    assert "99.2 % of nDCG@10 stays (0.900 → 0.893)" in lead_text(report)
