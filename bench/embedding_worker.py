@@ -85,7 +85,8 @@ class SentenceTransformers(Encoder):
             trust_remote_code=bool(request.get("trust")),
             **({} if self._backend == "torch" else {"backend": self._backend, "model_kwargs": settings}),
         )
-        loaded = self._model[0].auto_model
+        # A module of another package, such as ours of `served/`, need not have it.
+        loaded = getattr(self._model[0], "auto_model", None)
         if self._backend == "openvino":
             compiled = (
                 loaded.request if hasattr(loaded.request, "get_property") else loaded.request.get_compiled_model()
@@ -131,7 +132,7 @@ class SentenceTransformers(Encoder):
 
     def step(self, ids: np.ndarray) -> Callable[[], Any]:
         batch = {name: self._torch.from_numpy(array) for name, array in _feed(ids).items()}
-        if "token_type_ids" not in getattr(self._model.tokenizer, "model_input_names", batch):
+        if "token_type_ids" not in getattr(getattr(self._model, "tokenizer", None), "model_input_names", batch):
             del batch["token_type_ids"]
 
         def run() -> Any:
