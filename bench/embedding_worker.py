@@ -94,9 +94,12 @@ class SentenceTransformers(Encoder):
             self.dtype = compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name()
         elif self._backend == "torch" and hasattr(loaded, "dtype"):
             self.dtype = str(loaded.dtype).removeprefix("torch.")
-        self.dtype = _bits(self.dtype, quantised=bool(request.get("quantise")))
+        if (folder / "hies_served.json").exists():
+            self.dtype = json.loads((folder / "hies_served.json").read_text())["dtype"] or "float32"
         self.files = [folder / file] if file else _weights(folder)
         self.files += [path.with_suffix(".bin") for path in self.files if path.suffix == ".xml"]
+        quantised = any("quantized" in path.name or "qint8" in path.name for path in self.files)
+        self.dtype = _bits(self.dtype, quantised=quantised)
         more = {"onnx": ("optimum-onnx", "onnxruntime"), "openvino": ("optimum-intel", "openvino")}
         self.packages = ("sentence-transformers", "transformers", "torch", *more.get(self._backend, ()))
 
