@@ -85,7 +85,8 @@ class SentenceTransformers(Encoder):
             trust_remote_code=bool(request.get("trust")),
             **({} if self._backend == "torch" else {"backend": self._backend, "model_kwargs": settings}),
         )
-        loaded = self._model[0].auto_model
+        # A module of another package, such as ours of `served/`, need not have it.
+        loaded = getattr(self._model[0], "auto_model", None)
         if self._backend == "openvino":
             compiled = (
                 loaded.request if hasattr(loaded.request, "get_property") else loaded.request.get_compiled_model()
@@ -93,9 +94,12 @@ class SentenceTransformers(Encoder):
             self.dtype = compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name()
         elif self._backend == "torch" and hasattr(loaded, "dtype"):
             self.dtype = str(loaded.dtype).removeprefix("torch.")
-        self.dtype = _bits(self.dtype, quantised=bool(request.get("quantise")))
+        if (folder / "hies_served.json").exists():
+            self.dtype = json.loads((folder / "hies_served.json").read_text())["dtype"] or "float32"
         self.files = [folder / file] if file else _weights(folder)
         self.files += [path.with_suffix(".bin") for path in self.files if path.suffix == ".xml"]
+        quantised = any("quantized" in path.name or "qint8" in path.name for path in self.files)
+        self.dtype = _bits(self.dtype, quantised=quantised)
         more = {"onnx": ("optimum-onnx", "onnxruntime"), "openvino": ("optimum-intel", "openvino")}
         self.packages = ("sentence-transformers", "transformers", "torch", *more.get(self._backend, ()))
 
@@ -131,7 +135,7 @@ class SentenceTransformers(Encoder):
 
     def step(self, ids: np.ndarray) -> Callable[[], Any]:
         batch = {name: self._torch.from_numpy(array) for name, array in _feed(ids).items()}
-        if "token_type_ids" not in getattr(self._model.tokenizer, "model_input_names", batch):
+        if "token_type_ids" not in getattr(getattr(self._model, "tokenizer", None), "model_input_names", batch):
             del batch["token_type_ids"]
 
         def run() -> Any:

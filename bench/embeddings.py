@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=30, help="0 leaves the times out")
     parser.add_argument("--queries", type=int, help="the first so many queries, and their documents; default all")
-    parser.add_argument("--work", type=Path, help="folder of what the tools make, used again; default a temporary one")
+    parser.add_argument("--work", type=Path, help="folder for what tools make of this model and seed; used again")
     parser.add_argument("--json", type=Path, help="also write what was found here")
     options = parser.parse_args()
     environments = {"torch": sys.executable, "ours": sys.executable}
@@ -267,7 +267,8 @@ def judge(rows: list[Row], judged: Split, pairs: tuple[list[str], list[str], lis
             nearest = (found["queries"] @ dense["documents"].T).argmax(1)
             row.found["top1"] = float((nearest == (dense["queries"] @ dense["documents"].T).argmax(1)).mean())
             row.found["cosine"] = float((found["queries"] * dense["queries"]).sum(1).mean())
-        print(f"{row.name}: judged", file=sys.stderr, flush=True)
+        said = ", ".join(f"{key} {value:.4f}" for key, value in row.found.items() if isinstance(value, float))
+        print(f"{row.name}: {said}", file=sys.stderr, flush=True)
 
 
 def vectors_of(worker: Worker, names: list[str], work: Path) -> Vectors:

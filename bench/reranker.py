@@ -49,9 +49,12 @@ def main() -> None:
     torch.manual_seed(options.seed)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     halves = dict(zip(GROUPS, boolq_halves(options.data, options.seed), strict=True))
-    embedder = AutoModel.from_pretrained(options.model).eval()
+    embedder = AutoModel.from_pretrained(options.model, dtype=torch.float32).eval()
     found = {name: nearest(embedder, tokenizer, half) for name, half in halves.items()}
-    model = AutoModelForSequenceClassification.from_pretrained(options.start or options.model, num_labels=1)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        options.start or options.model, num_labels=1, dtype=torch.float32
+    )
+    model.config.problem_type = None  # of the checkpoint it started from
     train(model, tokenizer, halves["train"], found["train"], options)
     model.save_pretrained(options.out / "model")
     tokenizer.save_pretrained(options.out / "model")
