@@ -43,17 +43,17 @@ def main() -> None:
 
 def _judge_seed(options: argparse.Namespace, seed: int, folder: Path) -> None:
     scored, judged = boolq_halves(options.data, seed)
-    _write(folder / "train.jsonl", _rows(scored))
-    _write(folder / "validation.jsonl", _rows(judged))
+    write(folder / "train.jsonl", rows(scored))
+    write(folder / "validation.jsonl", rows(judged))
     first, second, scores = stsb_pairs(options.data)
     pairs = zip(first, second, scores, strict=True)
-    _write(folder / "pairs.jsonl", [{"a": a, "b": b, "score": score} for a, b, score in pairs])
+    write(folder / "pairs.jsonl", [{"a": a, "b": b, "score": score} for a, b, score in pairs])
     columns: dict[str, Any] = {"query": "question", "document": "passage"}
     files = {"train": folder / "train.jsonl", "validation": folder / "validation.jsonl"}
-    resolved = resolve(_recipe(options, seed, columns, files, folder))
+    resolved = resolve(recipe(options, seed, columns, files, folder))
     prepared = resolved.prepared
     of_pairs = resolve(
-        _recipe(
+        recipe(
             options, seed, {"text": ["a", "b"], "label": "score"}, dict.fromkeys(files, folder / "pairs.jsonl"), folder
         )
     )
@@ -63,7 +63,7 @@ def _judge_seed(options: argparse.Namespace, seed: int, folder: Path) -> None:
     ]
     if options.text is not None:
         files = dict.fromkeys(files, options.text)
-        prepared = resolve(_recipe(options, seed, {"text": options.column}, files, folder)).prepared
+        prepared = resolve(recipe(options, seed, {"text": options.column}, files, folder)).prepared
     chooser = Chooser(prepared, resolved.options, TerminalProgress(Console(stderr=True)), None)
     _show(options, seed, 1.0, prepared.model, judges, None)
     for share in options.shares:
@@ -93,7 +93,7 @@ def _show(options: argparse.Namespace, seed: int, share: float, model: Any, judg
     print(f"| {' | '.join(cells)} |", flush=True)
 
 
-def _recipe(
+def recipe(
     options: argparse.Namespace, seed: int, columns: dict[str, Any], files: dict[str, Path], folder: Path
 ) -> PruningRecipe:
     return PruningRecipe(
@@ -112,12 +112,12 @@ def _recipe(
     )
 
 
-def _rows(split: Any) -> list[dict[str, Any]]:
+def rows(split: Any) -> list[dict[str, Any]]:
     places = zip(split.queries, split.right, strict=True)
     return [{"question": query, "passage": split.documents[place]} for query, place in places]
 
 
-def _write(file: Path, rows: list[dict[str, Any]]) -> None:
+def write(file: Path, rows: list[dict[str, Any]]) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
