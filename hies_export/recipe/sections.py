@@ -99,9 +99,10 @@ class DataSection(Section):
         prompt: What to ask, with the columns it reads in braces: "Question: {question}"; instead of `text` in
             text-generation, and always in image-text-to-text.
         answer: Column of answers; loss and quality are computed on their tokens.
-        query, document: For feature-extraction, in place of `text`: columns of queries and of the documents that each
-            should find, one or a list. Rows of the same query are one query; those without a query only add documents
-            to search in. Of a limited number of rows, those with a query are drawn first.
+        query: For feature-extraction, in place of `text` and with `document`: column of queries. Rows of the same query
+            are one query; those without a query only add documents to search in. Of a limited number of rows, those
+            with a query are drawn first.
+        document: Column of the documents that each query should find, one or a list.
         group: For a reranker, which scores a query and a candidate: the column that tells the queries apart. What
             counts is then the order of the candidates of a query. The rows of a query are never divided, neither by
             `group` nor by `query`, so that a few more or fewer may be drawn than a section asks for.
