@@ -118,19 +118,29 @@ def _agreement(report: Report) -> str:
 
 
 def _ranking(report: Report) -> str:
-    """Return the first metric of rankings, the share that stays, and the index that queries search."""
+    """Return the first metric of rankings, the share that stays, and the index that queries search, on both indices."""
     metric, dense, (_, quality) = report.quality.metric, report.quality.dense, _judged(report)
     name, numbers = _WRITTEN.get(metric, title_of(metric)), f"{_number(dense)} → {_number(quality)}"
     assert report.ranking is not None
     of = METRICS[metric].of if metric in METRICS else ""
     index = " with your index as it is" if "dense_index" in report.ranking and "ranking" in of else ""
+    again = _embedded_again(report)
     if of == "own ranking":
-        return f"{name} {_number(quality)}{index}"
+        return f"{name} {_number(quality)}{index}" + (f", {_number(again)} re-embedded" if again is not None else "")
     if dense <= 0:
         return f"{name} {numbers}{index}"
     # Not all, so never rounded to all.
     share = 100 * quality / dense if quality >= dense else min(100 * quality / dense, 99.9)
-    return f"{share:.1f} % of {name} stays{index} ({numbers})"
+    other = "" if again is None else f", {_number(again)} re-embedded"
+    return f"{share:.1f} % of {name} stays{index} ({numbers}{other})"
+
+
+def _embedded_again(report: Report) -> float | None:
+    """Return the first metric with everything re-embedded by the model that the sentence names; None if not known."""
+    found, assumed = report.details.deployment, report.ranking
+    ranking = assumed if found is None or found.ranking is None else found.ranking
+    key = {"ndcg@10": "ndcg", "own_ndcg@10": "own_ndcg"}.get(report.quality.metric, "")
+    return (ranking or {}).get("slim_index", {}).get(key)
 
 
 def _quality(report: Report) -> str:
