@@ -38,10 +38,10 @@ from transformers import (
 
 from hies_export import Constraints, Scores, collect_statistics, find_attention, select_units
 from hies_export.data.reader import Columns
-from hies_export.data.registry import reader_for
 from hies_export.evaluate.judge import Judge
 from hies_export.pipeline.search import predict_pruned
 from hies_export.report.terminal import PlainTable
+from hies_export.tasks import TASKS
 
 SAMPLES = 256
 WORDS = [f"word{number}" for number in range(1000)]
@@ -113,7 +113,7 @@ def rows_case(task: str, file: str) -> dict[str, float]:
     columns = Columns(text=("text",), label="label" if task == "text-classification" else None)
     found: dict[str, float] = {}
     with watched(found):
-        reader = reader_for(task, columns=columns, config=config, processor=tokenizer(), max_length=128, packing=True)
+        reader = TASKS[task].reader(columns=columns, config=config, processor=tokenizer(), max_length=128, packing=True)
         samples = reader.load("train", files={"train": Path(file)}, samples=SAMPLES, shuffle_seed=0)
         batches = reader.batches(samples, batch_size=32)
     found["samples"] = sum(len(batch["input_ids"]) for batch in batches)

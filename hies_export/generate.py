@@ -18,6 +18,7 @@ from .data.processors import load_processor
 from .errors import DataError, RecipeError, RequestError, refusing
 from .forms.onnx.generator import OnnxGenerator
 from .forms.runtimes.ort import DECODER_FILE, ONNX_FILE, QUANTIZED_FILE
+from .tasks import TASKS
 
 
 def generate_text(
@@ -41,7 +42,8 @@ def generate_text(
     if max_new_tokens < 1:
         raise RecipeError([f"max_new_tokens must be at least 1, got {max_new_tokens}"])
     refuse_other(folder, Contents.ONNX)
-    processor = load_processor(folder, task="image-text-to-text" if images else "text-generation", for_prompts=True)
+    task = TASKS["image-text-to-text" if images else "text-generation"]
+    processor = load_processor(folder, task=task, for_prompts=True)
     batch = encode_prompts(processor, prompts, images)
     tokens = load_generator(folder)(batch, max_new_tokens)
     return processor.batch_decode(tokens[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)

@@ -110,6 +110,7 @@ def processor(model_type: str) -> None:
     from support.references import NotApplicable
 
     from hies_export.data.processors import load_processor
+    from hies_export.tasks import TASKS
 
     if model_type not in ("vit", "llava"):
         raise NotApplicable("it reads no images")
@@ -117,7 +118,7 @@ def processor(model_type: str) -> None:
     saved = transformers.ViTImageProcessorPil() if model_type == "vit" else llava_processor()
     with tempfile.TemporaryDirectory() as folder:
         saved.save_pretrained(folder)
-        loaded = load_processor(folder, task=task)
+        loaded = load_processor(folder, task=TASKS[task])
     if type(loaded) is not type(saved):
         raise TypeError(f"a {type(saved).__name__} came back as {type(loaded).__name__}")
 

@@ -12,6 +12,6 @@ effects.py    `EffectStream`, for `score_compensated`
 moments.py    `MomentStream`, for `compensate`
 ridge.py      `Moments`, and the ridge regression that they allow
 sums.py       `LayerMoments`: running sums, from which moments follow for any weight of the tokens
-readings.py   inputs of the consumers in a batch, the prediction of each sample, and its gradients there
+readings.py   inputs of the consumers in a batch, and the gradients of each sample's prediction there
 stream.py     groups of modules under a memory limit, with a pass over the data for each
 """

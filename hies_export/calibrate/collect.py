@@ -13,16 +13,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .. import processes
-from ..data.targets import GROUP_KEY, batches_fingerprint, check_label_tokens, is_regression, size_of
+from ..data.targets import batches_fingerprint, check_label_tokens, is_regression, size_of
 from ..errors import DataError, StepError, memory_failure
 from ..kinds import ATTENTION
 from ..model.attention import use_attention
 from ..model.internals import checkpointing
 from ..model.modes import frozen, without_cache
-from ..model.sentence import TextEncoder
 from ..model.threads import threads_for
 from ..model.watch import intercept
 from ..progress import SILENT, Progress
+from ..tasks.models import behaviour_of
 from ..units import PrunableModule
 from ..values import Calibration, Statistics
 from . import inputs, weights
@@ -33,8 +33,6 @@ logger = logging.getLogger(__name__)
 
 # Statistics that every run collects.
 DEFAULT_NEEDS = ("his", "entropy", "weight_l2")
-# Every text to embed is scored as often, each time by another projection of its embedding.
-PROJECTIONS = 4
 
 
 def collect_statistics(
@@ -58,8 +56,8 @@ def collect_statistics(
 
     Several processes share the batches (see `processes`), and add up their sums at the end.
 
-    An embedding has no loss: its place takes a random projection of it, see `gates.projected`, and every text is scored
-    by `PROJECTIONS` of them.
+    An embedding has no loss: its place takes a random projection of it, and every text is scored by several;
+    see `tasks/feature_extraction.py`.
 
     If a batch does not fit into memory, it and all later batches are halved, as often as needed. Gradient checkpointing
     is used if it is switched on (without dropout). No key/value cache is kept.
@@ -91,7 +89,7 @@ def collect_statistics(
     """
     labelled = _check_labels(model, batches, needs)
     passing = _Pass(model, modules, needs, at_once=max(size_of(batch) for batch in batches))
-    times = PROJECTIONS if isinstance(model, TextEncoder) else 1
+    times = behaviour_of(model).repeats
     with passing.running(), threads_for(model, batches):
         for number, batch in progress.track(processes.share(batches), "score"):
             passing.add({key: value.repeat_interleave(times, 0) for key, value in batch.items()}, number)
@@ -110,8 +108,7 @@ def _check_labels(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], 
     if not batches:
         raise DataError("calibration needs at least one sample, got none; raise calibration.samples")
     labelled = "labels" in batches[0]
-    embeds = isinstance(model, TextEncoder)
-    if not labelled and is_regression(model.config) and not embeds and GROUP_KEY not in batches[0]:
+    if not labelled and is_regression(model.config) and behaviour_of(model).replaces_labels(batches[0]):
         raise DataError(
             "a regression model needs labels to be calibrated (against its own predictions its loss has no gradient), "
             "but the batches have none; set data.label"

@@ -35,8 +35,9 @@ class LayerEffects:
 class EffectStream(Stream[LayerEffects]):
     """Inputs of every consumer, and gradients of the prediction with respect to them, under a memory limit.
 
-    See `Stream`, and `readings.predictions`. Each pass runs every batch forward and backward, with every weight frozen.
-    A module takes 8 bytes for each real token and input, e.g. 150 MB for 8,000 tokens and 6 layers of width 384.
+    See `Stream`, and `Behaviour.effect` of `tasks/`. Each pass runs every batch forward and backward, with every weight
+    frozen. A module takes 8 bytes for each real token and input, e.g. 150 MB for 8,000 tokens and 6 layers of width
+    384.
     """
 
     def __init__(

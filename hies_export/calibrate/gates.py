@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..data.targets import GROUP_KEY, IGNORED, inputs_of, predicted_positions, size_of
+from ..data.targets import inputs_of, size_of
 from ..errors import NonFiniteError, UnsupportedModelError
 from ..kinds import UNIT_NAMES
-from ..model.sentence import TextEncoder, predicted_output
-from ..model.tokens import judged_tokens
+from ..tasks.models import behaviour_of
 from ..units import PrunableModule
 
 
@@ -67,52 +66,31 @@ class Gates:
 
 
 def with_labels(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the batch with labels: its own, or else what the model predicts: a class, or each of `judged_tokens`.
-
-    An embedding needs none, nor does the score of a reranker's candidate: see `summed_loss`.
-    """
-    if "labels" in batch or isinstance(model, TextEncoder) or GROUP_KEY in batch:
+    """Return the batch with labels: its own, or else what the model predicts, if its loss needs any."""
+    behaviour = behaviour_of(model)
+    if "labels" in batch or not behaviour.replaces_labels(batch):
         return dict(batch)
     with torch.no_grad():
-        predicted = model(**batch).logits.argmax(-1)
-    if predicted.dim() == 1:
-        return {**batch, "labels": predicted}
-    labels = torch.full_like(predicted, IGNORED)
-    labels[:, 1:] = predicted[:, :-1]
-    return {**batch, "labels": labels.where(judged_tokens(model, batch, labels), IGNORED)}
+        output = behaviour.output(model(**batch))
+    return {**batch, "labels": behaviour.own_labels(model, batch, output)}
 
 
 def summed_loss(model: PreTrainedModel, batch: Mapping[str, Tensor], index: int) -> tuple[Tensor, Tensor]:
     """Return the sum of all losses of a batch, and how many of them belong to each sample, (batch,).
 
-    The model averages one loss per label token, or one per sample. Without labels, the loss of an embedding is its
-    `projected` value, and that of a reranker's candidate the score itself. `index` is the batch's number.
+    The model averages them. Without labels, they are what the behaviour makes of the prediction. `index` is the batch's
+    number.
     """
+    behaviour = behaviour_of(model)
     if "labels" in batch:
-        labels = batch["labels"]
-        losses = predicted_positions(labels).sum(-1) if labels.dim() == 2 else torch.ones(len(labels))
-        loss = model(**{"labels": labels, **inputs_of(batch)}).loss
+        losses = behaviour.losses(batch["labels"])
+        loss = model(**{"labels": batch["labels"], **inputs_of(batch)}).loss
     else:
         losses = torch.ones(size_of(batch))
-        loss = projected(predicted_output(model(**inputs_of(batch))), index).mean()
+        loss = behaviour.unlabelled_loss(behaviour.output(model(**inputs_of(batch))), index).mean()
     if not torch.isfinite(loss):
         raise NonFiniteError(
             f"the loss of every calibration batch must be finite, but batch {index} gave {loss.item()}; "
             "check the rows of that batch and the model's dtype"
         )
     return loss * losses.sum().to(loss.device), losses
-
-
-def projected(outputs: Tensor, seed: int) -> Tensor:
-    """Return outputs, (samples, dimension), each projected onto random signs of its own, (samples,) float32.
-
-    Over such signs v, the mean of (v . d)^2 is |d|^2, the squared length of a change d of the output. So the gradient
-    of one number measures the effect on a whole embedding. With a single dimension, the output itself is returned.
-
-    Source: Hutchinson, Communications in Statistics 18 (1989), for the signs.
-    """
-    if outputs.shape[-1] == 1:
-        return outputs.float()[:, 0]
-    generator = torch.Generator().manual_seed(seed)
-    signs = torch.randint(0, 2, outputs.shape, generator=generator) * 2 - 1
-    return (outputs.float() * signs.to(outputs.device)).sum(-1)

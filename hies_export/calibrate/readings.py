@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..data.targets import inputs_of, is_regression, predicted_positions, size_of, text_labels
+from ..data.targets import inputs_of, size_of
 from ..errors import NonFiniteError
 from ..model.modes import evaluating, frozen, without_cache
-from ..model.sentence import TextEncoder, predicted_output
 from ..model.tokens import real_tokens
 from ..model.watch import Watched, watch
+from ..tasks.models import behaviour_of
 from ..units import PrunableModule
-from .gates import projected
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ def reading(model: PreTrainedModel, modules: Sequence[PrunableModule], *, gradie
     The readings are in the order of the modules. With `gradients`, each sample's prediction runs backward, with the
     weights frozen inside the block. The model is restored afterwards.
     """
-    consumers = {module.name: module.consumer for module in modules}
+    consumers, behaviour = {module.name: module.consumer for module in modules}, behaviour_of(model)
     with ExitStack() as stack:
         stack.enter_context(frozen(model) if gradients else evaluating(model))
         stack.enter_context(without_cache(model))
@@ -52,11 +51,11 @@ def reading(model: PreTrainedModel, modules: Sequence[PrunableModule], *, gradie
         def read(batch: Mapping[str, Tensor], index: int) -> list[Reading]:
             seen.clear()
             on_device = {key: value.to(model.device) for key, value in inputs_of(batch).items()}
-            output = predicted_output(model(**on_device))
+            output = behaviour.output(model(**on_device))
             calls = [(module.name, call) for module in modules for call in range(len(seen.inputs[module.name]))]
             found: list[Tensor | None] = [None] * len(calls)
             if gradients:
-                found = [*_gradients(predictions(model, batch, output, index), seen, calls, index)]
+                found = [*_gradients(behaviour.effect(model, batch, output, index), seen, calls, index)]
             read_by_call = []
             for (name, call), gradient in zip(calls, found, strict=True):
                 x, y = (by_sample(t, size_of(batch)) for t in (seen.inputs[name][call], seen.outputs[name][call]))
@@ -91,34 +90,3 @@ def _gradients(predicted: Tensor, seen: Watched, calls: Sequence[tuple[str, int]
             "that batch and the model's dtype"
         )
     return gradients
-
-
-def predictions(model: PreTrainedModel, batch: Mapping[str, Tensor], output: Tensor, index: int) -> Tensor:
-    """Return the prediction of each sample, (batch,) float32.
-
-    That of an embedding is its `projected` value, by the number of the batch.
-
-    The prediction of a regressor is its output. That of a classifier is the margin of the predicted class over the
-    runner-up. That of a language model is the log-probability of the labels, summed over their positions; without
-    labels, that of the text itself. (The log-probability of the model's own choice is less useful: the model is nearly
-    certain of it, so its gradient is small. Perplexity was 12.2 instead of 9.4 in dev/LOG.md.)
-
-    `output` is (batch, classes), (batch, tokens, vocabulary) of a language model, or (batch, dimension) of embeddings.
-    """
-    if isinstance(model, TextEncoder):
-        return projected(output, index)
-    if output.dim() == 3:
-        return _log_probabilities(output, text_labels(model, batch).to(output.device))
-    if is_regression(model.config):
-        return output.float().sum(-1)
-    best, second = output.float().topk(2, dim=-1).values.unbind(-1)
-    return best - second
-
-
-def _log_probabilities(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the log-probability of each sample's labels, (batch, tokens), -100 where there is none: (batch,)."""
-    judged = predicted_positions(labels)
-    wanted = labels[:, 1:][judged][:, None]
-    found = logits[:, :-1][judged].float().log_softmax(-1).gather(-1, wanted)[:, 0]  # (judged tokens,)
-    sample = judged.nonzero()[:, 0]
-    return torch.zeros(len(logits), device=logits.device).index_add(0, sample, found)

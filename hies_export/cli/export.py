@@ -124,12 +124,13 @@ def _export_gguf(options: Options) -> dict[str, Any]:
     from ..errors import RequestError
     from ..forms.gguf.export import check_dtype, export_gguf, require_gguf
     from ..forms.gguf.parity import PROMPTS
+    from ..tasks import TASKS
 
     if options.provider is not None:
         raise RequestError(f"--provider belongs to --format onnx, got {options.provider} with gguf; leave it out")
     require_gguf()
     check_dtype(options.dtype)
-    tokenizer = load_processor(options.model, task="text-generation")
+    tokenizer = load_processor(options.model, task=TASKS["text-generation"])
     model = load(options.model, dtype=torch.float32)
     options.progress.stage("export to GGUF, and compare with torch")
     exported = export_gguf(model, options.output, tokenizer=tokenizer, dtype=options.dtype, overwrite=options.overwrite)
@@ -156,11 +157,12 @@ def load_processor_if_any(path: str, model: Any) -> Any:
     from ..data.processors import load_processor
     from ..errors import DataError
     from ..forms.onnx.multimodal import is_vision_language
+    from ..tasks import TASKS
 
     both = is_vision_language(model)
     one = "image-classification" if model.main_input_name == "pixel_values" else "text-classification"
     try:
-        return load_processor(path, task="image-text-to-text" if both else one, for_prompts=both)
+        return load_processor(path, task=TASKS["image-text-to-text" if both else one], for_prompts=both)
     except DataError as error:
         logging.getLogger(__name__).warning("the folder gets no tokenizer or image processor: %s", error)
         return None

@@ -5,10 +5,9 @@ or image processor; the output is dictionaries of tensors for `model(**batch)`. 
 
 - `rows.py` loads a split and remembers the number of each row in its file, with `beir.py` for data sets in that layout;
   `processors.py` loads tokenizers and image processors.
-- `reader.py` has the steps of every task: check rows, draw samples, make batches. `registry.py` chooses the reader of a
-  task: `classification.py` for texts and images, `embedding.py` for texts to embed, `generation.py` for text to
-  generate, `image_text.py` for questions about images. To add a task, describe it in `hies_export/tasks.py` and
-  register its reader.
+- `reader.py` has the steps of every task: check rows, draw samples, make batches. A task (`hies_export/tasks/`) names
+  its reader: `classification.py` for texts and images, `embedding.py` for texts to embed, `generation.py` for text to
+  generate, `image_text.py` for questions about images.
 - Their helpers: `labels.py` and `prompts.py` read columns; `images.py` opens images; `tokens.py` settles padding,
   length and vocabulary.
 - `given.py` turns what a caller of `prune` holds into batches: a DataLoader, a list of batches or of texts, or a data

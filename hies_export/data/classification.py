@@ -57,7 +57,6 @@ class TextReader(ClassificationReader):
     candidate is wanted.
     """
 
-    task = "text-classification"
     judged: bool = False
 
     def judging(self) -> TextReader:
@@ -101,8 +100,6 @@ class TextReader(ClassificationReader):
 
 class ImageReader(ClassificationReader):
     """Reads an image column; batches have `pixel_values`, (batch, 3, height, width)."""
-
-    task = "image-classification"
 
     def _inputs(self, samples: datasets.Dataset, part: list[int]) -> Batch:
         column = str(self.columns.image)

@@ -39,7 +39,6 @@ class EmbeddingReader(Reader):
         judged: Whether batches describe their rows.
     """
 
-    task = "feature-extraction"
     prompts: Mapping[str, str] = field(default_factory=dict)
     lower: bool = False
     judged: bool = False

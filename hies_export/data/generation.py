@@ -115,8 +115,6 @@ class GenerationReader(Reader):
 class TextGenerationReader(GenerationReader):
     """Reads plain text, or prompts and answers; too long prompts lose their beginning."""
 
-    task = "text-generation"
-
     def _as_samples(self, rows: datasets.Dataset) -> datasets.Dataset:
         if self.prompted:
             return super()._as_samples(rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import datasets
 from torch import Tensor
@@ -14,13 +14,14 @@ from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, PreTra
 
 from ..errors import DataError, RequestError, listed, quoted, refusing
 from ..model.sentence import TextEncoder
-from ..tasks import Task
 from .batches import Batch, check_batches
 from .images import holds_images
 from .labels import STRINGS
 from .reader import Columns
-from .registry import reader_for
 from .targets import size_of, text_labels
+
+if TYPE_CHECKING:
+    from ..tasks import Task
 
 # Rows of a data set that go through the model at once.
 BATCH_SIZE = 16
@@ -158,7 +159,7 @@ def _of_rows(
         read = Columns(**{name: fields.pop(name) for name in list(fields) if name in Columns.__dataclass_fields__})
         # Readers may set a padding token in the config and the tokenizer, which stay the user's own.
         own = {"config": copy.deepcopy(model.config), "processor": copy.deepcopy(processor)}
-        reader = reader_for(task.name, columns=read, **own, **fields)
+        reader = task.reader(columns=read, **own, **fields)
     except TypeError:
         known = (*Columns.__dataclass_fields__, "max_length", "packing")
         raise RequestError(f"columns must be among {', '.join(known)}, got {listed(list(fields))}") from None

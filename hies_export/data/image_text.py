@@ -33,8 +33,6 @@ class ImageTextReader(GenerationReader):
     hundred may fail to decode; such samples are left out.
     """
 
-    task = "image-text-to-text"
-
     def _batches(self, samples: datasets.Dataset, batch_size: int) -> Iterator[Batch]:
         tokenizer, limit = self.prepare_tokenizer()
         samples, choices = self.with_one_answer(samples)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import AutoProcessor, AutoTokenizer
 
 from ..errors import DataError, refusing
 from ..model.internals import AutoImageProcessor, never_asking
 from ..model.online import hub_or_cache
-from ..tasks import find_task
+
+if TYPE_CHECKING:
+    from ..tasks import Task
 
 # Whether a task reads texts, and images -> the loader of its processor, and the processor's name in messages.
 LOADERS: dict[tuple[bool, bool], tuple[Any, str]] = {
@@ -21,20 +23,19 @@ LOADERS: dict[tuple[bool, bool], tuple[Any, str]] = {
 REMEDY = "save the one the model was trained with into that folder with save_pretrained"
 
 
-def load_processor(path: str | Path, *, task: str, revision: str | None = None, for_prompts: bool = False) -> Any:
+def load_processor(path: str | Path, *, task: Task, revision: str | None = None, for_prompts: bool = False) -> Any:
     """Load the tokenizer, the image processor, or the processor of both that a task needs.
 
     Images always go through the Pillow backend, so results do not depend on torchvision being installed. Code of the
     checkpoint is neither executed nor asked about. With `for_prompts` it pads on the left, with its end-of-text or
     unknown token if it has no padding token.
     """
-    wanted = find_task(task)
-    loader, what = LOADERS[wanted.text, wanted.images]
-    needs = f"prompts need {what}" if for_prompts else f"{task} needs {what}"
+    loader, what = LOADERS[task.text, task.images]
+    needs = f"prompts need {what}" if for_prompts else f"{task.name} needs {what}"
     options: dict[str, Any] = {"trust_remote_code": False}
     if revision is not None:
         options["revision"] = revision
-    if wanted.images:
+    if task.images:
         options["backend"] = "pil"
     with refusing(f"{needs}, but none could be loaded from {path}", REMEDY, DataError):
         with never_asking(), hub_or_cache(path, "model", error=DataError):
@@ -44,9 +45,9 @@ def load_processor(path: str | Path, *, task: str, revision: str | None = None, 
         if hasattr(tokenizer, "get_vocab"):
             special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
             words = set(tokenizer.get_vocab().values()) - special
-    if not wanted.text:
+    if not task.text:
         return loaded
-    if wanted.images and not (hasattr(loaded, "tokenizer") and hasattr(loaded, "image_processor")):
+    if task.images and not (hasattr(loaded, "tokenizer") and hasattr(loaded, "image_processor")):
         raise DataError(f"{needs}, but {path} has only a {type(loaded).__name__}; {REMEDY}")
     # If the files are missing, transformers 5 makes a tokenizer with only special tokens.
     if len(words) < 2:

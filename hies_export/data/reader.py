@@ -7,16 +7,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import datasets
 
 from ..errors import DataError, did_you_mean, listed, quoted
-from ..tasks import TASKS, TaskName
 from .batches import Batch
 from .images import holds_images
 from .labels import STRINGS, kind_of
 from .rows import load_rows, mapped_rows, own_columns, row_name, take
+
+if TYPE_CHECKING:
+    from ..tasks import Task
 
 AnyReader = TypeVar("AnyReader", bound="Reader")
 Item = TypeVar("Item")
@@ -45,7 +47,7 @@ class Columns:
 class Reader(ABC):
     """Turns rows into samples, and samples into batches, for one task and one model."""
 
-    task: ClassVar[TaskName]
+    task: Task
     columns: Columns
     config: Any  # the model's configuration. Its labels, problem type, positions and vocabulary are read
     processor: Any = None  # from `load_processor`; only `check` does without
@@ -73,7 +75,7 @@ class Reader(ABC):
     def check(self, rows: datasets.Dataset) -> None:
         """Check that the model can be fed with these rows, before anything is computed."""
         columns = self.columns
-        if refusal := TASKS[self.task].refusal(columns):
+        if refusal := self.task.refusal(columns):
             raise DataError(f"{refusal}; the data has {listed(own_columns(rows))}")
         inputs = (*columns.text, *([columns.image] if columns.image else []))
         others = (columns.query, columns.document, columns.group, columns.label)

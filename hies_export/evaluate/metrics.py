@@ -253,19 +253,18 @@ def _only(found: dict[str, Any]) -> Any:
 
 @dataclass(frozen=True)
 class _Of:
-    """What judges the predictions of some rows: kinds of metrics, the usual ones, and what they are, in words."""
+    """What judges the predictions of some rows: kinds of metrics, and what the rows are, in words."""
 
     kinds: tuple[str, ...]
-    usual: tuple[str, ...]
     words: str
 
 
 _OF_ROWS: dict[RowsKind, _Of] = {
-    "queries": _Of(("ranking", "own ranking"), ("ndcg@10", "recall@10", "mrr@10"), "queries with relevant documents"),
-    "pairs": _Of(("numbers", "own ranking"), ("spearman", "pearson"), "pairs of texts with a score"),
-    "texts": _Of(("own ranking",), ("own_ndcg@10",), "texts alone"),
-    "graded": _Of(("ranking", "own ranking"), ("ndcg@10", "mrr@10"), "graded candidates of a reranker"),
-    "groups": _Of(("own ranking",), ("own_ndcg@10",), "candidates of a reranker without labels"),
+    "queries": _Of(("ranking", "own ranking"), "queries with relevant documents"),
+    "pairs": _Of(("numbers", "own ranking"), "pairs of texts with a score"),
+    "texts": _Of(("own ranking",), "texts alone"),
+    "graded": _Of(("ranking", "own ranking"), "graded candidates of a reranker"),
+    "groups": _Of(("own ranking",), "candidates of a reranker without labels"),
 }
 
 
@@ -281,14 +280,9 @@ def default_metrics(
 
     `rows` are those of an embedding model, by default texts alone, or of a reranker.
     """
-    if rows := rows or _rows_of(task):
-        return _OF_ROWS[rows].usual
-    kind = _kind_of(task, regression=regression, choices=choices)
-    if kind == "choices":
-        return ("choice_accuracy", "choice_accuracy_norm")
-    if kind == "tokens":
-        return ("exact_match", "perplexity") if answers or TASKS[task].images else ("perplexity",)
-    return ("pearson", "spearman") if kind == "numbers" else ("accuracy",)
+    if rows is not None:
+        return TASKS[task].of_rows[rows]
+    return TASKS[task].usual_metrics(regression=regression, answers=answers, choices=choices)
 
 
 _PREDICTING = {
@@ -311,10 +305,10 @@ def check_metrics(
 
     `rows` are those of an embedding model, by default texts alone, or of a reranker.
     """
-    if rows := rows or _rows_of(task):
+    if rows := rows or TASKS[task].usual_rows:
         kinds, words = _OF_ROWS[rows].kinds, _OF_ROWS[rows].words
     else:
-        kind = _kind_of(task, regression=regression, choices=choices)
+        kind = "choices" if choices else TASKS[task].prediction(regression=regression)
         kinds, words = (kind,), _PREDICTING[kind]
     problems: list[str] = []
     for name in names:
@@ -328,12 +322,3 @@ def check_metrics(
             problems.append(f"the metrics of {words} must be among {fitting}, got {name!r}, which is for {metric.of}")
     if problems:
         raise RecipeError(problems)
-
-
-def _kind_of(task: str, *, regression: bool, choices: bool) -> str:
-    """Return what the metrics of a task compare: "classes", "numbers", "tokens" or "choices"."""
-    return "choices" if choices else TASKS[task].prediction(regression=regression)
-
-
-def _rows_of(task: str) -> RowsKind | None:
-    return "texts" if TASKS[task].embeds else None

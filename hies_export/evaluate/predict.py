@@ -15,9 +15,9 @@ from ..data.batches import Batch
 from ..data.targets import CHOICE_KEYS, IGNORED, check_label_tokens, inputs_of, predicted_positions
 from ..errors import DataError, NonFiniteError
 from ..model.modes import evaluating, without_cache
-from ..model.sentence import predicted_output
 from ..model.threads import threads_for
 from ..progress import SILENT, Progress
+from ..tasks.models import behaviour_of
 
 # How many rows of logits are held in float32 at once: 64 MB for a vocabulary of 32,000.
 _ROWS_AT_ONCE = 512
@@ -98,10 +98,10 @@ def predict(model: Any, batches: Sequence[Batch], *, progress: Progress = SILENT
     row is a choice (`CHOICE_KEYS`), `ChoicePredictions`.
     """
     _checked(batches)
-    device = next(model.parameters()).device
+    device, behaviour = next(model.parameters()).device, behaviour_of(model)
 
     def forward(batch: Batch) -> torch.Tensor:
-        return predicted_output(model(**{key: value.to(device) for key, value in inputs_of(batch).items()}))
+        return behaviour.output(model(**{key: value.to(device) for key, value in inputs_of(batch).items()}))
 
     with evaluating(model), without_cache(model), torch.inference_mode(), threads_for(model, batches):
         outputs = _outputs(forward, progress.track(processes.share(batches), "predict"), len(batches))

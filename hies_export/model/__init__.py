@@ -10,7 +10,6 @@ threads.py         set a number of threads inside a block; run small work on one
 watch.py           inputs and outputs of layers, recorded or replaced inside a block
 attention.py       the attention function of a model, replaced inside a block
 kernels.py         attention and the entropy of its rows, without attention maps
-task.py            what a model predicts, by its class
 online.py          whether the Hub answers, and its cache if it does not
 internals.py       what transformers, torch and the Hub keep private, or change between releases
 modeling_hies.py   the slim model classes; this file is copied into slim checkpoints

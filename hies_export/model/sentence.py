@@ -153,10 +153,3 @@ class TextEncoder(PreTrainedModel):
         for module in rest:
             embedding = module(embedding)
         return EmbeddingOutput(last_hidden_state=tokens, sentence_embedding=embedding)
-
-
-def predicted_output(output: Any) -> Tensor:
-    """Return the output of a model that is its prediction: embeddings of texts, or logits."""
-    found = output.sentence_embedding if isinstance(output, EmbeddingOutput) else output.logits
-    assert isinstance(found, Tensor)
-    return found

@@ -32,6 +32,7 @@ from ..model.internals import empty_model, never_asking
 from ..model.tokens import synthetic_batch
 from ..progress import SILENT, Progress
 from ..recipe import PruningRecipe
+from ..tasks import TASKS
 from .resolve import rows_in_order
 
 # What an export is called, and a runtime that reads it.
@@ -186,7 +187,7 @@ def _exports(folder: Path, place: Path, ways: Sequence[tuple[str, str]]) -> dict
         return {}
     model = load(folder, dtype=torch.float32)
     of_gguf = any(RUNTIMES[runtime].format == "gguf" for runtime, _ in ways)
-    tokenizer = load_processor(folder, task="text-generation") if of_gguf else None
+    tokenizer = load_processor(folder, task=TASKS["text-generation"]) if of_gguf else None
     exporter = Exporter(ExportOptions(), synthetic_batch(model, batch=2, sequence=16), tokenizer)
     forms = Forms({str(folder): model}, exporter, place)
     return {way: forms.form(str(folder), *way, ExportOptions.best_for(*way)) for way in ways}

@@ -34,7 +34,6 @@ from ..forms.runtimes.registry import check_dtypes, check_runtime
 from ..hub import push_folder
 from ..model.modes import evaluating
 from ..model.sentence import TextEncoder
-from ..model.task import task_of
 from ..outcomes import BudgetOutcome
 from ..progress import SILENT, Clock, Progress, without_reports
 from ..recipe import (
@@ -52,6 +51,7 @@ from ..report.rows import Table, change, metric_name, quality_row, ranking_rows,
 from ..report.terminal import PlainTable, map_text
 from ..slim.refit import LayerFit
 from ..tasks import Task
+from ..tasks.models import task_of
 from ..values import PruningPlan, Scores
 from .choose import choose
 from .cut import Choice, Slim, cut, save

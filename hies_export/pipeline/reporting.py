@@ -188,4 +188,4 @@ def _prediction_name(prepared: Prepared, *, answers: bool) -> str:
         return "choice"
     if answers:
         return "answer"
-    return "next token" if prepared.task.name == "text-generation" else "prediction"
+    return prepared.task.word

@@ -22,7 +22,6 @@ from ..data.batches import Batch, by_length
 from ..data.generation import GenerationReader
 from ..data.processors import load_processor
 from ..data.reader import Columns, Reader
-from ..data.registry import reader_for
 from ..data.rows import taken_from
 from ..data.targets import is_regression, samples_of
 from ..errors import RequestError
@@ -312,11 +311,11 @@ def _reader(recipe: PruningRecipe, found: _Found) -> Reader:
     of_texts: dict[str, Any] = {}
     if settings is not None:
         of_texts = {"prompts": settings.prompts, "lower": settings.lower}
-    return reader_for(
-        recipe.task,
+    task = TASKS[recipe.task]
+    return task.reader(
         columns=Columns(**{name: getattr(data, name) for name in COLUMNS}),
         config=found.config,
-        processor=load_processor(found.encoder, task=recipe.task, **found.hub),
+        processor=load_processor(found.encoder, task=task, **found.hub),
         max_length=data.max_length or (settings and settings.max_length),
         packing=data.packing,
         **of_texts,

@@ -14,8 +14,8 @@ from ..data.given import LABELS, numbers_column, queries_and_documents, usual_co
 from ..data.rows import hub_splits, load_rows, taken_from
 from ..data.targets import is_regression
 from ..errors import DataError, RequestError, listed
-from ..model.task import embedding_task, task_by_class
 from ..tasks import TASKS, Task
+from ..tasks.models import embedding_task, task_by_class
 from .recipe import PruningRecipe
 
 # Splits to evaluate on, the best first; without "train", the first split is scored on and the others are evaluated.

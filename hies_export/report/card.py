@@ -15,6 +15,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from ..data.facts import DataFacts
 from ..errors import RequestError
 from ..model.online import hub_or_cache
+from ..tasks import TASKS
 from .jinja import render_report
 from .report import Report
 from .text import named_units, sentence_class, title
@@ -22,11 +23,6 @@ from .text import named_units, sentence_class, title
 # Metadata that the card of a slim model inherits from the dense model's.
 LICENSE_KEYS = ("license", "license_name", "license_link")
 _KEYS = ("base_model", *LICENSE_KEYS)
-
-ORT_CLASSES = {
-    "text-classification": "ORTModelForSequenceClassification",
-    "image-classification": "ORTModelForImageClassification",
-}
 
 
 # Class of sentence-transformers -> library, pipeline and tags of its models on the Hub.
@@ -66,7 +62,7 @@ def render_card(
         # A further argument, if needed.
         revision=f", revision={json.dumps(revision)}" if revision else "",
         download=_download(location, revision),
-        ort_class=ORT_CLASSES.get(report.task),
+        ort_class=getattr(TASKS.get(report.task), "ort_class", None),
     )
 
 

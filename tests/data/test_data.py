@@ -23,11 +23,10 @@ from transformers import (
 
 from hies_export.data.processors import load_processor
 from hies_export.data.reader import Columns
-from hies_export.data.registry import READERS, reader_for
 from hies_export.data.rows import load_rows
 from hies_export.data.targets import batches_fingerprint
 from hies_export.errors import DataError, RequestError
-from hies_export.tasks import TASKS, TaskName
+from hies_export.tasks import TASKS, TaskName, find_task
 
 
 def rows_of(columns, features=None):
@@ -40,7 +39,7 @@ TEXT = Columns(text=("text",), label="label")
 
 
 def check(rows, config, columns=TEXT, task="text-classification"):
-    reader_for(task, columns=columns, config=config).check(rows)
+    find_task(task).reader(columns=columns, config=config).check(rows)
 
 
 def named_config(**numbers):
@@ -105,7 +104,7 @@ def letters(**options):
 
 def text_batches(rows, config, columns=TEXT, tokenizer=None, batch_size=2, **options):
     options |= {"config": config, "processor": tokenizer or letters()}
-    reader = reader_for("text-classification", columns=columns, **options)
+    reader = TASKS["text-classification"].reader(columns=columns, **options)
     reader.check(rows)
     return reader.batches(reader.draw(rows), batch_size=batch_size)
 
@@ -216,8 +215,7 @@ def test_other_class_names_are_matched_by_number(caplog):
 
 
 def image_batches(rows, *, batch_size=8, label=None, size=4):
-    reader = reader_for(
-        "image-classification",
+    reader = TASKS["image-classification"].reader(
         columns=Columns(image="image", label=label),
         config=ViTConfig(num_labels=2),
         processor=ViTImageProcessorPil(size={"height": size, "width": size}),
@@ -294,12 +292,12 @@ def test_an_image_that_pillow_takes_for_an_attack(monkeypatch):
 def test_image_processors_use_pillow_without_a_word(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     ViTImageProcessorPil(size={"height": 6, "width": 6}).save_pretrained(tmp_path)
-    loaded = load_processor(tmp_path, task="image-classification")
+    loaded = load_processor(tmp_path, task=TASKS["image-classification"])
     assert (type(loaded), loaded.size["height"], caplog.text) == (ViTImageProcessorPil, 6, "")
     # Even where torchvision is.
     load = Mock(return_value=None)
     monkeypatch.setattr(transformers.AutoImageProcessor, "from_pretrained", load)
-    load_processor("org/model", task="image-classification", revision="v1")
+    load_processor("org/model", task=TASKS["image-classification"], revision="v1")
     load.assert_called_once_with("org/model", backend="pil", revision="v1", trust_remote_code=False)
 
 
@@ -314,11 +312,12 @@ def test_image_processors_use_pillow_without_a_word(tmp_path, caplog, monkeypatc
 def test_a_checkpoint_without_processor(tmp_path, config, task, what):
     config.save_pretrained(tmp_path)
     with pytest.raises(DataError, match=rf"needs {what}, but .*save_pretrained"):
-        load_processor(tmp_path, task=task)
+        load_processor(tmp_path, task=TASKS[task])
 
 
 def test_every_task_has_a_reader_and_an_auto_class():
-    assert set(READERS) == set(TASKS) == set(get_args(TaskName))
+    assert set(TASKS) == set(get_args(TaskName))
+    assert len({task.reader_class for task in TASKS.values()}) == len(TASKS)
     assert all(hasattr(transformers, task.auto_class) for task in TASKS.values())
 
 

@@ -14,7 +14,6 @@ from hies_export.data.batches import by_length, check_batches
 from hies_export.data.embedding import EmbeddingReader
 from hies_export.data.given import batches_of, usual_columns
 from hies_export.data.reader import Columns
-from hies_export.data.registry import reader_for
 from hies_export.data.rows import take
 from hies_export.data.targets import ROW_KEYS
 from hies_export.errors import DataError, RequestError
@@ -32,7 +31,7 @@ def tokenizer() -> Any:
 def reader(**options: Any) -> EmbeddingReader:
     columns = Columns(**{key: options.pop(key) for key in list(options) if key in Columns.__dataclass_fields__})
     tokens = tokenizer()
-    return EmbeddingReader(columns=columns, config=BertConfig(), processor=tokens, **options)
+    return TASKS["feature-extraction"].reader(columns=columns, config=BertConfig(), processor=tokens, **options)
 
 
 def rows_of(**columns: Any) -> datasets.Dataset:
@@ -87,14 +86,10 @@ def test_blank_rows_of_plain_text_are_left_out(caplog: pytest.LogCaptureFixture)
 def test_texts_are_cut_as_the_reader_of_one_text_to_classify_cuts_them() -> None:
     rows = rows_of(text=["a b c d e f g", "h i"])
     (found,) = read(reader(text=("text",), max_length=5), rows)
-    expected = reader_for(
-        "text-classification",
-        columns=Columns(text=("text",)),
-        config=BertConfig(),
-        processor=tokenizer(),
-        max_length=5,
-    ).batches(rows, batch_size=4)
-    (expected,) = by_length(expected, config=BertConfig())
+    classifying = TASKS["text-classification"].reader(
+        columns=Columns(text=("text",)), config=BertConfig(), processor=tokenizer(), max_length=5
+    )
+    (expected,) = by_length(classifying.batches(rows, batch_size=4), config=BertConfig())
     assert {key: value.tolist() for key, value in found.items()} == {k: v.tolist() for k, v in expected.items()}
     assert found["input_ids"].shape == (2, 5)
 
@@ -257,7 +252,7 @@ def test_a_query_that_should_find_nothing_cannot_be_judged() -> None:
 def reranker(labels: int = 1, **options: Any) -> Any:
     config, tokens = BertConfig(num_labels=labels), tokenizer()
     columns = Columns(text=("query", "document"), **({"group": "id"} | options))
-    return reader_for("text-classification", columns=columns, config=config, processor=tokens)
+    return TASKS["text-classification"].reader(columns=columns, config=config, processor=tokens)
 
 
 CANDIDATES = {

@@ -18,9 +18,9 @@ from transformers import GPT2Config, LlamaConfig
 
 from hies_export.data.processors import load_processor
 from hies_export.data.reader import Columns, Reader
-from hies_export.data.registry import reader_for
 from hies_export.data.rows import load_rows
 from hies_export.errors import DataError
+from hies_export.tasks import TASKS
 
 TEXT = Columns(text=("text",))
 ASKED = Columns(prompt="Q {question} A", answer="answer")
@@ -44,7 +44,7 @@ def batches_of(
 ) -> list[Any]:
     options = {"config": LlamaConfig(vocab_size=32, pad_token_id=0, max_position_embeddings=64)} | options
     processor = tokenizer or generative_tokenizer()
-    return read(reader_for("text-generation", columns=columns, processor=processor, **options), rows, batch_size)
+    return read(TASKS["text-generation"].reader(columns=columns, processor=processor, **options), rows, batch_size)
 
 
 def labelled(batch: dict[str, torch.Tensor]) -> list[str]:
@@ -99,7 +99,7 @@ def test_block_length_by_default() -> None:
 
 def test_blocks_are_the_samples_that_are_counted() -> None:
     options: dict[str, Any] = {"columns": TEXT, "config": LlamaConfig(vocab_size=32), "max_length": 2}
-    reader = reader_for("text-generation", processor=generative_tokenizer(), **options)
+    reader = TASKS["text-generation"].reader(processor=generative_tokenizer(), **options)
     rows = rows_of(text=["a b c d e f g h i j"])
     blocks = reader.draw(rows, samples=3, shuffle_seed=1)
     expected = [[["a b", "c d", "e f", "g h", "i j"][i] for i in np.random.default_rng(1).permutation(5)[:3]]]
@@ -175,7 +175,7 @@ def test_templates() -> None:
     assert words(batch["input_ids"][0]) == r"<s> a \n b </s>"  # no space of ours after a line break
 
     def check(columns: Columns) -> None:
-        reader_for("text-generation", columns=columns, config=LlamaConfig()).check(rows)
+        TASKS["text-generation"].reader(columns=columns, config=LlamaConfig()).check(rows)
 
     for columns, match in (
         (
@@ -212,7 +212,7 @@ SHOWN = Columns(image="image", prompt="Q {question} A", answer="answer")
 
 def reader_of_images(columns: Columns = SHOWN, processor: Any = None, **options: Any) -> Reader:
     options |= {"config": llava().config, "processor": processor or llava_processor()}
-    return reader_for("image-text-to-text", columns=columns, **options)
+    return TASKS["image-text-to-text"].reader(columns=columns, **options)
 
 
 def shown(rows: datasets.Dataset, *, batch_size: int = 8, **options: Any) -> list[Any]:
@@ -283,21 +283,21 @@ def test_bad_requests_with_images() -> None:
 def test_processors_are_loaded_from_their_folders(tmp_path: Path) -> None:
     llava_processor().save_pretrained(tmp_path / "both")
     rows = rows_of(image=[png(0)], question=["a"], answer=["b"])
-    loaded = load_processor(tmp_path / "both", task="image-text-to-text")
+    loaded = load_processor(tmp_path / "both", task=TASKS["image-text-to-text"])
     assert type(loaded.image_processor).__name__ == "CLIPImageProcessorPil"
     (expected,), (found,) = shown(rows), shown(rows, processor=loaded)
     assert all(torch.equal(found[key], expected[key]) for key in expected)
     generative_tokenizer().save_pretrained(tmp_path / "text")
-    assert load_processor(tmp_path / "text", task="text-generation")("a")["input_ids"] == [2, 6]
+    assert load_processor(tmp_path / "text", task=TASKS["text-generation"])("a")["input_ids"] == [2, 6]
     with pytest.raises(DataError, match="needs a processor of images and text"):
-        load_processor(tmp_path / "text", task="image-text-to-text")
+        load_processor(tmp_path / "text", task=TASKS["image-text-to-text"])
 
 
 def test_the_right_choice_is_the_answer() -> None:
     rows = rows_of(question=["a b", "c"], choices=[["d", "e"], ["f", "g"]], label=["1", "0"])
     columns = Columns(prompt="Q {question} A", answer="choices", label="label")
     config = causal_lm().config
-    reader = reader_for("text-generation", columns=columns, config=config, processor=generative_tokenizer())
+    reader = TASKS["text-generation"].reader(columns=columns, config=config, processor=generative_tokenizer())
     (batch,) = read(reader, rows, 2)
     assert labelled(batch) == ["e </s>", "f </s>"]
     with pytest.raises(DataError, match="leave data.label out if there is one answer"):

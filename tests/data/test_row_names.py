@@ -16,9 +16,9 @@ from transformers import BertConfig, LlamaConfig, LlavaConfig, PreTrainedTokeniz
 
 from hies_export.data.prompts import one_row_per_question, right_choice
 from hies_export.data.reader import Columns
-from hies_export.data.registry import reader_for
 from hies_export.data.rows import number_rows, own_columns, row_name
 from hies_export.errors import DataError
+from hies_export.tasks import TASKS
 
 ROWS = 40
 
@@ -129,7 +129,7 @@ def test_the_row_of_the_file_is_named(case: str, tmp_path: Path) -> None:
     bad = int(numbers[-2])
     rows = datasets.Dataset.from_list([good | (changes if i == bad else {}) for i in range(ROWS)])
     rows.to_parquet(tmp_path / "train.parquet")
-    reader = reader_for(task, columns=columns, **given | options)
+    reader = TASKS[task].reader(columns=columns, **given | options)
 
     def read(**drawn: Any) -> None:
         found = reader.load(files={"train": tmp_path / "train.parquet"}, **drawn)
@@ -144,7 +144,7 @@ def test_the_row_of_the_file_is_named(case: str, tmp_path: Path) -> None:
 
 def test_columns_of_numbers_are_not_listed(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "a", "gold": 1}))
-    reader = reader_for("text-classification", columns=TEXT, **CLASSIFY)
+    reader = TASKS["text-classification"].reader(columns=TEXT, **CLASSIFY)
     with pytest.raises(DataError, match=r"the column 'label', but it has text, gold$"):
         reader.load("only", files={"only": tmp_path / "a.jsonl"})
 
@@ -152,6 +152,6 @@ def test_columns_of_numbers_are_not_listed(tmp_path: Path) -> None:
 def test_rows_of_the_hub_are_those_of_the_split(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = datasets.Dataset.from_dict({"text": ["a", "b", None], "label": [0, 1, 0]})
     monkeypatch.setattr(datasets, "load_dataset", lambda *_: datasets.DatasetDict(validation=rows))
-    reader = reader_for("text-classification", columns=TEXT, **CLASSIFY)
+    reader = TASKS["text-classification"].reader(columns=TEXT, **CLASSIFY)
     with pytest.raises(DataError, match=r"but row 2 of the split 'validation' \(from 0\) has none"):
         reader.load("validation[1:]", name="org/name")

@@ -16,12 +16,12 @@ from support.references import choice_likelihoods
 from hies_export import DataError, PruningRecipe, RecipeError
 from hies_export.data.batches import by_length
 from hies_export.data.reader import Columns
-from hies_export.data.registry import reader_for
 from hies_export.data.targets import samples_of
 from hies_export.evaluate.judge import Judge, agreement, standard_error
 from hies_export.evaluate.metrics import check_metrics, default_metrics
 from hies_export.evaluate.predict import ChoicePredictions, predict, references
 from hies_export.pipeline.resolve import resolve
+from hies_export.tasks import TASKS
 
 LETTERS = "abcdefghijkl"
 ROWS = [
@@ -42,7 +42,7 @@ def columns_of(rows: list[dict[str, Any]]) -> datasets.Dataset:
 
 def text_reader(**options: Any) -> Any:
     processor = options.pop("processor", None) or generative_tokenizer()
-    return reader_for("text-generation", columns=ASKED, config=causal_lm().config, processor=processor, **options)
+    return TASKS["text-generation"].reader(columns=ASKED, config=causal_lm().config, processor=processor, **options)
 
 
 def batches_of(reader: Any, rows: list[dict[str, Any]], size: int) -> list[Any]:
@@ -135,7 +135,7 @@ def test_choices_about_images_are_those_of_one_at_a_time() -> None:
     rows = [{**row, "image": png(seed)} for seed, row in enumerate(ROWS[:5])]
     columns = Columns(image="image", prompt="Q {question} A", answer="choices", label="label")
     fields: dict[str, Any] = {"columns": columns, "config": model.config, "processor": processor}
-    batches = batches_of(reader_for("image-text-to-text", **fields).of_choices(), rows, 4)
+    batches = batches_of(TASKS["image-text-to-text"].reader(**fields).of_choices(), rows, 4)
     found = predict(model, batches)
     for number, row in enumerate(rows):
         image = PIL.Image.open(io.BytesIO(row["image"]))

@@ -360,7 +360,8 @@ def test_rows_that_cannot_be_ranked_are_refused() -> None:
 
 @pytest.mark.parametrize("rows", ["queries", "pairs", "texts", "graded", "groups"])
 def test_the_usual_metrics_fit_the_rows(rows: Any) -> None:
-    names = default_metrics(task="feature-extraction", rows=rows)
+    task = "text-classification" if rows in ("graded", "groups") else "feature-extraction"
+    names = default_metrics(task=task, rows=rows)
     check_metrics(names, rows=rows)
     check_metrics(["own_ndcg@10"], rows=rows)
     assert all(name in METRICS for name in names)

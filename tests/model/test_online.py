@@ -19,6 +19,7 @@ from hies_export.data.processors import load_processor
 from hies_export.data.rows import load_rows
 from hies_export.errors import DataError, RequestError
 from hies_export.model import online
+from hies_export.tasks import TASKS
 
 ROWS = [{"text": "good", "label": 1}, {"text": "bad", "label": 0}]
 
@@ -69,7 +70,7 @@ def test_a_model_that_is_nowhere_is_refused_at_once(gone: str) -> None:
     with pytest.raises(RequestError, match=sentence + r" \(.+\); give a local path, or .* HF_HUB_OFFLINE=1"):
         hies_export.load("org/model")
     with pytest.raises(DataError, match=sentence):
-        load_processor("org/model", task="text-classification")
+        load_processor("org/model", task=TASKS["text-classification"])
 
 
 def test_a_data_set_that_is_nowhere_is_refused_at_once(gone: str) -> None:
@@ -83,12 +84,12 @@ def test_a_cached_model_serves_without_the_hub(
     save_text_model(tmp_path / "model")
     hub.add("org/model", {f.name: f.read_bytes() for f in (tmp_path / "model").iterdir()})
     first = hies_export.load("org/model")
-    load_processor("org/model", task="text-classification")
+    load_processor("org/model", task=TASKS["text-classification"])
     assert hub.requests.count("HEAD /") == 1
     leave(monkeypatch)
     with caplog.at_level(logging.WARNING):
         again = hies_export.load("org/model")
-        load_processor("org/model", task="text-classification")
+        load_processor("org/model", task=TASKS["text-classification"])
     assert "cannot be reached" in caplog.text
     assert "the cached copy of org/model is used" in caplog.text
     assert {record.name for record in caplog.records} == {online.__name__}
@@ -143,6 +144,6 @@ def test_files_on_this_machine_ask_nothing(gone: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(online, "get_session", ask)
     save_text_model(tmp_path / "model")
     hies_export.load(tmp_path / "model")
-    load_processor(tmp_path / "model", task="text-classification")
+    load_processor(tmp_path / "model", task=TASKS["text-classification"])
     with pytest.raises(RequestError, match="nowhere has no config.json"):
         hies_export.load(tmp_path / "nowhere")

@@ -26,10 +26,11 @@ from hies_export.data.processors import load_processor
 from hies_export.errors import DataError, ExportError, RecipeError, RequestError
 from hies_export.forms.onnx.multimodal import image_text_batch
 from hies_export.generate import encode_prompts, generate_text
+from hies_export.tasks import TASKS
 
 
 def prompt_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    return load_processor(folder, task="text-generation", for_prompts=True)
+    return load_processor(folder, task=TASKS["text-generation"], for_prompts=True)
 
 
 def save_tokenizer(folder: Path, *, pad: bool = True) -> PreTrainedTokenizerFast:

@@ -13,7 +13,6 @@ from support.models import save_regressor, word_tokenizer
 from transformers import BertConfig
 
 from hies_export.data.reader import Columns
-from hies_export.data.registry import reader_for
 from hies_export.errors import RequestError
 from hies_export.pipeline.resolve import resolve
 from hies_export.recipe import PruningRecipe
@@ -25,6 +24,7 @@ from hies_export.recipe.sections import (
     HeldOutSection,
     PruneSection,
 )
+from hies_export.tasks import TASKS
 
 OPTIONS = PruneSection.model_validate({"budget": {"flops": 0.5}})
 # Rows that add documents only.
@@ -59,8 +59,7 @@ def splits_of(
         EvaluationSection(**(evaluation or {})),
         None if held_out is None else HeldOutSection(**held_out),
     )
-    reader = reader_for(
-        "text-classification" if grouped else "feature-extraction",
+    reader = TASKS["text-classification" if grouped else "feature-extraction"].reader(
         columns=Columns(**columns),
         config=BertConfig(num_labels=1),
         processor=word_tokenizer(["a"]),

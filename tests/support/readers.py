@@ -42,6 +42,7 @@ from hies_export.report.jinja import render_markdown
 from hies_export.report.maps import KEPT, plan_maps
 from hies_export.report.terminal import map_text, print_report
 from hies_export.slim.check import check_selection
+from hies_export.tasks import TASKS
 from support.cuts import random_cut
 from support.models import bert, causal_lm, cut_bert, generative_tokenizer, save_text_model, text_batch, vit, write_rows
 from support.mutations import damaged, damaged_setting
@@ -187,7 +188,7 @@ def _processors(folder: Path) -> list[Read]:
     ViTImageProcessorPil(size={"height": 16, "width": 16}).save_pretrained(images)
 
     def tokenizer() -> None:
-        load_processor(texts, task="text-generation", for_prompts=True)
+        load_processor(texts, task=TASKS["text-generation"], for_prompts=True)
 
     return [
         Read("tokenizer_config.json", "json", texts / "tokenizer_config.json", tokenizer, 4),
@@ -196,7 +197,7 @@ def _processors(folder: Path) -> list[Read]:
             "preprocessor_config.json",
             "json",
             images / "preprocessor_config.json",
-            lambda: load_processor(images, task="image-classification"),
+            lambda: load_processor(images, task=TASKS["image-classification"]),
             6,
         ),
     ]

@@ -10,6 +10,8 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 
+from ...tasks import output_names
+
 # The execution provider that an ONNX graph is exported for.
 Provider = Literal["cpu", "cuda", "tensorrt"]
 # Formats of exports.
@@ -117,7 +119,7 @@ class Runtime(ABC):
         These are logits, (batch, labels) or (batch, tokens, vocabulary), or embeddings of texts, (batch, dimension).
         """
         outputs = self.compute(batch)
-        return torch.from_numpy(outputs["sentence_embedding" if "sentence_embedding" in outputs else "logits"])
+        return torch.from_numpy(next(outputs[name] for name in output_names() if name in outputs))
 
     def peak_memory_bytes(self, feed: Any) -> int | None:
         """Return the peak device memory of a run that was made before, weights included, in bytes; None on the CPU."""

@@ -23,10 +23,10 @@ from ...data.targets import inputs_of, size_of
 from ...errors import DataError, UnsupportedModelError
 from ...evaluate.predict import Predictions
 from ...model.modes import evaluating, frozen, without_cache
-from ...model.sentence import predicted_output
 from ...model.tokens import real_tokens
 from ...model.watch import watch
 from ...progress import SILENT, Progress
+from ...tasks.models import behaviour_of
 from ...units import PrunableModule
 
 
@@ -141,7 +141,7 @@ def _distance(model: PreTrainedModel, batch: dict[str, Tensor], target: Tensor |
     if target is None:
         loss: Tensor = model(**batch).loss
         return loss
-    output = predicted_output(model(**inputs_of(batch)))
+    output = behaviour_of(model).output(model(**inputs_of(batch)))
     target = target.to(output.device)
     if target.shape[-1] == 1:
         return torch.nn.functional.mse_loss(output, target)

@@ -1,4 +1,4 @@
-"""Tell what a model predicts, by its class."""
+"""Find the task of a model by its class, and how a model of any class behaves."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..errors import RequestError
-from ..tasks import TASKS, Task
-from .internals import auto_classes
-from .sentence import TextEncoder
+from ..model.internals import auto_classes
+from ..model.sentence import TextEncoder
+from .by_shape import ByShape
+from .registry import TASKS
+from .task import Behaviour, Task
+
+_BY_SHAPE = ByShape()
 
 
 def task_of(model: Any) -> Task:
@@ -25,15 +29,24 @@ def task_of(model: Any) -> Task:
             f"the weights must be floating-point numbers to be cut, but this {type(model).__name__} is quantised; load "
             "it without quantization_config, prune it, and quantise what is left"
         )
-    if isinstance(model, TextEncoder):
-        return TASKS["feature-extraction"]
-    task = task_by_class(type(model).__name__, model.config.model_type)
+    task = _task_of(model)
     if task is None:
         raise RequestError(
             f"the model must be one that {', '.join(task.auto_class for task in TASKS.values())} loads, got "
             f"{type(model).__name__}; load it with the head that it was fine-tuned with"
         )
     return task
+
+
+def behaviour_of(model: Any) -> Behaviour:
+    """Return how a model behaves: as those of its task, or as its shapes tell if it has none."""
+    return _task_of(model) or _BY_SHAPE
+
+
+def _task_of(model: Any) -> Task | None:
+    if isinstance(model, TextEncoder):
+        return TASKS["feature-extraction"]
+    return task_by_class(type(model).__name__, model.config.model_type) if isinstance(model, PreTrainedModel) else None
 
 
 def embedding_task(name: str, model_type: str) -> Task | None:

@@ -1,0 +1,30 @@
+"""A class for an image."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .classes import Classes
+from .task import Task, column_sets
+
+if TYPE_CHECKING:
+    from ..data.reader import Reader
+
+
+class ImageClassification(Classes, Task):
+    """Classifiers of images."""
+
+    name = "image-classification"
+    auto_class = "AutoModelForImageClassification"
+    ort_class = "ORTModelForImageClassification"
+    columns = column_sets("image", "image label")
+    needs = "data.image (a column of images)"
+    text = False
+    images = True
+
+    @property
+    def reader_class(self) -> type[Reader]:
+        """The reader of images with labels."""
+        from ..data.classification import ImageReader
+
+        return ImageReader

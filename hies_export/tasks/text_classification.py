@@ -1,0 +1,30 @@
+"""A class, a number or a rank for a text or a pair of texts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .classes import Classes
+from .task import Task, column_sets
+
+if TYPE_CHECKING:
+    from ..data.reader import Reader
+
+
+class TextClassification(Classes, Task):
+    """Classifiers and regressions of texts, and rerankers of pairs of texts."""
+
+    name = "text-classification"
+    auto_class = "AutoModelForSequenceClassification"
+    ort_class = "ORTModelForSequenceClassification"
+    columns = column_sets("text", "text label", "text group", "text group label")
+    needs = "data.text (one or two columns)"
+    text_columns = 2
+    may_regress = True
+
+    @property
+    def reader_class(self) -> type[Reader]:
+        """The reader of texts with labels, or with groups."""
+        from ..data.classification import TextReader
+
+        return TextReader

@@ -1,0 +1,82 @@
+"""What tasks have in common, and what models of no task get."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.generative import padded
+from support.models import bert, causal_lm, image_batch, text_batch, vit
+from support.sentences import bert_encoder
+from transformers import BertForMaskedLM, PreTrainedModel
+
+from hies_export.data.reader import Columns
+from hies_export.evaluate.metrics import METRICS
+from hies_export.model.sentence import Pooling, TextEncoder
+from hies_export.tasks import COLUMNS, TASKS, output_names
+from hies_export.tasks.by_shape import ByShape
+from hies_export.tasks.models import behaviour_of
+
+
+def test_a_recipe_is_checked_against_its_task_before_torch_is_imported() -> None:
+    code = """
+import sys
+from hies_export.recipe import PruningRecipe
+try:
+    PruningRecipe(model="m", task="text-classification", data={"name": "glue/sst2"}, prune={"budget": {"heads": 0.5}})
+except Exception as error:
+    print(error)
+print("torch" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "text-classification needs data.text" in done.stdout
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_every_field_that_names_a_column_is_read_by_a_task() -> None:
+    assert set(COLUMNS) == set(Columns.__dataclass_fields__)
+    assert set(COLUMNS) == {name for task in TASKS.values() for names in task.columns for name in names}
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_usual_metrics_of_a_task_are_known(name: str) -> None:
+    task = TASKS[name]
+    usual = [task.usual_metrics(answers=answers) for answers in (False, True)]
+    assert {metric for names in (*usual, *task.of_rows.values()) for metric in names} <= set(METRICS)
+
+
+def test_a_model_behaves_as_those_of_its_task() -> None:
+    encoder = TextEncoder(bert_encoder(), [Pooling(["mean"])])
+    assert [behaviour_of(model) for model in (bert(), vit(), causal_lm(), encoder)] == [
+        TASKS[name] for name in ("text-classification", "image-classification", "text-generation", "feature-extraction")
+    ]
+    assert isinstance(behaviour_of(BertForMaskedLM(bert().config)), ByShape)
+    assert isinstance(behaviour_of(SimpleNamespace()), ByShape)
+
+
+@pytest.mark.parametrize("make", [bert, vit, causal_lm])
+@pytest.mark.parametrize("labelled", [True, False])
+def test_shapes_tell_what_a_task_says(make: Callable[[], PreTrainedModel], labelled: bool) -> None:
+    model = make()
+    batch: dict[str, torch.Tensor] = {bert: text_batch, vit: image_batch}.get(make, lambda: padded([9, 4], "left"))()
+    labels = batch.pop("labels")
+    batch |= {"labels": labels} if labelled else {}
+    found = model(**batch)
+    of_task, by_shape = behaviour_of(model), ByShape()
+    output = of_task.output(found)
+    assert by_shape.output(found) is output
+    for one, other in [
+        (of_task.own_labels(model, batch, output), by_shape.own_labels(model, batch, output)),
+        (of_task.losses(labels), by_shape.losses(labels)),
+        (of_task.effect(model, batch, output, 0), by_shape.effect(model, batch, output, 0)),
+    ]:
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", output_names())
+def test_without_a_task_an_output_is_told_by_its_name(name: str) -> None:
+    found: Any = SimpleNamespace(last_hidden_state=0, **{name: torch.ones(1)})
+    assert ByShape().output(found) is getattr(found, name)
