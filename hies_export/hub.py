@@ -26,6 +26,7 @@ from huggingface_hub import (
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
+from .checkpoint.sentence import MODULES_FILE
 from .errors import HiesError, OutputExistsError, PushError, RequestError, root_cause
 from .progress import SILENT, Progress
 from .report.card import LICENSE_KEYS, read_card, render_card
@@ -236,7 +237,9 @@ def _contents(
 ) -> dict[str, Any]:
     """Return all files of a push: name in the repository -> local path, or the content as bytes."""
     contents: dict[str, Any] = {}
-    for source, prefix in ((folder / "slim", ""), *((folder / name, f"{name}/") for name in _EXPORTS)):
+    # A SentenceTransformer's folder has its graphs already, where the tools of the Hub look for them.
+    exports = () if (folder / "slim" / MODULES_FILE).is_file() else _EXPORTS
+    for source, prefix in ((folder / "slim", ""), *((folder / name, f"{name}/") for name in exports)):
         contents |= {prefix + name: str(path) for name, path in _visible(source).items()}
     figures = draw_report(report)
     images = {f"images/{name}": CAPTIONS[name] for name in figures}

@@ -267,3 +267,16 @@ def test_a_card_of_models_and_data_from_the_hub() -> None:
 def test_the_class_of_no_model_makes_none() -> None:
     with pytest.raises(TypeError, match="HIESModel.from_pretrained"):
         hies_export.HIESModel()
+
+
+def test_a_sentence_transformer_is_pushed_as_its_folder_is(hub: Hub, run_folder: Path) -> None:
+    (run_folder / "slim" / "1_Pooling").mkdir()
+    for name in ("modules.json", "1_Pooling/config.json"):
+        (run_folder / "slim" / name).write_text("{}")
+    (run_folder / "slim" / "onnx").mkdir()
+    (run_folder / "slim" / "onnx" / "model.onnx").write_text("its graph")
+    push_to_hub(run_folder, "user/slim", license="mit")
+    files = hub.files("user/slim")
+    assert {"modules.json", "1_Pooling/config.json"} <= set(files)
+    assert files["onnx/model.onnx"] == b"its graph"
+    assert "onnx/config.json" not in files
