@@ -29,6 +29,8 @@ def run(options: Options) -> dict[str, Any]:
     exports = f"{recipe.export.format}/" + (f", onnx-{recipe.export.quantize}/" if recipe.export.quantize else "")
     exports += ", onnx-cascade/" if recipe.cascade else ""
     refit = "" if recipe.prune.compensation is None else ", refit.safetensors"
+    if recipe.task == "feature-extraction":
+        exports += ", served/ (for sentence-transformers)"
     options.console.print(
         f"\nwritten to {recipe.output}: slim/ (checkpoint), {exports}, report.html, report.md, "
         f"report.json, plan.json{refit}"
