@@ -34,6 +34,9 @@ from .targets import Round, Targets
 
 # Below this share of the dense cost, removal in steps is the default of `criterion: auto`. Above, steps cost quality.
 STEPS_BELOW = 0.45
+# A cut loses this many times as much of nDCG@10 against the dense ranking as of nDCG@10, or more: MiniLM on BoolQ 3.5
+# to 9 (bench/results/embedding-quality.txt). Only the guess of a size assumes it.
+OWN_LOSS = 3
 
 
 def choose(
@@ -302,9 +305,13 @@ class Chooser:
         if rows is None:
             return smallest
         self._progress.stage("guess how much to remove, on rows that are not held out")
-        own = {"metrics": ("own_ndcg@10",)} if self._kind(rows) in ("texts", "groups") else {}
+        by_own = self._kind(rows) in ("texts", "groups")
+        own = {"metrics": ("own_ndcg@10",)} if by_own else {}
         by_weights = self._by_weights(self._judge(rows, **promise.judging | own))
-        search = Search(promise, by_weights, sizes, runtime=runtime, guess=True, watch=watch)
+        guessed = promise
+        if by_own and promise.metric != "own_ndcg@10" and promise.predictions is not None:
+            guessed = replace(promise, predictions=1 - OWN_LOSS * (1 - promise.predictions))
+        search = Search(guessed, by_weights, sizes, runtime=runtime, guess=True, watch=watch)
         best = search.largest(self._progress.track(scored, "guess how much to remove"))
         if not search.judged:
             raise PlanError(search.problem)

@@ -62,7 +62,10 @@ def test_paths_that_no_file_system_takes(command: str, path: str, said: Any) -> 
         ("bench model --shape=--", "an option needs a value, got --shape=--"),
         (f"push run user/name --message {SURROGATE}", r"must be UTF-8, got 'a\udcff'"),
         (f"deploy model --data imdb --text {SURROGATE}", r"must be UTF-8, got 'a\udcff'"),
-        ("deploy recipe.yaml --label y", "--label are about a MODEL, and recipe.yaml is a recipe, which names its own"),
+        (
+            "deploy recipe.yaml --label y",
+            "--data and the columns are about a MODEL, and recipe.yaml is a recipe, which",
+        ),
     ],
 )
 def test_numbers_and_texts(command: str, message: str, said: Any) -> None:
