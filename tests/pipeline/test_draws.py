@@ -109,9 +109,29 @@ def test_of_the_evaluated_rows_whole_queries_are_drawn(tmp_path: Path) -> None:
     rows = evaluated(splits, load)
     assert 30 <= len(rows) < 34
     assert sum(2 + n % 3 if n < 39 else 3 for n in queries(rows)) == len(rows)
-    splits, load = splits_of(tmp_path, held_out={"split": "validation", "samples": 500})
-    with pytest.raises(RequestError, match="fewer than its 160 samples can be held out, got held_out.samples: 500"):
+
+
+@pytest.mark.parametrize("count", [120, 500])
+def test_a_query_is_left_to_evaluate(tmp_path: Path, count: int) -> None:
+    splits, load = splits_of(tmp_path, held_out={"split": "validation", "samples": count})
+    refused = f"fewer than its 120 samples can be held out, got held_out.samples: {count}"
+    with pytest.raises(RequestError, match=refused):
         evaluated(splits, load)
+
+
+@pytest.mark.parametrize("scoring", [119, 120, 130])
+def test_documents_alone_are_not_held_out(tmp_path: Path, scoring: int) -> None:
+    splits, load = splits_of(tmp_path)
+    with pytest.raises(RequestError, match=f"beyond the {scoring} to score on, but the split 'train' has 120"):
+        draw(splits, load, OPTIONS, Draws(seed=0, scoring=scoring, held_out=20, compensation=20))
+
+
+def test_a_promise_has_queries_where_most_rows_add_documents(tmp_path: Path) -> None:
+    splits, load = splits_of(tmp_path)
+    draws = Draws(seed=0, scoring=20, held_out=100, compensation=200, apart=True, promised=100)
+    found = draw(splits, load, OPTIONS, draws)
+    assert len(queries(found.promised)) > 20
+    assert not queries(found.promised) & (queries(found.scoring) | queries(found.compensation))
 
 
 def test_a_promise_counts_rows_with_a_query(tmp_path: Path) -> None:
