@@ -74,7 +74,9 @@ class Splits:
             return self
         source: dict[str, Any] = {"name": self.data.name, "files": self.data.files, "split": split}
         # Only queries are judged, not what they may find.
-        rows = self.counted(load_rows(**source)) if self.data.query else taken_from(load_rows(**source, samples=1))
+        loaded = load_rows(**source, samples=None if self.data.query else 1)
+        total = taken_from(loaded)
+        rows = self.counted(loaded) if self.data.query else total
         count = min(most, 2 * rows // 3)
         if count < better <= min(most, 3 * rows // 4):
             count = better
@@ -88,9 +90,9 @@ class Splits:
             )
             return self
         evaluation = self.evaluation
-        if evaluation.samples == rows:
+        if evaluation.samples in (rows, total):
             # All of them, before some are held out, are all that are left.
-            evaluation = evaluation.model_copy(update={"samples": rows - count})
+            evaluation = evaluation.model_copy(update={"samples": evaluation.samples - count})
         return replace(self, evaluation=evaluation, held_out=HeldOutSection(split=split, samples=count))
 
 

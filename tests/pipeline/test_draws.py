@@ -146,6 +146,12 @@ def test_a_promise_counts_rows_with_a_query(tmp_path: Path) -> None:
     assert splits.promising(21, "99 %", most=1000).held_out is None
 
 
+@pytest.mark.parametrize(("asked", "left"), [(160, 80), (120, 40), (100, 100)])
+def test_all_rows_to_evaluate_are_those_that_are_not_held_out(tmp_path: Path, asked: int, left: int) -> None:
+    splits, _ = splits_of(tmp_path, evaluation={"samples": asked})
+    assert splits.promising(20, "99 %", most=1000).evaluation.samples == left
+
+
 def test_a_recipe_of_a_reranker_judges_its_order(tmp_path: Path) -> None:
     sections = {"prune": {"budget": {"heads": 0.5}, "compensation": {}}, "measure": {"runtimes": ["torch"]}}
     folder = save_regressor(tmp_path, **sections)
