@@ -186,9 +186,8 @@ class KeepOutcome(PromiseOutcome):
 
     The promise is a share of `predictions` that stay, or of a `metric` of rankings, or that a `metric` gets worse by at
     most `by`. Embeddings are judged on an `index`, see `Judge`. `slim` is that share, or that loss, of the slim model,
-    and `slim_end` the end of its interval. `confidence` is that of each
-    interval, see `confidence_of_each`. If time is saved in place of FLOPs, `predicted` is the remaining share of the
-    time on `runtime`.
+    and `slim_end` the end of its interval. `confidence` is that of each interval, see `confidence_of_each`. If time is
+    saved in place of FLOPs, `predicted` is the remaining share of the time on `runtime`.
     """
 
     kind: Literal["keep"] = "keep"

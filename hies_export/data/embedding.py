@@ -126,7 +126,8 @@ class EmbeddingReader(Reader):
                 f"every query must have a relevant document to be judged by, one with a label above 0, but "
                 f"{quoted(nothing)} has none; remove its rows"
             )
-        most = max(map(len, relevant.values()))
+        # The first rows of a file, which are timed, may have no query.
+        most = max(map(len, relevant.values()), default=1)
         of_queries = _described(len(relevant), most, "query")
         of_documents = _described(len(documents), most, "document")
         for row, found in enumerate(relevant.values()):

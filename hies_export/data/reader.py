@@ -143,7 +143,7 @@ class Reader(ABC):
 
 
 def batched(items: Iterable[Item], batch_size: int) -> Iterator[list[Item]]:
-    """Yield `size` items at a time; the last batch may have fewer."""
+    """Yield `batch_size` items at a time; the last batch may have fewer."""
     if batch_size < 1:
         raise DataError(f"batch_size must be at least 1, got {batch_size}")
     remaining = iter(items)

@@ -164,11 +164,11 @@ def _check_enough_rows(prepared: Prepared, options: PruneSection) -> None:
     if keep is None or keep.predictions is None:
         return
     kind = kind_of_rows(prepared.rows.held_out, embeds=prepared.judged.embeds)
-    needed_for = rows_needed if keeps_predictions(kind) else queries_needed
+    needed_for, what = (rows_needed, "rows") if keeps_predictions(kind) else (queries_needed, "queries")
     if count < (needed := needed_for(keep.predictions, confidence_of_each(FAILURES))):
         raise RequestError(
             f"keep: {keep.predictions:g} can be promised with {100 * CONFIDENCE:g} % confidence from {needed:,} "
-            f"held-out rows or more, and there are {count:,}; raise keep.samples, give more rows, or ask for less"
+            f"held-out {what} or more, and there are {count:,}; raise keep.samples, give more rows, or ask for less"
         )
 
 

@@ -74,7 +74,9 @@ class Splits:
             return self
         source: dict[str, Any] = {"name": self.data.name, "files": self.data.files, "split": split}
         # Only queries are judged, not what they may find.
-        rows = self.counted(load_rows(**source)) if self.data.query else taken_from(load_rows(**source, samples=1))
+        loaded = load_rows(**source, samples=None if self.data.query else 1)
+        total = taken_from(loaded)
+        rows = self.counted(loaded) if self.data.query else total
         count = min(most, 2 * rows // 3)
         if count < better <= min(most, 3 * rows // 4):
             count = better
@@ -88,9 +90,9 @@ class Splits:
             )
             return self
         evaluation = self.evaluation
-        if evaluation.samples == rows:
+        if evaluation.samples in (rows, total):
             # All of them, before some are held out, are all that are left.
-            evaluation = evaluation.model_copy(update={"samples": rows - count})
+            evaluation = evaluation.model_copy(update={"samples": evaluation.samples - count})
         return replace(self, evaluation=evaluation, held_out=HeldOutSection(split=split, samples=count))
 
 
@@ -149,13 +151,15 @@ def draw(splits: Splits, load: Callable[..., datasets.Dataset], options: PruneSe
         further = 0
     most = max(draws.scoring + further, draws.compensation + further * draws.apart)
     drawn = load(split, samples=most, shuffle_seed=draws.seed)
-    if further and len(drawn) <= draws.scoring:
+    # Of queries and documents, rows with a query come first, and others cannot be judged.
+    there = splits.counted(drawn)
+    if further and there <= splits.until(drawn, draws.scoring):
         what = options.judged_on_held_out or "alpha: auto"
         remedy = {"criterion: auto": "choose a criterion", "alpha: auto": "set alpha"}.get(
             what, "choose another budget"
         )
         raise RequestError(
-            f"{what} needs samples beyond the {draws.scoring} to score on, but the split {split!r} has {len(drawn)}; "
+            f"{what} needs samples beyond the {draws.scoring} to score on, but the split {split!r} has {there}; "
             f"lower calibration.samples, name other rows as held_out, or {remedy}"
         )
 
@@ -172,7 +176,7 @@ def draw(splits: Splits, load: Callable[..., datasets.Dataset], options: PruneSe
 
     # Nothing is promised on rows that are refitted on. If there are too few for both, two thirds are held out.
     promises = further > 0 and (draws.promised > 0 or options.goal.keep is not None)
-    left = max(len(drawn) - further, len(drawn) // 3 if promises else 0)
+    left = max(there - further, there // 3 if promises else 0)
     behind = max(draws.scoring, min(draws.compensation, left) if draws.apart else 0)
     held_out = part(drawn, behind, further) if own is None else own
     chosen_on = min(draws.held_out - draws.promised, len(held_out) // 2) if draws.promised else len(held_out)
@@ -206,9 +210,10 @@ def _divided(
     rows = load(split, samples=None, shuffle_seed=EVALUATION_SEED)
     wanted = asked.samples or splits.counted(rows) // 2
     count = splits.until(rows, wanted)
-    if not 0 < count < len(rows):
+    # Rows with a query come first, and without any nothing can be evaluated.
+    if not 0 < count < (there := splits.counted(rows)):
         raise RequestError(
-            f"held_out and evaluation share the split {split!r}, so fewer than its {len(rows):,} samples can be held "
+            f"held_out and evaluation share the split {split!r}, so fewer than its {there:,} samples can be held "
             f"out, got held_out.samples: {wanted:,}; hold out fewer"
         )
     return rows.select(range(count)), rows.select(range(count, len(rows)))

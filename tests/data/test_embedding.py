@@ -246,6 +246,13 @@ def test_a_query_that_should_find_nothing_cannot_be_judged() -> None:
         read(of.judging(), rows)
 
 
+def test_documents_of_no_query_are_read_to_be_timed() -> None:
+    rows = rows_of(query=[None, None, "c"], document=["a", "b", "d"])
+    batches = reader(**ASKED).judging().batches(rows.select(range(2)), batch_size=4)
+    assert texts_of(batches) == ["a", "b"]
+    assert batches[0]["relevant"].tolist() == [[-1], [-1]]
+
+
 # ---- rerankers -------------------------------------------------------------------------------------------
 
 

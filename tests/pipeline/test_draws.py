@@ -109,9 +109,29 @@ def test_of_the_evaluated_rows_whole_queries_are_drawn(tmp_path: Path) -> None:
     rows = evaluated(splits, load)
     assert 30 <= len(rows) < 34
     assert sum(2 + n % 3 if n < 39 else 3 for n in queries(rows)) == len(rows)
-    splits, load = splits_of(tmp_path, held_out={"split": "validation", "samples": 500})
-    with pytest.raises(RequestError, match="fewer than its 160 samples can be held out, got held_out.samples: 500"):
+
+
+@pytest.mark.parametrize("count", [120, 500])
+def test_a_query_is_left_to_evaluate(tmp_path: Path, count: int) -> None:
+    splits, load = splits_of(tmp_path, held_out={"split": "validation", "samples": count})
+    refused = f"fewer than its 120 samples can be held out, got held_out.samples: {count}"
+    with pytest.raises(RequestError, match=refused):
         evaluated(splits, load)
+
+
+@pytest.mark.parametrize("scoring", [119, 120, 130])
+def test_documents_alone_are_not_held_out(tmp_path: Path, scoring: int) -> None:
+    splits, load = splits_of(tmp_path)
+    with pytest.raises(RequestError, match=f"beyond the {scoring} to score on, but the split 'train' has 120"):
+        draw(splits, load, OPTIONS, Draws(seed=0, scoring=scoring, held_out=20, compensation=20))
+
+
+def test_a_promise_has_queries_where_most_rows_add_documents(tmp_path: Path) -> None:
+    splits, load = splits_of(tmp_path)
+    draws = Draws(seed=0, scoring=20, held_out=100, compensation=200, apart=True, promised=100)
+    found = draw(splits, load, OPTIONS, draws)
+    assert len(queries(found.promised)) > 20
+    assert not queries(found.promised) & (queries(found.scoring) | queries(found.compensation))
 
 
 def test_a_promise_counts_rows_with_a_query(tmp_path: Path) -> None:
@@ -124,6 +144,12 @@ def test_a_promise_counts_rows_with_a_query(tmp_path: Path) -> None:
     assert found.held_out is not None
     assert found.held_out.samples == 20
     assert splits.promising(21, "99 %", most=1000).held_out is None
+
+
+@pytest.mark.parametrize(("asked", "left"), [(160, 80), (120, 40), (100, 100)])
+def test_all_rows_to_evaluate_are_those_that_are_not_held_out(tmp_path: Path, asked: int, left: int) -> None:
+    splits, _ = splits_of(tmp_path, evaluation={"samples": asked})
+    assert splits.promising(20, "99 %", most=1000).evaluation.samples == left
 
 
 def test_a_recipe_of_a_reranker_judges_its_order(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Encoders of transformers pruned as embedding models, in memory; objects of sentence-transformers have their own."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,6 +47,13 @@ def test_texts_are_read_by_the_tokenizer(tmp_path: Path) -> None:
     exported = result.export_onnx(tmp_path / "onnx")
     assert exported.outputs == ("last_hidden_state", "sentence_embedding")
     assert read_served(tmp_path / "onnx")["max_seq_length"] == 64
+
+
+def test_a_promise_needs_so_many_queries() -> None:
+    texts = [" ".join(WORDS[start : start + 5]) for start in range(40)]
+    how: dict[str, Any] = {"processor": word_tokenizer(WORDS), "embedding": {"pooling": "cls"}, "criterion": "his"}
+    with pytest.raises(RequestError, match="from 340 held-out queries or more, and there are 8"):
+        prune(bert_encoder(), texts, budget={"keep": 0.99}, **how)
 
 
 @pytest.mark.parametrize(
