@@ -31,6 +31,7 @@ _TELLING = {
     "journal*.jsonl": Contents.SWEEP,
     "report.json": Contents.RUN,
     "slim/config.json": Contents.RUN,
+    "modules.json": Contents.CHECKPOINT,  # a SentenceTransformer whose encoder has a folder of its own
     "plan.json": Contents.SCORED,
 }
 

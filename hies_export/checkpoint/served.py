@@ -64,6 +64,6 @@ def read_served(folder: Path) -> dict[str, Any]:
     """Return the settings of a folder that `write_served` wrote, by the parameters of `OnnxEncoder`."""
     found = _Served.model_validate(read_json(folder / SERVED_FILE, _Served, _RULE))
     # The file may come from elsewhere, and must name a file beside it.
-    if Path(found.file).name != found.file:
+    if found.file in ("", "..") or Path(found.file).name != found.file:
         raise _RULE.refused(f"{folder / SERVED_FILE} names {found.file}, which is not in its folder")
     return found.model_dump()

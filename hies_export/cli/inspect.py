@@ -59,11 +59,13 @@ def _inspect_model(options: Options) -> dict[str, Any]:
     import torch
 
     from ..checkpoint.loading import load
+    from ..checkpoint.sentence import is_sentence_transformer, settings_of
     from ..forms.measure.counts import count_parameters
     from ..slim.config import is_slim
     from .terminal import print_json
 
-    model = load(options.model, dtype=torch.float32)
+    encoder = settings_of(options.model).encoder if is_sentence_transformer(options.model) else None
+    model = load(encoder or options.model, dtype=torch.float32)
     name, parameters, slim = type(model).__name__, count_parameters(model), is_slim(model)
     result: dict[str, Any] = {"model": str(options.model), "class": name, "slim": slim, "parameters": parameters}
     options.console.print(f"{name}, {parameters / 1e6:.2f} M parameters" + ", slim" * slim)

@@ -92,7 +92,9 @@ def add_graphs(exports: Iterable[Exported], folder: Path) -> None:
         if isinstance(exported, OnnxExport):
             (folder / "onnx").mkdir(exist_ok=True)
             for part in sorted(exported.folder.glob("*.onnx*")):
-                for name in _HUB_NAMES[exported.quantize] if exported.quantize else (part.name,):
+                # A graph finds weights in a file beside it by that file's own name.
+                renamed = exported.quantize is not None and part.suffix == ".onnx"
+                for name in _HUB_NAMES[str(exported.quantize)] if renamed else (part.name,):
                     _link(part, folder / "onnx" / name)
 
 

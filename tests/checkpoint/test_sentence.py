@@ -12,11 +12,13 @@ from safetensors.torch import save_file
 from support.cuts import random_neurons
 from support.hub import Hub
 from support.models import bert, text_batch
+from support.runs import hies
 from support.sentences import MEAN, WIDTH, bert_encoder, dense, sentence_folder
 from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM, BertModel
 
 from hies_export import RequestError, apply_plan, find_modules, load, prune_units, save_slim
+from hies_export.checkpoint.contents import Contents, contents
 from hies_export.checkpoint.sentence import cross_encoder_files, load_encoder, load_sentence, settings_of
 from hies_export.model.sentence import TextEncoder
 from hies_export.values import PruningPlan
@@ -260,6 +262,9 @@ def test_a_transformer_in_a_folder_of_its_own(tmp_path: Path) -> None:
     torch.testing.assert_close(embed(load_sentence(tmp_path / "slim"), batch), embed(slim, batch))
     assert (tmp_path / "slim/tokenizer.json").is_file()
     assert settings_of(tmp_path / "slim").max_length == 16
+    # The commands take the folder too.
+    assert contents(folder) is Contents.CHECKPOINT
+    assert hies("inspect", folder) == 0
 
 
 def test_the_files_of_a_cross_encoder_come_along(tmp_path: Path) -> None:

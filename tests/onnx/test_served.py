@@ -42,7 +42,8 @@ def test_the_graph_embeds_texts_and_the_folder_names_the_module(tmp_path: Path) 
     assert not (served / "graph").exists()
 
 
-def test_settings_that_name_a_file_elsewhere_are_refused(tmp_path: Path) -> None:
-    (tmp_path / SERVED_FILE).write_text(json.dumps({"file": "../model.onnx", "dimension": 3}))
+@pytest.mark.parametrize("file", ["../model.onnx", "..", ""])
+def test_settings_that_name_a_file_elsewhere_are_refused(file: str, tmp_path: Path) -> None:
+    (tmp_path / SERVED_FILE).write_text(json.dumps({"file": file, "dimension": 3}))
     with pytest.raises(RequestError, match="which is not in its folder; export the model again"):
         read_served(tmp_path)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import yaml
-from support.reports import make_report, terminal
+from support.reports import SERVED, make_report, terminal
 
 from hies_export.outcomes import KeepOutcome
 from hies_export.report.card import render_card
@@ -127,3 +127,11 @@ def test_the_card_of_a_reranker_is_for_sentence_transformers() -> None:
     assert yaml.safe_load(card.split("---\n")[1])["pipeline_tag"] == "text-ranking"
     assert 'CrossEncoder("user/slim", trust_remote_code=True)' in card
     assert "99.2 % of nDCG@10 stays (0.900 → 0.893)" in lead_text(report)
+
+
+def test_a_page_names_the_served_folder_only_where_a_run_wrote_it() -> None:
+    values = json.loads(ranking_report(**SERVED).to_json()) | {"task": "feature-extraction"}
+    named = "SentenceTransformer(&quot;served&quot;"
+    assert named in render_html(Report.from_values(values, where="here"))
+    values["details"]["deployment"] |= {"form": None, "file": None}
+    assert named not in render_html(Report.from_values(values, where="here"))

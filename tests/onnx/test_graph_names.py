@@ -1,0 +1,23 @@
+"""Graphs in the folder of a checkpoint, under the names of the Hub's tools."""
+
+from pathlib import Path
+from unittest.mock import create_autospec
+
+from hies_export.forms.files import add_graphs
+from hies_export.forms.onnx.export import OnnxExport
+
+
+def test_weights_beside_a_graph_keep_their_name_and_leave_the_graph_alone(tmp_path: Path) -> None:
+    source, checkpoint = tmp_path / "onnx-int8", tmp_path / "slim"
+    source.mkdir()
+    checkpoint.mkdir()
+    (source / "model_quantized.onnx").write_text("graph")
+    (source / "model_quantized.onnx_data").write_text("weights")
+    export = create_autospec(OnnxExport, instance=True, folder=source, quantize="int8")
+    add_graphs([export], checkpoint)
+    assert {file.name: file.read_text() for file in (checkpoint / "onnx").iterdir()} == {
+        "model_quantized.onnx": "graph",
+        "model_qint8_avx512_vnni.onnx": "graph",
+        "model_quantized.onnx_data": "weights",
+    }
+    assert (source / "model_quantized.onnx").read_text() == "graph"
