@@ -61,7 +61,10 @@ _FLAGS: dict[PoolingMode, str] = {
 # Name of a prompt in the folder -> the kind of text that it precedes.
 _PROMPTS = {"query": "query", "passage": "document", "document": "document"}
 # Files beside the weights that are not copied: weights, in any format, and what describes the dense model.
-_LEFT_OUT = (".safetensors", ".bin", ".h5", ".msgpack", ".ot", ".onnx", ".onnx_data", ".gguf", ".pt", ".ckpt")
+_LEFT_OUT = (
+    *(".safetensors", ".bin", ".h5", ".msgpack", ".ot", ".pt", ".pth", ".ckpt", ".npz", ".tflite", ".gguf"),
+    *(".onnx", ".onnx_data", ".onnx.data", ".xml"),
+)
 _DESCRIBING = ("README.md", MODULES_FILE, "hies_plan.json", "refit.safetensors")
 _SENTENCE = Rule("a SentenceTransformer folder must hold what sentence-transformers wrote", AGAIN)
 _WHY_NOT = {

@@ -84,10 +84,10 @@ def _kind_of(model: Any) -> str | None:
 
 
 def _of_encoder(encoder: PreTrainedModel, embedding: Mapping[str, Any]) -> Unwrapped:
-    if unknown := set(embedding) - {"pooling", "normalize"} or "pooling" not in embedding:
+    if "pooling" not in embedding or set(embedding) - {"pooling", "normalize"}:
         raise RequestError(
-            "embedding must have pooling (mean, cls, last or max), and may have normalize (True or False), got "
-            f"{listed(sorted(embedding)) or 'neither'}" + (", which are not all known" if unknown is not True else "")
+            "embedding must have pooling (mean, cls, last or max), may have normalize (True or False), and nothing "
+            f"else, got {listed(sorted(embedding)) or 'neither'}"
         )
     readout = make_readout(embedding["pooling"], normalize=bool(embedding.get("normalize")))
     settings = SentenceSettings(tuple(readout), max_length=longest_sequence(encoder.config))

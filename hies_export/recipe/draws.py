@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -63,6 +64,8 @@ class Splits:
     def promising(self, needed: int, promise: str, *, most: int, better: int = 0) -> Splits:
         """Return splits that hold out rows for a promise, given in words; it needs `needed`, and `most` are enough.
 
+        Where several rows are of one query, the numbers are of queries.
+
         The model was often trained on the split that units are scored on, and is surer of those rows than of new ones.
         So if another split is evaluated and nothing is held out, two thirds of its rows are held out, if these are
         enough. With `better` rows more can be tried: where two thirds are fewer, up to three quarters are held out to
@@ -73,10 +76,14 @@ class Splits:
         if self.held_out is not None or not apart or self.evaluation.rows == "first":
             return self
         source: dict[str, Any] = {"name": self.data.name, "files": self.data.files, "split": split}
-        # Only queries are judged, not what they may find.
-        loaded = load_rows(**source, samples=None if self.data.query else 1)
-        total = taken_from(loaded)
-        rows = self.counted(loaded) if self.data.query else total
+        loaded = load_rows(**source, samples=1 if self.together is None else None)
+        rows = total = taken_from(loaded)
+        if self.together is not None:
+            # Only queries are judged, not what they may find.
+            of_queries = [value for value in common_values(loaded, self.together) if value is not None]
+            rows = len(of_queries)
+            needed *= math.ceil(rows / max(1, len(set(of_queries))))
+            most = max(most, needed)
         count = min(most, 2 * rows // 3)
         if count < better <= min(most, 3 * rows // 4):
             count = better

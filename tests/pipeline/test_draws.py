@@ -163,3 +163,15 @@ def test_a_recipe_of_a_reranker_judges_its_order(tmp_path: Path) -> None:
         assert "group" in batch
         assert "labels" not in batch
     assert "grades" not in found.prepared.rows.calibration[0]
+
+
+def test_a_promise_about_queries_holds_out_as_many_queries_as_it_needs(tmp_path: Path) -> None:
+    """Ten candidates a query: 20 queries are 200 rows."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"q": f"{q}", "d": f"{q} {d}"}) + "\n" for q in range(60) for d in range(10)))
+    data = DataSection(files={"train": file, "validation": file}, text=("q", "d"), group="q")
+    splits = Splits(data, CalibrationSection(), EvaluationSection())
+    promising = splits.promising(20, "99 %", most=100)
+    assert promising.held_out is not None
+    assert promising.held_out.samples == 200
+    assert splits.promising(41, "99 %", most=100) is splits  # 410 of 600 rows are more than two thirds
