@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +57,7 @@ def _judge_seed(options: argparse.Namespace, seed: int, folder: Path) -> None:
         )
     )
     judges = [
-        Judge.on(prepared.model, batches, **asdict(of.prepared.judged), index=None)
+        Judge.on(prepared.model, batches, **vars(of.prepared.judged), index=None)
         for of, batches in ((resolved, resolved.evaluation), (of_pairs, of_pairs.evaluation))
     ]
     if options.text is not None:

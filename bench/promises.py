@@ -9,7 +9,6 @@ training split as well, of the 40 % that nothing else is drawn from.
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +62,7 @@ def row_of(name: str, seed: int, options: argparse.Namespace) -> float:
     resolved = resolve(recipe)
     prepared, how = resolved.prepared, resolved.options
     result = prune_prepared(prepared, how, compensation=how.compensation, dtype=resolved.source.dtype)
-    judge = Judge.on(prepared.model, resolved.evaluation, **asdict(prepared.judged))
+    judge = Judge.on(prepared.model, resolved.evaluation, **vars(prepared.judged))
     same = judge.agreement(predict(result.model, resolved.evaluation))
     assert isinstance(result.budget, KeepOutcome)
     shares = [result.flops.ratio, result.budget.slim, result.budget.slim_end, same.double().mean().item()]

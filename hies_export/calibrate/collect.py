@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .. import processes
-from ..data.targets import batches_fingerprint, check_label_tokens, is_regression, size_of
+from ..data.targets import batches_fingerprint, check_label_tokens, size_of
 from ..errors import DataError, StepError, memory_failure
 from ..kinds import ATTENTION
 from ..model.attention import use_attention
@@ -57,7 +57,7 @@ def collect_statistics(
     Several processes share the batches (see `processes`), and add up their sums at the end.
 
     An embedding has no loss: its place takes a random projection of it, and every text is scored by several;
-    see `tasks/feature_extraction.py`.
+    see `tasks/feature_extraction.py`. A regression without labels has none either: its number takes that place.
 
     If a batch does not fit into memory, it and all later batches are halved, as often as needed. Gradient checkpointing
     is used if it is switched on (without dropout). No key/value cache is kept.
@@ -65,7 +65,7 @@ def collect_statistics(
     Args:
         model: The model; its weights, mode and gradients are restored. It may be in half precision (all sums are
             float64) or spread over devices.
-        batches: Keyword arguments of the model. Without `labels`, the predicted classes or tokens replace them.
+        batches: Keyword arguments of the model. Without `labels`, the predicted classes, labels or tokens replace them.
         modules: From `find_attention`. Modules of an image tower must see one image per sample. A unit whose output is
             not used (as in the last layer of LLaVA's tower) has an HIS of 0.
         needs: Statistics to collect beside "his", "fisher", "entropy" and "weight_l2", which are always collected:
@@ -108,11 +108,6 @@ def _check_labels(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], 
     if not batches:
         raise DataError("calibration needs at least one sample, got none; raise calibration.samples")
     labelled = "labels" in batches[0]
-    if not labelled and is_regression(model.config) and behaviour_of(model).replaces_labels(batches[0]):
-        raise DataError(
-            "a regression model needs labels to be calibrated (against its own predictions its loss has no gradient), "
-            "but the batches have none; set data.label"
-        )
     if not labelled and model.can_generate() and not set(weights.STATISTICS).isdisjoint(needs):
         raise DataError("this model needs labels to be scored by the gradients of its weights; set data.label")
     check_label_tokens(batches)

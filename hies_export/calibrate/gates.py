@@ -68,7 +68,7 @@ class Gates:
 def with_labels(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the batch with labels: its own, or else what the model predicts, if its loss needs any."""
     behaviour = behaviour_of(model)
-    if "labels" in batch or not behaviour.replaces_labels(batch):
+    if "labels" in batch or not behaviour.replaces_labels(model, batch):
         return dict(batch)
     with torch.no_grad():
         output = behaviour.output(model(**batch))

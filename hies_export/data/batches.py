@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from ..errors import DataError, did_you_mean, listed, quoted
 from ..model.internals import auto_classes
 from ..model.sentence import TextEncoder
-from .targets import CHOICE_KEYS, GROUP_KEY, IGNORED, ROW_KEYS, TEXT_KEYS, is_regression
+from .targets import CHOICE_KEYS, GROUP_KEY, IGNORED, ROW_KEYS, TEXT_KEYS, are_tokens, predicts
 
 Batch = dict[str, torch.Tensor]
 """Arguments of a model's forward by name; the first axis of each is the samples."""
@@ -82,14 +82,27 @@ def predicts_labels(model: PreTrainedModel) -> bool:
 
 def _check_labels(config: Any, labels: torch.Tensor, place: str) -> None:
     """Refuse labels that a classifier or a regression would fail on in the middle of a pass."""
-    numbers = is_regression(config)
-    if labels.dim() != 1 or labels.is_floating_point() != numbers:
+    kind, given = predicts(config), f"but {place} has {labels.dtype} of shape {tuple(labels.shape)}"
+    if kind == "labels":
+        if labels.shape[1:] != (config.num_labels,) or not labels.is_floating_point():
+            raise DataError(
+                f"the labels of a multi-label classifier must be floating numbers, (samples, {config.num_labels}), "
+                f"{given}"
+            )
+        if len(wrong := labels[(labels != 0) & (labels != 1)]):
+            raise DataError(
+                f"the labels of a multi-label classifier must be 0 or 1, but {place} has {wrong[0].item():g}"
+            )
+        return
+    if labels.dim() != 1 or labels.is_floating_point() != (kind == "numbers"):
+        hint = ""
+        if kind == "classes" and labels.is_floating_point() and labels.dim() == 2:
+            hint = "; if it is a multi-label classifier, set its config's problem_type to multi_label_classification"
         raise DataError(
-            f"the labels of a {'regression' if numbers else 'classifier'} must be one "
-            f"{'floating number' if numbers else 'class number'} per sample, but {place} has {labels.dtype} of shape "
-            f"{tuple(labels.shape)}"
+            f"the labels of a {'regression' if kind == 'numbers' else 'classifier'} must be one "
+            f"{'floating number' if kind == 'numbers' else 'class number'} per sample, {given}{hint}"
         )
-    if not numbers:
+    if kind == "classes":
         _check_numbers(labels, config.num_labels, "labels", place, dtypes=(torch.int64,))
 
 
@@ -103,10 +116,10 @@ def _check_numbers(numbers: torch.Tensor, known: int, key: str, place: str, *, d
 def by_length(batches: Sequence[Batch], *, config: Any) -> list[Batch]:
     """Make batches of the same samples and sizes, shortest samples first, padded no more than needed.
 
-    Batches are of text: tensors like `attention_mask`, (batch, tokens), or (batch,), padded on either side by the
-    config's padding token. Others (images, images with text) are returned as they are. Samples of equal length keep
-    their order. A model predicts the same for each of them. Documents to be found by queries come after these, in
-    batches of their own.
+    Batches are of text: tensors like `attention_mask`, (batch, tokens), padded on either side by the config's padding
+    token, and tensors of whole samples: (batch,), `ROW_KEYS` and label sets. Others (images, images with text) are
+    returned as they are. Samples of equal length keep their order. A model predicts the same for each of them.
+    Documents to be found by queries come after these, in batches of their own.
     """
     if not batches or not all(_is_text(batch) for batch in batches):
         return list(batches)
@@ -117,6 +130,7 @@ def by_length(batches: Sequence[Batch], *, config: Any) -> list[Batch]:
     left = any(bool((batch["attention_mask"][:, 0] == 0).any()) for batch in batches)
     pad = getattr(config.get_text_config(), "pad_token_id", None) or 0
     fill = {"input_ids": pad, "labels": IGNORED}
+    whole = {key: _of_samples(key, value) for key, value in batches[0].items()}
     order = sorted(range(len(samples)), key=lambda i: lengths[i])
     size = max(len(batch["input_ids"]) for batch in batches)
     found = []
@@ -125,10 +139,8 @@ def by_length(batches: Sequence[Batch], *, config: Any) -> list[Batch]:
             chosen = [samples[i] for i in of_kind[start : start + size]]
             # Without padding; values of whole samples have none.
             columns = {
-                key: [
-                    s[key] if key in ROW_KEYS or not s[key].dim() else s[key][s["attention_mask"] != 0] for s in chosen
-                ]
-                for key in chosen[0]
+                key: [s[key] if of_samples else s[key][s["attention_mask"] != 0] for s in chosen]
+                for key, of_samples in whole.items()
             }
             found.append({key: padded(values, fill.get(key, 0), left=left) for key, values in columns.items()})
     return found
@@ -143,7 +155,12 @@ def _is_text(batch: Batch) -> bool:
     mask = batch.get("attention_mask")
     if mask is None or "input_ids" not in batch:
         return False
-    return all(key in ROW_KEYS or value.dim() == 1 or value.shape == mask.shape for key, value in batch.items())
+    return all(_of_samples(key, value) or value.shape == mask.shape for key, value in batch.items())
+
+
+def _of_samples(key: str, value: torch.Tensor) -> bool:
+    """Return whether a tensor of a batch belongs to its samples as wholes, rather than to their tokens."""
+    return key in ROW_KEYS or value.dim() == 1 or (key == "labels" and not are_tokens(value))
 
 
 def padded(rows: list[torch.Tensor], fill: int, *, left: bool) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Read texts, pairs of texts or images, each with a class or a number as its label."""
+"""Read texts, pairs of texts or images, each with a class, a set of labels or a number."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ import torch
 from ..errors import DataError
 from .batches import Batch
 from .images import as_images, image_of_row
+from .label_sets import read_label_sets
 from .labels import kind_of, read_labels, read_numbers
 from .reader import Reader, batched
 from .rows import common_values, has_one_value, row_name
-from .targets import is_regression
+from .targets import predicts
 from .tokens import encoded
 
 # What the label of a candidate says.
@@ -25,20 +26,27 @@ _GRADE = "how much a candidate is wanted"
 
 
 class ClassificationReader(Reader):
-    """Reads inputs and, from the column `label`, `labels` (batch,): int64 classes, or float32 for regression."""
+    """Reads inputs and, from the column `label`, `labels`.
+
+    They are classes, (batch,) int64, numbers, (batch,) float32, or label sets, (batch, labels) float32.
+    """
 
     def _check_targets(self, rows: datasets.Dataset) -> None:
         if self.columns.label:
-            read_labels(rows, column=self.columns.label, config=self.config)
+            self._labels(rows)
 
     def _batches(self, samples: datasets.Dataset, batch_size: int) -> Iterator[Batch]:
-        labels: torch.Tensor | None = None
-        if self.columns.label:
-            dtype = torch.float32 if is_regression(self.config) else torch.int64
-            labels = torch.tensor(read_labels(samples, column=self.columns.label, config=self.config), dtype=dtype)
+        labels = self._labels(samples) if self.columns.label else None
         for part in batched(range(len(samples)), batch_size):
             batch = self._inputs(samples, part)
             yield batch if labels is None else batch | {"labels": labels[part]}
+
+    def _labels(self, rows: datasets.Dataset) -> torch.Tensor:
+        column, kind = str(self.columns.label), predicts(self.config)
+        if kind == "labels":
+            return read_label_sets(rows, column=column, config=self.config)
+        dtype = torch.float32 if kind == "numbers" else torch.int64
+        return torch.tensor(read_labels(rows, column=column, config=self.config), dtype=dtype)
 
     @abstractmethod
     def _inputs(self, samples: datasets.Dataset, part: list[int]) -> Batch:

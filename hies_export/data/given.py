@@ -14,11 +14,11 @@ from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, PreTra
 
 from ..errors import DataError, RequestError, listed, quoted, refusing
 from ..model.sentence import TextEncoder
-from .batches import Batch, check_batches
+from .batches import Batch, check_batches, predicts_labels
 from .images import holds_images
 from .labels import STRINGS
 from .reader import Columns
-from .targets import size_of, text_labels
+from .targets import predicts, size_of, text_labels
 
 if TYPE_CHECKING:
     from ..tasks import Task
@@ -111,8 +111,8 @@ def _of_texts(
         return datasets.Dataset.from_dict({"text": list(texts)}), {"text": ("text",)}
     rows = datasets.Dataset.from_dict({"query": [pair[0] for pair in texts], "document": [pair[1] for pair in texts]})
     fields: dict[str, Any] = {"text": ("query", "document")}
-    # A model with one label orders the candidates of a query.
-    return rows, fields | ({"group": "query"} if model.config.num_labels == 1 else {})
+    # A model with one number orders the candidates of a query.
+    return rows, fields | ({"group": "query"} if predicts(model.config) == "numbers" else {})
 
 
 def _labelled(model: PreTrainedModel, task: Task, batches: Iterable[Mapping[str, Tensor]]) -> list[Batch]:
@@ -129,7 +129,9 @@ def _of_inputs(model: PreTrainedModel, rows: datasets.Dataset, processor: Any) -
     tokenizer = getattr(processor, "tokenizer", processor)
     collate: Any = default_data_collator
     if hasattr(tokenizer, "pad"):
-        of_tokens = any(isinstance(rows.features[name], (list, datasets.List)) for name in names if name in LABELS)
+        of_tokens = not predicts_labels(model) and any(
+            isinstance(rows.features[name], (list, datasets.List)) for name in names if name in LABELS
+        )
         collate = (DataCollatorForSeq2Seq if of_tokens else DataCollatorWithPadding)(tokenizer)
     must = f"rows of {listed(names)} must form batches, but do not"
     with refusing(must, "pass a processor= that can pad them", DataError):

@@ -11,7 +11,7 @@ import datasets
 
 from ..errors import DataError, listed, quoted
 from .rows import row_name
-from .targets import is_regression
+from .targets import predicts
 
 logger = logging.getLogger(__name__)
 
@@ -27,10 +27,8 @@ def read_labels(rows: datasets.Dataset, *, column: str, config: Any) -> list[int
                 f"every row must have a label, but {row_name(rows, row)} has none in {column!r}; "
                 "remove such rows, or leave data.label out to run without labels"
             )
-    if is_regression(config):
-        return _regression_labels(values, feature, column=column, config=config)
-    if getattr(config, "problem_type", None) == "multi_label_classification":
-        raise DataError("the model must give one class per sample; multi_label_classification is not supported")
+    if predicts(config) == "numbers":
+        return _regression_labels(values, feature, column=column)
     dtype = getattr(feature, "dtype", "")
     if dtype in STRINGS:
         return _numbers_of_names(values, column=column, config=config)
@@ -63,9 +61,7 @@ def read_labels(rows: datasets.Dataset, *, column: str, config: Any) -> list[int
     return [int(value) for value in values]
 
 
-def _regression_labels(values: list[Any], feature: Any, *, column: str, config: Any) -> list[float]:
-    if config.num_labels != 1:
-        raise DataError(f"regression must have one label, but the model has {config.num_labels}")
+def _regression_labels(values: list[Any], feature: Any, *, column: str) -> list[float]:
     if isinstance(feature, datasets.ClassLabel) or not all(map(is_number, values)):
         raise DataError(
             f"the labels of a regression must be numbers, but {column!r} holds {kind_of(feature)} such as "

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedModel
 
-from ..errors import DataError, listed
+from ..errors import DataError, RequestError, listed, quoted
 from ..model.tokens import judged_tokens
 
 # The label that transformers' losses ignore.
@@ -31,9 +31,37 @@ GROUP_KEY = "group"
 ROW_KEYS = (*CHOICE_KEYS, *TEXT_KEYS, GROUP_KEY)
 
 
-def is_regression(config: Any) -> bool:
-    """Tell whether a classifier's configuration makes it a regression: it has one label, or that problem type."""
-    return config.num_labels == 1 or getattr(config, "problem_type", None) == "regression"
+def predicts(config: Any) -> Literal["classes", "labels", "numbers"]:
+    """Return what a classifier's configuration makes of its logits, as the losses of transformers do.
+
+    With "classes", the largest logit is the answer. With "labels" (multi_label_classification), each logit says by
+    itself whether its label applies; there may be a single one. With "numbers", a regression, the only logit is the
+    answer. Without a problem type, one label means a regression, and more mean classes.
+
+    Raises:
+        RequestError: The problem type is unknown, or does not suit the number of labels.
+    """
+    problem, count = getattr(config, "problem_type", None), config.num_labels
+    if problem == "multi_label_classification":
+        return "labels"
+    if problem == "single_label_classification" and count == 1:
+        raise RequestError(
+            "problem_type single_label_classification needs two labels or more, but the model has 1; set problem_type "
+            "to multi_label_classification if its logit is a yes or no, or to regression if it is a number or a rank"
+        )
+    if problem == "regression" and count != 1:
+        raise RequestError(f"a regression must have one label, but the model has {count}")
+    if problem not in (None, "regression", "single_label_classification"):
+        raise RequestError(
+            "problem_type must be regression, single_label_classification or multi_label_classification, got "
+            f"{quoted(problem)}; correct the model's config"
+        )
+    return "numbers" if count == 1 else "classes"
+
+
+def are_tokens(labels: torch.Tensor) -> bool:
+    """Return whether labels are tokens, (batch, tokens) int64, rather than one class, number or label set each."""
+    return labels.dim() == 2 and not labels.is_floating_point()
 
 
 def predicted_positions(labels: torch.Tensor) -> torch.Tensor:
@@ -58,7 +86,7 @@ def check_label_tokens(batches: Sequence[Mapping[str, torch.Tensor]]) -> None:
     """If labels are tokens, check that every sample has one to compute a loss from."""
     for index, batch in enumerate(batches):
         labels = batch.get("labels")
-        if labels is not None and labels.dim() == 2:
+        if labels is not None and are_tokens(labels):
             empty = (~predicted_positions(labels).any(-1)).nonzero().flatten().tolist()
             if empty:
                 raise DataError(

@@ -19,7 +19,16 @@ from ..errors import DataError
 from ..progress import SILENT, Progress
 from .interval import CONFIDENCE, lower_share, ratio_ends, share_ends, variance_of_mean
 from .metrics import METRICS, check_metrics, quality_loss
-from .predict import ChoicePredictions, Predictions, TokenPredictions, predict, predicted, references
+from .predict import (
+    CLASSES,
+    ChoicePredictions,
+    DecisionRule,
+    Predictions,
+    TokenPredictions,
+    predict,
+    predicted,
+    references,
+)
 from .ranking import Ranked, RankedTexts, Rankings, RowsKind, kind_of_rows, ranked
 
 logger = logging.getLogger(__name__)
@@ -90,8 +99,7 @@ class Judge:
     batches: Sequence[Batch]  # the batches to predict
     dense: Predictions  # the dense model's predictions on them
     metrics: tuple[str, ...]  # names of metrics, the most important first
-    regression: bool = False  # whether the logit is the prediction, rather than the class of the largest one
-    tolerance: float = 0.25  # largest absolute difference, in units of the label, at which two numbers count as equal
+    rule: DecisionRule = CLASSES  # what logits decide
     confidence: float = CONFIDENCE  # of its two-sided intervals
     # Number of samples that intervals are to be as narrow as; None for those of the batches. It predicts, from other
     # rows, the interval of as many held-out ones.
@@ -109,8 +117,7 @@ class Judge:
         batches: Sequence[Batch],
         *,
         metrics: tuple[str, ...],
-        regression: bool = False,
-        tolerance: float = 0.25,
+        rule: DecisionRule = CLASSES,
         confidence: float = CONFIDENCE,
         as_of: int | None = None,
         embeds: bool = False,
@@ -122,7 +129,7 @@ class Judge:
         On the dense index, the judge's own batches are those of queries alone, if these have documents.
         """
         dense = predict(model, batches, progress=progress)
-        judge = cls(batches, dense, metrics, regression, tolerance, confidence, as_of, embeds, index)
+        judge = cls(batches, dense, metrics, rule, confidence, as_of, embeds, index)
         return judge.on_dense_index() if index == "dense" else judge
 
     def on_dense_index(self) -> Judge:
@@ -140,7 +147,7 @@ class Judge:
     def of(self, predictions: Predictions) -> Quality:
         """Return all metrics and the stability of predictions of the batches."""
         if self._rows is None:
-            metrics = compute_metrics(predictions, self._references, names=self.metrics, regression=self.regression)
+            metrics = compute_metrics(predictions, self._references, names=self.metrics, rule=self.rule)
         else:
             metrics = {name: _value(name, *self._inputs(name, predictions)) for name in self.metrics}
         return Quality(metrics, self._stability(predictions))
@@ -149,7 +156,7 @@ class Judge:
         """Return which predictions equal the dense model's, (predictions,) bool; of rankings, (queries,)."""
         if self._rows is not None:
             return self.rankings(predictions).top1
-        return agreement(self.dense, predictions, regression=self.regression, tolerance=self.tolerance)
+        return agreement(self.dense, predictions, self.rule)
 
     def judgement(self, predictions: Predictions) -> Judgement:
         """Return the first metric of predictions with its bootstrap standard error, and their stability."""
@@ -265,7 +272,7 @@ class Judge:
 
     @cached_property
     def _references(self) -> torch.Tensor:
-        return references(self.batches) if self._labelled else predicted(self.dense, regression=self.regression)
+        return references(self.batches) if self._labelled else predicted(self.dense, self.rule)
 
     @cached_property
     def _rows(self) -> Ranked | None:
@@ -294,7 +301,7 @@ class Judge:
     def _inputs(self, name: str, predictions: Predictions) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
         """Return what a metric compares: predictions and references of (samples,), and options."""
         if self._rows is None:
-            return _metric_inputs(predictions, self._references, names=[name], regression=self.regression)
+            return _metric_inputs(predictions, self._references, names=[name], rule=self.rule)
         check_metrics([name], rows=self._kind)
         if METRICS[name].of == "numbers":
             return self._of_pairs(predictions)
@@ -314,10 +321,10 @@ class Judge:
 
 
 def compute_metrics(
-    predictions: Predictions, references: torch.Tensor, *, names: Sequence[str], regression: bool = False
+    predictions: Predictions, references: torch.Tensor, *, names: Sequence[str], rule: DecisionRule = CLASSES
 ) -> dict[str, float]:
     """Compute metrics of predictions, by name. An undefined one is 0.0, and a warning is logged."""
-    inputs = _metric_inputs(predictions, references, names=names, regression=regression)
+    inputs = _metric_inputs(predictions, references, names=names, rule=rule)
     return {name: _value(name, *inputs) for name in names}
 
 
@@ -338,7 +345,7 @@ def standard_error(
     references: torch.Tensor,
     *,
     name: str,
-    regression: bool = False,
+    rule: DecisionRule = CLASSES,
     resamples: int = 100,
     seed: int = 0,
 ) -> float:
@@ -346,7 +353,7 @@ def standard_error(
 
     Every set has the original number of samples; an undefined metric counts as 0.0.
     """
-    inputs = _metric_inputs(predictions, references, names=[name], regression=regression)
+    inputs = _metric_inputs(predictions, references, names=[name], rule=rule)
     return _standard_error(name, *inputs, resamples=resamples, seed=seed)
 
 
@@ -371,11 +378,11 @@ def _ratio(name: str, dense: float, slim: float) -> float:
 
 
 def _metric_inputs(
-    predictions: Predictions, references: torch.Tensor, *, names: Sequence[str], regression: bool
+    predictions: Predictions, references: torch.Tensor, *, names: Sequence[str], rule: DecisionRule
 ) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
     """Return the inputs of metrics, predictions and references of (samples,) and options, after a check."""
     if isinstance(predictions, TokenPredictions):
-        check_metrics(names, task="text-generation")
+        check_metrics(names, predicts="tokens")
         if len(predictions.tokens) != len(references):
             raise DataError(
                 f"every label token needs a reference, got {len(predictions.tokens)} predictions and "
@@ -386,28 +393,28 @@ def _metric_inputs(
         rows["right"] = predictions.per_sample(predictions.tokens == references)
         return rows, predictions.per_sample(torch.ones_like(predictions.nll)).long().numpy(), {}
     if isinstance(predictions, ChoicePredictions):
-        check_metrics(names, task="text-generation", choices=True)
+        check_metrics(names, choices=True)
         rows = np.empty(len(predictions), dtype=[("likeliest", np.int64), ("per_character", np.int64)])
         rows["likeliest"], rows["per_character"] = predictions.chosen, predictions.chosen_per_character
         return rows, references.numpy(), {}
-    check_metrics(names, regression=regression)
+    check_metrics(names, predicts=rule.predicts)
     if len(predictions) != len(references):
         raise DataError(
             f"every sample needs a reference, got {len(predictions)} logits and {len(references)} references"
         )
-    found = predicted(predictions, regression=regression)
-    if regression:
+    found = rule.decide(predictions)
+    if rule.predicts == "numbers":
         return found.double().numpy(), references.double().numpy(), {}
+    if rule.predicts == "labels":
+        return found.numpy(), references.bool().numpy(), {}
     return found.numpy(), references.numpy(), {"num_labels": predictions.shape[-1]}
 
 
-def agreement(
-    dense: Predictions, other: Predictions, *, regression: bool = False, tolerance: float = 0.25
-) -> torch.Tensor:
+def agreement(dense: Predictions, other: Predictions, rule: DecisionRule = CLASSES) -> torch.Tensor:
     """Return which predictions equal the dense model's, (predictions,) bool.
 
-    A prediction is a sample's class, its number, its choice, or all tokens of its answer; in plain text it is a token.
-    Numbers count as equal up to `tolerance`, in units of the label.
+    A prediction is what the rule decides of a sample, its choice, or all tokens of its answer; in plain text it is a
+    token.
     """
     if isinstance(dense, TokenPredictions) and isinstance(other, TokenPredictions):
         if not torch.equal(dense.sample, other.sample) or len(dense) == 0:
@@ -425,13 +432,12 @@ def agreement(
         raise DataError(
             f"stability compares logits of the same samples, got shapes {tuple(dense.shape)} and {tuple(other.shape)}"
         )
-    one, two = (predicted(logits, regression=regression) for logits in (dense, other))
-    return (one - two).abs() <= tolerance if regression else one == two
+    return rule.same(dense, other)
 
 
-def stability(dense: Predictions, other: Predictions, *, regression: bool = False, tolerance: float = 0.25) -> float:
+def stability(dense: Predictions, other: Predictions, rule: DecisionRule = CLASSES) -> float:
     """Return the share, in [0, 1], of predictions that equal the dense model's; see `agreement`."""
-    return agreement(dense, other, regression=regression, tolerance=tolerance).double().mean().item()
+    return agreement(dense, other, rule).double().mean().item()
 
 
 def clearly_better(one: torch.Tensor, other: torch.Tensor, samples: torch.Tensor | None = None) -> bool:

@@ -16,7 +16,7 @@ import sklearn.metrics
 
 from ..errors import DataError, RecipeError, did_you_mean
 from ..progress import quiet
-from ..tasks import TASKS
+from ..tasks import TASKS, Prediction
 from .ranking import RowsKind
 
 Compute = Callable[..., float]
@@ -27,9 +27,9 @@ class Metric:
     """A metric and what it applies to; see `register_metric`."""
 
     name: str  # the name recipes give it
-    # What it compares: "classes", "numbers" (of a regression, or the similarities of pairs), "tokens" (of generated
-    # text), "choices" (among answers to a prompt), "ranking" (of what is relevant) or "own ranking" (beside the dense
-    # model's).
+    # What it compares: "classes", "labels" (sets of them), "numbers" (of a regression, or the similarities of pairs),
+    # "tokens" (of generated text), "choices" (among answers to a prompt), "ranking" (of what is relevant) or "own
+    # ranking" (beside the dense model's).
     of: str
     compute: Compute  # the function, of predictions and references; NaN if the metric is undefined
     higher_is_better: bool = True  # whether more is better
@@ -50,6 +50,7 @@ def register_metric(name: str, *, of: str, higher_is_better: bool = True) -> Cal
     The function takes two arrays of one entry per sample and returns a number. It gets
 
     - of "classes": predictions and references, (samples,) int64, and `num_labels`, how many classes the model knows;
+    - of "labels": predictions and references, (samples, labels) bool, whether a label applies;
     - of "numbers": predictions and references, (samples,) float64;
     - of "tokens": predictions with the fields `nll` (sum over the sample's label tokens of their negative
       log-likelihoods, in nats) and `right` (how many of them are the likeliest token), and how many label tokens the
@@ -89,6 +90,19 @@ def matthews_correlation(predictions: np.ndarray, references: np.ndarray, num_la
     if _is_constant(predictions, references):
         return math.nan
     return float(sklearn.metrics.matthews_corrcoef(references, predictions))
+
+
+@register_metric("f1_micro", of="labels")
+def f1_micro(predictions: np.ndarray, references: np.ndarray) -> float:
+    """Return the F1 over all labels of all samples together (micro); NaN if no label is predicted or right."""
+    named = predictions.sum() + references.sum()
+    return float(2 * (predictions & references).sum() / named) if named else math.nan
+
+
+@register_metric("subset_accuracy", of="labels")
+def subset_accuracy(predictions: np.ndarray, references: np.ndarray) -> float:
+    """Return the share of samples whose predicted labels are exactly the reference's."""
+    return float((predictions == references).all(-1).mean())
 
 
 @register_metric("pearson", of="numbers")
@@ -270,7 +284,7 @@ _OF_ROWS: dict[RowsKind, _Of] = {
 
 def default_metrics(
     *,
-    regression: bool = False,
+    predicts: Prediction = "classes",
     task: str = "text-classification",
     answers: bool = False,
     choices: bool = False,
@@ -282,11 +296,12 @@ def default_metrics(
     """
     if rows is not None:
         return TASKS[task].of_rows[rows]
-    return TASKS[task].usual_metrics(regression=regression, answers=answers, choices=choices)
+    return TASKS[task].usual_metrics(predicts=predicts, answers=answers, choices=choices)
 
 
 _PREDICTING = {
     "numbers": "a regression",
+    "labels": "a multi-label classifier",
     "classes": "a classifier",
     "tokens": "generated text",
     "choices": "choices among answers (data.label)",
@@ -296,19 +311,18 @@ _PREDICTING = {
 def check_metrics(
     names: Sequence[str],
     *,
-    regression: bool = False,
-    task: str = "text-classification",
+    predicts: Prediction = "classes",
     choices: bool = False,
     rows: RowsKind | None = None,
 ) -> None:
     """Check, before any work, that every metric exists and fits what the model predicts.
 
-    `rows` are those of an embedding model, by default texts alone, or of a reranker.
+    `rows` are those of an embedding model or of a reranker.
     """
-    if rows := rows or TASKS[task].usual_rows:
+    if rows is not None:
         kinds, words = _OF_ROWS[rows].kinds, _OF_ROWS[rows].words
     else:
-        kind = "choices" if choices else TASKS[task].prediction(regression=regression)
+        kind = "choices" if choices else predicts
         kinds, words = (kind,), _PREDICTING[kind]
     problems: list[str] = []
     for name in names:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,11 +13,12 @@ from transformers import PreTrainedModel
 
 from .. import processes
 from ..data.batches import Batch
-from ..data.targets import CHOICE_KEYS, IGNORED, check_label_tokens, inputs_of, predicted_positions
+from ..data.targets import CHOICE_KEYS, IGNORED, are_tokens, check_label_tokens, inputs_of, predicted_positions
 from ..errors import DataError, NonFiniteError
 from ..model.modes import evaluating, without_cache
 from ..model.threads import threads_for
 from ..progress import SILENT, Progress
+from ..tasks import Prediction
 from ..tasks.models import behaviour_of
 
 # How many rows of logits are held in float32 at once: 64 MB for a vocabulary of 32,000.
@@ -128,7 +130,7 @@ def _outputs(
     for index, batch in numbered:
         logits = forward(batch)  # (batch, labels) or (batch, tokens, vocabulary)
         labels = batch.get("labels")
-        of_tokens = labels is not None and labels.dim() == 2
+        of_tokens = labels is not None and are_tokens(labels)
         output = _judge_tokens(logits, labels) if of_tokens else (logits,)
         # A language model's NaN reaches its likelihoods.
         if not torch.isfinite(output[-1]).all():
@@ -183,8 +185,8 @@ def _are_answers(batches: Sequence[Batch]) -> bool:
 def references(batches: Sequence[Batch]) -> torch.Tensor:
     """Return the labels of batches in one tensor.
 
-    They are classes, (samples,) int64; numbers, (samples,) float32; label tokens, (label tokens,) int64; or the right
-    choices, (questions,) int64.
+    They are classes, (samples,) int64; label sets, (samples, labels) floating, 0 or 1; numbers, (samples,) float32;
+    label tokens, (label tokens,) int64; or the right choices, (questions,) int64.
     """
     if not batches or any("labels" not in batch for batch in batches):
         raise DataError("metrics need labels, but the batches have none; name the column in data.label")
@@ -193,15 +195,45 @@ def references(batches: Sequence[Batch]) -> torch.Tensor:
         questions, place = question.unique(return_inverse=True)
         return torch.zeros(len(questions), dtype=torch.int64).scatter(0, place, right)
     labels = [batch["labels"].cpu() for batch in batches]
-    if labels[0].dim() == 2:
+    if are_tokens(labels[0]):
         labels = [part[:, 1:][predicted_positions(part)] for part in labels]
     return torch.cat(labels)
 
 
-def predicted(predictions: Predictions, *, regression: bool = False) -> torch.Tensor:
-    """Return the classes, choices or numbers that are predicted, (samples,), or the tokens, (label tokens,)."""
+@dataclass(frozen=True)
+class DecisionRule:
+    """What the logits of a classifier or regression decide, and which decisions are the same.
+
+    Attributes:
+        predicts: "classes", the class of the largest logit; "labels", every label whose probability is above the
+            threshold; or "numbers", the logit itself. Other predictions need no rule.
+        tolerance: Largest absolute difference, in units of the label, at which two numbers are the same.
+        threshold: Probability, in (0, 1).
+    """
+
+    predicts: Prediction = "classes"
+    tolerance: float = 0.25
+    threshold: float = 0.5
+
+    def decide(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the classes, (samples,) int64, the label sets, (samples, labels) bool, or the numbers, (samples,)."""
+        if self.predicts == "labels":
+            return logits > math.log(self.threshold / (1 - self.threshold))
+        return logits.flatten() if self.predicts == "numbers" else logits.argmax(dim=-1)
+
+    def same(self, logits: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        """Return where two models decide the same, (samples,) bool."""
+        one, two = self.decide(logits), self.decide(other)
+        if self.predicts == "numbers":
+            return (one - two).abs() <= self.tolerance
+        return (one == two).all(-1) if self.predicts == "labels" else one == two
+
+
+CLASSES = DecisionRule()
+
+
+def predicted(predictions: Predictions, rule: DecisionRule) -> torch.Tensor:
+    """Return what a rule decides, or the likeliest choices, (questions,), or tokens, (label tokens,)."""
     if isinstance(predictions, TokenPredictions):
         return predictions.tokens
-    if isinstance(predictions, ChoicePredictions):
-        return predictions.chosen
-    return predictions.flatten() if regression else predictions.argmax(dim=-1)
+    return predictions.chosen if isinstance(predictions, ChoicePredictions) else rule.decide(predictions)

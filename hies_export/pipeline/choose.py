@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -227,7 +227,7 @@ class Chooser:
         """Return the judge on some of the prepared rows; options that are given replace those of the run."""
         key = id(rows), *sorted(how.items())
         if key not in self._judges:
-            self._judges[key] = Judge.on(self._prepared.model, rows, **asdict(self._prepared.judged) | how)
+            self._judges[key] = Judge.on(self._prepared.model, rows, **vars(self._prepared.judged) | how)
         return self._judges[key]
 
     def _held_out(self, judge: Judge, token_weights: float | None = None, by: Predictor = predict) -> HeldOut:

@@ -10,7 +10,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -60,9 +60,8 @@ def tries_cascades(prepared: Prepared, share: float) -> bool:
 
     Each interval needs more confidence if they are tried, so more rows.
     """
-    classes = prepared.task.prediction(regression=prepared.judged.regression) == "classes"
     needed = rows_needed(share, confidence_of_each(LOOKS_WITH_CASCADES))
-    return classes and samples_of(prepared.rows.held_out) >= needed
+    return prepared.judged.rule.predicts == "classes" and samples_of(prepared.rows.held_out) >= needed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +124,7 @@ def find_answer(
     assert promise is not None
     cascades = tries_cascades(prepared, asked.keep)
     confidence = confidence_of_each(LOOKS_WITH_CASCADES if cascades else LOOKS)
-    judge = Judge.on(prepared.model, prepared.rows.held_out, confidence=confidence, **asdict(prepared.judged))
+    judge = Judge.on(prepared.model, prepared.rows.held_out, confidence=confidence, **vars(prepared.judged))
     forms = Forms({"dense": prepared.model}, prepared.exporter, folder, progress)
     shape = next(iter(prepared.measured))
     ways = find_ways(prepared.task, asked.runtimes)

@@ -14,7 +14,7 @@ from ..data.batches import Batch
 from ..data.targets import inputs_of, samples_of
 from ..errors import RecipeError, RequestError
 from ..evaluate.interval import CONFIDENCE, FAILURES, confidence_of_each, queries_needed, rows_needed
-from ..evaluate.predict import Predictor, predict
+from ..evaluate.predict import DecisionRule, Predictor, predict
 from ..evaluate.ranking import keeps_predictions, kind_of_rows
 from ..forms.exports import Exporter, ExportOptions
 from ..forms.form import predictor
@@ -44,11 +44,10 @@ class Rows:
 
 @dataclass(frozen=True)
 class Judged:
-    """How predictions are compared: metrics, the most important first, what counts as the same number, and rankings."""
+    """How predictions are compared: metrics, the most important first, what logits decide, and rankings."""
 
     metrics: tuple[str, ...]
-    regression: bool
-    tolerance: float = 0.25
+    rule: DecisionRule
     embeds: bool = False
 
 
@@ -97,7 +96,8 @@ def prepare(
     Only `towers` of a composite model lose units, by default the language model if there is one.
     """
     measured = _measured(model, shapes, rows.calibration[0], task)
-    _warn_of_one_class(rows.calibration, regression=judged.regression)
+    if judged.rule.predicts == "classes":
+        _warn_of_one_class(rows.calibration)
     check_runs(model, first_samples(rows.calibration[0]), "the calibration rows")
     check_shapes(model, measured)
     modules = find_modules(model, first_samples(rows.calibration[0]), kinds=kinds)
@@ -182,10 +182,10 @@ def _warn_without_compensation(options: PruneSection) -> None:
         )
 
 
-def _warn_of_one_class(batches: Sequence[Batch], *, regression: bool) -> None:
+def _warn_of_one_class(batches: Sequence[Batch]) -> None:
     """Warn if all calibration rows are of one class: scores then ignore the other classes."""
     labels = [batch["labels"] for batch in batches if "labels" in batch]
-    if regression or not labels or labels[0].dim() > 1:
+    if not labels:
         return
     classes = torch.cat(labels)
     if len(classes) > 1 and len(classes.unique()) == 1:

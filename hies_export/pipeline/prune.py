@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from inspect import signature
 from pathlib import Path
@@ -19,10 +19,11 @@ from transformers import PreTrainedModel
 from ..checkpoint.refits import RefittedLayers
 from ..data.batches import Batch
 from ..data.given import batches_of, first_rows, split_held_out, unlabelled
-from ..data.targets import has_references, is_regression, samples_of
+from ..data.targets import has_references, samples_of
 from ..errors import RecipeError, RequestError
 from ..evaluate.judge import Judge
 from ..evaluate.metrics import check_metrics, default_metrics
+from ..evaluate.predict import DecisionRule
 from ..evaluate.ranking import kind_of_rows
 from ..forms.cascade.cascade import Cascade
 from ..forms.measure.counts import Both, FlopCount, count_both_flops, count_parameters
@@ -39,6 +40,7 @@ from ..progress import SILENT, Clock, Progress, without_reports
 from ..recipe import (
     Allocation,
     BudgetSection,
+    ComparisonSection,
     CompensationSection,
     MultipleOf,
     PruneSection,
@@ -50,7 +52,7 @@ from ..report.report import plan_counts
 from ..report.rows import Table, change, metric_name, quality_row, ranking_rows, shown_metrics, si
 from ..report.terminal import PlainTable, map_text
 from ..slim.refit import LayerFit
-from ..tasks import Task
+from ..tasks import Prediction, Task
 from ..tasks.models import task_of
 from ..values import PruningPlan, Scores
 from .choose import choose
@@ -278,6 +280,7 @@ def prune(
     processor: Any = None,
     columns: Mapping[str, Any] | None = None,
     embedding: Mapping[str, Any] | None = None,
+    evaluation: ComparisonSection | Mapping[str, Any] | None = None,
     shape: tuple[int, ...] | None = None,
     seed: int = 0,
     progress: Progress = SILENT,
@@ -324,6 +327,8 @@ def prune(
             image, label, prompt, answer, max_length, packing. By default the only columns that fit.
         embedding: For an encoder of transformers, how its token embeddings become the embedding of a text: `{"pooling":
             "mean", "normalize": True}`; pooling is mean, cls, last or max.
+        evaluation: How predictions are judged, by the fields of a recipe's `evaluation`: metrics, stability_tolerance
+            (of a regression) and threshold (of a multi-label classifier).
         shape: (batch, sequence) for which FLOPs are counted, or (batch,) for images; by default one row of 128 tokens,
             or fewer if the model takes no more.
         seed: Seed of the criterion `random`; the plan records it.
@@ -350,13 +355,14 @@ def prune(
         **{"allocation": allocation, "unit": unit, "towers": towers, "min_heads": min_heads},
         **{"keep_layers": keep_layers, "multiple_of": multiple_of, "steps": steps, "compensation": compensation},
     }
-    asked = _asked(options, plan)
+    asked, comparison = _asked(options, plan), _comparison(evaluation or {})
     given = unwrap(model, embedding)
     model, processor = given.model, processor or given.processor
     task = task_of(model)
+    predicts = task.prediction(model.config)
     read: dict[str, Any] = {"task": task, "processor": processor, "columns": columns, "settings": given.reading}
     rows = _rows(model, asked, batches, held_out, compensation_batches, read)
-    judged = _judged(model, task, asked, rows.held_out)
+    judged = _judged(task, predicts, comparison, asked, rows.held_out)
     timed = None if isinstance(asked, _OfPlan) else asked.goal.timed
     if timed is not None:
         check_runtime(timed.runtime, task=task.name)
@@ -420,6 +426,14 @@ def _asked(options: Mapping[str, Any], plan: PruningPlan | None) -> PruneSection
         raise RecipeError(problems) from None
 
 
+def _comparison(evaluation: ComparisonSection | Mapping[str, Any]) -> ComparisonSection:
+    """Return how predictions are judged, after the checks of a recipe."""
+    try:
+        return ComparisonSection.model_validate(evaluation)
+    except ValidationError as error:
+        raise RecipeError([f"evaluation.{problem}" for problem in sentences(error, ComparisonSection)]) from None
+
+
 def _rows(
     model: PreTrainedModel,
     asked: PruneSection | _OfPlan,
@@ -450,22 +464,26 @@ def _rows(
     return Rows(calibration, apart, refit)
 
 
-def _judged(model: PreTrainedModel, task: Task, asked: PruneSection | _OfPlan, held_out: Sequence[Batch]) -> Judged:
-    """Return how predictions are compared: by the usual metrics of the task, and of the held-out rows."""
-    regression = task.may_regress and is_regression(model.config)
-    of: dict[str, Any] = {"regression": regression, "task": task.name}
-    of["rows"] = kind_of_rows(held_out, embeds=task.embeds)
-    metrics = default_metrics(**of)
+def _judged(
+    task: Task,
+    predicts: Prediction,
+    comparison: ComparisonSection,
+    asked: PruneSection | _OfPlan,
+    held_out: Sequence[Batch],
+) -> Judged:
+    """Return how predictions are compared: by default by the usual metrics of the task, and of the held-out rows."""
+    rows = kind_of_rows(held_out, embeds=task.embeds)
+    metrics = comparison.metrics or default_metrics(predicts=predicts, task=task.name, rows=rows)
     extra = asked.goal.metric if isinstance(asked, PruneSection) else None
-    check_metrics((*metrics, *([] if extra is None else [extra])), **of)
-    return Judged(metrics, regression, embeds=task.embeds)
+    check_metrics((*metrics, *([] if extra is None else [extra])), predicts=predicts, rows=rows)
+    return Judged(metrics, DecisionRule(predicts, comparison.stability_tolerance, comparison.threshold), task.embeds)
 
 
 def _compare(result: PruneResult, progress: Progress) -> Evaluation:
     """Judge the slim model on the held-out batches."""
     progress.stage("compare both models on the held-out rows")
     prepared = result.prepared
-    judge = Judge.on(prepared.model, prepared.rows.held_out, **asdict(prepared.judged), index=None)
+    judge = Judge.on(prepared.model, prepared.rows.held_out, **vars(prepared.judged), index=None)
     return evaluate(judge, prepared.model, result.slim.model, progress=progress)
 
 

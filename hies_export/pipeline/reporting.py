@@ -115,8 +115,8 @@ def _details(done: Finished, command: str | None) -> Details:
         tried=choice.tried,
         stability_of=FIRST_HIT if evaluation.ranking else _prediction_name(prepared, answers=answers),
         # Rankings are compared by their order, whatever the logits.
-        stability_tolerance=prepared.judged.tolerance
-        if prepared.judged.regression and not evaluation.ranking
+        stability_tolerance=prepared.judged.rule.tolerance
+        if prepared.judged.rule.predicts == "numbers" and not evaluation.ranking
         else None,
         custom_code=is_slim(done.result.model),
         family=families(prepared.model.config, done.result.model.config),
@@ -183,9 +183,11 @@ def write_report(folder: Path, report: Report) -> None:
 
 
 def _prediction_name(prepared: Prepared, *, answers: bool) -> str:
-    """Return the report's word for one prediction: "choice", "answer", "next token" or "prediction"."""
+    """Return the report's word for one prediction: "choice", "answer", "label set", "next token" or "prediction"."""
     if METRICS[prepared.judged.metrics[0]].of == "choices":
         return "choice"
     if answers:
         return "answer"
+    if prepared.judged.rule.predicts == "labels" and prepared.model.config.num_labels != 1:
+        return "label set"
     return prepared.task.word

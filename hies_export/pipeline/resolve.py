@@ -23,11 +23,12 @@ from ..data.generation import GenerationReader
 from ..data.processors import load_processor
 from ..data.reader import Columns, Reader
 from ..data.rows import taken_from
-from ..data.targets import is_regression, samples_of
+from ..data.targets import samples_of
 from ..errors import RequestError
 from ..evaluate.interval import confidence_of_each, queries_needed, rate_rows_needed, rows_needed
 from ..evaluate.lm_eval import check_benchmarks
 from ..evaluate.metrics import METRICS, check_metrics, default_metrics
+from ..evaluate.predict import DecisionRule
 from ..evaluate.ranking import RowsKind
 from ..forms.cascade.cascade import check_classes
 from ..forms.cascade.export import CascadeOptions
@@ -40,7 +41,7 @@ from ..model.sentence import SentenceSettings
 from ..recipe import FLOPS_TO_TRY, PruneSection, PruningRecipe
 from ..recipe.draws import Draws, Splits, draw, evaluated
 from ..report.provenance import Request
-from ..tasks import COLUMNS, TASKS
+from ..tasks import COLUMNS, TASKS, Prediction
 from .prepare import Judged, Prepared, Rows, check_options, prepare, shapes_to_measure
 
 # Rows that `deploy` makes a promise on; more narrow the interval, and every cut takes longer to judge.
@@ -92,11 +93,10 @@ def resolve(
     options = options or recipe.options
     found = _Found.of(recipe)
     task, config = TASKS[recipe.task], found.config
-    regression = task.may_regress and is_regression(config)
-    splits = _splits(recipe, promising=draws is None, regression=regression)
-    judged = Judged(
-        _metrics(recipe, regression=regression), regression, recipe.evaluation.stability_tolerance, task.embeds
-    )
+    predicts = task.prediction(config)
+    splits = _splits(recipe, predicts, promising=draws is None)
+    rule = DecisionRule(predicts, recipe.evaluation.stability_tolerance, recipe.evaluation.threshold)
+    judged = Judged(_metrics(recipe, predicts), rule, task.embeds)
     names = _checked_runtimes(recipe, runtimes_of(recipe, runtimes))
     measure = MeasureOptions(_ways(recipe, names), recipe.measure.timing)
     check_device_map(recipe.device_map)
@@ -154,7 +154,7 @@ def resolve(
     )
 
 
-def _splits(recipe: PruningRecipe, *, promising: bool = False, regression: bool = False) -> Splits:
+def _splits(recipe: PruningRecipe, predicts: Prediction, *, promising: bool = False) -> Splits:
     """Return the splits that a recipe reads; if it makes a promise, with rows held out for that."""
     splits = Splits(recipe.data, recipe.calibration, recipe.evaluation, recipe.held_out)
     task = TASKS[recipe.task]
@@ -166,7 +166,7 @@ def _splits(recipe: PruningRecipe, *, promising: bool = False, regression: bool 
             needed = queries_needed(keep, confidence_of_each(LOOKS))
             return splits.promising(needed, f"{100 * keep:g} %", most=HELD_OUT)
         needed, with_cascades = (rows_needed(keep, confidence_of_each(n)) for n in (LOOKS, LOOKS_WITH_CASCADES))
-        better = with_cascades if task.prediction(regression=regression) == "classes" else 0
+        better = with_cascades if predicts == "classes" else 0
         return splits.promising(needed, f"{100 * keep:g} %", most=HELD_OUT, better=better)
     if (asked := recipe.cascade) is not None:
         needed = rate_rows_needed(asked.disagreement, confidence_of_each(len(recipe.shares)))
@@ -188,7 +188,7 @@ def _cascade(recipe: PruningRecipe, prepared: Prepared) -> CascadeOptions | None
     if (asked := recipe.cascade) is None:
         return None
     confidence = confidence_of_each(len(recipe.shares))
-    check_classes(prepared.model, prepared.model)
+    check_classes(prepared.model)
     check_rows(samples_of(prepared.rows.promised), asked.disagreement, confidence)
     return CascadeOptions(
         disagreement=asked.disagreement,
@@ -201,8 +201,10 @@ def _cascade(recipe: PruningRecipe, prepared: Prepared) -> CascadeOptions | None
 
 def rows_in_order(recipe: PruningRecipe) -> Callable[[int], list[Batch]]:
     """Return a function of a batch size that gives batches of the first 512 evaluation rows, in their order."""
-    reader = _reader(recipe, _Found.of(recipe))
-    rows = evaluated(_splits(recipe), partial(reader.load, name=recipe.data.name, files=recipe.data.files))
+    found = _Found.of(recipe)
+    reader = _reader(recipe, found)
+    splits = _splits(recipe, TASKS[recipe.task].prediction(found.config))
+    rows = evaluated(splits, partial(reader.load, name=recipe.data.name, files=recipe.data.files))
     return _in_order(reader, rows)
 
 
@@ -210,7 +212,7 @@ def _in_order(reader: Reader, rows: datasets.Dataset) -> Callable[[int], list[Ba
     return lambda size: reader.batches(rows.select(range(min(len(rows), ROWS))), batch_size=size)
 
 
-def _metrics(recipe: PruningRecipe, *, regression: bool) -> tuple[str, ...]:
+def _metrics(recipe: PruningRecipe, predicts: Prediction) -> tuple[str, ...]:
     """Return the names of the metrics, the report's first, after checking that metrics and benchmarks fit the task."""
     extra = () if recipe.goal.metric is None else (recipe.goal.metric,)
     named = (*recipe.evaluation.metrics, *extra)
@@ -219,10 +221,9 @@ def _metrics(recipe: PruningRecipe, *, regression: bool) -> tuple[str, ...]:
     of_tokens = any(name in METRICS and METRICS[name].of == "tokens" for name in named)
     choices = TASKS[recipe.task].generative and recipe.data.label is not None and not of_tokens
     metrics = recipe.evaluation.metrics or default_metrics(
-        regression=regression, task=recipe.task, answers=recipe.data.answer is not None, choices=choices, rows=rows
+        predicts=predicts, task=recipe.task, answers=recipe.data.answer is not None, choices=choices, rows=rows
     )
-    known: dict[str, Any] = {"regression": regression, "task": recipe.task, "choices": choices, "rows": rows}
-    check_metrics(tuple(dict.fromkeys((*metrics, *extra))), **known)
+    check_metrics(tuple(dict.fromkeys((*metrics, *extra))), predicts=predicts, choices=choices, rows=rows)
     if recipe.evaluation.lm_eval:
         check_benchmarks(recipe.evaluation.lm_eval)
     return tuple(metrics)

@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -202,7 +202,7 @@ def run_stages(
         warn_if_larger(saved, resolved.source)
     uncompensated = result.plan.kept if options.compensation else None
     progress.stage("evaluate both models")
-    judge = Judge.on(prepared.model, resolved.evaluation, **asdict(prepared.judged), index=None, progress=progress)
+    judge = Judge.on(prepared.model, resolved.evaluation, **vars(prepared.judged), index=None, progress=progress)
     evaluation = evaluate_run(resolved, judge, result.model, uncompensated=uncompensated, progress=progress)
     answers = None if decided.cascade is None else answers_of(prepared)
     count, others = processes.world(), _other_work(watch)

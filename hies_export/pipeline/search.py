@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -314,7 +314,7 @@ def confirm(
     if not isinstance(budget, PromiseOutcome):
         return budget
     progress.stage("evaluate the slim model on the held-out rows")
-    judge = Judge.on(prepared.model, prepared.rows.held_out, **asdict(prepared.judged) | budget.judging)
+    judge = Judge.on(prepared.model, prepared.rows.held_out, **vars(prepared.judged) | budget.judging)
     confirmed = budget.having(*budget.numbers(judge, by(slim.model, judge.batches)))
     if not confirmed.met:
         what, remedy = "compensated", "compensate on more samples, or not at all"

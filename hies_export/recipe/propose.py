@@ -12,7 +12,6 @@ from ..checkpoint.classes import load_config
 from ..checkpoint.sentence import is_sentence_transformer
 from ..data.given import LABELS, numbers_column, queries_and_documents, usual_columns
 from ..data.rows import hub_splits, load_rows, taken_from
-from ..data.targets import is_regression
 from ..errors import DataError, RequestError, listed
 from ..tasks import TASKS, Task
 from ..tasks.models import embedding_task, task_by_class
@@ -82,7 +81,7 @@ def propose_recipe(
     columns: dict[str, Any] = {key: value for key, value in given.items() if value}
     if not text and image is None and query is None:
         columns = {key: value for key, value in _columns(rows, task).items() if value} | columns
-    if task.may_regress and is_regression(config) and len(columns.get("text", ())) == 2 and group is None:
+    if task.prediction(config) == "numbers" and len(columns.get("text", ())) == 2 and group is None:
         found = next((name for name in _GROUPS if name in rows.column_names), None)
         columns |= {} if found is None else {"group": found}
 

@@ -173,8 +173,23 @@ class HeldOutSection(Section):
     samples: int | None = Field(None, ge=1)
 
 
-class EvaluationSection(Section):
-    """Which rows quality is judged on.
+class ComparisonSection(Section):
+    """How predictions are judged.
+
+    Attributes:
+        metrics: Names of metrics, as `evaluate/metrics.py` lists them, or for `evaluate.load`: `owner/name` on the Hub,
+            or a local script. The first one leads the report. By default the usual ones for the task.
+        stability_tolerance: How far a regression output may move and still count as the same prediction.
+        threshold: Probability above which a label of a multi-label classifier applies.
+    """
+
+    metrics: tuple[PathOrName, ...] = ()
+    stability_tolerance: float = Field(0.25, gt=0)
+    threshold: float = Field(0.5, gt=0, lt=1)
+
+
+class EvaluationSection(ComparisonSection):
+    """Which rows quality is judged on, and how.
 
     Attributes:
         split: Split of the data set, or a slice of one.
@@ -182,9 +197,6 @@ class EvaluationSection(Section):
         rows: Which rows, if there are more: "drawn" by a seed that is the same for every run, or the "first". Data sets
             are often sorted, by topic or by length.
         batch_size: Most rows that go through the model at once.
-        metrics: Names of metrics, as `evaluate/metrics.py` lists them, or for `evaluate.load`: `owner/name` on the Hub,
-            or a local script. The first one leads the report. By default the usual ones for the task.
-        stability_tolerance: How far a regression output may move and still count as the same prediction.
         lm_eval: Benchmarks of lm-eval (an extra) for language models, in addition: names of its tasks, or YAML files.
             `samples` documents of each are used.
     """
@@ -193,8 +205,6 @@ class EvaluationSection(Section):
     samples: int | None = Field(None, ge=1)
     rows: Literal["drawn", "first"] = "drawn"
     batch_size: int = Field(32, ge=1)
-    metrics: tuple[PathOrName, ...] = ()
-    stability_tolerance: float = Field(0.25, gt=0)
     lm_eval: tuple[PathOrName, ...] = ()
 
 

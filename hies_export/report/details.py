@@ -32,7 +32,8 @@ class Details(BaseModel):
         heads: Attention module -> "his", "entropy" or "score" -> one number per head.
         uncompensated: Quality of the cut alone; None if nothing was compensated.
         alpha_curve, tried: Candidates of `alpha: auto` and `criterion: auto`.
-        stability_of: Word for one prediction: "choice", "answer", "next token", "first hit" or "prediction".
+        stability_of: Word for one prediction: "choice", "answer", "label set", "next token", "first hit" or
+            "prediction".
         stability_tolerance: Largest difference of equal predictions of a regression.
         custom_code: Whether transformers needs `modeling_hies.py` to load the slim model, as its `auto_class`.
         deployment: Which form to deploy; None if that was not asked.

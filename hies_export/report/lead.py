@@ -15,6 +15,7 @@ from .text import evaluated_share, runtime_name
 # Metrics whose names in a sentence differ from those in a recipe.
 _WRITTEN = {"pearson": "Pearson", "spearman": "Spearman", "f1": "F1", "matthews_correlation": "Matthews correlation"}
 _WRITTEN |= {"choice_accuracy": "accuracy of choices", "exact_match": "exact matches"}
+_WRITTEN |= {"f1_micro": "micro F1", "subset_accuracy": "subset accuracy"}
 
 
 def lead_text(report: Report) -> str:

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .classes import Classes
+from ..data.targets import are_tokens, predicts
+from .classes import BY_PREDICTION, Classes
 from .registry import output_names
 from .task import Behaviour
 from .tokens import Tokens
@@ -25,22 +26,26 @@ class ByShape(Behaviour):
         output: Tensor = getattr(found, name)
         return output
 
-    def replaces_labels(self, batch: Mapping[str, Tensor]) -> bool:
-        """Return whether the batch is none of candidates for a reranker."""
-        return _CLASSES.replaces_labels(batch)
+    def replaces_labels(self, model: PreTrainedModel, batch: Mapping[str, Tensor]) -> bool:
+        """Return whether the batch is none of candidates for a reranker, and the model no regression."""
+        return _of_rows(model).replaces_labels(model, batch)
 
     def own_labels(self, model: PreTrainedModel, batch: Mapping[str, Tensor], output: Tensor) -> Tensor:
-        """Return the likeliest class of each sample, or the likeliest tokens."""
-        return (_CLASSES if output.dim() == 2 else _TOKENS).own_labels(model, batch, output)
+        """Return the likeliest class or the labels of each sample, or the likeliest tokens."""
+        return (_of_rows(model) if output.dim() == 2 else _TOKENS).own_labels(model, batch, output)
 
     def losses(self, labels: Tensor) -> Tensor:
         """Return one for each sample, or the number of its label tokens."""
-        return (_TOKENS if labels.dim() == 2 else _CLASSES).losses(labels)
+        return (_TOKENS if are_tokens(labels) else _CLASSES).losses(labels)
 
     def unlabelled_loss(self, output: Tensor, index: int) -> Tensor:
-        """Return the logit of each of a reranker's candidates."""
+        """Return the only logit of each sample."""
         return _CLASSES.unlabelled_loss(output, index)
 
     def effect(self, model: PreTrainedModel, batch: Mapping[str, Tensor], output: Tensor, index: int) -> Tensor:
-        """Return the effect on tokens, or on a class."""
-        return (_TOKENS if output.dim() == 3 else _CLASSES).effect(model, batch, output, index)
+        """Return the effect on tokens, or on what a classifier of this configuration predicts."""
+        return (_TOKENS if output.dim() == 3 else _of_rows(model)).effect(model, batch, output, index)
+
+
+def _of_rows(model: PreTrainedModel) -> Classes:
+    return BY_PREDICTION.get(predicts(model.config), _CLASSES)

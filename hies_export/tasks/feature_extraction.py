@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from .task import Prediction, Task, column_sets
 
@@ -26,7 +26,6 @@ class FeatureExtraction(Task):
     output_name = "sentence_embedding"
     # Every time by another projection.
     repeats = 4
-    usual_rows = "texts"
     of_rows: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "queries": ("ndcg@10", "recall@10", "mrr@10"),
         "pairs": ("spearman", "pearson"),
@@ -40,7 +39,7 @@ class FeatureExtraction(Task):
 
         return EmbeddingReader
 
-    def replaces_labels(self, batch: Mapping[str, Tensor]) -> bool:
+    def replaces_labels(self, model: PreTrainedModel, batch: Mapping[str, Tensor]) -> bool:
         """Return False: an embedding is no label."""
         return False
 
@@ -60,15 +59,15 @@ class FeatureExtraction(Task):
         """Return the embeddings, each `projected` by its own signs, (batch,) float32."""
         return projected(output, index)
 
-    def prediction(self, *, regression: bool = False) -> Prediction:
+    def prediction(self, config: Any) -> Prediction:
         """Return "embeddings"."""
         return "embeddings"
 
     def usual_metrics(
-        self, *, regression: bool = False, answers: bool = False, choices: bool = False
+        self, *, predicts: Prediction = "classes", answers: bool = False, choices: bool = False
     ) -> tuple[str, ...]:
         """Return the metrics of texts alone."""
-        return self.of_rows[self.usual_rows]
+        return self.of_rows["texts"]
 
 
 def projected(outputs: Tensor, seed: int) -> Tensor:

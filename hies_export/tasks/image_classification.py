@@ -1,4 +1,4 @@
-"""A class for an image."""
+"""A class, a set of labels or a number for an image."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .task import Task, column_sets
+from .task import Prediction, Task, column_sets
 from .tokens import Tokens
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class ImageTextToText(Tokens, Task):
         return ImageTextReader
 
     def usual_metrics(
-        self, *, regression: bool = False, answers: bool = False, choices: bool = False
+        self, *, predicts: Prediction = "classes", answers: bool = False, choices: bool = False
     ) -> tuple[str, ...]:
         """Return the metrics of answers, which all rows have."""
         return super().usual_metrics(answers=True, choices=choices)

@@ -10,6 +10,7 @@ from ..errors import RequestError
 from ..model.internals import auto_classes
 from ..model.sentence import TextEncoder
 from .by_shape import ByShape
+from .classes import BY_PREDICTION
 from .registry import TASKS
 from .task import Behaviour, Task
 
@@ -39,8 +40,9 @@ def task_of(model: Any) -> Task:
 
 
 def behaviour_of(model: Any) -> Behaviour:
-    """Return how a model behaves: as those of its task, or as its shapes tell if it has none."""
-    return _task_of(model) or _BY_SHAPE
+    """Return how a model behaves: as those of its task and problem type, or as its shapes tell if it has none."""
+    task = _task_of(model)
+    return _BY_SHAPE if task is None else BY_PREDICTION.get(task.prediction(model.config), task)
 
 
 def _task_of(model: Any) -> Task | None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from ..data.reader import Reader
 
-Prediction = Literal["classes", "numbers", "tokens", "embeddings"]
+Prediction = Literal["classes", "labels", "numbers", "tokens", "embeddings"]
 # The fields of a recipe's `data` that name columns.
 COLUMNS = ("text", "image", "prompt", "answer", "query", "document", "label", "group")
 
@@ -38,7 +38,7 @@ class Behaviour(ABC):
         prediction: Tensor = getattr(found, self.output_name)
         return prediction
 
-    def replaces_labels(self, batch: Mapping[str, Tensor]) -> bool:
+    def replaces_labels(self, model: PreTrainedModel, batch: Mapping[str, Tensor]) -> bool:
         """Return whether the loss of a batch without labels is that of what the model predicts itself: `own_labels`."""
         return True
 
@@ -78,11 +78,9 @@ class Task(Behaviour):
         text: Whether its models read text.
         images: Whether they read images.
         generative: Whether they predict text, token by token, rather than a class.
-        may_regress: Whether one with one label predicts a number rather than a class.
         embeds: Whether they embed texts.
         word: A report's word for one prediction.
         of_rows: What rows that belong together are to each other -> the usual metrics of their rankings.
-        usual_rows: What they are by default; None if rows stand alone.
     """
 
     name: ClassVar[str]
@@ -94,11 +92,9 @@ class Task(Behaviour):
     text: ClassVar[bool] = True
     images: ClassVar[bool] = False
     generative: ClassVar[bool] = False
-    may_regress: ClassVar[bool] = False
     embeds: ClassVar[bool] = False
     word: ClassVar[str] = "prediction"
     of_rows: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    usual_rows: ClassVar[Literal["texts"] | None] = None
 
     @property
     def in_parts(self) -> bool:
@@ -123,14 +119,21 @@ class Task(Behaviour):
         return f"{self.name} needs {self.needs}" + (f" and no {surplus}" if surplus else "")
 
     @abstractmethod
-    def prediction(self, *, regression: bool = False) -> Prediction:
-        """Return what a model predicts: "classes", "numbers" if it is a regression, "tokens" or "embeddings"."""
+    def prediction(self, config: Any) -> Prediction:
+        """Return what a model of a configuration predicts.
+
+        It is "classes", "labels" (any number of them), "numbers" (of a regression), "tokens" or "embeddings".
+
+        Raises:
+            RequestError: The configuration contradicts itself, see `data.targets.predicts`.
+        """
 
     @abstractmethod
     def usual_metrics(
-        self, *, regression: bool = False, answers: bool = False, choices: bool = False
+        self, *, predicts: Prediction = "classes", answers: bool = False, choices: bool = False
     ) -> tuple[str, ...]:
         """Return the names of the metrics of rows that stand alone; the first one is the quality.
 
-        `answers` says whether they have prompts and answers, and `choices` whether the answers are chosen.
+        `predicts` is what a classifier's logits are, `answers` says whether the rows have prompts and answers, and
+        `choices` whether the answers are chosen.
         """

@@ -1,4 +1,4 @@
-"""A class, a number or a rank for a text or a pair of texts."""
+"""A class, a set of labels, a number or a rank for a text or a pair of texts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ class TextClassification(Classes, Task):
     columns = column_sets("text", "text label", "text group", "text group label")
     needs = "data.text (one or two columns)"
     text_columns = 2
-    may_regress = True
 
     @property
     def reader_class(self) -> type[Reader]:

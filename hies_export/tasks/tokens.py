@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from .task import Behaviour, Prediction
 
@@ -48,12 +48,12 @@ class Tokens(Behaviour):
         sample = judged.nonzero()[:, 0]
         return found.new_zeros(len(output)).index_add(0, sample, found)
 
-    def prediction(self, *, regression: bool = False) -> Prediction:
+    def prediction(self, config: Any) -> Prediction:
         """Return "tokens"."""
         return "tokens"
 
     def usual_metrics(
-        self, *, regression: bool = False, answers: bool = False, choices: bool = False
+        self, *, predicts: Prediction = "classes", answers: bool = False, choices: bool = False
     ) -> tuple[str, ...]:
         """Return perplexity; of answers also how many are exact; of choices how many are right."""
         if choices:

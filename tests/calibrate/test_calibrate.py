@@ -22,8 +22,15 @@ def assert_equal_scores(found: dict[str, Tensor], expected: dict[str, Tensor]) -
         torch.testing.assert_close(found[name], values, rtol=1e-4, atol=1e-6)
 
 
+LABEL_SETS = {"problem_type": "multi_label_classification"}
+
+
 def regression_batches() -> Batches:
     return [batch | {"labels": torch.randn(len(batch["labels"]))} for batch in (text_batch(4, 10), text_batch(3, 7))]
+
+
+def of_label_sets(batches: Batches, labels: int = 3) -> Batches:
+    return [batch | {"labels": torch.randint(0, 2, (len(batch["labels"]), labels)).float()} for batch in batches]
 
 
 def with_answers(side: str) -> Batches:
@@ -37,6 +44,9 @@ def decoder() -> PreTrainedModel:
 CASES: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[], Batches]]] = {
     "classes": (bert, lambda: [text_batch(4, 10), text_batch(3, 7), text_batch(2, 9, padding=False)]),
     "regression": (lambda: bert(num_labels=1), regression_batches),
+    "label sets": (lambda: bert(**LABEL_SETS), lambda: of_label_sets([text_batch(4, 10), text_batch(3, 7)])),
+    "yes or no": (lambda: bert(**LABEL_SETS, num_labels=1), lambda: of_label_sets([text_batch(4, 10)], 1)),
+    "label sets of images": (lambda: vit(**LABEL_SETS), lambda: of_label_sets([image_batch(4), image_batch(2)])),
     "vit": (vit, lambda: [image_batch(4), image_batch(2)]),
     "gated, grouped": (lambda: llama(intermediate_size=48), lambda: [zero_padding(text_batch(4, 12))]),
     "flattened tokens": (opt, lambda: [zero_padding(text_batch(4, 12)), zero_padding(text_batch(3, 9))]),
@@ -86,6 +96,30 @@ def test_the_models_own_predictions_stand_in_for_labels() -> None:
     assert_equal_scores(found["entropy"], expected["entropy"])
 
 
+@pytest.mark.parametrize("labels", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_models_own_label_sets_stand_in_for_labels(labels: int, dtype: torch.dtype) -> None:
+    model, batch = bert(**LABEL_SETS, num_labels=labels).to(dtype), text_batch(labels=False)
+    sites = find_attention(model, batch)
+    found = collect_statistics(model, [batch], sites)
+    with torch.no_grad():
+        own = (model(**batch).logits.sigmoid() > 0.5).float()
+    assert found.calibration.labels == "predictions"
+    assert_equal_scores(found["his"], collect_statistics(model, [batch | {"labels": own}], sites)["his"])
+
+
+def test_a_regression_without_labels_is_scored_by_its_number() -> None:
+    model, batch = bert(num_labels=1), text_batch(labels=False)
+    sites = find_attention(model, batch)
+    found = collect_statistics(model, [batch], sites)
+    with torch.no_grad():
+        number = model(**batch).logits[:, 0]
+    # The gradient of (y - t)^2 is that of y where y - t is a half.
+    expected = collect_statistics(model, [batch | {"labels": number - 0.5}], sites)
+    for what in ("his", "fisher", "entropy"):
+        assert_equal_scores(found[what], expected[what])
+
+
 def test_weight_norm_by_hand() -> None:
     model = vit()
     batch = image_batch()
@@ -131,12 +165,9 @@ def test_nan_in_a_gradient_names_the_batch() -> None:
         collect_statistics(model, [batch], sites)
 
 
-def test_regression_needs_labels_and_calibration_needs_samples() -> None:
+def test_calibration_needs_samples() -> None:
     model = bert(num_labels=1)
-    batch = text_batch(labels=False)
-    sites = find_attention(model, batch)
-    with pytest.raises(DataError, match=r"regression model needs labels.*set data\.label"):
-        collect_statistics(model, [batch], sites)
+    sites = find_attention(model, text_batch(labels=False))
     with pytest.raises(DataError, match="at least one sample, got none"):
         collect_statistics(model, [], sites)
 

@@ -58,7 +58,7 @@ class Fixed:
     """A model that gives the same logits and the same loss whatever it reads."""
 
     def __init__(self, logits: Tensor, loss: float = 0.5):
-        self.logits, self.loss, self.config = logits, torch.tensor(loss), SimpleNamespace()
+        self.logits, self.loss, self.config = logits, torch.tensor(loss), SimpleNamespace(num_labels=2)
 
     def __call__(self, **batch: Any) -> SimpleNamespace:
         return SimpleNamespace(logits=self.logits, loss=self.loss)
@@ -87,7 +87,7 @@ def test_own_labels_are_those_of_each_text_by_itself(make: Callable[[], PreTrain
 @pytest.mark.parametrize("name", ["image_token_id", "image_token_index", "video_token_id", "audio_token_id"])
 def test_no_label_is_a_placeholder_of_any_kind(name: str) -> None:
     tokens = Fixed(torch.eye(4)[torch.tensor([[3, 1, 2, 0]])])
-    tokens.config = SimpleNamespace(**{name: 7})
+    tokens.config = SimpleNamespace(num_labels=2, **{name: 7})
     batch = {"input_ids": torch.tensor([[5, 7, 6, 7]])}
     assert with_labels(tokens, batch)["labels"].tolist() == [[-100, -100, 1, -100]]  # type: ignore[arg-type]
     assert text_labels(tokens, batch).tolist() == [[5, -100, 6, -100]]  # type: ignore[arg-type]

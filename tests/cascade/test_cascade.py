@@ -256,9 +256,15 @@ def test_what_cannot_be_a_cascade_is_refused(models: Any, tmp_path: Path) -> Non
         (bert(labels=1), "BertForSequenceClassification with no classes"),
         (bert(labels=2), "with 3 classes and BertForSequenceClassification with 2 classes"),
         (llama, "LlamaForCausalLM with no classes"),
+        (bert(labels=3, problem_type="multi_label_classification"), "with sets of labels; sets of labels, numbers and"),
     ):
         with pytest.raises(RequestError, match=rf"two classifiers of the same classes.*{said}"):
             Cascade(slim, other, threshold=0.5)
+        if "sets" in said:
+            with pytest.raises(
+                RequestError, match=r"two classifiers of the same classes, got Bert.* with sets of labels"
+            ):
+                Cascade(load_runtime("torch", slim), other, threshold=0.5)
     missing: Any = tmp_path / "missing"
     with pytest.raises(RequestError, match=r"joins two loaded models, got PosixPath; load it with hies_export.load"):
         Cascade(slim, missing, threshold=0.5)

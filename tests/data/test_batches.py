@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 from transformers import BatchEncoding, BatchFeature, PreTrainedModel
 
 from hies_export import DataError, find_modules
-from hies_export.data.batches import check_batches
+from hies_export.data.batches import by_length, check_batches
 from hies_export.data.targets import batches_fingerprint, samples_of, size_of
 from hies_export.model.tokens import count_tokens, first_samples
 
@@ -105,6 +105,33 @@ def test_a_regression_needs_floating_labels_and_names_the_batches_by_the_callers
     refusal = r"a regression must be one floating number per sample, but batch 0 \(from 0\) of held_out has torch.int64"
     with pytest.raises(DataError, match=refusal):
         check_batches(models["regression"], [batch], what="held_out")
+
+
+@pytest.mark.parametrize(
+    ("labels", "refusal"),
+    [
+        (torch.tensor([[0, 1, 1]] * 3), r"floating numbers, \(samples, 3\), but batch 0 .* has torch.int64"),
+        (torch.ones(3), r"floating numbers, \(samples, 3\), but .* of shape \(3,\)"),
+        (torch.ones(3, 4), r"floating numbers, \(samples, 3\), but .* of shape \(3, 4\)"),
+        (torch.full((3, 3), 0.5), r"must be 0 or 1, but batch 0 \(from 0\) of batches has 0\.5"),
+    ],
+)
+def test_a_multi_label_classifier_needs_a_flag_for_each_label(labels: torch.Tensor, refusal: str) -> None:
+    model = bert(problem_type="multi_label_classification")
+    flags = torch.tensor([[0.0, 1.0, 1.0]] * 3)
+    assert torch.equal(check_batches(model, [{"input_ids": IDS, "labels": flags}])[0]["labels"], flags)
+    with pytest.raises(DataError, match=refusal):
+        check_batches(model, [{"input_ids": IDS, "labels": labels}])
+    with pytest.raises(DataError, match=r"one class number .* set its config's problem_type to multi_label_class"):
+        check_batches(bert(), [{"input_ids": IDS, "labels": flags}])
+
+
+def test_label_sets_stay_with_their_samples_where_these_are_ordered_by_length() -> None:
+    flags = torch.tensor([[1.0, 0.0, 1.0, 0.0], [0.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 1.0]])  # as many as tokens
+    batch = {"input_ids": IDS, "attention_mask": MASK, "labels": flags}
+    (found,) = by_length([batch], config=bert().config)
+    assert torch.equal(found["labels"], flags.flip(0))
+    assert found["attention_mask"].sum(-1).tolist() == [1, 2, 4]
 
 
 def test_batches_of_a_reranker_may_say_how_rows_belong_together() -> None:

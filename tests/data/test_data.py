@@ -82,8 +82,6 @@ def classes(number, **options):
         (of_labels(0.5, float("nan")), classes(1), r"must have a label, but row 1 \(from 0\) has none"),
         (of_labels("a", "b"), classes(1), "regression must be numbers, but 'label' holds string such as 'a'"),
         (of_labels("yes", "no"), {}, r"must be among the model's \(LABEL_0, LABEL_1\), got 'yes', 'no'"),
-        (ONE, classes(3, problem_type="multi_label_classification"), "multi_label_classification is not supported"),
-        (ONE, classes(3, problem_type="regression"), "regression must have one label, but the model has 3"),
         (rows_of(of_labels(1), CLASSES), classes(1), "regression must be numbers"),
         (ONE, {"task": "poetry"}, "one of text-classification, .*, feature-extraction, got 'poetry'"),
     ],

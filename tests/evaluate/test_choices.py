@@ -179,4 +179,4 @@ def test_metrics_of_choices_are_the_default_and_those_of_tokens_judge_the_right_
     with pytest.raises(RecipeError, match="metrics of generated text must be among .*got 'choice_accuracy', which"):
         prepared(metrics=["perplexity", "choice_accuracy"])
     with pytest.raises(RecipeError, match=r"choices among answers \(data.label\) must be among choice_accuracy"):
-        check_metrics(["accuracy"], task="text-generation", choices=True)
+        check_metrics(["accuracy"], choices=True)

@@ -13,7 +13,7 @@ from support.models import bert
 from hies_export.errors import DataError, NonFiniteError, RecipeError
 from hies_export.evaluate.judge import compute_metrics, stability, standard_error
 from hies_export.evaluate.metrics import METRICS, check_metrics, default_metrics
-from hies_export.evaluate.predict import ChoicePredictions, TokenPredictions, predict, references
+from hies_export.evaluate.predict import ChoicePredictions, DecisionRule, TokenPredictions, predict, references
 from hies_export.progress import Silent
 
 
@@ -129,7 +129,7 @@ def test_f1_takes_the_number_of_classes_from_the_logits():
 
 
 def test_metrics_of_one_sample_are_defined_and_in_the_order_of_their_names():
-    numbers = {"names": ["spearman", "pearson"], "regression": True}
+    numbers = {"names": ["spearman", "pearson"], "rule": DecisionRule("numbers")}
     found = compute_metrics(torch.tensor([[0.5]]), torch.tensor([2.0]), **numbers)
     assert list(found.items()) == [("spearman", 0.0), ("pearson", 0.0)]
     assert compute_metrics(torch.tensor([[0.5, 1.0]]), torch.tensor([1]), names=["accuracy"]) == {"accuracy": 1.0}
@@ -141,6 +141,8 @@ BY_OTHER_MEANS = {
     "accuracy": lambda labels, classes: np.mean(labels == classes),
     "f1": lambda labels, classes: sklearn.metrics.f1_score(labels, classes, average="macro", zero_division=0.0),
     "matthews_correlation": sklearn.metrics.matthews_corrcoef,
+    "f1_micro": lambda labels, found: sklearn.metrics.f1_score(labels, found, average="micro"),
+    "subset_accuracy": sklearn.metrics.accuracy_score,
     "pearson": lambda labels, numbers: np.corrcoef(labels, numbers)[0, 1],
     "spearman": lambda labels, numbers: np.corrcoef(scipy.stats.rankdata(labels), scipy.stats.rankdata(numbers))[0, 1],
     "perplexity": lambda nll, right: math.exp(nll.mean()),
@@ -160,6 +162,9 @@ def test_values_and_standard_errors_are_those_of_other_means(name):
     if kind == "numbers":
         predictions, labels = predictions[:, :1], labels + torch.rand(30)
         given = (labels.double(), predictions.flatten().double())
+    elif kind == "labels":
+        labels = (torch.rand(30, 3) < 0.5).float()
+        given = (labels, predictions.sigmoid() > 0.5)
     elif kind == "tokens":
         right = torch.rand(10, 3) < 0.7
         right[0] = True
@@ -175,11 +180,11 @@ def test_values_and_standard_errors_are_those_of_other_means(name):
         return BY_OTHER_MEANS[name](*(part[draw].numpy() for part in given))
 
     count = len(given[0])
-    value = compute_metrics(predictions, labels, names=[name], regression=kind == "numbers")[name]
+    value = compute_metrics(predictions, labels, names=[name], rule=DecisionRule(kind))[name]
     assert value == pytest.approx(by_other_means(torch.arange(count)), rel=1e-12)
     draws = torch.randint(0, count, (20, count), generator=torch.Generator().manual_seed(5))
     expected = np.std([by_other_means(draw) for draw in draws], ddof=1)
-    found = standard_error(predictions, labels, name=name, regression=kind == "numbers", resamples=20, seed=5)
+    found = standard_error(predictions, labels, name=name, rule=DecisionRule(kind), resamples=20, seed=5)
     assert found == pytest.approx(expected, rel=1e-10)
     assert found > 0
 
@@ -190,8 +195,8 @@ def test_stability_is_the_share_of_equal_classes_or_of_numbers_within_the_tolera
     assert stability(dense, other) == 0.75
     dense, other = torch.tensor([[1.0], [2.0], [3.0], [4.0]]), torch.tensor([[1.25], [1.75], [3.0], [4.5]])
     for tolerance, share in ((0.25, 0.75), (0.1, 0.25), (1.0, 1.0)):
-        assert stability(dense, other, regression=True, tolerance=tolerance) == share
-    assert stability(dense[:1], other[:1], regression=True) == 1.0
+        assert stability(dense, other, DecisionRule("numbers", tolerance)) == share
+    assert stability(dense[:1], other[:1], DecisionRule("numbers")) == 1.0
     for one, two in ((torch.zeros(3, 2), torch.zeros(2, 2)), (torch.zeros(0, 2), torch.zeros(0, 2))):
         with pytest.raises(DataError, match="same samples, got shapes"):
             stability(one, two)
@@ -202,26 +207,31 @@ def test_stability_is_the_share_of_equal_classes_or_of_numbers_within_the_tolera
 def test_a_correlation_with_a_constant_is_zero_and_warns(name, constant, caplog):
     values = {"predictions": [1, 0, 2], "references": [0, 1, 1], constant: [1, 1, 1]}
     predictions, references = (torch.tensor(part) for part in values.values())
-    regression = METRICS[name].of == "numbers"
-    logits = predictions[:, None].float() if regression else torch.nn.functional.one_hot(predictions, 3).float()
+    kind = METRICS[name].of
+    logits = predictions[:, None].float() if kind == "numbers" else torch.nn.functional.one_hot(predictions, 3).float()
     with caplog.at_level(logging.WARNING):
-        assert compute_metrics(logits, references, names=[name], regression=regression) == {name: 0.0}
+        assert compute_metrics(logits, references, names=[name], rule=DecisionRule(kind)) == {name: 0.0}
     assert caplog.messages == [f"{name} is undefined because all {constant} are equal: 0.0 is returned"]
 
 
 def test_default_metrics_fit_and_accuracy_of_a_regression_does_not():
-    for regression in (True, False):
-        names = default_metrics(regression=regression)
+    for kind in ("classes", "labels", "numbers"):
+        names = default_metrics(predicts=kind)
         assert names
-        check_metrics(names, regression=regression)
+        check_metrics(names, predicts=kind)
 
 
 @pytest.mark.parametrize(
     ("names", "how", "message"),
     [
-        (["accuracy"], {"regression": True}, "of a regression must be among pearson, spearman, got 'accuracy'"),
+        (["accuracy"], {"predicts": "numbers"}, "of a regression must be among pearson, spearman, got 'accuracy'"),
         (["perplexity"], {}, "of a classifier must be .* got 'perplexity', which is for tokens"),
-        (["f1"], {"task": "text-generation"}, "generated text must be among perplexity, .*, got 'f1', which is for cl"),
+        (
+            ["f1"],
+            {"predicts": "labels"},
+            "multi-label .* among f1_micro, subset_accuracy, got 'f1', which is for classes",
+        ),
+        (["f1"], {"predicts": "tokens"}, "generated text must be among perplexity, .*, got 'f1', which is for cl"),
         (
             ["pearson", "acuracy", "f1"],
             {},

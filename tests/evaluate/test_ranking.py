@@ -14,6 +14,7 @@ from hies_export.errors import DataError, RecipeError
 from hies_export.evaluate import ranking
 from hies_export.evaluate.judge import Judge, Judgement
 from hies_export.evaluate.metrics import METRICS, check_metrics, default_metrics
+from hies_export.evaluate.predict import DecisionRule
 from hies_export.evaluate.ranking import RankedGroups, RankedTexts, kind_of_rows
 
 Batches = list[dict[str, Tensor]]
@@ -211,8 +212,8 @@ def test_a_reranker_is_judged_by_the_order_of_the_candidates(graded: bool) -> No
     batches = groups(graded)
     group = column(batches, "group")
     dense, slim = vectors(len(group), dim=1)
-    names = default_metrics(regression=True, rows=kind_of_rows(batches))
-    judge = Judge(batches, dense, names, regression=True)
+    names = default_metrics(predicts="numbers", rows=kind_of_rows(batches))
+    judge = Judge(batches, dense, names, DecisionRule("numbers"))
     expected = []
     for number in range(0, 21, 3):
         rows = group == number
@@ -372,7 +373,7 @@ def test_the_usual_metrics_fit_the_rows(rows: Any) -> None:
 def test_metrics_that_need_what_is_relevant_do_not_fit_texts_alone() -> None:
     assert default_metrics(task="feature-extraction") == ("own_ndcg@10",)
     with pytest.raises(RecipeError, match="metrics of texts alone must be among own_ndcg@10, got 'ndcg@10'"):
-        check_metrics(["ndcg@10"], task="feature-extraction")
+        check_metrics(["ndcg@10"], rows="texts")
     judge = Judge(cut_up(torch.arange(9), 4), vectors(9)[0], ("recall@10",), embeds=True)
     with pytest.raises(RecipeError, match="got 'recall@10'"):
         judge.of(vectors(9)[1])

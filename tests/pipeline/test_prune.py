@@ -187,6 +187,62 @@ def test_the_agreement_is_that_of_the_two_models() -> None:
     assert f"{same / total:.1%}" in str(result)
 
 
+def label_sets(model: PreTrainedModel, batches: list[dict[str, torch.Tensor]], threshold: float = 0.5) -> torch.Tensor:
+    inputs = [{key: value for key, value in batch.items() if key != "labels"} for batch in batches]
+    with torch.no_grad():
+        return torch.cat([model(**batch).logits.sigmoid() > threshold for batch in inputs])
+
+
+@pytest.mark.parametrize("labels", [1, 4])
+@pytest.mark.parametrize("make", [bert, vit])
+@pytest.mark.parametrize("labelled", [True, False])
+@pytest.mark.parametrize("criterion", ["his", "compensated"])
+def test_a_multi_label_classifier_is_judged_by_its_label_sets(
+    labels: int, make: Callable[..., PreTrainedModel], labelled: bool, criterion: str, unharmed: Any
+) -> None:
+    model = unharmed(make(num_labels=labels, problem_type="multi_label_classification"))
+    batches = [(text_batch if make is bert else image_batch)(4, labels=False) for _ in range(8)]
+    if labelled:
+        batches = [{**batch, "labels": torch.randint(0, 2, (4, labels)).float()} for batch in batches]
+    result = prune(
+        model, batches, criterion=criterion, budget={"heads": 0.5}, evaluation={"threshold": 0.52}, compensation=REFIT
+    )
+    held_out = result.prepared.rows.held_out
+    dense, slim = (label_sets(one, held_out, 0.52) for one in (model, result.model))
+    assert result.held_out is not None
+    assert result.held_out.stability == pytest.approx((dense == slim).all(-1).float().mean().item())
+    wanted = torch.cat([batch["labels"] for batch in held_out]) if labelled else dense
+    assert list(result.held_out.metrics) == ["f1_micro", "subset_accuracy"]
+    for found, of in (("dense", dense), ("slim", slim)):
+        f1, exact = (getattr(result.held_out.metrics[name], found) for name in ("f1_micro", "subset_accuracy"))
+        assert exact == pytest.approx((of == wanted).all(-1).float().mean().item())
+        both, named = (of & wanted.bool()).sum().item(), of.sum().item() + wanted.sum().item()
+        assert f1 == pytest.approx(2 * both / named if named else 0.0)
+
+
+def test_numbers_are_the_same_within_the_tolerance_that_is_asked_for() -> None:
+    batches = [text_batch(4, 10, labels=False) for _ in range(8)]
+    found = {}
+    for tolerance in (1e-6, 1e6):
+        result = prune(
+            bert(num_labels=1),
+            batches,
+            criterion="l2",
+            budget={"heads": 0.5},
+            evaluation={"stability_tolerance": tolerance},
+        )
+        assert result.held_out is not None
+        found[tolerance] = result.held_out.stability
+    assert found == {1e-6: 0.0, 1e6: 1.0}
+
+
+@pytest.mark.parametrize("criterion", ["hies", "his", "fisher", "l2", "random", "ad", "activation", "compensated"])
+def test_a_regression_is_pruned_without_labels_by_any_criterion(criterion: str) -> None:
+    batches = [text_batch(4, 10, labels=False) for _ in range(4)]
+    result = prune(bert(num_labels=1), batches, criterion=criterion, budget={"heads": 0.5}, compensation=REFIT)
+    assert (result.plan.removed, result.plan.calibration["labels"]) == (9, "predictions")
+
+
 def test_a_given_plan_is_cut_and_refitted(unharmed: Any) -> None:
     model, batches = unharmed(bert()), texts()
     plan = prune(model, batches, modules=BOTH, criterion="fisher", budget={"flops": 0.7}).plan
@@ -272,6 +328,12 @@ def test_the_folder_is_pushed_when_asked(hub: Hub, tmp_path: Path) -> None:
     assert hub.repositories["user/slim"].private
 
 
+def of_type(model: PreTrainedModel, problem: str) -> PreTrainedModel:
+    """Return a model with a problem type that newer releases of transformers refuse to load."""
+    model.config.problem_type = problem
+    return model
+
+
 def quantised() -> PreTrainedModel:
     model = bert()
     model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_8bit": True}
@@ -310,9 +372,15 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"model": lambda: torch.nn.Linear(2, 2)}, "PreTrainedModel of transformers, got Linear"),
     ({"model": lambda: BertModel(bert().config)}, "AutoModelForSequenceClassification, .* got"),
     (
-        {"model": lambda: bert(num_labels=1), "batches": lambda: [text_batch(labels=False)] * 4},
-        "a regression model needs labels",
+        {"model": lambda: of_type(bert(num_labels=1), "single_label_classification")},
+        "single_label_classification needs two labels or more, but the model has 1; set problem_type to multi_label",
     ),
+    ({"model": lambda: of_type(vit(), "regression")}, "a regression must have one label, but the model has 3"),
+    ({"model": lambda: of_type(bert(), "multilabel")}, "problem_type must be regression, .*, got 'multilabel'"),
+    ({"evaluation": {"stability_tolerance": 0}}, "evaluation.stability_tolerance must be .* above 0|greater than 0"),
+    ({"evaluation": {"threshold": 1.0}}, "evaluation.threshold must be .*1"),
+    ({"evaluation": {"split": "test"}}, "evaluation.split is not a field"),
+    ({"evaluation": {"metrics": ["f1_micro"]}}, "metrics of a classifier must be among .*, got 'f1_micro'"),
     ({"model": causal_lm, "batches": stories}, "columns 'text' needs processor=|needs processor="),
     (
         {"model": causal_lm, "batches": stories, "processor": generative_tokenizer(), "columns": {"text": "story"}},

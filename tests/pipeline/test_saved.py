@@ -86,7 +86,7 @@ def test_what_is_evaluated_is_what_was_saved(project: Path, monkeypatch: pytest.
 
     resolved = resolve(recipe)
     prepared, rows = resolved.prepared, resolved.evaluation
-    judge = Judge.on(prepared.model, rows, metrics=prepared.judged.metrics, regression=False)
+    judge = Judge.on(prepared.model, rows, metrics=prepared.judged.metrics)
     quality = judge.of(predict(load(project / "out" / "slim", dtype=torch.float32), rows))
     report = Report.from_file(project / "out")
     assert report.quality.slim == quality.metrics[report.quality.metric]

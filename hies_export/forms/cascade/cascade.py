@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ...checkpoint.folders import refuse_existing
 from ...data.batches import Batch, predicts_labels
-from ...data.targets import is_regression, samples_of
+from ...data.targets import predicts, samples_of
 from ...errors import RequestError
 from ...evaluate.predict import predict_by
 from ...model.tokens import first_samples
@@ -45,8 +45,8 @@ class Cascade:
         """Take two models, in torch or as `load_runtime` returns them.
 
         Raises:
-            RequestError: A model is not loaded, both are PyTorch models and their classes differ, or the threshold is
-                no margin.
+            RequestError: A model is not loaded, a PyTorch model is no classifier, the classes of two differ, or the
+                threshold is no margin.
         """
         for model in (slim, dense):
             if not isinstance(model, Runtime | PreTrainedModel):
@@ -60,8 +60,7 @@ class Cascade:
         self._batches: Sequence[Batch] = ()
         self._answers = torch.empty(0)
         self._processor: Any = None
-        if isinstance(slim, PreTrainedModel) and isinstance(dense, PreTrainedModel):
-            check_classes(slim, dense)
+        check_classes(*(model for model in (slim, dense) if isinstance(model, PreTrainedModel)))
         self._slim, self._dense = (
             model if isinstance(model, Runtime) else load_runtime("torch", model) for model in (slim, dense)
         )
@@ -157,16 +156,17 @@ class Cascade:
         return found
 
 
-def check_classes(slim: PreTrainedModel, dense: PreTrainedModel) -> None:
+def check_classes(*models: PreTrainedModel) -> None:
     """Refuse, by a RequestError, models that are not classifiers of the same classes."""
     found = []
-    for model in (slim, dense):
-        classes: int = 0
-        if predicts_labels(model) and not is_regression(model.config):
-            classes = model.config.num_labels or 0
-        found.append((classes, f"{type(model).__name__} with {classes or 'no'} classes"))
-    if min(found)[0] < 2 or found[0][0] != found[1][0]:
+    for model in models:
+        what = predicts(model.config) if predicts_labels(model) else None
+        classes: int = (model.config.num_labels or 0) if what == "classes" else 0
+        given = "sets of labels" if what == "labels" else f"{classes or 'no'} classes"
+        found.append((classes, f"{type(model).__name__} with {given}"))
+    counts = {classes for classes, _ in found}
+    if 0 in counts or len(counts) > 1:
         raise RequestError(
-            f"a cascade needs two classifiers of the same classes, got {found[0][1]} and {found[1][1]}; numbers and "
-            "tokens have no margin that says how sure the model is"
+            f"a cascade needs two classifiers of the same classes, got {' and '.join(given for _, given in found)}; "
+            "sets of labels, numbers and tokens have no margin between two classes that says how sure the model is"
         )

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...data.targets import inputs_of, size_of
+from ...data.targets import inputs_of, predicts, size_of
 from ...errors import DataError, UnsupportedModelError
 from ...evaluate.predict import Predictions
 from ...model.modes import evaluating, frozen, without_cache
@@ -145,4 +145,6 @@ def _distance(model: PreTrainedModel, batch: dict[str, Tensor], target: Tensor |
     target = target.to(output.device)
     if target.shape[-1] == 1:
         return torch.nn.functional.mse_loss(output, target)
+    if predicts(model.config) == "labels":
+        return torch.nn.functional.binary_cross_entropy_with_logits(output, target.sigmoid())
     return torch.nn.functional.cross_entropy(output, target.softmax(-1))

@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 
 from ...calibrate.collect import collect_statistics
 from ...calibrate.readings import reading
-from ...data.targets import is_regression, size_of
-from ...evaluate.predict import Predictions, TokenPredictions, predict, predicted, references
+from ...data.targets import predicts, size_of
+from ...errors import DataError
+from ...evaluate.predict import DecisionRule, Predictions, TokenPredictions, predict, predicted, references
 from ...model.linear import weight_of
 from ...score.criteria import score_units
 from ...select.select import select_units
@@ -26,7 +27,8 @@ from ...values import Statistics
 
 SHARES = (0.1, 0.3, 0.5)
 # Largest curvature of a loss in its logits: the maximum of p (1 - p), the largest eigenvalue of diag(p) - p p^T
-# (Appendix B.1.4), and 2 for a square. With two classes, the softmax is a sigmoid of the difference of the logits.
+# (Appendix B.1.4), and 2 for a square. With two classes, the softmax is a sigmoid of the difference of the logits. The
+# binary cross-entropy of label sets is the mean over labels, whose curvature is largest for a single label.
 CURVATURE = {"binary cross-entropy": 0.25, "softmax cross-entropy": 0.5, "squared error": 2.0}
 
 
@@ -111,10 +113,12 @@ def theory(
         alpha: Weight of HIS in HIES. Heads are chosen once by HIS and once by HIES.
 
     Raises:
-        DataError: As in `collect_statistics`.
+        DataError: As in `collect_statistics`, or a regression has no labels.
     """
-    statistics = collect_statistics(model, batches, modules)
     loss = _loss_of(model)
+    if loss == "squared error" and batches and "labels" not in batches[0]:
+        raise DataError("a regression needs labels to have a loss, but the batches have none; set data.label")
+    statistics = collect_statistics(model, batches, modules)
     norms = {
         module.name: ModuleNorms(
             spectral_norm(weight := weight_of(model.get_submodule(module.consumer))),
@@ -125,7 +129,7 @@ def theory(
         for module, activation in zip(modules, _activations(model, batches, modules), strict=True)
     }
     dense = predict(model, batches)
-    labels = references(batches) if "labels" in batches[0] else predicted(dense)
+    labels = references(batches) if "labels" in batches[0] else predicted(dense, DecisionRule(predicts(model.config)))
     before = _mean_loss(dense, labels, loss)
     increases = []
     for criterion in ("his", "hies"):
@@ -174,9 +178,10 @@ def _loss_of(model: PreTrainedModel) -> str:
     """Return the name of a model's loss, a key of `CURVATURE`."""
     if model.can_generate():
         return "softmax cross-entropy"
-    if is_regression(model.config):
+    kind = predicts(model.config)
+    if kind == "numbers":
         return "squared error"
-    return "binary cross-entropy" if model.config.num_labels == 2 else "softmax cross-entropy"
+    return "binary cross-entropy" if kind == "labels" or model.config.num_labels == 2 else "softmax cross-entropy"
 
 
 def _mean_loss(predictions: Predictions, labels: Tensor, loss: str) -> float:
@@ -188,6 +193,8 @@ def _mean_loss(predictions: Predictions, labels: Tensor, loss: str) -> float:
     logits = predictions.double()
     if loss == "squared error":
         return (logits.flatten() - labels).pow(2).mean().item()
+    if labels.dim() == 2:
+        return nn.functional.binary_cross_entropy_with_logits(logits, labels.double()).item()
     return nn.functional.cross_entropy(logits, labels).item()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any, TypeVar, cast
 
 from torch import Tensor
@@ -160,7 +159,7 @@ class Shared:
 
     def judge(self, batches: list[dict[str, Tensor]]) -> Judge:
         """Return a judge of predictions on the given batches."""
-        return Judge.on(self.base.model, batches, **asdict(self.base.judged))
+        return Judge.on(self.base.model, batches, **vars(self.base.judged))
 
     def flops_ratio(self, selection: Selection) -> float:
         """Return the FLOPs of the slim model as a share of the dense model's, counted without copying weights."""
