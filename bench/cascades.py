@@ -22,6 +22,7 @@ from hies_export.forms.onnx.export import export_onnx
 from hies_export.forms.runtimes.registry import load_runtime
 from hies_export.pipeline.resolve import resolve
 from hies_export.recipe import PruningRecipe
+from hies_export.tasks.classes import Classes
 
 
 def main() -> None:
@@ -56,7 +57,7 @@ def answers(options: argparse.Namespace, split: str, rows: int | None) -> tuple[
         prepared = resolved.prepared
         dense = export_onnx(prepared.model, Path(temporary) / "dense", batch=prepared.sample)
         found = [
-            predict_by(load_runtime("onnxruntime-cpu", place).logits, resolved.evaluation)
+            predict_by(load_runtime("onnxruntime-cpu", place).prediction, resolved.evaluation, Classes())
             for place in (file, dense.folder)
         ]
     assert all(isinstance(logits, torch.Tensor) for logits in found)

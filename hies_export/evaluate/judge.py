@@ -15,20 +15,13 @@ from pydantic import FiniteFloat
 
 from ..data.batches import Batch
 from ..data.targets import samples_of
-from ..errors import DataError
 from ..progress import SILENT, Progress
+from ..tasks import Behaviour
+from ..tasks.by_shape import BY_SHAPE
+from ..tasks.models import behaviour_of
 from .interval import CONFIDENCE, lower_share, ratio_ends, share_ends, variance_of_mean
 from .metrics import METRICS, check_metrics, quality_loss
-from .predict import (
-    CLASSES,
-    ChoicePredictions,
-    DecisionRule,
-    Predictions,
-    TokenPredictions,
-    predict,
-    predicted,
-    references,
-)
+from .predict import Predictions, predict, references
 from .ranking import Ranked, RankedTexts, Rankings, RowsKind, kind_of_rows, ranked
 
 logger = logging.getLogger(__name__)
@@ -99,12 +92,11 @@ class Judge:
     batches: Sequence[Batch]  # the batches to predict
     dense: Predictions  # the dense model's predictions on them
     metrics: tuple[str, ...]  # names of metrics, the most important first
-    rule: DecisionRule = CLASSES  # what logits decide
+    behaviour: Behaviour = BY_SHAPE  # of the models: what they predict, and when two predictions are the same
     confidence: float = CONFIDENCE  # of its two-sided intervals
     # Number of samples that intervals are to be as narrow as; None for those of the batches. It predicts, from other
     # rows, the interval of as many held-out ones.
     as_of: int | None = None
-    embeds: bool = False  # whether predictions are embeddings
     # The index that embeddings are judged on. With "dense", documents of queries need no prediction; None judges on it
     # too, and predicts all rows, so that `ranking` knows both.
     index: Index = "dense"
@@ -117,10 +109,9 @@ class Judge:
         batches: Sequence[Batch],
         *,
         metrics: tuple[str, ...],
-        rule: DecisionRule = CLASSES,
+        behaviour: Behaviour | None = None,
         confidence: float = CONFIDENCE,
         as_of: int | None = None,
-        embeds: bool = False,
         index: Index = "dense",
         progress: Progress = SILENT,
     ) -> Judge:
@@ -129,7 +120,8 @@ class Judge:
         On the dense index, the judge's own batches are those of queries alone, if these have documents.
         """
         dense = predict(model, batches, progress=progress)
-        judge = cls(batches, dense, metrics, rule, confidence, as_of, embeds, index)
+        behaviour = behaviour or behaviour_of(model)
+        judge = cls(batches, dense, metrics, behaviour, confidence, as_of, index)
         return judge.on_dense_index() if index == "dense" else judge
 
     def on_dense_index(self) -> Judge:
@@ -147,7 +139,7 @@ class Judge:
     def of(self, predictions: Predictions) -> Quality:
         """Return all metrics and the stability of predictions of the batches."""
         if self._rows is None:
-            metrics = compute_metrics(predictions, self._references, names=self.metrics, rule=self.rule)
+            metrics = compute_metrics(predictions, self._references, names=self.metrics, behaviour=self.behaviour)
         else:
             metrics = {name: _value(name, *self._inputs(name, predictions)) for name in self.metrics}
         return Quality(metrics, self._stability(predictions))
@@ -156,7 +148,7 @@ class Judge:
         """Return which predictions equal the dense model's, (predictions,) bool; of rankings, (queries,)."""
         if self._rows is not None:
             return self.rankings(predictions).top1
-        return agreement(self.dense, predictions, self.rule)
+        return self.behaviour.same(self.dense, predictions)
 
     def judgement(self, predictions: Predictions) -> Judgement:
         """Return the first metric of predictions with its bootstrap standard error, and their stability."""
@@ -259,8 +251,7 @@ class Judge:
     @property
     def samples(self) -> torch.Tensor | None:
         """Sample of every prediction; None if each has its own."""
-        of_tokens = isinstance(self.dense, TokenPredictions) and not self.dense.answers
-        return self.dense.sample if of_tokens else None  # type: ignore[union-attr]
+        return self.behaviour.samples(self.dense)
 
     @property
     def _scale(self) -> float:
@@ -272,7 +263,7 @@ class Judge:
 
     @cached_property
     def _references(self) -> torch.Tensor:
-        return references(self.batches) if self._labelled else predicted(self.dense, self.rule)
+        return references(self.batches, self.behaviour) if self._labelled else self.behaviour.decided(self.dense)
 
     @cached_property
     def _rows(self) -> Ranked | None:
@@ -283,7 +274,7 @@ class Judge:
 
     @property
     def _kind(self) -> RowsKind | None:
-        return kind_of_rows(self.batches, embeds=self.embeds)
+        return kind_of_rows(self.batches, embeds=self.behaviour.predicts == "embeddings")
 
     def _ranked(self, predictions: Predictions) -> Rankings:
         assert self._rows is not None
@@ -301,7 +292,7 @@ class Judge:
     def _inputs(self, name: str, predictions: Predictions) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
         """Return what a metric compares: predictions and references of (samples,), and options."""
         if self._rows is None:
-            return _metric_inputs(predictions, self._references, names=[name], rule=self.rule)
+            return _metric_inputs(predictions, self._references, names=[name], behaviour=self.behaviour)
         check_metrics([name], rows=self._kind)
         if METRICS[name].of == "numbers":
             return self._of_pairs(predictions)
@@ -321,10 +312,10 @@ class Judge:
 
 
 def compute_metrics(
-    predictions: Predictions, references: torch.Tensor, *, names: Sequence[str], rule: DecisionRule = CLASSES
+    predictions: Predictions, references: torch.Tensor, *, names: Sequence[str], behaviour: Behaviour = BY_SHAPE
 ) -> dict[str, float]:
     """Compute metrics of predictions, by name. An undefined one is 0.0, and a warning is logged."""
-    inputs = _metric_inputs(predictions, references, names=names, rule=rule)
+    inputs = _metric_inputs(predictions, references, names=names, behaviour=behaviour)
     return {name: _value(name, *inputs) for name in names}
 
 
@@ -345,7 +336,7 @@ def standard_error(
     references: torch.Tensor,
     *,
     name: str,
-    rule: DecisionRule = CLASSES,
+    behaviour: Behaviour = BY_SHAPE,
     resamples: int = 100,
     seed: int = 0,
 ) -> float:
@@ -353,7 +344,7 @@ def standard_error(
 
     Every set has the original number of samples; an undefined metric counts as 0.0.
     """
-    inputs = _metric_inputs(predictions, references, names=[name], rule=rule)
+    inputs = _metric_inputs(predictions, references, names=[name], behaviour=behaviour)
     return _standard_error(name, *inputs, resamples=resamples, seed=seed)
 
 
@@ -378,66 +369,21 @@ def _ratio(name: str, dense: float, slim: float) -> float:
 
 
 def _metric_inputs(
-    predictions: Predictions, references: torch.Tensor, *, names: Sequence[str], rule: DecisionRule
+    predictions: Predictions, references: torch.Tensor, *, names: Sequence[str], behaviour: Behaviour
 ) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
     """Return the inputs of metrics, predictions and references of (samples,) and options, after a check."""
-    if isinstance(predictions, TokenPredictions):
-        check_metrics(names, predicts="tokens")
-        if len(predictions.tokens) != len(references):
-            raise DataError(
-                f"every label token needs a reference, got {len(predictions.tokens)} predictions and "
-                f"{len(references)} references"
-            )
-        rows = np.empty(len(predictions), dtype=[("nll", np.float64), ("right", np.int64)])
-        rows["nll"] = predictions.per_sample(predictions.nll)
-        rows["right"] = predictions.per_sample(predictions.tokens == references)
-        return rows, predictions.per_sample(torch.ones_like(predictions.nll)).long().numpy(), {}
-    if isinstance(predictions, ChoicePredictions):
-        check_metrics(names, choices=True)
-        rows = np.empty(len(predictions), dtype=[("likeliest", np.int64), ("per_character", np.int64)])
-        rows["likeliest"], rows["per_character"] = predictions.chosen, predictions.chosen_per_character
-        return rows, references.numpy(), {}
-    check_metrics(names, predicts=rule.predicts)
-    if len(predictions) != len(references):
-        raise DataError(
-            f"every sample needs a reference, got {len(predictions)} logits and {len(references)} references"
-        )
-    found = rule.decide(predictions)
-    if rule.predicts == "numbers":
-        return found.double().numpy(), references.double().numpy(), {}
-    if rule.predicts == "labels":
-        return found.numpy(), references.bool().numpy(), {}
-    return found.numpy(), references.numpy(), {"num_labels": predictions.shape[-1]}
+    check_metrics(names, predicts=behaviour.judged_as(predictions))
+    return behaviour.table(predictions, references)
 
 
-def agreement(dense: Predictions, other: Predictions, rule: DecisionRule = CLASSES) -> torch.Tensor:
-    """Return which predictions equal the dense model's, (predictions,) bool.
-
-    A prediction is what the rule decides of a sample, its choice, or all tokens of its answer; in plain text it is a
-    token.
-    """
-    if isinstance(dense, TokenPredictions) and isinstance(other, TokenPredictions):
-        if not torch.equal(dense.sample, other.sample) or len(dense) == 0:
-            raise DataError(
-                f"stability compares predictions of the same samples, got {len(dense.tokens)} and "
-                f"{len(other.tokens)} tokens of {len(dense)} and {len(other)}"
-            )
-        differ = dense.tokens != other.tokens
-        return dense.per_sample(differ) == 0 if dense.answers else ~differ
-    if isinstance(dense, ChoicePredictions) and isinstance(other, ChoicePredictions):
-        dense, other = dense.log_likelihoods, other.log_likelihoods
-    assert isinstance(dense, torch.Tensor)
-    assert isinstance(other, torch.Tensor)
-    if dense.shape != other.shape or len(dense) == 0:
-        raise DataError(
-            f"stability compares logits of the same samples, got shapes {tuple(dense.shape)} and {tuple(other.shape)}"
-        )
-    return rule.same(dense, other)
+def agreement(dense: Predictions, other: Predictions, behaviour: Behaviour = BY_SHAPE) -> torch.Tensor:
+    """Return which predictions equal the dense model's, (predictions,) bool; see `Behaviour.same`."""
+    return behaviour.same(dense, other)
 
 
-def stability(dense: Predictions, other: Predictions, rule: DecisionRule = CLASSES) -> float:
+def stability(dense: Predictions, other: Predictions, behaviour: Behaviour = BY_SHAPE) -> float:
     """Return the share, in [0, 1], of predictions that equal the dense model's; see `agreement`."""
-    return agreement(dense, other, rule).double().mean().item()
+    return agreement(dense, other, behaviour).double().mean().item()
 
 
 def clearly_better(one: torch.Tensor, other: torch.Tensor, samples: torch.Tensor | None = None) -> bool:

@@ -16,7 +16,6 @@ import sklearn.metrics
 
 from ..errors import DataError, RecipeError, did_you_mean
 from ..progress import quiet
-from ..tasks import TASKS, Prediction
 from .ranking import RowsKind
 
 Compute = Callable[..., float]
@@ -282,23 +281,6 @@ _OF_ROWS: dict[RowsKind, _Of] = {
 }
 
 
-def default_metrics(
-    *,
-    predicts: Prediction = "classes",
-    task: str = "text-classification",
-    answers: bool = False,
-    choices: bool = False,
-    rows: RowsKind | None = None,
-) -> tuple[str, ...]:
-    """Return the names of the metrics to compute when none are asked for; the first one is the quality.
-
-    `rows` are those of an embedding model, by default texts alone, or of a reranker.
-    """
-    if rows is not None:
-        return TASKS[task].of_rows[rows]
-    return TASKS[task].usual_metrics(predicts=predicts, answers=answers, choices=choices)
-
-
 _PREDICTING = {
     "numbers": "a regression",
     "labels": "a multi-label classifier",
@@ -308,22 +290,9 @@ _PREDICTING = {
 }
 
 
-def check_metrics(
-    names: Sequence[str],
-    *,
-    predicts: Prediction = "classes",
-    choices: bool = False,
-    rows: RowsKind | None = None,
-) -> None:
-    """Check, before any work, that every metric exists and fits what the model predicts.
-
-    `rows` are those of an embedding model or of a reranker.
-    """
-    if rows is not None:
-        kinds, words = _OF_ROWS[rows].kinds, _OF_ROWS[rows].words
-    else:
-        kind = "choices" if choices else predicts
-        kinds, words = (kind,), _PREDICTING[kind]
+def check_metrics(names: Sequence[str], *, predicts: str = "classes", rows: RowsKind | None = None) -> None:
+    """Check, before any work, that every metric exists and fits what the model predicts, or what its rows are."""
+    of = _Of((predicts,), _PREDICTING.get(predicts, predicts)) if rows is None else _OF_ROWS[rows]
     problems: list[str] = []
     for name in names:
         try:
@@ -331,8 +300,10 @@ def check_metrics(
         except RecipeError as error:
             problems += error.problems
             continue
-        if metric.of not in kinds:
-            fitting = ", ".join(known for known, other in METRICS.items() if other.of in kinds)
-            problems.append(f"the metrics of {words} must be among {fitting}, got {name!r}, which is for {metric.of}")
+        if metric.of not in of.kinds:
+            fitting = ", ".join(known for known, other in METRICS.items() if other.of in of.kinds)
+            problems.append(
+                f"the metrics of {of.words} must be among {fitting}, got {name!r}, which is for {metric.of}"
+            )
     if problems:
         raise RecipeError(problems)

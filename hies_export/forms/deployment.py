@@ -117,7 +117,7 @@ def try_dense(
             if bits == "int8":
                 check_quantizable(forms.model("dense"), "int8")
             form = forms.form("dense", runtime, bits)
-            kept, low = judge.kept(form.predict(judge.batches))
+            kept, low = judge.kept(form.predict(judge.batches, judge.behaviour))
         except HiesError as error:
             logger.warning("%s in %s is left out: %s", runtime, bits, error)
             tried.append(DeployWay(runtime, bits, problem=str(error)))

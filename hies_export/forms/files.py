@@ -64,7 +64,7 @@ def judge_exported(exported: Exported, folder: Path, judge: Judge, forms: Sequen
         # If nothing was cut, the last form in these bits is the dense one's.
         known = [(form.quality, form.stability) for form in forms if form.bits == quantize][-1:]
     elif (runtime := _runtime_of(exported)) is not None:
-        found = judge.of(Form("slim", runtime, exported.folder).predict(judge.batches))
+        found = judge.of(Form("slim", runtime, exported.folder).predict(judge.batches, judge.behaviour))
         known = [(found.metrics[metric], found.stability)]
     quality, stability = known[0] if known else (None, None)
     return ExportedFile(

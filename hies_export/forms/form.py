@@ -16,6 +16,8 @@ from ..errors import HiesError
 from ..evaluate.predict import Predictions, Predictor, predict_by
 from ..model.copies import convert
 from ..progress import SILENT, Progress
+from ..tasks import Behaviour
+from ..tasks.models import behaviour_of
 from .cascade.export import CascadeExport, CascadeOptions
 from .exports import Exported, Exporter, ExportOptions
 from .onnx.export import OnnxExport
@@ -50,9 +52,10 @@ class Form:
         """Load the model into the runtime."""
         return load_runtime(self.runtime, self.source, dtype=self.bits)
 
-    def predict(self, batches: Sequence[Batch]) -> Predictions:
+    def predict(self, batches: Sequence[Batch], behaviour: Behaviour) -> Predictions:
         """Predict batches on the runtime, in this process alone."""
-        return predict_by(self.load().prediction, batches)
+        runtime = self.load()
+        return predict_by(lambda batch: runtime.prediction(batch, behaviour.output_names), batches, behaviour)
 
 
 class Forms:
@@ -143,6 +146,7 @@ def predictor(exporter: Exporter, runtime: str, bits: str | None) -> Predictor:
 
     def served(model: PreTrainedModel, batches: Sequence[Batch]) -> Predictions:
         with tempfile.TemporaryDirectory(prefix="hies-served-") as folder:
-            return Forms({"model": model}, exporter, Path(folder)).form("model", runtime, bits).predict(batches)
+            form = Forms({"model": model}, exporter, Path(folder)).form("model", runtime, bits)
+            return form.predict(batches, behaviour_of(model))
 
     return lambda model, batches: processes.on_main(lambda: served(model, batches))

@@ -347,7 +347,7 @@ class Chooser:
         )
 
     def _kind(self, rows: Sequence[Batch]) -> RowsKind | None:
-        return kind_of_rows(rows, embeds=self._prepared.judged.embeds)
+        return kind_of_rows(rows, embeds=self._prepared.task.embeds)
 
     def _choosing_rows(self, promise: KeepOutcome) -> list[Batch] | None:
         """Return rows that nothing is promised on: those refitted on or, for a metric, those scored on, with labels.

@@ -14,7 +14,7 @@ from ..data.batches import Batch
 from ..data.targets import inputs_of, samples_of
 from ..errors import RecipeError, RequestError
 from ..evaluate.interval import CONFIDENCE, FAILURES, confidence_of_each, queries_needed, rows_needed
-from ..evaluate.predict import DecisionRule, Predictor, predict
+from ..evaluate.predict import Predictor, predict
 from ..evaluate.ranking import keeps_predictions, kind_of_rows
 from ..forms.exports import Exporter, ExportOptions
 from ..forms.form import predictor
@@ -26,7 +26,7 @@ from ..prunable.find import find_modules
 from ..recipe import PruneSection, TimedSection
 from ..score.criteria import AUTO, COMPENSATED, COMPENSATED_NAMES, CRITERIA
 from ..select.constraints import check_budget, check_constraints
-from ..tasks import Task
+from ..tasks import Behaviour, Task
 from ..units import PrunableModule
 
 logger = logging.getLogger(__name__)
@@ -44,11 +44,10 @@ class Rows:
 
 @dataclass(frozen=True)
 class Judged:
-    """How predictions are compared: metrics, the most important first, what logits decide, and rankings."""
+    """How predictions are compared: metrics, the most important first, and what the model predicts."""
 
     metrics: tuple[str, ...]
-    rule: DecisionRule
-    embeds: bool = False
+    behaviour: Behaviour
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ def prepare(
     Only `towers` of a composite model lose units, by default the language model if there is one.
     """
     measured = _measured(model, shapes, rows.calibration[0], task)
-    if judged.rule.predicts == "classes":
+    if judged.behaviour.predicts == "classes":
         _warn_of_one_class(rows.calibration)
     check_runs(model, first_samples(rows.calibration[0]), "the calibration rows")
     check_shapes(model, measured)
@@ -163,7 +162,7 @@ def _check_enough_rows(prepared: Prepared, options: PruneSection) -> None:
     keep, count = options.goal.keep, samples_of(prepared.rows.held_out)
     if keep is None or keep.predictions is None:
         return
-    kind = kind_of_rows(prepared.rows.held_out, embeds=prepared.judged.embeds)
+    kind = kind_of_rows(prepared.rows.held_out, embeds=prepared.task.embeds)
     needed_for, what = (rows_needed, "rows") if keeps_predictions(kind) else (queries_needed, "queries")
     if count < (needed := needed_for(keep.predictions, confidence_of_each(FAILURES))):
         raise RequestError(

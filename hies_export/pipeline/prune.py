@@ -22,8 +22,7 @@ from ..data.given import batches_of, first_rows, split_held_out, unlabelled
 from ..data.targets import has_references, samples_of
 from ..errors import RecipeError, RequestError
 from ..evaluate.judge import Judge
-from ..evaluate.metrics import check_metrics, default_metrics
-from ..evaluate.predict import DecisionRule
+from ..evaluate.metrics import check_metrics
 from ..evaluate.ranking import kind_of_rows
 from ..forms.cascade.cascade import Cascade
 from ..forms.measure.counts import Both, FlopCount, count_both_flops, count_parameters
@@ -52,7 +51,7 @@ from ..report.report import plan_counts
 from ..report.rows import Table, change, metric_name, quality_row, ranking_rows, shown_metrics, si
 from ..report.terminal import PlainTable, map_text
 from ..slim.refit import LayerFit
-from ..tasks import Prediction, Task
+from ..tasks import Behaviour, Task
 from ..tasks.models import task_of
 from ..values import PruningPlan, Scores
 from .choose import choose
@@ -359,10 +358,12 @@ def prune(
     given = unwrap(model, embedding)
     model, processor = given.model, processor or given.processor
     task = task_of(model)
-    predicts = task.prediction(model.config)
+    behaviour = task.behaviour(model.config).options(
+        tolerance=comparison.stability_tolerance, threshold=comparison.threshold
+    )
     read: dict[str, Any] = {"task": task, "processor": processor, "columns": columns, "settings": given.reading}
     rows = _rows(model, asked, batches, held_out, compensation_batches, read)
-    judged = _judged(task, predicts, comparison, asked, rows.held_out)
+    judged = Judged(_metrics(task, behaviour, comparison, asked, rows.held_out), behaviour)
     timed = None if isinstance(asked, _OfPlan) else asked.goal.timed
     if timed is not None:
         check_runtime(timed.runtime, task=task.name)
@@ -464,19 +465,19 @@ def _rows(
     return Rows(calibration, apart, refit)
 
 
-def _judged(
+def _metrics(
     task: Task,
-    predicts: Prediction,
+    behaviour: Behaviour,
     comparison: ComparisonSection,
     asked: PruneSection | _OfPlan,
     held_out: Sequence[Batch],
-) -> Judged:
-    """Return how predictions are compared: by default by the usual metrics of the task, and of the held-out rows."""
+) -> tuple[str, ...]:
+    """Return the names of the metrics, by default the usual ones of the task and of the held-out rows."""
     rows = kind_of_rows(held_out, embeds=task.embeds)
-    metrics = comparison.metrics or default_metrics(predicts=predicts, task=task.name, rows=rows)
+    metrics = comparison.metrics or behaviour.usual_metrics(rows=rows)
     extra = asked.goal.metric if isinstance(asked, PruneSection) else None
-    check_metrics((*metrics, *([] if extra is None else [extra])), predicts=predicts, rows=rows)
-    return Judged(metrics, DecisionRule(predicts, comparison.stability_tolerance, comparison.threshold), task.embeds)
+    check_metrics((*metrics, *([] if extra is None else [extra])), predicts=behaviour.predicts, rows=rows)
+    return tuple(metrics)
 
 
 def _compare(result: PruneResult, progress: Progress) -> Evaluation:

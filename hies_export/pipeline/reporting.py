@@ -115,9 +115,7 @@ def _details(done: Finished, command: str | None) -> Details:
         tried=choice.tried,
         stability_of=FIRST_HIT if evaluation.ranking else _prediction_name(prepared, answers=answers),
         # Rankings are compared by their order, whatever the logits.
-        stability_tolerance=prepared.judged.rule.tolerance
-        if prepared.judged.rule.predicts == "numbers" and not evaluation.ranking
-        else None,
+        stability_tolerance=None if evaluation.ranking else getattr(prepared.judged.behaviour, "tolerance", None),
         custom_code=is_slim(done.result.model),
         family=families(prepared.model.config, done.result.model.config),
         other_work=done.other_work,
@@ -188,6 +186,4 @@ def _prediction_name(prepared: Prepared, *, answers: bool) -> str:
         return "choice"
     if answers:
         return "answer"
-    if prepared.judged.rule.predicts == "labels" and prepared.model.config.num_labels != 1:
-        return "label set"
-    return prepared.task.word
+    return prepared.judged.behaviour.word

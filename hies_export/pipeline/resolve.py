@@ -27,8 +27,7 @@ from ..data.targets import samples_of
 from ..errors import RequestError
 from ..evaluate.interval import confidence_of_each, queries_needed, rate_rows_needed, rows_needed
 from ..evaluate.lm_eval import check_benchmarks
-from ..evaluate.metrics import METRICS, check_metrics, default_metrics
-from ..evaluate.predict import DecisionRule
+from ..evaluate.metrics import METRICS, check_metrics
 from ..evaluate.ranking import RowsKind
 from ..forms.cascade.cascade import check_classes
 from ..forms.cascade.export import CascadeOptions
@@ -41,7 +40,7 @@ from ..model.sentence import SentenceSettings
 from ..recipe import FLOPS_TO_TRY, PruneSection, PruningRecipe
 from ..recipe.draws import Draws, Splits, draw, evaluated
 from ..report.provenance import Request
-from ..tasks import COLUMNS, TASKS, Prediction
+from ..tasks import COLUMNS, TASKS, Behaviour
 from .prepare import Judged, Prepared, Rows, check_options, prepare, shapes_to_measure
 
 # Rows that `deploy` makes a promise on; more narrow the interval, and every cut takes longer to judge.
@@ -93,10 +92,9 @@ def resolve(
     options = options or recipe.options
     found = _Found.of(recipe)
     task, config = TASKS[recipe.task], found.config
-    predicts = task.prediction(config)
-    splits = _splits(recipe, predicts, promising=draws is None)
-    rule = DecisionRule(predicts, recipe.evaluation.stability_tolerance, recipe.evaluation.threshold)
-    judged = Judged(_metrics(recipe, predicts), rule, task.embeds)
+    behaviour = _behaviour(recipe, config)
+    splits = _splits(recipe, behaviour, promising=draws is None)
+    judged = Judged(_metrics(recipe, behaviour), behaviour)
     names = _checked_runtimes(recipe, runtimes_of(recipe, runtimes))
     measure = MeasureOptions(_ways(recipe, names), recipe.measure.timing)
     check_device_map(recipe.device_map)
@@ -154,7 +152,7 @@ def resolve(
     )
 
 
-def _splits(recipe: PruningRecipe, predicts: Prediction, *, promising: bool = False) -> Splits:
+def _splits(recipe: PruningRecipe, behaviour: Behaviour, *, promising: bool = False) -> Splits:
     """Return the splits that a recipe reads; if it makes a promise, with rows held out for that."""
     splits = Splits(recipe.data, recipe.calibration, recipe.evaluation, recipe.held_out)
     task = TASKS[recipe.task]
@@ -166,7 +164,7 @@ def _splits(recipe: PruningRecipe, predicts: Prediction, *, promising: bool = Fa
             needed = queries_needed(keep, confidence_of_each(LOOKS))
             return splits.promising(needed, f"{100 * keep:g} %", most=HELD_OUT)
         needed, with_cascades = (rows_needed(keep, confidence_of_each(n)) for n in (LOOKS, LOOKS_WITH_CASCADES))
-        better = with_cascades if predicts == "classes" else 0
+        better = with_cascades if behaviour.predicts == "classes" else 0
         return splits.promising(needed, f"{100 * keep:g} %", most=HELD_OUT, better=better)
     if (asked := recipe.cascade) is not None:
         needed = rate_rows_needed(asked.disagreement, confidence_of_each(len(recipe.shares)))
@@ -203,7 +201,7 @@ def rows_in_order(recipe: PruningRecipe) -> Callable[[int], list[Batch]]:
     """Return a function of a batch size that gives batches of the first 512 evaluation rows, in their order."""
     found = _Found.of(recipe)
     reader = _reader(recipe, found)
-    splits = _splits(recipe, TASKS[recipe.task].prediction(found.config))
+    splits = _splits(recipe, _behaviour(recipe, found.config))
     rows = evaluated(splits, partial(reader.load, name=recipe.data.name, files=recipe.data.files))
     return _in_order(reader, rows)
 
@@ -212,7 +210,14 @@ def _in_order(reader: Reader, rows: datasets.Dataset) -> Callable[[int], list[Ba
     return lambda size: reader.batches(rows.select(range(min(len(rows), ROWS))), batch_size=size)
 
 
-def _metrics(recipe: PruningRecipe, predicts: Prediction) -> tuple[str, ...]:
+def _behaviour(recipe: PruningRecipe, config: Any) -> Behaviour:
+    """Return what a model of a configuration predicts, and which predictions a recipe takes for the same."""
+    asked = recipe.evaluation
+    behaviour = TASKS[recipe.task].behaviour(config)
+    return behaviour.options(tolerance=asked.stability_tolerance, threshold=asked.threshold)
+
+
+def _metrics(recipe: PruningRecipe, behaviour: Behaviour) -> tuple[str, ...]:
     """Return the names of the metrics, the report's first, after checking that metrics and benchmarks fit the task."""
     extra = () if recipe.goal.metric is None else (recipe.goal.metric,)
     named = (*recipe.evaluation.metrics, *extra)
@@ -220,10 +225,11 @@ def _metrics(recipe: PruningRecipe, predicts: Prediction) -> tuple[str, ...]:
     # For questions with choices, token metrics judge only the right choices.
     of_tokens = any(name in METRICS and METRICS[name].of == "tokens" for name in named)
     choices = TASKS[recipe.task].generative and recipe.data.label is not None and not of_tokens
-    metrics = recipe.evaluation.metrics or default_metrics(
-        predicts=predicts, task=recipe.task, answers=recipe.data.answer is not None, choices=choices, rows=rows
+    metrics = recipe.evaluation.metrics or behaviour.usual_metrics(
+        rows=rows, answers=recipe.data.answer is not None, choices=choices
     )
-    check_metrics(tuple(dict.fromkeys((*metrics, *extra))), predicts=predicts, choices=choices, rows=rows)
+    predicts = "choices" if choices else behaviour.predicts
+    check_metrics(tuple(dict.fromkeys((*metrics, *extra))), predicts=predicts, rows=rows)
     if recipe.evaluation.lm_eval:
         check_benchmarks(recipe.evaluation.lm_eval)
     return tuple(metrics)

@@ -321,7 +321,7 @@ def _judge_deployed(
         seconds = time.monotonic() - answer.began
         ranking = None
         if best is not None and prepared.task.embeds:
-            ranking = whole.ranking(running[best].predict(whole.batches))
+            ranking = whole.ranking(running[best].predict(whole.batches, whole.behaviour))
         deployment = Deployment(answer.promise, best, step, answer.dense.ways, seconds, file, ranking)
     if asked is not None and joined is not None:
         part = forms.export("slim", replace(options.unquantized, quantize=asked.quantize))

@@ -81,7 +81,7 @@ def propose_recipe(
     columns: dict[str, Any] = {key: value for key, value in given.items() if value}
     if not text and image is None and query is None:
         columns = {key: value for key, value in _columns(rows, task).items() if value} | columns
-    if task.prediction(config) == "numbers" and len(columns.get("text", ())) == 2 and group is None:
+    if task.behaviour(config).predicts == "numbers" and len(columns.get("text", ())) == 2 and group is None:
         found = next((name for name in _GROUPS if name in rows.column_names), None)
         columns |= {} if found is None else {"group": found}
 

@@ -1,8 +1,10 @@
 """The object that says what a task is: what its models read, what they predict, how they are scored and reported.
 
-- `task.py`: the `Task`, and of it the `Behaviour` that models of no task have, too.
+- `task.py`: the `Task`: which models it has, and what they read.
+- `behaviour.py`: the `Behaviour`: what models predict, how units are scored by it, and how it is judged.
 - `text_classification.py`, `image_classification.py`, `text_generation.py`, `image_text_to_text.py` and
-  `feature_extraction.py`: a task each; `classes.py` and `tokens.py` are what some have in common.
+  `feature_extraction.py`: a task each; `classes.py` and `tokens.py` are the behaviours that several have.
+- `predictions.py`: what is kept of the predictions of language models.
 - `registry.py`: all of them by their names.
 - `models.py`: the task of a model, and the behaviour of any; `by_shape.py` is that of a model of no task.
 
@@ -10,7 +12,8 @@ A recipe is checked against the tasks before torch is imported, which takes seco
 torch and the readers only where they run.
 """
 
-from .registry import TASKS, TaskName, find_task, output_names
-from .task import COLUMNS, Behaviour, Prediction, Task
+from .behaviour import Behaviour
+from .registry import TASKS, TaskName, find_task
+from .task import COLUMNS, Task
 
-__all__ = ["COLUMNS", "TASKS", "Behaviour", "Prediction", "Task", "TaskName", "find_task", "output_names"]
+__all__ = ["COLUMNS", "TASKS", "Behaviour", "Task", "TaskName", "find_task"]

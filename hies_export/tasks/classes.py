@@ -1,13 +1,17 @@
-"""What classifiers and regressions have in common, and what their problem types make of it."""
+"""How classifiers and regressions behave, by their problem types."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from .task import Behaviour, Prediction
+from ..errors import DataError
+from .behaviour import Behaviour
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
     from transformers import PreTrainedModel
 
@@ -18,6 +22,8 @@ class Classes(Behaviour):
     A batch with the key `group` is one of candidates for a reranker, whose loss is the logit itself.
     """
 
+    predicts = "classes"
+    metrics: ClassVar[tuple[str, ...]] = ("accuracy",)
     of_rows: ClassVar[Mapping[str, tuple[str, ...]]] = {"graded": ("ndcg@10", "mrr@10"), "groups": ("own_ndcg@10",)}
 
     def replaces_labels(self, model: PreTrainedModel, batch: Mapping[str, Tensor]) -> bool:
@@ -30,12 +36,6 @@ class Classes(Behaviour):
         """Return the likeliest class of each sample, (batch,)."""
         return output.argmax(-1)
 
-    def losses(self, labels: Tensor) -> Tensor:
-        """Return one for each sample, (batch,)."""
-        import torch
-
-        return torch.ones(len(labels))
-
     def unlabelled_loss(self, output: Tensor, index: int) -> Tensor:
         """Return the only logit of each sample, (batch,) float32."""
         return output.float()[:, 0]
@@ -45,27 +45,57 @@ class Classes(Behaviour):
         best, second = output.float().topk(2, dim=-1).values.unbind(-1)
         return best - second
 
-    def prediction(self, config: Any) -> Prediction:
-        """Return "classes", "labels" or "numbers", by the problem type."""
-        from ..data.targets import predicts
+    def decided(self, predictions: Tensor) -> Tensor:
+        """Return the class of the largest logit, (samples,) int64."""
+        return predictions.argmax(-1)
 
-        return predicts(config)
+    def same(self, dense: Tensor, other: Tensor) -> Tensor:
+        """Return which samples have the same prediction, (samples,) bool."""
+        if dense.shape != other.shape or len(dense) == 0:
+            raise DataError(
+                f"stability compares logits of the same samples, got shapes {tuple(dense.shape)} and "
+                f"{tuple(other.shape)}"
+            )
+        return self._equal(self.decided(dense), self.decided(other))
 
-    def usual_metrics(
-        self, *, predicts: Prediction = "classes", answers: bool = False, choices: bool = False
-    ) -> tuple[str, ...]:
-        """Return accuracy, the F1 of label sets, or the correlations of a regression."""
-        return {"labels": ("f1_micro", "subset_accuracy"), "numbers": ("pearson", "spearman")}.get(
-            predicts, ("accuracy",)
-        )
+    def _equal(self, one: Tensor, two: Tensor) -> Tensor:
+        return one == two
+
+    def samples(self, predictions: Tensor) -> None:
+        """Return None: each prediction is a sample of its own."""
+        return
+
+    def table(self, predictions: Tensor, references: Tensor) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
+        """Return classes, label sets or numbers, and how many classes the model knows."""
+        if len(predictions) != len(references):
+            raise DataError(
+                f"every sample needs a reference, got {len(predictions)} logits and {len(references)} references"
+            )
+        return *self._compared(self.decided(predictions), references), self._of_metrics(predictions)
+
+    def _compared(self, decided: Tensor, references: Tensor) -> tuple[np.ndarray, np.ndarray]:
+        return decided.numpy(), references.numpy()
+
+    def _of_metrics(self, predictions: Tensor) -> dict[str, Any]:
+        return {"num_labels": predictions.shape[-1]}
 
 
+@dataclass(frozen=True)
 class Labels(Classes):
-    """A set of labels per sample: those whose logits, of (batch, labels), are above 0."""
+    """A set of labels per sample: those whose logits, of (batch, labels), are above that of the threshold."""
+
+    predicts = "labels"
+    metrics = ("f1_micro", "subset_accuracy")
+    word = "label set"
+    threshold: float = 0.5  # probability, in (0, 1)
+
+    def options(self, *, tolerance: float, threshold: float) -> Labels:
+        """Return the same with another threshold."""
+        return replace(self, threshold=threshold)
 
     def own_labels(self, model: PreTrainedModel, batch: Mapping[str, Tensor], output: Tensor) -> Tensor:
         """Return 1 for each label of a sample's set and 0 for all others, (batch, labels)."""
-        return (output > 0).to(output.dtype)
+        return self.decided(output).to(output.dtype)
 
     def effect(self, model: PreTrainedModel, batch: Mapping[str, Tensor], output: Tensor, index: int) -> Tensor:
         """Return the logits of each sample, `projected` by its own signs, (batch,): every label has its own answer."""
@@ -73,12 +103,40 @@ class Labels(Classes):
 
         return projected(output, index)
 
+    def decided(self, predictions: Tensor) -> Tensor:
+        """Return which labels apply, (samples, labels) bool."""
+        return predictions > math.log(self.threshold / (1 - self.threshold))
 
+    def _equal(self, one: Tensor, two: Tensor) -> Tensor:
+        return (one == two).all(-1)
+
+    def _compared(self, decided: Tensor, references: Tensor) -> tuple[np.ndarray, np.ndarray]:
+        return decided.numpy(), references.bool().numpy()
+
+    def _of_metrics(self, predictions: Tensor) -> dict[str, Any]:
+        return {}
+
+
+class YesOrNo(Labels):
+    """A set of one label at most."""
+
+    word = Classes.word
+
+
+@dataclass(frozen=True)
 class Numbers(Classes):
     """A number per sample, the only logit, which is its own loss without labels.
 
     Against its own predictions the loss of a regression has no gradient.
     """
+
+    predicts = "numbers"
+    metrics = ("pearson", "spearman")
+    tolerance: float = 0.25  # largest absolute difference, in units of the label, of two numbers that are the same
+
+    def options(self, *, tolerance: float, threshold: float) -> Numbers:
+        """Return the same with another tolerance."""
+        return Numbers(tolerance)
 
     def replaces_labels(self, model: PreTrainedModel, batch: Mapping[str, Tensor]) -> bool:
         """Return False."""
@@ -88,6 +146,29 @@ class Numbers(Classes):
         """Return the number itself, (batch,)."""
         return output.float()[:, 0]
 
+    def decided(self, predictions: Tensor) -> Tensor:
+        """Return the numbers, (samples,)."""
+        return predictions.flatten()
 
-# How a classifier behaves whose problem type makes something else of its logits than classes.
-BY_PREDICTION: Mapping[str, Classes] = {"labels": Labels(), "numbers": Numbers()}
+    def _equal(self, one: Tensor, two: Tensor) -> Tensor:
+        return (one - two).abs() <= self.tolerance
+
+    def _compared(self, decided: Tensor, references: Tensor) -> tuple[np.ndarray, np.ndarray]:
+        return decided.double().numpy(), references.double().numpy()
+
+    def _of_metrics(self, predictions: Tensor) -> dict[str, Any]:
+        return {}
+
+
+def classifier(config: Any) -> Classes:
+    """Return how a classifier behaves, by the problem type of its configuration.
+
+    Raises:
+        RequestError: The configuration contradicts itself, see `data.targets.predicts`.
+    """
+    from ..data.targets import predicts
+
+    kind = predicts(config)
+    if kind == "labels":
+        return YesOrNo() if config.num_labels == 1 else Labels()
+    return Numbers() if kind == "numbers" else Classes()

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from .task import Prediction, Task, column_sets
+from ..errors import DataError
+from .behaviour import Behaviour
+from .task import Task, column_sets
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -14,40 +16,25 @@ if TYPE_CHECKING:
     from ..data.reader import Reader
 
 
-class FeatureExtraction(Task):
-    """Encoders of texts: a `TextEncoder` gives embeddings, (batch, dimension). They need no labels."""
+class Embeddings(Behaviour):
+    """Embeddings, (batch, dimension), which are judged by what they rank. They need no labels."""
 
-    name = "feature-extraction"
-    auto_class = "AutoModel"
-    columns = column_sets("text", "text label", "query document", "query document label")
-    needs = "data.text (one column, or two and the label of their similarity), or data.query and data.document"
-    text_columns = 2
-    embeds = True
-    output_name = "sentence_embedding"
-    # Every time by another projection.
-    repeats = 4
+    predicts = "embeddings"
     of_rows: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "queries": ("ndcg@10", "recall@10", "mrr@10"),
         "pairs": ("spearman", "pearson"),
         "texts": ("own_ndcg@10",),
     }
-
-    @property
-    def reader_class(self) -> type[Reader]:
-        """The reader of texts, pairs of texts, and queries with documents."""
-        from ..data.embedding import EmbeddingReader
-
-        return EmbeddingReader
+    metrics = of_rows["texts"]
+    output_names = ("sentence_embedding",)
+    # Every time by another projection.
+    repeats = 4
 
     def replaces_labels(self, model: PreTrainedModel, batch: Mapping[str, Tensor]) -> bool:
         """Return False: an embedding is no label."""
         return False
 
     def own_labels(self, model: PreTrainedModel, batch: Mapping[str, Tensor], output: Tensor) -> Tensor:
-        """Refuse: see `replaces_labels`."""
-        raise NotImplementedError
-
-    def losses(self, labels: Tensor) -> Tensor:
         """Refuse: see `replaces_labels`."""
         raise NotImplementedError
 
@@ -59,15 +46,39 @@ class FeatureExtraction(Task):
         """Return the embeddings, each `projected` by its own signs, (batch,) float32."""
         return projected(output, index)
 
-    def prediction(self, config: Any) -> Prediction:
-        """Return "embeddings"."""
-        return "embeddings"
+    def decided(self, predictions: Tensor) -> Tensor:
+        """Return the embeddings."""
+        return predictions
 
-    def usual_metrics(
-        self, *, predicts: Prediction = "classes", answers: bool = False, choices: bool = False
-    ) -> tuple[str, ...]:
-        """Return the metrics of texts alone."""
-        return self.of_rows["texts"]
+    def same(self, dense: Tensor, other: Tensor) -> Tensor:
+        """Refuse: embeddings are compared by what they rank."""
+        raise DataError("embeddings are compared by what they rank; judge them with rows that can be ranked")
+
+    def table(self, predictions: Tensor, references: Tensor) -> Any:
+        """Refuse: see `same`."""
+        raise NotImplementedError
+
+
+class FeatureExtraction(Task):
+    """Encoders of texts: a `TextEncoder` gives an embedding for each."""
+
+    name = "feature-extraction"
+    auto_class = "AutoModel"
+    columns = column_sets("text", "text label", "query document", "query document label")
+    needs = "data.text (one column, or two and the label of their similarity), or data.query and data.document"
+    text_columns = 2
+    embeds = True
+
+    def behaviour(self, config: Any) -> Embeddings:
+        """Return that of embeddings."""
+        return Embeddings()
+
+    @property
+    def reader_class(self) -> type[Reader]:
+        """The reader of texts, pairs of texts, and queries with documents."""
+        from ..data.embedding import EmbeddingReader
+
+        return EmbeddingReader
 
 
 def projected(outputs: Tensor, seed: int) -> Tensor:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from .classes import Classes
+from .classes import Classes, classifier
 from .task import Task, column_sets
 
 if TYPE_CHECKING:
     from ..data.reader import Reader
 
 
-class ImageClassification(Classes, Task):
+class ImageClassification(Task):
     """Classifiers of images."""
 
     name = "image-classification"
@@ -21,6 +21,10 @@ class ImageClassification(Classes, Task):
     needs = "data.image (a column of images)"
     text = False
     images = True
+
+    def behaviour(self, config: Any) -> Classes:
+        """Return that of classes, labels or numbers, by the problem type."""
+        return classifier(config)
 
     @property
     def reader_class(self) -> type[Reader]:

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from .task import Prediction, Task, column_sets
+from .task import Task, column_sets
 from .tokens import Tokens
 
 if TYPE_CHECKING:
     from ..data.reader import Reader
 
 
-class ImageTextToText(Tokens, Task):
+class Answers(Tokens):
+    """An answer for each prompt, token by token."""
+
+    metrics = ("exact_match", "perplexity")
+
+
+class ImageTextToText(Task):
     """Vision-language models: decoders of images and text."""
 
     name = "image-text-to-text"
     auto_class = "AutoModelForImageTextToText"
     columns = column_sets("image prompt answer", "image prompt answer label")
+    generative = True
     needs = "data.image, data.prompt and data.answer"
     images = True
+
+    def behaviour(self, config: Any) -> Answers:
+        """Return that of language models whose rows all have answers."""
+        return Answers()
 
     @property
     def reader_class(self) -> type[Reader]:
@@ -26,9 +37,3 @@ class ImageTextToText(Tokens, Task):
         from ..data.image_text import ImageTextReader
 
         return ImageTextReader
-
-    def usual_metrics(
-        self, *, predicts: Prediction = "classes", answers: bool = False, choices: bool = False
-    ) -> tuple[str, ...]:
-        """Return the metrics of answers, which all rows have."""
-        return super().usual_metrics(answers=True, choices=choices)

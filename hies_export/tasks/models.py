@@ -9,12 +9,10 @@ from transformers import PreTrainedModel
 from ..errors import RequestError
 from ..model.internals import auto_classes
 from ..model.sentence import TextEncoder
-from .by_shape import ByShape
-from .classes import BY_PREDICTION
+from .behaviour import Behaviour
+from .by_shape import BY_SHAPE
 from .registry import TASKS
-from .task import Behaviour, Task
-
-_BY_SHAPE = ByShape()
+from .task import Task
 
 
 def task_of(model: Any) -> Task:
@@ -42,7 +40,7 @@ def task_of(model: Any) -> Task:
 def behaviour_of(model: Any) -> Behaviour:
     """Return how a model behaves: as those of its task and problem type, or as its shapes tell if it has none."""
     task = _task_of(model)
-    return _BY_SHAPE if task is None else BY_PREDICTION.get(task.prediction(model.config), task)
+    return BY_SHAPE if task is None else task.behaviour(model.config)
 
 
 def _task_of(model: Any) -> Task | None:

@@ -26,8 +26,3 @@ def find_task(name: str) -> Task:
     if name not in TASKS:
         raise RequestError(f"the task must be one of {', '.join(TASKS)}, got {name!r}")
     return TASKS[name]
-
-
-def output_names() -> list[str]:
-    """Return the names of the outputs that are the prediction in some task."""
-    return list(dict.fromkeys(task.output_name for task in TASKS.values()))

@@ -1,18 +1,14 @@
-"""Define what a task is: what its models read, what they predict, and what scores and reports make of that."""
+"""Define what a task is: which models it has, what they read, and how they behave."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedModel
-
     from ..data.reader import Reader
+    from .behaviour import Behaviour
 
-Prediction = Literal["classes", "labels", "numbers", "tokens", "embeddings"]
 # The fields of a recipe's `data` that name columns.
 COLUMNS = ("text", "image", "prompt", "answer", "query", "document", "label", "group")
 
@@ -22,50 +18,7 @@ def column_sets(*columns: str) -> tuple[frozenset[str], ...]:
     return tuple(frozenset(names.split()) for names in columns)
 
 
-class Behaviour(ABC):
-    """How models predict, and how their units are scored by it.
-
-    Attributes:
-        output_name: The model's output that is the prediction.
-        repeats: How often every sample is scored, each time by another loss.
-    """
-
-    output_name: ClassVar[str] = "logits"
-    repeats: ClassVar[int] = 1
-
-    def output(self, found: Any) -> Tensor:
-        """Return, of the outputs of a model, the one that is its prediction."""
-        prediction: Tensor = getattr(found, self.output_name)
-        return prediction
-
-    def replaces_labels(self, model: PreTrainedModel, batch: Mapping[str, Tensor]) -> bool:
-        """Return whether the loss of a batch without labels is that of what the model predicts itself: `own_labels`."""
-        return True
-
-    @abstractmethod
-    def own_labels(self, model: PreTrainedModel, batch: Mapping[str, Tensor], output: Tensor) -> Tensor:
-        """Return what the model predicts for a batch, as labels of its loss."""
-
-    @abstractmethod
-    def losses(self, labels: Tensor) -> Tensor:
-        """Return how many of the losses whose mean is the model's belong to each sample, (batch,)."""
-
-    def unlabelled_loss(self, output: Tensor, index: int) -> Tensor:
-        """Return the loss of each sample where no labels are and none replace them, (batch,) float32.
-
-        `index` is the number of the batch.
-        """
-        raise NotImplementedError
-
-    @abstractmethod
-    def effect(self, model: PreTrainedModel, batch: Mapping[str, Tensor], output: Tensor, index: int) -> Tensor:
-        """Return the number of each sample that greedy removal keeps, (batch,) float32.
-
-        `output` is the prediction, and `index` the number of the batch.
-        """
-
-
-class Task(Behaviour):
+class Task(ABC):
     """A task that a recipe may name.
 
     Attributes:
@@ -79,8 +32,6 @@ class Task(Behaviour):
         images: Whether they read images.
         generative: Whether they predict text, token by token, rather than a class.
         embeds: Whether they embed texts.
-        word: A report's word for one prediction.
-        of_rows: What rows that belong together are to each other -> the usual metrics of their rankings.
     """
 
     name: ClassVar[str]
@@ -93,13 +44,19 @@ class Task(Behaviour):
     images: ClassVar[bool] = False
     generative: ClassVar[bool] = False
     embeds: ClassVar[bool] = False
-    word: ClassVar[str] = "prediction"
-    of_rows: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     @property
     def in_parts(self) -> bool:
         """Whether its models are exported in parts, so that there is no single graph to time."""
         return self.text and self.images
+
+    @abstractmethod
+    def behaviour(self, config: Any) -> Behaviour:
+        """Return how a model of a configuration predicts.
+
+        Raises:
+            RequestError: The configuration contradicts itself, see `data.targets.predicts`.
+        """
 
     @property
     @abstractmethod
@@ -117,23 +74,3 @@ class Task(Behaviour):
             return None
         surplus = " or ".join(f"data.{name}" for name in sorted(given.difference(*self.columns)))
         return f"{self.name} needs {self.needs}" + (f" and no {surplus}" if surplus else "")
-
-    @abstractmethod
-    def prediction(self, config: Any) -> Prediction:
-        """Return what a model of a configuration predicts.
-
-        It is "classes", "labels" (any number of them), "numbers" (of a regression), "tokens" or "embeddings".
-
-        Raises:
-            RequestError: The configuration contradicts itself, see `data.targets.predicts`.
-        """
-
-    @abstractmethod
-    def usual_metrics(
-        self, *, predicts: Prediction = "classes", answers: bool = False, choices: bool = False
-    ) -> tuple[str, ...]:
-        """Return the names of the metrics of rows that stand alone; the first one is the quality.
-
-        `predicts` is what a classifier's logits are, `answers` says whether the rows have prompts and answers, and
-        `choices` whether the answers are chosen.
-        """

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from .classes import Classes
+from .classes import Classes, classifier
 from .task import Task, column_sets
 
 if TYPE_CHECKING:
     from ..data.reader import Reader
 
 
-class TextClassification(Classes, Task):
+class TextClassification(Task):
     """Classifiers and regressions of texts, and rerankers of pairs of texts."""
 
     name = "text-classification"
@@ -20,6 +20,10 @@ class TextClassification(Classes, Task):
     columns = column_sets("text", "text label", "text group", "text group label")
     needs = "data.text (one or two columns)"
     text_columns = 2
+
+    def behaviour(self, config: Any) -> Classes:
+        """Return that of classes, labels or numbers, by the problem type."""
+        return classifier(config)
 
     @property
     def reader_class(self) -> type[Reader]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .task import Task, column_sets
 from .tokens import Tokens
@@ -11,14 +11,18 @@ if TYPE_CHECKING:
     from ..data.reader import Reader
 
 
-class TextGeneration(Tokens, Task):
+class TextGeneration(Task):
     """Language models: decoders of text alone."""
 
     name = "text-generation"
     auto_class = "AutoModelForCausalLM"
     columns = column_sets("text", "prompt answer", "prompt answer label")
+    generative = True
     needs = "data.text (one column), or data.prompt and data.answer"
-    word = "next token"
+
+    def behaviour(self, config: Any) -> Tokens:
+        """Return that of language models."""
+        return Tokens()
 
     @property
     def reader_class(self) -> type[Reader]:

@@ -18,10 +18,12 @@ from hies_export.data.batches import by_length
 from hies_export.data.reader import Columns
 from hies_export.data.targets import samples_of
 from hies_export.evaluate.judge import Judge, agreement, standard_error
-from hies_export.evaluate.metrics import check_metrics, default_metrics
-from hies_export.evaluate.predict import ChoicePredictions, predict, references
+from hies_export.evaluate.metrics import check_metrics
+from hies_export.evaluate.predict import predict, references
 from hies_export.pipeline.resolve import resolve
 from hies_export.tasks import TASKS
+from hies_export.tasks.predictions import ChoicePredictions
+from hies_export.tasks.tokens import Tokens
 
 LETTERS = "abcdefghijkl"
 ROWS = [
@@ -109,7 +111,7 @@ def test_another_model_agrees_where_it_makes_the_same_choice() -> None:
 def test_of_equal_choices_the_first_is_chosen() -> None:
     rows = [{"question": "a", "choices": ["b", "b", "b"], "label": 1}, {"question": "c", "choices": ["d"], "label": 0}]
     found = predict(causal_lm(), batches_of(text_reader().of_choices(), rows, 8))
-    assert found.chosen.tolist() == found.chosen_per_character.tolist() == [0, 0]
+    assert found.decided.tolist() == found.chosen_per_character.tolist() == [0, 0]
 
 
 def test_scoring_still_reads_the_right_choice_to_the_end_of_the_text() -> None:
@@ -167,7 +169,7 @@ def test_metrics_of_choices_are_the_default_and_those_of_tokens_judge_the_right_
         return resolve(PruningRecipe.from_yaml(recipe))
 
     found = prepared(samples=10, batch_size=3)
-    assert found.prepared.judged.metrics == default_metrics(task="text-generation", answers=True, choices=True) == BOTH
+    assert found.prepared.judged.metrics == Tokens().usual_metrics(answers=True, choices=True) == BOTH
     assert (samples_of(found.evaluation), found.evaluation_of) == (10, 17)
     rows = found.prepared.rows
     assert samples_of(rows.held_out) == 13
@@ -179,4 +181,4 @@ def test_metrics_of_choices_are_the_default_and_those_of_tokens_judge_the_right_
     with pytest.raises(RecipeError, match="metrics of generated text must be among .*got 'choice_accuracy', which"):
         prepared(metrics=["perplexity", "choice_accuracy"])
     with pytest.raises(RecipeError, match=r"choices among answers \(data.label\) must be among choice_accuracy"):
-        check_metrics(["accuracy"], choices=True)
+        check_metrics(["accuracy"], predicts="choices")

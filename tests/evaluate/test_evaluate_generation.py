@@ -13,8 +13,10 @@ from torch import Tensor
 from hies_export.errors import DataError, NonFiniteError
 from hies_export.evaluate import predict as evaluate_model
 from hies_export.evaluate.judge import compute_metrics, stability
-from hies_export.evaluate.metrics import METRICS, check_metrics, default_metrics
-from hies_export.evaluate.predict import TokenPredictions, predict, references
+from hies_export.evaluate.metrics import METRICS, check_metrics
+from hies_export.evaluate.predict import predict, references
+from hies_export.tasks import TASKS
+from hies_export.tasks.predictions import TokenPredictions
 
 NAMES = ["perplexity", "token_accuracy", "exact_match"]
 
@@ -113,8 +115,8 @@ def test_bad_samples_and_numbers() -> None:
 
 
 def test_metrics_fit_the_task() -> None:
-    assert default_metrics(task="text-generation") == ("perplexity",)
-    assert default_metrics(task="text-generation", answers=True) == ("exact_match", "perplexity")
-    assert default_metrics(task="image-text-to-text") == ("exact_match", "perplexity")
+    generating, answering = (TASKS[name].behaviour(None) for name in ("text-generation", "image-text-to-text"))
+    assert generating.usual_metrics() == ("perplexity",)
+    assert generating.usual_metrics(answers=True) == answering.usual_metrics() == ("exact_match", "perplexity")
     check_metrics(NAMES, predicts="tokens")
     assert [name for name, metric in METRICS.items() if not metric.higher_is_better] == ["perplexity"]

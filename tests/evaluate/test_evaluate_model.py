@@ -12,9 +12,14 @@ from support.models import bert
 
 from hies_export.errors import DataError, NonFiniteError, RecipeError
 from hies_export.evaluate.judge import compute_metrics, stability, standard_error
-from hies_export.evaluate.metrics import METRICS, check_metrics, default_metrics
-from hies_export.evaluate.predict import ChoicePredictions, DecisionRule, TokenPredictions, predict, references
+from hies_export.evaluate.metrics import METRICS, check_metrics
+from hies_export.evaluate.predict import predict, references
 from hies_export.progress import Silent
+from hies_export.tasks.classes import Classes, Labels, Numbers
+from hies_export.tasks.predictions import ChoicePredictions, TokenPredictions
+from hies_export.tasks.tokens import Tokens
+
+KINDS = {of.predicts: of for of in (Classes(), Labels(), Numbers(), Tokens())} | {"choices": Tokens()}
 
 
 def tiny_bert():
@@ -129,7 +134,7 @@ def test_f1_takes_the_number_of_classes_from_the_logits():
 
 
 def test_metrics_of_one_sample_are_defined_and_in_the_order_of_their_names():
-    numbers = {"names": ["spearman", "pearson"], "rule": DecisionRule("numbers")}
+    numbers = {"names": ["spearman", "pearson"], "behaviour": Numbers()}
     found = compute_metrics(torch.tensor([[0.5]]), torch.tensor([2.0]), **numbers)
     assert list(found.items()) == [("spearman", 0.0), ("pearson", 0.0)]
     assert compute_metrics(torch.tensor([[0.5, 1.0]]), torch.tensor([1]), names=["accuracy"]) == {"accuracy": 1.0}
@@ -180,11 +185,11 @@ def test_values_and_standard_errors_are_those_of_other_means(name):
         return BY_OTHER_MEANS[name](*(part[draw].numpy() for part in given))
 
     count = len(given[0])
-    value = compute_metrics(predictions, labels, names=[name], rule=DecisionRule(kind))[name]
+    value = compute_metrics(predictions, labels, names=[name], behaviour=KINDS[kind])[name]
     assert value == pytest.approx(by_other_means(torch.arange(count)), rel=1e-12)
     draws = torch.randint(0, count, (20, count), generator=torch.Generator().manual_seed(5))
     expected = np.std([by_other_means(draw) for draw in draws], ddof=1)
-    found = standard_error(predictions, labels, name=name, rule=DecisionRule(kind), resamples=20, seed=5)
+    found = standard_error(predictions, labels, name=name, behaviour=KINDS[kind], resamples=20, seed=5)
     assert found == pytest.approx(expected, rel=1e-10)
     assert found > 0
 
@@ -195,8 +200,8 @@ def test_stability_is_the_share_of_equal_classes_or_of_numbers_within_the_tolera
     assert stability(dense, other) == 0.75
     dense, other = torch.tensor([[1.0], [2.0], [3.0], [4.0]]), torch.tensor([[1.25], [1.75], [3.0], [4.5]])
     for tolerance, share in ((0.25, 0.75), (0.1, 0.25), (1.0, 1.0)):
-        assert stability(dense, other, DecisionRule("numbers", tolerance)) == share
-    assert stability(dense[:1], other[:1], DecisionRule("numbers")) == 1.0
+        assert stability(dense, other, Numbers(tolerance=tolerance)) == share
+    assert stability(dense[:1], other[:1], Numbers()) == 1.0
     for one, two in ((torch.zeros(3, 2), torch.zeros(2, 2)), (torch.zeros(0, 2), torch.zeros(0, 2))):
         with pytest.raises(DataError, match="same samples, got shapes"):
             stability(one, two)
@@ -210,13 +215,13 @@ def test_a_correlation_with_a_constant_is_zero_and_warns(name, constant, caplog)
     kind = METRICS[name].of
     logits = predictions[:, None].float() if kind == "numbers" else torch.nn.functional.one_hot(predictions, 3).float()
     with caplog.at_level(logging.WARNING):
-        assert compute_metrics(logits, references, names=[name], rule=DecisionRule(kind)) == {name: 0.0}
+        assert compute_metrics(logits, references, names=[name], behaviour=KINDS[kind]) == {name: 0.0}
     assert caplog.messages == [f"{name} is undefined because all {constant} are equal: 0.0 is returned"]
 
 
 def test_default_metrics_fit_and_accuracy_of_a_regression_does_not():
     for kind in ("classes", "labels", "numbers"):
-        names = default_metrics(predicts=kind)
+        names = KINDS[kind].usual_metrics()
         assert names
         check_metrics(names, predicts=kind)
 

@@ -12,7 +12,9 @@ from support.models import causal_lm
 from torch import Tensor
 
 from hies_export.evaluate.judge import Judge, Judgement, Quality, clearly_better, standard_error
-from hies_export.evaluate.predict import DecisionRule, TokenPredictions, predict
+from hies_export.evaluate.predict import predict
+from hies_export.tasks.classes import Classes, Numbers
+from hies_export.tasks.predictions import TokenPredictions
 
 
 def batches(labels: Tensor | None, count: int) -> list[dict[str, Tensor]]:
@@ -42,7 +44,7 @@ def test_classes_are_judged_by_labels_and_by_the_dense_model() -> None:
 def test_numbers_are_judged_within_the_tolerance() -> None:
     labels, dense = torch.rand(20), torch.rand(20, 1)
     other = dense + 0.4 * torch.rand(20, 1)
-    judge = Judge(batches(labels, 20), dense, ("pearson",), DecisionRule("numbers", tolerance=0.2))
+    judge = Judge(batches(labels, 20), dense, ("pearson",), Numbers(tolerance=0.2))
     within = [abs(a.item() - b.item()) <= 0.2 for a, b in zip(other, dense, strict=True)]
     correlation = np.corrcoef(other.flatten().double(), labels.double())[0, 1]
     assert judge.of(other) == Quality({"pearson": pytest.approx(correlation)}, sum(within) / 20)
@@ -74,7 +76,7 @@ def test_without_labels_the_dense_models_predictions_are_the_reference(regressio
     dense = torch.randn(20, 1 if regression else 3)
     other = dense + torch.randn_like(dense)
     name = "pearson" if regression else "accuracy"
-    judge = Judge(batches(None, 20), dense, (name,), DecisionRule("numbers" if regression else "classes"))
+    judge = Judge(batches(None, 20), dense, (name,), Numbers() if regression else Classes())
     assert judge.of(dense) == Quality({name: pytest.approx(1.0)}, 1.0)
     found = judge.of(other)
     if regression:

@@ -15,10 +15,10 @@ from hies_export import DataError, PruningRecipe, RecipeError
 from hies_export.evaluate import metrics
 from hies_export.evaluate.judge import compute_metrics, standard_error
 from hies_export.evaluate.metrics import METRICS, check_metrics, find_metric, higher_is_better
-from hies_export.evaluate.predict import DecisionRule
 from hies_export.pipeline.choose import choose
 from hies_export.pipeline.resolve import resolve
 from hies_export.progress import Silent
+from hies_export.tasks.classes import Numbers
 
 SCRIPT = """
 import datasets
@@ -83,7 +83,7 @@ def test_a_metric_of_numbers_of_which_less_is_better(tmp_path: Path) -> None:
     result = '{"distance": np.abs(predictions - references).mean()}'
     name = script(tmp_path, "mean_distance", result, dtype="float64", higher_is_better=False)
     logits, labels = torch.randn(20, 1), torch.rand(20)
-    values = compute_metrics(logits, labels, names=[name], rule=DecisionRule("numbers"))
+    values = compute_metrics(logits, labels, names=[name], behaviour=Numbers())
     assert values == {name: pytest.approx((logits[:, 0] - labels).abs().mean().item())}
     assert (find_metric(name).of, higher_is_better(name)) == ("numbers", False)
     with pytest.raises(RecipeError, match="metrics of a classifier must be among .* which is for numbers"):

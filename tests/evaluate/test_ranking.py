@@ -13,9 +13,10 @@ from hies_export.data.targets import samples_of
 from hies_export.errors import DataError, RecipeError
 from hies_export.evaluate import ranking
 from hies_export.evaluate.judge import Judge, Judgement
-from hies_export.evaluate.metrics import METRICS, check_metrics, default_metrics
-from hies_export.evaluate.predict import DecisionRule
+from hies_export.evaluate.metrics import METRICS, check_metrics
 from hies_export.evaluate.ranking import RankedGroups, RankedTexts, kind_of_rows
+from hies_export.tasks.classes import Numbers
+from hies_export.tasks.feature_extraction import Embeddings
 
 Batches = list[dict[str, Tensor]]
 
@@ -168,7 +169,7 @@ def pairs(count: int = 40) -> Batches:
 def test_pairs_are_judged_by_their_similarity_and_their_first_texts_rank_the_second() -> None:
     batches = pairs()
     dense, slim = (of[column(batches, "input_ids")[:, 0]] for of in vectors(80))
-    judge = Judge(batches, dense, ("spearman", "pearson", "own_ndcg@10"), embeds=True)
+    judge = Judge(batches, dense, ("spearman", "pearson", "own_ndcg@10"), behaviour=Embeddings())
     place = {
         (p, s): row
         for row, (p, s) in enumerate(
@@ -212,8 +213,8 @@ def test_a_reranker_is_judged_by_the_order_of_the_candidates(graded: bool) -> No
     batches = groups(graded)
     group = column(batches, "group")
     dense, slim = vectors(len(group), dim=1)
-    names = default_metrics(predicts="numbers", rows=kind_of_rows(batches))
-    judge = Judge(batches, dense, names, DecisionRule("numbers"))
+    names = Numbers().usual_metrics(rows=kind_of_rows(batches))
+    judge = Judge(batches, dense, names, Numbers())
     expected = []
     for number in range(0, 21, 3):
         rows = group == number
@@ -271,9 +272,9 @@ def test_a_model_that_embeds_all_alike_ranks_as_badly_as_can_be() -> None:
 def test_on_the_dense_index_only_queries_are_predicted_again() -> None:
     batches = searches()
     dense, slim = vectors(39)
-    names = default_metrics(task="feature-extraction", rows="queries")
+    names = Embeddings().usual_metrics(rows="queries")
     of = {
-        index: Judge.on(Lookup(dense), batches, metrics=names, embeds=True, index=index)
+        index: Judge.on(Lookup(dense), batches, metrics=names, behaviour=Embeddings(), index=index)
         for index in ("dense", "slim", None)
     }
     assert sum(len(one["query"]) for one in of["dense"].batches) == 9
@@ -304,7 +305,7 @@ def test_on_the_dense_index_only_queries_are_predicted_again() -> None:
 def test_what_is_kept_and_lost_is_the_first_metric() -> None:
     batches = searches(queries=200, documents=300)
     dense, slim = vectors(500)
-    judge = Judge.on(Lookup(dense), batches, metrics=("mrr@10", "ndcg@10"), embeds=True)
+    judge = Judge.on(Lookup(dense), batches, metrics=("mrr@10", "ndcg@10"), behaviour=Embeddings())
     before, after = (judge.rankings(of).mrr.numpy() for of in (judge.dense, slim[:200]))  # type: ignore[union-attr]
     kept, low = judge.kept(slim[:200])
     assert kept == pytest.approx(after.mean() / before.mean())
@@ -317,9 +318,9 @@ def test_what_is_kept_and_lost_is_the_first_metric() -> None:
         judge.of(slim[:200]).metrics["mrr@10"], judgement.standard_error, judge.of(slim[:200]).stability
     )
     assert judgement.standard_error == pytest.approx(after.std() / 200**0.5, rel=0.25)
-    more = Judge.on(Lookup(dense), batches, metrics=("mrr@10",), embeds=True, as_of=20_000)
+    more = Judge.on(Lookup(dense), batches, metrics=("mrr@10",), behaviour=Embeddings(), as_of=20_000)
     assert low < more.kept(slim[:200])[1] < kept
-    surer = Judge.on(Lookup(dense), batches, metrics=("mrr@10",), embeds=True, confidence=0.999)
+    surer = Judge.on(Lookup(dense), batches, metrics=("mrr@10",), behaviour=Embeddings(), confidence=0.999)
     assert surer.kept(slim[:200])[1] < low
 
 
@@ -331,7 +332,7 @@ def test_of_pairs_the_share_of_the_correlation_is_kept() -> None:
     dense = torch.nn.functional.one_hot(torch.arange(400) // 2 % 8, 8).float() + 0.02 * dense
     dense[1::2] += 2 * (1 - score[:, None]) * noise[1::2]
     dense, slim = (of[column(batches, "input_ids")[:, 0]] for of in (dense, dense + 0.1 * noise))
-    judge = Judge(batches, dense, ("spearman",), embeds=True)
+    judge = Judge(batches, dense, ("spearman",), behaviour=Embeddings())
     before, after = (judge.of(of).metrics["spearman"] for of in (dense, slim))
     assert before > 0.5
     kept, low = judge.kept(slim)
@@ -361,8 +362,7 @@ def test_rows_that_cannot_be_ranked_are_refused() -> None:
 
 @pytest.mark.parametrize("rows", ["queries", "pairs", "texts", "graded", "groups"])
 def test_the_usual_metrics_fit_the_rows(rows: Any) -> None:
-    task = "text-classification" if rows in ("graded", "groups") else "feature-extraction"
-    names = default_metrics(task=task, rows=rows)
+    names = (Numbers() if rows in ("graded", "groups") else Embeddings()).usual_metrics(rows=rows)
     check_metrics(names, rows=rows)
     check_metrics(["own_ndcg@10"], rows=rows)
     assert all(name in METRICS for name in names)
@@ -371,9 +371,9 @@ def test_the_usual_metrics_fit_the_rows(rows: Any) -> None:
 
 
 def test_metrics_that_need_what_is_relevant_do_not_fit_texts_alone() -> None:
-    assert default_metrics(task="feature-extraction") == ("own_ndcg@10",)
+    assert Embeddings().usual_metrics() == ("own_ndcg@10",)
     with pytest.raises(RecipeError, match="metrics of texts alone must be among own_ndcg@10, got 'ndcg@10'"):
         check_metrics(["ndcg@10"], rows="texts")
-    judge = Judge(cut_up(torch.arange(9), 4), vectors(9)[0], ("recall@10",), embeds=True)
+    judge = Judge(cut_up(torch.arange(9), 4), vectors(9)[0], ("recall@10",), behaviour=Embeddings())
     with pytest.raises(RecipeError, match="got 'recall@10'"):
         judge.of(vectors(9)[1])

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from hies_export.evaluate.judge import Judge, Judgement
-from hies_export.evaluate.predict import TokenPredictions
 from hies_export.pipeline.candidates import choose_alpha, choose_by_agreement
 from hies_export.pipeline.search import HeldOut
+from hies_export.tasks.predictions import TokenPredictions
 from hies_export.units import Kept, Selection
 from hies_export.values import Scores
 

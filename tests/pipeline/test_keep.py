@@ -225,9 +225,10 @@ def queries(count: int) -> list[dict[str, torch.Tensor]]:
 def test_a_share_of_rankings_is_that_of_a_metric(
     asked: dict[str, Any], rows: Any, embeds: bool, metric: str | None, index: str | None
 ) -> None:
-    judged = SimpleNamespace(embeds=embeds, metrics=("mrr@10", "ndcg@10"))
+    judged = SimpleNamespace(metrics=("mrr@10", "ndcg@10"))
     chooser = Chooser.__new__(Chooser)
-    chooser._prepared = SimpleNamespace(judged=judged, rows=SimpleNamespace(held_out=rows))  # type: ignore[assignment]
+    task, given = SimpleNamespace(embeds=embeds), SimpleNamespace(held_out=rows)
+    chooser._prepared = SimpleNamespace(judged=judged, task=task, rows=given)  # type: ignore[assignment]
     found = chooser.promise(KeepBudget(**asked), 0.98)
     assert (found.metric, found.index, found.samples) == (metric, index, 7)
     assert (found.predictions, found.confidence) == (0.99, 0.98)

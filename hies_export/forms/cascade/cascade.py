@@ -16,6 +16,7 @@ from ...data.targets import predicts, samples_of
 from ...errors import RequestError
 from ...evaluate.predict import predict_by
 from ...model.tokens import first_samples
+from ...tasks.classes import Classes
 from ..onnx.export import export_onnx
 from ..onnx.quantize import Quantize, check_quantizable
 from ..runtimes.base import Runtime
@@ -86,7 +87,7 @@ class Cascade:
         cascade = cls(slim, dense, threshold=0.0)
         check_disagreement(disagreement)
         check_rows(samples_of(batches), disagreement)
-        found = predict_by(cascade._slim.prediction, batches)
+        found = predict_by(cascade._slim.prediction, batches, Classes())
         assert isinstance(found, torch.Tensor)
         cascade._batches, cascade._answers = batches, cascade._right(batches)
         cascade._processor = processor
@@ -151,7 +152,7 @@ class Cascade:
 
     def _right(self, batches: Sequence[Batch]) -> torch.Tensor:
         """Return the dense model's logits of batches, (rows, classes)."""
-        found = predict_by(self._dense.prediction, batches)
+        found = predict_by(self._dense.prediction, batches, Classes())
         assert isinstance(found, torch.Tensor)
         return found
 

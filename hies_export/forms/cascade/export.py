@@ -16,6 +16,7 @@ from ...data.batches import Batch
 from ...errors import ParityError, RequestError
 from ...evaluate.interval import CONFIDENCE, upper_rate
 from ...evaluate.predict import predict_by
+from ...tasks.classes import Classes
 from ..onnx.export import OnnxExport, save_program
 from ..onnx.quantize import Quantize
 from ..runtimes.bits import quantize_graph
@@ -121,7 +122,7 @@ def export_cascade(
         quantize_graph(graphs[0].graph, tables=False)
 
     def logits(file: Path) -> torch.Tensor:
-        found = predict_by(load_runtime(options.runtime, file, dtype=options.dtype).prediction, batches)
+        found = predict_by(load_runtime(options.runtime, file, dtype=options.dtype).prediction, batches, Classes())
         assert isinstance(found, torch.Tensor)
         return found
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter_ns
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 
-from ...tasks import output_names
+from ...tasks.behaviour import stacked
 
 # The execution provider that an ONNX graph is exported for.
 Provider = Literal["cpu", "cuda", "tensorrt"]
@@ -113,13 +113,10 @@ class Runtime(ABC):
         """Run the model once on a batch, and return its outputs as `fetch` does."""
         return self.fetch(self.run(self.prepare(batch)))
 
-    def prediction(self, batch: Mapping[str, Any]) -> torch.Tensor:
-        """Return what the model predicts for a batch.
-
-        These are logits, (batch, labels) or (batch, tokens, vocabulary), or embeddings of texts, (batch, dimension).
-        """
+    def prediction(self, batch: Mapping[str, Any], names: Sequence[str] = ("logits",)) -> torch.Tensor:
+        """Return what the model predicts for a batch: the outputs of these names, stacked as by `Behaviour.output`."""
         outputs = self.compute(batch)
-        return torch.from_numpy(next(outputs[name] for name in output_names() if name in outputs))
+        return torch.as_tensor(stacked([outputs[name] for name in names]))
 
     def peak_memory_bytes(self, feed: Any) -> int | None:
         """Return the peak device memory of a run that was made before, weights included, in bytes; None on the CPU."""

@@ -174,7 +174,7 @@ class LlamaCppRuntime(Runtime):
         rows = self._ask("run", feed=result, probabilities=True)["probabilities"]
         return {"probabilities": np.stack([np.frombuffer(base64.b64decode(row), dtype="<f4") for row in rows])}
 
-    def prediction(self, batch: Mapping[str, Any]) -> torch.Tensor:
+    def prediction(self, batch: Mapping[str, Any], names: Sequence[str] = ("logits",)) -> torch.Tensor:
         """Return the log-probabilities of the token after each one, (batch, tokens, vocabulary); zeros at padding.
 
         Node passes on every probability separately, so 500 tokens of a vocabulary of 32,000 take seconds.

@@ -17,11 +17,13 @@ from ...calibrate.collect import collect_statistics
 from ...calibrate.readings import reading
 from ...data.targets import predicts, size_of
 from ...errors import DataError
-from ...evaluate.predict import DecisionRule, Predictions, TokenPredictions, predict, predicted, references
+from ...evaluate.predict import Predictions, predict, references
 from ...model.linear import weight_of
 from ...score.criteria import score_units
 from ...select.select import select_units
 from ...slim.mask import masked_units
+from ...tasks.models import behaviour_of
+from ...tasks.predictions import TokenPredictions
 from ...units import PrunableModule, Selection
 from ...values import Statistics
 
@@ -129,7 +131,8 @@ def theory(
         for module, activation in zip(modules, _activations(model, batches, modules), strict=True)
     }
     dense = predict(model, batches)
-    labels = references(batches) if "labels" in batches[0] else predicted(dense, DecisionRule(predicts(model.config)))
+    behaviour = behaviour_of(model)
+    labels = references(batches, behaviour) if "labels" in batches[0] else behaviour.decided(dense)
     before = _mean_loss(dense, labels, loss)
     increases = []
     for criterion in ("his", "hies"):

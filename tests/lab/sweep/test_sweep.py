@@ -3,7 +3,6 @@ import io
 import json
 import random
 import shutil
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +84,7 @@ def test_rows_are_what_a_single_run_of_each_finds(
         if row["compensation"] != "none":
             batches = by_length(prepared.rows.compensation, config=prepared.model.config)
             compensate(prepared.model, slim, plan, prepared.modules, batches)
-        judge = Judge.on(prepared.model, resolved.evaluation, **asdict(prepared.judged))
+        judge = Judge.on(prepared.model, resolved.evaluation, **vars(prepared.judged))
         found = evaluate_run(resolved, judge, slim, progress=Silent())
         assert row["quality"] == found.metrics["accuracy"].slim
         assert row["stability"] == found.stability
