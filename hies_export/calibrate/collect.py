@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .. import processes
-from ..data.targets import batches_fingerprint, check_label_tokens, size_of
+from ..data.targets import batches_fingerprint, size_of
 from ..errors import DataError, StepError, memory_failure
 from ..kinds import ATTENTION
 from ..model.attention import use_attention
@@ -110,7 +110,7 @@ def _check_labels(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], 
     labelled = "labels" in batches[0]
     if not labelled and model.can_generate() and not set(weights.STATISTICS).isdisjoint(needs):
         raise DataError("this model needs labels to be scored by the gradients of its weights; set data.label")
-    check_label_tokens(batches)
+    behaviour_of(model).check(batches)
     return labelled
 
 

@@ -11,12 +11,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .. import processes
-from ..data.targets import check_label_tokens, size_of
+from ..data.targets import size_of
 from ..errors import DataError
 from ..model.linear import features_of
 from ..model.threads import threads_for
 from ..model.tokens import first_samples
 from ..progress import SILENT, Progress
+from ..tasks.models import behaviour_of
 from ..units import PrunableModule
 from .readings import reading
 from .stream import LIMIT_BYTES, Stream
@@ -52,7 +53,7 @@ class EffectStream(Stream[LayerEffects]):
     ):
         if not batches:
             raise DataError("scoring needs at least one sample, got none; raise calibration.samples")
-        check_label_tokens(batches)
+        behaviour_of(model).check(batches)
         self._model, self._batches, self._progress = model, batches, progress
         self.samples = sum(map(size_of, batches))
         super().__init__(modules, _sizes(model, batches, modules), limit_bytes, what="the effects", owners=owners)

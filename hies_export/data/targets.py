@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
-from ..errors import DataError, RequestError, listed, quoted
+from ..errors import DataError, RequestError, quoted
 from ..model.tokens import judged_tokens
 
 # The label that transformers' losses ignore.
@@ -64,14 +64,6 @@ def are_tokens(labels: torch.Tensor) -> bool:
     return labels.dim() == 2 and not labels.is_floating_point()
 
 
-def predicted_positions(labels: torch.Tensor) -> torch.Tensor:
-    """Return which outputs of a language model predict a label, (batch, tokens - 1) bool: the last one never does.
-
-    `labels` are (batch, tokens), not shifted, as models take them; -100 means no loss.
-    """
-    return labels[:, 1:] != IGNORED
-
-
 def text_labels(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return the labels of a language model's batch, (batch, tokens): by default its own `judged_tokens`."""
     if "labels" in batch:
@@ -80,20 +72,6 @@ def text_labels(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> to
         raise DataError(f"a language model's batch must have labels or input_ids, got {', '.join(batch)}")
     ids = batch["input_ids"]
     return ids.where(judged_tokens(model, batch, ids), IGNORED)
-
-
-def check_label_tokens(batches: Sequence[Mapping[str, torch.Tensor]]) -> None:
-    """If labels are tokens, check that every sample has one to compute a loss from."""
-    for index, batch in enumerate(batches):
-        labels = batch.get("labels")
-        if labels is not None and are_tokens(labels):
-            empty = (~predicted_positions(labels).any(-1)).nonzero().flatten().tolist()
-            if empty:
-                raise DataError(
-                    f"every sample must have a label token after its first token, but of batch {index} (from 0) "
-                    f"{'sample' if len(empty) == 1 else 'samples'} {listed(empty)} (from 0) of {len(labels)} "
-                    f"{'has' if len(empty) == 1 else 'have'} none; leave such samples out or raise max_length"
-                )
 
 
 def inputs_of(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

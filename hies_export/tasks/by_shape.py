@@ -51,7 +51,7 @@ class ByShape(Behaviour):
 
     def check(self, batches: Sequence[Mapping[str, Tensor]]) -> None:
         """Refuse samples without a label token, if labels are tokens."""
-        _TOKENS.check(batches)
+        _TOKENS.check([batch for batch in batches if _of_tokens(batch)])
 
     def kept(self, output: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """Return logits, or what is kept of tokens."""

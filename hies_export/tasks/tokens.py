@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from ..errors import DataError
+from ..errors import DataError, listed
 from .behaviour import Behaviour
 
 if TYPE_CHECKING:
@@ -19,7 +19,12 @@ class Tokens(Behaviour):
     """A prediction of every next token, from logits, (batch, tokens, vocabulary).
 
     Predictions are `TokenPredictions`, or `ChoicePredictions` where every row is a choice (`CHOICE_KEYS`).
+
+    Attributes:
+        shift: How many tokens before a label its prediction stands.
     """
+
+    shift: ClassVar[int] = 1
 
     predicts = "tokens"
     word = "next token"
@@ -31,15 +36,22 @@ class Tokens(Behaviour):
         from ..model.tokens import judged_tokens
 
         predicted = output.argmax(-1)
-        labels = predicted.new_full(predicted.shape, IGNORED)
-        labels[:, 1:] = predicted[:, :-1]
+        labels = predicted.roll(self.shift, -1)
+        labels[:, : self.shift] = IGNORED
         return labels.where(judged_tokens(model, batch, labels), IGNORED)
 
     def losses(self, labels: Tensor) -> Tensor:
         """Return the number of label tokens of each sample, (batch,)."""
-        from ..data.targets import predicted_positions
+        return self.predicting(labels).sum(-1)
 
-        return predicted_positions(labels).sum(-1)
+    def predicting(self, labels: Tensor) -> Tensor:
+        """Return which outputs predict a label, (batch, tokens - shift) bool.
+
+        `labels` are (batch, tokens), not shifted, as models take them; -100 means no loss.
+        """
+        from ..data.targets import IGNORED
+
+        return labels[:, self.shift :] != IGNORED
 
     def effect(self, model: PreTrainedModel, batch: Mapping[str, Tensor], output: Tensor, index: int) -> Tensor:
         """Return the log-probability of the labels, summed over their positions, (batch,).
@@ -47,30 +59,40 @@ class Tokens(Behaviour):
         Without labels it is that of the text itself. (That of the model's own choice is less useful: the model is
         nearly certain of it, so its gradient is small. Perplexity was 12.2 instead of 9.4 in dev/LOG.md.)
         """
-        from ..data.targets import predicted_positions, text_labels
-
-        labels = text_labels(model, batch).to(output.device)
-        judged = predicted_positions(labels)
-        wanted = labels[:, 1:][judged][:, None]
-        found = output[:, :-1][judged].float().log_softmax(-1).gather(-1, wanted)[:, 0]  # (judged tokens,)
+        labels = self._labels(model, batch, output).to(output.device)
+        judged = self.predicting(labels)
+        wanted = labels[:, self.shift :][judged][:, None]
+        found = (
+            output[:, : judged.shape[1]][judged].float().log_softmax(-1).gather(-1, wanted)[:, 0]
+        )  # (judged tokens,)
         sample = judged.nonzero()[:, 0]
         return found.new_zeros(len(output)).index_add(0, sample, found)
 
-    def check(self, batches: Sequence[Mapping[str, Tensor]]) -> None:
-        """Refuse samples without a label token."""
-        from ..data.targets import check_label_tokens
+    def _labels(self, model: PreTrainedModel, batch: Mapping[str, Tensor], output: Tensor) -> Tensor:
+        from ..data.targets import text_labels
 
-        check_label_tokens(batches)
+        return text_labels(model, batch)
+
+    def check(self, batches: Sequence[Mapping[str, Tensor]]) -> None:
+        """Refuse samples without a label token to compute a loss from."""
+        for index, labels in enumerate(batch["labels"] for batch in batches if "labels" in batch):
+            empty = (~self.predicting(labels).any(-1)).nonzero().flatten().tolist()
+            if empty:
+                after, samples = " after its first token" * self.shift, "sample" if len(empty) == 1 else "samples"
+                raise DataError(
+                    f"every sample must have a label token{after}, but of batch {index} (from 0) {samples} "
+                    f"{listed(empty)} (from 0) of {len(labels)} {'has' if len(empty) == 1 else 'have'} none; leave "
+                    "such samples out or raise max_length"
+                )
 
     def kept(self, output: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """Return the likeliest tokens and the label tokens' negative log-likelihoods, (label tokens,) each."""
-        from ..data.targets import predicted_positions
         from .predictions import likeliest
 
         if "labels" not in batch:
             raise DataError(f"a language model is judged at its label tokens, but a batch has only {', '.join(batch)}")
-        where = predicted_positions(batch["labels"]).nonzero().unbind(-1)
-        return likeliest(output, where, batch["labels"][:, 1:][where])
+        where = self.predicting(batch["labels"]).nonzero().unbind(-1)
+        return likeliest(output, where, batch["labels"][:, self.shift :][where])
 
     def joined(
         self, kept: Sequence[tuple[Tensor, ...]], batches: Sequence[Mapping[str, Tensor]]
@@ -83,21 +105,19 @@ class Tokens(Behaviour):
         tokens, nll = (torch.cat(values) for values in zip(*kept, strict=True))
         counts = torch.cat([self.losses(batch["labels"]) for batch in batches]).cpu()
         sample = torch.arange(len(counts)).repeat_interleave(counts)
-        found = TokenPredictions(tokens, nll, sample, samples=len(counts), answers=_are_answers(batches))
+        found = TokenPredictions(tokens, nll, sample, samples=len(counts), answers=self._are_answers(batches))
         return ChoicePredictions.of(found, batches) if "choice" in batches[0] else found
 
     def references(self, batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
         """Return the label tokens, (label tokens,) int64, or the right choices, (questions,) int64."""
         import torch
 
-        from ..data.targets import predicted_positions
-
         if "choice" in batches[0]:
             question, right = (torch.cat([batch[key] for batch in batches]).cpu() for key in ("question", "right"))
             questions, place = question.unique(return_inverse=True)
             return torch.zeros(len(questions), dtype=torch.int64).scatter(0, place, right)
         labels = [batch["labels"].cpu() for batch in batches]
-        return torch.cat([part[:, 1:][predicted_positions(part)] for part in labels])
+        return torch.cat([part[:, self.shift :][self.predicting(part)] for part in labels])
 
     def usual_metrics(
         self, *, rows: str | None = None, answers: bool = False, choices: bool = False
@@ -107,16 +127,15 @@ class Tokens(Behaviour):
             return ("choice_accuracy", "choice_accuracy_norm")
         return ("exact_match", "perplexity") if answers else self.metrics
 
+    def _are_answers(self, batches: Sequence[Mapping[str, Tensor]]) -> bool:
+        import torch
 
-def _are_answers(batches: Sequence[Mapping[str, Tensor]]) -> bool:
-    import torch
+        from ..data.targets import IGNORED
 
-    from ..data.targets import IGNORED
-
-    # In plain text every token but the first is a label; a prompt, of two tokens or more, has none.
-    for batch in batches:
-        labels = batch["labels"]
-        mask = batch.get("attention_mask", torch.ones_like(labels))
-        if bool(((mask != 0) & (mask.cumsum(-1) > 1) & (labels == IGNORED)).any()):
-            return True
-    return False
+        # In plain text every token but the first is a label; a prompt, of two tokens or more, has none.
+        for batch in batches:
+            labels = batch["labels"]
+            mask = batch.get("attention_mask", torch.ones_like(labels))
+            if bool(((mask != 0) & (mask.cumsum(-1) > 1) & (labels == IGNORED)).any()):
+                return True
+        return False

@@ -11,11 +11,10 @@ from support.models import causal_lm, llava
 from torch import Tensor
 
 from hies_export.errors import DataError, NonFiniteError
-from hies_export.evaluate import predict as evaluate_model
 from hies_export.evaluate.judge import compute_metrics, stability
 from hies_export.evaluate.metrics import METRICS, check_metrics
 from hies_export.evaluate.predict import predict, references
-from hies_export.tasks import TASKS
+from hies_export.tasks import TASKS, predictions
 from hies_export.tasks.predictions import TokenPredictions
 
 NAMES = ["perplexity", "token_accuracy", "exact_match"]
@@ -41,7 +40,7 @@ def naive(model: Any, batches: list[dict[str, Tensor]]) -> tuple[list[list[float
 @pytest.mark.parametrize("rows_at_once", [512, 3])
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_predictions_and_metrics_equal_those_of_all_logits(side: str, rows_at_once: int, monkeypatch: Any) -> None:
-    monkeypatch.setattr(evaluate_model, "_ROWS_AT_ONCE", rows_at_once)
+    monkeypatch.setattr(predictions, "_ROWS_AT_ONCE", rows_at_once)
     model = causal_lm()
     batches = [padded([9, 4, 6], side, answers=[2, 3, 1]), padded([3, 7], side, answers=[1, 1])]
     nlls, tokens, labels = naive(model, batches)
