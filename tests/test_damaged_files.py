@@ -71,6 +71,14 @@ PER_LAYER = {"dense": [{"layer": "a", "projections": 1, "products": 1, "other": 
         ("dense/config.json", ("num_attention_heads",), 5, "must load, but does not: ValueError: .*not a multiple"),
         ("dense/config.json", ("pruned_heads",), {"x": [1]}, "pruned_heads .*: ValueError"),
         ("dense/config.json", ("pruned_heads",), {"0": [77]}, "names head 77 of layer 0, which had 6"),
+        ("dense/config.json", ("id2label",), ["a", "b"], r"id2label must map the number .*, got \['a', 'b'\]"),
+        ("dense/config.json", ("id2label",), {"a": 0, "b": 1}, "id2label must map the number .*, got {'a': 0, 'b': 1}"),
+        (
+            "dense/config.json",
+            ("id2label",),
+            {"0": "a"},
+            r"config of .* names 1 \(a\), and the head in its files has 3;",
+        ),
         # What would fill the memory.
         ("dense/config.json", ("num_hidden_layers",), 10**9, "num_hidden_layers must be at most 1000, got"),
         ("dense/config.json", ("vocab_size",), 10**9, r"\d{2},.* parameters, and its files hold \d{2},\d{3};"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -12,12 +13,15 @@ import transformers
 from pydantic import ConfigDict, model_validator
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
-from ..errors import RequestError, quoted, refusing
+from ..errors import RequestError, listed, quoted, refusing
 from ..files import Rule, Schema, read_json
+from ..model.classes import check_id2label
 from ..model.internals import file_of
 from ..model.online import hub_or_cache
 from ..slim.config import slim_class
 from .contents import MUST, refuse_other
+
+logger = logging.getLogger(__name__)
 
 AGAIN = "save or fetch the checkpoint again"
 _CONFIG = Rule("the config of a model must be what transformers or hies_export wrote", AGAIN)
@@ -27,7 +31,7 @@ _LAYERS = re.compile(r"(layers?|depths?|n_blocks|num_blocks)$")
 
 
 class _Config(Schema):
-    """The fields of a config.json that this package reads itself, and the most layers that it may ask for."""
+    """The fields of a config.json that this package reads itself, and what the others must be to be loaded."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -38,20 +42,23 @@ class _Config(Schema):
 
     @model_validator(mode="after")
     def _buildable(self) -> _Config:
-        for name, count in _layer_counts(self.model_extra or {}):
-            if count > MOST_LAYERS:
-                raise ValueError(f"{name} must be at most {MOST_LAYERS}, got {quoted(count)}")
+        for fields in _configs_in(self.model_extra or {}):
+            if fields.get("id2label") is not None:
+                check_id2label(fields["id2label"])
+            for name, value in fields.items():
+                for count in value if isinstance(value, list) else [value]:
+                    if _LAYERS.search(name) and isinstance(count, int) and count > MOST_LAYERS:
+                        raise ValueError(f"{name} must be at most {MOST_LAYERS}, got {quoted(count)}")
         return self
 
 
-def _layer_counts(fields: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """Yield name and value of every number of layers in a config, those of the configs inside it too."""
+def _configs_in(fields: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield the fields of a config, and those of the configs inside it."""
+    yield fields
     for name, value in fields.items():
-        if isinstance(value, dict):
-            yield from _layer_counts(value)
-        elif _LAYERS.search(name):
-            counts = value if isinstance(value, list) else [value]
-            yield from ((name, count) for count in counts if isinstance(count, int))
+        # Names of classes are anything: ImageNet has players, whose numbers are no numbers of layers.
+        if isinstance(value, dict) and name not in ("id2label", "label2id"):
+            yield from _configs_in(value)
 
 
 def hub_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -102,4 +109,19 @@ def load_config(path: str | Path, **hub: Any) -> Any:
     must = f"the config of a model must have a model_type known to transformers {transformers.__version__} and values"
     with refusing(f"{must} it takes, but {path} has {quoted(config.get('model_type'))}", AGAIN):
         # The class reads the file itself: there, infinity is {"__float__": "Infinity"}.
-        return CONFIG_MAPPING[config["model_type"]].from_json_file(file)
+        found = CONFIG_MAPPING[config["model_type"]].from_json_file(file)
+    _warn_of_lost_names(config, found, path)
+    return found
+
+
+def _warn_of_lost_names(written: Mapping[str, Any], read: Any, path: str | Path) -> None:
+    """Warn if a config names classes, but transformers gives them other names."""
+    names = list((written.get("id2label") or {}).values()) or list(written.get("label2id") or ())
+    if names and set(map(str, names)) != set(map(str, read.id2label.values())):
+        logger.warning(
+            "the config of %s names classes (%s), but not by an id2label of as many classes as its num_labels: "
+            "transformers, and so this package, calls them %s; write such an id2label",
+            path,
+            listed(names, most=5),
+            listed(read.id2label.values(), most=5),
+        )

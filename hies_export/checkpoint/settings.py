@@ -17,13 +17,13 @@ from ..slim.config import is_slim
 def complete_settings(model: PreTrainedModel, folder: Path) -> None:
     """Complete the config and the tokenizer's settings of a model that was saved in a folder, in place."""
     file = folder / "config.json"
-    written = json.loads(file.read_text(encoding="utf-8"))
-    completed = {**written, **_labels(model.config, file)}
+    _keep_labels(model.config, file)
+    written = completed = json.loads(file.read_text(encoding="utf-8"))
     if not is_slim(model):  # a slim class of ours needs transformers 5
         older = _with_older_keys(completed)
         completed = older if _reads_the_same(type(model.config), older, completed) else completed
     if completed != written:
-        file.write_text(json.dumps(completed, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        _write(completed, file)
     name_tokenizer(folder)
 
 
@@ -37,6 +37,7 @@ def write_config(model: PreTrainedModel, folder: Path) -> None:
         del config.auto_map
     config.exported_by = "hies-export"
     config.to_json_file(folder / "config.json")
+    _keep_labels(config, folder / "config.json")
 
 
 def name_tokenizer(folder: Path) -> None:
@@ -59,15 +60,24 @@ def name_tokenizer(folder: Path) -> None:
         file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _labels(config: Any, file: Path) -> dict[str, Any]:
-    """Return the labels of a classifier if transformers left them out of its saved config.
+def _keep_labels(config: Any, file: Path) -> None:
+    """Write the labels of a classifier into its saved config if transformers left some out.
 
     It leaves out two labels with its default names, LABEL_0 and LABEL_1, even if the config's class has another number
-    of labels by default, such as three in `BartConfig`. The head would then be loaded with that number of outputs.
+    of labels by default, such as three in `BartConfig`. The head would then be loaded with that number of outputs. It
+    also leaves out a `label2id` that was never set beside an `id2label` that was.
     """
-    if type(config).from_json_file(file).num_labels == config.num_labels:
-        return {}
-    return {"id2label": {str(key): label for key, label in config.id2label.items()}, "label2id": config.label2id}
+    read = type(config).from_json_file(file)
+    if config.id2label and (read.num_labels != config.num_labels or not read.label2id):
+        labels = {
+            "id2label": {str(number): label for number, label in config.id2label.items()},
+            "label2id": {str(label): int(number) for number, label in config.id2label.items()},
+        }
+        _write({**json.loads(file.read_text(encoding="utf-8")), **labels}, file)
+
+
+def _write(config: Mapping[str, Any], file: Path) -> None:
+    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _with_older_keys(config: Mapping[str, Any]) -> dict[str, Any]:

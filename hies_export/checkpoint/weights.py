@@ -17,6 +17,7 @@ from safetensors import safe_open
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
+from ..data.batches import predicts_labels
 from ..errors import RequestError, listed, refusing
 from ..model.internals import empty_model, file_of, load_report
 from ..model.online import hub_or_cache
@@ -106,7 +107,7 @@ def load_weights(model_class: Any, path: str | Path, *, shapes: Shapes | None = 
         shapes = stored_shapes(path) if shapes is None else shapes
         as_stored = getattr(config, "quantization_config", None) is None and not kwargs.get("ignore_mismatched_sizes")
         if shapes and as_stored:
-            skeleton_of_files(model_class, config, path, shapes)
+            _check_classes(skeleton_of_files(model_class, config, path, shapes), path, shapes)
         if Path(path, "generation_config.json").is_file():
             GenerationConfig.from_pretrained(path)  # transformers replaces a damaged one by another without a word
         model, info = model_class.from_pretrained(path, output_loading_info=True, **kwargs)
@@ -118,6 +119,24 @@ def load_weights(model_class: Any, path: str | Path, *, shapes: Shapes | None = 
             "they would be random: save the checkpoint again from the model that was trained"
         )
     return model.eval()
+
+
+def _check_classes(model: PreTrainedModel, path: str | Path, shapes: Shapes) -> None:
+    """Refuse a classifier with another number of classes in its config than in the head that the files hold."""
+    if not predicts_labels(model):
+        return
+    named = model.config.num_labels
+    stored = {
+        shapes[name][0]
+        for name, parameter in model.named_parameters()
+        if parameter.shape[:1] == (named,) and shapes.get(name) and not name.startswith(f"{model.base_model_prefix}.")
+    }
+    if len(stored) == 1 and stored != {named}:
+        names = listed((model.config.id2label or {}).values(), most=5)
+        raise RequestError(
+            f"id2label must name every class of the model, but the config of {path} names {named} ({names}), and the "
+            f"head in its files has {stored.pop()}; write the id2label that the model was trained with"
+        )
 
 
 def _lacks_pooler(model: PreTrainedModel, missing: Iterable[str]) -> bool:

@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from ..errors import DataError, did_you_mean, listed, quoted
+from ..model.classes import ClassNames
 from ..model.internals import auto_classes
 from ..model.sentence import TextEncoder
 from .targets import CHOICE_KEYS, GROUP_KEY, IGNORED, ROW_KEYS, TEXT_KEYS, are_tokens, predicts
@@ -103,7 +104,7 @@ def _check_labels(config: Any, labels: torch.Tensor, place: str) -> None:
             f"{'floating number' if kind == 'numbers' else 'class number'} per sample, {given}{hint}"
         )
     if kind == "classes":
-        _check_numbers(labels, config.num_labels, "labels", place, dtypes=(torch.int64,))
+        _check_numbers(labels, len(ClassNames(config).names), "labels", place, dtypes=(torch.int64,))
 
 
 def _check_numbers(numbers: torch.Tensor, known: int, key: str, place: str, *, dtypes: Sequence[torch.dtype]) -> None:

@@ -16,7 +16,7 @@ from ..errors import DataError, RequestError, listed, quoted, refusing
 from ..model.sentence import TextEncoder
 from .batches import Batch, check_batches, predicts_labels
 from .images import holds_images
-from .labels import STRINGS
+from .labels import STRINGS, read_labels
 from .reader import Columns
 from .targets import predicts, size_of, text_labels
 
@@ -133,6 +133,11 @@ def _of_inputs(model: PreTrainedModel, rows: datasets.Dataset, processor: Any) -
             isinstance(rows.features[name], (list, datasets.List)) for name in names if name in LABELS
         )
         collate = (DataCollatorForSeq2Seq if of_tokens else DataCollatorWithPadding)(tokenizer)
+    for name in set(names) & set(LABELS) if predicts_labels(model) else ():
+        feature = rows.features[name]
+        if isinstance(feature, datasets.ClassLabel) or feature.dtype in STRINGS:
+            numbers = read_labels(rows, column=name, config=model.config)
+            rows = rows.remove_columns(name).add_column(name, numbers)
     must = f"rows of {listed(names)} must form batches, but do not"
     with refusing(must, "pass a processor= that can pad them", DataError):
         found = list(DataLoader(rows.select_columns(names), batch_size=BATCH_SIZE, collate_fn=collate))

@@ -10,6 +10,7 @@ from typing import Any
 import datasets
 
 from ..errors import DataError, listed, quoted
+from ..model.classes import ClassNames
 from .rows import row_name
 from .targets import predicts
 
@@ -29,9 +30,10 @@ def read_labels(rows: datasets.Dataset, *, column: str, config: Any) -> list[int
             )
     if predicts(config) == "numbers":
         return _regression_labels(values, feature, column=column)
+    classes = ClassNames(config)
     dtype = getattr(feature, "dtype", "")
     if dtype in STRINGS:
-        return _numbers_of_names(values, column=column, config=config)
+        return _numbers_of_names(values, column=column, classes=classes)
     if not isinstance(dtype, str) or not dtype.startswith(("int", "uint", "bool")):
         # pandas and pyarrow make floats of whole numbers with a gap, which may be in a row that is not read.
         whole = all(isinstance(value, float) and value.is_integer() for value in values)
@@ -42,23 +44,38 @@ def read_labels(rows: datasets.Dataset, *, column: str, config: Any) -> list[int
         )
     if -1 in values:
         raise DataError(_hidden(f"for {column!r} in {row_name(rows, values.index(-1))}"))
-    names = feature.names if isinstance(feature, datasets.ClassLabel) else []
-    known = {str(key).casefold() for key in config.label2id}
-    if names and {label.casefold() for label in names} <= known:
-        return _numbers_of_names([names[value] for value in values], column=column, config=config)
-    if names and not all(label.startswith("label_") for label in known):
+    names = _names_of_values(values, feature, classes)
+    numbers = {value: classes.find(name) for value, name in names.items()}
+    if any(found and value not in found for value, found in numbers.items()):
+        if classes.are_numbers and not isinstance(feature, datasets.ClassLabel):
+            logger.warning(
+                "the labels in %r are whole numbers, and so are the model's class names (%s): they are matched by name",
+                column,
+                classes,
+            )
+        return _numbers_of_names([names[value] for value in values], column=column, classes=classes)
+    if not all(numbers.values()) and not classes.are_default:
         logger.warning(
             "the data's classes (%s) are not named as the model's (%s): they are matched by number",
-            listed(names),
-            listed(config.label2id),
+            listed(names.values()),
+            classes,
         )
     for row, value in enumerate(values):
-        if not 0 <= value < config.num_labels:
+        if not 0 <= value < len(classes.names):
             raise DataError(
-                f"labels must be in [0, {config.num_labels}), the model's classes, "
+                f"labels must be in [0, {len(classes.names)}), the model's classes, "
                 f"but {row_name(rows, row)} has {value} in {column!r}"
             )
     return [int(value) for value in values]
+
+
+def _names_of_values(values: Sequence[int], feature: Any, classes: ClassNames) -> dict[int, str]:
+    """Return the name of each class of the data by its value; none if the values are plain class numbers."""
+    if isinstance(feature, datasets.ClassLabel):
+        return dict(enumerate(feature.names))
+    if feature.dtype == "bool":
+        return {False: "False", True: "True"}
+    return {value: str(value) for value in values} if classes.are_numbers else {}
 
 
 def _regression_labels(values: list[Any], feature: Any, *, column: str) -> list[float]:
@@ -101,19 +118,21 @@ def _hidden(where: str) -> str:
     )
 
 
-def _numbers_of_names(names: Sequence[str], *, column: str, config: Any) -> list[int]:
-    numbers = {str(name).casefold(): int(number) for name, number in config.label2id.items()}
-    # The exact name wins if two names differ only in case.
-    numbers |= {str(name): int(number) for name, number in config.label2id.items()}
-    unknown = dict.fromkeys(name for name in names if name not in numbers and name.casefold() not in numbers)
-    if unknown:
-        known = listed(config.label2id)
-        given = ", ".join(quoted(name) for name in list(unknown)[:3]) + (", ..." if len(unknown) > 3 else "")
+def _numbers_of_names(names: Sequence[str], *, column: str, classes: ClassNames) -> list[int]:
+    numbers = {name: classes.find(name) for name in names}
+    if unknown := [quoted(name) for name, found in numbers.items() if not found]:
+        given = ", ".join(unknown[:3]) + (", ..." if len(unknown) > 3 else "")
+        remedy = "" if classes.are_numbers else f", or give class numbers in [0, {len(classes.names)})"
         raise DataError(
-            f"the class names in {column!r} must be among the model's ({known}), got {given}; rename "
-            f"them, or give class numbers in [0, {config.num_labels})"
+            f"the class names in {column!r} must be among the model's ({classes}), got {given}; rename them{remedy}"
         )
-    return [numbers[name] if name in numbers else numbers[name.casefold()] for name in names]
+    for name, found in numbers.items():
+        if len(found) > 1:
+            raise DataError(
+                f"the class names in {column!r} must be those of one class each, but {quoted(name)} is the name of "
+                f"classes {listed(found)} in the model's id2label; give class numbers in [0, {len(classes.names)})"
+            )
+    return [numbers[name][0] for name in names]
 
 
 def kind_of(feature: Any) -> str:

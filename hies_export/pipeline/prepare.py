@@ -20,12 +20,14 @@ from ..forms.exports import Exporter, ExportOptions
 from ..forms.form import predictor
 from ..forms.measure.shapes import check_runs, check_shapes, model_shapes
 from ..forms.measure.timing import Timing
+from ..model.classes import ClassNames
 from ..model.tokens import first_samples, synthetic_batch
 from ..prunable.attention import tower_of
 from ..prunable.find import find_modules
 from ..recipe import PruneSection, TimedSection
 from ..score.criteria import AUTO, COMPENSATED, COMPENSATED_NAMES, CRITERIA
 from ..select.constraints import check_budget, check_constraints
+from ..slim.check import first_output
 from ..tasks import Behaviour, Task
 from ..units import PrunableModule
 
@@ -98,6 +100,8 @@ def prepare(
     if judged.behaviour.predicts == "classes":
         _warn_of_one_class(rows.calibration)
     check_runs(model, first_samples(rows.calibration[0]), "the calibration rows")
+    if judged.behaviour.predicts in ("classes", "labels"):
+        _check_classes(model, first_samples(rows.calibration[0]))
     check_shapes(model, measured)
     modules = find_modules(model, first_samples(rows.calibration[0]), kinds=kinds)
     scored = _in_towers(model, modules, towers)
@@ -179,6 +183,17 @@ def _warn_without_compensation(options: PruneSection) -> None:
             "nothing makes up for them; add compensation: {method: least_squares}",
             options.criterion,
         )
+
+
+def _check_classes(model: PreTrainedModel, sample: Batch) -> None:
+    """Refuse a classifier whose config does not name the classes that it gives; warn of names that contradict."""
+    classes, given = ClassNames(model.config), first_output(model, sample).shape[-1]
+    if len(classes.names) != given:
+        raise RequestError(
+            f"id2label must name every class of the model, but its config names {len(classes.names)} ({classes}), and "
+            f"the head of {type(model).__name__} gives {given}; name as many"
+        )
+    classes.warn_of_label2id(model.config.label2id)
 
 
 def _warn_of_one_class(batches: Sequence[Batch]) -> None:

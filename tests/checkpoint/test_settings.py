@@ -10,13 +10,13 @@ import torch
 from support.architectures import tiny
 from support.cuts import random_cut, random_neurons, random_plan
 from support.families import architecture, decoder
-from support.models import causal_lm, generative_tokenizer, llava, shake
+from support.models import bert, causal_lm, generative_tokenizer, llava, shake
 from support.tolerance import assert_near
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, PreTrainedModel
 
 from hies_export import PruningPlan, apply_plan, find_attention, find_modules, load, prune_units, save_slim
 from hies_export.checkpoint.classes import load_config
-from hies_export.checkpoint.settings import complete_settings
+from hies_export.checkpoint.settings import complete_settings, write_config
 from hies_export.forms.onnx.multimodal import image_text_batch
 from hies_export.kinds import MLP
 from hies_export.model.tokens import synthetic_batch
@@ -167,6 +167,38 @@ def test_two_labels_with_default_names_come_back(tmp_path: Path) -> None:
     again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "slim", trust_remote_code=True)
     assert again.config.num_labels == 2
     assert again.config.label2id == {"LABEL_0": 0, "LABEL_1": 1}
+    write_config(slim, tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["id2label"] == {"0": "LABEL_0", "1": "LABEL_1"}
+
+
+@pytest.mark.parametrize("label2id", [None, {"good": 0, "bad": 1}], ids=["missing", "contradicts"])
+def test_labels_come_back_as_the_source_had_them(label2id: dict[str, int] | None, tmp_path: Path) -> None:
+    """Except that what was missing is there."""
+    model = bert(num_labels=2)
+    model.config.id2label, model.config.label2id = {0: "bad", 1: "good"}, label2id
+    slim, plan, _ = random_cut(model, BATCH)
+    save_slim(slim, tmp_path / "slim", plan=plan, batch=BATCH)
+    write_config(slim, tmp_path)
+    for folder in (tmp_path / "slim", tmp_path):
+        config = load_config(folder)
+        assert config.id2label == {0: "bad", 1: "good"}
+        assert config.label2id == (label2id or {"bad": 0, "good": 1})
+    assert model.config.label2id == label2id
+
+
+def test_names_that_transformers_does_not_read_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    bert(num_labels=2).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"label2id": {"bad": 0, "good": 1}}))
+    assert load_config(tmp_path).id2label == {0: "LABEL_0", 1: "LABEL_1"}
+    assert "names classes (bad, good), but not by an id2label" in caplog.text
+    caplog.clear()
+    # A class of ImageNet-21k, whose number is no number of layers.
+    named = {"id2label": {"0": "bad", "1": "player"}, "label2id": {"bad": 0, "player": 9000}}
+    file.write_text(json.dumps(config | named))
+    assert load_config(tmp_path).id2label == {0: "bad", 1: "player"}
+    assert caplog.text == ""
 
 
 def test_infinity_in_a_config_is_read_as_transformers_wrote_it(tmp_path: Path) -> None:

@@ -46,6 +46,12 @@ def named_config(**numbers):
     return BertConfig(label2id=numbers, id2label={number: name for name, number in numbers.items()})
 
 
+def classes_named(id2label, label2id=None):
+    config = BertConfig()
+    config.id2label, config.label2id = id2label, label2id
+    return config
+
+
 def test_check_accepts_what_fits():
     rows = rows_of({"text": ["a", "b"], "label": [0, 1]})
     check(rows, BertConfig(num_labels=2))
@@ -83,6 +89,8 @@ def classes(number, **options):
         (of_labels("a", "b"), classes(1), "regression must be numbers, but 'label' holds string such as 'a'"),
         (of_labels("yes", "no"), {}, r"must be among the model's \(LABEL_0, LABEL_1\), got 'yes', 'no'"),
         (rows_of(of_labels(1), CLASSES), classes(1), "regression must be numbers"),
+        (of_labels("US", "Us"), {"config": named_config(us=0, US=1)}, "'Us' is the name of classes 0, 1 in"),
+        (of_labels(0, 1), {"config": named_config(**{"1": 0, "2": 1})}, r"model's \(1, 2\), got '0'; rename them$"),
         (ONE, {"task": "poetry"}, "one of text-classification, .*, feature-extraction, got 'poetry'"),
     ],
 )
@@ -90,6 +98,25 @@ def test_check_refuses_what_the_model_cannot_be_fed_with(columns, read, match):
     rows = columns if isinstance(columns, datasets.Dataset) else rows_of(columns)
     with pytest.raises(RequestError if "task" in read and read["task"] == "poetry" else DataError, match=match):
         check(rows, **(classes(2) | read))
+
+
+@pytest.mark.parametrize("labels", [[0, 0], ["a", "a"]])
+@pytest.mark.parametrize(
+    ("id2label", "match"),
+    [
+        ({0: "a", 2: "b"}, "numbered from 0 without a gap, but it has {0: 'a', 2: 'b'}"),
+        ({1: "a", 2: "b"}, "must name every class, numbered from 0 without a gap"),
+        ({}, "must name every class, numbered from 0 without a gap, but it has {}"),
+        ({0: "a", 1: None}, "give each class a name, got None for class 1"),
+        ({0: "a", 1: {"name": "b"}}, "give each class a name, got {'name': 'b'} for class 1"),
+        (["a", "b"], r"map the number of each class to its name, .* got \['a', 'b'\]"),
+        ({"a": 0, "b": 1}, "map the number of each class to its name, .* got {'a': 0, 'b': 1}"),
+        (None, "map the number of each class to its name, .* got None"),
+    ],
+)
+def test_every_class_must_have_a_name(id2label, match, labels):
+    with pytest.raises(RequestError, match=match):
+        check(rows_of(of_labels(*labels)), classes_named(id2label, {"a": 0, "b": 1}))
 
 
 # ---- text batches ----------------------------------------------------------------------------------------
@@ -201,12 +228,47 @@ def test_class_names_are_mapped_by_name():
     assert labels_of([0, 1], named_config(bird=0, cat=1, dog=2), names=["cat", "dog"]) == [1, 2]
 
 
+NAMED = {0: "bad", 1: "good"}
+
+
+@pytest.mark.parametrize(
+    "label2id",
+    [{"bad": 1, "good": 0}, None, {}, ["bad", "good"], {"good": 1}, {"bad": "zero", "good": None}, {0: "bad"}],
+    ids=["contradicts", "missing", "empty", "list", "one", "words", "swapped"],
+)
+def test_id2label_decides(label2id):
+    config = classes_named(NAMED, label2id)
+    assert labels_of(["good", "BAD"], config) == [1, 0]
+    assert labels_of([0, 1], config, names=["good", "bad"]) == [1, 0]
+    assert labels_of([1, 0], config) == [1, 0]
+    assert labels_of(["good", "bad"], classes_named({"0": "bad", "1": "good"}, label2id)) == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("id2label", "labels", "names", "expected"),
+    [
+        (NAMED, [2, 0], ["good", "so-so", "bad"], [0, 1]),
+        ({0: "True", 1: "False"}, [True, False], None, [0, 1]),
+        # Ratings are no class numbers.
+        ({0: "1", 1: "2", 2: "3"}, [3, 1], None, [2, 0]),
+        ({0: "0", 1: "1"}, [1, 0], None, [1, 0]),
+        # ImageNet has two classes named crane.
+        ({0: "crane", 1: "crow", 2: "crane"}, ["crow"], None, [1]),
+        ({0: "crane", 1: "crow", 2: "crane"}, [1, 0], ["crane", "crow"], [1, 0]),
+    ],
+)
+def test_labels_are_matched_by_the_names_that_both_know(id2label, labels, names, expected):
+    assert labels_of(labels, classes_named(id2label), names=names) == expected
+
+
 def test_other_class_names_are_matched_by_number(caplog):
     with caplog.at_level(logging.WARNING, logger="hies_export"):
         assert labels_of([0, 1], BertConfig(num_labels=2), names=["no", "yes"]) == [0, 1]
         assert caplog.text == ""
         assert labels_of([0, 1], named_config(bad=0, good=1), names=["no", "yes"]) == [0, 1]
     assert "(no, yes) are not named as the model's (bad, good): they are matched by number" in caplog.text
+    assert labels_of([True, False], named_config(bad=0, good=1)) == [1, 0]
+    assert "(False, True) are not named as the model's (bad, good)" in caplog.text
 
 
 # ---- image batches ---------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from support.checkpoints import llava_batch
 from support.generative import padded, with_images
 from support.hub import Hub
 from support.models import (
+    WORDS,
     bert,
     causal_lm,
     generative_tokenizer,
@@ -28,7 +29,7 @@ from support.models import (
 )
 from support.runs import without_tracing
 from torch.utils.data import DataLoader
-from transformers import AutoTokenizer, BertForSequenceClassification, BertModel, PreTrainedModel
+from transformers import AutoTokenizer, BertForSequenceClassification, BertModel, PreTrainedModel, pipeline
 from transformers.utils import logging
 
 import hies_export
@@ -49,6 +50,10 @@ pytestmark = [
 
 def texts() -> list[dict[str, torch.Tensor]]:
     return [text_batch(4, 10 + i) for i in range(8)]
+
+
+def unlabelled() -> list[dict[str, torch.Tensor]]:
+    return [text_batch(labels=False) for _ in range(8)]
 
 
 def images() -> DataLoader[dict[str, torch.Tensor]]:
@@ -306,6 +311,31 @@ def test_rows_of_a_data_set_become_batches_by_their_columns(tmp_path: Path) -> N
     assert prune(model, ready, processor=tokenizer, budget={"heads": 0.5}).plan.kept == named.plan.kept
 
 
+@pytest.mark.parametrize("tokenised", [False, True])
+@pytest.mark.parametrize("text", [False, True], ids=["class labels", "text"])
+def test_rows_are_judged_by_the_names_that_pipelines_give(
+    tokenised: bool, text: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_text_model(tmp_path / "model")
+    config = tmp_path / "model" / "config.json"
+    names = {"id2label": {"0": "bad", "1": "good"}, "label2id": {"bad": 1, "good": 0}}
+    config.write_text(json.dumps(json.loads(config.read_text()) | names))
+    classify = pipeline("text-classification", str(tmp_path / "model"), device="cpu")
+    lines = [" ".join(WORDS[j % 10] for j in range(i, i + 1 + i % 5)) for i in range(40)]
+    said = [found["label"] for found in classify(lines)]
+    assert set(said) == {"bad", "good"}
+    data = datasets.Dataset.from_dict({"text": lines, "label": said})
+    if not text:
+        data = data.cast_column("label", datasets.ClassLabel(names=["good", "bad"]))
+    if tokenised:
+        data = data.map(lambda row: classify.tokenizer(row["text"]), remove_columns=["text"])
+    result = prune(classify.model, data, processor=classify.tokenizer, criterion="l2", budget={"heads": 0.5})
+    assert result.held_out is not None
+    assert result.held_out.metrics["accuracy"].dense == 1
+    warned = "label2id of the model's config contradicts its id2label, with 1 for 'bad', 0 for 'good'; classes have the"
+    assert caplog.text.count(warned) == 1
+
+
 def test_saving_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     result = prune(vit(), images(), budget={"heads": 0.5})
     logging.enable_progress_bar()
@@ -347,7 +377,20 @@ def quantised_by_torch() -> PreTrainedModel:
 
 
 # Arguments in place of a BERT, batches of text and a budget of half the heads, and what is said of them.
+def named(make: Callable[..., PreTrainedModel], id2label: Any) -> Callable[[], PreTrainedModel]:
+    def model() -> PreTrainedModel:
+        made = make(num_labels=3)
+        made.config.id2label = id2label
+        return made
+
+    return model
+
+
 BAD: list[tuple[dict[str, Any], str]] = [
+    ({"model": named(bert, ["a", "b", "c"])}, "map the number of each class to its name, .* got \\['a', 'b', 'c'\\]"),
+    ({"model": named(vit, {0: "a", 1: "b", 3: "c"}), "batches": images}, "numbered from 0 without a gap"),
+    ({"model": named(vit, {0: "a", 1: "b", 2: "c", 3: "d"}), "batches": images}, "names 4 .* ViTForIm.* gives 3"),
+    ({"model": named(bert, {1: "a", 2: "b", 3: "c"}), "batches": unlabelled}, "numbered from 0 without a gap"),
     ({"batches": list}, "batches must have at least one batch, got none"),
     ({"batches": text_batch}, "list or a DataLoader of batches, got a dict; put a single"),
     ({"batches": lambda: [torch.ones(2)]}, "batch 0 .* is a Tensor"),
