@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ..data.batches import Batch
 from ..data.targets import inputs_of, samples_of
-from ..errors import RecipeError, RequestError
+from ..errors import RecipeError, RequestError, quoted
 from ..evaluate.interval import CONFIDENCE, FAILURES, confidence_of_each, queries_needed, rows_needed
 from ..evaluate.predict import Predictor, predict
 from ..evaluate.ranking import keeps_predictions, kind_of_rows
@@ -20,7 +20,7 @@ from ..forms.exports import Exporter, ExportOptions
 from ..forms.form import predictor
 from ..forms.measure.shapes import check_runs, check_shapes, model_shapes
 from ..forms.measure.timing import Timing
-from ..model.tokens import first_samples, synthetic_batch
+from ..model.tokens import finds_end_by_padding, first_samples, is_token, synthetic_batch
 from ..prunable.attention import tower_of
 from ..prunable.find import find_modules
 from ..recipe import PruneSection, TimedSection
@@ -98,6 +98,7 @@ def prepare(
     """
     measured = _measured(model, shapes, rows.calibration[0], task)
     _warn_of_one_class(rows.calibration, regression=judged.regression)
+    _check_padding_token(model)
     check_runs(model, first_samples(rows.calibration[0]), "the calibration rows")
     check_shapes(model, measured)
     modules = find_modules(model, first_samples(rows.calibration[0]), kinds=kinds)
@@ -194,6 +195,16 @@ def _warn_of_one_class(batches: Sequence[Batch], *, regression: bool) -> None:
             "calibration.samples, change calibration.seed, or shuffle the split",
             len(classes),
             classes[0].item(),
+        )
+
+
+def _check_padding_token(model: PreTrainedModel) -> None:
+    """Refuse a model that finds the end of a text by a padding token that is none of its tokens."""
+    pad = model.config.get_text_config().pad_token_id if finds_end_by_padding(model) else 0
+    if not is_token(pad, model.config):
+        raise RequestError(
+            f"{type(model).__name__} finds the end of a text by its config's pad_token_id, which must be one of its "
+            f"tokens, got {quoted(pad)}; set model.config.pad_token_id to what its texts are padded with"
         )
 
 
