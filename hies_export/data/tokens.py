@@ -26,7 +26,7 @@ def padding_token(tokenizer: Any, config: Any) -> int:
     """
     named = getattr(config.get_text_config(), "pad_token_id", None)
     if is_token(named, config):
-        return int(named)
+        return named
     own = (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id)
     known = [int(token) for token in own if token is not None]
     if not known:
@@ -52,17 +52,18 @@ def give_padding(tokenizer: Any) -> None:
 
 
 def settle_padding(model: PreTrainedModel, tokenizer: Any) -> None:
-    """Name a padding token in the config of a loaded model that finds the end of a text by it, if it names none.
+    """Name a padding token in the config of a loaded model that does not work without, if it names none.
 
     Raises DataError if there is none but the one that all texts end in: their ends would be taken for padding.
     """
     text = model.config.get_text_config()
-    if not finds_end_by_padding(model) or text.pad_token_id is not None:
+    needed = finds_end_by_padding(model) or model.config.is_encoder_decoder
+    if not needed or text.pad_token_id is not None:
         return
     text.pad_token_id = padding_token(tokenizer, model.config)
     if text.pad_token_id == _end(tokenizer):
         raise DataError(
-            f"{type(model).__name__} finds the end of a text by its config's pad_token_id, which must not be the token "
+            f"{type(model).__name__} tells padding from text by its config's pad_token_id, which must not be the token "
             f"that the tokenizer ends texts with, {text.pad_token_id}, and it has no other; set it in config.json"
         )
     logger.warning("the model's config has no pad_token_id: it is set to %d", text.pad_token_id)
@@ -73,8 +74,10 @@ def pads_left(tokenizer: Any, config: Any) -> bool:
 
     A model that counts positions from the left edge of a batch, and not from where a text begins, is not.
     """
-    if tokenizer.padding_side != "left" or getattr(config.get_text_config(), "rope_parameters", None):
-        return bool(tokenizer.padding_side == "left")
+    if tokenizer.padding_side != "left" or config.is_encoder_decoder:
+        return False
+    if getattr(config.get_text_config(), "rope_parameters", None):
+        return True
     model_class = model_class_of(config, "AutoModelForSequenceClassification", "AutoModel")
     return model_class is None or "position_ids" not in inspect.signature(model_class.forward).parameters
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ def longest_sequence(config: Any) -> int | None:
     return positions
 
 
-def is_token(number: Any, config: Any) -> bool:
+def is_token(number: Any, config: Any) -> TypeGuard[int]:
     """Return whether a number is that of a token which a model of this configuration knows."""
     vocabulary = getattr(config.get_text_config(), "vocab_size", None)
     is_number = isinstance(number, int) and not isinstance(number, bool)
