@@ -82,8 +82,8 @@ def _check_padding(model: PreTrainedModel, batch: Batch, place: str) -> None:
     ids, mask = batch.get("input_ids"), batch.get("attention_mask")
     if ids is None or mask is None or ids.shape != mask.shape or ids.dim() != 2:
         return
-    pad, real = model.config.get_text_config().pad_token_id, mask.bool()
-    if pad is None:
+    pad, real = getattr(model.config.get_text_config(), "pad_token_id", None), mask.bool()
+    if not is_token(pad, model.config):
         return
     wrong = torch.zeros_like(real)
     if finds_end_by_padding(model):

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from ..errors import DataError
+from ..errors import DataError, quoted
 from .batches import Batch, padded
 from .prompts import (
     Choices,
@@ -130,6 +130,8 @@ class TextGenerationReader(GenerationReader):
     def _begin(self) -> list[int]:
         """What every block begins with: the begin-of-text token, or nothing."""
         token = self.processor.bos_token_id
+        if self.bos not in (True, False, "auto"):
+            raise DataError(f"data.bos must be true, false or auto, got {quoted(self.bos)}")
         if self.bos is True and token is None:
             raise DataError("data.bos must be false or auto for a tokenizer without begin-of-text token, got true")
         own = self.bos == "auto" and self.processor("a", verbose=False)["input_ids"][:1] == [token]

@@ -98,7 +98,7 @@ def prepare(
     """
     measured = _measured(model, shapes, rows.calibration[0], task)
     _warn_of_one_class(rows.calibration, regression=judged.regression)
-    _check_padding_token(model)
+    _check_padding_token(model, rows.calibration)
     check_runs(model, first_samples(rows.calibration[0]), "the calibration rows")
     check_shapes(model, measured)
     modules = find_modules(model, first_samples(rows.calibration[0]), kinds=kinds)
@@ -198,13 +198,15 @@ def _warn_of_one_class(batches: Sequence[Batch], *, regression: bool) -> None:
         )
 
 
-def _check_padding_token(model: PreTrainedModel) -> None:
+def _check_padding_token(model: PreTrainedModel, batches: Sequence[Batch]) -> None:
     """Refuse a model that finds the end of a text by a padding token that is none of its tokens."""
     pad = model.config.get_text_config().pad_token_id if finds_end_by_padding(model) else 0
-    if not is_token(pad, model.config):
+    # Without one, it reads the last token of a text that is alone in its batch.
+    alone = pad is None and all(len(batch["input_ids"]) == 1 for batch in batches)
+    if not alone and not is_token(pad, model.config):
         raise RequestError(
             f"{type(model).__name__} finds the end of a text by its config's pad_token_id, which must be one of its "
-            f"tokens, got {quoted(pad)}; set model.config.pad_token_id to what its texts are padded with"
+            f"tokens, got {quoted(pad)}; set it to the token that texts are padded with"
         )
 
 
