@@ -57,7 +57,7 @@ def recipes(shared: Path) -> dict[str, dict[str, Any]]:
         "llama": {
             "model": str(shared / "data" / "checkpoints" / "stories260K"),
             "task": "text-generation",
-            "data": {"files": {"all": str(stories)}, "text": "text", "max_length": 128},
+            "data": {"files": {"all": str(stories)}, "text": "text", "max_length": 128, "bos": False},
             "calibration": {"split": "all[:70%]", "samples": 100, "batch_size": 16},
             "evaluation": {"split": "all[70%:]"},
             "prune": {**BOTH, "budget": {"flops": 0.7}},

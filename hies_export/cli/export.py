@@ -162,7 +162,7 @@ def load_processor_if_any(path: str, model: Any) -> Any:
     both = is_vision_language(model)
     one = "image-classification" if model.main_input_name == "pixel_values" else "text-classification"
     try:
-        return load_processor(path, task=TASKS["image-text-to-text" if both else one], for_prompts=both)
+        return load_processor(path, task=TASKS["image-text-to-text" if both else one])
     except DataError as error:
         logging.getLogger(__name__).warning("the folder gets no tokenizer or image processor: %s", error)
         return None

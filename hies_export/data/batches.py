@@ -14,6 +14,7 @@ from ..errors import DataError, did_you_mean, listed, quoted
 from ..model.classes import ClassNames
 from ..model.internals import auto_classes
 from ..model.sentence import TextEncoder
+from ..model.tokens import finds_end_by_padding, is_token, numbers_by_padding
 from .targets import CHOICE_KEYS, GROUP_KEY, IGNORED, ROW_KEYS, TEXT_KEYS, are_tokens, predicts
 
 Batch = dict[str, torch.Tensor]
@@ -73,7 +74,28 @@ def _checked(model: PreTrainedModel, batch: Any, place: str) -> Batch:
         _check_numbers(found["input_ids"], vocabulary, "input_ids", place, dtypes=(torch.int32, torch.int64))
     if "labels" in found and predicts_labels(model):
         _check_labels(model.config, found["labels"], place)
+    _check_padding(model, found, place)
     return found
+
+
+def _check_padding(model: PreTrainedModel, batch: Batch, place: str) -> None:
+    """Refuse masked tokens that a model would take for text, because they are not its config's padding token."""
+    ids, mask = batch.get("input_ids"), batch.get("attention_mask")
+    if ids is None or mask is None or ids.shape != mask.shape or ids.dim() != 2:
+        return
+    pad, real = getattr(model.config.get_text_config(), "pad_token_id", None), mask.bool()
+    if not is_token(pad, model.config):
+        return
+    wrong = torch.zeros_like(real)
+    if finds_end_by_padding(model):
+        wrong |= real.flip(-1).cumsum(-1).flip(-1) == 0
+    if numbers_by_padding(model.config):
+        wrong |= real.cumsum(-1) == 0
+    if len(tokens := ids[wrong & (ids != pad)]):
+        raise DataError(
+            f"texts for {type(model).__name__} must be padded with its config's pad_token_id, {pad}, which tells it "
+            f"padding from text, but {place} has {int(tokens[0])}; pad with {pad}"
+        )
 
 
 def predicts_labels(model: PreTrainedModel) -> bool:
@@ -129,7 +151,8 @@ def by_length(batches: Sequence[Batch], *, config: Any) -> list[Batch]:
     ]
     lengths = [int(sample["attention_mask"].sum()) for sample in samples]
     left = any(bool((batch["attention_mask"][:, 0] == 0).any()) for batch in batches)
-    pad = getattr(config.get_text_config(), "pad_token_id", None) or 0
+    pad = getattr(config.get_text_config(), "pad_token_id", None)
+    pad = pad if is_token(pad, config) else 0  # then nothing reads it
     fill = {"input_ids": pad, "labels": IGNORED}
     whole = {key: _of_samples(key, value) for key, value in batches[0].items()}
     order = sorted(range(len(samples)), key=lambda i: lengths[i])

@@ -11,7 +11,7 @@ import numpy as np
 import pandas
 import torch
 
-from ..errors import DataError
+from ..errors import DataError, refusing
 from .batches import Batch
 from .images import as_images, image_of_row
 from .label_sets import read_label_sets
@@ -107,9 +107,12 @@ class TextReader(ClassificationReader):
 
 
 class ImageReader(ClassificationReader):
-    """Reads an image column; batches have `pixel_values`, (batch, 3, height, width)."""
+    """Reads an image column; batches have `pixel_values`, (batch, channels of the model, height, width)."""
 
     def _inputs(self, samples: datasets.Dataset, part: list[int]) -> Batch:
         column = str(self.columns.image)
-        images = as_images(samples, column)
-        return dict(self.processor([image_of_row(images, column, row) for row in part], return_tensors="pt"))
+        rows, channels = as_images(samples, column), getattr(self.config, "num_channels", 3)
+        images = [image_of_row(rows, column, row, channels=channels) for row in part]
+        must = f"the image processor must take images of {channels} channels, which the model takes, and fails"
+        with refusing(must, "give the one that the model was trained with", DataError):
+            return dict(self.processor(images, return_tensors="pt"))

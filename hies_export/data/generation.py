@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from ..errors import DataError
+from ..errors import DataError, quoted
 from .batches import Batch, padded
 from .prompts import (
     Choices,
@@ -31,7 +31,7 @@ from .prompts import (
 from .reader import Reader, batched
 from .rows import column_values, row_name
 from .targets import IGNORED
-from .tokens import check_vocabulary, position_ids, settle_padding, token_limit
+from .tokens import check_vocabulary, padding_token, position_ids, token_limit
 
 logger = logging.getLogger(__name__)
 
@@ -106,9 +106,8 @@ class GenerationReader(Reader):
         return filled(row if choice is None else {**row, self.template["answer"]: choice}, **self.template)
 
     def prepare_tokenizer(self) -> tuple[Any, int | None]:
-        """Return the tokenizer, able to pad, and how many tokens a sample may have."""
+        """Return the tokenizer, and how many tokens a sample may have."""
         tokenizer = getattr(self.processor, "tokenizer", self.processor)
-        settle_padding(tokenizer, self.config)
         return tokenizer, token_limit(tokenizer, self.config, self.max_length)
 
 
@@ -124,7 +123,19 @@ class TextGenerationReader(GenerationReader):
         length = length if self.max_length is not None else min(length, BLOCK_LENGTH)
         if length < 2:
             raise DataError(f"blocks of text must have at least two tokens, got max_length {length}")
+        length -= len(self._begin)
         return pack_text(rows, column=self.columns.text[0], tokenizer=self.processor, length=length)
+
+    @property
+    def _begin(self) -> list[int]:
+        """What every block begins with: the begin-of-text token, or nothing."""
+        token = self.processor.bos_token_id
+        if self.bos not in (True, False, "auto"):
+            raise DataError(f"data.bos must be true, false or auto, got {quoted(self.bos)}")
+        if self.bos is True and token is None:
+            raise DataError("data.bos must be false or auto for a tokenizer without begin-of-text token, got true")
+        own = self.bos == "auto" and self.processor("a", verbose=False)["input_ids"][:1] == [token]
+        return [token] if self.bos is True or own else []
 
     def _batches(self, samples: datasets.Dataset, batch_size: int) -> Iterator[Batch]:
         if samples.column_names == [BLOCK]:
@@ -141,10 +152,13 @@ class TextGenerationReader(GenerationReader):
                 yield batch if choices is None else batch | choices.of(part)
 
     def _blocks(self, samples: datasets.Dataset, part: list[int]) -> Batch:
-        """A batch of packed blocks: every token is real and is a label."""
-        ids = torch.tensor(samples[part][BLOCK])
+        """A batch of packed blocks: every token is real, and all but what each block begins with are labels."""
+        begin = self._begin
+        ids = torch.tensor([begin + block for block in samples[part][BLOCK]])
         check_vocabulary(ids, self.config)
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+        labels = ids.clone()
+        labels[:, : len(begin)] = IGNORED
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
 
     def _plain_texts(self, samples: datasets.Dataset, tokenizer: Any, limit: int | None) -> list[tuple[list[int], int]]:
         """Tokens of each text, cut on the right, all of which are labels. Blank rows are left out."""
@@ -190,7 +204,7 @@ class TextGenerationReader(GenerationReader):
         for of_row, (ids, counted) in zip(labels, samples, strict=True):
             # Nothing predicts a text's first token; as a label it would be predicted from padding.
             of_row[: max(len(ids) - counted, int(left and len(ids) < width))] = IGNORED
-        input_ids = padded(tokens, tokenizer.pad_token_id, left=left)
+        input_ids = padded(tokens, padding_token(tokenizer, self.config), left=left)
         mask = padded([torch.ones_like(ids) for ids in tokens], 0, left=left)
         check_vocabulary(input_ids, self.config)
         batch = {"input_ids": input_ids, "attention_mask": mask}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, PreTra
 
 from ..errors import DataError, RequestError, listed, quoted, refusing
 from ..model.sentence import TextEncoder
+from ..model.tokens import is_token
 from .batches import Batch, check_batches, predicts_labels
 from .images import holds_images
 from .labels import STRINGS, read_labels
@@ -141,6 +141,10 @@ def _of_inputs(model: PreTrainedModel, rows: datasets.Dataset, processor: Any) -
     must = f"rows of {listed(names)} must form batches, but do not"
     with refusing(must, "pass a processor= that can pad them", DataError):
         found = list(DataLoader(rows.select_columns(names), batch_size=BATCH_SIZE, collate_fn=collate))
+    pad = getattr(model.config.get_text_config(), "pad_token_id", None)
+    for batch in found:
+        if is_token(pad, model.config) and {"input_ids", "attention_mask"} <= batch.keys():
+            batch["input_ids"] = batch["input_ids"].where(batch["attention_mask"].bool(), pad)
     return check_batches(model, found, what="batches")
 
 
@@ -164,11 +168,9 @@ def _of_rows(
         fields["text"] = (fields["text"],)
     try:
         read = Columns(**{name: fields.pop(name) for name in list(fields) if name in Columns.__dataclass_fields__})
-        # Readers may set a padding token in the config and the tokenizer, which stay the user's own.
-        own = {"config": copy.deepcopy(model.config), "processor": copy.deepcopy(processor)}
-        reader = task.reader(columns=read, **own, **fields)
+        reader = task.reader(columns=read, config=model.config, processor=processor, **fields)
     except TypeError:
-        known = (*Columns.__dataclass_fields__, "max_length", "packing")
+        known = (*Columns.__dataclass_fields__, "max_length", "packing", "bos")
         raise RequestError(f"columns must be among {', '.join(known)}, got {listed(list(fields))}") from None
     reader.check(rows)
     reader = reader.judging() if judged else reader

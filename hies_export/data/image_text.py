@@ -18,7 +18,7 @@ from .prompts import answer_text, tokenise
 from .reader import batched
 from .rows import row_name
 from .targets import IGNORED
-from .tokens import check_vocabulary
+from .tokens import check_vocabulary, give_padding
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +35,7 @@ class ImageTextReader(GenerationReader):
 
     def _batches(self, samples: datasets.Dataset, batch_size: int) -> Iterator[Batch]:
         tokenizer, limit = self.prepare_tokenizer()
+        give_padding(tokenizer)
         samples, choices = self.with_one_answer(samples)
         texts, column = self.texts(samples), str(self.columns.image)
         good = _decodable(as_images(samples, column), column)

@@ -10,6 +10,7 @@ from transformers import AutoProcessor, AutoTokenizer
 from ..errors import DataError, refusing
 from ..model.internals import AutoImageProcessor, never_asking
 from ..model.online import hub_or_cache
+from .tokens import give_padding
 
 if TYPE_CHECKING:
     from ..tasks import Task
@@ -54,6 +55,5 @@ def load_processor(path: str | Path, *, task: Task, revision: str | None = None,
         raise DataError(f"{needs}, but the one of {path} has no vocabulary; {REMEDY}")
     if for_prompts:
         tokenizer.padding_side = "left"
-        if tokenizer.pad_token is None:  # any will do, as it is masked out
-            tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
+        give_padding(tokenizer)
     return loaded

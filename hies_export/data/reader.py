@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import datasets
 
@@ -50,12 +50,15 @@ class Reader(ABC):
     task: Task
     columns: Columns
     config: Any  # the model's configuration. Its labels, problem type, positions and vocabulary are read
-    processor: Any = None  # from `load_processor`; only `check` does without
+    processor: Any = None  # the reader's own, see `Task.reader`; only `check` does without
     # Tokens a text is cut to; None for as many as tokenizer and model take. Plain text to generate is cut into blocks
     # of this length, by default 512 if the model takes as many. A prompt with an answer loses its first tokens, but
     # none of the answer's; one with an image is refused if it is too long.
     max_length: int | None = None
     packing: bool = True  # whether plain text to generate is packed into blocks; otherwise every row is a sample
+    # Whether a block begins with the begin-of-text token, as one of its tokens; by default if the tokenizer begins a
+    # text with it.
+    bos: bool | Literal["auto"] = "auto"
     # Whether a row is a sample, so that only as many rows are read as samples are wanted.
     a_row_is_a_sample: ClassVar[bool] = True
 
@@ -122,11 +125,7 @@ class Reader(ABC):
         return rows
 
     def batches(self, samples: datasets.Dataset, *, batch_size: int) -> list[Batch]:
-        """Turn samples into batches for `model(**batch)`, in their order.
-
-        A tokenizer without a padding token gets one (the config's, else its end-of-text token), and a config without
-        `pad_token_id` gets the tokenizer's: both are changed in place, with a logged warning.
-        """
+        """Turn samples into batches for `model(**batch)`, in their order, padded with the config's `pad_token_id`."""
         return list(self._batches(samples, batch_size)) if len(samples) else []
 
     @abstractmethod

@@ -8,29 +8,78 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from ..errors import DataError
 from ..model.internals import model_class_of
-from ..model.tokens import longest_sequence, positions_of
+from ..model.tokens import finds_end_by_padding, is_token, longest_sequence, positions_of
+from .batches import padded
 
 logger = logging.getLogger(__name__)
 
 
-def settle_padding(tokenizer: Any, config: Any) -> None:
-    """Give a tokenizer without padding token the config's or its end-of-text token, and the config the tokenizer's."""
-    pad_token_id = getattr(config, "pad_token_id", None)
-    if tokenizer.pad_token_id is None:
-        own = tokenizer.convert_ids_to_tokens(pad_token_id) if pad_token_id is not None else None
-        tokenizer.pad_token = own or tokenizer.eos_token
-        if tokenizer.pad_token_id is None:
-            raise DataError(
-                "texts of different length need a padding token, but the tokenizer has neither a padding nor "
-                "an end-of-text token; set tokenizer.pad_token and save it with the model"
-            )
-        logger.warning("the tokenizer has no padding token: texts are padded with %r", tokenizer.pad_token)
-    if pad_token_id is None:
-        config.pad_token_id = tokenizer.pad_token_id
-        logger.warning("the model's config has no pad_token_id: it is set to %d", tokenizer.pad_token_id)
+def padding_token(tokenizer: Any, config: Any) -> int:
+    """Return the token to pad with: the one that the model's config names, else one of the tokenizer's.
+
+    A model may look for its config's token, to find where a text ends or to count positions. Of the tokenizer's, one
+    that its texts do not end in comes first. Raises DataError if neither has one.
+    """
+    named = getattr(config.get_text_config(), "pad_token_id", None)
+    if is_token(named, config):
+        return named
+    own = (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id)
+    known = [int(token) for token in own if token is not None]
+    if not known:
+        raise DataError(
+            "texts of different length need a padding token, but the tokenizer has neither a padding nor another "
+            "special token; set tokenizer.pad_token and save it with the model"
+        )
+    return next((token for token in known if token != _end(tokenizer)), known[0])
+
+
+def _end(tokenizer: Any) -> int:
+    """Return the last token of a text: one of its own, or one that the tokenizer adds to every text."""
+    return int(tokenizer("a", verbose=False)["input_ids"][-1])
+
+
+def give_padding(tokenizer: Any) -> None:
+    """Let a tokenizer that is not the user's pad by itself, with its end-of-text or unknown token if it has no other.
+
+    This is for models that look at the mask alone, so any token will do.
+    """
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
+
+
+def settle_padding(model: PreTrainedModel, tokenizer: Any) -> None:
+    """Name a padding token in the config of a loaded model that does not work without, if it names none.
+
+    Raises DataError if there is none but the one that all texts end in: their ends would be taken for padding.
+    """
+    text = model.config.get_text_config()
+    needed = finds_end_by_padding(model) or model.config.is_encoder_decoder
+    if not needed or text.pad_token_id is not None:
+        return
+    text.pad_token_id = padding_token(tokenizer, model.config)
+    if text.pad_token_id == _end(tokenizer):
+        raise DataError(
+            f"{type(model).__name__} tells padding from text by its config's pad_token_id, which must not be the token "
+            f"that the tokenizer ends texts with, {text.pad_token_id}, and it has no other; set it in config.json"
+        )
+    logger.warning("the model's config has no pad_token_id: it is set to %d", text.pad_token_id)
+
+
+def pads_left(tokenizer: Any, config: Any) -> bool:
+    """Return whether a classifier or an encoder is fed with padding on the left: if its tokenizer pads there.
+
+    A model that counts positions from the left edge of a batch, and not from where a text begins, is not.
+    """
+    if tokenizer.padding_side != "left" or config.is_encoder_decoder:
+        return False
+    if getattr(config.get_text_config(), "rope_parameters", None):
+        return True
+    model_class = model_class_of(config, "AutoModelForSequenceClassification", "AutoModel")
+    return model_class is None or "position_ids" not in inspect.signature(model_class.forward).parameters
 
 
 def token_limit(tokenizer: Any, config: Any, max_length: int | None) -> int | None:
@@ -48,20 +97,23 @@ def token_limit(tokenizer: Any, config: Any, max_length: int | None) -> int | No
 
 def encoded(tokenizer: Any, config: Any, *texts: Sequence[str], max_length: int | None) -> dict[str, torch.Tensor]:
     """Return a batch of texts, or of pairs of texts in two sequences, cut to the limit and padded to the longest."""
-    settle_padding(tokenizer, config)
     limit = token_limit(tokenizer, config, max_length)
     found = tokenizer(
         *map(list, texts),
-        padding=True,
         truncation=limit is not None,
         max_length=limit,
         return_attention_mask=True,
         # A model of fewer than two segments has no use for segment ids, or no embedding for the second.
         return_token_type_ids=None if getattr(config, "type_vocab_size", 0) >= 2 else False,
-        return_tensors="pt",
     )
-    check_vocabulary(found["input_ids"], config)
-    return dict(found)
+    fill = {"input_ids": padding_token(tokenizer, config), "token_type_ids": tokenizer.pad_token_type_id}
+    left = pads_left(tokenizer, config)
+    batch = {
+        key: padded([torch.tensor(row, dtype=torch.int64) for row in rows], fill.get(key, 0), left=left)
+        for key, rows in found.items()
+    }
+    check_vocabulary(batch["input_ids"], config)
+    return batch
 
 
 def check_vocabulary(input_ids: torch.Tensor, config: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -58,7 +59,7 @@ def run_benchmarks(
         from lm_eval import simple_evaluate
         from lm_eval.models.huggingface import HFLM
 
-        wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+        wrapped = HFLM(pretrained=model, tokenizer=copy.deepcopy(tokenizer), batch_size=batch_size)
         found = simple_evaluate(
             model=wrapped,
             tasks=list(tasks),

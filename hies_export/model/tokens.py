@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -29,9 +29,27 @@ def longest_sequence(config: Any) -> int | None:
     positions = getattr(text, "max_position_embeddings", None)
     if positions is None or positions < 1:  # some configurations use -1 for no limit
         return None
-    if text.model_type in _POSITIONS_START_AFTER_PAD and text.pad_token_id is not None:
+    if numbers_by_padding(config) and text.pad_token_id is not None:
         positions -= text.pad_token_id + 1
     return positions
+
+
+def is_token(number: Any, config: Any) -> TypeGuard[int]:
+    """Return whether a number is that of a token which a model of this configuration knows."""
+    vocabulary = getattr(config.get_text_config(), "vocab_size", None)
+    is_number = isinstance(number, int) and not isinstance(number, bool)
+    return is_number and number >= 0 and (vocabulary is None or number < vocabulary)
+
+
+def finds_end_by_padding(model: PreTrainedModel) -> bool:
+    """Return whether a model reads the last token that is not its config's padding token: a decoder that classifies."""
+    reads = "pad_token_id" in inspect.unwrap(type(model).forward).__code__.co_names
+    return reads and "AutoModelForSequenceClassification" in _heads(model)
+
+
+def numbers_by_padding(config: Any) -> bool:
+    """Return whether a model counts positions by the tokens that are not its config's padding token."""
+    return config.get_text_config().model_type in _POSITIONS_START_AFTER_PAD
 
 
 def real_tokens(model: PreTrainedModel, name: str, batch: Mapping[str, Tensor], y: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ..data.batches import Batch
 from ..data.targets import inputs_of, samples_of
-from ..errors import RecipeError, RequestError
+from ..errors import RecipeError, RequestError, quoted
 from ..evaluate.interval import CONFIDENCE, FAILURES, confidence_of_each, queries_needed, rows_needed
 from ..evaluate.predict import Predictor, predict
 from ..evaluate.ranking import keeps_predictions, kind_of_rows
@@ -21,7 +21,7 @@ from ..forms.form import predictor
 from ..forms.measure.shapes import check_runs, check_shapes, model_shapes
 from ..forms.measure.timing import Timing
 from ..model.classes import ClassNames
-from ..model.tokens import first_samples, synthetic_batch
+from ..model.tokens import finds_end_by_padding, first_samples, is_token, synthetic_batch
 from ..prunable.attention import tower_of
 from ..prunable.find import find_modules
 from ..recipe import PruneSection, TimedSection
@@ -99,6 +99,7 @@ def prepare(
     measured = _measured(model, shapes, rows.calibration[0], task)
     if judged.behaviour.predicts == "classes":
         _warn_of_one_class(rows.calibration)
+    _check_padding_token(model, rows.calibration)
     check_runs(model, first_samples(rows.calibration[0]), "the calibration rows")
     if judged.behaviour.predicts in ("classes", "labels"):
         _check_classes(model, first_samples(rows.calibration[0]))
@@ -208,6 +209,18 @@ def _warn_of_one_class(batches: Sequence[Batch]) -> None:
             "calibration.samples, change calibration.seed, or shuffle the split",
             len(classes),
             classes[0].item(),
+        )
+
+
+def _check_padding_token(model: PreTrainedModel, batches: Sequence[Batch]) -> None:
+    """Refuse a model that finds the end of a text by a padding token that is none of its tokens."""
+    pad = model.config.get_text_config().pad_token_id if finds_end_by_padding(model) else 0
+    # Without one, it reads the last token of a text that is alone in its batch.
+    alone = pad is None and all(len(batch["input_ids"]) == 1 for batch in batches)
+    if not alone and not is_token(pad, model.config):
+        raise RequestError(
+            f"{type(model).__name__} finds the end of a text by its config's pad_token_id, which must be one of its "
+            f"tokens, got {quoted(pad)}; set it to the token that texts are padded with"
         )
 
 

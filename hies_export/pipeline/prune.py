@@ -323,7 +323,7 @@ def prune(
         processor: The model's tokenizer, image processor, or processor of both: reads a data set, and is saved with the
             result.
         columns: Columns to read of a data set that has texts or images, by the fields of a recipe's `data`: text,
-            image, label, prompt, answer, max_length, packing. By default the only columns that fit.
+            image, label, prompt, answer, max_length, packing, bos. By default the only columns that fit.
         embedding: For an encoder of transformers, how its token embeddings become the embedding of a text: `{"pooling":
             "mean", "normalize": True}`; pooling is mean, cls, last or max.
         evaluation: How predictions are judged, by the fields of a recipe's `evaluation`: metrics, stability_tolerance

@@ -24,6 +24,7 @@ from ..data.processors import load_processor
 from ..data.reader import Columns, Reader
 from ..data.rows import taken_from
 from ..data.targets import samples_of
+from ..data.tokens import settle_padding
 from ..errors import RequestError
 from ..evaluate.interval import confidence_of_each, queries_needed, rate_rows_needed, rows_needed
 from ..evaluate.lm_eval import check_benchmarks
@@ -98,7 +99,8 @@ def resolve(
     names = _checked_runtimes(recipe, runtimes_of(recipe, runtimes))
     measure = MeasureOptions(_ways(recipe, names), recipe.measure.timing)
     check_device_map(recipe.device_map)
-    reader = _reader(recipe, found)
+    processor = load_processor(found.encoder, task=task, **found.hub)
+    reader = _reader(recipe, found, processor)
     promised = 0 if recipe.cascade is None else recipe.cascade.samples
     draws = draws or Draws.of(options, recipe.calibration, promised=promised)
     load = partial(reader.load, name=recipe.data.name, files=recipe.data.files)
@@ -108,7 +110,8 @@ def resolve(
         model = found.load(dtype=recipe.dtype, device_map=recipe.device_map)
     else:
         model = loaded.prepared.model
-    # A tokenizer without a padding token changes the configuration, which must be the model's own.
+    if task.text:
+        settle_padding(model, getattr(processor, "tokenizer", processor))
     reader = replace(reader, config=model.config)
     judging = _judging(reader, judged)
     size = recipe.calibration.batch_size
@@ -124,7 +127,7 @@ def resolve(
         ),
         kinds=options.modules,
         towers=options.towers,
-        processor=reader.processor,
+        processor=processor,
         task=task,
         judged=judged,
         shapes=shapes_to_measure(model, recipe.measure.shapes, task, options.goal.timed),
@@ -200,7 +203,7 @@ def _cascade(recipe: PruningRecipe, prepared: Prepared) -> CascadeOptions | None
 def rows_in_order(recipe: PruningRecipe) -> Callable[[int], list[Batch]]:
     """Return a function of a batch size that gives batches of the first 512 evaluation rows, in their order."""
     found = _Found.of(recipe)
-    reader = _reader(recipe, found)
+    reader = _reader(recipe, found, load_processor(found.encoder, task=TASKS[recipe.task], **found.hub))
     splits = _splits(recipe, _behaviour(recipe, found.config))
     rows = evaluated(splits, partial(reader.load, name=recipe.data.name, files=recipe.data.files))
     return _in_order(reader, rows)
@@ -313,18 +316,18 @@ class _Found:
         return load_dense(self.encoder, self.model_class, dtype=dtype, device_map=device_map, **self.hub)
 
 
-def _reader(recipe: PruningRecipe, found: _Found) -> Reader:
+def _reader(recipe: PruningRecipe, found: _Found, processor: Any) -> Reader:
     data, settings = recipe.data, found.settings
     of_texts: dict[str, Any] = {}
     if settings is not None:
         of_texts = {"prompts": settings.prompts, "lower": settings.lower}
-    task = TASKS[recipe.task]
-    return task.reader(
+    return TASKS[recipe.task].reader(
         columns=Columns(**{name: getattr(data, name) for name in COLUMNS}),
         config=found.config,
-        processor=load_processor(found.encoder, task=task, **found.hub),
+        processor=processor,
         max_length=data.max_length or (settings and settings.max_length),
         packing=data.packing,
+        bos=data.bos,
         **of_texts,
     )
 

@@ -112,6 +112,8 @@ class DataSection(Section):
             quality and stability are judged by the likeliest choice, unless `evaluation.metrics` says otherwise.
         max_length: Longest sequence in tokens; the model's own limit by default, and at most 512 for packed text.
         packing: Whether texts to generate are joined and cut into blocks of max_length, or each is one sample.
+        bos: Whether each of these blocks begins with the begin-of-text token, which counts as one of its tokens; auto
+            for as the tokenizer begins a text.
     """
 
     name: str | None = None
@@ -126,11 +128,18 @@ class DataSection(Section):
     group: str | None = None
     max_length: int | None = Field(None, ge=2)
     packing: bool = True
+    bos: bool | Literal["auto"] = "auto"
 
     @field_validator("text", mode="before")
     @classmethod
     def _one_or_many(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _blocks_begin(self) -> DataSection:
+        if self.bos != "auto" and not self.packing:
+            raise ValueError("bos is for packed blocks, but packing is false; leave bos out")
+        return self
 
     @model_validator(mode="after")
     def _one_source(self) -> DataSection:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -64,8 +65,12 @@ class Task(ABC):
         """The class that turns its rows into batches."""
 
     def reader(self, **fields: Any) -> Reader:
-        """Return the reader of its rows, with the fields it is given."""
-        return self.reader_class(task=self, **fields)
+        """Return the reader of its rows, with the fields it is given.
+
+        It reads with a copy of the processor: calling a tokenizer changes how it cuts and pads, which it would be saved
+        with.
+        """
+        return self.reader_class(task=self, **{**fields, "processor": copy.deepcopy(fields.get("processor"))})
 
     def refusal(self, data: Any) -> str | None:
         """Return why the columns named by the fields of `data` cannot be read; None if they can."""

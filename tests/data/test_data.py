@@ -183,7 +183,7 @@ def test_length_limit(config, model_max_length, max_length, length):
     [
         ("a", BertConfig(max_position_embeddings=6), {"max_length": 0}, r"max_length must be in \[1, 6\].*got 0"),
         ("a", BertConfig(max_position_embeddings=6), {"max_length": 7}, r"max_length must be in \[1, 6\].*got 7"),
-        ("a", LlamaConfig(), {"pad_token": None, "eos_token": None}, "neither a padding nor an end-of-text token"),
+        ("a", LlamaConfig(), dict.fromkeys(("pad_token", "eos_token", "unk_token")), "neither a padding nor another"),
         ("h", BertConfig(vocab_size=8), {}, "gives the token 11 and the model knows 8 tokens"),
         ("a", BertConfig(), {"batch_size": 0}, "batch_size must be at least 1, got 0"),
     ],
@@ -195,19 +195,26 @@ def test_what_no_batch_can_be_made_of_is_refused(text, config, options, match):
         text_batches(rows_of({"text": [text]}), config, Columns(text=("text",)), letters(**tokens), **others)
 
 
-def test_a_tokenizer_without_padding_gets_the_token_of_the_config_or_the_end_token(caplog):
-    config, rows, columns = LlamaConfig(vocab_size=20), rows_of({"text": ["a b", "c"]}), Columns(text=("text",))
-    assert config.pad_token_id is None
-    with caplog.at_level(logging.WARNING, logger="hies_export"):
-        (batch,) = text_batches(rows, config, columns, letters(pad_token=None))
-    assert batch["input_ids"].tolist() == [[2, 4, 5, 3], [2, 6, 3, 3]]
-    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 1, 0]]
-    assert config.pad_token_id == 3
-    assert "padded with '[SEP]'" in caplog.text
-    assert "no pad_token_id: it is set to 3" in caplog.text
-    tokenizer = letters(pad_token=None)
-    text_batches(rows, BertConfig(pad_token_id=1), columns, tokenizer)
-    assert tokenizer.pad_token == "[UNK]"
+def test_texts_are_padded_with_the_token_of_the_config_or_else_of_the_tokenizer_and_both_stay():
+    rows, columns = rows_of({"text": ["a b", "c"]}), Columns(text=("text",))
+
+    def last_of_shorter(config, **options):
+        tokenizer, configured = letters(**options), config.to_dict()
+        before = tokenizer.backend_tokenizer.to_str(), tokenizer.pad_token
+        (batch,) = text_batches(rows, config, columns, tokenizer, max_length=4)
+        assert batch["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 1, 0]]
+        assert (tokenizer.backend_tokenizer.to_str(), tokenizer.pad_token) == before
+        assert config.to_dict() == configured
+        return batch["input_ids"][1, -1].item()
+
+    assert last_of_shorter(BertConfig(pad_token_id=9)) == 9  # where the tokenizer has 0
+    assert last_of_shorter(BertConfig(vocab_size=50, pad_token_id=40), pad_token=None) == 40  # the tokenizer has no 40
+    for unknown in (-1, 50, None):
+        config = LlamaConfig(vocab_size=50)
+        config.pad_token_id = unknown
+        assert last_of_shorter(config) == 0
+        # [SEP], which is the end-of-text token, ends every text.
+        assert last_of_shorter(config, pad_token=None) == 1
 
 
 def labels_of(labels, config, names=None):

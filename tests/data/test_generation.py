@@ -11,6 +11,7 @@ import datasets
 import numpy as np
 import PIL.Image
 import pytest
+import tokenizers
 import torch
 from support.generative import png
 from support.models import GENERATIVE_WORDS, causal_lm, generative_tokenizer, llava, llava_processor
@@ -59,18 +60,34 @@ def labelled(batch: dict[str, torch.Tensor]) -> list[str]:
 
 
 def test_texts_are_joined_by_the_end_token_and_cut_into_equal_blocks() -> None:
-    (batch,) = batches_of(rows_of(text=["a b c", "d e", "f g h i"]), TEXT, max_length=4)
+    (batch,) = batches_of(rows_of(text=["a b c", "d e", "f g h i"]), TEXT, max_length=4, bos=False)
     assert [words(row) for row in batch["input_ids"]] == ["a b c </s>", "d e </s> f"]  # g h i is incomplete
     assert torch.equal(batch["labels"], batch["input_ids"])
     assert batch["attention_mask"].all()
-    (alone,) = batches_of(rows_of(text=["a b c"]), TEXT, max_length=4)
+    (alone,) = batches_of(rows_of(text=["a b c"]), TEXT, max_length=4, bos=False)
     assert words(alone["input_ids"][0]) == "a b c"
+
+
+def test_blocks_begin_as_the_tokenizer_begins_a_text_unless_told_otherwise() -> None:
+    rows, plain = rows_of(text=["a b c d e f"]), generative_tokenizer()
+    plain.backend_tokenizer.post_processor = tokenizers.processors.Sequence([])
+    for tokenizer, bos in ((None, "auto"), (None, True), (plain, True)):
+        (batch,) = batches_of(rows, TEXT, tokenizer=tokenizer, bos=bos, max_length=4)
+        assert [words(row) for row in batch["input_ids"]] == ["<s> a b c", "<s> d e f"]
+        assert labelled(batch) == ["a b c", "d e f"]
+        assert batch["attention_mask"].all()
+    for tokenizer, bos in ((None, False), (plain, "auto"), (plain, False)):
+        (batch,) = batches_of(rows, TEXT, tokenizer=tokenizer, bos=bos, max_length=3)
+        assert [words(row) for row in batch["input_ids"]] == ["a b c", "d e f"]
+        assert torch.equal(batch["labels"], batch["input_ids"])
+    with pytest.raises(DataError, match="without begin-of-text token, got true"):
+        batches_of(rows, TEXT, tokenizer=generative_tokenizer(bos_token=None), bos=True)
 
 
 def test_the_begin_token_joins_where_there_is_no_end_token() -> None:
     tokenizer = generative_tokenizer(eos_token=None)
     (batch,) = batches_of(rows_of(text=["a", "b"]), TEXT, tokenizer=tokenizer)
-    assert words(batch["input_ids"][0]) == "a <s> b"
+    assert words(batch["input_ids"][0]) == "<s> a <s> b"
     tokenizer = generative_tokenizer(eos_token=None, bos_token=None)
     with pytest.raises(DataError, match="end-of-text or begin-of-text token, but it has neither"):
         batches_of(rows_of(text=["a", "b"]), TEXT, tokenizer=tokenizer)
@@ -81,10 +98,10 @@ def test_lines_of_a_text_file_keep_their_line_breaks(tmp_path: Path) -> None:
         file.write("a b\nc\n\nd e\n")
     rows = load_rows(files={"train": tmp_path / "a.txt.gz"}, split="train")
     (batch,) = batches_of(rows, TEXT)
-    assert words(batch["input_ids"][0]) == r"a b \n c \n \n d e \n"
+    assert words(batch["input_ids"][0]) == r"<s> a b \n c \n \n d e \n"
     # WikiText on the Hub: rows are lines that end in their line break, and blank ones are empty.
     (batch,) = batches_of(rows_of(text=["", "a b\n", "", "c\n"]), TEXT)
-    assert words(batch["input_ids"][0]) == r"\n a b \n \n c \n"
+    assert words(batch["input_ids"][0]) == r"<s> \n a b \n \n c \n"
 
 
 def test_block_length_by_default() -> None:
@@ -98,7 +115,7 @@ def test_block_length_by_default() -> None:
 
 
 def test_blocks_are_the_samples_that_are_counted() -> None:
-    options: dict[str, Any] = {"columns": TEXT, "config": LlamaConfig(vocab_size=32), "max_length": 2}
+    options: dict[str, Any] = {"columns": TEXT, "config": LlamaConfig(vocab_size=32), "max_length": 2, "bos": False}
     reader = TASKS["text-generation"].reader(processor=generative_tokenizer(), **options)
     rows = rows_of(text=["a b c d e f g h i j"])
     blocks = reader.draw(rows, samples=3, shuffle_seed=1)

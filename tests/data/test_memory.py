@@ -46,7 +46,7 @@ def test_packing_takes_as_much_memory_for_many_rows_as_for_few(tmp_path: Path) -
 
     def peak(count: int) -> int:
         fields = {"columns": Columns(text=("text",)), "config": config, "processor": tokenizer}
-        reader = TASKS["text-generation"].reader(**fields, max_length=16)
+        reader = TASKS["text-generation"].reader(**fields, max_length=16, bos=False)
         path = write(tmp_path / f"{count}.jsonl", count)
         tracemalloc.start()
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections import Counter
 from dataclasses import dataclass
@@ -52,7 +53,7 @@ def export_gguf(
     Args:
         model: A decoder with LLaMA's modules; layers may differ in heads and neurons. It is not changed.
         folder: Where to write; must not exist, unless `overwrite`.
-        tokenizer: A tokenizer of transformers with a fast backend.
+        tokenizer: A tokenizer of transformers with a fast backend. It is not changed.
         dtype: Dtype that matrices are stored in: `float32`, `float16`, `bfloat16`, or blocks of 32 numbers with a
             scale, in 8 bits (`q8_0`) or 4 bits (`q4_0`, with the embedding and the head in `q8_0`). Norms and biases
             stay in float32. A matrix with a row length that is not a multiple of 32 is stored in float16 instead of
@@ -75,6 +76,7 @@ def export_gguf(
     check_dtype(dtype)
     refuse_existing(target, overwrite=overwrite)
     require_gguf()
+    tokenizer = copy.deepcopy(tokenizer)  # a call changes how it cuts and pads
     layout, vocabulary = _find(model, tokenizer)
     with new_folder(target, overwrite=overwrite) as staging:
         file = staging / GGUF_FILE
@@ -88,7 +90,7 @@ def export_gguf(
 def check_exportable(model: PreTrainedModel, tokenizer: Any, *, uneven: bool) -> None:
     """Refuse what no GGUF file can hold, before any work; `uneven`: whether a cut will leave layers of other sizes."""
     require_gguf()
-    _find(model, tokenizer, uneven=uneven)
+    _find(model, copy.deepcopy(tokenizer), uneven=uneven)
 
 
 def _find(model: PreTrainedModel, tokenizer: Any, *, uneven: bool = False) -> tuple[Layout, Vocabulary]:
