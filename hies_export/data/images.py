@@ -1,4 +1,4 @@
-"""Open images, from files or from rows, as RGB."""
+"""Open images, from files or from rows, upright and as RGB."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import datasets
 import PIL.Image
+import PIL.ImageOps
 
 from ..errors import DataError, refusing
 from .rows import row_name
@@ -26,17 +27,20 @@ def as_images(rows: datasets.Dataset, column: str) -> datasets.Dataset:
 
 
 def image_of_row(rows: datasets.Dataset, column: str, row: int) -> PIL.Image.Image:
-    """Decode the image of one row, as RGB."""
+    """Decode the image of one row, upright and as RGB."""
     return _as_rgb(lambda: rows[row][column], f"every {column!r} must be an image, but {row_name(rows, row)} is not")
 
 
 def image_of_file(file: str | Path) -> PIL.Image.Image:
-    """Decode an image file, as RGB."""
+    """Decode an image file, upright and as RGB."""
     return _as_rgb(lambda: PIL.Image.open(file), f"an image must be a file that Pillow decodes, and {file} is not")
 
 
 def _as_rgb(read: Callable[[], PIL.Image.Image], refusal: str) -> PIL.Image.Image:
+    """Return an image as `transformers.image_utils.load_image` does: turned as its EXIF data say, in RGB.
+
+    Only palettes go through RGBA, to the same colours, as Pillow warns of those with transparency otherwise.
+    """
     with refusing(refusal, kind=DataError), read() as image:
-        # Pillow warns when a palette with transparency is converted straight to RGB.
-        has_palette = image.mode in ("P", "PA")
-        return (image.convert("RGBA") if has_palette else image).convert("RGB")
+        turned = PIL.ImageOps.exif_transpose(image)
+        return (turned.convert("RGBA") if turned.mode in ("P", "PA") else turned).convert("RGB")
