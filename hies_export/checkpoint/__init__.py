@@ -12,6 +12,7 @@ refits.py     `refit.safetensors`: the refitted layers beside a plan
 loading.py    `load` and `HIESModel`: folder or Hub id -> model, also of heads that transformers 4 pruned
 settings.py   settings that some readers need and transformers does not save
 companions.py the files beside the weights that are fetched and copied
+cards.py      the card of a dense model, and the licence that a slim one inherits from it
 save.py       `save_slim`: slim model -> folder, loaded again in every way and compared
 apply.py      `apply_plan`: checkpoint, plan -> slim folder
 """

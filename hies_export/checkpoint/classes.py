@@ -19,6 +19,7 @@ from ..model.classes import check_id2label
 from ..model.internals import file_of
 from ..model.online import hub_or_cache
 from ..slim.config import slim_class
+from ..tasks.models import MERGE
 from .contents import MUST, refuse_other
 
 logger = logging.getLogger(__name__)
@@ -100,6 +101,15 @@ def _config_file(path: str | Path, **hub: Any) -> Path:
         refuse_other(path)
         raise RequestError(f"{MUST}, but {path} has no config.json")
     return file
+
+
+def refuse_adapter(path: str | Path, **hub: Any) -> None:
+    """Refuse a checkpoint with an adapter beside its weights, which transformers loads only where peft is installed."""
+    if file_of(path, "adapter_config.json", **hub) is not None:
+        raise RequestError(
+            f"a checkpoint must be one model, but {path} has an adapter (adapter_config.json) beside its weights; "
+            f"{MERGE}, or remove the adapter's files if they are not meant"
+        )
 
 
 def load_config(path: str | Path, **hub: Any) -> Any:

@@ -6,6 +6,7 @@ from enum import Enum
 from pathlib import Path
 
 from ..errors import RequestError
+from ..tasks.models import MERGE
 
 
 class Contents(Enum):
@@ -16,6 +17,7 @@ class Contents(Enum):
     ONNX = "an ONNX folder"
     GGUF = "a GGUF file"
     RUN = "the folder of a run"
+    ADAPTER = f"an adapter without its model; {MERGE}"
     SCORED = "a folder of scores and their plan"
     SWEEP = "the folder of a sweep"
     OTHER = "something else"
@@ -27,6 +29,7 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
 # run has the files of the checkpoint and the report in one folder.
 _TELLING = {
     "config.json": Contents.CHECKPOINT,
+    "adapter_config.json": Contents.ADAPTER,
     "sweep.json": Contents.SWEEP,
     "journal*.jsonl": Contents.SWEEP,
     "report.json": Contents.RUN,

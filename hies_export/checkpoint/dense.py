@@ -15,7 +15,7 @@ from ..model.copies import parameter_bytes
 from ..model.internals import auto_classes, never_asking
 from ..tasks import TASKS
 from .classes import find_model_class
-from .companions import LICENCES, SENTENCE_FILES, fetch_files
+from .companions import COMPANIONS, SENTENCE_FILES, fetch_files
 from .weights import load_weights, stored_dtype, weight_files
 
 # Device maps of accelerate other than the names of devices.
@@ -45,7 +45,7 @@ def source_of(model: PreTrainedModel, path: str | Path, config: Any, *, asked: s
     """
     files = weight_files(path, **hub)
     dtype = (stored_dtype(files, config) or model.dtype) if asked in (None, "auto") else getattr(torch, str(asked))
-    folder = fetch_files(path, (*LICENCES, *SENTENCE_FILES), hub.get("revision"))
+    folder = fetch_files(path, (*COMPANIONS, *SENTENCE_FILES), hub.get("revision"))
     return Source(folder, dtype, sum(file.stat().st_size for file in files) or parameter_bytes(model))
 
 

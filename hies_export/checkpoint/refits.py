@@ -25,13 +25,6 @@ REFIT = "refit.safetensors"
 logger = logging.getLogger(__name__)
 
 _CARD = """\
----
-library_name: transformers
-tags:
-- hies-export
-- pruning
----
-
 # Cut without its compensation
 
 The plan of this checkpoint was made for a model whose output projections are refitted after the cut ({method}). They

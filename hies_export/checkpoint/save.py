@@ -22,8 +22,9 @@ from ..model.tokens import for_base_model
 from ..slim.check import first_output, max_abs
 from ..slim.config import is_slim
 from ..values import PruningPlan
+from .cards import under_licence
 from .classes import find_model_class
-from .companions import COMPANIONS, LICENCES, copy_companions
+from .companions import CARD, DOCUMENTS, PROCESSORS, VOCABULARIES, copy_companions, documents_of
 from .folders import new_folder
 from .refits import REFIT
 from .sentence import cross_encoder_in, load_sentence, write_json, write_modules
@@ -58,12 +59,13 @@ def save_slim(
         plan: Saved as `hies_plan.json`.
         batch: Inputs on which the saved and the loaded models are compared.
         processor: Tokenizer or image processor to save with the model.
-        dense: Folder of the dense model. Its licence is copied, and without a `processor` also the files of its own.
+        dense: Folder of the dense model, whose vocabularies are copied, and without a `processor` also the files of its
+            own. Documents such as the licence come from there, or else from where the model was loaded.
         dtype: Dtype to save in; by default the model's own. The model is not changed. Parameters that transformers
             keeps in float32 stay in float32.
         refitted: Parameters that compensation changed, to write as `refit.safetensors` beside the plan; their digest
             should be the plan's.
-        card: Text to write as README.md.
+        card: Text to write as README.md, below the dense model's licence as metadata.
         files: Content of further JSON files, by name; by default those that make the folder a CrossEncoder, if `dense`
             is one.
         overwrite: Replace an existing folder.
@@ -87,8 +89,10 @@ def save_slim(
         saved.save_pretrained(written)
         if processor is not None:
             processor.save_pretrained(written)
-        if dense is not None:
-            copy_companions(dense, written, COMPANIONS if processor is None else LICENCES)
+        source = dense or documents_of(model)
+        if source is not None:
+            of_tokenizer = () if dense is None else VOCABULARIES if processor is not None else PROCESSORS
+            copy_companions(source, written, (*of_tokenizer, *DOCUMENTS))
         if isinstance(model, TextEncoder):
             write_modules(model, written)
         elif files is None and dense is not None:
@@ -99,8 +103,9 @@ def save_slim(
         (written / "hies_plan.json").write_text(plan.to_json(), encoding="utf-8")
         if refitted is not None:
             save_file(dict(refitted), written / REFIT)
+        card = under_licence(card, source)
         if card is not None:
-            (written / "README.md").write_text(card, encoding="utf-8")
+            (written / CARD).write_text(card, encoding="utf-8")
         return check_reload(model, written, batch)
 
 

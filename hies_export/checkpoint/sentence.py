@@ -6,7 +6,6 @@ The formats are those of sentence-transformers, which is not needed. What is wri
 from __future__ import annotations
 
 import copy
-import glob
 import importlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -60,12 +59,6 @@ _FLAGS: dict[PoolingMode, str] = {
 }
 # Name of a prompt in the folder -> the kind of text that it precedes.
 _PROMPTS = {"query": "query", "passage": "document", "document": "document"}
-# Files beside the weights that are not copied: weights, in any format, and what describes the dense model.
-_LEFT_OUT = (
-    *(".safetensors", ".bin", ".h5", ".msgpack", ".ot", ".pt", ".pth", ".ckpt", ".npz", ".tflite", ".gguf"),
-    *(".onnx", ".onnx_data", ".onnx.data", ".xml"),
-)
-_DESCRIBING = ("README.md", MODULES_FILE, "hies_plan.json", "refit.safetensors")
 _SENTENCE = Rule("a SentenceTransformer folder must hold what sentence-transformers wrote", AGAIN)
 _WHY_NOT = {
     "Router": "routes texts through several encoders; load one of them, and save it as a folder of its own",
@@ -530,8 +523,8 @@ _LAYERS: dict[str, Callable[[_Layer, Weights, str], nn.Module]] = {
 def write_modules(model: TextEncoder, folder: Path) -> None:
     """Write what makes the folder of a saved encoder that of a SentenceTransformer.
 
-    These are modules.json, a folder for every module of the readout, the length of texts and the prompts, and every
-    file in the root of the folder that the model comes from, without its weights, its card and what is there already.
+    These are modules.json, a folder for every module of the readout, the length of texts and the prompts, and the
+    tokenizer and the documents of the folder that the model comes from, without what is there already.
     """
     entries = [{"idx": 0, "name": "0", "path": "", "type": f"{_MODULES}.Transformer"}]
     for index, (name, config, weights) in enumerate(_written(model), start=1):
@@ -545,7 +538,7 @@ def write_modules(model: TextEncoder, folder: Path) -> None:
     write_text_settings(model, folder)
     for own in dict.fromkeys((model.settings.folder, model.settings.encoder)):
         if own is not None:
-            copy_companions(own, folder, [glob.escape(name) for name in _kept_files(own)])
+            copy_companions(own, folder)
 
 
 def write_text_settings(model: TextEncoder, folder: Path) -> None:
@@ -636,18 +629,6 @@ def _pooling_config(pooling: Pooling, width: int) -> dict[str, Any]:
 
 def _stored(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu").contiguous()
-
-
-def _kept_files(folder: Path) -> list[str]:
-    """Return the files in the root of a folder that also belong to a slim version of its model."""
-    return sorted(
-        file.name
-        for file in folder.iterdir()
-        if file.is_file()
-        and not file.name.startswith(".")
-        and not file.name.endswith((*_LEFT_OUT, ".index.json"))
-        and file.name not in _DESCRIBING
-    )
 
 
 def write_json(file: Path, content: Any) -> None:

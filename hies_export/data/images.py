@@ -1,16 +1,21 @@
-"""Open images, from files or from rows, in as many channels of 8 bits as a model takes."""
+"""Open images, from files or from rows, upright and in as many channels of 8 bits as a model takes."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import datasets
 import PIL.Image
+import PIL.ImageOps
 
 from ..errors import DataError, refusing
 from .rows import row_name
+
+logger = logging.getLogger(__name__)
 
 
 def holds_images(feature: Any) -> bool:
@@ -26,21 +31,31 @@ def as_images(rows: datasets.Dataset, column: str) -> datasets.Dataset:
 
 
 def image_of_row(rows: datasets.Dataset, column: str, row: int, *, channels: int = 3) -> PIL.Image.Image:
-    """Decode the image of one row: grey for one channel, with transparency for four, else as RGB."""
+    """Decode the image of one row, upright: grey for one channel, with transparency for four, else as RGB."""
     refusal = f"every {column!r} must be an image, but {row_name(rows, row)} is not"
     return _converted(lambda: rows[row][column], refusal, {1: "L", 4: "RGBA"}.get(channels, "RGB"))
 
 
 def image_of_file(file: str | Path) -> PIL.Image.Image:
-    """Decode an image file, as RGB."""
+    """Decode an image file, upright and as RGB."""
     refusal = f"an image must be a file that Pillow decodes, and {file} is not"
     return _converted(lambda: PIL.Image.open(file), refusal, "RGB")
 
 
 def _converted(read: Callable[[], PIL.Image.Image], refusal: str, mode: str) -> PIL.Image.Image:
+    """Return an image as `transformers.image_utils.load_image` does: turned as its EXIF data say, and converted.
+
+    Only palettes go through RGBA, to the same colours, as Pillow warns of those with transparency otherwise.
+    """
     with refusing(refusal, kind=DataError), read() as image:
-        if image.mode[0] in "IF":  # Pillow would cut values off at 255
-            raise ValueError(f"it must have 8 bits per channel, got mode {image.mode}, which has more")
-        # Pillow warns when a palette with transparency is converted straight to RGB.
-        has_palette = image.mode in ("P", "PA")
-        return (image.convert("RGBA") if has_palette else image).convert(mode)
+        turned = PIL.ImageOps.exif_transpose(image)
+        if turned.mode[0] in "IF":
+            _warn_of_bits(turned.mode)
+        return (turned.convert("RGBA") if turned.mode in ("P", "PA") else turned).convert(mode)
+
+
+@cache
+def _warn_of_bits(mode: str) -> None:
+    logger.warning(
+        "images of mode %s have more than 8 bits a channel: what is above 255 is cut off, as in pipelines", mode
+    )

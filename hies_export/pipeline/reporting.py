@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.cards import read_card
 from ..data.facts import DataFacts
 from ..data.targets import has_references, samples_of
 from ..evaluate.metrics import METRICS
@@ -19,7 +20,7 @@ from ..forms.measure.contention import OtherWork
 from ..forms.measure.machine import machine_facts
 from ..forms.measured import Measurements
 from ..kinds import ATTENTION
-from ..report.card import read_card, render_card
+from ..report.card import render_card
 from ..report.details import Details
 from ..report.html import render_html
 from ..report.jinja import render_markdown
@@ -173,7 +174,9 @@ def _export_details(exported: Exported) -> dict[str, Any]:
 
 def write_report(folder: Path, report: Report) -> None:
     """Write report.json, report.html and report.md, and the model card of slim/."""
-    origin = read_card(report.model) if Path(report.model).exists() else {"base_model": report.model}
+    origin = read_card(report.model)
+    if not Path(report.model).exists():
+        origin["base_model"] = report.model
     (folder / "slim" / "README.md").write_text(render_card(report, origin=origin), encoding="utf-8")
     (folder / "report.json").write_text(report.to_json(), encoding="utf-8")
     (folder / "report.html").write_text(render_html(report), encoding="utf-8")

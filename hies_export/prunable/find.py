@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from ..kinds import ATTENTION, MLP
 from ..model.internals import note_newer_release
+from ..tasks.models import refuse_adapters
 from ..units import PrunableModule
 from .attention import find_attention
 from .mlp import find_mlp
@@ -34,6 +35,7 @@ def find_modules(
         forward pass reaches them, then those of the next.
 
     Raises:
+        RequestError: The model has an adapter in it.
         UnsupportedModelError: Some module cannot be cut; the message says which and why.
 
     Examples:
@@ -42,4 +44,5 @@ def find_modules(
         [('attention', 6), ('mlp', 64)]
     """
     note_newer_release()
+    refuse_adapters(model)
     return tuple(module for kind in kinds for module in FINDERS[kind](model, batch))

@@ -8,22 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-from huggingface_hub import EvalResult, ModelCardData, hf_hub_download, metadata_load
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub import EvalResult, ModelCardData
 
+from ..checkpoint.cards import LICENSE_KEYS
 from ..data.facts import DataFacts
-from ..errors import RequestError
-from ..model.online import hub_or_cache
 from ..tasks import TASKS
 from .jinja import render_report
 from .report import Report
 from .text import named_units, sentence_class, title
-
-# Metadata that the card of a slim model inherits from the dense model's.
-LICENSE_KEYS = ("license", "license_name", "license_link")
-_KEYS = ("base_model", *LICENSE_KEYS)
-
 
 # Class of sentence-transformers -> library, pipeline and tags of its models on the Hub.
 _ON_HUB: dict[str | None, tuple[str, str, tuple[str, ...]]] = {
@@ -49,7 +41,7 @@ def render_card(
     Args:
         location: Where the checkpoint is loaded from: its folder, or a Hub id; the export is beside it or in it.
         revision: Branch on the Hub, if it is not the main one.
-        origin: `base_model` and the licence, as in the metadata of a card; see `read_card`.
+        origin: `base_model` and the licence, as in the metadata of a card; see `checkpoint.cards.read_card`.
         images: File -> its caption.
     """
     return render_report(
@@ -107,26 +99,6 @@ def card_metadata(report: Report, origin: Mapping[str, Any]) -> ModelCardData:
         eval_results=results or None,
         **{key: origin[key] for key in LICENSE_KEYS if origin.get(key)},
     )
-
-
-def read_card(model: str | Path) -> dict[str, Any]:
-    """Return `base_model` and the licence of a model's card, from its folder or else from the Hub; empty without any.
-
-    The card comes from outside, so anything but text and lists of text is left out.
-    """
-    try:
-        with hub_or_cache(model, "model card"):
-            file = Path(model) / "README.md" if Path(model).is_dir() else hf_hub_download(str(model), "README.md")
-        found = metadata_load(file)
-    except (RequestError, HfHubHTTPError, OSError, ValueError, RecursionError, yaml.YAMLError):
-        return {}
-    if not isinstance(found, dict):
-        return {}
-    return {key: found[key] for key in _KEYS if _is_text(found.get(key))}
-
-
-def _is_text(value: Any) -> bool:
-    return all(isinstance(text, str) for text in (value if isinstance(value, list) else [value]))
 
 
 def _dataset(data: DataFacts) -> tuple[str | None, str | None]:

@@ -14,6 +14,11 @@ from .by_shape import BY_SHAPE
 from .registry import TASKS
 from .task import Task
 
+MERGE = (
+    "merge the adapter first, with PeftModel.from_pretrained(model, adapter).merge_and_unload() of peft, and save what "
+    "that returns, and the tokenizer, with save_pretrained"
+)
+
 
 def task_of(model: Any) -> Task:
     """Return what a model in memory predicts."""
@@ -22,6 +27,7 @@ def task_of(model: Any) -> Task:
             f"the model must be a PreTrainedModel of transformers, got {type(model).__name__}; of PEFT, pass what "
             "merge_and_unload() returns"
         )
+    refuse_adapters(model)
     by_torch = any(type(module).__module__.startswith("torch.ao.nn.") for module in model.modules())
     if by_torch or getattr(model, "hf_quantizer", None) or getattr(model.config, "quantization_config", None):
         raise RequestError(
@@ -35,6 +41,16 @@ def task_of(model: Any) -> Task:
             f"{type(model).__name__}; load it with the head that it was fine-tuned with"
         )
     return task
+
+
+def refuse_adapters(model: PreTrainedModel) -> None:
+    """Refuse a model with layers of PEFT in it: what is saved of it would be the adapter alone."""
+    for name, module in model.named_modules():
+        if type(module).__module__.partition(".")[0] == "peft":
+            raise RequestError(
+                f"the model must be a plain one of transformers, but {name} has an adapter ({type(module).__name__} of "
+                f"peft); {MERGE}"
+            )
 
 
 def behaviour_of(model: Any) -> Behaviour:

@@ -10,17 +10,20 @@ import transformers
 from support.hub import Hub
 from support.models import save_text_model
 
-from hies_export.checkpoint.companions import COMPANIONS, LICENCES, copy_companions, fetch, fetch_files
+from hies_export.checkpoint.companions import COMPANIONS, DOCUMENTS, copy_companions, fetch, fetch_files
 from hies_export.errors import RequestError
 
-OURS = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "spiece.model", "preprocessor_config.json", "LICENSE")
+OURS = (
+    *("tokenizer.json", "tokenizer_config.json", "vocab.txt", "spiece.model", "preprocessor_config.json"),
+    *("LICENSE", "licence.md", "Notice.txt", "USE_POLICY.md", "MODEL_LICENSE", "COPYING", "citation.cff"),
+)
 TEMPLATES = ("chat_template.jinja", "additional_chat_templates/tools.jinja")
 # What a trainer, git, and people leave in the folder of a checkpoint.
 OTHERS = (
     *("README.md", "config.json", "generation_config.json", "model.safetensors.index.json", "hies_plan.json"),
     *("trainer_state.json", "training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth", "all_results.json"),
     *("train.log", "secrets.json", "notes.txt", ".env", ".git/config", "runs/events", "checkpoint-5/tokenizer.json"),
-    *("modeling_evil.py", "model.safetensors", "pytorch_model.bin"),
+    *("modeling_evil.py", "model.safetensors", "pytorch_model.bin", "Readme_zh.md", ".licence", "onnx/LICENSE"),
 )
 
 
@@ -61,7 +64,7 @@ def test_links_lead_nowhere(dense: Path, tmp_path: Path, caplog: pytest.LogCaptu
     wanted = {*OURS, TEMPLATES[0]} - {"vocab.txt", "spiece.model"}
     assert files(tmp_path / "slim") == sorted(wanted)
     assert len(caplog.messages) == 3
-    assert f"vocab.txt was not copied, because it is a link to {tmp_path / 'secret'};" in caplog.messages[0]
+    assert f"vocab.txt was not copied, because it is a link to {tmp_path / 'secret'};" in caplog.text
 
 
 def test_a_snapshot_of_the_hub_is_links_and_comes_along(dense: Path, tmp_path: Path) -> None:
@@ -87,13 +90,13 @@ def test_only_files_of_a_checkpoint_are_fetched(hub: Hub, dense: Path, tmp_path:
     for name in ("LICENSE", "spiece.model", "notes.txt", "training_args.bin"):
         shutil.copy(dense / name, tmp_path / "model")
     hub.add("org/model", {file.name: file.read_bytes() for file in (tmp_path / "model").iterdir()})
-    folder = fetch_files("org/model", LICENCES)
+    folder = fetch_files("org/model", DOCUMENTS)
     assert files(folder) == ["LICENSE"]
     wanted = ["LICENSE", "config.json", "model.safetensors", "spiece.model", "tokenizer.json", "tokenizer_config.json"]
     for revision in (None, folder.name):
         assert fetch("org/model", revision) == folder
         assert files(folder) == wanted
-    for refused in (lambda: fetch("org/none"), lambda: fetch_files("org/none", LICENCES)):
+    for refused in (lambda: fetch("org/none"), lambda: fetch_files("org/none", DOCUMENTS)):
         with pytest.raises(RequestError, match="org/none"):
             refused()
 

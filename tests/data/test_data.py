@@ -7,6 +7,7 @@ from unittest.mock import Mock
 
 import datasets
 import numpy as np
+import PIL.ExifTags
 import PIL.Image
 import pytest
 import torch
@@ -21,6 +22,7 @@ from transformers import (
     ViTImageProcessorPil,
 )
 
+from hies_export.data.images import as_images, image_of_file, image_of_row
 from hies_export.data.processors import load_processor
 from hies_export.data.reader import Columns
 from hies_export.data.rows import load_rows
@@ -325,6 +327,27 @@ def test_images_of_every_mode_and_storage(tmp_path, mode, storage):
     (batch,) = image_batches(rows)
     assert set(batch) == {"pixel_values"}
     torch.testing.assert_close(batch["pixel_values"][0], expected_pixels(image))
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "LA", "P", "RGBA", "1", "I;16", "CMYK", "GIF"])
+@pytest.mark.parametrize("turned", [None, 3, 6])
+def test_files_and_rows_are_read_as_transformers_reads_files(tmp_path, mode, turned):
+    pixels = np.random.default_rng(0).integers(0, 256, (4, 6, 3), dtype=np.uint8)
+    images = [PIL.Image.fromarray(pixels), PIL.Image.fromarray(255 - pixels)]
+    file = tmp_path / f"a picture.{({'CMYK': 'jpg', 'GIF': 'gif'}).get(mode, 'png')}"
+    options = {"save_all": True, "append_images": images[1:]} if mode == "GIF" else {}
+    if turned and mode != "GIF":
+        options["exif"] = PIL.Image.Exif()
+        options["exif"][PIL.ExifTags.Base.Orientation] = turned
+    grey = PIL.Image.fromarray(pixels[:, :, 0].astype(np.uint16) * 257)
+    image = grey if mode == "I;16" else images[0].convert("RGB" if mode == "GIF" else mode)
+    image.save(file, **options)
+    with PIL.Image.open(file) as opened:
+        expected = np.asarray(transformers.image_utils.load_image(opened))
+    assert (expected.shape[0] == 6) is (turned == 6 and mode != "GIF")
+    np.testing.assert_array_equal(image_of_file(file), expected)
+    rows = as_images(rows_of({"image": [file.read_bytes()]}), "image")
+    np.testing.assert_array_equal(image_of_row(rows, "image", 0), expected)
 
 
 def test_a_palette_with_transparency_does_not_warn():

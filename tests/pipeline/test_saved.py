@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import metadata_load
 from safetensors.torch import load_file
 from support.models import save_project
 from support.runs import hies, without_tracing
@@ -39,8 +40,9 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
         measure={"runtimes": ["torch"], "shapes": [[2, 16]], "repeats": 4},
     )
     load(folder / "model").half().save_pretrained(folder / "model")
-    for name in ("LICENSE", "NOTICE.txt", "README.md", "vocab.txt", "notes.txt"):
+    for name in ("LICENSE", "notice.txt", "USE_POLICY.md", "README.md", "vocab.txt", "notes.txt"):
         (folder / "model" / name).write_text(f"the dense model's {name}")
+    (folder / "model" / "README.md").write_text("---\nlicense: mit\n---\nthe dense model's")
     with without_tracing():
         assert hies("run", folder / "recipe.yaml") == 0
     return folder
@@ -97,15 +99,15 @@ def test_what_is_evaluated_is_what_was_saved(project: Path, monkeypatch: pytest.
     )
 
 
-def test_the_licence_comes_along(project: Path, tmp_path: Path) -> None:
-    """Of the tokenizer, the files are those that it was saved in."""
+def test_the_licence_and_the_vocabulary_come_along(project: Path, tmp_path: Path) -> None:
     assert hies("prune", project / "recipe.yaml", "-o", tmp_path / "slim") == 0
     for slim in (project / "out" / "slim", tmp_path / "slim"):
-        for name in ("LICENSE", "NOTICE.txt"):
+        for name in ("LICENSE", "notice.txt", "USE_POLICY.md", "vocab.txt"):
             assert (slim / name).read_text() == f"the dense model's {name}"
-        assert not (slim / "vocab.txt").exists()
         assert not (slim / "notes.txt").exists()
-        assert not (slim / "README.md").exists() or "the dense model's" not in (slim / "README.md").read_text()
+        card = (slim / "README.md").read_text()
+        assert metadata_load(slim / "README.md")["license"] == "mit"
+        assert "the dense model's" not in card
 
 
 def test_apply_gives_the_bytes_of_a_compensated_run(project: Path, tmp_path: Path) -> None:

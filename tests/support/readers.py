@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from transformers import ViTImageProcessorPil
 
 from hies_export import HiesError, Kept, PruningPlan, PruningRecipe, Report, apply_plan, load, prune_units
+from hies_export.checkpoint.cards import read_card
 from hies_export.checkpoint.loading import load_version4
 from hies_export.checkpoint.refits import REFIT, digest_tensors, read_refit
 from hies_export.cli.arguments import read_recipe
@@ -35,7 +36,7 @@ from hies_export.lab.sweep.page import read_sweep, render_sweep
 from hies_export.pipeline.fastest import CutJournal
 from hies_export.pipeline.resolve import requested
 from hies_export.report.bench import print_bench, read_report, render_bench
-from hies_export.report.card import read_card, render_card
+from hies_export.report.card import render_card
 from hies_export.report.figures import draw_report
 from hies_export.report.html import render_html
 from hies_export.report.jinja import render_markdown

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from ...errors import ParityError, RequestError
 from ...evaluate.interval import CONFIDENCE, upper_rate
 from ...evaluate.predict import predict_by
 from ...tasks.classes import Classes
-from ..onnx.export import OnnxExport, save_program
+from ..onnx.export import OnnxExport, copy_beside, save_program
 from ..onnx.quantize import Quantize
 from ..runtimes.bits import quantize_graph
 from ..runtimes.ort import ONNX_FILE
@@ -144,9 +143,7 @@ def export_cascade(
         program = onnx_ir.load(sure)
         shared = join_graphs(program.graph, graphs[1].graph, promise.threshold)
         program.metadata_props[PROMISE] = json.dumps(asdict(promise))
-        for file in slim.folder.iterdir():
-            if not file.name.startswith(slim.file.name):
-                shutil.copy(file, staging)
+        copy_beside(slim, staging)
         save_program(program, staging / ONNX_FILE)
         joined = logits(staging / ONNX_FILE)
         max_abs = _compared(

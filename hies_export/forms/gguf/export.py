@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from ...checkpoint.companions import copy_documents
 from ...checkpoint.folders import new_folder, refuse_existing
 from ...checkpoint.settings import write_config
 from ...errors import RecipeError, require_package
@@ -84,6 +85,7 @@ def export_gguf(
         parity = check_parity(file, model, tokenizer, dtype=dtype) if is_installed() else None
         size = file.stat().st_size
         write_config(model, staging)  # which tells `bench` what the file computes
+        copy_documents(model, staging)
     return GgufExport(target, target / GGUF_FILE, size, layout.architecture, dtype, types, parity)
 
 

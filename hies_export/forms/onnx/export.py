@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
+from ...checkpoint.companions import copy_documents
 from ...checkpoint.folders import new_folder, refuse_existing
 from ...checkpoint.settings import name_tokenizer, write_config
 from ...errors import DataError, RecipeError
@@ -232,9 +234,16 @@ def save_program(program: Any, file: Path) -> int:
     return sum(part.stat().st_size for part in file.parent.glob(f"{file.name}*"))
 
 
+def copy_beside(exported: OnnxExport, folder: Path) -> None:
+    """Copy what lies beside the graph of an export into another one's folder."""
+    ignored = shutil.ignore_patterns(f"{exported.file.name}*")
+    shutil.copytree(exported.folder, folder, ignore=ignored, dirs_exist_ok=True)
+
+
 def _write_companions(folder: Path, model: PreTrainedModel, processor: Any) -> None:
-    """Write config.json and the processor's files so that older Optimum and transformers 4 read them."""
+    """Write config.json, the processor's files so that older Optimum and transformers 4 read them, and the licence."""
     write_config(model, folder)
+    copy_documents(model, folder)
     if model.can_generate() and model.generation_config is not None:
         model.generation_config.to_json_file(folder / "generation_config.json")
     if processor is not None:

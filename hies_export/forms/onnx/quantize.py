@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from ...errors import ParityError, RequestError
 from ..runtimes.base import Provider
 from ..runtimes.bits import BLOCK, SMALLEST, quantize_graph
 from ..runtimes.ort import QUANTIZED_FILE, OnnxRuntime
-from .export import OnnxExport, export_onnx, save_program
+from .export import OnnxExport, copy_beside, export_onnx, save_program
 from .multimodal import is_vision_language
 
 Quantize = Literal["int8", "int4"]
@@ -79,9 +78,7 @@ def quantize_onnx(
     if not layers.get(quantize):
         raise _too_small(quantize)
     with new_folder(folder, overwrite=overwrite) as staging:
-        for file in exported.folder.iterdir():
-            if not file.name.startswith(exported.file.name):
-                shutil.copy(file, staging)
+        copy_beside(exported, staging)
         size = save_program(program, staging / QUANTIZED_FILE)
         (staging / "ort_config.json").write_text(json.dumps(_ort_config(bits), indent=2) + "\n", encoding="utf-8")
         max_abs = _compared(exported.file, staging / QUANTIZED_FILE, batch)
