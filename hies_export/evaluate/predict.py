@@ -14,7 +14,7 @@ from .. import processes
 from ..data.batches import Batch
 from ..data.targets import CHOICE_KEYS, IGNORED, check_label_tokens, inputs_of, predicted_positions
 from ..errors import DataError, NonFiniteError
-from ..model.modes import evaluating, without_cache
+from ..model.modes import evaluating, output_alone
 from ..model.threads import threads_for
 from ..progress import SILENT, Progress
 from ..tasks.models import behaviour_of
@@ -103,7 +103,7 @@ def predict(model: Any, batches: Sequence[Batch], *, progress: Progress = SILENT
     def forward(batch: Batch) -> torch.Tensor:
         return behaviour.output(model(**{key: value.to(device) for key, value in inputs_of(batch).items()}))
 
-    with evaluating(model), without_cache(model), torch.inference_mode(), threads_for(model, batches):
+    with evaluating(model), output_alone(model), torch.inference_mode(), threads_for(model, batches):
         outputs = _outputs(forward, progress.track(processes.share(batches), "predict"), len(batches))
     return _joined(_in_order(outputs, len(batches)), batches)
 
