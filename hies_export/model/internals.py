@@ -276,6 +276,18 @@ def attention_restored(configs: Iterable[PreTrainedConfig]) -> Iterator[None]:
             config._attn_implementation_internal = implementation
 
 
+def use_torch_attention(config: PreTrainedConfig) -> dict[str, Any]:
+    """Let a config that was read from a file compute attention by torch alone, and return the option that loads it so.
+
+    The file may name the function that the model was trained with, such as FlashAttention. That one needs a package, a
+    GPU or half precision, and its choice is no part of the model.
+    """
+    if all(part._attn_implementation in (None, "eager", "sdpa") for part in configs_in(config)):
+        return {}
+    config._attn_implementation = None
+    return {"attn_implementation": None}
+
+
 @contextmanager
 def attention_undecided(configs: Iterable[PreTrainedConfig]) -> Iterator[None]:
     """Let configs have no attention function inside the block, as those of a file.
