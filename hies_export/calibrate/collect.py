@@ -18,7 +18,7 @@ from ..errors import DataError, StepError, memory_failure
 from ..kinds import ATTENTION
 from ..model.attention import use_attention
 from ..model.internals import checkpointing
-from ..model.modes import frozen, without_cache
+from ..model.modes import frozen, output_alone
 from ..model.threads import threads_for
 from ..model.watch import intercept
 from ..progress import SILENT, Progress
@@ -153,7 +153,7 @@ class _Pass:
         consumers = {module.name: module.consumer for module in self._modules}
         with ExitStack() as stack:
             stack.enter_context(frozen(self._model))
-            stack.enter_context(without_cache(self._model))
+            stack.enter_context(output_alone(self._model))
             stack.enter_context(checkpointing(self._model))
             stack.enter_context(use_attention(self._model, self._entropies))
             stack.enter_context(intercept(self._model, consumers, self._on_read))

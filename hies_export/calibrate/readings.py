@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ..data.targets import inputs_of, size_of
 from ..errors import NonFiniteError
-from ..model.modes import evaluating, frozen, without_cache
+from ..model.modes import evaluating, frozen, output_alone
 from ..model.tokens import real_tokens
 from ..model.watch import Watched, watch
 from ..tasks.models import behaviour_of
@@ -44,7 +44,7 @@ def reading(model: PreTrainedModel, modules: Sequence[PrunableModule], *, gradie
     consumers, behaviour = {module.name: module.consumer for module in modules}, behaviour_of(model)
     with ExitStack() as stack:
         stack.enter_context(frozen(model) if gradients else evaluating(model))
-        stack.enter_context(without_cache(model))
+        stack.enter_context(output_alone(model))
         seen = stack.enter_context(watch(model, consumers, outputs=True, gradients=gradients))
         stack.enter_context(torch.enable_grad() if gradients else torch.no_grad())
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..errors import RequestError
 from ..kinds import ATTENTION
 from ..model.sentence import TextEncoder
 from ..model.tokens import sample_batch
@@ -22,7 +21,7 @@ from ..slim.fingerprint import fingerprint
 from ..slim.siblings import families
 from ..units import PrunableModule
 from ..values import PruningPlan
-from .classes import load_config
+from .classes import load_config, refuse_quantised
 from .companions import fetch
 from .folders import refuse_existing
 from .loading import load
@@ -129,8 +128,7 @@ def _load(model: str | Path) -> tuple[Path, PreTrainedModel]:
 
 def _dtype(source: Path) -> torch.dtype | str:
     config = load_config(source)
-    if getattr(config, "quantization_config", None) is not None:
-        raise RequestError(f"the weights must be plain numbers, but {source} is quantised; dequantise it first")
+    refuse_quantised(config, source)
     return stored_dtype(weight_files(source), config) or "auto"
 
 

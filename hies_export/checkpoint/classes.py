@@ -13,10 +13,10 @@ import transformers
 from pydantic import ConfigDict, model_validator
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
-from ..errors import RequestError, listed, quoted, refusing
+from ..errors import RequestError, did_you_mean, listed, quoted, refusing
 from ..files import Rule, Schema, read_json
 from ..model.classes import check_id2label
-from ..model.internals import file_of
+from ..model.internals import configs_in, file_of, use_torch_attention
 from ..model.online import hub_or_cache
 from ..slim.config import slim_class
 from ..tasks.models import MERGE
@@ -25,7 +25,15 @@ from .contents import MUST, refuse_other
 logger = logging.getLogger(__name__)
 
 AGAIN = "save or fetch the checkpoint again"
-_CONFIG = Rule("the config of a model must be what transformers or hies_export wrote", AGAIN)
+CORRECT = "correct it there, or save the checkpoint again"
+FLOATING = (
+    "give the checkpoint that it was made from, or if its weights are floating-point numbers after all, remove "
+    "quantization_config from its config.json"
+)
+_VALUES = "the config of a model must have values that its class takes, but {} has others"
+_CONFIG = Rule("the config of a model must be what transformers or hies_export wrote", CORRECT)
+# What transformers loads a model in.
+_DTYPES = ("float16", "bfloat16", "float32", "float64")
 # The deepest models have about two hundred layers; building a million would fill the memory, even without weights.
 MOST_LAYERS = 1000
 _LAYERS = re.compile(r"(layers?|depths?|n_blocks|num_blocks)$")
@@ -47,8 +55,11 @@ class _Config(Schema):
             if fields.get("id2label") is not None:
                 check_id2label(fields["id2label"])
             for name, value in fields.items():
-                for count in value if isinstance(value, list) else [value]:
-                    if _LAYERS.search(name) and isinstance(count, int) and count > MOST_LAYERS:
+                if name in ("dtype", "torch_dtype") and value is not None and value not in _DTYPES:
+                    raise ValueError(f"{name} must be one of {', '.join(_DTYPES)}, got {quoted(value)}")
+                counts = (value if isinstance(value, list) else [value]) if _LAYERS.search(name) else []
+                for count in counts:
+                    if isinstance(count, int) and count > MOST_LAYERS:
                         raise ValueError(f"{name} must be at most {MOST_LAYERS}, got {quoted(count)}")
         return self
 
@@ -77,11 +88,23 @@ def class_named(config: Mapping[str, Any], path: str | Path) -> type[PreTrainedM
     names = config.get("architectures") or []
     stock = getattr(transformers, names[0], None) if len(names) == 1 else None
     if not (isinstance(stock, type) and issubclass(stock, PreTrainedModel)):
+        # TensorFlow's and Flax's classes, which transformers 5 has no more, are named after torch's.
+        named = re.sub(r"^(TF|Flax)", "", names[0]) if len(names) == 1 else ""
         raise RequestError(
             f"the config of a model must name one model class of transformers {transformers.__version__} in "
-            f"'architectures', but {path} names {quoted(names) if names else 'none'}"
+            f"'architectures', but {path} names {quoted(names) if names else 'none'}; {_of_newer(config)}write the "
+            f"class that the model was trained with into its config.json{did_you_mean(named, dir(transformers))}"
         )
     return slim_class(stock) if "hies_export" in config else stock
+
+
+def _of_newer(config: Mapping[str, Any]) -> str:
+    """Return the beginning of a remedy, to upgrade transformers, if a newer release wrote a config; else nothing."""
+    writer, here = (
+        [int(part) for part in str(version).split(".")[:2] if part.isdecimal()]
+        for version in (config.get("transformers_version"), transformers.__version__)
+    )
+    return f"upgrade transformers to {config['transformers_version']}, which wrote it, or " if writer > here else ""
 
 
 def read_config(path: str | Path, **hub: Any) -> dict[str, Any]:
@@ -116,10 +139,23 @@ def load_config(path: str | Path, **hub: Any) -> Any:
     """Return the `PreTrainedConfig` of a folder or Hub id, without executing code from it."""
     file = _config_file(path, **hub)
     config = read_json(file, _Config, _CONFIG)
-    must = f"the config of a model must have a model_type known to transformers {transformers.__version__} and values"
-    with refusing(f"{must} it takes, but {path} has {quoted(config.get('model_type'))}", AGAIN):
+    model_type = config.get("model_type")
+    if model_type is None:  # as transformers, which loads a model by the config of its class
+        config_class: Any = class_named(config, path).config_class
+    elif model_type in CONFIG_MAPPING:
+        config_class = CONFIG_MAPPING[model_type]
+    else:
+        raise RequestError(
+            f"the config of a model must have a model_type known to transformers {transformers.__version__}, but that "
+            f"of {path} has {quoted(model_type)}; {_of_newer(config)}give the type of the class that the model was "
+            f"trained with{did_you_mean(model_type, CONFIG_MAPPING)}"
+        )
+    with refusing(_VALUES.format(file), CORRECT):
         # The class reads the file itself: there, infinity is {"__float__": "Infinity"}.
-        found = CONFIG_MAPPING[config["model_type"]].from_json_file(file)
+        found = config_class.from_json_file(file)
+        if model_type is None:  # null hides that of the class
+            vars(found).pop("model_type", None)
+        use_torch_attention(found)
     _warn_of_lost_names(config, found, path)
     return found
 
@@ -135,3 +171,21 @@ def _warn_of_lost_names(written: Mapping[str, Any], read: Any, path: str | Path)
             listed(names, most=5),
             listed(read.id2label.values(), most=5),
         )
+
+
+def config_of_class(model_class: Any, path: str | Path, **hub: Any) -> Any:
+    """Return the `PreTrainedConfig` of a folder or Hub id as a model class reads it."""
+    offline = hub.get("local_files_only", False)
+    with refusing(_VALUES.format(path), CORRECT), hub_or_cache(path, "model", local_files_only=offline):
+        return model_class.config_class.from_pretrained(path, **hub)
+
+
+def is_quantised(config: Any) -> bool:
+    """Return whether a config, or one inside it, says that the weights are quantised."""
+    return any(getattr(part, "quantization_config", None) is not None for part in configs_in(config))
+
+
+def refuse_quantised(config: Any, path: str | Path) -> None:
+    """Refuse to cut or to quantise a checkpoint whose config says that its weights are quantised."""
+    if is_quantised(config):
+        raise RequestError(f"the weights must be floating-point numbers, but {path} is quantised; {FLOATING}")

@@ -54,6 +54,12 @@ def task_class(path: str | Path, config: Any, *, task: str, **hub: Any) -> type[
     model_class = find_model_class(path, **hub)
     auto_class = TASKS[task].auto_class
     if auto_class not in auto_classes(model_class.__name__, config.model_type):
+        own: Any = model_class.config_class
+        if auto_class in auto_classes(model_class.__name__, own.model_type):
+            raise RequestError(
+                f"the model_type of a config must be that of the class in 'architectures', {own.model_type!r} of "
+                f"{model_class.__name__}, but {path} has {config.model_type!r}; correct its config.json"
+            )
         raise RequestError(
             f"{task} needs a model fine-tuned for it (one that {auto_class} loads), but {path} is a "
             f"{model_class.__name__}; fine-tune it for the task first, or change the task"

@@ -9,14 +9,14 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..errors import RequestError, UnsupportedModelError, listed, refusing
-from ..model.internals import never_asking, reads_old_names
+from ..model.internals import never_asking, reads_old_names, use_torch_attention
 from ..model.tokens import synthetic_batch
 from ..prunable.attention import find_attention
 from ..slim.config import is_slim
 from ..slim.cut import prune_units
 from ..units import PrunableModule
 from ..values import PruningPlan, library_versions
-from .classes import AGAIN, class_named, find_model_class, hub_options, read_config
+from .classes import AGAIN, class_named, config_of_class, find_model_class, hub_options, read_config
 from .weights import load_weights, skeleton_of_files, stored_shapes
 
 
@@ -74,7 +74,8 @@ def load_version4(path: str | Path, **kwargs: Any) -> tuple[PreTrainedModel, Pru
     """
     stock = find_model_class(path, **hub_options(kwargs))
     with refusing(f"the heads that pruned_heads names must be those of the model, but in {path} they are not", AGAIN):
-        config: Any = stock.config_class.from_pretrained(path, **hub_options(kwargs))  # type: ignore[union-attr]
+        config = config_of_class(stock, path, **hub_options(kwargs))
+        use_torch_attention(config)
         pruned = {int(layer): heads for layer, heads in (getattr(config, "pruned_heads", None) or {}).items() if heads}
         if not pruned:
             raise RequestError(

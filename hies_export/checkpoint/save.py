@@ -15,7 +15,7 @@ from transformers import AutoModel, PreTrainedModel
 from ..data.targets import inputs_of
 from ..errors import ReloadMismatchError, refusing
 from ..model.copies import convert
-from ..model.internals import auto_classes, dtypes_in, has_auto_base, saved_state
+from ..model.internals import attention_undecided, auto_classes, configs_of, dtypes_in, has_auto_base, saved_state
 from ..model.modes import evaluating
 from ..model.sentence import TextEncoder
 from ..model.tokens import for_base_model
@@ -86,7 +86,8 @@ def save_slim(
         if dtype is not None and dtype != model.dtype:
             model = convert(model, dtype=dtypes_in(model, dtype))
         saved = model.auto_model if isinstance(model, TextEncoder) else model
-        saved.save_pretrained(written)
+        with attention_undecided(configs_of(saved)):
+            saved.save_pretrained(written)
         if processor is not None:
             processor.save_pretrained(written)
         source = dense or documents_of(model)

@@ -19,9 +19,9 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 
 from ..data.batches import predicts_labels
 from ..errors import RequestError, listed, refusing
-from ..model.internals import empty_model, file_of, load_report
+from ..model.internals import empty_model, file_of, load_report, use_torch_attention
 from ..model.online import hub_or_cache
-from .classes import AGAIN, hub_options, refuse_adapter
+from .classes import AGAIN, FLOATING, config_of_class, hub_options, is_quantised, refuse_adapter
 
 Shapes = dict[str, list[int]]
 """Name of a tensor in the files -> its shape."""
@@ -98,15 +98,17 @@ def skeleton_of_files(model_class: Any, config: Any, path: str | Path, shapes: S
 def load_weights(model_class: Any, path: str | Path, *, shapes: Shapes | None = None, **kwargs: Any) -> PreTrainedModel:
     """Return the model of a checkpoint, in evaluation mode; `kwargs` are passed to `from_pretrained`."""
     offline = kwargs.get("local_files_only", False)
+    config = kwargs.get("config") or config_of_class(model_class, path, **hub_options(kwargs))
+    kwargs = {**use_torch_attention(config), **kwargs}
+    quantised = is_quantised(config)
     with (
         load_report() as report,
-        refusing(f"the model at {path} must load, but does not", AGAIN, report=report),
+        refusing(f"the model at {path} must load, but does not", FLOATING if quantised else AGAIN, report=report),
         hub_or_cache(path, "model", local_files_only=offline),
     ):
         refuse_adapter(path, **hub_options(kwargs))
-        config = kwargs.get("config") or model_class.config_class.from_pretrained(path, **hub_options(kwargs))
         shapes = stored_shapes(path) if shapes is None else shapes
-        as_stored = getattr(config, "quantization_config", None) is None and not kwargs.get("ignore_mismatched_sizes")
+        as_stored = not quantised and not kwargs.get("ignore_mismatched_sizes")
         if shapes and as_stored:
             _check_classes(skeleton_of_files(model_class, config, path, shapes), path, shapes)
         if Path(path, "generation_config.json").is_file():
@@ -117,7 +119,8 @@ def load_weights(model_class: Any, path: str | Path, *, shapes: Shapes | None = 
     if info["missing_keys"]:
         raise RequestError(
             f"every parameter must be in the files, but {path} has no {listed(sorted(info['missing_keys']), most=3)}; "
-            "they would be random: save the checkpoint again from the model that was trained"
+            f"they would be random: if the model was trained as another class than {model_class.__name__}, write that "
+            "one into 'architectures' in its config.json; otherwise save the checkpoint again from that model"
         )
     return model.eval()
 

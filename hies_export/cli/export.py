@@ -32,7 +32,7 @@ def run(options: Options) -> dict[str, Any]:
     """Write the folder, and return its size, its files and how far the export differs from torch."""
     import torch
 
-    from ..checkpoint.classes import load_config
+    from ..checkpoint.classes import load_config, refuse_quantised
     from ..checkpoint.folders import refuse_existing
     from ..checkpoint.loading import load
     from ..checkpoint.sentence import is_sentence_transformer
@@ -46,11 +46,8 @@ def run(options: Options) -> dict[str, Any]:
     if options.quantize and options.format == "gguf":
         raise RequestError(f"--quantize is for --format onnx, got {options.quantize}; give gguf --dtype q8_0 or q4_0")
     config = load_config(options.model)
-    if options.quantize and getattr(config, "quantization_config", None) is not None:
-        raise RequestError(
-            f"--quantize needs a checkpoint in floating point, and {options.model} is quantised; give the model it was "
-            "made from"
-        )
+    if options.quantize:
+        refuse_quantised(config, options.model)
     options.progress.stage("load the model")
     if options.format == "gguf":
         return _export_gguf(options)

@@ -58,6 +58,7 @@ def _inspect_plan(file: Path, options: Options) -> dict[str, Any]:
 def _inspect_model(options: Options) -> dict[str, Any]:
     import torch
 
+    from ..checkpoint.classes import refuse_quantised
     from ..checkpoint.loading import load
     from ..checkpoint.sentence import is_sentence_transformer, settings_of
     from ..forms.measure.counts import count_parameters
@@ -66,6 +67,7 @@ def _inspect_model(options: Options) -> dict[str, Any]:
 
     encoder = settings_of(options.model).encoder if is_sentence_transformer(options.model) else None
     model = load(encoder or options.model, dtype=torch.float32)
+    refuse_quantised(model.config, options.model)
     name, parameters, slim = type(model).__name__, count_parameters(model), is_slim(model)
     result: dict[str, Any] = {"model": str(options.model), "class": name, "slim": slim, "parameters": parameters}
     options.console.print(f"{name}, {parameters / 1e6:.2f} M parameters" + ", slim" * slim)

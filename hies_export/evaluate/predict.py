@@ -12,7 +12,7 @@ from .. import processes
 from ..data.batches import Batch
 from ..data.targets import inputs_of
 from ..errors import DataError, NonFiniteError
-from ..model.modes import evaluating, without_cache
+from ..model.modes import evaluating, output_alone
 from ..model.threads import threads_for
 from ..progress import SILENT, Progress
 from ..tasks import Behaviour
@@ -38,7 +38,7 @@ def predict(model: Any, batches: Sequence[Batch], *, progress: Progress = SILENT
     def forward(batch: Batch) -> torch.Tensor:
         return behaviour.output(model(**{key: value.to(device) for key, value in inputs_of(batch).items()}))
 
-    with evaluating(model), without_cache(model), torch.inference_mode(), threads_for(model, batches):
+    with evaluating(model), output_alone(model), torch.inference_mode(), threads_for(model, batches):
         kept = _kept(forward, progress.track(processes.share(batches), "predict"), len(batches), behaviour)
     return behaviour.joined(_in_order(kept, len(batches)), batches)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import UnsupportedModelError
-from .internals import attention_name, attention_restored, fused_attention_fits, register_attention
+from .internals import attention_name, attention_restored, configs_of, fused_attention_fits, register_attention
 
 AttentionFunction = Callable[["AttentionCall"], Tensor]
 
@@ -68,7 +68,7 @@ def use_attention(model: PreTrainedModel, function: AttentionFunction) -> Iterat
     outer = {module: _FUNCTIONS.get(module) for module in model.modules()}
     _FUNCTIONS.update(dict.fromkeys(outer, function))
     try:
-        with attention_restored(model):
+        with attention_restored(configs_of(model)):
             try:
                 model.set_attn_implementation(name)
             except ValueError as error:

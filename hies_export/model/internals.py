@@ -14,7 +14,7 @@ import inspect
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -258,18 +258,48 @@ def configs_in(config: PreTrainedConfig) -> list[PreTrainedConfig]:
     return [config, *(c for child in children if child is not None for c in configs_in(child))]
 
 
-@contextmanager
-def attention_restored(model: PreTrainedModel) -> Iterator[None]:
-    """Give every part of a model back, after the block, the attention function it had before."""
-    # set_attn_implementation cannot restore None, nor submodels that differ, so every config's own is kept.
+def configs_of(model: nn.Module) -> list[PreTrainedConfig]:
+    """Return the configs of all parts of a model and all their sub-configs, each once."""
     parts = [part.config for part in model.modules() if isinstance(part, PreTrainedModel)]
-    configs = {id(config): config for part in parts for config in configs_in(part)}
-    before = [(config, config._attn_implementation_internal) for config in configs.values()]
+    return list({id(config): config for part in parts for config in configs_in(part)}.values())
+
+
+@contextmanager
+def attention_restored(configs: Iterable[PreTrainedConfig]) -> Iterator[None]:
+    """Give configs back, after the block, the attention function that each had before."""
+    # set_attn_implementation cannot restore None, nor submodels that differ, so every config's own is kept.
+    before = [(config, config._attn_implementation_internal) for config in configs]
     try:
         yield
     finally:
         for config, implementation in before:
             config._attn_implementation_internal = implementation
+
+
+def use_torch_attention(config: PreTrainedConfig) -> dict[str, Any]:
+    """Let a config that was read from a file compute attention by torch alone, and return the option that loads it so.
+
+    The file may name the function that the model was trained with, such as FlashAttention. That one needs a package, a
+    GPU or half precision, and its choice is no part of the model.
+    """
+    if all(part._attn_implementation in (None, "eager", "sdpa") for part in configs_in(config)):
+        return {}
+    config._attn_implementation = None
+    return {"attn_implementation": None}
+
+
+@contextmanager
+def attention_undecided(configs: Iterable[PreTrainedConfig]) -> Iterator[None]:
+    """Let configs have no attention function inside the block, as those of a file.
+
+    transformers loads a config that asks for attention weights with an attention function that computes none, but
+    refuses to save or check it with one.
+    """
+    configs = list(configs)
+    with attention_restored(configs):
+        for config in configs:
+            config._attn_implementation_internal = None
+        yield
 
 
 def fused_attention_cpu(
@@ -353,7 +383,26 @@ def compile_many_shapes(most: int) -> None:
     limits.recompile_limit = limits.accumulated_recompile_limit = most
 
 
-# Caches of keys and values
+# Outputs and caches
+
+
+def ask_for_output_alone(configs: Iterable[PreTrainedConfig], *, cache: bool = False) -> Callable[[], None]:
+    """Let configs ask a model for its output alone, by name; with `cache`, for its keys and values too.
+
+    Hidden states, attention weights, router logits and tuples are asked for no more. Returns a function that puts back
+    what the configs asked for.
+    """
+    wanted = {"use_cache": cache, "return_dict": True, "return_loss": False}
+    wanted |= {"output_hidden_states": False, "_output_attentions": False, "output_router_logits": False}
+    asked = [(vars(c), {name: vars(c)[name] for name in wanted if name in vars(c)}) for c in configs]
+
+    def put_back() -> None:
+        for fields, before in asked:
+            fields.update(before)
+
+    for fields, before in asked:
+        fields.update({name: wanted[name] for name in before})
+    return put_back
 
 
 def cache_name(model: nn.Module) -> str | None:

@@ -1,4 +1,4 @@
-"""Switch modes of a model inside a block: evaluation, cache, frozen weights."""
+"""Switch modes of a model inside a block: evaluation, what it returns, frozen weights."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
+
+from .internals import ask_for_output_alone, configs_of
 
 
 @contextmanager
@@ -32,11 +34,16 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def without_cache(model: nn.Module) -> Iterator[None]:
-    """Switch off the cache of keys and values inside the block, because no next token is computed."""
-    configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
-    with _switched_off(configs.values(), "use_cache"):
+def output_alone(model: nn.Module, *, cache: bool = False) -> Iterator[None]:
+    """Let a model return its output alone inside the block, or its cache too, whatever its configs ask for.
+
+    They may ask for hidden states, attention weights, router logits or tuples, which no pass of this package reads.
+    """
+    put_back = ask_for_output_alone(configs_of(model), cache=cache)
+    try:
         yield
+    finally:
+        put_back()
 
 
 @contextmanager

@@ -147,7 +147,7 @@ class TextEncoder(PreTrainedModel):
         inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
         if token_type_ids is not None:
             inputs["token_type_ids"] = token_type_ids
-        tokens: Tensor = self.auto_model(**inputs).last_hidden_state
+        tokens: Tensor = self.auto_model(**inputs)[0]
         pooling, *rest = self.readout
         embedding = pooling(tokens, attention_mask)
         for module in rest:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from ..errors import RecipeError, RequestError
 from .copies import share_weights
 from .internals import auto_classes
+from .modes import output_alone
 
 # These models number positions from pad_token_id + 1, so their first pad_token_id + 1 position embeddings are unused.
 _POSITIONS_START_AFTER_PAD = {
@@ -209,7 +210,7 @@ def sequence_length(model: PreTrainedModel, batch: Mapping[str, Any]) -> int:
         return int(batch["input_ids"].shape[-1])
     base = share_weights(model.base_model, device="meta").eval()
     inputs = {name: tensor.to("meta") for name, tensor in forward_inputs(base, batch).items()}
-    with torch.no_grad():
+    with output_alone(base), torch.no_grad():
         return int(base(**inputs).last_hidden_state.shape[1])
 
 

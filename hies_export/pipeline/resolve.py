@@ -15,7 +15,7 @@ from typing import Any
 import datasets
 from transformers import PreTrainedModel
 
-from ..checkpoint.classes import load_config
+from ..checkpoint.classes import load_config, refuse_quantised
 from ..checkpoint.dense import Source, check_device_map, load_dense, source_of, task_class
 from ..checkpoint.sentence import encoder_class, load_encoder, settings_of
 from ..data.batches import Batch, by_length
@@ -304,10 +304,13 @@ class _Found:
         hub: dict[str, Any] = {} if recipe.revision is None else {"revision": recipe.revision}
         if not TASKS[recipe.task].embeds:
             config = load_config(recipe.model, **hub)
+            refuse_quantised(config, recipe.model)
             return cls(recipe.model, config, task_class(recipe.model, config, task=recipe.task, **hub), hub)
         settings = settings_of(recipe.model, pooling=recipe.pooling, normalize=recipe.normalize, **hub)
         assert settings.encoder is not None
-        return cls(settings.encoder, load_config(settings.encoder), encoder_class(settings.encoder), {}, settings)
+        config = load_config(settings.encoder)
+        refuse_quantised(config, settings.encoder)
+        return cls(settings.encoder, config, encoder_class(settings.encoder), {}, settings)
 
     def load(self, *, dtype: str | None, device_map: str | None) -> PreTrainedModel:
         """Load the dense model."""

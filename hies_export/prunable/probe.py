@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from ..data.targets import inputs_of
 from ..model.copies import copy_with
-from ..model.internals import forget_hooks
+from ..model.internals import ask_for_output_alone, configs_of, forget_hooks
 from ..model.linear import features_of, is_linear, set_parameter
 
 # Larger parameters are embeddings or experts, whose values do not matter: one number replaces all of them.
@@ -194,6 +194,7 @@ def _weightless(model: PreTrainedModel) -> PreTrainedModel:
         return nn.Parameter(values, requires_grad=False)
 
     copied = copy_with(model, stand_in)
+    ask_for_output_alone(configs_of(copied))
     for module in copied.modules():
         forget_hooks(module)
     return copied

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from ..data.targets import inputs_of
 from ..errors import CutMismatchError, PlanError
 from ..kinds import ATTENTION, MLP, UNIT_NAMES
-from ..model.modes import evaluating
+from ..model.modes import evaluating, output_alone
 from ..units import PrunableModule, Selection, check_indices
 from ..values import PruningPlan
 from .mask import masked_units
@@ -107,7 +107,7 @@ def compare_cut(
 def first_output(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """Return a model's first output (logits, or the last hidden state) in evaluation mode, without labels, on CPU."""
     device = next(model.parameters()).device
-    with evaluating(model), torch.inference_mode():
+    with evaluating(model), output_alone(model), torch.inference_mode():
         outputs = model(**{key: value.to(device) for key, value in inputs_of(batch).items()})
     return outputs[0].float().cpu()
 

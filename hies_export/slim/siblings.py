@@ -15,7 +15,14 @@ import transformers
 from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
-from ..model.internals import configs_in, empty_model, save_as_loaded, select_attention, share_tensors
+from ..model.internals import (
+    attention_undecided,
+    configs_in,
+    empty_model,
+    save_as_loaded,
+    select_attention,
+    share_tensors,
+)
 
 
 @dataclass(frozen=True)
@@ -80,8 +87,9 @@ def changed_config(
             for key in place.sub_configs:
                 if getattr(place, key, None) is places[position]:
                     setattr(place, key, other)
-    for place in configs_in(whole):
-        place.validate()
+    with attention_undecided(configs_in(whole)):
+        for place in configs_in(whole):
+            place.validate()
     return whole
 
 
@@ -125,7 +133,8 @@ def _config(config: PreTrainedConfig, settings: Mapping[str, Any], sibling: Sibl
     values = {**config.to_dict(), **settings, **sibling.fields}
     try:
         made: PreTrainedConfig = target(**{n: v for n, v in values.items() if n not in lost and n not in _IDENTITY})
-        made.validate()
+        with attention_undecided([made]):
+            made.validate()
     except Exception:  # whatever a config's own code raises on values it does not take
         return None
     select_attention(made, like=config)

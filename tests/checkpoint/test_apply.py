@@ -180,5 +180,5 @@ def test_only_what_this_package_wrote_is_replaced(dense: Path, tmp_path: Path, m
 def test_a_quantised_checkpoint(dense: Path, tmp_path: Path) -> None:
     plan = plan_for(dense)
     change_config(dense, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
-    with pytest.raises(RequestError, match="is quantised; dequantise it first"):
+    with pytest.raises(RequestError, match="is quantised; give the checkpoint that it was made from"):
         apply_plan(plan, dense, tmp_path / "slim")

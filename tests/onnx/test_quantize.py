@@ -99,7 +99,7 @@ def test_the_command_and_the_result_of_prune_write_the_same_folder(
         json.dumps(config | {"quantization_config": {"quant_method": "gptq", "bits": 4}})
     )
     assert main(["export", str(quantised), "--quantize", "int8", "-o", str(tmp_path / "three")]) == 2
-    assert "gptq is quantised; give the model it was made from" in " ".join(capsys.readouterr().err.split())
+    assert "gptq is quantised; give the checkpoint that it was made from" in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "three").exists()
 
 

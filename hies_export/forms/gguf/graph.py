@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from ...model.copies import convert
+from ...model.modes import output_alone
 from .architecture import LayerSizes, Layout, refused
 
 # Of the largest logit; both compute in float32.
@@ -25,8 +26,8 @@ def check_same_function(
 ) -> None:
     """Refuse, by an UnsupportedModelError, a model whose logits on tokens (1, sequence) are not those of its layout."""
     reference = convert(model, dtype=torch.float32, device="cpu").eval()
-    with torch.no_grad():
-        wanted = reference(input_ids=ids, use_cache=False).logits[0]
+    with output_alone(reference), torch.no_grad():
+        wanted = reference(input_ids=ids).logits[0]
         found = decoder_logits(layout, tensors, ids[0])
     difference = float((wanted - found).abs().max())
     if not difference <= TOLERANCE * max(1.0, float(wanted.abs().max())):

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from ...errors import ParityError
 from ...model.copies import copy_with
+from ...model.internals import ask_for_output_alone, configs_of
 from ...model.tokens import longest_sequence, synthetic_batch
 from ..runtimes.llamacpp import LlamaCppRuntime
 from .tensors import OUTER, stored_bytes, stored_type
@@ -97,7 +98,9 @@ def _as_stored(model: PreTrainedModel, dtype: str) -> PreTrainedModel:
         back = gguf.quants.dequantize(stored, gguf.GGMLQuantizationType[kind]).astype(np.float32)
         return torch.nn.Parameter(torch.from_numpy(back.reshape(plain.shape)), requires_grad=False)
 
-    return copy_with(model, stand_in).eval()
+    copied = copy_with(model, stand_in).eval()
+    ask_for_output_alone(configs_of(copied))
+    return copied
 
 
 def _same_tokens(reference: PreTrainedModel, prompt: Tensor, tokens: list[int], *, strict: bool) -> int:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from ...kinds import ATTENTION
 from ...model.copies import share_weights
 from ...model.internals import keys_and_values
+from ...model.modes import output_alone
 from ...model.tokens import forward_inputs
 from ...units import PrunableModule
 from .record import Record
@@ -206,8 +207,8 @@ def cache_bytes_per_token(model: PreTrainedModel) -> int | None:
         return None
     empty = share_weights(model, device="meta").eval()
     ids = torch.zeros(1, 8, dtype=torch.int64, device="meta")
-    with torch.no_grad():
-        cached = keys_and_values(empty(input_ids=ids, use_cache=True))
+    with output_alone(empty, cache=True), torch.no_grad():
+        cached = keys_and_values(empty(input_ids=ids))
     return sum(t.numel() * t.element_size() for layer in cached.values() for t in layer) // ids.shape[1]
 
 
@@ -227,7 +228,7 @@ def _count(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor]) -> dict[s
     from torch.utils.flop_counter import FlopCounterMode
 
     model.eval().set_attn_implementation("eager")
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+    with output_alone(model), torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(**inputs)
     root = type(model).__name__
     by_module = {

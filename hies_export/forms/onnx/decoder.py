@@ -76,7 +76,7 @@ def decoder_sample(model: PreTrainedModel, prompt: Mapping[str, Tensor]) -> dict
     cache = {str(cache_name(model)): past}
     must = f"a decoder must run with a cache of keys and values, and {type(model).__name__} refused"
     with refusing(must, kind=ExportError), torch.no_grad():
-        model(**inputs(0, length - 2), **cache, use_cache=True)
+        model(**inputs(0, length - 2), **cache)
     if not past.get_seq_length():
         raise ExportError(f"a decoder must fill its cache, and {type(model).__name__} left it empty")
     return {**inputs(length - 2, length), **cache}
@@ -90,7 +90,7 @@ def trace_decoder(model: PreTrainedModel, prompt: Mapping[str, Tensor], fusions:
     in the graph's metadata.
     """
     sample = decoder_sample(model, prompt)
-    program = export_program(model, sample, fusions, flags={"use_cache": True})
+    program = export_program(model, sample, fusions)
     layers = _name_cache(program, type(model).__name__)
     tokens = [name for name, value in sample.items() if isinstance(value, Tensor) and name != "attention_mask"]
     text = {name: {0: "batch", 1: "sequence"} for name in tokens}

@@ -19,6 +19,7 @@ from ...checkpoint.settings import name_tokenizer, write_config
 from ...errors import DataError, RecipeError
 from ...model.copies import convert
 from ...model.internals import fused_attention_fits, note_newer_release, require_onnx_exporter
+from ...model.modes import output_alone
 from ...model.tokens import end_of_text, forward_inputs, longest_sequence
 from ...progress import quiet
 from ..runtimes.base import Provider
@@ -134,7 +135,7 @@ def export_onnx(
     reference = _float32_copy(model)
     traced = _traceable_copy(reference, provider, DTYPES[dtype])
     with new_folder(target, overwrite=overwrite) as staging:
-        with quiet(verbose=logger.isEnabledFor(logging.DEBUG)):
+        with quiet(verbose=logger.isEnabledFor(logging.DEBUG)), output_alone(traced, cache=kind != "encoder"):
             programs, batches = _trace(kind, traced, given, FUSIONS[provider])
             size = sum(save_program(program, staging / name) for name, program in programs.items())
         _write_companions(staging, traced, processor)

@@ -47,8 +47,7 @@ def trace_onnx(model: PreTrainedModel, sample: dict[str, torch.Tensor], fusions:
         name: {0: "batch"} if name in ("pixel_values", "input_features") or tensor.ndim < 2 else _TOKEN_AXES
         for name, tensor in sample.items()
     }
-    flags: dict[str, Any] = {"use_cache": False} if hasattr(model.config, "use_cache") else {}
-    return export_program(model, sample, fusions, axes=axes, flags=flags)
+    return export_program(model, sample, fusions, axes=axes)
 
 
 def export_program(
@@ -57,7 +56,6 @@ def export_program(
     fusions: Fusions,
     *,
     axes: Mapping[str, Mapping[int, str]] | None = None,
-    flags: Mapping[str, Any] | None = None,
 ) -> Any:
     """Run transformers' exporter on a module, repair the graph, and remove this machine's paths from it.
 
@@ -67,14 +65,13 @@ def export_program(
         fusions: Provider whose fused operators may be used.
         axes: The dynamic axes of each input, and their names (`name_axes`); by default the exporter tries to make all
             axes dynamic, and they stay unnamed.
-        flags: Keyword arguments of the forward that do not become inputs of the graph.
     """
     shapes = None
     if axes is not None:
         shapes = {name: dict.fromkeys(open_axes, torch.export.Dim.AUTO) for name, open_axes in axes.items()}
     must = f"the model must be exportable to ONNX, and the exporter refused {type(module).__name__}"
     with refusing(must, kind=ExportError):
-        program = exported_program(module, {**sample, **(flags or {})}, fusions, shapes)
+        program = exported_program(module, sample, fusions, shapes)
     flatten_gemm_inputs(program)
     share_tied_weights(program)
     if fusions == "cpu":

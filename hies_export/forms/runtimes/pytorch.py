@@ -16,7 +16,14 @@ from transformers import PreTrainedModel
 
 from ...errors import ExportError, MissingRuntimeError, RecipeError
 from ...model.copies import parameter_bytes, share_weights
-from ...model.internals import cache_name, cache_of, compile_many_shapes, keys_and_values
+from ...model.internals import (
+    ask_for_output_alone,
+    cache_name,
+    cache_of,
+    compile_many_shapes,
+    configs_of,
+    keys_and_values,
+)
 from ...model.threads import torch_threads
 from ...model.tokens import forward_inputs, positions_of
 from .base import Runtime, last_token, register_runtime
@@ -48,6 +55,7 @@ class TorchRuntime(Runtime):
         self._on_cuda = self._model.device.type == "cuda"
         self._takes_positions = "position_ids" in inspect.signature(self._model.forward).parameters
         self._cache_name = cache_name(self._model)
+        ask_for_output_alone(configs_of(self._model), cache=self.decodes)
 
     @property
     def provider(self) -> str:
@@ -72,11 +80,10 @@ class TorchRuntime(Runtime):
         if self.decodes and "input_ids" in inputs and self._takes_positions:
             mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
             inputs.setdefault("position_ids", positions_of(mask)[:, -inputs["input_ids"].shape[1] :])
-        feed: dict[str, Any] = {
+        return {
             name: tensor.to(self._model.device, self._model.dtype if tensor.is_floating_point() else None)
             for name, tensor in inputs.items()
         }
-        return {**feed, "use_cache": True} if self.decodes else feed
 
     def prepare_step(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Fill the cache with all tokens but the last, and prepare the last; raises ExportError without a cache."""

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from ...calibrate.gates import Gates, summed_loss, with_labels
 from ...data.targets import size_of
 from ...errors import DataError
-from ...model.modes import frozen, without_cache
+from ...model.modes import frozen, output_alone
 from ...model.watch import intercept
 from ...progress import SILENT, Progress
 from ...units import PrunableModule, Selection, Units
@@ -54,7 +54,7 @@ def mask_gradients(
     def masked(name: str, x: Tensor) -> Tensor:
         return gates.apply(name, x, samples=samples)
 
-    with frozen(model), without_cache(model):
+    with frozen(model), output_alone(model):
         for index, given in enumerate(progress.track(batches, "mask gradients")):
             batch = with_labels(model, {key: value.to(model.device) for key, value in given.items()})
             gates, samples = Gates(modules), size_of(batch)

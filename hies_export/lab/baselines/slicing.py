@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from ...data.targets import inputs_of, predicts, size_of
 from ...errors import DataError, UnsupportedModelError
 from ...evaluate.predict import Predictions
-from ...model.modes import evaluating, frozen, without_cache
+from ...model.modes import evaluating, frozen, output_alone
 from ...model.tokens import real_tokens
 from ...model.watch import watch
 from ...progress import SILENT, Progress
@@ -53,7 +53,7 @@ def collect_bases(
         raise DataError("principal components need at least one sample, got none; raise calibration.samples")
     layers = {name: name for module in modules for name in module.layers}
     sums: dict[tuple[str, int], Tensor] = {}
-    with evaluating(model), without_cache(model), watch(model, layers, outputs=True) as seen, torch.no_grad():
+    with evaluating(model), output_alone(model), watch(model, layers, outputs=True) as seen, torch.no_grad():
         for batch in progress.track(batches, "principal components"):
             on_device = {key: value.to(model.device) for key, value in inputs_of(batch).items()}
             seen.clear()
@@ -117,7 +117,7 @@ def fine_tuned(
     optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
     try:
-        with frozen(model), without_cache(model), torch.enable_grad():
+        with frozen(model), output_alone(model), torch.enable_grad():
             for parameter in trained:
                 parameter.requires_grad_(True)
             generator = torch.Generator().manual_seed(0)
