@@ -47,7 +47,6 @@ class Columns:
 class Reader(ABC):
     """Turns rows into samples, and samples into batches, for one task and one model."""
 
-    task: Task
     columns: Columns
     config: Any  # the model's configuration. Its labels, problem type, positions and vocabulary are read
     processor: Any = None  # from `load_processor`; only `check` does without
@@ -56,6 +55,7 @@ class Reader(ABC):
     # none of the answer's; one with an image is refused if it is too long.
     max_length: int | None = None
     packing: bool = True  # whether plain text to generate is packed into blocks; otherwise every row is a sample
+    task: Task | None = None  # which columns go together; None to take them as they are
     # Whether a row is a sample, so that only as many rows are read as samples are wanted.
     a_row_is_a_sample: ClassVar[bool] = True
 
@@ -75,7 +75,7 @@ class Reader(ABC):
     def check(self, rows: datasets.Dataset) -> None:
         """Check that the model can be fed with these rows, before anything is computed."""
         columns = self.columns
-        if refusal := self.task.refusal(columns):
+        if self.task is not None and (refusal := self.task.refusal(columns)):
             raise DataError(f"{refusal}; the data has {listed(own_columns(rows))}")
         inputs = (*columns.text, *([columns.image] if columns.image else []))
         others = (columns.query, columns.document, columns.group, columns.label)
