@@ -87,18 +87,11 @@ class EmbeddingReader(Reader):
         yield from by_length(list(found), config=self.config)
 
     def _texts(self, samples: datasets.Dataset, batch_size: int) -> Iterator[Batch]:
-        """Batches of the distinct texts of each kind, as they come."""
-        seen: set[tuple[str, str]] = set()
-        waiting: dict[str, list[str]] = {QUERY: [], DOCUMENT: [], TEXT: []}
-        for kind, text in self._each(samples):
-            if (kind, text) in seen or not text.strip():
-                continue
-            seen.add((kind, text))
-            waiting[kind].append(text)
-            if len(waiting[kind]) == batch_size:
-                yield self._encoded(kind, waiting[kind])
-                waiting[kind] = []
-        yield from (self._encoded(kind, texts) for kind, texts in waiting.items() if texts)
+        """Batches of the distinct texts of each kind."""
+        texts = [item for item in dict.fromkeys(self._each(samples)) if item[1].strip()]
+        for kind in (QUERY, DOCUMENT, TEXT):
+            of_kind = [text for each, text in texts if each == kind]
+            yield from (self._encoded(kind, part) for part in batched(of_kind, batch_size))
 
     def _each(self, samples: datasets.Dataset) -> Iterator[tuple[str, str]]:
         """Yield the kind and the text of all texts."""

@@ -47,7 +47,6 @@ class Columns:
 class Reader(ABC):
     """Turns rows into samples, and samples into batches, for one task and one model."""
 
-    task: Task
     columns: Columns
     config: Any  # the model's configuration. Its labels, problem type, positions and vocabulary are read
     processor: Any = None  # the reader's own, see `Task.reader`; only `check` does without
@@ -59,6 +58,7 @@ class Reader(ABC):
     # Whether a block begins with the begin-of-text token, as one of its tokens; by default if the tokenizer begins a
     # text with it.
     bos: bool | Literal["auto"] = "auto"
+    task: Task | None = None  # which columns go together; None to take them as they are
     # Whether a row is a sample, so that only as many rows are read as samples are wanted.
     a_row_is_a_sample: ClassVar[bool] = True
 
@@ -78,7 +78,7 @@ class Reader(ABC):
     def check(self, rows: datasets.Dataset) -> None:
         """Check that the model can be fed with these rows, before anything is computed."""
         columns = self.columns
-        if refusal := self.task.refusal(columns):
+        if self.task is not None and (refusal := self.task.refusal(columns)):
             raise DataError(f"{refusal}; the data has {listed(own_columns(rows))}")
         inputs = (*columns.text, *([columns.image] if columns.image else []))
         others = (columns.query, columns.document, columns.group, columns.label)

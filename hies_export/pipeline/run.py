@@ -343,7 +343,7 @@ def _serve(model: TextEncoder, exports: Mapping[ExportOptions, Exported], deploy
     if found is None:
         exported = [*exports.values()][-1]
         assert isinstance(exported, OnnxExport)
-        file, runtime, dtype = exported.file, "onnxruntime-cpu", None
+        file, runtime, dtype = exported.file, exported.runtime, None
     elif found.form is not None and found.file is not None:
         form = deployed.forms[found.form]
         bits = form.bits if form.bits in RUNTIMES[form.runtime].hints else None

@@ -67,6 +67,11 @@ class OnnxExport:
         """Whether the graph takes a key/value cache."""
         return any(name.startswith("past_key_values.") for name in self.inputs)
 
+    @property
+    def runtime(self) -> str:
+        """The name of the runtime that the graphs are for."""
+        return f"onnxruntime-{self.provider}"
+
 
 def export_onnx(
     model: PreTrainedModel,

@@ -14,9 +14,6 @@ from ..runtimes.base import Provider
 from .export import OnnxExport
 from .quantize import Quantize, export_in_bits
 
-# The runtime of an export for a provider.
-_RUNTIMES: dict[str, str] = {"cpu": "onnxruntime-cpu", "cuda": "onnxruntime-cuda", "tensorrt": "onnxruntime-tensorrt"}
-
 
 def export_served(
     model: TextEncoder,
@@ -47,6 +44,6 @@ def export_served(
         for file in exported.folder.iterdir():
             file.rename(written / file.name)
         exported.folder.rmdir()
-        write_served(written, model, file=exported.file.name, runtime=_RUNTIMES[provider])
+        write_served(written, model, file=exported.file.name, runtime=exported.runtime)
     folder = Path(folder)
     return replace(exported, folder=folder, file=folder / exported.file.name)
