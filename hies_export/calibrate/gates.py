@@ -84,7 +84,7 @@ def summed_loss(model: PreTrainedModel, batch: Mapping[str, Tensor], index: int)
     behaviour = behaviour_of(model)
     if "labels" in batch:
         losses = behaviour.losses(batch["labels"])
-        loss = model(**{"labels": batch["labels"], **inputs_of(batch)}).loss
+        loss = model(**behaviour.loss_inputs(batch["labels"]), **inputs_of(batch)).loss
     else:
         losses = torch.ones(size_of(batch))
         loss = behaviour.unlabelled_loss(behaviour.output(model(**inputs_of(batch))), index).mean()

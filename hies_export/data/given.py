@@ -18,7 +18,7 @@ from .batches import Batch, check_batches, predicts_labels
 from .images import holds_images
 from .labels import STRINGS, read_labels
 from .reader import Columns
-from .targets import predicts, size_of, text_labels
+from .targets import predicts, size_of
 
 if TYPE_CHECKING:
     from ..tasks import Task
@@ -116,10 +116,9 @@ def _of_texts(
 
 
 def _labelled(model: PreTrainedModel, task: Task, batches: Iterable[Mapping[str, Tensor]]) -> list[Batch]:
-    """Return the batches; text without labels is its own label, as in training on plain text."""
-    if not task.generative:
-        return [dict(batch) for batch in batches]
-    return [{**batch, "labels": text_labels(model, batch)} for batch in batches]
+    """Return the batches as readers give them, with labels that say what is predicted, if they must."""
+    behaviour = task.behaviour(model.config)
+    return [behaviour.canonical(model, batch) for batch in batches]
 
 
 def _of_inputs(model: PreTrainedModel, rows: datasets.Dataset, processor: Any) -> list[Batch]:
@@ -179,6 +178,8 @@ def _of_rows(
 
 def usual_columns(rows: datasets.Dataset, task: Task) -> dict[str, Any]:
     """Return the columns of a data set whose names and types leave no choice."""
+    if found := task.usual_columns(rows.features):
+        return found
     texts = [name for name, feature in rows.features.items() if getattr(feature, "dtype", None) in STRINGS]
     images = [name for name, feature in rows.features.items() if holds_images(feature)]
     label = next((name for name in LABELS if name in rows.column_names), None)
@@ -188,7 +189,7 @@ def usual_columns(rows: datasets.Dataset, task: Task) -> dict[str, Any]:
     if task.images and not task.text and len(images) == 1:
         return {"image": images[0], "label": label}
     if task.text and not task.images and 1 <= len(texts) <= task.text_columns:
-        return {"text": tuple(texts), "label": None if task.generative else label}
+        return {"text": tuple(texts), "label": None if task.places_by_labels else label}
     raise _unnamed(rows, task, "{'text': 'sentence', 'label': 'label'}")
 
 
@@ -257,7 +258,7 @@ def first_rows(batches: Sequence[Batch], count: int) -> list[Batch]:
 
 
 def unlabelled(batches: Sequence[Batch], task: Task) -> list[Batch]:
-    """Return the batches to refit on: without labels, except of text, whose prediction depends on them."""
-    if task.generative:
+    """Return the batches to refit on: without labels, unless these say what is predicted."""
+    if task.places_by_labels:
         return list(batches)
     return [{key: value for key, value in batch.items() if key != "labels"} for batch in batches]

@@ -93,7 +93,7 @@ class Reader(ABC):
             feature = rows.features[column]
             if column == columns.image and not holds_images(feature):
                 raise DataError(f"the column {column!r} must hold images, but it holds {kind_of(feature)}")
-            if column != columns.image and getattr(feature, "dtype", None) not in STRINGS:
+            if column != columns.image and not self._is_text(feature):
                 raise DataError(f"the column {column!r} must hold text, but it holds {kind_of(feature)}")
             # An Image feature is one step from its storage; asking the table avoids decoding every image here.
             values = rows.with_format("arrow")[column][:]
@@ -101,6 +101,10 @@ class Reader(ABC):
                 if not value.is_valid:
                     raise DataError(f"every row must have a {column!r}, but {row_name(rows, row)} has none")
         self._check_targets(rows)
+
+    def _is_text(self, feature: Any) -> bool:
+        """Return whether a column may be named in `text`."""
+        return getattr(feature, "dtype", None) in STRINGS
 
     @abstractmethod
     def _check_targets(self, rows: datasets.Dataset) -> None:

@@ -29,6 +29,15 @@ TEXT_KEYS = ("query", "document", "relevant", "grades", "pair", "side", "score")
 GROUP_KEY = "group"
 # What a batch may have beside the inputs of a model and its labels: how rows belong together.
 ROW_KEYS = (*CHOICE_KEYS, *TEXT_KEYS, GROUP_KEY)
+# Key of a batch, (rows, tokens) bool: the tokens at which a prediction is read.
+JUDGED_KEY = "judged"
+# Keys of a batch of questions about texts, (rows, tokens) int64: the characters of the text where each token begins and
+# ends, -1 at other tokens.
+TOKEN_PLACES = ("begins", "ends")
+# Further keys of such a batch, (rows, characters) and (rows, answers, 2): the text, and where right answers are in it.
+ANSWER_KEYS = ("context", "answers")
+# What a batch may have that no model takes.
+_NO_INPUTS = frozenset(("labels", *ROW_KEYS, JUDGED_KEY, *TOKEN_PLACES, *ANSWER_KEYS))
 
 
 def predicts(config: Any) -> Literal["classes", "labels", "numbers"]:
@@ -75,8 +84,8 @@ def text_labels(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> to
 
 
 def inputs_of(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return what a model takes of a batch to predict it: all but labels and `ROW_KEYS`."""
-    return {key: value for key, value in batch.items() if key not in ("labels", *ROW_KEYS)}
+    """Return what a model takes of a batch to predict it: all but labels, and keys that say how rows are judged."""
+    return {key: value for key, value in batch.items() if key not in _NO_INPUTS}
 
 
 def size_of(batch: Mapping[str, torch.Tensor]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from ..errors import DataError
 from ..model.internals import model_class_of
 from ..model.tokens import finds_end_by_padding, is_token, longest_sequence, positions_of
 from .batches import padded
+from .targets import IGNORED, TOKEN_PLACES
 
 logger = logging.getLogger(__name__)
 
@@ -97,16 +98,30 @@ def token_limit(tokenizer: Any, config: Any, max_length: int | None) -> int | No
 
 def encoded(tokenizer: Any, config: Any, *texts: Sequence[str], max_length: int | None) -> dict[str, torch.Tensor]:
     """Return a batch of texts, or of pairs of texts in two sequences, cut to the limit and padded to the longest."""
+    return as_batch(tokenised(tokenizer, config, *texts, max_length=max_length), tokenizer, config)
+
+
+def tokenised(tokenizer: Any, config: Any, *texts: Sequence[Any], max_length: int | None, **options: Any) -> Any:
+    """Return the `BatchEncoding` of texts, or of pairs of texts, cut to the limit; `options` are the tokenizer's."""
     limit = token_limit(tokenizer, config, max_length)
-    found = tokenizer(
+    return tokenizer(
         *map(list, texts),
-        truncation=limit is not None,
         max_length=limit,
         return_attention_mask=True,
         # A model of fewer than two segments has no use for segment ids, or no embedding for the second.
         return_token_type_ids=None if getattr(config, "type_vocab_size", 0) >= 2 else False,
+        **{"truncation": limit is not None, **options},
     )
-    fill = {"input_ids": padding_token(tokenizer, config), "token_type_ids": tokenizer.pad_token_type_id}
+
+
+def as_batch(found: Mapping[str, Sequence[Any]], tokenizer: Any, config: Any) -> dict[str, torch.Tensor]:
+    """Return tokens, and what belongs to each of them, as tensors, (batch, longest of the batch), padded."""
+    fill = {
+        "input_ids": padding_token(tokenizer, config),
+        "token_type_ids": tokenizer.pad_token_type_id,
+        "labels": IGNORED,
+        **dict.fromkeys(TOKEN_PLACES, -1),
+    }
     left = pads_left(tokenizer, config)
     batch = {
         key: padded([torch.tensor(row, dtype=torch.int64) for row in rows], fill.get(key, 0), left=left)

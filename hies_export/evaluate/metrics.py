@@ -54,6 +54,11 @@ def register_metric(name: str, *, of: str, higher_is_better: bool = True) -> Cal
     - of "tokens": predictions with the fields `nll` (sum over the sample's label tokens of their negative
       log-likelihoods, in nats) and `right` (how many of them are the likeliest token), and how many label tokens the
       sample has, (samples,) int64. As sums, neither memory nor a bootstrap depends on the number of tokens;
+    - of "words": predictions with the fields `right` (how many entities of the sample are right), `found` (how many are
+      predicted) and `words` (how many words have the right class), and references with `entities` and `words`, how
+      many there are, (samples,) int64;
+    - of "spans": predictions with the fields `exact` and `f1`, how well the answer agrees with a right one, in [0, 1],
+      and ones, (questions,) float64;
     - of "choices": predictions with the fields `likeliest` and `per_character`, the choice of the largest
       log-likelihood, summed over its tokens or divided by its characters, and the right choice, (questions,) int64;
     - of "ranking" or "own ranking": predictions with the numbers of `Rankings` as fields, (queries,), and the dense
@@ -152,6 +157,31 @@ def choice_accuracy(predictions: np.ndarray, references: np.ndarray) -> float:
 def choice_accuracy_norm(predictions: np.ndarray, references: np.ndarray) -> float:
     """Return the share of questions whose right choice has the largest log-likelihood per character."""
     return float((predictions["per_character"] == references).mean())
+
+
+@register_metric("entity_f1", of="words")
+def entity_f1(predictions: np.ndarray, references: np.ndarray) -> float:
+    """Return the F1 of all entities together (micro); one is right if its type and all its words are, as in seqeval."""
+    named = predictions["found"].sum() + references["entities"].sum()
+    return float(2 * predictions["right"].sum() / named) if named else math.nan
+
+
+@register_metric("word_accuracy", of="words")
+def word_accuracy(predictions: np.ndarray, references: np.ndarray) -> float:
+    """Return the share of words whose class is right."""
+    return float(predictions["words"].sum() / references["words"].sum())
+
+
+@register_metric("answer_f1", of="spans")
+def answer_f1(predictions: np.ndarray, references: np.ndarray) -> float:
+    """Return the mean F1 of the words of answers, each beside the right one it shares most with, as SQuAD does."""
+    return float(predictions["f1"].mean())
+
+
+@register_metric("answer_exact", of="spans")
+def answer_exact(predictions: np.ndarray, references: np.ndarray) -> float:
+    """Return the share of answers with all the words of a right one, as SQuAD compares them."""
+    return float(predictions["exact"].mean())
 
 
 @register_metric("ndcg@10", of="ranking")
@@ -282,6 +312,8 @@ _OF_ROWS: dict[RowsKind, _Of] = {
 
 
 _PREDICTING = {
+    "words": "classes of words",
+    "spans": "answers that are parts of a text",
     "numbers": "a regression",
     "labels": "a multi-label classifier",
     "classes": "a classifier",

@@ -94,11 +94,11 @@ class Candidates:
         """The batches whose gradients greedy removal takes.
 
         These are the calibration rows. If they have fewer than `EFFECT_TOKENS` tokens, rows to refit on are added until
-        that number is reached. Both are drawn in the same order. For a language model only calibration rows are used,
-        because its prediction depends on the labels.
+        that number is reached. Both are drawn in the same order. Where labels say what is predicted, as those of a
+        language model do, only calibration rows are used.
         """
         calibration, more = self.prepared.rows.calibration, self.prepared.rows.compensation
-        if self.prepared.task.generative or sum(map(size_of, more)) <= sum(map(size_of, calibration)):
+        if self.prepared.task.places_by_labels or sum(map(size_of, more)) <= sum(map(size_of, calibration)):
             return calibration
         enough: list[Batch] = []
         samples = tokens = 0

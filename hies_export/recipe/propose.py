@@ -122,6 +122,8 @@ def _task_of(model: str, config: Any) -> Task:
 
 def _columns(rows: datasets.Dataset, task: Task) -> dict[str, Any]:
     """Return the columns to read: a usual pair of texts, or the only possible ones."""
+    if found := task.usual_columns(rows.features):
+        return found
     label = next((name for name in LABELS if name in rows.column_names), None)
     if task.embeds and (found := queries_and_documents(rows)):
         return found
@@ -130,7 +132,7 @@ def _columns(rows: datasets.Dataset, task: Task) -> dict[str, Any]:
             if len(pair) <= task.text_columns and set(pair) <= set(rows.column_names):
                 if task.embeds:
                     label = numbers_column(rows) if len(pair) == 2 else None
-                return {"text": pair, "label": None if task.generative else label}
+                return {"text": pair, "label": None if task.places_by_labels else label}
     try:
         return usual_columns(rows, task)
     except DataError:

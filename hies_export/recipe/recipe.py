@@ -139,7 +139,7 @@ class PruningRecipe(Section):
         if self.cascade is None:
             return self
         export = self.export
-        if TASKS[self.task].generative:
+        if not TASKS[self.task].cascades:
             raise ValueError(f"cascade is for classifiers, got task: {self.task}; leave it out")
         if (export.format, export.provider, export.dtype) != ("onnx", "cpu", "float32"):
             raise ValueError(

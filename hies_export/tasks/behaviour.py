@@ -81,6 +81,10 @@ class Behaviour(ABC):
         """Return, of the outputs of a model, the one that is its prediction."""
         return stacked([getattr(found, name) for name in self.output_names])
 
+    def canonical(self, model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return a batch that a user gave as readers give it: what is to be predicted is in `labels`."""
+        return dict(batch)
+
     # How units are scored.
 
     def replaces_labels(self, model: PreTrainedModel, batch: Mapping[str, Tensor]) -> bool:
@@ -96,6 +100,10 @@ class Behaviour(ABC):
         import torch
 
         return torch.ones(len(labels))
+
+    def loss_inputs(self, labels: Tensor) -> dict[str, Tensor]:
+        """Return labels by the names under which the model takes them."""
+        return {"labels": labels}
 
     def unlabelled_loss(self, output: Tensor, index: int) -> Tensor:
         """Return the loss of each sample where no labels are and none replace them, (batch,) float32.

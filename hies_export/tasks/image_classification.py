@@ -17,6 +17,7 @@ class ImageClassification(Task):
     name = "image-classification"
     auto_class = "AutoModelForImageClassification"
     ort_class = "ORTModelForImageClassification"
+    cascades = True
     columns = column_sets("image", "image label")
     needs = "data.image (a column of images)"
     text = False

@@ -24,6 +24,7 @@ class ImageTextToText(Task):
     auto_class = "AutoModelForImageTextToText"
     columns = column_sets("image prompt answer", "image prompt answer label")
     generative = True
+    places_by_labels = True
     needs = "data.image, data.prompt and data.answer"
     images = True
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ class Task(ABC):
         images: Whether they read images.
         generative: Whether they predict text, token by token, rather than a class.
         embeds: Whether they embed texts.
+        cascades: Whether a cascade can answer for them: they predict classes.
+        places_by_labels: Whether labels say where predictions are read, so that no row does without.
     """
 
     name: ClassVar[str]
@@ -45,6 +48,8 @@ class Task(ABC):
     images: ClassVar[bool] = False
     generative: ClassVar[bool] = False
     embeds: ClassVar[bool] = False
+    cascades: ClassVar[bool] = False
+    places_by_labels: ClassVar[bool] = False
 
     @property
     def in_parts(self) -> bool:
@@ -58,6 +63,13 @@ class Task(ABC):
         Raises:
             RequestError: The configuration contradicts itself, see `data.targets.predicts`.
         """
+
+    def usual_columns(self, features: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return the columns to read of a data set if their names leave no choice, by the fields of `data`; else None.
+
+        `features` are those of the data set, by the names of its columns.
+        """
+        return None
 
     @property
     @abstractmethod

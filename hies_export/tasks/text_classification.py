@@ -17,6 +17,7 @@ class TextClassification(Task):
     name = "text-classification"
     auto_class = "AutoModelForSequenceClassification"
     ort_class = "ORTModelForSequenceClassification"
+    cascades = True
     columns = column_sets("text", "text label", "text group", "text group label")
     needs = "data.text (one or two columns)"
     text_columns = 2

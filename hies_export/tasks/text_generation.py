@@ -18,6 +18,7 @@ class TextGeneration(Task):
     auto_class = "AutoModelForCausalLM"
     columns = column_sets("text", "prompt answer", "prompt answer label")
     generative = True
+    places_by_labels = True
     needs = "data.text (one column), or data.prompt and data.answer"
 
     def behaviour(self, config: Any) -> Tokens:

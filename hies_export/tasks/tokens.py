@@ -30,6 +30,12 @@ class Tokens(Behaviour):
     word = "next token"
     metrics: ClassVar[tuple[str, ...]] = ("perplexity",)
 
+    def canonical(self, model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return a batch of which text without labels is its own label, as in training on plain text."""
+        from ..data.targets import text_labels
+
+        return {**batch, "labels": text_labels(model, batch)}
+
     def own_labels(self, model: PreTrainedModel, batch: Mapping[str, Tensor], output: Tensor) -> Tensor:
         """Return the likeliest token at each of the `judged_tokens`, (batch, tokens)."""
         from ..data.targets import IGNORED

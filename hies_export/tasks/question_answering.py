@@ -1,0 +1,221 @@
+"""An answer to a question: a part of a text."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from .behaviour import Behaviour, Predicted
+from .task import Task, column_sets
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from ..data.reader import Reader
+
+# The most tokens of an answer. Models were trained on answers of a few words.
+LONGEST = 30
+
+
+@dataclass(frozen=True)
+class SpanPredictions(Predicted):
+    """The answer to every question; on the CPU."""
+
+    kind = "spans"
+
+    spans: Tensor  # (questions, 2) int64, where the answer begins and ends: characters, or tokens without a context
+    contexts: Sequence[str] | None  # the text that each question is about
+
+    def __len__(self) -> int:
+        return len(self.spans)
+
+    @property
+    def decided(self) -> Tensor:
+        """The answers as references: one to each question, (questions, 1, 2)."""
+        return self.spans[:, None]
+
+    def same(self, other: SpanPredictions) -> Tensor:
+        """Return of which questions the answer is the same part of the text, (questions,) bool."""
+        self.check_samples([1] * len(self), [1] * len(other))
+        return (self.spans == other.spans).all(-1)
+
+    def table(self, references: Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """Return how well each answer agrees with the best of the right ones: `exact`, 0 or 1, and `f1`."""
+        import numpy as np
+
+        rows = np.zeros(len(self), dtype=[("exact", np.float64), ("f1", np.float64)])
+        for row, (span, right) in enumerate(zip(self.spans.tolist(), references.tolist(), strict=True)):
+            given = self._words(row, *span)
+            wanted = [self._words(row, *of) for of in right if of[0] >= 0]
+            rows[row] = max(given == words for words in wanted), max(_f1(given, words) for words in wanted)
+        return rows, np.ones(len(self))
+
+    def _words(self, row: int, start: int, end: int) -> list[Any]:
+        return [*range(start, end)] if self.contexts is None else words_of(self.contexts[row][start:end])
+
+
+def words_of(text: str) -> list[str]:
+    """Return the words of an answer in lower case, without punctuation and articles, as SQuAD compares them.
+
+    Source: Rajpurkar et al. (2016), https://arxiv.org/abs/1606.05250, section 6.
+    """
+    text = "".join(letter for letter in text.lower() if letter not in string.punctuation)
+    return re.sub(r"\b(a|an|the)\b", " ", text).split()
+
+
+def _f1(given: Sequence[Any], wanted: Sequence[Any]) -> float:
+    if not given or not wanted:
+        return float(given == wanted)
+    return 2 * (Counter(given) & Counter(wanted)).total() / (len(given) + len(wanted))
+
+
+class Spans(Behaviour):
+    """The likeliest first and last token of an answer, from two rows of logits, (batch, 2, tokens).
+
+    A text that is read in several windows has the answer of the surest one.
+    """
+
+    predicts = "spans"
+    metrics: ClassVar[tuple[str, ...]] = ("answer_f1", "answer_exact")
+    word = "answer"
+    output_names = ("start_logits", "end_logits")
+
+    def canonical(self, model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return a batch whose `start_positions` and `end_positions` are `labels`, (batch, 2)."""
+        import torch
+
+        ends = [batch[name] for name in _POSITIONS if name in batch]
+        rest = {key: value for key, value in batch.items() if key not in _POSITIONS}
+        return {**rest, "labels": torch.stack(ends, 1)} if len(ends) == 2 else rest
+
+    def loss_inputs(self, labels: Tensor) -> dict[str, Tensor]:
+        """Return the first and the last tokens by the names that models give them."""
+        return dict(zip(_POSITIONS, labels.unbind(1), strict=True))
+
+    def own_labels(self, model: PreTrainedModel, batch: Mapping[str, Tensor], output: Tensor) -> Tensor:
+        """Return the likeliest first and last token of each window, (batch, 2)."""
+        return output.argmax(-1)
+
+    def effect(self, model: PreTrainedModel, batch: Mapping[str, Tensor], output: Tensor, index: int) -> Tensor:
+        """Return the margins of both ends over the runner-up, summed with random signs, (batch,); see `projected`."""
+        from .feature_extraction import projected
+
+        best, second = output.float().topk(2, dim=-1).values.unbind(-1)
+        return projected(best - second, index)
+
+    def kept(self, output: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """Return where the answer of each window begins and ends, (windows, 2), and the sum of both logits."""
+        import torch
+
+        first, last = output.float().cpu().unbind(1)  # (windows, tokens) each
+        places = _places(batch)
+        allowed = places[0] >= 0
+        found = first.new_full((len(first),), -torch.inf), torch.zeros(len(first), 2, dtype=torch.int64)
+        for longer in range(min(LONGEST, first.shape[1])):
+            end = first.shape[1] - longer
+            score = (first[:, :end] + last[:, longer:]).masked_fill(
+                ~(allowed[:, :end] & allowed[:, longer:]), -torch.inf
+            )
+            best, at = score.max(-1)
+            better = best > found[0]
+            span = torch.stack(
+                [places[0].gather(1, at[:, None])[:, 0], places[1].gather(1, at[:, None] + longer)[:, 0]], 1
+            )
+            found = best.where(better, found[0]), span.where(better[:, None], found[1])
+        # A NaN is better than nothing, so it must be looked for.
+        return found[1], found[0].where(output.isfinite().flatten(1).all(-1).cpu(), torch.nan)
+
+    def joined(self, kept: Sequence[tuple[Tensor, ...]], batches: Sequence[Mapping[str, Tensor]]) -> SpanPredictions:
+        """Return the answer of the surest window of each question, in the order of their numbers."""
+        import torch
+
+        spans, scores = (torch.cat(values) for values in zip(*kept, strict=True))
+        first = _first_windows(batches)
+        if first is None:
+            return SpanPredictions(spans, None)
+        question = torch.cat([batch["question"] for batch in batches]).cpu()
+        order = scores.argsort(descending=True, stable=True)
+        order = order[question[order].argsort(stable=True)]
+        best = order[question[order].diff(prepend=question.new_tensor([-1])) != 0]
+        contexts = [text for batch in batches for text in batch["context"]] if "context" in batches[0] else None
+        texts = (
+            None
+            if contexts is None
+            else ["".join(map(chr, contexts[row][contexts[row] != 0].tolist())) for row in best]
+        )
+        return SpanPredictions(spans[best], texts)
+
+    def references(self, batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
+        """Return where the right answers to each question begin and end, (questions, answers, 2), -1 fills."""
+        import torch
+        from torch.nn.utils.rnn import pad_sequence
+
+        first = _first_windows(batches)
+        if first is None or "answers" not in batches[0]:
+            labels = torch.cat([batch["labels"] for batch in batches]).cpu()
+            return torch.stack([labels[:, 0], labels[:, 1] + 1], 1)[:, None]
+        rows = [answers for batch in batches for answers in batch["answers"].cpu()]
+        return pad_sequence([rows[row] for row in first], batch_first=True, padding_value=-1)
+
+
+_POSITIONS = ("start_positions", "end_positions")
+
+
+def _places(batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return where tokens begin and end, (windows, tokens) each, -1 at those that cannot be an answer."""
+    import torch
+
+    if "begins" in batch:
+        return batch["begins"].cpu(), batch["ends"].cpu()
+    real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).cpu() != 0
+    place = torch.arange(real.shape[1]).expand_as(real)
+    return place.where(real, -1), (place + 1).where(real, -1)
+
+
+def _text(code_points: Tensor) -> str:
+    return "".join(map(chr, code_points[code_points != 0].tolist()))
+
+
+def _first_windows(batches: Sequence[Mapping[str, Tensor]]) -> list[int] | None:
+    """Return the first row of each question, by its number; None if every row is one."""
+    import torch
+
+    if "question" not in batches[0]:
+        return None
+    numbers = torch.cat([batch["question"] for batch in batches]).tolist()
+    found = {number: row for row, number in reversed([*enumerate(numbers)])}
+    return [found[number] for number in sorted(found)]
+
+
+class QuestionAnswering(Task):
+    """Models that find the answer to a question in a text."""
+
+    name = "question-answering"
+    auto_class = "AutoModelForQuestionAnswering"
+    ort_class = "ORTModelForQuestionAnswering"
+    columns = column_sets("text", "text label")
+    needs = "data.text (the columns of the question and of the context)"
+    text_columns = 2
+
+    def behaviour(self, config: Any) -> Spans:
+        """Return that of answers that are parts of a text."""
+        return Spans()
+
+    def usual_columns(self, features: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return the columns of SQuAD."""
+        if not features.keys() >= {"question", "context"}:
+            return None
+        return {"text": ("question", "context"), "label": "answers" if "answers" in features else None}
+
+    @property
+    def reader_class(self) -> type[Reader]:
+        """The reader of questions and contexts."""
+        from ..data.questions import QuestionsReader
+
+        return QuestionsReader

@@ -1,0 +1,193 @@
+"""A class for each word of a text, such as the entities in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from .behaviour import Behaviour, Predicted
+from .task import Task, column_sets
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from ..data.reader import Reader
+
+Entity = tuple[str, int, int]  # its type, its first word, and the word after its last one
+
+
+@dataclass(frozen=True)
+class TagPredictions(Predicted):
+    """The likeliest class of every judged word of all samples, in order; on the CPU.
+
+    Two samples have the same prediction if they have the same entities or, where the names of the classes do not begin
+    with `B-` and `I-`, if all words have the same class.
+    """
+
+    kind = "words"
+
+    classes: Tensor  # (words,) int64
+    counts: Sequence[int]  # of words in each sample
+    names: Sequence[str]  # of the classes
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    @property
+    def decided(self) -> Tensor:
+        """The classes, (words,)."""
+        return self.classes
+
+    def same(self, other: TagPredictions) -> Tensor:
+        """Return which samples have the same entities, (samples,) bool."""
+        import torch
+
+        self.check_samples(self.counts, other.counts)
+        pairs = zip(self.entities, other.entities, strict=True)
+        return torch.tensor([one == two for one, two in pairs])
+
+    def table(self, references: Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """Return how many words and entities of each sample are right, and how many there are."""
+        import numpy as np
+
+        wanted = TagPredictions(references, self.counts, self.names)
+        rows = np.empty(len(self), dtype=[("right", np.int64), ("found", np.int64), ("words", np.int64)])
+        rows["right"] = [len(one & two) for one, two in zip(self.entities, wanted.entities, strict=True)]
+        rows["found"] = [*map(len, self.entities)]
+        right = (self.classes == references).split(list(self.counts))
+        rows["words"] = [int(of_sample.sum()) for of_sample in right]
+        there = np.empty(len(self), dtype=[("entities", np.int64), ("words", np.int64)])
+        there["entities"], there["words"] = [*map(len, wanted.entities)], self.counts
+        return rows, there
+
+    @cached_property
+    def entities(self) -> list[set[Entity]]:
+        """The entities of each sample."""
+        of_samples = self.classes.split(list(self.counts))
+        return [entities_of([self.names[number] for number in of_sample.tolist()]) for of_sample in of_samples]
+
+
+def entities_of(tags: Sequence[str]) -> set[Entity]:
+    """Return the entities that the tags of words name.
+
+    Tags are `O` or a type that may begin with `B-`, the first word of an entity, or `I-`, another one. An entity ends
+    where the type changes; `I-` without a word before it begins one. This is the rule of CoNLL's `conlleval`. Types
+    without such beginnings are entities of a single word each.
+    """
+    found, start, kind = set(), 0, ""
+    for place, tag in enumerate([*tags, "O"]):
+        prefix, _, name = tag.partition("-") if tag[:2] in ("B-", "I-") else ("B", "", tag)
+        name = "" if tag == "O" else name
+        if kind and (name != kind or prefix == "B"):
+            found.add((kind, start, place))
+            kind = ""
+        if name and not kind:
+            start, kind = place, name
+    return found
+
+
+@dataclass(frozen=True)
+class Tags(Behaviour):
+    """The likeliest class of each word, from logits, (batch, tokens, classes), at its first token."""
+
+    predicts = "words"
+    metrics = ("entity_f1", "word_accuracy")
+    word = "sentence"
+    names: tuple[str, ...]  # of the classes
+
+    def own_labels(self, model: PreTrainedModel, batch: Mapping[str, Tensor], output: Tensor) -> Tensor:
+        """Return the likeliest class of each word at its first token, -100 elsewhere, (batch, tokens)."""
+        from ..data.targets import IGNORED
+
+        return output.argmax(-1).where(_judged(batch).to(output.device), IGNORED)
+
+    def losses(self, labels: Tensor) -> Tensor:
+        """Return how many words of each sample have a label, (batch,)."""
+        from ..data.targets import IGNORED
+
+        return (labels != IGNORED).sum(-1)
+
+    def effect(self, model: PreTrainedModel, batch: Mapping[str, Tensor], output: Tensor, index: int) -> Tensor:
+        """Return the margins of each sample's words over the runner-up, summed with random signs, (batch,).
+
+        The mean of its square over such signs is the sum of the squared changes, so that words cannot make up for each
+        other; see `projected`.
+        """
+        from .feature_extraction import projected
+
+        best, second = output.float().topk(2, dim=-1).values.unbind(-1)
+        return projected((best - second) * _judged(batch).to(output.device), index)
+
+    def check(self, batches: Sequence[Mapping[str, Tensor]]) -> None:
+        """Refuse samples without a word."""
+        from ..errors import DataError
+
+        for number, batch in enumerate(batches):
+            if not _judged(batch).any(-1).all():
+                raise DataError(
+                    f"every sample must have a word to classify, but batch {number} (from 0) has one without"
+                )
+
+    def kept(self, output: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """Return the likeliest class of each word and its logit, (words,) each."""
+        likeliest = output[_judged(batch).to(output.device)].max(-1)
+        return likeliest.indices, likeliest.values
+
+    def joined(self, kept: Sequence[tuple[Tensor, ...]], batches: Sequence[Mapping[str, Tensor]]) -> TagPredictions:
+        """Return the predictions of all batches, in their order."""
+        import torch
+
+        counts = [count for batch in batches for count in _judged(batch).sum(-1).tolist()]
+        return TagPredictions(torch.cat([classes for classes, _ in kept]), counts, self.names)
+
+    def references(self, batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
+        """Return the classes of all words, (words,)."""
+        import torch
+
+        return torch.cat([batch["labels"][_judged(batch)] for batch in batches]).cpu()
+
+
+def _judged(batch: Mapping[str, Tensor]) -> Tensor:
+    """Return at which tokens a class is read, (batch, tokens) bool: at all if neither labels nor a mask tell."""
+    import torch
+
+    from ..data.targets import IGNORED, JUDGED_KEY
+
+    if JUDGED_KEY in batch:
+        return batch[JUDGED_KEY]
+    if "labels" in batch:
+        return batch["labels"] != IGNORED
+    return batch.get("attention_mask", torch.ones_like(batch["input_ids"])) != 0
+
+
+class TokenClassification(Task):
+    """Models that find entities, or parts of speech."""
+
+    name = "token-classification"
+    auto_class = "AutoModelForTokenClassification"
+    ort_class = "ORTModelForTokenClassification"
+    columns = column_sets("text", "text label")
+    needs = "data.text (a column of words, or of text with spans as labels)"
+
+    def behaviour(self, config: Any) -> Tags:
+        """Return that of a class for each word, with the names of the classes."""
+        return Tags(tuple(str(config.id2label[number]) for number in range(config.num_labels)))
+
+    def usual_columns(self, features: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return the column of words and that of their labels, by the names that data sets on the Hub give them."""
+        words = next((name for name in ("tokens", "words") if name in features), None)
+        if words is None:
+            return None
+        label = next((name for name in ("ner_tags", "tags", "pos_tags", "labels") if name in features), None)
+        return {"text": (words,), "label": label}
+
+    @property
+    def reader_class(self) -> type[Reader]:
+        """The reader of words, or of texts with spans."""
+        from ..data.words import WordsReader
+
+        return WordsReader
