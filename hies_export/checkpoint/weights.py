@@ -26,6 +26,8 @@ Shapes = dict[str, list[int]]
 """Name of a tensor in the files -> its shape."""
 
 _FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
+# Weights of TensorFlow, Flax and other tools, which transformers 5 does not read.
+_OTHERS = ("*.h5", "*.msgpack", "*.gguf", "*.onnx", "*.ckpt*")
 # A config that describes this many times the parameters in the files is damaged.
 TIMES = 10
 
@@ -110,6 +112,7 @@ def load_weights(model_class: Any, path: str | Path, *, shapes: Shapes | None = 
             skeleton_of_files(model_class, config, path, shapes)
         if Path(path, "generation_config.json").is_file():
             GenerationConfig.from_pretrained(path)  # transformers replaces a damaged one by another without a word
+        _refuse_other_formats(Path(path))
         model, info = model_class.from_pretrained(path, output_loading_info=True, **kwargs)
     if _lacks_pooler(model, info["missing_keys"]) and "add_pooling_layer" not in kwargs:
         return load_weights(model_class, path, shapes=shapes, add_pooling_layer=False, **kwargs)
@@ -119,6 +122,16 @@ def load_weights(model_class: Any, path: str | Path, *, shapes: Shapes | None = 
             "they would be random: save the checkpoint again from the model that was trained"
         )
     return model.eval()
+
+
+def _refuse_other_formats(folder: Path) -> None:
+    """Refuse a folder whose weights are none of PyTorch's, as saving or fetching it again would not change that."""
+    others = [file.name for pattern in _OTHERS for file in sorted(folder.glob(pattern))]
+    if others and not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+        raise RequestError(
+            f"weights must be {SAFE_WEIGHTS_NAME} or {WEIGHTS_NAME}, but {folder} has {listed(others, most=3)}; save "
+            "the model with save_pretrained of transformers in PyTorch"
+        )
 
 
 def _lacks_pooler(model: PreTrainedModel, missing: Iterable[str]) -> bool:
