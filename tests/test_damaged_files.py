@@ -174,3 +174,19 @@ def test_a_journal(line: Any, message: str, tmp_path: Path) -> None:
     file.write_text(f"{head}{json.dumps(line)}\n")
     with pytest.raises(RequestError, match=f"a journal must be lines of JSON written by hies-export sweep.*{message}"):
         Journal(tmp_path, asked={})
+
+
+@pytest.mark.parametrize("name", ["tf_model.h5", "flax_model.msgpack", "model.gguf"])
+def test_weights_of_other_tools_are_refused_with_what_to_do(name: str, tmp_path: Path) -> None:
+    bert().config.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["BertForSequenceClassification"]}))
+    (tmp_path / name).write_bytes(b"weights")
+    with pytest.raises(RequestError, match=rf"weights must be .* has {name}; save the model with save_pretrained"):
+        load(tmp_path)
+
+
+def test_a_folder_of_checkpoints_is_refused_with_one_of_them(tmp_path: Path) -> None:
+    bert().save_pretrained(tmp_path / "checkpoint-5")
+    with pytest.raises(RequestError, match=r"is something else; give .*checkpoint-5"):
+        load(tmp_path)

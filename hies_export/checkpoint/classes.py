@@ -20,7 +20,7 @@ from ..model.internals import configs_in, file_of, use_torch_attention
 from ..model.online import hub_or_cache
 from ..slim.config import slim_class
 from ..tasks.models import MERGE
-from .contents import MUST, refuse_other
+from .contents import MUST, Contents, refuse_other
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +119,10 @@ def _config_file(path: str | Path, **hub: Any) -> Path:
     if not (Path(path).is_absolute() or os.path.exists(path)):
         offline = hub.get("local_files_only", False)
         with refusing(f"{MUST}, but {path} is not", AGAIN), hub_or_cache(path, "model", local_files_only=offline):
-            file = file_of(path, "config.json", required=True, **hub)
+            file = file_of(path, "config.json", **hub)
+            if file is None and file_of(path, "adapter_config.json", **hub) is not None:
+                raise RequestError(f"{MUST}, but {path} is {Contents.ADAPTER.value}")
+            file = file or file_of(path, "config.json", required=True, **hub)
     if file is None or not file.is_file():
         refuse_other(path)
         raise RequestError(f"{MUST}, but {path} has no config.json")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
+from itertools import chain
 from pathlib import Path
 
 from ..errors import RequestError
@@ -55,6 +56,8 @@ def refuse_other(path: str | Path, *welcome: Contents, must: str = MUST) -> None
     found = contents(path)
     if found in (Contents.NOTHING, Contents.CHECKPOINT, *welcome):
         return
-    near = (folder for folder in (Path(path, "slim"), Path(path).parent / "slim") if (folder / "config.json").is_file())
+    inside = (config.parent for config in sorted(Path(path).glob("*/config.json")) if found is Contents.OTHER)
+    slim = (folder for folder in (Path(path, "slim"), Path(path).parent / "slim") if (folder / "config.json").is_file())
+    near = chain(slim, inside)
     instead = f"; give {folder}" if (folder := next(near, None)) else ""
     raise RequestError(f"{must}, but {path} is {found.value}{instead}")

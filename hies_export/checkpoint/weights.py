@@ -27,6 +27,8 @@ Shapes = dict[str, list[int]]
 """Name of a tensor in the files -> its shape."""
 
 _FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
+# Weights of TensorFlow, Flax and other tools, which transformers 5 does not read.
+_OTHERS = ("*.h5", "*.msgpack", "*.gguf", "*.onnx", "*.ckpt*")
 # A config that describes this many times the parameters in the files is damaged.
 TIMES = 10
 
@@ -113,6 +115,7 @@ def load_weights(model_class: Any, path: str | Path, *, shapes: Shapes | None = 
             _check_classes(skeleton_of_files(model_class, config, path, shapes), path, shapes)
         if Path(path, "generation_config.json").is_file():
             GenerationConfig.from_pretrained(path)  # transformers replaces a damaged one by another without a word
+        _refuse_other_formats(Path(path))
         model, info = model_class.from_pretrained(path, output_loading_info=True, **kwargs)
     if _lacks_pooler(model, info["missing_keys"]) and "add_pooling_layer" not in kwargs:
         return load_weights(model_class, path, shapes=shapes, add_pooling_layer=False, **kwargs)
@@ -140,6 +143,16 @@ def _check_classes(model: PreTrainedModel, path: str | Path, shapes: Shapes) -> 
         raise RequestError(
             f"id2label must name every class of the model, but the config of {path} names {named} ({names}), and the "
             f"head in its files has {stored.pop()}; write the id2label that the model was trained with"
+        )
+
+
+def _refuse_other_formats(folder: Path) -> None:
+    """Refuse a folder whose weights are none of PyTorch's, as saving or fetching it again would not change that."""
+    others = [file.name for pattern in _OTHERS for file in sorted(folder.glob(pattern))]
+    if others and not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+        raise RequestError(
+            f"weights must be {SAFE_WEIGHTS_NAME} or {WEIGHTS_NAME}, but {folder} has {listed(others, most=3)}; save "
+            "the model with save_pretrained of transformers in PyTorch"
         )
 
 

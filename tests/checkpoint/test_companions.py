@@ -7,10 +7,22 @@ from pathlib import Path
 
 import pytest
 import transformers
+from huggingface_hub import metadata_load
+from peft import LoraConfig, get_peft_model
 from support.hub import Hub
-from support.models import save_text_model
+from support.models import save_text_model, text_batch
+from transformers import AutoModelForSequenceClassification
 
-from hies_export.checkpoint.companions import COMPANIONS, DOCUMENTS, copy_companions, fetch, fetch_files
+from hies_export import find_modules, load, prune
+from hies_export.checkpoint.companions import (
+    COMPANIONS,
+    DOCUMENTS,
+    copy_companions,
+    copy_documents,
+    documents_of,
+    fetch,
+    fetch_files,
+)
 from hies_export.errors import RequestError
 
 OURS = (
@@ -108,3 +120,52 @@ def test_every_tokenizer_of_transformers_is_known() -> None:
     names = {name for found in named for entries in found for name in re.findall(r': "([^"]+)"', entries)}
     assert len(names) > 10
     assert [name for name in names if not any(fnmatch(name, pattern) for pattern in COMPANIONS)] == []
+
+
+def test_the_licence_of_a_model_in_memory_is_that_of_where_it_was_loaded(hub: Hub, dense: Path, tmp_path: Path) -> None:
+    save_text_model(tmp_path / "model")
+    for name in ("MODEL_LICENSE", "Notice.txt", "training_args.bin"):
+        shutil.copy(dense / name, tmp_path / "model")
+    (tmp_path / "model" / "README.md").write_text("---\nlicense: other\nlicense_link: MODEL_LICENSE\n---\n# Dense\n")
+    hub.add("org/model", {file.name: file.read_bytes() for file in (tmp_path / "model").iterdir()})
+    kept = {"MODEL_LICENSE", "Notice.txt", "README.md"}
+    others = {"training_args.bin", "tokenizer.json"}
+    for number, source in enumerate((str(tmp_path / "model"), "org/model")):
+        model = AutoModelForSequenceClassification.from_pretrained(source)
+        slim = tmp_path / f"slim-{number}"
+        prune(model, [text_batch(labels=False)], budget={"heads": 0.5}, criterion="random").save_pretrained(slim)
+        assert kept <= {*files(slim)}
+        assert not others & {*files(slim)}
+        card = metadata_load(slim / "README.md")
+        assert (card["license"], card["license_link"]) == ("other", "MODEL_LICENSE")
+        copied = tmp_path / f"beside-{number}"
+        copied.mkdir()
+        copy_documents(model, copied)
+        assert {*files(copied)} == kept - {"README.md"}
+    shutil.rmtree(tmp_path / "model")
+    model.config.name_or_path = str(tmp_path / "model")
+    assert documents_of(model) is None
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
+def test_adapters_are_refused(hub: Hub, tmp_path: Path) -> None:
+    """Beside weights, transformers loads one only where peft is installed; of a model that has one, it saves that."""
+    save_text_model(tmp_path / "model")
+    layers = LoraConfig(target_modules=["query"])
+    adapted = get_peft_model(AutoModelForSequenceClassification.from_pretrained(tmp_path / "model"), layers)
+    adapted.save_pretrained(tmp_path / "adapter")
+    (tmp_path / "adapter" / "README.md").unlink()
+    for name in ("adapter", "model"):
+        if name == "model":
+            for file in (tmp_path / "adapter").iterdir():
+                shutil.copy(file, tmp_path / "model")
+        hub.add(f"org/{name}", {file.name: file.read_bytes() for file in (tmp_path / name).iterdir()})
+        what = "is an adapter without its model" if name == "adapter" else "has an adapter .* beside its weights"
+        for source in (tmp_path / name, f"org/{name}"):
+            with pytest.raises(RequestError, match=rf"{name} {what}; merge the adapter first"):
+                load(source)
+    inner = adapted.get_base_model()
+    for use in (lambda: prune(inner, [text_batch()], budget={"heads": 0.5}), lambda: find_modules(inner, text_batch())):
+        with pytest.raises(RequestError, match="self.query has an adapter .*merge_and_unload"):
+            use()
+    assert find_modules(adapted.merge_and_unload(), text_batch())
