@@ -16,7 +16,7 @@ from pathlib import Path
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 SHORT = ("bert", "llama")
-TYPES = ("bert", "vit", "llama", "llava")
+TYPES = ("bert", "vit", "llama", "llama/LlamaForSequenceClassification", "llava")
 STEPS = ("score", "cut", "reload", "alone", "train", "onnx", "int8", "neurons", "processor")
 
 # In a process of its own, as on a machine that has torch and transformers only.

@@ -16,6 +16,7 @@ from transformers import BertForSequenceClassification, PreTrainedModel
 
 from hies_export import ReloadMismatchError, RequestError, load, save_slim
 from hies_export.checkpoint.classes import load_config
+from hies_export.checkpoint.dense import task_class
 from hies_export.checkpoint.save import check_reload
 from hies_export.model import modeling_hies
 from hies_export.slim.check import first_output
@@ -119,18 +120,45 @@ WHOLE = bert().config.to_dict() | {"architectures": ["BertForSequenceClassificat
     ("config", "read", "message"),
     [
         (None, load, "a model must be a folder with a config.json or a Hub id"),
-        (BERT, load, "names none"),
-        (BERT | {"architectures": ["BertForEverything"]}, load, "BertForEverything"),
-        ({"model_type": "unheard-of"}, load_config, "unheard-of"),
+        (BERT, load, "names none; write the class that the model was trained with"),
+        (WHOLE | {"architectures": ["TFBertModel"]}, load, r"\['TFBertModel'\]; write the .* mean 'BertModel'"),
+        (WHOLE | {"architectures": ["Bert9Model"], "transformers_version": "99.1.0"}, load, "transformers to 99.1.0"),
+        (WHOLE | {"model_type": "bert9"}, load_config, "type known to .* did you mean 'bert'"),
+        (WHOLE | {"dtype": "auto"}, load, "dtype must be one of float16, .*, got 'auto'; correct it there"),
+        (WHOLE | {"use_return_dict": False}, load, "values that its class takes.*; correct it there"),
+        (WHOLE | {"quantization_config": {}}, load, "remove quantization_config from its config.json"),
         (WHOLE, load, "must load, but does not: OSError"),
     ],
-    ids=["no config", "no class", "unknown class", "unknown type", "no weights"],
+    ids=["no config", "no class", "old", "new", "unknown type", "dtype", "property", "quantised", "no weights"],
 )
 def test_a_folder_without_a_model_is_refused(config: Any, read: Any, message: str, tmp_path: Path) -> None:
     if config is not None:
         (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(RequestError, match=message):
         read(tmp_path if config is not None else tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
+@pytest.mark.parametrize("name", ["flash_attention_2", "kernels-community/flash-attn", "fast"])
+def test_the_attention_of_a_file_is_torchs(key: str, name: str, tmp_path: Path) -> None:
+    bert().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(WHOLE | {key: name}))
+    assert load(tmp_path).config._attn_implementation == "sdpa"
+    assert load(tmp_path, attn_implementation="eager").config._attn_implementation == "eager"
+    assert load_config(tmp_path)._attn_implementation is None
+
+
+@pytest.mark.parametrize("model_type", [None, "missing"])
+def test_the_type_of_a_config_is_that_of_its_class(model_type: str | None, tmp_path: Path) -> None:
+    config = {name: value for name, value in WHOLE.items() if name != "model_type"}
+    (tmp_path / "config.json").write_text(json.dumps(config | ({"model_type": None} if model_type is None else {})))
+    assert load_config(tmp_path).model_type == "bert"
+
+
+def test_a_type_of_another_class_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(WHOLE | {"model_type": "roberta"}))
+    with pytest.raises(RequestError, match="must be that of the class in 'architectures', 'bert'.*but .* 'roberta'"):
+        task_class(tmp_path, load_config(tmp_path), task="text-classification")
 
 
 def test_dtype_is_the_checkpoints_own_unless_asked(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import torch
 import transformers
 from support.architectures import model_types
 from support.contract import MORE_STEPS, NEURON_STEPS, STEPS, Broken, Subject, cut, score, train
-from support.representatives import CUT, EXPORTED, NEURONS, NEURONS_REFUSED, QUANTISED, REFUSED
+from support.representatives import CUT, DECODERS, EXPORTED, NEURONS, NEURONS_REFUSED, QUANTISED, REFUSED
 from torch import nn
 
 from hies_export.cli.main import main
@@ -69,6 +69,13 @@ def test_what_the_table_says_holds(model_type: str) -> None:
 )
 def test_what_the_table_says_is_exported(model_type: str) -> None:
     STEPS["onnx"](Subject.of(model_type))
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_decoder_that_does_not_generate_is_cut_and_exported(name: str) -> None:
+    subject = Subject.of(name)
+    for step in ("cut", "reload", "onnx"):
+        STEPS[step](subject)
 
 
 @pytest.mark.parametrize("model_type", QUANTISED)

@@ -46,8 +46,9 @@ class Subject:
 
     @classmethod
     def of(cls, model_type: str, *kinds: str) -> Subject:
-        """Return a tiny random model of a type, with a batch for it."""
-        return cls(*tiny(model_type), kinds or (ATTENTION,))
+        """Return a tiny random model of a type, or of a class of it ("type/class"), with a batch for it."""
+        model_type, _, name = model_type.partition("/")
+        return cls(*tiny(model_type, name or None), kinds or (ATTENTION,))
 
     def with_kinds(self, *kinds: str) -> Subject:
         """Return the same model, for cuts of other kinds of units."""

@@ -17,7 +17,17 @@ CUT = {
     "qwen3_next": "gated",
 }
 EXPORTED = {"albert": "layers that share their weights", "modernbert": "a rotary encoder", "wav2vec2": "audio"}
-QUANTISED = {"albert": "an encoder", "gpt2": "a decoder whose head is its embedding"}
+# Decoders that do not generate, by type and class.
+DECODERS = {
+    "gpt2/GPT2ForSequenceClassification": "fused, transposed weights",
+    "llama/LlamaForSequenceClassification": "separate projections without biases",
+    "qwen3/Qwen3Model": "no head",
+}
+QUANTISED = {
+    "llama/LlamaForSequenceClassification": "a decoder that classifies",
+    "albert": "an encoder",
+    "gpt2": "a decoder whose head is its embedding",
+}
 REFUSED = {
     "beam": "code that fails with fewer heads",
     "bitnet": "heads that are mixed before the output projection",
