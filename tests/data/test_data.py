@@ -143,6 +143,7 @@ def test_labels_and_segment_ids_are_left_out_where_there_are_none(config):
     [
         (BertConfig(max_position_embeddings=6), 1000, None, 6),
         (BertConfig(max_position_embeddings=60), 5, None, 5),
+        (BertConfig(max_position_embeddings=60), 5.0, None, 5),
         (BertConfig(max_position_embeddings=60), None, None, 10),
         (BertConfig(max_position_embeddings=60), 8, 4, 4),
         (RobertaConfig(max_position_embeddings=8, pad_token_id=1), None, None, 6),
@@ -161,12 +162,13 @@ def test_length_limit(config, model_max_length, max_length, length):
         ("a", BertConfig(max_position_embeddings=6), {"max_length": 0}, r"max_length must be in \[1, 6\].*got 0"),
         ("a", BertConfig(max_position_embeddings=6), {"max_length": 7}, r"max_length must be in \[1, 6\].*got 7"),
         ("a", LlamaConfig(), dict.fromkeys(("pad_token", "eos_token", "unk_token")), "neither a padding nor another"),
+        ("a", BertConfig(), {"model_max_length": "5"}, "model_max_length must be a number, got '5'"),
         ("h", BertConfig(vocab_size=8), {}, "gives the token 11 and the model knows 8 tokens"),
         ("a", BertConfig(), {"batch_size": 0}, "batch_size must be at least 1, got 0"),
     ],
 )
 def test_what_no_batch_can_be_made_of_is_refused(text, config, options, match):
-    tokens = {key: options[key] for key in options if key.endswith("_token")}
+    tokens = {key: options[key] for key in options if key.endswith("_token") or key == "model_max_length"}
     others = {key: options[key] for key in options if key not in tokens}
     with pytest.raises(DataError, match=match):
         text_batches(rows_of({"text": [text]}), config, Columns(text=("text",)), letters(**tokens), **others)
