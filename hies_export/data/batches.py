@@ -14,7 +14,7 @@ from ..errors import DataError, did_you_mean, listed, quoted
 from ..model.classes import ClassNames
 from ..model.internals import auto_classes
 from ..model.sentence import TextEncoder
-from ..model.tokens import finds_end_by_padding, is_token, numbers_by_padding
+from ..model.tokens import finds_end_by_padding, is_token, numbers_by_padding, positions_of
 from .targets import CHOICE_KEYS, GROUP_KEY, IGNORED, ROW_KEYS, TEXT_KEYS, are_tokens, predicts
 
 Batch = dict[str, torch.Tensor]
@@ -146,6 +146,8 @@ def by_length(batches: Sequence[Batch], *, config: Any) -> list[Batch]:
     """
     if not batches or not all(_is_text(batch) for batch in batches):
         return list(batches)
+    if any("position_ids" in batch for batch in batches):  # readers leave them out of batches without padding
+        batches = [{"position_ids": positions_of(batch["attention_mask"]), **batch} for batch in batches]
     samples = [
         {key: value[row] for key, value in batch.items()} for batch in batches for row in range(len(batch["input_ids"]))
     ]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..errors import DataError
+from ..errors import DataError, quoted
 from ..model.internals import model_class_of
 from ..model.tokens import finds_end_by_padding, is_token, longest_sequence, positions_of
 from .batches import padded
@@ -91,8 +91,13 @@ def token_limit(tokenizer: Any, config: Any, max_length: int | None) -> int | No
             allowed = "at least 1" if longest is None else f"in [1, {longest}], what the model takes"
             raise DataError(f"max_length must be {allowed}, got {max_length}")
         return max_length
+    own = tokenizer.model_max_length
+    if own is not None and not isinstance(own, (int, float)):
+        raise DataError(
+            f"the tokenizer's model_max_length must be a number, got {quoted(own)}; correct it in tokenizer_config.json"
+        )
     # transformers writes 1e30 if it knows no limit.
-    limits = [limit for limit in (tokenizer.model_max_length, longest) if limit and 0 < limit < 1_000_000]
+    limits = [int(limit) for limit in (own, longest) if limit and 0 < limit < 1_000_000]
     return min(limits) if limits else None
 
 

@@ -2,16 +2,20 @@
 
 from typing import Any
 
+import datasets
 import pytest
 import torch
-from support.models import bert, causal_lm, llava, vit
+import transformers
+from support.models import bert, causal_lm, llava, vit, word_tokenizer
 from torch.utils.data import DataLoader
 from transformers import BatchEncoding, BatchFeature, PreTrainedModel
 
 from hies_export import DataError, find_modules
 from hies_export.data.batches import by_length, check_batches
+from hies_export.data.given import batches_of
 from hies_export.data.targets import batches_fingerprint, samples_of, size_of
 from hies_export.model.tokens import count_tokens, first_samples
+from hies_export.tasks import TASKS
 
 MODELS = {"bert": bert, "regression": lambda: bert(num_labels=1), "vit": vit, "lm": causal_lm, "llava": llava}
 IDS = torch.arange(12).view(3, 4) + 5
@@ -96,6 +100,38 @@ def test_what_the_model_does_not_take_is_refused_in_one_sentence(
     with pytest.raises(DataError, match=refusal) as error:
         check_batches(models["bert"], batches)
     assert "\n" not in str(error.value)
+
+
+def padded_rows(pad: int, side: str) -> dict[str, torch.Tensor]:
+    mask = MASK if side == "right" else MASK.flip(-1)
+    return {"input_ids": IDS.where(mask.bool(), pad), "attention_mask": mask}
+
+
+@pytest.mark.parametrize(("family", "misread"), [("Llama", "right"), ("Roberta", "left")])
+def test_padding_that_a_model_takes_for_text_is_refused(family: str, misread: str) -> None:
+    """A decoder reads the last token that is not its padding token; RoBERTa counts positions by such tokens."""
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = getattr(transformers, f"{family}Config")(vocab_size=32, pad_token_id=1, **sizes)
+    model = getattr(transformers, f"{family}ForSequenceClassification")(config).eval()
+    other = "left" if misread == "right" else "right"
+    check_batches(model, [padded_rows(1, misread)])
+    for pad in (0, 1):
+        batch = padded_rows(pad, other)
+        alone = [model(input_ids=row[mask.bool()][None]).logits for row, mask in zip(*batch.values(), strict=True)]
+        torch.testing.assert_close(model(**check_batches(model, [batch])[0]).logits, torch.cat(alone))
+    with pytest.raises(DataError, match=r"padded with its config's pad_token_id, 1, .* batch 0 .* has 0; pad with 1"):
+        check_batches(model, [padded_rows(0, misread)])
+
+
+def test_tokenised_rows_are_padded_with_the_models_token(models: dict[str, PreTrainedModel]) -> None:
+    rows, tokenizer = datasets.Dataset.from_dict({"input_ids": [[5, 6], [7]]}), word_tokenizer("ab")
+    assert (tokenizer.pad_token_id, models["bert"].config.pad_token_id) == (0, 0)
+    other = bert(pad_token_id=9)
+    for model, pad in ((models["bert"], 0), (other, 9)):
+        asked = {"what": "batches", "task": TASKS["text-classification"], "processor": tokenizer, "columns": None}
+        (batch,) = batches_of(model, rows, **asked)
+        assert batch["input_ids"].tolist() == [[5, 6], [7, pad]]
+        assert batch["attention_mask"].tolist() == [[1, 1], [1, 0]]
 
 
 def test_a_regression_needs_floating_labels_and_names_the_batches_by_the_callers_word(

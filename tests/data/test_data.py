@@ -10,6 +10,7 @@ import numpy as np
 import PIL.ExifTags
 import PIL.Image
 import pytest
+import tokenizers
 import torch
 import transformers
 from support.models import word_tokenizer
@@ -27,6 +28,7 @@ from hies_export.data.processors import load_processor
 from hies_export.data.reader import Columns
 from hies_export.data.rows import load_rows
 from hies_export.data.targets import batches_fingerprint
+from hies_export.data.tokens import settle_padding
 from hies_export.errors import DataError, RequestError
 from hies_export.tasks import TASKS, TaskName, find_task
 
@@ -168,6 +170,7 @@ def test_labels_and_segment_ids_are_left_out_where_there_are_none(config):
     [
         (BertConfig(max_position_embeddings=6), 1000, None, 6),
         (BertConfig(max_position_embeddings=60), 5, None, 5),
+        (BertConfig(max_position_embeddings=60), 5.0, None, 5),
         (BertConfig(max_position_embeddings=60), None, None, 10),
         (BertConfig(max_position_embeddings=60), 8, 4, 4),
         (RobertaConfig(max_position_embeddings=8, pad_token_id=1), None, None, 6),
@@ -186,12 +189,13 @@ def test_length_limit(config, model_max_length, max_length, length):
         ("a", BertConfig(max_position_embeddings=6), {"max_length": 0}, r"max_length must be in \[1, 6\].*got 0"),
         ("a", BertConfig(max_position_embeddings=6), {"max_length": 7}, r"max_length must be in \[1, 6\].*got 7"),
         ("a", LlamaConfig(), dict.fromkeys(("pad_token", "eos_token", "unk_token")), "neither a padding nor another"),
+        ("a", BertConfig(), {"model_max_length": "5"}, "model_max_length must be a number, got '5'"),
         ("h", BertConfig(vocab_size=8), {}, "gives the token 11 and the model knows 8 tokens"),
         ("a", BertConfig(), {"batch_size": 0}, "batch_size must be at least 1, got 0"),
     ],
 )
 def test_what_no_batch_can_be_made_of_is_refused(text, config, options, match):
-    tokens = {key: options[key] for key in options if key.endswith("_token")}
+    tokens = {key: options[key] for key in options if key.endswith("_token") or key == "model_max_length"}
     others = {key: options[key] for key in options if key not in tokens}
     with pytest.raises(DataError, match=match):
         text_batches(rows_of({"text": [text]}), config, Columns(text=("text",)), letters(**tokens), **others)
@@ -217,6 +221,49 @@ def test_texts_are_padded_with_the_token_of_the_config_or_else_of_the_tokenizer_
         assert last_of_shorter(config) == 0
         # [SEP], which is the end-of-text token, ends every text.
         assert last_of_shorter(config, pad_token=None) == 1
+
+
+CAUSAL = {"vocab_size": 64, "max_position_embeddings": 64, "num_labels": 3}
+SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+@pytest.mark.parametrize("ending", ["", "[SEP]"])
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(
+    ("family", "pad"), [*((f, pad) for f in ("Llama", "GPT2", "Roberta") for pad in (0, 3, 40)), ("Llama", None)]
+)
+def test_a_padded_text_is_classified_as_it_is_alone(family, pad, side, ending):
+    """The tokenizer pads with 0; with None, the model takes a text alone, as it reads the last token of all."""
+    torch.manual_seed(0)
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2} if family == "GPT2" else SMALL
+    config = getattr(transformers, f"{family}Config")(**CAUSAL, **sizes, pad_token_id=pad, initializer_range=0.5)
+    model = getattr(transformers, f"{family}ForSequenceClassification")(config).eval()
+    texts = ["a b", "c d e f g h a", "h", "d b a c"]
+    tokenizer = letters(padding_side=side)
+    single = f"$A {ending}".strip()
+    tokenizer.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single=single, special_tokens=[("[SEP]", 3)]
+    )
+    ids = [torch.tensor([tokenizer(text)["input_ids"]]) for text in texts]
+    with torch.no_grad():
+        alone = torch.cat([model(input_ids=one).logits for one in ids])
+        settle_padding(model, tokenizer)
+        (batch,) = text_batches(rows_of({"text": texts}), config, Columns(text=("text",)), tokenizer, batch_size=4)
+        torch.testing.assert_close(model(**batch).logits, alone)
+
+
+def test_a_config_gets_a_padding_token_only_where_the_model_needs_it(caplog):
+    model = transformers.LlamaForSequenceClassification(LlamaConfig(**CAUSAL, **SMALL))
+    with caplog.at_level(logging.WARNING, logger="hies_export"):
+        settle_padding(model, letters())
+    assert model.config.pad_token_id == 0
+    assert "no pad_token_id: it is set to 0" in caplog.text
+    model.config.pad_token_id = None
+    with pytest.raises(DataError, match=r"not be the token that the tokenizer ends texts with, 3, and it has no other"):
+        settle_padding(model, letters(pad_token="[SEP]", unk_token=None))
+    generates = transformers.LlamaForCausalLM(LlamaConfig(**CAUSAL, **SMALL))
+    settle_padding(generates, letters())
+    assert generates.config.pad_token_id is None
 
 
 def labels_of(labels, config, names=None):
@@ -368,6 +415,32 @@ def test_image_batches_keep_order_and_labels_and_have_one_size():
     assert (green * 127.5 + 127.5).round().tolist() == [0, 1, 2, 0, 1, 2]
     rows = rows_of({"image": [encoded(PIL.Image.new("RGB", size)) for size in ((3, 9), (20, 5))]})
     assert image_batches(rows, size=6)[0]["pixel_values"].shape == (2, 3, 6, 6)
+
+
+@pytest.mark.parametrize(("channels", "mode"), [(1, "L"), (4, "RGBA")])
+def test_images_have_as_many_channels_as_the_model_takes(channels, mode):
+    rows, config = rows_of({"image": [encoded(picture())]}), ViTConfig(num_channels=channels)
+
+    def read(means):
+        scale = {"image_mean": [0.5] * means, "image_std": [0.5] * means}
+        processor = ViTImageProcessorPil(size={"height": 4, "width": 4}, **scale)
+        reader = TASKS["image-classification"].reader(
+            columns=Columns(image="image"), config=config, processor=processor
+        )
+        return reader.batches(rows, batch_size=8)[0]["pixel_values"][0]
+
+    expected = torch.tensor(np.asarray(picture().convert(mode))).reshape(4, 4, channels)
+    torch.testing.assert_close(read(channels), expected.permute(2, 0, 1) / 127.5 - 1)
+    with pytest.raises(DataError, match=f"must take images of {channels} channels, .*3; give the one"):
+        read(3)
+
+
+@pytest.mark.parametrize(("mode", "dtype"), [("I;16", "uint16"), ("F", "float32")])
+def test_an_image_of_more_than_8_bits_is_refused(mode, dtype):
+    """Pillow makes 255 of all values above."""
+    image = PIL.Image.fromarray(np.full((4, 4), 1000, dtype))
+    with pytest.raises(DataError, match=f"row 0 .* must have 8 bits per channel, got mode {mode}"):
+        image_batches(rows_of({"image": [encoded(image, "TIFF")]}))
 
 
 def test_an_image_that_pillow_takes_for_an_attack(monkeypatch):

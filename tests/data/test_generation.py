@@ -17,6 +17,7 @@ from support.generative import png
 from support.models import GENERATIVE_WORDS, causal_lm, generative_tokenizer, llava, llava_processor
 from transformers import GPT2Config, LlamaConfig
 
+from hies_export.data.batches import by_length
 from hies_export.data.processors import load_processor
 from hies_export.data.reader import Columns, Reader
 from hies_export.data.rows import load_rows
@@ -155,6 +156,18 @@ def test_left_padding_changes_no_logits() -> None:
 def test_text_that_is_too_short() -> None:
     with pytest.raises(DataError, match="at least two tokens .* but 'text' has fewer"):
         batches_of(rows_of(text=["a"]), TEXT)
+
+
+def test_batches_without_padding_are_sorted_with_others_that_are_padded_on_the_left() -> None:
+    rows = rows_of(text=["a b c", "a b d", "a", "a b c d e"])  # the first two need no padding
+    config = LlamaConfig(vocab_size=32, pad_token_id=0, max_position_embeddings=64)
+    options: dict[str, Any] = {"tokenizer": generative_tokenizer(padding_side="left"), "packing": False}
+    found = by_length(batches_of(rows, TEXT, config=config, batch_size=2, **options), config=config)
+    assert [words(row) for batch in found for row in batch["input_ids"]] == [
+        *("<pad> <pad> <s> a", "<s> a b c", "<pad> <pad> <s> a b d", "<s> a b c d e")
+    ]
+    positions = [row.tolist() for batch in found for row in batch["position_ids"]]
+    assert positions == [[0, 0, 0, 1], [0, 1, 2, 3], [0, 0, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5]]
 
 
 def test_padding_by_the_end_token_is_no_answer() -> None:

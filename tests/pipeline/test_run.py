@@ -67,6 +67,9 @@ def test_run_writes_everything_and_tells_the_truth(project: Path, capsys: pytest
         *("config.json", "model.safetensors", "modeling_hies.py", "hies_plan.json", "README.md", "tokenizer.json")
     }
     assert (out / "onnx" / "model.onnx").is_file()
+    # Reading rows sets how a tokenizer cuts and pads; it is saved as it came.
+    for kept in ("slim", "onnx"):
+        assert (out / kept / "tokenizer.json").read_bytes() == (project / "model" / "tokenizer.json").read_bytes()
     stdout = capsys.readouterr().out
     summary = json.loads(stdout.splitlines()[-1])
     assert set(summary) == SUMMARY
