@@ -83,6 +83,11 @@ def classes(number, **options):
         (of_labels("a", "b"), classes(1), "regression must be numbers, but 'label' holds string such as 'a'"),
         (of_labels("yes", "no"), {}, r"must be among the model's \(LABEL_0, LABEL_1\), got 'yes', 'no'"),
         (rows_of(of_labels(1), CLASSES), classes(1), "regression must be numbers"),
+        (
+            of_labels([0], [1]),
+            {},
+            r"holds List such as \[0\]; if it is a multi-label classifier, set problem_type in its",
+        ),
         (ONE, {"task": "poetry"}, "one of text-classification, .*, feature-extraction, got 'poetry'"),
     ],
 )

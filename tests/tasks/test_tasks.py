@@ -16,8 +16,9 @@ from transformers import BertForMaskedLM, PreTrainedModel
 from hies_export.data.reader import Columns
 from hies_export.evaluate.metrics import METRICS
 from hies_export.model.sentence import Pooling, TextEncoder
-from hies_export.tasks import COLUMNS, TASKS, output_names
+from hies_export.tasks import COLUMNS, TASKS, find_task, output_names
 from hies_export.tasks.by_shape import ByShape
+from hies_export.tasks.classes import BY_PREDICTION
 from hies_export.tasks.models import behaviour_of
 
 
@@ -80,3 +81,36 @@ def test_shapes_tell_what_a_task_says(make: Callable[[], PreTrainedModel], label
 def test_without_a_task_an_output_is_told_by_its_name(name: str) -> None:
     found: Any = SimpleNamespace(last_hidden_state=0, **{name: torch.ones(1)})
     assert ByShape().output(found) is getattr(found, name)
+
+
+LABEL_SETS, NUMBERS = "multi_label_classification", "regression"
+
+
+@pytest.mark.parametrize("make", [bert, vit])
+@pytest.mark.parametrize(
+    ("problem", "labels", "kind"),
+    [
+        (None, 3, "classes"),
+        (None, 1, "numbers"),
+        ("single_label_classification", 2, "classes"),
+        (LABEL_SETS, 3, "labels"),
+        (LABEL_SETS, 1, "labels"),
+        (NUMBERS, 1, "numbers"),
+    ],
+)
+def test_the_problem_type_says_what_a_classifier_predicts(
+    make: Callable[..., PreTrainedModel], problem: str | None, labels: int, kind: str
+) -> None:
+    model = make(num_labels=labels, problem_type=problem)
+    task = find_task("text-classification" if make is bert else "image-classification")
+    assert task.prediction(model.config) == kind
+    assert behaviour_of(model) is BY_PREDICTION.get(kind, task)
+
+
+def test_the_effect_on_label_sets_measures_the_change_of_all_logits() -> None:
+    model = bert(problem_type=LABEL_SETS, num_labels=4)
+    behaviour, change = behaviour_of(model), torch.randn(4000, 4).mul(torch.tensor([1.0, 0.0, 2.0, 0.5]))
+    found = behaviour.effect(model, {}, change, 7).square().mean()
+    assert found.item() == pytest.approx(change.square().sum(-1).mean().item(), rel=0.1)
+    one = torch.randn(5, 1)
+    assert torch.equal(behaviour.effect(model, {}, one, 0), one[:, 0])
