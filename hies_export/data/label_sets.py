@@ -8,6 +8,7 @@ import datasets
 import torch
 
 from ..errors import DataError, quoted
+from ..progress import quiet
 from .labels import STRINGS, kind_of, read_labels
 from .rows import number_rows, own_columns, row_name
 
@@ -54,8 +55,11 @@ def _of_members(rows: datasets.Dataset, sets: list[list[Any]], inner: Any, colum
     if places:
         # A row for each label, with the number of the row that it comes from.
         numbers = [name for name in rows.column_names if name not in own_columns(rows)]
-        alone = rows.select_columns(numbers) if numbers else number_rows(rows.select_columns(column), source="the data")
-        members = alone.select_columns([name for name in alone.column_names if name != column]).select(places)
-        members = members.add_column(column, [label for labels in sets for label in labels], feature=inner)
+        with quiet():
+            alone = rows.select_columns(numbers or column)
+            alone = alone if numbers else number_rows(alone, source="the data").remove_columns(column)
+            members = alone.select(places).add_column(
+                column, [label for labels in sets for label in labels], feature=inner
+            )
         found[places, torch.tensor(read_labels(members, column=column, config=config))] = 1.0
     return found

@@ -37,10 +37,16 @@ def read_labels(rows: datasets.Dataset, *, column: str, config: Any) -> list[int
     if not isinstance(dtype, str) or not dtype.startswith(("int", "uint", "bool")):
         # pandas and pyarrow make floats of whole numbers with a gap, which may be in a row that is not read.
         whole = all(isinstance(value, float) and value.is_integer() for value in values)
-        hint = "; write whole numbers, and leave no label empty: a gap turns the whole column into float64"
+        hint = (
+            "; write whole numbers, and leave no label empty: a gap turns the whole column into float64"
+            if whole
+            else ""
+        )
+        if isinstance(feature, (list, datasets.List, datasets.LargeList)):
+            hint = "; if it is a multi-label classifier, set problem_type in its config to multi_label_classification"
         raise DataError(
             f"the labels of a classifier must be class numbers or class names, but {column!r} holds "
-            f"{kind_of(feature)} such as {quoted(values[0])}{hint if whole else ''}"
+            f"{kind_of(feature)} such as {quoted(values[0])}{hint}"
         )
     if -1 in values:
         raise DataError(_hidden(f"for {column!r} in {row_name(rows, values.index(-1))}"))

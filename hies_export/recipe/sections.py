@@ -106,10 +106,11 @@ class DataSection(Section):
         group: For a reranker, which scores a query and a candidate: the column that tells the queries apart. What
             counts is then the order of the candidates of a query. The rows of a query are never divided, neither by
             `group` nor by `query`, so that a few more or fewer may be drawn than a section asks for.
-        label: Label column; without one, calibration uses the model's own predictions. For two columns of `text` to
-            embed, it is their similarity; for documents and candidates, how much each is wanted. If `answer` holds
-            choices, this column has the number of the right one, from 0: units are scored on the right choices, and
-            quality and stability are judged by the likeliest choice, unless `evaluation.metrics` says otherwise.
+        label: Label column; without one, calibration uses the model's own predictions. For a multi-label classifier it
+            has lists of the labels that apply, by number or name, or of 0 or 1 for each label. For two columns of
+            `text` to embed, it is their similarity; for documents and candidates, how much each is wanted. If `answer`
+            holds choices, this column has the number of the right one, from 0: units are scored on the right choices,
+            and quality and stability are judged by the likeliest choice, unless `evaluation.metrics` says otherwise.
         max_length: Longest sequence in tokens; the model's own limit by default, and at most 512 for packed text.
         packing: Whether texts to generate are joined and cut into blocks of max_length, or each is one sample.
         bos: Whether each of these blocks begins with the begin-of-text token, which counts as one of its tokens; auto

@@ -288,6 +288,35 @@ def test_regression(project: Path) -> None:
     assert report.details.stability_tolerance == 0.1
 
 
+@pytest.mark.usefixtures("untraced")
+@pytest.mark.parametrize("labelled", [True, False])
+def test_label_sets(labelled: bool, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_text_model(project / "tags", num_labels=4, problem_type="multi_label_classification")
+    write_rows(project / "train.jsonl", 12, lambda i: [i % 4])
+    write_rows(project / "validation.jsonl", 20, lambda i: [*range(i % 4)])
+    how = {"model": project / "tags", "measure.runtimes": "[torch]", "data.label": "label" if labelled else "null"}
+    options = [part for key, value in how.items() for part in ("--set", f"{key}={value}")]
+    assert hies("run", project / "recipe.yaml", *options, "--set", "cascade.disagreement=0.5") == 2
+    assert "got BertForSequenceClassification with sets of labels" in capsys.readouterr().err
+    assert hies("run", project / "recipe.yaml", *options, "--set", "evaluation.threshold=0.45") == 0
+    report = Report.from_file(project / "out")
+    rows = [json.loads(line) for line in (project / "validation.jsonl").read_text().splitlines()]
+    tokenizer = AutoTokenizer.from_pretrained(project / "tags")
+    texts = ([row[column] for row in rows] for column in ("sentence", "other"))
+    inputs = tokenizer(*texts, padding=True, return_tensors="pt")
+    load = partial(AutoModelForSequenceClassification.from_pretrained, trust_remote_code=True)
+    with torch.no_grad():
+        logits = [load(folder)(**inputs).logits for folder in (project / "tags", project / "out" / "slim")]
+    dense, slim = (found.sigmoid() > 0.45 for found in logits)
+    assert report.stability == pytest.approx((dense == slim).all(-1).float().mean().item())
+    wanted = torch.tensor([[label in row["label"] for label in range(4)] for row in rows]) if labelled else dense
+    f1 = 2 * (slim & wanted).sum() / (slim.sum() + wanted.sum()).clamp(min=1)
+    assert report.quality["slim"] == pytest.approx(f1.item())
+    text = (project / "out" / "report.md").read_text()
+    assert "same label set" in text
+    assert ("micro F1" in text) == labelled
+
+
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no rows to choose alpha on": (
         {"prune.alpha": "auto", "calibration.samples": 12},
@@ -299,6 +328,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "missing column": ({"data.text": "sentense"}, "but it has sentence, other, label"),
     "missing model": ({"model": "nowhere"}, "a model must be a folder with a config.json or a Hub id"),
     "label column of words": ({"data.label": "other"}, "must be among the model's (LABEL_0, LABEL_1)"),
+    "problem type": ({"model": "odd"}, "problem_type must be regression, single_label_classification or multi_label"),
     "label out of range": ({"data.files.validation": "many.jsonl"}, "labels must be in [0, 2)"),
     "empty split": ({"data.files.train": "empty.jsonl"}, "empty"),
     "metric of a regressor": ({"evaluation.metrics": "[pearson]"}, "'pearson', which is for numbers"),
@@ -329,6 +359,9 @@ def test_bad_input_is_one_clear_sentence_before_any_calibration(
     if name == "not cuttable":
         save_text_model(project / "deberta")
         architecture("DebertaV2", num_hidden_layers=1)().save_pretrained(project / "deberta")
+    if name == "problem type":
+        config = json.loads((save_text_model(project / "odd") / "config.json").read_text())
+        (project / "odd" / "config.json").write_text(json.dumps(config | {"problem_type": "odd"}))
     if name == "not fine-tuned":
         save_text_model(project / "headless")
         BertModel.from_pretrained(project / "headless").save_pretrained(project / "headless")

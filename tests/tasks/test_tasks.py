@@ -83,3 +83,34 @@ def test_shapes_tell_what_a_task_says(make: Callable[[], PreTrainedModel], label
 def test_without_a_task_an_output_is_told_by_its_name(name: str) -> None:
     found: Any = SimpleNamespace(last_hidden_state=0, **{name: torch.ones(1)})
     assert ByShape().output(found) is getattr(found, name)
+
+
+LABEL_SETS, NUMBERS = "multi_label_classification", "regression"
+
+
+@pytest.mark.parametrize("make", [bert, vit])
+@pytest.mark.parametrize(
+    ("problem", "labels", "kind"),
+    [
+        (None, 3, "classes"),
+        (None, 1, "numbers"),
+        ("single_label_classification", 2, "classes"),
+        (LABEL_SETS, 3, "labels"),
+        (LABEL_SETS, 1, "labels"),
+        (NUMBERS, 1, "numbers"),
+    ],
+)
+def test_the_problem_type_says_what_a_classifier_predicts(
+    make: Callable[..., PreTrainedModel], problem: str | None, labels: int, kind: str
+) -> None:
+    model = make(num_labels=labels, problem_type=problem)
+    assert behaviour_of(model).predicts == kind
+
+
+def test_the_effect_on_label_sets_measures_the_change_of_all_logits() -> None:
+    model = bert(problem_type=LABEL_SETS, num_labels=4)
+    behaviour, change = behaviour_of(model), torch.randn(4000, 4).mul(torch.tensor([1.0, 0.0, 2.0, 0.5]))
+    found = behaviour.effect(model, {}, change, 7).square().mean()
+    assert found.item() == pytest.approx(change.square().sum(-1).mean().item(), rel=0.1)
+    one = torch.randn(5, 1)
+    assert torch.equal(behaviour.effect(model, {}, one, 0), one[:, 0])
