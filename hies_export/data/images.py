@@ -56,6 +56,4 @@ def _converted(read: Callable[[], PIL.Image.Image], refusal: str, mode: str) -> 
 
 @cache
 def _warn_of_bits(mode: str) -> None:
-    logger.warning(
-        "images of mode %s have more than 8 bits a channel: what is above 255 is cut off, as in pipelines", mode
-    )
+    logger.warning("images of mode %s have more than 8 bits: values above 255 are cut off, as in pipelines", mode)

@@ -11,7 +11,7 @@ import torch
 from support.generative import padded
 from support.models import bert, causal_lm, image_batch, text_batch, vit
 from support.sentences import bert_encoder
-from transformers import BertForMaskedLM, PreTrainedModel
+from transformers import BertForNextSentencePrediction, PreTrainedModel
 
 from hies_export.data.reader import Columns
 from hies_export.evaluate.metrics import METRICS
@@ -56,7 +56,7 @@ def test_a_model_behaves_as_those_of_its_task() -> None:
     encoder = TextEncoder(bert_encoder(), [Pooling(["mean"])])
     found = [type(behaviour_of(model)) for model in (bert(), vit(), causal_lm(), encoder)]
     assert found == [Classes, Classes, Tokens, Embeddings]
-    assert isinstance(behaviour_of(BertForMaskedLM(bert().config)), ByShape)
+    assert isinstance(behaviour_of(BertForNextSentencePrediction(bert().config)), ByShape)
     assert isinstance(behaviour_of(SimpleNamespace()), ByShape)
 
 
