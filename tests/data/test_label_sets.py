@@ -59,6 +59,8 @@ def test_of_a_single_label_a_row_says_whether_it_applies(values: list[Any]) -> N
 def test_of_two_labels_a_list_of_both_numbers_is_no_pair_of_flags() -> None:
     found = read_label_sets(rows_of([[0, 1], [0], []]), column="label", config=config("no", "yes"))
     assert found.tolist() == [[1.0, 1.0], [1.0, 0.0], [0.0, 0.0]]
+    of_classes = read_label_sets(rows_of([[0, 1]], OF_CLASSES), column="label", config=config("anger", "joy"))
+    assert of_classes.tolist() == [[1.0, 1.0]]
 
 
 @pytest.mark.parametrize(
