@@ -10,7 +10,7 @@ from typing import Any
 
 import transformers
 from pydantic import ConfigDict, model_validator
-from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from ..errors import RequestError, quoted, refusing
 from ..files import Rule, Schema, read_json
@@ -102,4 +102,13 @@ def load_config(path: str | Path, **hub: Any) -> Any:
     must = f"the config of a model must have a model_type known to transformers {transformers.__version__} and values"
     with refusing(f"{must} it takes, but {path} has {quoted(config.get('model_type'))}", AGAIN):
         # The class reads the file itself: there, infinity is {"__float__": "Infinity"}.
-        return CONFIG_MAPPING[config["model_type"]].from_json_file(file)
+        found = CONFIG_MAPPING[config["model_type"]].from_json_file(file)
+        check_text_config(found)
+        return found
+
+
+def check_text_config(config: Any) -> None:
+    """Refuse a config whose part for texts, where most fields are read, is not a config too."""
+    part = config.get_text_config()
+    if not isinstance(part, PreTrainedConfig):
+        raise TypeError(f"its text_config, decoder, generator or text_encoder must be a config, got {quoted(part)}")

@@ -20,7 +20,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 from ..errors import RequestError, listed, refusing
 from ..model.internals import empty_model, file_of, load_report
 from ..model.online import hub_or_cache
-from .classes import AGAIN, hub_options
+from .classes import AGAIN, check_text_config, hub_options
 
 Shapes = dict[str, list[int]]
 """Name of a tensor in the files -> its shape."""
@@ -103,6 +103,7 @@ def load_weights(model_class: Any, path: str | Path, *, shapes: Shapes | None = 
         hub_or_cache(path, "model", local_files_only=offline),
     ):
         config = kwargs.get("config") or model_class.config_class.from_pretrained(path, **hub_options(kwargs))
+        check_text_config(config)
         shapes = stored_shapes(path) if shapes is None else shapes
         as_stored = getattr(config, "quantization_config", None) is None and not kwargs.get("ignore_mismatched_sizes")
         if shapes and as_stored:
