@@ -111,7 +111,7 @@ def load_weights(model_class: Any, path: str | Path, *, shapes: Shapes | None = 
         if Path(path, "generation_config.json").is_file():
             GenerationConfig.from_pretrained(path)  # transformers replaces a damaged one by another without a word
         model, info = model_class.from_pretrained(path, output_loading_info=True, **kwargs)
-    if _lacks_pooler(model, info["missing_keys"]) and "add_pooling_layer" not in kwargs:
+    if lacks_pooler(model, info["missing_keys"]) and "add_pooling_layer" not in kwargs:
         return load_weights(model_class, path, shapes=shapes, add_pooling_layer=False, **kwargs)
     if info["missing_keys"]:
         raise RequestError(
@@ -121,7 +121,7 @@ def load_weights(model_class: Any, path: str | Path, *, shapes: Shapes | None = 
     return model.eval()
 
 
-def _lacks_pooler(model: PreTrainedModel, missing: Iterable[str]) -> bool:
+def lacks_pooler(model: PreTrainedModel, missing: Iterable[str]) -> bool:
     """Return whether all that is missing is the layer on the first token, which embeddings of texts do not use.
 
     Encoders that were trained as embedding models from a masked language model have none.

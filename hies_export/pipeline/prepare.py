@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ..data.batches import Batch
 from ..data.targets import inputs_of, samples_of
-from ..errors import RecipeError, RequestError
+from ..errors import RecipeError, RequestError, listed, refusing
 from ..evaluate.interval import CONFIDENCE, FAILURES, confidence_of_each, queries_needed, rows_needed
 from ..evaluate.predict import Predictor, predict
 from ..evaluate.ranking import keeps_predictions, kind_of_rows
@@ -20,6 +20,7 @@ from ..forms.exports import Exporter, ExportOptions
 from ..forms.form import predictor
 from ..forms.measure.shapes import check_runs, check_shapes, model_shapes
 from ..forms.measure.timing import Timing
+from ..model.modes import evaluating, without_cache
 from ..model.tokens import first_samples, synthetic_batch
 from ..prunable.attention import tower_of
 from ..prunable.find import find_modules
@@ -27,6 +28,7 @@ from ..recipe import PruneSection, TimedSection
 from ..score.criteria import AUTO, COMPENSATED, COMPENSATED_NAMES, CRITERIA
 from ..select.constraints import check_budget, check_constraints
 from ..tasks import Task
+from ..tasks.models import behaviour_of
 from ..units import PrunableModule
 
 logger = logging.getLogger(__name__)
@@ -99,6 +101,7 @@ def prepare(
     measured = _measured(model, shapes, rows.calibration[0], task)
     _warn_of_one_class(rows.calibration, regression=judged.regression)
     check_runs(model, first_samples(rows.calibration[0]), "the calibration rows")
+    _check_predicts(model, first_samples(rows.calibration[0]))
     check_shapes(model, measured)
     modules = find_modules(model, first_samples(rows.calibration[0]), kinds=kinds)
     scored = _in_towers(model, modules, towers)
@@ -119,6 +122,21 @@ def prepare(
         timing=timing or Timing(),
         seed=seed,
     )
+
+
+def _check_predicts(model: PreTrainedModel, batch: Batch) -> None:
+    """Refuse a model that fails on a batch only with data: a device and a dtype refuse more than shapes do."""
+    device, behaviour = next(model.parameters()).device, behaviour_of(model)
+    must = f"a model must run on the calibration rows, but {type(model).__name__} does not"
+    with refusing(must), evaluating(model), without_cache(model), torch.inference_mode():
+        output = behaviour.output(model(**{key: value.to(device) for key, value in inputs_of(batch).items()}))
+    if not output.isfinite().all():
+        wrong = [name for name, parameter in model.named_parameters() if not parameter.isfinite().all()]
+        if wrong:
+            raise RequestError(
+                f"the weights must be finite, but {listed(wrong, most=3)} of this {type(model).__name__} have NaN or "
+                "infinity; take an earlier checkpoint"
+            )
 
 
 def shapes_to_measure(
