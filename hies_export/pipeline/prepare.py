@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -102,6 +103,7 @@ def prepare(
     _warn_of_one_class(rows.calibration, regression=judged.regression)
     check_runs(model, first_samples(rows.calibration[0]), "the calibration rows")
     _check_predicts(model, first_samples(rows.calibration[0]))
+    _check_generation_config(model)
     check_shapes(model, measured)
     modules = find_modules(model, first_samples(rows.calibration[0]), kinds=kinds)
     scored = _in_towers(model, modules, towers)
@@ -137,6 +139,16 @@ def _check_predicts(model: PreTrainedModel, batch: Batch) -> None:
                 f"the weights must be finite, but {listed(wrong, most=3)} of this {type(model).__name__} have NaN or "
                 "infinity; take an earlier checkpoint"
             )
+
+
+def _check_generation_config(model: PreTrainedModel) -> None:
+    """Refuse a generation config that transformers reads with a warning, but does not save."""
+    if not model.can_generate():
+        return
+    must = f"a generation config must be one that transformers saves, but that of this {type(model).__name__} is not"
+    remedy = "correct model.generation_config, or generation_config.json beside the weights"
+    with tempfile.TemporaryDirectory() as folder, refusing(must, remedy):
+        model.generation_config.save_pretrained(folder)
 
 
 def shapes_to_measure(

@@ -157,6 +157,10 @@ REFUSED: dict[str, tuple[Model, str]] = {
         partial(changed, bert, partial(drop_a_layer, say_so=False)),
         NAMES + "lacks bert.encoder.layer.2.attention",
     ),
+    "generation config": (
+        partial(changed, causal_lm, lambda m: m.generation_config.update(do_sample=False, temperature=0.5)),
+        "a generation config must be one that transformers saves, .* is not: ValueError: .*; correct model.generation",
+    ),
     "tied by hand": (
         partial(changed, causal_lm, lambda m: setattr(m.lm_head, "weight", m.model.embed_tokens.weight)),
         "lm_head.weight of this LlamaForCausalLM is model.embed_tokens.weight; set tie_word_embeddings",
