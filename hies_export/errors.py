@@ -194,8 +194,10 @@ def refusing(
     """
     try:
         yield
-    except Exception as error:  # each library raises its own kinds
-        if isinstance(error, HiesError) or memory_failure(error) is not None:
+    except BaseException as error:  # each library raises its own kinds
+        panic = type(error).__name__ == "PanicException"  # of a library in Rust, which is no Exception
+        ours = isinstance(error, HiesError) or memory_failure(error) is not None
+        if ours or not (panic or isinstance(error, Exception)):
             raise
         raise kind("; ".join([f"{what}: {' '.join([root_cause(error), *report])}", *filter(None, [remedy])])) from error
 

@@ -1,6 +1,7 @@
 """What the tool says of files that were damaged in ways that people reported; `scripts/fuzz` finds further ones."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.cuts import random_cut
+from support.fields import used_checkpoints
 from support.models import bert, causal_lm, generative_tokenizer, save_project, text_batch
+from support.reads import Read, outcome
 from support.reports import make_report
 from support.runs import hies
 
@@ -133,6 +136,41 @@ def test_weights_that_do_not_fit_the_config(saved: str, tmp_path: Path) -> None:
     save()
     with pytest.raises(RequestError, match=r"parameter must be in the files, but .* has no classifier.bias; they"):
         load(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def used(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Read]:
+    return {read.name: read for read in used_checkpoints(tmp_path_factory.mktemp("used"))}
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "to", "message"),
+    [
+        ("a BERT: config.json", ("text_config",), "x", "text_encoder must be a config, got 'x'"),
+        ("a LLaMA: config.json", ("decoder",), {"x": 1}, "text_encoder must be a config, got {'x': 1}"),
+        ("a ViT: config.json", ("num_attention_heads",), -1, "a model must run on one random image, but ViT"),
+        ("a BERT: tokenizer_config.json", ("model_max_length",), "64", "a tokenizer that works, .* TypeError"),
+        ("a LLaMA: tokenizer_config.json", ("model_max_length",), [64], "a tokenizer that works, .* TypeError"),
+        # A library in Rust panics.
+        ("a BERT: tokenizer.json", ("post_processor", "special_tokens"), {}, "PanicException: no entry found for key"),
+        ("a ViT: preprocessor_config.json", ("size", "width"), [], "an image processor that works, .*'height' and"),
+        ("a ViT: preprocessor_config.json", ("resample",), 99, "an image processor that works, .*resampling filter"),
+        ("a ViT: preprocessor_config.json", ("image_mean",), [0.5], "that works, .*mean must have 3 elements"),
+        ("a ViT: preprocessor_config.json", ("image_mean",), float("inf"), "makes NaN or infinity .* pixel_values"),
+    ],
+)
+def test_a_field_that_the_first_use_looks_at(
+    name: str, place: Any, to: Any, message: str, used: dict[str, Read]
+) -> None:
+    """The file loads; the tokenizer, the processor or the model made of it would fail in the middle of a run."""
+    before = used[name].file.read_bytes()
+    try:
+        change(used[name].file, *place, to=to)
+        came, error = outcome(used[name].read)
+    finally:
+        used[name].file.write_bytes(before)
+    assert came == "refused"
+    assert re.search(message, str(error))
 
 
 def test_a_generation_config(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.readers import MAKERS, Read, outcome
+from support.readers import MAKERS
+from support.reads import Read, outcome
 
 EXAMPLES = settings(
     derandomize=True,

@@ -11,7 +11,7 @@ from typing import Any
 
 import transformers
 from pydantic import ConfigDict, model_validator
-from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from ..errors import RequestError, did_you_mean, listed, quoted, refusing
 from ..files import Rule, Schema, read_json
@@ -158,6 +158,7 @@ def load_config(path: str | Path, **hub: Any) -> Any:
         found = config_class.from_json_file(file)
         if model_type is None:  # null hides that of the class
             vars(found).pop("model_type", None)
+        check_text_config(found)
         use_torch_attention(found)
     _warn_of_lost_names(config, found, path)
     return found
@@ -192,3 +193,10 @@ def refuse_quantised(config: Any, path: str | Path) -> None:
     """Refuse to cut or to quantise a checkpoint whose config says that its weights are quantised."""
     if is_quantised(config):
         raise RequestError(f"the weights must be floating-point numbers, but {path} is quantised; {FLOATING}")
+
+
+def check_text_config(config: Any) -> None:
+    """Refuse a config whose part for texts, where most fields are read, is not a config too."""
+    part = config.get_text_config()
+    if not isinstance(part, PreTrainedConfig):
+        raise TypeError(f"its text_config, decoder, generator or text_encoder must be a config, got {quoted(part)}")

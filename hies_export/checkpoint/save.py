@@ -156,7 +156,8 @@ def check_reload(model: PreTrainedModel, folder: str | Path, batch: Mapping[str,
         if not difference < allowed:
             raise ReloadMismatchError(
                 f"a loaded model must give the saved model's output to {allowed:g}, but through {way} it differs by "
-                f"{difference:.3g}; nothing was kept"
+                f"{difference:.3g}; nothing was kept. No file holds hooks, mixed precision and the like of a model in "
+                "memory: take them off before you prune it"
             )
     return worst
 

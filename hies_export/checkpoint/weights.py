@@ -21,7 +21,7 @@ from ..data.batches import predicts_labels
 from ..errors import RequestError, listed, refusing
 from ..model.internals import empty_model, file_of, load_report, use_torch_attention
 from ..model.online import hub_or_cache
-from .classes import AGAIN, FLOATING, config_of_class, hub_options, is_quantised, refuse_adapter
+from .classes import AGAIN, FLOATING, check_text_config, config_of_class, hub_options, is_quantised, refuse_adapter
 
 Shapes = dict[str, list[int]]
 """Name of a tensor in the files -> its shape."""
@@ -109,6 +109,7 @@ def load_weights(model_class: Any, path: str | Path, *, shapes: Shapes | None = 
         hub_or_cache(path, "model", local_files_only=offline),
     ):
         refuse_adapter(path, **hub_options(kwargs))
+        check_text_config(config)
         shapes = stored_shapes(path) if shapes is None else shapes
         as_stored = not quantised and not kwargs.get("ignore_mismatched_sizes")
         if shapes and as_stored:
@@ -117,7 +118,7 @@ def load_weights(model_class: Any, path: str | Path, *, shapes: Shapes | None = 
             GenerationConfig.from_pretrained(path)  # transformers replaces a damaged one by another without a word
         _refuse_other_formats(Path(path))
         model, info = model_class.from_pretrained(path, output_loading_info=True, **kwargs)
-    if _lacks_pooler(model, info["missing_keys"]) and "add_pooling_layer" not in kwargs:
+    if lacks_pooler(model, info["missing_keys"]) and "add_pooling_layer" not in kwargs:
         return load_weights(model_class, path, shapes=shapes, add_pooling_layer=False, **kwargs)
     if info["missing_keys"]:
         raise RequestError(
@@ -156,7 +157,7 @@ def _refuse_other_formats(folder: Path) -> None:
         )
 
 
-def _lacks_pooler(model: PreTrainedModel, missing: Iterable[str]) -> bool:
+def lacks_pooler(model: PreTrainedModel, missing: Iterable[str]) -> bool:
     """Return whether all that is missing is the layer on the first token, which embeddings of texts do not use.
 
     Encoders that were trained as embedding models from a masked language model have none.

@@ -69,6 +69,9 @@ def _checked(model: PreTrainedModel, batch: Any, place: str) -> Batch:
         shapes = listed(f"{key} {tuple(value.shape)}" for key, value in batch.items())
         raise DataError(f"the first axis of every tensor must be the samples, one or more, but {place} has {shapes}")
     found = {str(key): value.detach().cpu() for key, value in batch.items()}
+    for key, value in found.items():
+        if value.is_floating_point() and not value.isfinite().all():
+            raise DataError(f"a batch must hold finite numbers, but {quoted(key)} of {place} has NaN or infinity")
     vocabulary = getattr(model.config.get_text_config(), "vocab_size", None)
     if "input_ids" in found and vocabulary is not None:
         _check_numbers(found["input_ids"], vocabulary, "input_ids", place, dtypes=(torch.int32, torch.int64))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import PIL.Image
+import torch
 from transformers import AutoProcessor, AutoTokenizer
 
 from ..errors import DataError, refusing
@@ -46,6 +48,8 @@ def load_processor(path: str | Path, *, task: Task, revision: str | None = None,
         if hasattr(tokenizer, "get_vocab"):
             special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
             words = set(tokenizer.get_vocab().values()) - special
+    with refusing(f"{needs} that works, but the one of {path} does not", REMEDY, DataError):
+        _try_out(loaded, task)
     if not task.text:
         return loaded
     if task.images and not (hasattr(loaded, "tokenizer") and hasattr(loaded, "image_processor")):
@@ -57,3 +61,14 @@ def load_processor(path: str | Path, *, task: Task, revision: str | None = None,
         tokenizer.padding_side = "left"
         give_padding(tokenizer)
     return loaded
+
+
+def _try_out(processor: Any, task: Task) -> None:
+    """Read an empty text and a small image: many settings of a processor's files are only looked at by then."""
+    if task.text:
+        getattr(processor, "tokenizer", processor)([""], truncation=True, verbose=False)
+    if task.images:
+        image = PIL.Image.new("RGB", (64, 48))
+        for name, value in getattr(processor, "image_processor", processor)(image, return_tensors="pt").items():
+            if not torch.as_tensor(value).isfinite().all():
+                raise ValueError(f"it makes NaN or infinity of a black image's {name}")

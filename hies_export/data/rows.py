@@ -263,6 +263,9 @@ def _column_types(files: Sequence[Path], options: Mapping[str, Any]) -> datasets
             for chunk in chunks:
                 if kinds and kinds.keys() != set(chunk.columns):
                     raise ValueError(f"{file.name} has the columns {listed(chunk.columns)}, not {listed(kinds)}")
+                if len(chunk.columns) == 1 and set(",;\t|") & set(str(chunk.columns[0])):
+                    right = repr(options.get("sep", ","))
+                    raise ValueError(f"{file.name} has the one column {quoted(chunk.columns[0])}; separate by {right}")
                 for column, values in chunk.items():
                     kinds.setdefault(column, set()).add(_kind(values))
     types: dict[str, type] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ..data.batches import Batch
 from ..data.targets import inputs_of, samples_of
-from ..errors import RecipeError, RequestError, quoted
+from ..errors import RecipeError, RequestError, listed, quoted, refusing
 from ..evaluate.interval import CONFIDENCE, FAILURES, confidence_of_each, queries_needed, rows_needed
 from ..evaluate.predict import Predictor, predict
 from ..evaluate.ranking import keeps_predictions, kind_of_rows
@@ -21,6 +22,7 @@ from ..forms.form import predictor
 from ..forms.measure.shapes import check_runs, check_shapes, model_shapes
 from ..forms.measure.timing import Timing
 from ..model.classes import ClassNames
+from ..model.modes import evaluating, output_alone
 from ..model.tokens import finds_end_by_padding, first_samples, is_token, synthetic_batch
 from ..prunable.attention import tower_of
 from ..prunable.find import find_modules
@@ -29,6 +31,7 @@ from ..score.criteria import AUTO, COMPENSATED, COMPENSATED_NAMES, CRITERIA
 from ..select.constraints import check_budget, check_constraints
 from ..slim.check import first_output
 from ..tasks import Behaviour, Task
+from ..tasks.models import behaviour_of
 from ..units import PrunableModule
 
 logger = logging.getLogger(__name__)
@@ -101,6 +104,8 @@ def prepare(
         _warn_of_one_class(rows.calibration)
     _check_padding_token(model, rows.calibration)
     check_runs(model, first_samples(rows.calibration[0]), "the calibration rows")
+    _check_predicts(model, first_samples(rows.calibration[0]))
+    _check_generation_config(model)
     if judged.behaviour.predicts in ("classes", "labels"):
         _check_classes(model, first_samples(rows.calibration[0]))
     check_shapes(model, measured)
@@ -123,6 +128,31 @@ def prepare(
         timing=timing or Timing(),
         seed=seed,
     )
+
+
+def _check_predicts(model: PreTrainedModel, batch: Batch) -> None:
+    """Refuse a model that fails on a batch only with data: a device and a dtype refuse more than shapes do."""
+    device, behaviour = next(model.parameters()).device, behaviour_of(model)
+    must = f"a model must run on the calibration rows, but {type(model).__name__} does not"
+    with refusing(must), evaluating(model), output_alone(model), torch.inference_mode():
+        output = behaviour.output(model(**{key: value.to(device) for key, value in inputs_of(batch).items()}))
+    if not output.isfinite().all():
+        wrong = [name for name, parameter in model.named_parameters() if not parameter.isfinite().all()]
+        if wrong:
+            raise RequestError(
+                f"the weights must be finite, but {listed(wrong, most=3)} of this {type(model).__name__} have NaN or "
+                "infinity; take an earlier checkpoint"
+            )
+
+
+def _check_generation_config(model: PreTrainedModel) -> None:
+    """Refuse a generation config that transformers reads with a warning, but does not save."""
+    if not model.can_generate():
+        return
+    must = f"a generation config must be one that transformers saves, but that of this {type(model).__name__} is not"
+    remedy = "correct model.generation_config, or generation_config.json beside the weights"
+    with tempfile.TemporaryDirectory() as folder, refusing(must, remedy):
+        model.generation_config.save_pretrained(folder)
 
 
 def shapes_to_measure(

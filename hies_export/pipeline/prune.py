@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from rich.console import Console
 from transformers import PreTrainedModel
 
+from ..checkpoint.in_memory import check_in_memory
 from ..checkpoint.refits import RefittedLayers
 from ..data.batches import Batch
 from ..data.given import batches_of, first_rows, split_held_out, unlabelled
@@ -358,6 +359,7 @@ def prune(
     given = unwrap(model, embedding)
     model, processor = given.model, processor or given.processor
     task = task_of(model)
+    check_in_memory(model)
     behaviour = task.behaviour(model.config).options(
         tolerance=comparison.stability_tolerance, threshold=comparison.threshold
     )

@@ -468,7 +468,7 @@ def test_image_processors_use_pillow_without_a_word(tmp_path, caplog, monkeypatc
     loaded = load_processor(tmp_path, task=TASKS["image-classification"])
     assert (type(loaded), loaded.size["height"], caplog.text) == (ViTImageProcessorPil, 6, "")
     # Even where torchvision is.
-    load = Mock(return_value=None)
+    load = Mock(return_value=loaded)
     monkeypatch.setattr(transformers.AutoImageProcessor, "from_pretrained", load)
     load_processor("org/model", task=TASKS["image-classification"], revision="v1")
     load.assert_called_once_with("org/model", backend="pil", revision="v1", trust_remote_code=False)

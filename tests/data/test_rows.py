@@ -223,6 +223,8 @@ def test_what_names_no_file_is_refused(tmp_path):
         ("mixed.jsonl", b'{"a": 1}\n{"a": "one"}'),
         ("bad.csv", b"a,b\n1,2\n1,2,3\n"),
         ("wide.csv", b"a,b\n1,2,3\n"),
+        ("semicolons.csv", b"text;label\ngood;1\n"),
+        ("commas.tsv", b"text,label\ngood,1\n"),
         ("bad.parquet", b"not parquet"),
         ("bad.txt", b"\xff\xfe\xff"),
         ("plain.txt.gz", b"not gzipped"),

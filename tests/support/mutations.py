@@ -14,6 +14,18 @@ ODD: tuple[Any, ...] = (
     *(float("nan"), float("inf"), float("-inf"), "", "x", "1", "nan", "\0", "é\u202e", "../../x", "[bold]"),
     *("a" * 10_000, [], {}, [1], ["x"], [[]], {"x": 1}, [None], [1, 1, 1], "{{ 7 * 7 }}", "<script>", "\n", "1e999"),
 )
+# Fields that some configs, tokenizers, processors and generation configs have, and others do not.
+FOREIGN = (
+    *("num_labels", "problem_type", "id2label", "label2id", "pruned_heads", "quantization_config", "text_config"),
+    *("rope_scaling", "rope_parameters", "rope_theta", "layer_types", "sliding_window", "num_key_value_heads"),
+    *("head_dim", "is_decoder", "add_cross_attention", "tie_word_embeddings", "torch_dtype", "dtype", "auto_map"),
+    *("attn_implementation", "_attn_implementation", "output_attentions", "return_dict", "use_cache"),
+    *("chunk_size_feed_forward", "pooler_output_size", "initializer_range", "sub_configs", "base_model_tp_plan"),
+    *("attribute_map", "model_input_names", "padding_side", "truncation_side", "model_max_length", "max_length"),
+    *("chat_template", "added_tokens_decoder", "extra_special_tokens", "additional_special_tokens", "vocab_file"),
+    *("processor_class", "image_processor_type", "feature_extractor_type", "do_pad", "crop_size", "size_divisor"),
+    *("cache_implementation", "num_beams", "do_sample", "temperature", "top_k", "suppress_tokens", "watermark"),
+)
 ODD_TEXT = (
     *(b"\0", b"\xff", b"\xc3", b"\xef\xbb\xbf", b"[" * 3000, b'{"a":' * 3000, b"9" * 5000, b"1e999", b"NaN"),
     b'"\\ud800"',
@@ -26,7 +38,12 @@ ODD_YAML = (
 
 
 def damaged(data: bytes, kind: str, chance: random.Random) -> bytes:
-    """Return a damaged copy of a "json", "lines" (of JSON), "safetensors", "yaml" or "bytes" file."""
+    """Return a damaged copy of a "json", "lines" (of JSON), "safetensors", "yaml" or "bytes" file.
+
+    Of a file of "fields", which is JSON too, only values and names of fields are damaged.
+    """
+    if kind == "fields":
+        return _fields(data, chance)
     by_structure = {"json": _json, "lines": _lines, "safetensors": _safetensors, "yaml": _yaml}.get(kind)
     if by_structure is None or chance.random() < 0.35:
         extra = ODD_YAML if kind == "yaml" else ()
@@ -36,6 +53,23 @@ def damaged(data: bytes, kind: str, chance: random.Random) -> bytes:
 
 def _json(data: bytes, chance: random.Random) -> bytes:
     return json.dumps(_changed(json.loads(data), chance)).encode()
+
+
+def _fields(data: bytes, chance: random.Random) -> bytes:
+    """Return JSON with up to three fields changed, or with a field that other models and tokenizers have."""
+    value = json.loads(data)
+    if chance.random() < 0.25:
+        foreign = {chance.choice(FOREIGN): chance.choice(ODD)}
+        return json.dumps(value | foreign).encode()
+    owners = [owner for owner, _ in _nodes(value) if isinstance(owner, dict)]
+    for _ in range(chance.choice((1, 1, 1, 2, 3))):
+        owner = chance.choice([owner for owner in owners if owner])
+        key = chance.choice(list(owner))
+        if chance.random() < 0.2:
+            del owner[key]
+        else:
+            owner[key] = chance.choice((*ODD, [owner[key]], str(owner[key]), {"x": owner[key]}))
+    return json.dumps(value).encode()
 
 
 def _yaml(data: bytes, chance: random.Random) -> bytes:

@@ -8,10 +8,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +17,7 @@ from rich.console import Console
 from safetensors.torch import save_file
 from transformers import ViTImageProcessorPil
 
-from hies_export import HiesError, Kept, PruningPlan, PruningRecipe, Report, apply_plan, load, prune_units
+from hies_export import Kept, PruningPlan, PruningRecipe, Report, apply_plan, load, prune_units
 from hies_export.checkpoint.cards import read_card
 from hies_export.checkpoint.loading import load_version4
 from hies_export.checkpoint.refits import REFIT, digest_tensors, read_refit
@@ -45,53 +42,11 @@ from hies_export.report.terminal import map_text, print_report
 from hies_export.slim.check import check_selection
 from hies_export.tasks import TASKS
 from support.cuts import random_cut
+from support.fields import used_checkpoints
 from support.models import bert, causal_lm, cut_bert, generative_tokenizer, save_text_model, text_batch, vit, write_rows
-from support.mutations import damaged, damaged_setting
+from support.reads import Read
 from support.reports import CASCADE, DATA, SERVED, TRIED, make_report
 from support.sweeps import sweep_row, write_sweep
-
-LONGEST_MESSAGE = 5000
-
-
-@dataclass(frozen=True)
-class Read:
-    """A valid file, and what the tool does with it."""
-
-    name: str
-    kind: str  # what `damaged` damages it as
-    file: Path
-    read: Callable[[], object]
-    share: int = 10  # of all cases: fewer where one takes long
-
-    @contextmanager
-    def damage(self, chance: random.Random) -> Iterator[bytes]:
-        """Damage the file in the block."""
-        before = self.file.read_bytes()
-        setting = self.kind == "setting"
-        now = damaged_setting(chance).encode() if setting else damaged(before, self.kind, chance)
-        self.file.write_bytes(now)
-        try:
-            yield now
-        finally:
-            self.file.write_bytes(before)
-
-
-def outcome(read: Callable[[], object]) -> tuple[str, BaseException | None]:
-    """Read, and return what came of it, "accepted", "refused", "failed" or "foreign", and the error if there was one.
-
-    An error of ours that is no sentence but quotes a whole file counts as foreign.
-    """
-    try:
-        read()
-    except HiesError as error:
-        if len(str(error)) > LONGEST_MESSAGE:
-            return "foreign", error
-        return "refused" if error.exit_code == 2 else "failed", error
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # panics of Rust are no Exception
-        return "foreign", error
-    return "accepted", None
 
 
 def console() -> Console:
@@ -408,4 +363,7 @@ def _recipes(folder: Path) -> list[Read]:
     ]
 
 
-MAKERS = (_plans, _checkpoints, _older, _generation, _processors, _runs, _sweeps, _small, _recipes)
+MAKERS = (
+    *(_plans, _checkpoints, _older, _generation, _processors, used_checkpoints),
+    *(_runs, _sweeps, _small, _recipes),
+)

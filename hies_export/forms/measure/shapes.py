@@ -26,7 +26,9 @@ def model_shapes(model: PreTrainedModel, shapes: Sequence[Sequence[int]]) -> lis
         if math.prod(shape) > MOST_TOKENS:
             raise RequestError(f"a shape must have at most {MOST_TOKENS:,} tokens or images, got {quoted(list(shape))}")
     if model.main_input_name == "pixel_values":
-        tokens = sequence_length(model, synthetic_batch(model, batch=1))
+        image = synthetic_batch(model, batch=1)
+        check_runs(model, image, "one random image")
+        tokens = sequence_length(model, image)
         return [(batch, tokens) for batch in dict.fromkeys(shape[0] for shape in shapes or ((1,), (8,)))]
     for shape in shapes:
         if len(shape) != 2:

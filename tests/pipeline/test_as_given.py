@@ -1,0 +1,184 @@
+"""prune() on models and batches in the states that users of other tools reported: each is right, or refused at once."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.models import bert, causal_lm, image_batch, llama, shake, text_batch, vit, zero_padding
+from torch import nn
+from torch.nn.utils import parametrizations
+from torch.nn.utils import prune as torch_prune
+from transformers import AlbertConfig, AlbertForSequenceClassification, OPTConfig, OPTForCausalLM, PreTrainedModel
+
+from hies_export import RequestError, load, prune
+
+Model = Callable[[], PreTrainedModel]
+
+
+def texts(rows: int = 4) -> list[dict[str, torch.Tensor]]:
+    return [zero_padding(text_batch(rows)) for _ in range(3)]
+
+
+def stories() -> list[dict[str, torch.Tensor]]:
+    found = [{"input_ids": torch.randint(4, 32, (4, 8))} for _ in range(3)]
+    return [batch | {"attention_mask": torch.ones(4, 8, dtype=torch.int64), **labels(batch)} for batch in found]
+
+
+def labels(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {"labels": batch["input_ids"].clone()}
+
+
+def changed(make: Model, change: Callable[[Any], object]) -> PreTrainedModel:
+    model = make()
+    change(model)
+    return model
+
+
+def drop_a_layer(model: Any, *, say_so: bool) -> None:
+    model.bert.encoder.layer = model.bert.encoder.layer[:2]
+    model.config.num_hidden_layers = 2 if say_so else 3
+
+
+def other_head(model: Any) -> None:
+    model.lm_head.weight = nn.Parameter(1.5 * model.lm_head.weight.detach())
+
+
+def albert() -> PreTrainedModel:
+    sizes = {"vocab_size": 100, "embedding_size": 16, "hidden_size": 48, "num_hidden_layers": 3, "num_labels": 3}
+    return shake(AlbertForSequenceClassification(AlbertConfig(**sizes, num_attention_heads=6, intermediate_size=64)))
+
+
+def with_layerdrop() -> PreTrainedModel:
+    sizes = {"vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "ffn_dim": 32}
+    config = OPTConfig(**sizes, word_embed_proj_dim=32, max_position_embeddings=64, layerdrop=0.9)
+    return shake(OPTForCausalLM(config)).train()
+
+
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
+RIGHT: dict[str, tuple[Model, Callable[[], Any]]] = {
+    "frozen": (partial(changed, bert, lambda model: model.requires_grad_(False)), texts),
+    "in train mode, layers dropped at random": (with_layerdrop, stories),
+    "layers removed, and the config says so": (partial(changed, bert, partial(drop_a_layer, say_so=True)), texts),
+    "embeddings resized": (partial(changed, bert, lambda model: model.resize_token_embeddings(104)), texts),
+    "a trained head in place of the tied one": (
+        partial(changed, partial(causal_lm, tie_word_embeddings=True), other_head),
+        stories,
+    ),
+    "layers that share their weights": (albert, texts),
+    "one key/value head": (partial(llama, num_key_value_heads=1), texts),
+    "scaled rotations": (partial(causal_lm, rope_parameters=YARN), stories),
+    "squared ReLU": (partial(bert, hidden_act="relu2"), texts),
+    "images in float64": (vit, lambda: [image_batch() | {"pixel_values": torch.rand(4, 3, 16, 16).double()}] * 3),
+    "a fully masked row": (
+        bert,
+        lambda: [batch | {"attention_mask": batch["attention_mask"] * torch.arange(4)[:, None]} for batch in texts()],
+    ),
+    "rows one by one": (bert, partial(texts, 1)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*calibration tokens are too few")
+@pytest.mark.filterwarnings("ignore:The given model.*:UserWarning")
+@pytest.mark.parametrize("name", RIGHT)
+def test_it_is_cut_and_saved(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    make, rows = RIGHT[name]
+    model, batches = make(), rows()
+    flags = [parameter.requires_grad for parameter in model.parameters()], model.training
+    budget = {"flops": 0.85}
+    slim = prune(model, batches, modules=["attention", "mlp"], criterion="his", budget=budget)
+    assert ([parameter.requires_grad for parameter in model.parameters()], model.training) == flags
+    assert slim.model.num_parameters() < model.num_parameters()
+    slim.save_pretrained(tmp_path / "slim")
+    inputs = {key: value for key, value in batches[0].items() if key != "labels"}
+    with torch.no_grad():
+        expected, found = slim.model.eval()(**inputs).logits, load(tmp_path / "slim")(**inputs).logits
+    torch.testing.assert_close(found, expected.to(found.dtype), rtol=1e-4, atol=1e-4)
+
+
+def with_nan(model: Any) -> None:
+    model.bert.encoder.layer[1].intermediate.dense.weight.data[0, 0] = float("nan")
+
+
+def own_forward(module: nn.Module) -> None:
+    before = module.forward
+
+    def forward(*args: Any, **options: Any) -> Any:
+        return before(*args, **options)
+
+    module.forward = forward  # type: ignore[method-assign]
+
+
+def on_meta() -> PreTrainedModel:
+    with torch.device("meta"):
+        return type(model := bert())(model.config)
+
+
+def float_norms(model: nn.Module) -> None:
+    """Do as training in 8 bits does: norms in float32, the rest in bfloat16."""
+    for name, parameter in model.bfloat16().named_parameters():
+        if "norm" in name:
+            parameter.data = parameter.data.float()
+
+
+NAMES = "parameters that its class and config give it, .* but this BertForSequenceClassification "
+REFUSED: dict[str, tuple[Model, str]] = {
+    "compiled forward": (
+        partial(changed, bert, lambda m: setattr(m, "forward", torch.compile(m.forward, backend="eager"))),
+        "forward of its class, but the model has one of its own",
+    ),
+    "forward of a layer": (
+        partial(changed, bert, lambda m: own_forward(m.bert.encoder.layer[0].attention)),
+        "but bert.encoder.layer.0.attention has one of its own",
+    ),
+    "NaN": (partial(changed, bert, with_nan), "must be finite, but bert.encoder.layer.1.intermediate.dense.weight of"),
+    "no data": (on_meta, "must be in memory, but bert.embeddings.word_embeddings.weight, .* have no data"),
+    "dtypes that do not go together": (
+        partial(changed, llama, float_norms),
+        "must run on the calibration rows, but LlamaForSequenceClassification does not: RuntimeError: .* dtype",
+    ),
+    "masks of torch.nn.utils.prune": (
+        partial(
+            changed,
+            bert,
+            lambda m: torch_prune.l1_unstructured(m.bert.encoder.layer[0].intermediate.dense, "weight", 0.5),
+        ),
+        NAMES + "has .*dense.weight_orig and lacks .*dense.weight; .*torch.nn.utils.prune.remove",
+    ),
+    "parametrized": (
+        partial(changed, bert, lambda m: parametrizations.weight_norm(m.bert.encoder.layer[0].output.dense)),
+        NAMES + "has .*parametrizations.weight.original0",
+    ),
+    "another head": (partial(changed, bert, lambda m: setattr(m, "extra", nn.Linear(48, 2))), NAMES + "has extra.bias"),
+    "layers removed": (
+        partial(changed, bert, partial(drop_a_layer, say_so=False)),
+        NAMES + "lacks bert.encoder.layer.2.attention",
+    ),
+    "generation config": (
+        partial(changed, causal_lm, lambda m: m.generation_config.update(do_sample=False, temperature=0.5)),
+        "a generation config must be one that transformers saves, .* is not: ValueError: .*; correct model.generation",
+    ),
+    "tied by hand": (
+        partial(changed, causal_lm, lambda m: setattr(m.lm_head, "weight", m.model.embed_tokens.weight)),
+        "lm_head.weight of this LlamaForCausalLM is model.embed_tokens.weight; set tie_word_embeddings",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_it_is_refused_at_once(name: str) -> None:
+    make, message = REFUSED[name]
+    model = make()
+    rows = stories() if "CausalLM" in type(model).__name__ else texts()
+    with pytest.raises(RequestError, match=message):
+        prune(model, rows, criterion="his", budget={"heads": 0.5})
+
+
+def test_numbers_that_are_none_are_refused_by_the_batch() -> None:
+    batches = [image_batch(), image_batch()]
+    batches[1]["pixel_values"][0, 0, 0, 0] = float("nan")
+    with pytest.raises(RequestError, match="'pixel_values' of batch 1 .* has NaN or infinity"):
+        prune(vit(), batches, criterion="his", budget={"heads": 0.5})
