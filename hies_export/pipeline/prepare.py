@@ -3,36 +3,31 @@
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from ..data.batches import Batch
 from ..data.targets import inputs_of, samples_of
-from ..errors import RecipeError, RequestError, listed, quoted, refusing
+from ..errors import RecipeError, RequestError
 from ..evaluate.interval import CONFIDENCE, FAILURES, confidence_of_each, queries_needed, rows_needed
 from ..evaluate.predict import Predictor, predict
 from ..evaluate.ranking import keeps_predictions, kind_of_rows
 from ..forms.exports import Exporter, ExportOptions
 from ..forms.form import predictor
-from ..forms.measure.shapes import check_runs, check_shapes, model_shapes
+from ..forms.measure.shapes import check_shapes, model_shapes
 from ..forms.measure.timing import Timing
-from ..model.classes import ClassNames
-from ..model.modes import evaluating, output_alone
-from ..model.tokens import finds_end_by_padding, first_samples, is_token, synthetic_batch
+from ..model.tokens import first_samples, synthetic_batch
 from ..prunable.attention import tower_of
 from ..prunable.find import find_modules
 from ..recipe import PruneSection, TimedSection
 from ..score.criteria import AUTO, COMPENSATED, COMPENSATED_NAMES, CRITERIA
 from ..select.constraints import check_budget, check_constraints
-from ..slim.check import first_output
 from ..tasks import Behaviour, Task
-from ..tasks.models import behaviour_of
 from ..units import PrunableModule
+from .accept import check_model
 
 logger = logging.getLogger(__name__)
 
@@ -100,14 +95,7 @@ def prepare(
     Only `towers` of a composite model lose units, by default the language model if there is one.
     """
     measured = _measured(model, shapes, rows.calibration[0], task)
-    if judged.behaviour.predicts == "classes":
-        _warn_of_one_class(rows.calibration)
-    _check_padding_token(model, rows.calibration)
-    check_runs(model, first_samples(rows.calibration[0]), "the calibration rows")
-    _check_predicts(model, first_samples(rows.calibration[0]))
-    _check_generation_config(model)
-    if judged.behaviour.predicts in ("classes", "labels"):
-        _check_classes(model, first_samples(rows.calibration[0]))
+    check_model(model, rows.calibration, judged.behaviour)
     check_shapes(model, measured)
     modules = find_modules(model, first_samples(rows.calibration[0]), kinds=kinds)
     scored = _in_towers(model, modules, towers)
@@ -128,31 +116,6 @@ def prepare(
         timing=timing or Timing(),
         seed=seed,
     )
-
-
-def _check_predicts(model: PreTrainedModel, batch: Batch) -> None:
-    """Refuse a model that fails on a batch only with data: a device and a dtype refuse more than shapes do."""
-    device, behaviour = next(model.parameters()).device, behaviour_of(model)
-    must = f"a model must run on the calibration rows, but {type(model).__name__} does not"
-    with refusing(must), evaluating(model), output_alone(model), torch.inference_mode():
-        output = behaviour.output(model(**{key: value.to(device) for key, value in inputs_of(batch).items()}))
-    if not output.isfinite().all():
-        wrong = [name for name, parameter in model.named_parameters() if not parameter.isfinite().all()]
-        if wrong:
-            raise RequestError(
-                f"the weights must be finite, but {listed(wrong, most=3)} of this {type(model).__name__} have NaN or "
-                "infinity; take an earlier checkpoint"
-            )
-
-
-def _check_generation_config(model: PreTrainedModel) -> None:
-    """Refuse a generation config that transformers reads with a warning, but does not save."""
-    if not model.can_generate():
-        return
-    must = f"a generation config must be one that transformers saves, but that of this {type(model).__name__} is not"
-    remedy = "correct model.generation_config, or generation_config.json beside the weights"
-    with tempfile.TemporaryDirectory() as folder, refusing(must, remedy):
-        model.generation_config.save_pretrained(folder)
 
 
 def shapes_to_measure(
@@ -213,44 +176,6 @@ def _warn_without_compensation(options: PruneSection) -> None:
             "%s ranks units by the errors that least squares leaves, but prune.compensation is not set, so "
             "nothing makes up for them; add compensation: {method: least_squares}",
             options.criterion,
-        )
-
-
-def _check_classes(model: PreTrainedModel, sample: Batch) -> None:
-    """Refuse a classifier whose config does not name the classes that it gives; warn of names that contradict."""
-    classes, given = ClassNames(model.config), first_output(model, sample).shape[-1]
-    if len(classes.names) != given:
-        raise RequestError(
-            f"id2label must name every class of the model, but its config names {len(classes.names)} ({classes}), and "
-            f"the head of {type(model).__name__} gives {given}; name as many"
-        )
-    classes.warn_of_label2id(model.config.label2id)
-
-
-def _warn_of_one_class(batches: Sequence[Batch]) -> None:
-    """Warn if all calibration rows are of one class: scores then ignore the other classes."""
-    labels = [batch["labels"] for batch in batches if "labels" in batch]
-    if not labels:
-        return
-    classes = torch.cat(labels)
-    if len(classes) > 1 and len(classes.unique()) == 1:
-        logger.warning(
-            "all %d calibration rows are of class %d, so heads are scored by that class alone; raise "
-            "calibration.samples, change calibration.seed, or shuffle the split",
-            len(classes),
-            classes[0].item(),
-        )
-
-
-def _check_padding_token(model: PreTrainedModel, batches: Sequence[Batch]) -> None:
-    """Refuse a model that finds the end of a text by a padding token that is none of its tokens."""
-    pad = model.config.get_text_config().pad_token_id if finds_end_by_padding(model) else 0
-    # Without one, it reads the last token of a text that is alone in its batch.
-    alone = pad is None and all(len(batch["input_ids"]) == 1 for batch in batches)
-    if not alone and not is_token(pad, model.config):
-        raise RequestError(
-            f"{type(model).__name__} finds the end of a text by its config's pad_token_id, which must be one of its "
-            f"tokens, got {quoted(pad)}; set it to the token that texts are padded with"
         )
 
 

@@ -1,0 +1,103 @@
+"""Refuse a model that does not suit its calibration rows, before anything is computed."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from ..data.batches import Batch
+from ..data.targets import inputs_of
+from ..errors import RequestError, listed, quoted, refusing
+from ..forms.measure.shapes import check_runs
+from ..model.classes import ClassNames
+from ..model.modes import evaluating, output_alone
+from ..model.tokens import finds_end_by_padding, first_samples, is_token
+from ..tasks import Behaviour
+
+logger = logging.getLogger(__name__)
+
+
+def check_model(model: PreTrainedModel, batches: Sequence[Batch], behaviour: Behaviour) -> None:
+    """Refuse a model that cannot be run on its calibration rows, judged or saved, and warn of what looks wrong.
+
+    Raises:
+        RequestError: The model fails on the rows, its weights are not finite, its padding token or its classes are not
+            what its config says, or its generation config cannot be saved.
+    """
+    if behaviour.predicts == "classes":
+        _warn_of_one_class(batches)
+    _check_padding_token(model, batches)
+    sample = first_samples(batches[0])
+    check_runs(model, sample, "the calibration rows")
+    output = _predicted(model, sample, behaviour)
+    if behaviour.predicts in ("classes", "labels"):
+        _check_classes(model, output.shape[-1])
+    _check_generation_config(model)
+
+
+def _warn_of_one_class(batches: Sequence[Batch]) -> None:
+    """Warn if all calibration rows are of one class: scores then ignore the other classes."""
+    labels = [batch["labels"] for batch in batches if "labels" in batch]
+    if not labels:
+        return
+    classes = torch.cat(labels)
+    if len(classes) > 1 and len(classes.unique()) == 1:
+        logger.warning(
+            "all %d calibration rows are of class %d, so heads are scored by that class alone; raise "
+            "calibration.samples, change calibration.seed, or shuffle the split",
+            len(classes),
+            classes[0].item(),
+        )
+
+
+def _check_padding_token(model: PreTrainedModel, batches: Sequence[Batch]) -> None:
+    """Refuse a model that finds the end of a text by a padding token that is none of its tokens."""
+    pad = model.config.get_text_config().pad_token_id if finds_end_by_padding(model) else 0
+    # Without one, it reads the last token of a text that is alone in its batch.
+    alone = pad is None and all(len(batch["input_ids"]) == 1 for batch in batches)
+    if not alone and not is_token(pad, model.config):
+        raise RequestError(
+            f"{type(model).__name__} finds the end of a text by its config's pad_token_id, which must be one of its "
+            f"tokens, got {quoted(pad)}; set it to the token that texts are padded with"
+        )
+
+
+def _predicted(model: PreTrainedModel, batch: Batch, behaviour: Behaviour) -> torch.Tensor:
+    """Return the prediction of a batch, or refuse a model that fails on data: a device and a dtype refuse more."""
+    device = next(model.parameters()).device
+    must = f"a model must run on the calibration rows, but {type(model).__name__} does not"
+    with refusing(must), evaluating(model), output_alone(model), torch.inference_mode():
+        output = behaviour.output(model(**{key: value.to(device) for key, value in inputs_of(batch).items()}))
+    if not output.isfinite().all():
+        wrong = [name for name, parameter in model.named_parameters() if not parameter.isfinite().all()]
+        if wrong:
+            raise RequestError(
+                f"the weights must be finite, but {listed(wrong, most=3)} of this {type(model).__name__} have NaN or "
+                "infinity; take an earlier checkpoint"
+            )
+    return output
+
+
+def _check_classes(model: PreTrainedModel, given: int) -> None:
+    """Refuse a config that does not name as many classes as the model gives; warn of names that contradict."""
+    classes = ClassNames(model.config)
+    if len(classes.names) != given:
+        raise RequestError(
+            f"id2label must name every class of the model, but its config names {len(classes.names)} ({classes}), and "
+            f"the head of {type(model).__name__} gives {given}; name as many"
+        )
+    classes.warn_of_label2id(model.config.label2id)
+
+
+def _check_generation_config(model: PreTrainedModel) -> None:
+    """Refuse a generation config that transformers reads with a warning, but does not save."""
+    if not model.can_generate():
+        return
+    must = f"a generation config must be one that transformers saves, but that of this {type(model).__name__} is not"
+    remedy = "correct model.generation_config, or generation_config.json beside the weights"
+    with tempfile.TemporaryDirectory() as folder, refusing(must, remedy):
+        model.generation_config.save_pretrained(folder)
