@@ -70,7 +70,7 @@ PER_LAYER = {"dense": [{"layer": "a", "projections": 1, "products": 1, "other": 
         ("slim/config.json", ATTRIBUTES, {LAYER: {"num_attention_head": 2}}, "AttributeError: .*num_attention_head'"),
         ("slim/config.json", LINEAR, {f"{LAYER}.query": [4]}, "ValueError"),
         ("dense/config.json", (), [1], r"in .*config.json Input should be .* got \[1\]"),
-        ("dense/config.json", ("hidden_size",), "wide", "must load, but does not: .*hidden_size"),
+        ("dense/config.json", ("hidden_size",), "wide", "values that its class takes, but .*hidden_size"),
         ("dense/config.json", ("num_attention_heads",), 5, "must load, but does not: ValueError: .*not a multiple"),
         ("dense/config.json", ("pruned_heads",), {"x": [1]}, "pruned_heads .*: ValueError"),
         ("dense/config.json", ("pruned_heads",), {"0": [77]}, "names head 77 of layer 0, which had 6"),
