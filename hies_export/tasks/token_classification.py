@@ -190,6 +190,7 @@ class TokenClassification(Task):
     name = "token-classification"
     auto_class = "AutoModelForTokenClassification"
     ort_class = "ORTModelForTokenClassification"
+    usage = 'predict("a text", aggregation_strategy="first")'
     columns = column_sets("text", "text label")
     needs = "data.text (a column of words, or of text with spans as labels)"
 
