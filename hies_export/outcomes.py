@@ -184,10 +184,11 @@ class MaxDropOutcome(PromiseOutcome):
 class KeepOutcome(PromiseOutcome):
     """The largest cut that keeps a promise by the end of an interval.
 
-    The promise is a share of `predictions` that stay, or of a `metric` of rankings, or that a `metric` gets worse by at
-    most `by`. Embeddings are judged on an `index`, see `Judge`. `slim` is that share, or that loss, of the slim model,
-    and `slim_end` the end of its interval. `confidence` is that of each interval, see `confidence_of_each`. If time is
-    saved in place of FLOPs, `predicted` is the remaining share of the time on `runtime`.
+    The promise is a share of `predictions` that stay, each a `word`, or of a `metric` of rankings or entities, or that
+    a `metric` gets worse by at most `by`. Embeddings are judged on an `index`, see `Judge`. `slim` is that share, or
+    that loss, of the slim model, and `slim_end` the end of its interval. `confidence` is that of each interval, see
+    `confidence_of_each`. If time is saved in place of FLOPs, `predicted` is the remaining share of the time on
+    `runtime`.
     """
 
     kind: Literal["keep"] = "keep"
@@ -202,6 +203,7 @@ class KeepOutcome(PromiseOutcome):
     batch: int | None = None
     sequence: int | None = None
     dtype: str | None = None
+    word: str = "prediction"
 
     def __post_init__(self) -> None:
         if (self.predictions is None) == (self.by is None) or (self.by is not None and self.metric is None):
@@ -242,9 +244,9 @@ class KeepOutcome(PromiseOutcome):
 
     @property
     def what(self) -> str:
-        """What is kept: "the predictions", or the metric with its index."""
+        """What is kept: "the predictions" or "the sentences", or the metric with its index."""
         index = {None: "", "dense": " with your index as it is", "slim": " with everything re-embedded"}
-        return "the predictions" if self.metric is None else f"{title_of(self.metric)}{index[self.index]}"
+        return f"the {self.word}s" if self.metric is None else f"{title_of(self.metric)}{index[self.index]}"
 
     @property
     def found(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import datasets
@@ -30,7 +30,22 @@ def read_labels(rows: datasets.Dataset, *, column: str, config: Any) -> list[int
             )
     if predicts(config) == "numbers":
         return _regression_labels(values, feature, column=column)
-    classes = ClassNames(config)
+    return class_numbers(
+        values, feature, column=column, classes=ClassNames(config), place=lambda row: row_name(rows, row)
+    )
+
+
+def class_numbers(
+    values: Sequence[Any], feature: Any, *, column: str, classes: ClassNames, place: Callable[[int], str]
+) -> list[int]:
+    """Return the number of the class of each value, matched by name if the data has names.
+
+    Args:
+        values: Labels, none of them missing; in messages, `place` names the row of each by its index.
+        feature: What the values are in the data set.
+        column: Their column, for messages.
+        classes: Those of the model.
+    """
     dtype = getattr(feature, "dtype", "")
     if dtype in STRINGS:
         return _numbers_of_names(values, column=column, classes=classes)
@@ -49,7 +64,7 @@ def read_labels(rows: datasets.Dataset, *, column: str, config: Any) -> list[int
             f"{kind_of(feature)} such as {quoted(values[0])}{hint}"
         )
     if -1 in values:
-        raise DataError(_hidden(f"for {column!r} in {row_name(rows, values.index(-1))}"))
+        raise DataError(_hidden(f"for {column!r} in {place(values.index(-1))}"))
     names = _names_of_values(values, feature, classes)
     numbers = {value: classes.find(name) for value, name in names.items()}
     if any(found and value not in found for value, found in numbers.items()):
@@ -66,11 +81,11 @@ def read_labels(rows: datasets.Dataset, *, column: str, config: Any) -> list[int
             listed(names.values()),
             classes,
         )
-    for row, value in enumerate(values):
+    for index, value in enumerate(values):
         if not 0 <= value < len(classes.names):
             raise DataError(
                 f"labels must be in [0, {len(classes.names)}), the model's classes, "
-                f"but {row_name(rows, row)} has {value} in {column!r}"
+                f"but {place(index)} has {value} in {column!r}"
             )
     return [int(value) for value in values]
 

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import datasets
 
-from ..errors import DataError, listed, quoted
+from ..errors import DataError, quoted
 from ..model.classes import ClassNames
 from .batches import Batch
-from .labels import kind_of
+from .labels import class_numbers, kind_of
 from .reader import Reader, batched
 from .rows import row_name
 from .targets import IGNORED, JUDGED_KEY
 from .tokens import as_batch, tokenised
 
-_SPAN = ("start", "end", "label")
+
+class _Span(NamedTuple):
+    """Characters of a text, and the classes of the first word in them and of the others."""
+
+    start: int
+    end: int  # excluded
+    first: int
+    others: int
 
 
 class WordsReader(Reader):
@@ -45,138 +54,129 @@ class WordsReader(Reader):
             if not words or not all((word or "").strip() for word in ([words] if isinstance(words, str) else words)):
                 what = "a blank one" if words else "none"
                 raise DataError(f"every row must have words in {column!r}, but {row_name(rows, row)} has {what}")
-        if self.columns.label is not None:
-            self._labels(rows)
+        self._labels(rows)
 
     def _batches(self, samples: datasets.Dataset, batch_size: int) -> Iterator[Batch]:
-        texts, labels = samples[self.columns.text[0]][:], None
-        if self.columns.label is not None:
-            labels = self._labels(samples)
+        texts, labels, split = samples[self.columns.text[0]][:], self._labels(samples), self._split(samples)
+        if split and self._space_belongs_to_words():
+            texts = [[words[0], *(f" {word}" for word in words[1:])] for words in texts]
         for part in batched(range(len(samples)), batch_size):
             found = tokenised(
                 self.processor,
                 self.config,
                 [texts[row] for row in part],
                 max_length=self.max_length,
-                is_split_into_words=self._split(samples),
+                is_split_into_words=split,
             )
-            found[JUDGED_KEY] = [_begins_word(found.word_ids(row)) for row in range(len(part))]
+            begun = [_begun(found.word_ids(row)) for row in range(len(part))]
+            found[JUDGED_KEY] = [[word is not None for word in words] for words in begun]
             if labels is not None:
+                classes = [
+                    labels[row] if split else self._of_spans(found, number, labels[row])
+                    for number, row in enumerate(part)
+                ]
                 found["labels"] = [
-                    self._labels_of_tokens(found, number, labels[row]) for number, row in enumerate(part)
+                    [IGNORED if word is None else of_row[word] for word in words]
+                    for of_row, words in zip(classes, begun, strict=True)
                 ]
             batch = as_batch(found, self.processor, self.config)
             yield batch | {JUDGED_KEY: batch[JUDGED_KEY].bool()}
 
-    def _labels_of_tokens(self, found: Any, row: int, labels: Sequence[Any]) -> list[int]:
-        """Return the class of the word that each token begins, -100 where none does."""
-        words, judged = found.word_ids(row), found[JUDGED_KEY][row]
-        if labels and isinstance(labels[0], Mapping):
-            places = {word: tuple(found.word_to_chars(row, word)) for word in filter(_is_word, words)}
-            of_words = self._of_spans(places, labels)
-        else:
-            of_words = dict(enumerate(labels)) or dict.fromkeys(
-                (word for word in words if word is not None), self._none
-            )
-        return [of_words[word] if begins else IGNORED for word, begins in zip(words, judged, strict=True)]
-
-    def _of_spans(self, places: Mapping[int, tuple[int, int]], spans: Sequence[Mapping[str, Any]]) -> dict[int, int]:
-        """Return the class of each word by its number; `places` are the characters where words begin and end."""
-        found = dict.fromkeys(places, self._none)
+    def _of_spans(self, found: Any, row: int, spans: Sequence[_Span]) -> dict[int, int]:
+        """Return the class of each word of a tokenised row."""
+        places = {word: found.word_to_chars(row, word) for word in found.word_ids(row) if word is not None}
+        classes = dict.fromkeys(places, ClassNames(self.config).find("O")[0])
         for span in spans:
-            first, others = self._classes_of(span["label"])
-            inside = [word for word, (start, end) in places.items() if start < span["end"] and end > span["start"]]
-            found |= {word: others if number else first for number, word in enumerate(inside)}
-        return found
+            inside = [word for word, place in places.items() if place.start < span.end and place.end > span.start]
+            classes |= {word: span.others if number else span.first for number, word in enumerate(inside)}
+        return classes
 
-    def _classes_of(self, name: str) -> tuple[int, int]:
-        """Return the classes of the first word and of the other words of a span with a label."""
-        names = ClassNames(self.config)
-        found = [[*names.find(f"{prefix}{name}"), *names.find(name)][:1] for prefix in ("B-", "I-")]
-        if not all(found):
-            raise DataError(f"the label of a span must be a class of the model ({names}), got {quoted(name)}")
-        return found[0][0], found[1][0]
-
-    @property
-    def _none(self) -> int:
-        """The class of words outside of spans."""
-        found = ClassNames(self.config).find("O")
-        if not found:
-            raise DataError(f"words outside of spans need a class O, but the model has {ClassNames(self.config)}")
-        return found[0]
+    def _space_belongs_to_words(self) -> bool:
+        """Return whether the tokenizer takes the space before a word for a part of it, as those of bytes do."""
+        text, words = self.processor("a a"), self.processor(["a", "a"], is_split_into_words=True)
+        return bool(text["input_ids"] != words["input_ids"])
 
     def _split(self, rows: datasets.Dataset) -> bool:
         """Return whether the column of text holds words."""
         return hasattr(rows.features[self.columns.text[0]], "feature")
 
-    def _labels(self, rows: datasets.Dataset) -> list[list[Any]]:
-        """Return the labels of each row, after checking all: class numbers of words, or spans."""
-        column = str(self.columns.label)
+    def _labels(self, rows: datasets.Dataset) -> Sequence[Sequence[Any]] | None:
+        """Return the labels of each row, after checking all: class numbers of words, or spans; None without labels."""
+        if self.columns.label is None:
+            return None
+        return self._class_numbers(rows, self.columns.label) if self._split(rows) else self._spans(rows)
+
+    def _class_numbers(self, rows: datasets.Dataset, column: str) -> list[list[int]]:
+        """Return the class of each word of each row."""
         feature = getattr(rows.features[column], "feature", None)
-        texts, labels = rows[self.columns.text[0]][:], rows[column][:]
-        if not self._split(rows):
-            self._check_spans(rows, texts, labels, column)
-            return labels
         if feature is None:
             raise DataError(
                 f"the labels of words must be a list for each row, but {column!r} holds "
                 f"{kind_of(rows.features[column])}"
             )
-        for row, (words, of_row) in enumerate(zip(texts, labels, strict=True)):
-            if len(words) != len(of_row or ()):
+        labels = rows[column][:]
+        for row, (words, of_row) in enumerate(zip(rows[self.columns.text[0]][:], labels, strict=True)):
+            given = sum(label is not None for label in of_row or ())
+            if len(words) != given or given != len(of_row):
                 raise DataError(
-                    f"every word must have a label, but {row_name(rows, row)} has {len(words)} words and "
-                    f"{len(of_row or ())} labels in {column!r}"
+                    f"every word must have a label, but {row_name(rows, row)} has {len(words)} words and {given} "
+                    f"labels in {column!r}"
                 )
-        return _class_numbers(rows, labels, feature, column, ClassNames(self.config))
+        ends = list(itertools.accumulate(map(len, labels)))
+        numbers = class_numbers(
+            [label for of_row in labels for label in of_row],
+            feature,
+            column=column,
+            classes=ClassNames(self.config),
+            place=lambda index: row_name(rows, bisect.bisect(ends, index)),
+        )
+        return [numbers[end - len(of_row) : end] for end, of_row in zip(ends, labels, strict=True)]
 
-    def _check_spans(self, rows: datasets.Dataset, texts: Sequence[str], labels: Sequence[Any], column: str) -> None:
+    def _spans(self, rows: datasets.Dataset) -> list[list[_Span]]:
+        """Return the spans of each row, by their places."""
+        column, classes = str(self.columns.label), ClassNames(self.config)
+        if not classes.find("O"):
+            raise DataError(f"words outside of spans need a class O, but the model has {classes}")
+        feature = getattr(rows.features[column], "feature", None)
+        names = (
+            getattr(feature["label"], "names", None) if isinstance(feature, Mapping) and "label" in feature else None
+        )
+        texts, labels = rows[self.columns.text[0]][:], rows[column][:]
+        found = []
         for row, (text, spans) in enumerate(zip(texts, labels, strict=True)):
-            for span in spans or ():
-                if not isinstance(span, Mapping) or not span.keys() >= set(_SPAN):
+            where = f"{row_name(rows, row)} has {{}} in {column!r}"
+            of_row = sorted(_span(span, len(text), names, classes, where) for span in spans or ())
+            for one, other in itertools.pairwise(of_row):
+                if other.start < one.end:
                     raise DataError(
-                        f"the labels of texts must be spans, dicts of {listed(_SPAN)}, but {row_name(rows, row)} has "
-                        f"{quoted(span)} in {column!r}; give lists of words with a label for each, or spans"
+                        "spans of a text must not overlap, as a word has one class, but "
+                        + where.format(f"{one.start} to {one.end} and {other.start} to {other.end}")
                     )
-                if not 0 <= span["start"] < span["end"] <= len(text):
-                    raise DataError(
-                        f"a span must be in its text of {len(text)} characters, but {row_name(rows, row)} has one from "
-                        f"{span['start']} to {span['end']}"
-                    )
-                self._classes_of(span["label"])
+            found.append(of_row)
+        return found
 
 
-def _is_word(word: int | None) -> bool:
-    return word is not None
+def _span(span: Any, length: int, names: Sequence[str] | None, classes: ClassNames, where: str) -> _Span:
+    """Return a span of a text of some characters; `names` are those of its labels, if these are numbers."""
+    if not isinstance(span, Mapping) or not {"start", "end", "label"} <= span.keys():
+        raise DataError(
+            f"the labels of texts must be spans, dicts of start, end and label, but {where.format(quoted(span))}; give "
+            "lists of words with a label for each, or spans"
+        )
+    start, end, label = span["start"], span["end"], span["label"]
+    if not (isinstance(start, int) and isinstance(end, int) and 0 <= start < end <= length):
+        raise DataError(f"a span must be in its text of {length} characters, but {where.format(f'{start} to {end}')}")
+    name = names[label] if names is not None and isinstance(label, int) else label
+    # Of a model without prefixes, all words of a span have the same class.
+    found = [(classes.find(f"{prefix}{name}") or classes.find(str(name)))[:1] for prefix in ("B-", "I-")]
+    if not all(found):
+        raise DataError(
+            f"the label of a span must be a class of the model ({classes}), with or without B- and I-, but "
+            f"{where.format(quoted(name))}"
+        )
+    return _Span(start, end, found[0][0], found[1][0])
 
 
-def _begins_word(words: Sequence[int | None]) -> list[bool]:
-    """Return which tokens are the first of their word, by the number of each token's word."""
-    before = [None, *words[:-1]]
-    return [word is not None and word != last for word, last in zip(words, before, strict=True)]
-
-
-def _class_numbers(
-    rows: datasets.Dataset, labels: Sequence[Sequence[Any]], feature: Any, column: str, classes: ClassNames
-) -> list[list[int]]:
-    """Return class numbers of words, from numbers, names, or numbers of named classes."""
-    named = feature.names if isinstance(feature, datasets.ClassLabel) else None
-    if named is not None and not all(classes.find(name) for name in named):
-        named = None
-    numbers: dict[Any, int] = {}
-    for row, of_row in enumerate(labels):
-        for value in dict.fromkeys(of_row):
-            if value in numbers:
-                continue
-            name = named[value] if named is not None else value
-            if isinstance(name, str):
-                found = classes.find(name)
-            else:
-                found = [name] if isinstance(name, int) and 0 <= name < len(classes.names) else []
-            if len(found) != 1:
-                raise DataError(
-                    f"the label of a word must be a class of the model ({classes}) or its number, but "
-                    f"{row_name(rows, row)} has {quoted(value)} in {column!r}"
-                )
-            numbers[value] = found[0]
-    return [[numbers[value] for value in of_row] for of_row in labels]
+def _begun(words: Sequence[int | None]) -> list[int | None]:
+    """Return the number of the word that each token begins, by that of its word; None where none does."""
+    return [None if word == last else word for last, word in zip([None, *words[:-1]], words, strict=True)]

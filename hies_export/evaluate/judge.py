@@ -20,7 +20,7 @@ from ..tasks import Behaviour
 from ..tasks.by_shape import BY_SHAPE
 from ..tasks.models import behaviour_of
 from .interval import CONFIDENCE, lower_share, ratio_ends, share_ends, variance_of_mean
-from .metrics import METRICS, check_metrics, quality_loss
+from .metrics import METRICS, check_metrics, find_metric, quality_loss, shared_entities
 from .predict import Predictions, predict, references
 from .ranking import Ranked, RankedTexts, Rankings, RowsKind, kind_of_rows, ranked
 
@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 Index = Literal["dense", "slim"] | None
 # Fields of `Rankings` that metrics are means of.
 _FIELDS = {"ndcg@10": "ndcg", "recall@10": "recall", "mrr@10": "mrr", "own_ndcg@10": "own_ndcg"}
+# Metrics that are ratios of sums over samples, by the function that gives both terms of each sample.
+_TERMS = {"own_entity_f1": shared_entities}
 
 
 @dataclass(frozen=True)
@@ -138,10 +140,7 @@ class Judge:
 
     def of(self, predictions: Predictions) -> Quality:
         """Return all metrics and the stability of predictions of the batches."""
-        if self._rows is None:
-            metrics = compute_metrics(predictions, self._references, names=self.metrics, behaviour=self.behaviour)
-        else:
-            metrics = {name: _value(name, *self._inputs(name, predictions)) for name in self.metrics}
+        metrics = {name: _value(name, *self._inputs(name, predictions)) for name in self.metrics}
         return Quality(metrics, self._stability(predictions))
 
     def agreement(self, predictions: Predictions) -> torch.Tensor:
@@ -162,8 +161,9 @@ class Judge:
     def kept(self, predictions: Predictions) -> tuple[float, float]:
         """Return the share that is kept, and the lower end of its interval.
 
-        It is the share of predictions that equal the dense model's or, of rankings, the first metric divided by the
-        dense model's. The interval of that is `ratio_ends`, and for correlations the percentile bootstrap's.
+        It is the share of predictions that equal the dense model's. If the first metric is of rankings or of shared
+        entities, it is that metric divided by the dense model's. The interval of that is `ratio_ends`, and for
+        correlations the percentile bootstrap's.
         """
         return self._kept(predictions, self._scale)[:2]
 
@@ -177,18 +177,27 @@ class Judge:
 
     def _kept(self, predictions: Predictions, scale: float = 1.0) -> tuple[float, float, float]:
         """Return the share that is kept, and both ends of its interval for `scale` times the samples."""
-        if self._rows is None:
+        name = self.metrics[0]
+        if self._rows is None and name not in _TERMS:
             same = self.agreement(predictions)
             low, differ = (lower_share(of, self.samples, self.confidence, scale=scale) for of in (same, ~same))
             return same.double().mean().item(), low, 1 - differ
-        name = self.metrics[0]
-        if name in _FIELDS:
-            dense, slim = (vars(self.rankings(of))[_FIELDS[name]] for of in (self.dense, predictions))
+        if name in _FIELDS or name in _TERMS:
+            slim, dense = self._terms(name, predictions)
             low, high = ratio_ends(slim, dense, self.confidence, scale=scale)
-            return _ratio(name, dense.mean().item(), slim.mean().item()), low, high
+            return _ratio(name, dense.double().mean().item(), slim.double().mean().item()), low, high
         share, drawn = self._resampled(name, predictions, _ratio, scale)
         low, high = np.quantile(drawn, ((1 - self.confidence) / 2, (1 + self.confidence) / 2)).tolist()
         return share, low, high
+
+    def _terms(self, name: str, predictions: Predictions) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the numbers of each sample whose means have the share as their ratio, (samples,) each."""
+        if name in _TERMS:
+            given, wanted, _ = self._inputs(name, predictions)
+            shared, named = map(torch.from_numpy, _TERMS[name](given, wanted))
+            return shared, named
+        slim, dense = (vars(self.rankings(of))[_FIELDS[name]] for of in (predictions, self.dense))
+        return slim, dense
 
     def lost(self, predictions: Predictions, *, resamples: int = 1000, seed: int = 0) -> tuple[float, float]:
         """Return how much worse the first metric is than the dense model's, and the upper end of its interval.
@@ -292,7 +301,8 @@ class Judge:
     def _inputs(self, name: str, predictions: Predictions) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
         """Return what a metric compares: predictions and references of (samples,), and options."""
         if self._rows is None:
-            return _metric_inputs(predictions, self._references, names=[name], behaviour=self.behaviour)
+            wanted = self.behaviour.decided(self.dense) if find_metric(name).own else self._references
+            return _metric_inputs(predictions, wanted, names=[name], behaviour=self.behaviour)
         check_metrics([name], rows=self._kind)
         if METRICS[name].of == "numbers":
             return self._of_pairs(predictions)

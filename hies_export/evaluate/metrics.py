@@ -27,8 +27,8 @@ class Metric:
 
     name: str  # the name recipes give it
     # What it compares: "classes", "labels" (sets of them), "numbers" (of a regression, or the similarities of pairs),
-    # "tokens" (of generated text), "choices" (among answers to a prompt), "ranking" (of what is relevant) or "own
-    # ranking" (beside the dense model's).
+    # "tokens" (of generated text), "choices" (among answers to a prompt), "ranking" (of what is relevant), or "own
+    # ranking" and "own words" (beside the dense model's).
     of: str
     compute: Compute  # the function, of predictions and references; NaN if the metric is undefined
     higher_is_better: bool = True  # whether more is better
@@ -37,6 +37,11 @@ class Metric:
     def ranks(self) -> bool:
         """Whether it is a metric of rankings."""
         return self.of in ("ranking", "own ranking")
+
+    @property
+    def own(self) -> bool:
+        """Whether predictions are compared with the dense model's own, so that the dense model's value is 1."""
+        return self.of.startswith("own ")
 
 
 # The metrics below, and those of the `evaluate` library that were asked for in this process.
@@ -56,7 +61,7 @@ def register_metric(name: str, *, of: str, higher_is_better: bool = True) -> Cal
       sample has, (samples,) int64. As sums, neither memory nor a bootstrap depends on the number of tokens;
     - of "words": predictions with the fields `right` (how many entities of the sample are right), `found` (how many are
       predicted) and `words` (how many words have the right class), and references with `entities` and `words`, how
-      many there are, (samples,) int64;
+      many there are, (samples,) int64; of "own words", references are the dense model's predictions;
     - of "spans": predictions with the fields `exact` and `f1`, how well the answer agrees with a right one, in [0, 1],
       and ones, (questions,) float64;
     - of "choices": predictions with the fields `likeliest` and `per_character`, the choice of the largest
@@ -162,8 +167,19 @@ def choice_accuracy_norm(predictions: np.ndarray, references: np.ndarray) -> flo
 @register_metric("entity_f1", of="words")
 def entity_f1(predictions: np.ndarray, references: np.ndarray) -> float:
     """Return the F1 of all entities together (micro); one is right if its type and all its words are, as in seqeval."""
-    named = predictions["found"].sum() + references["entities"].sum()
-    return float(2 * predictions["right"].sum() / named) if named else math.nan
+    shared, named = shared_entities(predictions, references)
+    return float(shared.sum() / named.sum()) if named.any() else math.nan
+
+
+@register_metric("own_entity_f1", of="own words")
+def own_entity_f1(predictions: np.ndarray, references: np.ndarray) -> float:
+    """Return the same F1 with the dense model's entities in place of labels: the share of entities that both find."""
+    return entity_f1(predictions, references)
+
+
+def shared_entities(predictions: np.ndarray, references: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return how many entities of each sample are on both sides, counted twice, and how many there are on either."""
+    return 2 * predictions["right"], predictions["found"] + references["entities"]
 
 
 @register_metric("word_accuracy", of="words")
@@ -221,6 +237,7 @@ _ERRORS = frozenset({"brier_score", "mae", "mape", "mase", "mse", "smape"})
 
 # Metrics of rankings whose usual names differ from those in a recipe.
 _TITLES = {"ndcg@10": "nDCG@10", "mrr@10": "MRR@10", "own_ndcg@10": "nDCG@10 against the dense ranking"}
+_TITLES |= {"own_entity_f1": "same entities (F1)"}
 
 
 def title_of(name: str) -> str:
@@ -324,7 +341,7 @@ _PREDICTING = {
 
 def check_metrics(names: Sequence[str], *, predicts: str = "classes", rows: RowsKind | None = None) -> None:
     """Check, before any work, that every metric exists and fits what the model predicts, or what its rows are."""
-    of = _Of((predicts,), _PREDICTING.get(predicts, predicts)) if rows is None else _OF_ROWS[rows]
+    of = _Of((predicts, f"own {predicts}"), _PREDICTING.get(predicts, predicts)) if rows is None else _OF_ROWS[rows]
     problems: list[str] = []
     for name in names:
         try:

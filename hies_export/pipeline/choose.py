@@ -326,7 +326,7 @@ class Chooser:
         return replace(self._choice(picked, self.promise(asked, confidence)), refit=None)
 
     def promise(self, asked: KeepBudget, confidence: float = CONFIDENCE) -> KeepOutcome:
-        """Return what is promised on the held-out rows: of rankings, the share of a metric, on an index."""
+        """Return what is promised on the held-out rows: of rankings or entities, the share of a metric."""
         rows = self._prepared.rows.held_out
         kind, metric, index = self._kind(rows), asked.metric, asked.index
         if index is not None and kind not in ("queries", "texts"):
@@ -334,8 +334,9 @@ class Chooser:
                 "keep.index says which vectors of documents queries search, and only embeddings of queries and "
                 "documents, or of texts alone, have these; leave it out"
             )
-        if not keeps_predictions(kind):
-            metric = metric or self._prepared.judged.metrics[0]
+        first = self._prepared.judged.metrics[0]
+        if not keeps_predictions(kind) or METRICS[first].own:
+            metric = metric or first
             index = index or ("dense" if kind in ("queries", "texts") else None)
         return KeepOutcome(
             predictions=asked.predictions,
@@ -344,6 +345,8 @@ class Chooser:
             index=index,
             samples=samples_of(rows),
             confidence=confidence,
+            # What a language model predicts may be answers or choices.
+            word="prediction" if self._prepared.task.generative else self._prepared.judged.behaviour.word,
         )
 
     def _kind(self, rows: Sequence[Batch]) -> RowsKind | None:
@@ -356,11 +359,11 @@ class Chooser:
         metric of choices, which none of these rows have, and for candidates of which too few are of one query.
         """
         rows, metric = self._prepared.rows, promise.metric
-        if metric is None:
-            return rows.compensation or rows.calibration
-        if keeps_predictions(self._kind(rows.held_out)):
-            return None if METRICS[metric].of == "choices" else rows.calibration
         unlabelled = rows.compensation or rows.calibration
+        if keeps_predictions(self._kind(rows.held_out)):
+            if metric is None or METRICS[metric].own:
+                return unlabelled
+            return None if METRICS[metric].of == "choices" else rows.calibration
         kind, count = self._kind(unlabelled), sum(map(size_of, unlabelled))
         return unlabelled if kind in ("texts", "queries") or count >= 2 * samples_of(unlabelled) else None
 

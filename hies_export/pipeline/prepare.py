@@ -13,6 +13,7 @@ from ..data.batches import Batch
 from ..data.targets import inputs_of, samples_of
 from ..errors import RecipeError, RequestError
 from ..evaluate.interval import CONFIDENCE, FAILURES, confidence_of_each, queries_needed, rows_needed
+from ..evaluate.metrics import METRICS
 from ..evaluate.predict import Predictor, predict
 from ..evaluate.ranking import keeps_predictions, kind_of_rows
 from ..forms.exports import Exporter, ExportOptions
@@ -162,6 +163,8 @@ def _check_enough_rows(prepared: Prepared, options: PruneSection) -> None:
         return
     kind = kind_of_rows(prepared.rows.held_out, embeds=prepared.task.embeds)
     needed_for, what = (rows_needed, "rows") if keeps_predictions(kind) else (queries_needed, "queries")
+    if keep.metric is not None and METRICS[keep.metric].own:  # judged by the same interval as rankings
+        needed_for = queries_needed
     if count < (needed := needed_for(keep.predictions, confidence_of_each(FAILURES))):
         raise RequestError(
             f"keep: {keep.predictions:g} can be promised with {100 * CONFIDENCE:g} % confidence from {needed:,} "

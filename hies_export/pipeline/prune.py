@@ -49,8 +49,9 @@ from ..recipe import (
 )
 from ..report.maps import plan_maps
 from ..report.report import plan_counts
-from ..report.rows import Table, change, metric_name, quality_row, ranking_rows, shown_metrics, si
+from ..report.rows import Table, change, metric_name, own_rows, quality_row, ranking_rows, shown_metrics, si
 from ..report.terminal import PlainTable, map_text
+from ..report.text import is_own
 from ..slim.refit import LayerFit
 from ..tasks import Behaviour, Task
 from ..tasks.models import task_of
@@ -243,17 +244,17 @@ class PruneResult:
         if self.held_out is not None:
             samples = samples_of(self.prepared.rows.held_out)
             labelled, ranking = has_references(self.prepared.rows.held_out[0]), self.held_out.ranking
-            plain = self.held_out.metrics.keys() - shown_metrics(ranking) if labelled else set()
             others = [
                 quality_row(metric_name(name, ranking), values)
                 for name, values in self.held_out.metrics.items()
-                if name in plain
+                if labelled and name not in shown_metrics(ranking) and not is_own(name)
             ]
             counted = f"{samples:,} held-out {'row' if samples == 1 else 'rows'}"
             if ranking:
                 rows += [*ranking_rows(ranking, self.held_out.metrics), *others]
             else:
                 rows += [*others, (f"same prediction, {counted}", "", f"{self.held_out.stability:.1%}", "")]
+                rows += own_rows(self.held_out.metrics)
         return Table(("", "dense", "slim", "change"), rows)
 
 

@@ -49,11 +49,12 @@ def _known_metric(name: str) -> str:
     return _known(name, METRICS, what="metric")
 
 
-def _ranks(metric: Any) -> bool:
-    """Return whether a name is that of a metric of rankings."""
+def _may_be_shared(metric: Any) -> bool:
+    """Return whether a share of a metric may be promised: of rankings, or beside the dense model's predictions."""
     from ..evaluate.metrics import METRICS
 
-    return isinstance(metric, str) and metric in METRICS and METRICS[metric].ranks
+    found = METRICS.get(metric) if isinstance(metric, str) else None
+    return found is not None and (found.ranks or found.own)
 
 
 ShareOfDense = Annotated[float, AfterValidator(_share_of_dense)]
@@ -261,8 +262,9 @@ class KeepBudget(TimedSection):
         predictions: Share of the predictions that must stay the dense model's, in (0, 1). The lower end of the interval
             must reach it, so all predictions of 477 rows must stay for 0.99, or all but 2 of 1,024. Of an embedding
             model or a reranker, it is the share of a metric that must stay: of `metric`, by default the first one.
-        metric: In place of a share of predictions, the name of a metric. If it is of rankings, such as ndcg@10, a share
-            of it is kept, 0.99 unless `predictions` says otherwise, or it gets worse `by` so much.
+        metric: In place of a share of predictions, the name of a metric. If it is of rankings, such as ndcg@10, or
+            own_entity_f1, a share of it is kept, 0.99 unless `predictions` says otherwise, or it gets worse `by` so
+            much.
         by: How much worse the metric may get at most, in its own unit.
         index: What embeddings of queries are compared with: "dense", the documents' vectors of the dense model, which
             is the default, or "slim", all texts embedded again.
@@ -288,14 +290,14 @@ class KeepBudget(TimedSection):
     def _may_be_a_number(cls, value: Any) -> Any:
         if isinstance(value, (int, float)):
             return {"predictions": value}
-        if isinstance(value, dict) and _ranks(value.get("metric")) and {"by", "predictions"}.isdisjoint(value):
+        if isinstance(value, dict) and _may_be_shared(value.get("metric")) and {"by", "predictions"}.isdisjoint(value):
             return {**value, "predictions": 0.99}
         return value
 
     @model_validator(mode="after")
     def _is_one_promise(self) -> KeepBudget:
         given = [name for name in ("predictions", "metric", "by") if getattr(self, name) is not None]
-        shares = given == ["predictions", "metric"] and _ranks(self.metric)
+        shares = given == ["predictions", "metric"] and _may_be_shared(self.metric)
         if not shares and given not in (["predictions"], ["metric", "by"]):
             raise ValueError(f"keep needs predictions, or metric and by, got {' and '.join(given) or 'none'}")
         timed = [name for name in ("batch", "sequence", "dtype") if name in self.model_fields_set]

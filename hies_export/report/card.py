@@ -55,6 +55,7 @@ def render_card(
         revision=f", revision={json.dumps(revision)}" if revision else "",
         download=_download(location, revision),
         ort_class=getattr(TASKS.get(report.task), "ort_class", None),
+        usage=getattr(TASKS.get(report.task), "usage", None),
     )
 
 

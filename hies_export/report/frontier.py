@@ -13,7 +13,7 @@ from . import canvas
 from .canvas import ACCENT, CARD, GREY, INK, LINE, MARKERS, MUTED, SECOND, SERIES
 from .report import Report
 from .rows import form_name, form_step
-from .text import runtime_name, share_of
+from .text import keeps_metric, runtime_name, share_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -106,7 +106,7 @@ def frontier_figure(report: Report, others: Sequence[Measured] = ()) -> Frontier
     dense = f"{forms[0].model} {forms[0].bits}"
     chosen = None if found is None else found.form
     runtimes = list(dict.fromkeys(map(_runtime, forms)))
-    whole = report.quality.dense if report.ranking is not None else None
+    whole = report.quality.dense if keeps_metric(report) else None
     upwards = f"same {word}s as {dense}" if tolerance is None else f"{word}s within {tolerance:g} of {dense}'s"
     if whole is not None:
         upwards = share_of(report.quality.metric, dense)

@@ -10,12 +10,15 @@ from ..forms.measure.rows import LatencyRow
 from ..outcomes import CostOutcome, HeadsOutcome, KeepOutcome, MaxDropOutcome
 from .report import Report
 from .rows import form_step
-from .text import evaluated_share, runtime_name
+from .text import evaluated_share, keeps_metric, runtime_name
 
 # Metrics whose names in a sentence differ from those in a recipe.
 _WRITTEN = {"pearson": "Pearson", "spearman": "Spearman", "f1": "F1", "matthews_correlation": "Matthews correlation"}
 _WRITTEN |= {"choice_accuracy": "accuracy of choices", "exact_match": "exact matches"}
+_WRITTEN |= {"entity_f1": "entity F1", "own_entity_f1": "same entities"}
 _WRITTEN |= {"f1_micro": "micro F1", "subset_accuracy": "subset accuracy"}
+# What a promise of such a metric is over.
+_OVER = {"own_entity_f1": "entities"}
 
 
 def lead_text(report: Report) -> str:
@@ -157,9 +160,13 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3f}" if abs(value) < 1 else f"{value:.3g}"
 
 
-def _promise(promised: float | None, kept: float | None) -> str:
-    """Return that a promise was kept on held-out rows, and whether a promised share was missed on those evaluated."""
-    text = "promise kept on held-out rows"
+def _promise(report: Report, metric: str | None, promised: float | None, kept: float | None) -> str:
+    """Return that a promise was kept on held-out rows, and whether a promised share was missed on those evaluated.
+
+    It says over what, if the promise is not over predictions or a `metric` that the sentence names.
+    """
+    over = _OVER.get(metric, "") if metric else f"{report.details.stability_of}s"
+    text = f"promise{f' over {over}' if over not in ('', 'predictions') else ''} kept on held-out rows"
     return text if promised is None or kept is None or kept >= promised else f"{text}, missed on those evaluated"
 
 
@@ -167,15 +174,15 @@ def _budget(report: Report) -> str:
     """Return whether the budget was kept; empty if the report does not know."""
     budget, heads, deployed = report.details.budget, report.heads, report.details.deployment
     if deployed is not None and deployed.form is not None:
-        (kept, quality), dense = _judged(report), report.quality.dense
-        if report.ranking is not None and dense > 0:
-            kept = quality / dense
-        return _promise(deployed.promise, kept)
+        (kept, quality), dense, metric = _judged(report), report.quality.dense, None
+        if keeps_metric(report) and dense > 0:
+            kept, metric = quality / dense, report.quality.metric
+        return _promise(report, metric, deployed.promise, kept)
     if isinstance(budget, KeepOutcome):
         if not budget.met:
             return f"{budget.asked} promised, and held-out rows have {budget.found}"
         there = evaluated_share(report, budget.metric, budget.index) if budget.metric else _judged(report)[0]
-        return _promise(budget.predictions, there)
+        return _promise(report, budget.metric, budget.predictions, there)
     if isinstance(budget, MaxDropOutcome):
         assert budget.slim is not None
         lost = quality_loss(budget.metric, budget.dense, budget.slim)

@@ -96,7 +96,7 @@ def comparison_table(report: Report) -> Table:
     """
     quality, ranking = report.quality, report.ranking
     labelled = report.details.data.evaluation_labelled
-    before = report.details.uncompensated
+    before, shown = report.details.uncompensated, shown_metrics(ranking) | {*filter(text.is_own, report.metrics)}
     rows = [
         *(
             (name, f"{units.total:,}", f"{units.kept:,}", change(units.total, units.kept))
@@ -104,8 +104,8 @@ def comparison_table(report: Report) -> Table:
         ),
         *(size[:4] for size in size_rows(report)),
         *([("GGUF file", "", si(report.bytes.gguf) + "B", "")] if report.bytes.gguf else []),
-        *([quality_row(quality.metric, quality)] if labelled and quality.metric not in shown_metrics(ranking) else []),
-        *([] if ranking else [(agreement(report), "", f"{report.stability:.1%}", "")]),
+        *([quality_row(quality.metric, quality)] if labelled and quality.metric not in shown else []),
+        *([] if ranking else [(agreement(report), "", f"{report.stability:.1%}", ""), *own_rows(report.metrics)]),
         *ranking_rows(ranking, report.metrics),
         *(quality_row(name, values) for name, values in report.details.benchmarks.items()),
     ]
@@ -146,6 +146,13 @@ def ranking_rows(
     return rows
 
 
+def own_rows(
+    metrics: Mapping[str, Both[float] | FirstMetric],
+) -> list[tuple[str, str, str, str]]:
+    """Return the metrics that compare with the dense model's own predictions, as shares."""
+    return [(title_of(name), "", f"{of.slim:.1%}", "") for name, of in metrics.items() if text.is_own(name)]
+
+
 def metric_name(metric: str, ranking: Mapping[Any, Any] | None) -> str:
     """Return the name of a metric, and the index that it is on: "MRR@10, your index as it is"."""
     ranks = metric in METRICS and METRICS[metric].ranks
@@ -164,7 +171,7 @@ class Kept(NamedTuple):
 def kept_bars(report: Report) -> tuple[list[Kept], str]:
     """Return what stays of the dense model's predictions or, of rankings, of the first metric, and what it is of."""
     before, ranking, quality = report.details.uncompensated, report.ranking, report.quality
-    if ranking is None:
+    if not text.keeps_metric(report):
         bars = [Kept(agreement(report), report.stability, f"{100 * report.stability:.1f}%")]
         if before:
             share = before.stability
@@ -174,7 +181,8 @@ def kept_bars(report: Report) -> tuple[list[Kept], str]:
         return [], ""
     key = next((key for key, (_, metric) in _RANKING.items() if metric == quality.metric), "")
     found = [
-        (words.removeprefix(", ") or "refitted", ranking.get(index, {}).get(key)) for index, words in _INDEX.items()
+        (words.removeprefix(", ") or "refitted", (ranking or {}).get(index, {}).get(key))
+        for index, words in _INDEX.items()
     ]
     named = [(name, value, "slim") for name, value in found if value is not None]
     named = named or [("refitted" if before else "slim", quality.slim, "slim")]
@@ -188,9 +196,9 @@ def kept_bars(report: Report) -> tuple[list[Kept], str]:
 
 
 def form_note(form: JudgedForm, report: Report) -> str:
-    """Return what a form keeps, beside its time: "97.1 % same" or, of the first metric of rankings, "99.4 % kept"."""
+    """Return what a form keeps, beside its time: "97.1 % same" or, of the first metric, "99.4 % kept"."""
     dense = report.quality.dense
-    if report.ranking is None or dense <= 0:
+    if not text.keeps_metric(report) or dense <= 0:
         return f"{100 * form.stability:.1f} % same"
     return f"{100 * form.quality / dense:.1f} % kept"
 

@@ -95,10 +95,19 @@ def samples_word(report: Report) -> str:
     return "queries" if "ndcg" in known or "candidates" in report.ranking else "texts"
 
 
+def keeps_metric(report: Report) -> bool:
+    """Return whether what is kept is a share of the first metric: of rankings, or beside the dense predictions."""
+    return report.ranking is not None or is_own(report.quality.metric)
+
+
+def is_own(metric: str) -> bool:
+    """Return whether a metric compares with the dense model's own predictions."""
+    return metric in METRICS and METRICS[metric].own
+
+
 def share_of(metric: str, model: str) -> str:
     """Return what a share of a model's metric of rankings is called; own rankings are a share already."""
-    own = metric in METRICS and METRICS[metric].of == "own ranking"
-    return title_of(metric) if own else f"{title_of(metric)}, share of {model}'s"
+    return title_of(metric) if is_own(metric) else f"{title_of(metric)}, share of {model}'s"
 
 
 def sentence_class(report: Report) -> str | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from ..errors import DataError
 from .behaviour import Behaviour, Predicted
 from .task import Task, column_sets
 
@@ -24,8 +25,8 @@ Entity = tuple[str, int, int]  # its type, its first word, and the word after it
 class TagPredictions(Predicted):
     """The likeliest class of every judged word of all samples, in order; on the CPU.
 
-    Two samples have the same prediction if they have the same entities or, where the names of the classes do not begin
-    with `B-` and `I-`, if all words have the same class.
+    Two samples have the same prediction if they have the same entities. Where the names of the classes have no prefix,
+    such as parts of speech, every word is an entity, so all words must have the same class.
     """
 
     kind = "words"
@@ -74,19 +75,21 @@ class TagPredictions(Predicted):
 def entities_of(tags: Sequence[str]) -> set[Entity]:
     """Return the entities that the tags of words name.
 
-    Tags are `O` or a type that may begin with `B-`, the first word of an entity, or `I-`, another one. An entity ends
-    where the type changes; `I-` without a word before it begins one. This is the rule of CoNLL's `conlleval`. Types
-    without such beginnings are entities of a single word each.
+    Tags are `O`, or a type after a prefix: `B-` at the first word of an entity, `I-` inside, `E-` or `L-` at the last,
+    `S-` or `U-` at the only one. An entity ends where the type changes too, and `I-` without a word before it begins
+    one. This is the rule of CoNLL's `conlleval`, as in seqeval. A type without a prefix is an entity of a single word.
     """
     found, start, kind = set(), 0, ""
     for place, tag in enumerate([*tags, "O"]):
-        prefix, _, name = tag.partition("-") if tag[:2] in ("B-", "I-") else ("B", "", tag)
-        name = "" if tag == "O" else name
-        if kind and (name != kind or prefix == "B"):
+        prefix, name = (tag[0], tag[2:]) if tag[1:2] == "-" and tag[0] in "BIELSU" else ("S", "" if tag == "O" else tag)
+        if kind and (name != kind or prefix in "BSU"):
             found.add((kind, start, place))
             kind = ""
         if name and not kind:
             start, kind = place, name
+        if kind and prefix in "ELSU":
+            found.add((kind, start, place + 1))
+            kind = ""
     return found
 
 
@@ -95,9 +98,27 @@ class Tags(Behaviour):
     """The likeliest class of each word, from logits, (batch, tokens, classes), at its first token."""
 
     predicts = "words"
-    metrics = ("entity_f1", "word_accuracy")
+    metrics = ("entity_f1", "word_accuracy", "own_entity_f1")
     word = "sentence"
     names: tuple[str, ...]  # of the classes
+
+    def canonical(self, model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return a batch with the tokens at which classes are read: those with a label, else all of the text.
+
+        Raises a DataError if labels are no classes of tokens.
+        """
+        from ..data.targets import IGNORED, JUDGED_KEY
+
+        labels, shape = batch.get("labels"), batch["input_ids"].shape if "input_ids" in batch else None
+        if labels is not None:
+            wrong = labels[(labels != IGNORED) & ((labels < 0) | (labels >= len(self.names)))]
+            if labels.is_floating_point() or labels.dim() != 2 or shape not in (None, labels.shape) or len(wrong):
+                raise DataError(
+                    f"the labels of words must be int64, (batch, tokens), each in [0, {len(self.names)}) or "
+                    f"{IGNORED} where no class is read, but a batch has "
+                    f"{wrong[0].item() if len(wrong) else labels.dtype} in labels of shape {tuple(labels.shape)}"
+                )
+        return {**batch, JUDGED_KEY: _judged(batch)}
 
     def own_labels(self, model: PreTrainedModel, batch: Mapping[str, Tensor], output: Tensor) -> Tensor:
         """Return the likeliest class of each word at its first token, -100 elsewhere, (batch, tokens)."""
@@ -124,12 +145,11 @@ class Tags(Behaviour):
 
     def check(self, batches: Sequence[Mapping[str, Tensor]]) -> None:
         """Refuse samples without a word."""
-        from ..errors import DataError
-
         for number, batch in enumerate(batches):
             if not _judged(batch).any(-1).all():
                 raise DataError(
-                    f"every sample must have a word to classify, but batch {number} (from 0) has one without"
+                    f"every sample must have a word to classify, but batch {number} (from 0) has one without; leave "
+                    "out samples without labels, or of which the tokenizer makes no token"
                 )
 
     def kept(self, output: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
@@ -170,6 +190,7 @@ class TokenClassification(Task):
     name = "token-classification"
     auto_class = "AutoModelForTokenClassification"
     ort_class = "ORTModelForTokenClassification"
+    usage = 'predict("a text", aggregation_strategy="first")'
     columns = column_sets("text", "text label")
     needs = "data.text (a column of words, or of text with spans as labels)"
 

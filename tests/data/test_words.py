@@ -1,0 +1,220 @@
+"""Words and texts with spans, against a loop that cuts every word into pieces by hand; what is refused."""
+
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from support.tags import LETTERS, PIECES, TAGS, pieces_of, sentences, tag_tokenizer, tagger, words_of
+from tokenizers import ByteLevelBPETokenizer
+from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+from hies_export.data.reader import Columns
+from hies_export.data.rows import number_rows
+from hies_export.data.words import WordsReader
+from hies_export.errors import DataError
+from hies_export.tasks import TASKS
+
+TASK = TASKS["token-classification"]
+NUMBERS = {"id2label": dict(enumerate(TAGS)), "label2id": {tag: number for number, tag in enumerate(TAGS)}}
+
+
+def rows_of(rows: list[dict[str, Any]], feature: Any = None) -> datasets.Dataset:
+    found = datasets.Dataset.from_list(rows)
+    if not any(row.get("tokens", True) for row in rows):
+        found = found.cast_column("tokens", datasets.List(datasets.Value("string")))
+    if feature is not None:
+        found = found.cast_column("ner_tags", feature)
+    return number_rows(found, source="train.jsonl")
+
+
+def reader(label: str | None = "ner_tags", text: str = "tokens", **fields: Any) -> WordsReader:
+    usual = {"config": tagger().config, "processor": tag_tokenizer()}
+    found = TASK.reader(columns=Columns(text=(text,), label=label), **(usual | fields))
+    assert isinstance(found, WordsReader)
+    return found
+
+
+def by_hand(words: list[list[str]], tags: list[list[str]], *, limit: int = 64, left: bool = False) -> dict[str, Any]:
+    """Return the batch of these words, without a tokenizer."""
+    lines = []
+    for of_row, tags_of_row in zip(words, tags, strict=True):
+        tokens = [(piece, TAGS.index(tag) if first else -100)
+                  for word, tag in zip(of_row, tags_of_row, strict=True)
+                  for piece, first in zip(pieces_of(word), [True] + [False] * 9, strict=False)]  # fmt: skip
+        lines.append([(2, -100), *tokens[: limit - 2], (3, -100)])
+    longest = max(map(len, lines))
+    mask = [[1] * len(line) for line in lines]
+    for line, of_line in zip(lines, mask, strict=True):
+        while len(line) < longest:
+            line.insert(0 if left else len(line), (0, -100))
+            of_line.insert(0 if left else len(of_line), 0)
+    labels = torch.tensor([[label for _, label in line] for line in lines])
+    ids = torch.tensor([[piece for piece, _ in line] for line in lines])
+    return {"input_ids": ids, "labels": labels, "attention_mask": torch.tensor(mask), "judged": labels != -100}
+
+
+def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    for key, value in wanted.items():
+        assert torch.equal(found[key], value), key
+
+
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("limit", [None, 7])
+def test_the_first_token_of_a_word_has_its_class(left: bool, limit: int | None) -> None:
+    rows = sentences(11)
+    config = LlamaConfig(**NUMBERS, pad_token_id=0, max_position_embeddings=64) if left else tagger().config
+    read = reader(config=config, processor=tag_tokenizer(padding_side="left" if left else "right"), max_length=limit)
+    given = rows_of(rows)
+    read.check(given)
+    batches = read.batches(given, batch_size=4)
+    assert len(batches) == 3
+    for start, batch in zip((0, 4, 8), batches, strict=True):
+        part = rows[start : start + 4]
+        words, tags = ([row[name] for row in part] for name in ("tokens", "ner_tags"))
+        assert_same(batch, by_hand(words, tags, limit=limit or 64, left=left))
+    for with_labels, without in zip(batches, read.unlabelled().batches(given, batch_size=4), strict=True):
+        assert with_labels.keys() - without.keys() == {"labels"}
+        assert torch.equal(without["judged"], with_labels["judged"])
+
+
+@pytest.mark.parametrize(
+    ("write", "feature"),
+    [
+        (TAGS.index, None),
+        (str.upper, None),
+        (TAGS[::-1].index, datasets.List(datasets.ClassLabel(names=TAGS[::-1]))),
+        (TAGS.index, datasets.List(datasets.ClassLabel(names=["a", "b", "c", "d", "e"]))),
+    ],
+    ids=["numbers", "names in capitals", "numbers of names", "numbers of other names"],
+)
+def test_classes_are_numbers_or_names(write: Any, feature: Any) -> None:
+    rows = sentences(5)
+    given = rows_of([row | {"ner_tags": [*map(write, row["ner_tags"])]} for row in rows], feature)
+    reader().check(given)
+    (batch,) = reader().batches(given, batch_size=8)
+    assert_same(batch, by_hand([row["tokens"] for row in rows], [row["ner_tags"] for row in rows]))
+
+
+TEXT = "ab. cd efg h ab cd."
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [("place", 4, 10)],
+        [("name", 13, 15), ("place", 0, 2)],
+        [("place", 0, 3), ("place", 4, 6)],
+        [("name", 5, 8)],  # in the middle of words
+        [("B-name", 7, 10)],
+        [],
+        None,
+    ],
+)
+@pytest.mark.parametrize("numbered", [False, True])
+def test_the_words_of_a_span_have_its_class(spans: list[tuple[str, int, int]] | None, numbered: bool) -> None:
+    tags, words = [], words_of(TEXT)
+    for start, end in words:
+        inside = [span for span in spans or () if span[1] < end and start < span[2]]
+        if not inside:
+            tags.append("O")
+            continue
+        kind, begin, _ = inside[0]
+        first = next(place for place in words if begin < place[1])
+        tags.append(f"{'B' if (start, end) == first else 'I'}-{kind.removeprefix('B-')}")
+    names = ["place", "name", "B-name"]
+    label = datasets.ClassLabel(names=names) if numbered else datasets.Value("string")
+    of_span = {"start": datasets.Value("int64"), "end": datasets.Value("int64"), "label": label}
+    given = None if spans is None else [dict(zip(("label", "start", "end"), span, strict=True)) for span in spans]
+    features = datasets.Features(text=datasets.Value("string"), ner_tags=datasets.List(of_span))
+    rows = number_rows(datasets.Dataset.from_dict({"text": [TEXT], "ner_tags": [given]}, features), source="t.jsonl")
+    read = reader(text="text")
+    read.check(rows)
+    (batch,) = read.batches(rows, batch_size=1)
+    assert_same(batch, by_hand([[TEXT[slice(*place)] for place in words]], [tags]))
+
+
+def test_of_a_model_without_prefixes_all_words_of_a_span_have_one_class() -> None:
+    names = dict(enumerate(["O", "place", "name"]))
+    read = reader(text="text", config=tagger(id2label=names, label2id={n: i for i, n in names.items()}).config)
+    rows = rows_of([{"text": "ab c d", "ner_tags": [{"start": 0, "end": 4, "label": "name"}]}])
+    read.check(rows)
+    assert read.batches(rows, batch_size=1)[0]["labels"].tolist() == [[-100, 2, 2, 0, -100]]
+
+
+@pytest.mark.parametrize("prefix", [False, True])
+def test_a_tokenizer_of_bytes_reads_words_as_in_a_text(prefix: bool) -> None:
+    backend = ByteLevelBPETokenizer(add_prefix_space=prefix)
+    backend.train_from_iterator(["abc abc de de"] * 9, vocab_size=300, show_progress=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend._tokenizer, pad_token="!", model_max_length=64)
+    read = reader(label=None, processor=tokenizer, config=tagger(vocab_size=400).config)
+    (batch,) = read.batches(rows_of([{"tokens": ["abc", "abc", "de"]}]), batch_size=1)
+    assert batch["input_ids"].tolist() == [tokenizer("abc abc de")["input_ids"]]
+    assert batch["judged"].sum() == 3
+
+
+def span(start: Any, end: Any, label: Any = "name") -> dict[str, Any]:
+    return {"text": "ab cd", "ner_tags": [{"start": start, "end": end, "label": label}]}
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            {"tokens": [], "ner_tags": ["O"]},
+            r"must have words in 'tokens', but row 0 of train\.jsonl \(from 0\) has none",
+        ),
+        ({"tokens": ["a", " "], "ner_tags": ["O", "O"]}, r"row 0 of train\.jsonl \(from 0\) has a blank one"),
+        ({"tokens": ["a", "b"], "ner_tags": ["O"]}, r"row 0 of .* has 2 words and 1 labels in 'ner_tags'"),
+        ({"tokens": ["a", "b"], "ner_tags": ["O", None]}, r"row 0 of .* has 2 words and 1 labels in 'ner_tags'"),
+        ({"tokens": ["a", "b"], "ner_tags": []}, r"row 0 of .* has 2 words and 0 labels in 'ner_tags'"),
+        ({"tokens": ["a"], "ner_tags": ["B-river"]}, r"must be among the model's \(O, .*\), got 'B-river'"),
+        ({"tokens": ["a"], "ner_tags": [-1]}, r"got -1 for 'ner_tags' in row 0 of train\.jsonl"),
+        ({"tokens": ["a"], "ner_tags": "O"}, "must be a list for each row, but 'ner_tags' holds string"),
+        (span(3, 6), r"must be in its text of 5 characters, but row 0 of .* has 3 to 6 in 'ner_tags'"),
+        (span(2, 2), r"must be in its text of 5 characters, but row 0 of .* has 2 to 2"),
+        (span(None, 2), r"must be in its text of 5 characters, but row 0 of .* has None to 2"),
+        (span(0, 2, "river"), r"must be a class of the model .*, but row 0 of .* has 'river' in 'ner_tags'"),
+        (span(0, 2, 3), r"must be a class of the model .*, but row 0 of .* has 3 in 'ner_tags'"),
+        ({"text": "ab cd", "ner_tags": ["O", "O"]}, r"must be spans, .* but row 0 of .* has 'O' in 'ner_tags'"),
+    ],
+)
+def test_rows_without_a_class_for_every_word_are_refused(row: dict[str, Any], message: str) -> None:
+    text = "text" if "text" in row else "tokens"
+    with pytest.raises(DataError, match=message):
+        reader(text=text).check(rows_of([row]))
+
+
+def test_the_row_of_a_wrong_class_is_named() -> None:
+    rows = [{"tokens": ["a", "b"], "ner_tags": [0, 1]}, {"tokens": ["c"], "ner_tags": [5]}]
+    with pytest.raises(DataError, match=r"must be in \[0, 5\), .* but row 1 of train\.jsonl \(from 0\) has 5"):
+        reader().check(rows_of(rows))
+
+
+def test_spans_that_overlap_are_refused() -> None:
+    spans = [{"start": 3, "end": 5, "label": "name"}, {"start": 0, "end": 4, "label": "place"}]
+    with pytest.raises(DataError, match=r"must not overlap, .* row 0 of .* has 0 to 4 and 3 to 5 in 'ner_tags'"):
+        reader(text="text").check(rows_of([{"text": "ab cd", "ner_tags": spans}]))
+
+
+def test_spans_need_a_class_for_the_other_words() -> None:
+    config = tagger(id2label={0: "place", 1: "name"}, label2id={"place": 0, "name": 1}).config
+    with pytest.raises(DataError, match="need a class O, but the model has place, name"):
+        reader(text="text", config=config).check(rows_of([span(0, 2)]))
+
+
+def test_a_tokenizer_that_does_not_tell_words_is_refused() -> None:
+    class Slow(PreTrainedTokenizerFast):
+        is_fast = False
+
+    slow = Slow(tokenizer_object=tag_tokenizer().backend_tokenizer, pad_token="[PAD]")
+    with pytest.raises(
+        DataError, match=r"needs a fast tokenizer, .* got Slow; save the model with its tokenizer\.json"
+    ):
+        reader(processor=slow).check(rows_of(sentences(2)))
+
+
+def test_pieces_by_hand_are_those_of_the_tokenizer() -> None:
+    words = [LETTERS[i:j] for i in range(8) for j in range(i + 1, 9)]
+    assert [pieces_of(word) for word in words] == tag_tokenizer()(words, add_special_tokens=False)["input_ids"]
+    assert len(PIECES) == len(set(PIECES))

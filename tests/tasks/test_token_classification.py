@@ -1,0 +1,361 @@
+"""Models that tag words: entities, their F1, what is kept of them, and the whole line on a tiny model."""
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from scipy import stats
+from support.references import naive_statistics
+from support.runs import hies
+from support.tags import TAGS, save_tagger, sentences, tag_tokenizer, tagger
+from transformers import AutoModelForTokenClassification, DataCollatorForTokenClassification, PreTrainedModel
+
+import hies_export
+from hies_export import DataError, prune
+from hies_export.calibrate.collect import collect_statistics
+from hies_export.data.batches import by_length
+from hies_export.data.given import batches_of
+from hies_export.evaluate.interval import ratio_ends
+from hies_export.evaluate.judge import Judge
+from hies_export.evaluate.predict import predict
+from hies_export.prunable.attention import find_attention
+from hies_export.report.report import Report
+from hies_export.tasks import TASKS
+from hies_export.tasks.token_classification import TagPredictions, Tags, entities_of
+from hies_export.units import PrunableModule
+
+TASK = TASKS["token-classification"]
+METRICS = ("entity_f1", "word_accuracy", "own_entity_f1")
+
+
+def seqeval() -> Any:
+    return pytest.importorskip("seqeval.metrics", reason="seqeval is not installed: pip install -e .[test]")
+
+
+def draw(tags: Sequence[str], count: int, *, seed: int = 0) -> list[list[str]]:
+    chosen = random.Random(seed)
+    return [chosen.choices(tags, k=chosen.randint(1, 12)) for _ in range(count)]
+
+
+def predictions(lines: Sequence[Sequence[str]], names: Sequence[str]) -> TagPredictions:
+    numbers = torch.tensor([names.index(tag) for line in lines for tag in line])
+    return TagPredictions(numbers, [*map(len, lines)], names)
+
+
+@pytest.mark.parametrize("prefixes", ["BI", "I", "BIES"])
+def test_entities_are_those_of_seqeval(prefixes: str) -> None:
+    seqeval()
+    from seqeval.metrics.sequence_labeling import get_entities
+
+    names = ["O", *(f"{prefix}-{kind}" for prefix in prefixes for kind in ("x", "y-z"))]
+    for tags in draw(names, 300):
+        assert entities_of(tags) == {(kind, start, end + 1) for kind, start, end in get_entities(tags)}, tags
+
+
+@pytest.mark.parametrize(
+    ("tags", "entities"),
+    [
+        ("B-x L-x U-x U-y B-x", {("x", 0, 2), ("x", 2, 3), ("y", 3, 4), ("x", 4, 5)}),
+        ("NOUN NOUN O VERB", {("NOUN", 0, 1), ("NOUN", 1, 2), ("VERB", 3, 4)}),
+        ("O O", set()),
+        ("", set()),
+    ],
+)
+def test_entities_by_hand(tags: str, entities: set[tuple[str, int, int]]) -> None:
+    assert entities_of(tags.split()) == entities
+
+
+def test_f1_is_that_of_seqeval_and_two_sentences_are_the_same_if_their_entities_are() -> None:
+    metrics = seqeval()
+    wanted, dense = draw(TAGS, 200), draw(TAGS, 200, seed=1)
+    lengths = [min(len(one), len(two)) for one, two in zip(wanted, dense, strict=True)]
+    wanted, dense = ([line[:length] for line, length in zip(of, lengths, strict=True)] for of in (wanted, dense))
+    chosen = random.Random(2)
+    slim = [line if chosen.random() < 0.6 else [*line[:-1], "O"] for line in dense]
+    # At the beginning both prefixes name the same entity.
+    slim = [[line[0].replace("B-", "I-"), *line[1:]] for line in slim]
+    labels = predictions(wanted, TAGS).classes
+    batches = [{"input_ids": labels[None], "labels": labels[None]}]
+    judge = Judge(batches, predictions(dense, TAGS), METRICS, Tags(tuple(TAGS)))
+    found = judge.of(predictions(slim, TAGS))
+    assert found.metrics["entity_f1"] == pytest.approx(metrics.f1_score(wanted, slim))
+    assert found.metrics["word_accuracy"] == pytest.approx(metrics.accuracy_score(wanted, slim))
+    assert found.metrics["own_entity_f1"] == pytest.approx(metrics.f1_score(dense, slim))
+    same = [entities_of(one) == entities_of(two) for one, two in zip(dense, slim, strict=True)]
+    assert judge.agreement(predictions(slim, TAGS)).tolist() == same
+    assert found.stability == sum(same) / 200
+    assert 0.5 < found.stability < 1 > found.metrics["own_entity_f1"] > found.metrics["entity_f1"]
+    assert [words != other for words, other in zip(dense, slim, strict=True)] != [not one for one in same]
+
+
+def test_a_share_of_entities_is_kept_by_an_interval_over_sentences() -> None:
+    dense, chosen = draw(TAGS, 400), random.Random(3)
+    slim = [line if chosen.random() < 0.9 else [*line[:-1], "O"] for line in dense]
+    batches = [{"input_ids": torch.zeros(1, 1)}]
+    judge = Judge(batches, predictions(dense, TAGS), METRICS[::-1], Tags(tuple(TAGS)))
+    both, named = [], []
+    for one, two in zip(map(entities_of, dense), map(entities_of, slim), strict=True):
+        both.append(2.0 * len(one & two))
+        named.append(float(len(one) + len(two)))
+    share, low = judge.kept(predictions(slim, TAGS))
+    assert share == pytest.approx(sum(both) / sum(named))
+    assert low == pytest.approx(ratio_ends(torch.tensor(both), torch.tensor(named))[0])
+    # Below that of the delta method, by the sentence that is added.
+    residual = np.array(both) - share * np.array(named)
+    error = residual.std() / np.sqrt(400) / np.mean(named)
+    assert low < share - stats.norm.ppf(0.975) * error
+    assert judge.kept(judge.dense)[0] == 1.0
+    sentences = Judge(batches, judge.dense, METRICS, Tags(tuple(TAGS)))
+    assert sentences.kept(predictions(slim, TAGS))[0] == sentences.of(predictions(slim, TAGS)).stability
+
+
+def read(count: int, *, labelled: bool = True, seed: int = 0) -> list[dict[str, torch.Tensor]]:
+    columns = {"text": ("tokens",), "label": "ner_tags" if labelled else None}
+    rows = datasets.Dataset.from_list(sentences(count, seed=seed))
+    return batches_of(tagger(), rows, what="batches", task=TASK, processor=tag_tokenizer(), columns=columns)
+
+
+def inputs(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {key: batch[key] for key in ("input_ids", "attention_mask")}
+
+
+def tags_of(model: PreTrainedModel, batches: Sequence[dict[str, torch.Tensor]]) -> list[list[str]]:
+    """Return the tag of every first token, sample by sample, each in a pass of its own."""
+    found = []
+    for batch in batches:
+        for row, judged in enumerate(batch["judged"]):
+            real = batch["attention_mask"][row].bool()
+            with torch.no_grad():
+                logits = model(input_ids=batch["input_ids"][row][real][None]).logits[0]
+            found.append([model.config.id2label[int(number)] for number in logits.argmax(-1)[judged[real]]])
+    return found
+
+
+def alone(batches: Sequence[dict[str, torch.Tensor]], *keys: str) -> list[dict[str, torch.Tensor]]:
+    """Return every sample in a batch of its own, without padding and with labels at some tokens."""
+    rows = [
+        {key: batch[key][row : row + 1] for key in keys} for batch in batches for row in range(len(batch["labels"]))
+    ]
+    return [{key: value[:, row["attention_mask"][0].bool()] for key, value in row.items()} for row in rows]
+
+
+def sites_of(model: PreTrainedModel, batches: Sequence[dict[str, torch.Tensor]]) -> tuple[PrunableModule, ...]:
+    return tuple(find_attention(model, inputs(batches[0])))
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_heads_are_scored_by_the_loss_of_each_sentence(labelled: bool) -> None:
+    model, batches = tagger(), read(20, labelled=labelled)
+    sites = sites_of(model, batches)
+    found = collect_statistics(model, batches, sites)
+    assert found.calibration.labels == ("data" if labelled else "predictions")
+    if not labelled:
+        for batch in batches:
+            with torch.no_grad():
+                own = model(**inputs(batch)).logits.argmax(-1)
+            batch["labels"] = own.where(batch["judged"], -100)
+    expected = naive_statistics(model, alone(batches, "input_ids", "attention_mask", "labels"), sites)
+    for what in ("his", "fisher"):
+        for site in sites:
+            torch.testing.assert_close(found[what][site.name], expected[what][site.name], rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_predictions_are_those_of_each_sentence_by_itself(labelled: bool) -> None:
+    model, batches = tagger(), read(40, labelled=labelled)
+    dense: Any = predict(model, batches)
+    wanted = tags_of(model, batches)
+    names = [TAGS[number] for number in dense.classes.tolist()]
+    assert names == [tag for tags in wanted for tag in tags]
+    assert dense.entities == [entities_of(tags) for tags in wanted]
+    in_order: Any = predict(model, by_length(batches, config=model.config))
+    assert sorted(map(sorted, in_order.entities)) == sorted(map(sorted, dense.entities))
+
+
+def collated(rows: Sequence[dict[str, Any]], *, labelled: bool) -> list[dict[str, torch.Tensor]]:
+    collate = DataCollatorForTokenClassification(tag_tokenizer())
+    kept = [row if labelled else {key: value for key, value in row.items() if key != "labels"} for row in rows]
+    return [dict(collate(kept[start : start + 8])) for start in range(0, len(kept), 8)]
+
+
+def tokenised(count: int) -> list[dict[str, Any]]:
+    """Return rows as scripts for training make them."""
+    tokenizer, rows = tag_tokenizer(), []
+    for row in sentences(count):
+        found = tokenizer(row["tokens"], is_split_into_words=True, return_token_type_ids=False)
+        words = found.word_ids()
+        labels = [
+            -100 if word is None or word == last else TAGS.index(row["ner_tags"][word])
+            for word, last in zip(words, [None, *words[:-1]], strict=True)
+        ]
+        rows.append({**found, "labels": labels})
+    return rows
+
+
+@pytest.mark.parametrize("given", ["collated", "tokenised"])
+@pytest.mark.parametrize("labelled", [True, False])
+def test_what_training_reads_is_pruned_in_memory(given: str, labelled: bool) -> None:
+    model, rows = tagger(), tokenised(64)
+    batches: Any = collated(rows, labelled=labelled)
+    if given == "tokenised":
+        batches = datasets.Dataset.from_list(rows)
+        batches = batches if labelled else batches.remove_columns("labels")
+    result = prune(
+        model,
+        batches,
+        budget={"flops": 0.8},
+        modules=["attention", "mlp"],
+        criterion="compensated",
+        compensation={"method": "least_squares"},
+        processor=tag_tokenizer(),
+    )
+    held_out = result.prepared.rows.held_out
+    # Without labels, nothing tells the first token of a word from others. Refitting needs no labels, but their places.
+    first = [torch.tensor(row["labels"]) != -100 for row in rows]
+    refitted = [row for batch in result.prepared.rows.compensation for row in batch["judged"]]
+    assert [int(row.sum()) for row in refitted] == [
+        int(places.sum()) if labelled else len(places) for places in first[: len(refitted)]
+    ]
+    assert not any("labels" in batch for batch in result.prepared.rows.compensation)
+    dense, slim = (tags_of(one, held_out) for one in (model, result.model))
+    same = [entities_of(one) == entities_of(two) for one, two in zip(dense, slim, strict=True)]
+    found = result.held_out
+    assert found is not None
+    assert found.stability == pytest.approx(np.mean(same))
+    assert list(found.metrics) == [*METRICS]
+    assert "same entities (F1)" in str(result)
+    both = sum(len(entities_of(one) & entities_of(two)) for one, two in zip(dense, slim, strict=True))
+    named = sum(len(entities_of(one)) + len(entities_of(two)) for one, two in zip(dense, slim, strict=True))
+    assert found.metrics["own_entity_f1"].slim == pytest.approx(2 * both / named)
+    assert found.metrics["own_entity_f1"].dense == 1.0
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (torch.full((2, 4), 5), r"each in \[0, 5\) or -100 .* but a batch has 5 in labels of shape \(2, 4\)"),
+        (torch.full((2, 4), -1), "but a batch has -1"),
+        (torch.zeros(2, 4), r"must be int64, .* but a batch has torch\.float32"),
+        (torch.zeros(2, dtype=torch.int64), r"\(batch, tokens\), .* in labels of shape \(2,\)"),
+        (torch.zeros(2, 3, dtype=torch.int64), r"in labels of shape \(2, 3\)"),
+        (torch.full((2, 4), -100), "every sample must have a word to classify, but batch 0"),
+    ],
+)
+def test_labels_that_are_no_classes_of_tokens_are_refused(labels: torch.Tensor, message: str) -> None:
+    batch = {"input_ids": torch.ones(2, 4, dtype=torch.int64), "labels": labels}
+    with pytest.raises(DataError, match=message):
+        prune(tagger(), [batch] * 4, criterion="l2", budget={"heads": 0.3})
+
+
+MODULES = {"modules": ["attention", "mlp"], "criterion": "compensated", "compensation": {"samples": 80}}
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run, with 8 bits."""
+    recipe = save_tagger(
+        tmp_path_factory.mktemp("tags"),
+        prune={**MODULES, "budget": {"flops": 0.8}},
+        export={"quantize": "int8"},
+        measure={"shapes": [[2, 16]], "repeats": 2, "runtimes": ["onnxruntime-cpu"]},
+        model={"hidden_size": 120, "intermediate_size": 256},  # layers that 8 bits make faster
+    )
+    assert hies("run", recipe) == 0
+    return recipe.parent / "out"
+
+
+def validation(folder: Path) -> list[dict[str, torch.Tensor]]:
+    rows = datasets.Dataset.from_json(str(folder / "validation.jsonl"))
+    columns = {"text": ("tokens",), "label": "ner_tags"}
+    return batches_of(tagger(), rows, what="batches", task=TASK, processor=tag_tokenizer(), columns=columns)
+
+
+def test_a_run_judges_what_it_writes(out: Path) -> None:
+    report, batches = Report.from_file(out), validation(out.parent)
+    dense = AutoModelForTokenClassification.from_pretrained(out.parent / "model")
+    slim = hies_export.load(out / "slim")
+    before, after = tags_of(dense, batches), tags_of(slim, batches)
+    pairs = [(entities_of(one), entities_of(two)) for one, two in zip(before, after, strict=True)]
+    assert report.stability == pytest.approx(np.mean([one == two for one, two in pairs]))
+    shared = 2 * sum(len(one & two) for one, two in pairs) / sum(len(one) + len(two) for one, two in pairs)
+    assert report.metrics["own_entity_f1"].slim == pytest.approx(shared)
+    assert report.cut_max_abs < 1e-4
+    assert report.onnx_max_abs is not None
+    assert report.onnx_max_abs < 1e-4
+    text = (out / "report.md").read_text()
+    assert f"| same sentence | | {report.stability:.1%} |" in " ".join(text.split())
+    assert f"| same entities (F1) | | {shared:.1%} |" in " ".join(text.split())
+    assert f"{'all' if report.stability == 1 else f'{100 * report.stability:.0f} % of the'} sentences stay" in text
+    assert "entity F1 " in text.split("\n\n")[1]
+
+
+@pytest.mark.parametrize("bits", ["float32", "int8"])
+def test_files_predict_what_the_report_says(out: Path, bits: str) -> None:
+    name, file = ("onnx", "model.onnx") if bits == "float32" else ("onnx-int8", "model_quantized.onnx")
+    session, batches = onnxruntime.InferenceSession(out / name / file), validation(out.parent)
+    slim, found = hies_export.load(out / "slim"), []
+    for batch in batches:
+        feeds = {"token_type_ids": torch.zeros_like(batch["input_ids"]), **inputs(batch)}
+        (logits,) = session.run(["logits"], {node.name: feeds[node.name].numpy() for node in session.get_inputs()})
+        with torch.no_grad():
+            wanted = slim(**inputs(batch)).logits
+        real = batch["attention_mask"].bool()
+        if bits == "float32":
+            torch.testing.assert_close(torch.from_numpy(logits)[real], wanted[real], rtol=1e-4, atol=1e-4)
+        for row, judged in zip(logits, batch["judged"], strict=True):
+            found.append(entities_of([TAGS[number] for number in row.argmax(-1)[judged.numpy()]]))
+    dense = AutoModelForTokenClassification.from_pretrained(out.parent / "model")
+    same = np.mean([one == entities_of(tags) for one, tags in zip(found, tags_of(dense, batches), strict=True)])
+    form = next(of for of in Report.from_file(out).details.forms if (of.model, of.bits) == ("slim", bits))
+    assert form.stability == pytest.approx(same)
+
+
+def test_the_card_shows_how_to_find_entities(out: Path) -> None:
+    card = (out / "slim" / "README.md").read_text()
+    assert "pipeline_tag: token-classification" in card
+    (snippet,) = (code for code in card.split("```python\n") if "pipeline(" in code)
+    code = snippet.split("```")[0].replace('"slim"', repr(str(out / "slim"))).replace("a text", "ab cd efg")
+    known: dict[str, Any] = {}
+    exec(code, known)
+    slim = hies_export.load(out / "slim")
+    encoded = tag_tokenizer()("ab cd efg", return_tensors="pt")
+    (row,) = slim(**{key: encoded[key] for key in ("input_ids", "attention_mask")}).logits.argmax(-1).tolist()
+    first = [encoded.word_ids().index(word) for word in range(3)]
+    wanted = [(kind, end - start) for kind, start, end in sorted(entities_of([TAGS[row[t]] for t in first]))]
+    assert sorted((one["entity_group"], len(one["word"].split())) for one in known["found"]) == sorted(wanted)
+
+
+@pytest.mark.parametrize("over", ["sentences", "entities"])
+def test_a_promise_is_over_sentences_or_entities(over: str, tmp_path: Path) -> None:
+    keep = {"predictions": 0.5} if over == "sentences" else {"metric": "own_entity_f1", "predictions": 0.5}
+    held_out = {"split": "validation", "samples": 40}
+    recipe = save_tagger(tmp_path, prune={**MODULES, "budget": {"keep": keep}}, held_out=held_out)
+    assert hies("run", recipe) == 0
+    report = Report.from_file(tmp_path / "out")
+    budget: Any = report.details.budget
+    assert (budget.word, budget.metric) == ("sentence", keep.get("metric"))
+    text = (tmp_path / "out" / "report.md").read_text()
+    asked = "the sentences" if over == "sentences" else "same entities (F1)"
+    assert f"Budget: 50 % of {asked}, promised on " in text
+    assert f"promise over {over} kept on held-out rows" in text.split("\n\n")[1]
+    judged = {row["kept"] for row in budget.judged}
+    assert budget.slim in judged
+    assert budget.slim_end >= 0.5
+
+
+def test_deploy_says_over_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_tagger(tmp_path, train=100, validation=120)
+    files = [f"--data={split}={tmp_path / split}.jsonl" for split in ("train", "validation")]
+    within = ["--within", "1s", "--runtime", "onnxruntime-cpu", "-o", tmp_path / "deploy"]
+    assert hies("deploy", tmp_path / "model", *files, "--keep", "0.8", *within) == 0
+    assert "promise over sentences kept on held-out rows" in " ".join(capsys.readouterr().out.split())
+    report = json.loads((tmp_path / "deploy" / "report.json").read_text())
+    assert report["details"]["deployment"]["promise"] == 0.8
+    assert report["details"]["stability_of"] == "sentence"
