@@ -188,7 +188,7 @@ def usual_columns(rows: datasets.Dataset, task: Task) -> dict[str, Any]:
         return _usual_texts(rows, texts, task)
     if task.images and not task.text and len(images) == 1:
         return {"image": images[0], "label": label}
-    if task.text and not task.images and 1 <= len(texts) <= task.text_columns:
+    if task.columns_by_type and task.text and not task.images and 1 <= len(texts) <= task.text_columns:
         return {"text": tuple(texts), "label": None if task.places_by_labels else label}
     raise _unnamed(rows, task, "{'text': 'sentence', 'label': 'label'}")
 

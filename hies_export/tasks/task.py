@@ -30,6 +30,8 @@ class Task(ABC):
         columns: The sets of `COLUMNS` that go together.
         needs: These columns, in words.
         text_columns: How many columns `text` may name.
+        columns_by_type: Whether the only columns of the right types may be read, if their names tell nothing.
+        rows_together: Whether rows of a batch may belong together, so that data sets are divided before they are read.
         text: Whether its models read text.
         images: Whether they read images.
         generative: Whether they predict text, token by token, rather than a class.
@@ -44,6 +46,8 @@ class Task(ABC):
     columns: ClassVar[tuple[frozenset[str], ...]]
     needs: ClassVar[str]
     text_columns: ClassVar[int] = 1
+    columns_by_type: ClassVar[bool] = True
+    rows_together: ClassVar[bool] = False
     text: ClassVar[bool] = True
     images: ClassVar[bool] = False
     generative: ClassVar[bool] = False
