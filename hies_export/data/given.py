@@ -180,6 +180,8 @@ def usual_columns(rows: datasets.Dataset, task: Task) -> dict[str, Any]:
     """Return the columns of a data set whose names and types leave no choice."""
     if found := task.usual_columns(rows.features):
         return found
+    if not task.columns_by_type:
+        raise _unnamed(rows, task, "{'text': ('question', 'context'), 'label': 'answers'}")
     texts = [name for name, feature in rows.features.items() if getattr(feature, "dtype", None) in STRINGS]
     images = [name for name, feature in rows.features.items() if holds_images(feature)]
     label = next((name for name in LABELS if name in rows.column_names), None)
@@ -188,7 +190,7 @@ def usual_columns(rows: datasets.Dataset, task: Task) -> dict[str, Any]:
         return _usual_texts(rows, texts, task)
     if task.images and not task.text and len(images) == 1:
         return {"image": images[0], "label": label}
-    if task.columns_by_type and task.text and not task.images and 1 <= len(texts) <= task.text_columns:
+    if task.text and not task.images and 1 <= len(texts) <= task.text_columns:
         return {"text": tuple(texts), "label": None if task.places_by_labels else label}
     raise _unnamed(rows, task, "{'text': 'sentence', 'label': 'label'}")
 

@@ -49,6 +49,7 @@ def render_card(
         report,
         metadata=card_metadata(report, origin or {}).to_yaml(),
         images=images or {},
+        usage=getattr(TASKS.get(report.task), "usage", None),
         location=location,
         on_hub="/" in location,
         # A further argument, if needed.

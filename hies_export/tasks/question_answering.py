@@ -221,12 +221,27 @@ def _windows(batches: Sequence[Mapping[str, Tensor]]) -> list[list[int]]:
     return [rows[question] for question in sorted(rows)]
 
 
+# Finds an answer as `Spans.kept` does.
+_USAGE = f"""
+question, text = "Who asks?", "A reader asks."
+inputs = tokenizer(question, text, return_tensors="pt")
+with torch.no_grad():
+    output = model(**inputs)
+in_text = torch.tensor([part == 1 for part in inputs.sequence_ids()])
+scores = output.start_logits[0, :, None] + output.end_logits[0]  # of each first and last token
+allowed = (in_text[:, None] & in_text).triu().tril({LONGEST - 1})
+first, last = divmod(int(scores.where(allowed, -torch.inf).argmax()), len(in_text))
+answer = text[inputs.token_to_chars(first).start : inputs.token_to_chars(last).end]
+"""
+
+
 class QuestionAnswering(Task):
     """Models that find the answer to a question in a text."""
 
     name = "question-answering"
     auto_class = "AutoModelForQuestionAnswering"
     ort_class = "ORTModelForQuestionAnswering"
+    usage = _USAGE
     columns = column_sets("text", "text label")
     needs = "data.text (the columns of the question and of the context)"
     text_columns = 2

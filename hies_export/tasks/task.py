@@ -27,6 +27,7 @@ class Task(ABC):
         name: The name, which is also the Hub's.
         auto_class: Name of the Auto class of transformers that loads its models.
         ort_class: Name of the class of optimum.onnxruntime that runs its export, if there is one.
+        usage: Python that uses a `model` and its `tokenizer`, for the card of a slim model.
         columns: The sets of `COLUMNS` that go together.
         needs: These columns, in words.
         text_columns: How many columns `text` may name.
@@ -43,6 +44,7 @@ class Task(ABC):
     name: ClassVar[str]
     auto_class: ClassVar[str]
     ort_class: ClassVar[str | None] = None
+    usage: ClassVar[str | None] = None
     columns: ClassVar[tuple[frozenset[str], ...]]
     needs: ClassVar[str]
     text_columns: ClassVar[int] = 1
