@@ -15,11 +15,23 @@ from ..model.classes import ClassNames
 from ..model.internals import auto_classes
 from ..model.sentence import TextEncoder
 from ..model.tokens import finds_end_by_padding, is_token, numbers_by_padding, positions_of
-from .targets import CHOICE_KEYS, GROUP_KEY, IGNORED, ROW_KEYS, TEXT_KEYS, are_tokens, predicts
+from .targets import (
+    ANSWER_KEYS,
+    CHOICE_KEYS,
+    GROUP_KEY,
+    IGNORED,
+    ROW_KEYS,
+    TEXT_KEYS,
+    TOKEN_PLACES,
+    are_tokens,
+    predicts,
+)
 
 Batch = dict[str, torch.Tensor]
 """Arguments of a model's forward by name; the first axis of each is the samples."""
 
+# What pads the values of tokens, and of samples as wholes; 0 pads all others.
+FILL = {"labels": IGNORED, **dict.fromkeys((*TOKEN_PLACES, *ANSWER_KEYS), -1)}
 _CLASSIFIERS = {"AutoModelForSequenceClassification", "AutoModelForImageClassification"}
 
 
@@ -158,8 +170,8 @@ def by_length(batches: Sequence[Batch], *, config: Any) -> list[Batch]:
     left = any(bool((batch["attention_mask"][:, 0] == 0).any()) for batch in batches)
     pad = getattr(config.get_text_config(), "pad_token_id", None)
     pad = pad if is_token(pad, config) else 0  # then nothing reads it
-    fill = {"input_ids": pad, "labels": IGNORED}
-    whole = {key: _of_samples(key, value) for key, value in batches[0].items()}
+    fill = {**FILL, "input_ids": pad}
+    whole = {key: _of_samples(key, batches[0]) for key in batches[0]}
     order = sorted(range(len(samples)), key=lambda i: lengths[i])
     size = max(len(batch["input_ids"]) for batch in batches)
     found = []
@@ -184,12 +196,14 @@ def _is_text(batch: Batch) -> bool:
     mask = batch.get("attention_mask")
     if mask is None or "input_ids" not in batch:
         return False
-    return all(_of_samples(key, value) or value.shape == mask.shape for key, value in batch.items())
+    return all(_of_samples(key, batch) or value.shape == mask.shape for key, value in batch.items())
 
 
-def _of_samples(key: str, value: torch.Tensor) -> bool:
+def _of_samples(key: str, batch: Batch) -> bool:
     """Return whether a tensor of a batch belongs to its samples as wholes, rather than to their tokens."""
-    return key in ROW_KEYS or value.dim() == 1 or (key == "labels" and not are_tokens(value))
+    if key == "labels":
+        return not are_tokens(batch[key]) or "answers" in batch  # these are the ends of an answer
+    return key in (*ROW_KEYS, *ANSWER_KEYS) or batch[key].dim() == 1
 
 
 def padded(rows: list[torch.Tensor], fill: int, *, left: bool) -> torch.Tensor:

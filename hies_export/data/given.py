@@ -180,6 +180,8 @@ def usual_columns(rows: datasets.Dataset, task: Task) -> dict[str, Any]:
     """Return the columns of a data set whose names and types leave no choice."""
     if found := task.usual_columns(rows.features):
         return found
+    if not task.columns_by_type:
+        raise _unnamed(rows, task, "{'text': ('question', 'context'), 'label': 'answers'}")
     texts = [name for name, feature in rows.features.items() if getattr(feature, "dtype", None) in STRINGS]
     images = [name for name, feature in rows.features.items() if holds_images(feature)]
     label = next((name for name in LABELS if name in rows.column_names), None)

@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 from ..errors import DataError, quoted
 from ..model.internals import model_class_of
 from ..model.tokens import finds_end_by_padding, is_token, longest_sequence, positions_of
-from .batches import padded
-from .targets import IGNORED, TOKEN_PLACES
+from .batches import FILL, padded
 
 logger = logging.getLogger(__name__)
 
@@ -119,15 +118,15 @@ def tokenised(tokenizer: Any, config: Any, *texts: Sequence[Any], max_length: in
     )
 
 
-def as_batch(found: Mapping[str, Sequence[Any]], tokenizer: Any, config: Any) -> dict[str, torch.Tensor]:
-    """Return tokens, and what belongs to each of them, as tensors, (batch, longest of the batch), padded."""
-    fill = {
-        "input_ids": padding_token(tokenizer, config),
-        "token_type_ids": tokenizer.pad_token_type_id,
-        "labels": IGNORED,
-        **dict.fromkeys(TOKEN_PLACES, -1),
-    }
-    left = pads_left(tokenizer, config)
+def as_batch(
+    found: Mapping[str, Sequence[Any]], tokenizer: Any, config: Any, *, left: bool | None = None
+) -> dict[str, torch.Tensor]:
+    """Return tokens, and what belongs to each of them, as tensors, (batch, longest of the batch), padded.
+
+    `left` says on which side, by default that of `pads_left`.
+    """
+    fill = {**FILL, "input_ids": padding_token(tokenizer, config), "token_type_ids": tokenizer.pad_token_type_id}
+    left = pads_left(tokenizer, config) if left is None else left
     batch = {
         key: padded([torch.tensor(row, dtype=torch.int64) for row in rows], fill.get(key, 0), left=left)
         for key, rows in found.items()

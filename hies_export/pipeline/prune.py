@@ -447,8 +447,8 @@ def _rows(
     read: Mapping[str, Any],
 ) -> Rows:
     """Return the batches by use."""
-    if held_out is None and read["task"].embeds and isinstance(batches, datasets.Dataset) and len(batches) > 1:
-        # The rows, not their batches: queries and documents must come together.
+    if held_out is None and read["task"].rows_together and isinstance(batches, datasets.Dataset) and len(batches) > 1:
+        # The rows, not their batches: queries and documents, or windows of one text, must come together.
         first = len(batches) - max(1, len(batches) // 4)
         batches, held_out = batches.select(range(first)), batches.select(range(first, len(batches)))
     calibration = batches_of(model, batches, what="batches", **read)

@@ -27,10 +27,12 @@ class Task(ABC):
         name: The name, which is also the Hub's.
         auto_class: Name of the Auto class of transformers that loads its models.
         ort_class: Name of the class of optimum.onnxruntime that runs its export, if there is one.
-        usage: How to call a pipeline of transformers, `predict`, for the card; None for no example.
+        usage: Python that uses a `model` and its `tokenizer`, for the card; None for no example.
         columns: The sets of `COLUMNS` that go together.
         needs: These columns, in words.
         text_columns: How many columns `text` may name.
+        columns_by_type: Whether the only columns of the right types may be read, if their names tell nothing.
+        rows_together: Whether rows of a batch may belong together, so that data sets are divided before they are read.
         text: Whether its models read text.
         images: Whether they read images.
         generative: Whether they predict text, token by token, rather than a class.
@@ -46,6 +48,8 @@ class Task(ABC):
     columns: ClassVar[tuple[frozenset[str], ...]]
     needs: ClassVar[str]
     text_columns: ClassVar[int] = 1
+    columns_by_type: ClassVar[bool] = True
+    rows_together: ClassVar[bool] = False
     text: ClassVar[bool] = True
     images: ClassVar[bool] = False
     generative: ClassVar[bool] = False

@@ -184,13 +184,21 @@ def _judged(batch: Mapping[str, Tensor]) -> Tensor:
     return batch.get("attention_mask", torch.ones_like(batch["input_ids"])) != 0
 
 
+_USAGE = """
+from transformers import pipeline
+
+find = pipeline("token-classification", model=model, tokenizer=tokenizer, aggregation_strategy="first")
+found = find("a text")
+"""
+
+
 class TokenClassification(Task):
     """Models that find entities, or parts of speech."""
 
     name = "token-classification"
     auto_class = "AutoModelForTokenClassification"
     ort_class = "ORTModelForTokenClassification"
-    usage = 'predict("a text", aggregation_strategy="first")'
+    usage = _USAGE
     columns = column_sets("text", "text label")
     needs = "data.text (a column of words, or of text with spans as labels)"
 

@@ -1,0 +1,234 @@
+"""Questions about texts: windows, and the places of their tokens and answers, against plain loops."""
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from support.answers import LETTERS, letter_tokenizer, questions, reading_model
+from tokenizers.processors import TemplateProcessing
+from torch import Tensor
+from transformers import BertConfig
+
+from hies_export.data.batches import by_length
+from hies_export.data.given import batches_of
+from hies_export.data.questions import QuestionsReader
+from hies_export.data.reader import Columns
+from hies_export.data.targets import samples_of
+from hies_export.errors import DataError, RequestError
+from hies_export.evaluate.predict import predict, references
+from hies_export.tasks import TASKS
+
+TASK = TASKS["question-answering"]
+
+
+def reader(**fields: Any) -> QuestionsReader:
+    given = {
+        "columns": Columns(text=("question", "context"), label="answers"),
+        "config": BertConfig(vocab_size=40, max_position_embeddings=512),
+        "processor": letter_tokenizer(model_max_length=512),
+    }
+    found = TASK.reader(**(given | fields))
+    assert isinstance(found, QuestionsReader)
+    return found
+
+
+def number(word: str) -> int:
+    return 4 + LETTERS.index(word)
+
+
+def naive_windows(rows: Dataset, window: int, stride: int, *, context_first: bool = False) -> list[dict[str, Any]]:
+    """Return the windows of all questions, word by word; [PAD], [CLS] and [SEP] are 0, 2 and 3."""
+    found = []
+    for question, row in enumerate(rows):
+        asked = [number(word) for word in row["question"].split()]
+        words = [(match.group(), *match.span()) for match in re.finditer(r"\S+", row["context"])]
+        room, start = window - 3 - len(asked), 0
+        while True:
+            part = words[start : start + room]
+            ids, places = [number(word) for word, _, _ in part], [(begin, end) for _, begin, end in part]
+            nowhere = (-1, -1)
+            if context_first:
+                ids, places = [2, *ids, 3, *asked, 3], [nowhere, *places, *[nowhere] * (len(asked) + 2)]
+            else:
+                ids, places = [2, *asked, 3, *ids, 3], [*[nowhere] * (len(asked) + 2), *places, nowhere]
+            begin = row["answers"]["answer_start"][0]
+            end = begin + len(row["answers"]["text"][0])
+            first = next((i for i, place in enumerate(places) if place[0] == begin), None)
+            last = next((i for i, place in enumerate(places) if place[1] == end), None)
+            label = [0, 0] if first is None or last is None else [first, last]
+            found.append({"question": question, "input_ids": ids, "places": places, "labels": label, "row": row})
+            if start + room >= len(words):
+                break
+            start += room - stride
+    return found
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize(("max_length", "window", "stride"), [(None, 384, 128), (21, 21, 7), (400, 400, 128)])
+def test_windows_are_those_of_a_plain_loop(side: str, max_length: int | None, window: int, stride: int) -> None:
+    rows = questions(7, words=(5, 900 if window > 100 else 60))
+    made = reader(max_length=max_length, processor=letter_tokenizer(model_max_length=512, padding_side=side))
+    batches = made.batches(rows, batch_size=4)
+    expected = naive_windows(rows, window, stride, context_first=side == "left")
+    assert len(expected) > len(rows) == samples_of(batches)
+    assert [len(batch["input_ids"]) for batch in batches[:-1]] == [4] * (len(batches) - 1)
+    found = [
+        {key: value[row] for key, value in batch.items()} for batch in batches for row in range(len(batch["ends"]))
+    ]
+    for one, other in zip(found, expected, strict=True):
+        real = int(one["attention_mask"].sum())
+        assert one["input_ids"].tolist() == other["input_ids"] + [0] * (len(one["input_ids"]) - real)
+        places = torch.stack([one["begins"], one["ends"]], 1).tolist()
+        assert [*map(tuple, places)] == other["places"] + [(-1, -1)] * (len(places) - real)
+        assert (int(one["question"]), one["labels"].tolist()) == (other["question"], other["labels"])
+        context = one["context"][one["context"] >= 0]
+        assert "".join(map(chr, context.tolist())) == other["row"]["context"]
+        answers = other["row"]["answers"]
+        spans = [
+            [start, start + len(text)] for text, start in zip(answers["text"], answers["answer_start"], strict=True)
+        ]
+        assert one["answers"][: len(spans)].tolist() == spans
+        assert (one["answers"][len(spans) :] == -1).all()
+
+
+def test_a_window_without_the_answer_is_labelled_with_the_token_of_no_answer() -> None:
+    """[CLS] is not the first token of every tokenizer: here it is the last one of a text."""
+    tokenizer = letter_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="$A [CLS]", pair="$A [SEP] $B:1 [CLS]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    rows = Dataset.from_list(
+        [{"question": "b", "context": "c d " * 9, "answers": {"text": ["c"], "answer_start": [0]}}]
+    )
+    (batch,) = reader(processor=tokenizer, max_length=12).batches(rows, batch_size=8)
+    assert batch["labels"][0].tolist() == [2, 2]
+    for ids, label in zip(batch["input_ids"][1:], batch["labels"][1:], strict=True):
+        assert label.tolist() == [ids.tolist().index(2)] * 2
+
+
+def test_characters_are_code_points_of_any_plane() -> None:
+    context = "b \U0001f600\0 c 中d"
+    rows = Dataset.from_list([{"question": "b", "context": context, "answers": {"text": ["c"], "answer_start": [5]}}])
+    (batch,) = reader().batches(rows, batch_size=1)
+    token = int(batch["labels"][0, 0])
+    assert batch["input_ids"][0, token] == number("c")
+    behaviour = TASK.behaviour(None)
+    logits = torch.zeros(1, 2, batch["input_ids"].shape[1])
+    logits[:, :, token] = 1
+    found = behaviour.joined([behaviour.kept(logits, batch)], [batch])
+    assert found.contexts == [context]
+    assert found.table(references([batch], behaviour))[0].tolist() == [(1, 1)]
+
+
+def test_a_model_of_one_segment_gets_no_segment_ids() -> None:
+    for segments in (1, 2):
+        config = BertConfig(vocab_size=40, max_position_embeddings=64, type_vocab_size=segments)
+        (batch,) = reader(config=config).batches(questions(2), batch_size=2)
+        assert ("token_type_ids" in batch) == (segments == 2)
+    assert torch.equal(batch["token_type_ids"] * batch["attention_mask"], batch["token_type_ids"])
+    assert batch["token_type_ids"][batch["begins"] >= 0].all()
+
+
+def test_batches_sorted_by_length_have_the_same_answers() -> None:
+    model, rows = reading_model(), questions(12, words=(3, 90))
+    batches = reader(config=model.config, max_length=32).batches(rows, batch_size=5)
+    ordered = by_length(batches, config=model.config)
+    lengths = [int(length) for batch in ordered for length in batch["attention_mask"].sum(-1)]
+    assert lengths == sorted(lengths) != [int(n) for batch in batches for n in batch["attention_mask"].sum(-1)]
+    one, other = predict(model, batches), predict(model, ordered)
+    assert one.same(other).all()
+    assert one.contexts == other.contexts == rows["context"][:]
+    behaviour = TASK.behaviour(model.config)
+    assert torch.equal(references(batches, behaviour), references(ordered, behaviour))
+
+    def labelled(of: list[dict[str, Tensor]]) -> list[list[int]]:
+        """Return the question of each window, and the characters of its label."""
+        found = []
+        for batch in of:
+            ends = [batch[key].gather(1, batch["labels"])[:, end] for end, key in enumerate(("begins", "ends"))]
+            found += torch.stack([batch["question"], *ends], 1).tolist()
+        return sorted(found)
+
+    assert labelled(batches) == labelled(ordered)
+
+
+GOOD = {"question": "b c", "context": "d e f", "answers": {"text": ["e"], "answer_start": [2]}}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"answers": {"text": [], "answer_start": []}},
+            r"must have an answer in its context, but row 1 \(from 0\) has n",
+        ),
+        (
+            {"answers": {"text": ["e"], "answer_start": [3]}},
+            "stand in its context at answer_start, .* has ' ' at 3, not",
+        ),
+        (
+            {"answers": {"text": ["f"], "answer_start": [-1]}},
+            "must stand in its context at answer_start, .* at -1, not",
+        ),
+        ({"answers": {"text": ["e", "f"], "answer_start": [2]}}, "of equal length, but row 1 .* has {.*} in 'answers'"),
+        (
+            {"answers": {"text": ["e"], "answer_start": None}},
+            "dicts of the lists text and answer_start, of equal length",
+        ),
+        ({"context": " "}, r"every context must have words, but row 1 \(from 0\) has ' ' in 'context'; leave it out"),
+        ({"context": None}, r"every row must have a 'context', but row 1 \(from 0\) has none"),
+        (
+            {"question": "b " * 40},
+            r"at most 39 tokens, to leave room for its context, but row 1 \(from 0\) has 40; raise",
+        ),
+    ],
+)
+def test_rows_that_cannot_be_read_are_refused(change: dict[str, Any], message: str) -> None:
+    columns = {"text": ("question", "context"), "label": None if "context" in change else "answers"}
+    rows = Dataset.from_list([GOOD, GOOD | change])
+    with pytest.raises(DataError, match=message):
+        batches_of(reading_model(), rows, what="batches", task=TASK, processor=letter_tokenizer(), columns=columns)
+
+
+@pytest.mark.parametrize(
+    ("answers", "message"),
+    [
+        ("e", "answers must be dicts of the lists text and answer_start, .* has 'e' in 'answers'"),
+        ({"text": "e", "answer_start": 2}, "answers must be dicts of the lists text and answer_start"),
+        ([{"text": "e", "answer_start": 2}], "answers must be dicts of the lists text and answer_start"),
+    ],
+)
+def test_answers_of_another_form_are_refused(answers: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        reader().check(Dataset.from_list([GOOD | {"answers": answers}]))
+
+
+def test_a_slow_tokenizer_is_refused() -> None:
+    slow = SimpleNamespace(is_fast=False)
+    with pytest.raises(DataError, match=r"need a fast tokenizer, .* got SimpleNamespace; save the model with its toke"):
+        reader(processor=slow).check(Dataset.from_list([GOOD]))
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"text": "question"}, "needs data.text .the columns of the question and of the context.*, got one"),
+        ({"text": ("question", "context"), "group": "question"}, "and no data.group"),
+    ],
+)
+def test_columns_that_are_no_question_and_context_are_refused(columns: dict[str, Any], message: str) -> None:
+    given = {"what": "batches", "task": TASK, "processor": letter_tokenizer(), "columns": columns}
+    with pytest.raises(DataError, match=message):
+        batches_of(reading_model(), Dataset.from_list([GOOD]), **given)
+
+
+def test_which_column_asks_is_not_guessed() -> None:
+    rows = Dataset.from_list([{"passage": "d e f", "query": "b"}])
+    given: dict[str, Any] = {"what": "batches", "task": TASK}
+    with pytest.raises(DataError, match="question-answering needs columns= that name what to read"):
+        batches_of(reading_model(), rows, processor=letter_tokenizer(), columns=None, **given)
+    with pytest.raises(RequestError, match="needs processor="):
+        batches_of(reading_model(), questions(1), processor=None, columns=None, **given)

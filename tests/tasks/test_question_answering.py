@@ -1,0 +1,411 @@
+"""Answers to questions: their best places, metrics, scores, cuts, exports and runs."""
+
+import json
+import re
+import string
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from datasets import Dataset
+from support.answers import letter_tokenizer, questions, reading_model, save_questions
+from support.models import shake
+from support.runs import hies
+from torch import Tensor
+from transformers import AutoModelForQuestionAnswering, LlamaConfig, LlamaForQuestionAnswering
+
+from hies_export import DataError, PruneResult, load, prune
+from hies_export.calibrate.collect import collect_statistics
+from hies_export.data.given import batches_of
+from hies_export.data.reader import Columns
+from hies_export.data.targets import inputs_of, samples_of
+from hies_export.evaluate.judge import compute_metrics
+from hies_export.evaluate.predict import predict, predict_by, references
+from hies_export.forms import deployment
+from hies_export.pipeline import targets
+from hies_export.prunable.find import find_modules
+from hies_export.report.report import Report
+from hies_export.tasks import TASKS
+from hies_export.tasks.question_answering import LONGEST, Spans
+
+TASK = TASKS["question-answering"]
+BOTH = ["attention", "mlp"]
+
+
+def read(rows: Dataset, **fields: Any) -> list[dict[str, Tensor]]:
+    model = reading_model()
+    made = TASK.reader(
+        columns=Columns(text=("question", "context"), label="answers"),
+        config=model.config,
+        processor=letter_tokenizer(),
+        **fields,
+    )
+    return made.batches(rows, batch_size=4)
+
+
+def naive_best(batch: Mapping[str, Tensor], logits: Tensor) -> list[tuple[int, int, float]]:
+    """Return where the answer of each window begins and ends, and its score, from all pairs of tokens."""
+    found = []
+    for row in range(len(logits)):
+        inside = [token for token, place in enumerate(batch["begins"][row].tolist()) if place >= 0]
+        pairs = [(first, last) for first in inside for last in inside if first <= last < first + LONGEST]
+        scores = {pair: float(logits[row, 0, pair[0]] + logits[row, 1, pair[1]]) for pair in pairs}
+        first, last = max(scores, key=scores.__getitem__)
+        begin, end = int(batch["begins"][row, first]), int(batch["ends"][row, last])
+        found.append((begin, end, scores[first, last]))
+    return found
+
+
+def test_the_best_answer_of_a_window_is_that_of_all_pairs() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for batch in read(questions(12, words=(1, 55))):
+        logits = torch.randn(len(batch["input_ids"]), 2, batch["input_ids"].shape[1], generator=generator)
+        logits[0, :, 20:] += torch.linspace(0, 5, logits.shape[-1])[: max(0, logits.shape[-1] - 20)]
+        spans, scores = Spans().kept(logits, batch)
+        assert [(*span, score) for span, score in zip(spans.tolist(), scores.tolist(), strict=True)] == [
+            (begin, end, pytest.approx(score)) for begin, end, score in naive_best(batch, logits)
+        ]
+
+
+def test_the_answer_in_several_windows_is_that_in_a_long_one() -> None:
+    """Logits depend on the token's place in its context alone, so that windows change nothing but the division."""
+    rows, generator = questions(6, words=(60, 300)), torch.Generator().manual_seed(0)
+    at_place = torch.randn(2, 1000, generator=generator)
+    config = reading_model(max_position_embeddings=512).config
+
+    def forward(batch: Mapping[str, Tensor]) -> Tensor:
+        return at_place[:, batch["begins"].clamp(min=0)].transpose(0, 1)
+
+    found = []
+    for length in (100, 500):
+        made = TASK.reader(
+            columns=Columns(text=("question", "context"), label="answers"),
+            config=config,
+            processor=letter_tokenizer(model_max_length=512),
+            max_length=length,
+        )
+        batches = made.batches(rows, batch_size=3)
+        assert samples_of(batches) == len(rows)
+        found.append(predict_by(forward, batches, Spans()))
+    assert sum(len(batch["question"]) for batch in batches) == len(rows)
+    assert found[0].same(found[1]).all()
+    assert torch.equal(found[0].spans, found[1].spans)
+
+
+def squad(given: str, right: Sequence[str]) -> tuple[float, float]:
+    """Return exact match and F1 as the paper of SQuAD says, for one answer and several right ones."""
+
+    def words(text: str) -> list[str]:
+        text = "".join(letter for letter in text.lower() if letter not in string.punctuation)
+        return [word for word in text.split() if word not in ("a", "an", "the")]
+
+    best = 0.0
+    for text in right:
+        one, other, common = words(given), words(text), 0
+        left = list(other)
+        for word in one:
+            if word in left:
+                left.remove(word)
+                common += 1
+        if not one or not other:
+            best = max(best, float(one == other))
+        elif common:
+            precision, recall = common / len(one), common / len(other)
+            best = max(best, 2 * precision * recall / (precision + recall))
+    return float(any(words(given) == words(text) for text in right)), best
+
+
+def test_exact_match_and_f1_are_those_of_the_paper() -> None:
+    texts = ["The b c.", "b", "a the", "b  c b d", "C, B", "An e f", "...", "e"]
+    rows = [(given, [first, second]) for given in texts for first in texts for second in texts[::3]]
+    contexts = ["|".join([given, *right]) for given, right in rows]
+    spans, wanted = [], []
+    for given, right in rows:
+        ends = np.cumsum([len(given), *(len(text) + 1 for text in right)]).tolist()
+        spans.append([0, ends[0]])
+        wanted.append([[end - len(text), end] for end, text in zip(ends[1:], right, strict=True)])
+    behaviour = Spans()
+    batch = {
+        "question": torch.arange(len(rows)),
+        "context": torch.nn.utils.rnn.pad_sequence(
+            [torch.tensor([*map(ord, context)]) for context in contexts], batch_first=True, padding_value=-1
+        ),
+        "answers": torch.tensor(wanted),
+    }
+    found = behaviour.joined([(torch.tensor(spans), torch.zeros(len(rows)))], [batch])
+    values = compute_metrics(found, behaviour.references([batch]), names=list(Spans.metrics), behaviour=behaviour)
+    naive = np.array([squad(given, right) for given, right in rows])
+    assert 0 < naive[:, 0].mean() < naive[:, 1].mean() < 1
+    assert values == {"answer_exact": pytest.approx(naive[:, 0].mean()), "answer_f1": pytest.approx(naive[:, 1].mean())}
+
+
+def gated(model: Any, modules: Sequence[Any], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the gradient of a sample's loss to a factor of one for every unit, by hand."""
+    factors = {module.name: torch.ones(module.units, requires_grad=True) for module in modules}
+
+    def multiply(name: str, width: int) -> Any:
+        return lambda _, inputs: ((inputs[0].unflatten(-1, (-1, width)) * factors[name][:, None]).flatten(-2),)
+
+    hooks = [
+        model.get_submodule(module.consumer).register_forward_pre_hook(multiply(module.name, module.unit_width))
+        for module in modules
+    ]
+    loss = model(**batch).loss
+    for hook in hooks:
+        hook.remove()
+    return dict(zip(factors, torch.autograd.grad(loss, [*factors.values()]), strict=True))
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_scores_are_those_of_samples_one_at_a_time(labelled: bool) -> None:
+    model, batches = reading_model(), read(questions(6, words=(5, 30)), max_length=24)
+    modules = find_modules(model, batches[0], kinds=BOTH)
+    given = batches if labelled else [{k: v for k, v in batch.items() if k != "labels"} for batch in batches]
+    found = collect_statistics(model, given, modules)
+    expected: dict[str, list[Tensor]] = {module.name: [] for module in modules}
+    for batch in batches:
+        for row in range(len(batch["labels"])):
+            one = {key: value[row : row + 1] for key, value in inputs_of(batch).items()}
+            ends = batch["labels"][row]
+            if not labelled:
+                output, real = model(**one), int(one["attention_mask"].sum())
+                ends = torch.stack([of[0, :real].argmax() for of in (output.start_logits, output.end_logits)])
+            one |= {"start_positions": ends[:1], "end_positions": ends[1:]}
+            for name, gradient in gated(model, modules, one).items():
+                expected[name].append(gradient.abs().double())
+    for name, gradients in expected.items():
+        torch.testing.assert_close(found["his"][name], torch.stack(gradients).mean(0), rtol=1e-4, atol=1e-7)
+
+
+@pytest.fixture(scope="module")
+def pruned() -> PruneResult:
+    torch.manual_seed(0)
+    return prune(
+        reading_model(),
+        questions(24, words=(5, 90)),
+        modules=BOTH,
+        budget={"flops": 0.6},
+        criterion="his",
+        processor=letter_tokenizer(),
+    )
+
+
+def test_a_data_set_is_divided_between_questions(pruned: PruneResult) -> None:
+    """The windows of one question are all scored on, or all held out."""
+    calibration, held_out = (
+        ["".join(map(chr, row[row >= 0].tolist())) for batch in of for row in batch["context"]]
+        for of in (pruned.prepared.rows.calibration, pruned.prepared.rows.held_out)
+    )
+    rows = questions(24, words=(5, 90))["context"][:]
+    assert (set(calibration), set(held_out)) == (set(rows[:18]), set(rows[18:]))
+    assert len(calibration) > 18
+    assert len(held_out) > 6
+    assert "same prediction, 6 held-out rows" in str(pruned)
+    assert {*pruned.held_out.metrics} == {"answer_f1", "answer_exact"}
+
+
+def test_the_cut_model_is_the_masked_one(pruned: PruneResult) -> None:
+    dense, plan = pruned.prepared.model, pruned.plan
+    assert plan.removed > 0
+
+    def keep(units: Sequence[int], width: int) -> Any:
+        def mask(_: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
+            found = torch.zeros_like(inputs[0]).unflatten(-1, (-1, width))
+            found[..., list(units), :] = inputs[0].unflatten(-1, (-1, width))[..., list(units), :]
+            return (found.flatten(-2),)
+
+        return mask
+
+    hooks = [
+        dense.get_submodule(module.consumer).register_forward_pre_hook(
+            keep(plan.kept[module.name].units, module.unit_width)
+        )
+        for module in pruned.prepared.modules
+    ]
+    for batch in pruned.prepared.rows.held_out:
+        with torch.no_grad():
+            masked, slim = (model(**inputs_of(batch)) for model in (dense, pruned.model))
+        for name in ("start_logits", "end_logits"):
+            torch.testing.assert_close(getattr(slim, name), getattr(masked, name), rtol=1e-4, atol=1e-5)
+    for hook in hooks:
+        hook.remove()
+
+
+def test_the_export_has_the_outputs_of_torch_by_the_names_of_the_hub(pruned: PruneResult, tmp_path: Path) -> None:
+    exported = pruned.export_onnx(tmp_path / "onnx")
+    session = onnxruntime.InferenceSession(exported.file)
+    assert [node.name for node in session.get_outputs()] == ["start_logits", "end_logits"]
+    for batch in pruned.prepared.rows.held_out:
+        feeds = {node.name: inputs_of(batch)[node.name].numpy() for node in session.get_inputs()}
+        with torch.no_grad():
+            expected = pruned.model(**inputs_of(batch))
+        for name, found in zip(("start_logits", "end_logits"), session.run(None, feeds), strict=True):
+            np.testing.assert_allclose(found, getattr(expected, name).numpy(), atol=1e-4)
+    pruned.save_pretrained(tmp_path / "slim")
+    again = load(tmp_path / "slim")
+    assert (
+        predict(again, pruned.prepared.rows.held_out).same(predict(pruned.model, pruned.prepared.rows.held_out)).all()
+    )
+
+
+def positions(size: int = 8, length: int = 12, **options: Tensor) -> dict[str, Tensor]:
+    """Return a batch as a user makes it for training, with padding."""
+    ids = torch.randint(4, 40, (size, length))
+    mask = (torch.arange(length) < torch.arange(size)[:, None] % 4 + length - 3).long()
+    return {
+        **{"input_ids": ids, "attention_mask": mask},
+        **{"start_positions": torch.arange(size) % 5, "end_positions": torch.arange(size) % 5 + 2},
+        **options,
+    }
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+@pytest.mark.parametrize("form", ["dicts", "rows"])
+def test_batches_of_a_training_loop_are_pruned(form: str, labelled: bool) -> None:
+    torch.manual_seed(0)
+    model, batches = reading_model(), [positions(), positions()]
+    if not labelled:
+        batches = [{k: v for k, v in batch.items() if k[-1] != "s" or k == "input_ids"} for batch in batches]
+    given: Any = batches
+    if form == "rows":
+        given = Dataset.from_dict({key: torch.cat([batch[key] for batch in batches]).tolist() for key in batches[0]})
+    result = prune(model, given, budget={"heads": 0.3}, criterion="his", processor=letter_tokenizer())
+    batch = result.prepared.rows.held_out[0]
+    with torch.no_grad():
+        output = model(**inputs_of(batch))
+    best = []
+    for row in range(len(batch["input_ids"])):
+        real = int(batch["attention_mask"][row].sum())
+        score = output.start_logits[row, :real, None] + output.end_logits[row, None, :real]
+        best.append(divmod(int(score.triu().where(torch.ones_like(score).triu() > 0, -torch.inf).argmax()), real))
+    found = predict(model, [batch])
+    assert found.spans.tolist() == [[first, last + 1] for first, last in best]
+    assert ("labels" in batch) == labelled
+    if labelled:
+        right = references([batch], Spans())
+        exact = found.table(right)[0]["exact"]
+        assert exact.tolist() == [
+            float([*span] == wanted[0]) for span, wanted in zip(found.spans.tolist(), right.tolist(), strict=True)
+        ]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"end_positions": None},
+            r"start_positions and end_positions must be given together, .* got start_positions \[",
+        ),
+        ({"end_positions": torch.zeros(8, dtype=torch.int64)}, "the first and the last of the 12 tokens"),
+        ({"end_positions": torch.full((8,), 12)}, "the first and the last of the 12 tokens, one of each for every row"),
+        ({"start_positions": torch.full((8,), -100)}, "must be given together, as the int64 numbers of the first"),
+        ({"start_positions": torch.zeros(8)}, "as the int64 numbers"),
+        ({"start_positions": torch.zeros(8, 1, dtype=torch.int64)}, "one of each for every row"),
+    ],
+)
+def test_positions_that_are_no_tokens_are_refused(change: dict[str, Any], message: str) -> None:
+    batch = {key: value for key, value in (positions() | change).items() if value is not None}
+    with pytest.raises(DataError, match=message):
+        prune(reading_model(), [batch], budget={"heads": 0.3})
+
+
+def test_a_decoder_reads_questions_with_padding_on_any_side() -> None:
+    """The tokenizer of a decoder pads on the left and has no segments."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
+    model = shake(LlamaForQuestionAnswering(LlamaConfig(vocab_size=40, max_position_embeddings=64, **sizes)))
+    tokenizer, rows = letter_tokenizer(padding_side="left"), questions(12, words=(5, 30))
+    batches = batches_of(model, rows, what="batches", task=TASK, processor=tokenizer, columns=None)
+    one = predict(model, batches)
+    alone = [
+        predict(model, batches_of(model, rows.select([n]), what="b", task=TASK, processor=tokenizer, columns=None))
+        for n in range(len(rows))
+    ]
+    assert one.spans.tolist() == [span for found in alone for span in found.spans.tolist()]
+    result = prune(model, rows, budget={"heads": 0.3}, processor=tokenizer)
+    assert result.held_out is not None
+
+
+@pytest.mark.slow
+def test_a_run_judges_what_it_writes_also_in_8_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = {"hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 128, "num_hidden_layers": 2}
+    recipe = save_questions(
+        tmp_path,
+        train=12,
+        validation=20,
+        calibration={"samples": 8, "batch_size": 4},
+        evaluation={"batch_size": 5},
+        prune={"criterion": "his", "budget": {"heads": 0.25}},
+        export={"quantize": "int8"},
+        measure={"shapes": [[2, 16]], "repeats": 2, "runtimes": ["torch"]},
+    )
+    torch.manual_seed(0)
+    reading_model(**wide).save_pretrained(tmp_path / "model")
+    assert hies("run", recipe) == 0
+    report = Report.from_file(tmp_path / "out")
+    slim = load(tmp_path / "out" / "slim")
+    rows = [json.loads(line) for line in (tmp_path / "validation.jsonl").read_text().splitlines()]
+    session = onnxruntime.InferenceSession(tmp_path / "out" / report.exported.file)
+    dense = AutoModelForQuestionAnswering.from_pretrained(tmp_path / "model")
+    answers = {
+        name: [answer(of, row) for row in rows] for name, of in (("dense", dense), ("slim", slim), ("int8", session))
+    }
+    naive = {
+        name: np.mean([squad(text, row["answers"]["text"]) for text, row in zip(of, rows, strict=True)], axis=0)
+        for name, of in answers.items()
+    }
+    for name in ("dense", "slim"):
+        for metric, value in zip(("answer_exact", "answer_f1"), naive[name], strict=True):
+            assert getattr(report.metrics[metric], name) == pytest.approx(value)
+    assert report.stability == pytest.approx(np.mean([*map(str.__eq__, answers["slim"], answers["dense"])]), abs=0.051)
+    assert report.exported.quality == {"metric": "answer_f1", "value": pytest.approx(naive["int8"][1])}
+    card = (tmp_path / "out" / "slim" / "README.md").read_text()
+    assert "pipeline_tag: question-answering" in card
+    code = next(block for block in re.findall(r"```python\n(.*?)```", card, re.DOTALL) if "AutoTokenizer" in block)
+    code = code.replace('"Who asks?"', repr(rows[0]["question"])).replace('"A reader asks."', repr(rows[0]["context"]))
+    monkeypatch.chdir(tmp_path / "out")
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert names["answer"] == answers["slim"][0]
+
+
+def answer(model: Any, row: Mapping[str, Any]) -> str:
+    """Return the answer of one row, which fits a window, by the words of both texts."""
+    tokenizer = letter_tokenizer()
+    given = tokenizer(row["question"], row["context"], return_tensors="pt", return_offsets_mapping=True)
+    places = given.pop("offset_mapping")[0].tolist()
+    if isinstance(model, onnxruntime.InferenceSession):
+        feeds = {node.name: given[node.name].numpy() for node in model.get_inputs()}
+        logits = torch.tensor(np.stack(model.run(None, feeds)))
+    else:
+        with torch.no_grad():
+            output = model(**given)
+        logits = torch.stack([output.start_logits, output.end_logits])
+    inside = [token for token, number in enumerate(given.sequence_ids()) if number == 1]
+    pairs = [(first, last) for first in inside for last in inside if first <= last < first + LONGEST]
+    first, last = max(pairs, key=lambda pair: float(logits[0, 0, pair[0]] + logits[1, 0, pair[1]]))
+    return row["context"][places[first][0] : places[last][1]]
+
+
+@pytest.mark.slow
+def test_the_form_to_deploy_keeps_the_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(targets, "SIZES", 3)
+    monkeypatch.setattr(deployment, "WAYS", {"onnxruntime-cpu": ("float32",)})
+    recipe = save_questions(
+        tmp_path,
+        train=40,
+        validation=120,
+        calibration={"samples": 20, "batch_size": 10},
+        prune={"modules": BOTH, "criterion": "his", "budget": {"keep": 0.5}, "compensation": {"samples": 30}},
+        measure={"shapes": [[2, 16]], "repeats": 2, "runtimes": ["torch"]},
+    )
+    assert hies("deploy", recipe, "--keep", "0.3", "-o", tmp_path / "out") == 0
+    report = Report.from_file(tmp_path / "out")
+    found = report.details.deployment
+    assert found is not None
+    assert report.details.forms[found.form].at_least >= 0.3
+    assert (tmp_path / "out" / found.file).is_file()
