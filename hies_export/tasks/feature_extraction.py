@@ -68,6 +68,7 @@ class FeatureExtraction(Task):
     needs = "data.text (one column, or two and the label of their similarity), or data.query and data.document"
     text_columns = 2
     embeds = True
+    of_item = 1
 
     def behaviour(self, config: Any) -> Embeddings:
         """Return that of embeddings."""
