@@ -11,6 +11,7 @@ import tokenizers
 import torch
 from transformers import (
     BertConfig,
+    BertForNextSentencePrediction,
     BertForSequenceClassification,
     CLIPImageProcessorPil,
     CLIPVisionConfig,
@@ -45,20 +46,41 @@ def sentiment(folder: Path) -> Path:
     _write(folder / "validation.jsonl", rows[512:])
     tokenizer = word_tokenizer([*GOOD, *BAD, "not"])
     torch.manual_seed(0)
-    model = BertForSequenceClassification(
-        BertConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=48,
-            num_hidden_layers=3,
-            num_attention_heads=6,
-            intermediate_size=96,
-            max_position_embeddings=32,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    )
+    model = BertForSequenceClassification(_encoder_config(tokenizer))
     batch = dict(tokenizer([row["sentence"] for row in rows[:512]], padding=True, return_tensors="pt"))
     _train(model, batch | {"labels": torch.tensor([row["label"] for row in rows[:512]])}, steps=300)
     return _save(folder / "model", model, tokenizer)
+
+
+def counting(folder: Path) -> Path:
+    """Train a BERT to tell whether the halves of a text that counts up are swapped; write text.txt; return its folder.
+
+    The numbers are words, and each text counts from one of them on.
+    """
+    words = [f"w{number:02}" for number in range(40)]
+    texts = [words[start : start + length] for start in range(28) for length in range(4, 12)]
+    (folder / "text.txt").write_text("\n".join(" ".join(text) for text in texts))
+    tokenizer = word_tokenizer(words)
+    pairs = [(" ".join(text[: len(text) // 2]), " ".join(text[len(text) // 2 :])) for text in texts]
+    swapped = [pair[::-1] for pair in pairs]
+    batch = tokenizer(*map(list, zip(*pairs, *swapped, strict=True)), padding=True, return_tensors="pt")
+    torch.manual_seed(0)
+    model = BertForNextSentencePrediction(_encoder_config(tokenizer))
+    labels = torch.arange(2).repeat_interleave(len(pairs))
+    _train(model, dict(batch) | {"labels": labels}, steps=150)
+    return _save(folder / "model", model, tokenizer)
+
+
+def _encoder_config(tokenizer: PreTrainedTokenizerFast) -> BertConfig:
+    return BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        intermediate_size=96,
+        max_position_embeddings=32,
+        pad_token_id=tokenizer.pad_token_id,
+    )
 
 
 def story(folder: Path) -> Path:

@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from .slim.cut import prune_units
     from .slim.mask import masked_units
     from .slim.refit import Compensation, compensate
+    from .tasks.registry import register_task
     from .units import Kept, PrunableModule, Selection
     from .values import Provenance, PruningPlan, Scores, Statistics
 
@@ -128,6 +129,7 @@ _HOMES = {
     "prune": "pipeline.prune",
     "prune_units": "slim.cut",
     "push_to_hub": "hub",
+    "register_task": "tasks.registry",
     "quantize_onnx": "forms.onnx.quantize",
     "run": "pipeline.run",
     "save_slim": "checkpoint.save",

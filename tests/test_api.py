@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.models import bert, text_batch
+from support.runs import registries_restored
 
 import hies_export
 from hies_export.errors import HiesError
@@ -41,15 +42,12 @@ def examples() -> list[doctest.DocTest]:
 
 
 @pytest.mark.parametrize("example", examples(), ids=lambda example: example.name)
-def test_examples_run(
-    example: doctest.DocTest, stages: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # One of them registers a criterion.
-    monkeypatch.setattr("hies_export.score.criteria.CRITERIA", dict(hies_export.CRITERIA))
+def test_examples_run(example: doctest.DocTest, stages: dict[str, Any], tmp_path: Path) -> None:
     example.globs = PUBLIC | stages | {"folder": tmp_path, "torch": torch}
     said: list[str] = []
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
-    assert runner.run(example, out=said.append).failed == 0, "".join(said)
+    with registries_restored():
+        assert runner.run(example, out=said.append).failed == 0, "".join(said)
 
 
 def test_every_function_has_an_example() -> None:

@@ -190,7 +190,7 @@ def test_the_site_has_the_docstrings(site: dict[str, Page]) -> None:
 @pytest.mark.slow
 def test_the_site_shows_the_examples_and_parts_of_contributing(site: dict[str, Page]) -> None:
     for example in EXAMPLES:
-        page = "criterion" if example == "custom_criterion.py" else "examples"
+        page = {"custom_criterion.py": "criterion", "custom_task.py": "task"}.get(example, "examples")
         source = (ROOT / "examples" / example).read_text()
         assert " ".join(source.split()) in site[f"guides/{page}/index.html"].text, example
     for page in ("criterion", "architecture"):

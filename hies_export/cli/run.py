@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser
 from typing import Any
 
+from ..tasks import TASKS
 from .arguments import Options, add_recipe, read_recipe, refuse_output
 from .deploy import print_answer
 
@@ -29,7 +30,7 @@ def run(options: Options) -> dict[str, Any]:
     exports = f"{recipe.export.format}/" + (f", onnx-{recipe.export.quantize}/" if recipe.export.quantize else "")
     exports += ", onnx-cascade/" if recipe.cascade else ""
     refit = "" if recipe.prune.compensation is None else ", refit.safetensors"
-    if recipe.task == "feature-extraction":
+    if TASKS[recipe.task].embeds:
         exports += ", served/ (for sentence-transformers)"
     options.console.print(
         f"\nwritten to {recipe.output}: slim/ (checkpoint), {exports}, report.html, report.md, "

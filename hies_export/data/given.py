@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 # Rows of a data set that go through the model at once.
 BATCH_SIZE = 16
-_EXAMPLES = {True: "['a text', 'another']", False: "[('a query', 'a document')]"}
+# Texts of an item of a list -> what the list is of, and an example.
+_LISTS = {1: ("texts", "['a text', 'another']"), 2: ("pairs of texts", "[('a query', 'a document')]")}
 # Usual columns of queries, and of the documents that they should find.
 _SEARCHED = (("query", "question", "anchor"), ("document", "passage", "positive"))
 # Columns of labels, as transformers' collators know them.
@@ -94,20 +95,20 @@ def _of_texts(
     model: PreTrainedModel, texts: Sequence[Any], what: str, task: Task
 ) -> tuple[datasets.Dataset, dict[str, Any]]:
     """Return the rows of texts, or of pairs of texts, and the columns to read."""
-    if not task.embeds and task.name != "text-classification":
+    if not task.of_item:
         raise DataError(
             f"{what} of {task.name} must be batches or a data set, got a list of texts; make a datasets.Dataset of them"
         )
-    needed = "texts" if task.embeds else "pairs of texts"
+    needed, example = _LISTS[task.of_item]
     for number, item in enumerate(texts):
-        if not (isinstance(item, str) if task.embeds else _is_pair(item)):
+        if not (isinstance(item, str) if task.of_item == 1 else _is_pair(item)):
             raise DataError(
-                f"{what} must be {needed} only, such as {_EXAMPLES[task.embeds]}, but item {number} (from 0) is a "
+                f"{what} must be {needed} only, such as {example}, but item {number} (from 0) is a "
                 f"{type(item).__name__}: {quoted(item)}"
             )
-        if not all(text.strip() for text in ([item] if task.embeds else item)):
+        if not all(text.strip() for text in ([item] if task.of_item == 1 else item)):
             raise DataError(f"{what} must be {needed} that are not blank, but item {number} (from 0) is; leave it out")
-    if task.embeds:
+    if task.of_item == 1:
         return datasets.Dataset.from_dict({"text": list(texts)}), {"text": ("text",)}
     rows = datasets.Dataset.from_dict({"query": [pair[0] for pair in texts], "document": [pair[1] for pair in texts]})
     fields: dict[str, Any] = {"text": ("query", "document")}
@@ -191,7 +192,7 @@ def usual_columns(rows: datasets.Dataset, task: Task) -> dict[str, Any]:
     if task.images and not task.text and len(images) == 1:
         return {"image": images[0], "label": label}
     if task.text and not task.images and 1 <= len(texts) <= task.text_columns:
-        return {"text": tuple(texts), "label": None if task.places_by_labels else label}
+        return {"text": tuple(texts), "label": label if {"text", "label"} in task.columns else None}
     raise _unnamed(rows, task, "{'text': 'sentence', 'label': 'label'}")
 
 

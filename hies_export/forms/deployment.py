@@ -96,7 +96,7 @@ def find_ways(task: Task, runtimes: Sequence[str]) -> list[tuple[str, str]]:
     found = []
     for name in runtimes or WAYS:
         try:
-            check_runtime(name, task=task.name)
+            check_runtime(name, task=task)
         except (MissingRuntimeError, RecipeError):
             if runtimes:
                 raise

@@ -61,7 +61,8 @@ def tries_cascades(prepared: Prepared, share: float) -> bool:
     Each interval needs more confidence if they are tried, so more rows.
     """
     needed = rows_needed(share, confidence_of_each(LOOKS_WITH_CASCADES))
-    return prepared.judged.behaviour.predicts == "classes" and samples_of(prepared.rows.held_out) >= needed
+    classifies = prepared.task.cascades and prepared.judged.behaviour.predicts == "classes"
+    return classifies and samples_of(prepared.rows.held_out) >= needed
 
 
 @dataclass(frozen=True, kw_only=True)

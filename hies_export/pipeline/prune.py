@@ -369,7 +369,7 @@ def prune(
     judged = Judged(_metrics(task, behaviour, comparison, asked, rows.held_out), behaviour)
     timed = None if isinstance(asked, _OfPlan) else asked.goal.timed
     if timed is not None:
-        check_runtime(timed.runtime, task=task.name)
+        check_runtime(timed.runtime, task=task)
         check_dtypes([] if timed.dtype is None else [timed.dtype], [timed.runtime])
     with evaluating(model):
         prepared = prepare(

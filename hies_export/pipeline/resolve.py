@@ -167,7 +167,7 @@ def _splits(recipe: PruningRecipe, behaviour: Behaviour, *, promising: bool = Fa
             needed = queries_needed(keep, confidence_of_each(LOOKS))
             return splits.promising(needed, f"{100 * keep:g} %", most=HELD_OUT)
         needed, with_cascades = (rows_needed(keep, confidence_of_each(n)) for n in (LOOKS, LOOKS_WITH_CASCADES))
-        better = with_cascades if behaviour.predicts == "classes" else 0
+        better = with_cascades if task.cascades and behaviour.predicts == "classes" else 0
         return splits.promising(needed, f"{100 * keep:g} %", most=HELD_OUT, better=better)
     if (asked := recipe.cascade) is not None:
         needed = rate_rows_needed(asked.disagreement, confidence_of_each(len(recipe.shares)))
@@ -263,7 +263,7 @@ def _checked_runtimes(recipe: PruningRecipe, names: tuple[str, ...]) -> tuple[st
     """
     task, timed = TASKS[recipe.task], recipe.goal.timed
     for name in (*names, *([] if recipe.cascade is None else [recipe.cascade.runtime])):
-        check_runtime(name, task=task.name)
+        check_runtime(name, task=task)
     check_dtypes(recipe.measure.dtypes, names)
     if timed is not None and timed.dtype is not None:
         check_dtypes([timed.dtype], [timed.runtime])

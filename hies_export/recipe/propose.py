@@ -132,7 +132,7 @@ def _columns(rows: datasets.Dataset, task: Task) -> dict[str, Any]:
             if len(pair) <= task.text_columns and set(pair) <= set(rows.column_names):
                 if task.embeds:
                     label = numbers_column(rows) if len(pair) == 2 else None
-                return {"text": pair, "label": None if task.places_by_labels else label}
+                return {"text": pair, "label": label if {"text", "label"} in task.columns else None}
     try:
         return usual_columns(rows, task)
     except DataError:

@@ -49,8 +49,7 @@ class PruningRecipe(Section):
             it.
         device_map: Where the layers go, as in `from_pretrained`: "auto" spreads a model over all GPUs. By default the
             GPU if there is one.
-        task: text-classification (regression is text-classification with one label), image-classification,
-            text-generation, image-text-to-text, or feature-extraction (embeddings of texts).
+        task: What the model predicts: one of the [tasks](tasks.md), such as text-classification.
         pooling: For feature-extraction with a bare encoder: what makes one embedding of those of the tokens. A folder
             of sentence-transformers says so itself.
         normalize: Likewise, whether embeddings are scaled to length 1; by default they are not.
@@ -164,7 +163,7 @@ class PruningRecipe(Section):
 
     @model_validator(mode="after")
     def _gguf_is_of_a_decoder(self) -> PruningRecipe:
-        if self.export.format == "gguf" and self.task != "text-generation":
+        if self.export.format == "gguf" and not TASKS[self.task].decodes_text:
             raise ValueError(f"export.format gguf is for text-generation, got task: {self.task}; set it to onnx")
         return self
 
@@ -183,14 +182,12 @@ class PruningRecipe(Section):
         given = [name for name in ("pooling", "normalize") if getattr(self, name) is not None]
         if given and not TASKS[self.task].embeds:
             raise ValueError(f"{given[0]} is for feature-extraction, got task: {self.task}; leave it out")
-        if self.cascade is not None and TASKS[self.task].embeds:
-            raise ValueError("cascade is for classifiers, got task: feature-extraction; leave it out")
         return self
 
     @model_validator(mode="after")
     def _columns_fit_the_task(self) -> PruningRecipe:
         task = TASKS[self.task]
-        if self.evaluation.lm_eval and (task.images or not task.generative):
+        if self.evaluation.lm_eval and not task.decodes_text:
             raise ValueError(f"evaluation.lm_eval judges language models (text-generation), got task: {self.task}")
         if refusal := task.refusal(self.data):
             raise ValueError(refusal)

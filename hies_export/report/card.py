@@ -18,7 +18,7 @@ from .report import Report
 from .text import named_units, sentence_class, title
 
 # Class of sentence-transformers -> library, pipeline and tags of its models on the Hub.
-_ON_HUB: dict[str | None, tuple[str, str, tuple[str, ...]]] = {
+_ON_HUB: dict[str | None, tuple[str, str | None, tuple[str, ...]]] = {
     "SentenceTransformer": (
         "sentence-transformers",
         "sentence-similarity",
@@ -54,8 +54,7 @@ def render_card(
         # A further argument, if needed.
         revision=f", revision={json.dumps(revision)}" if revision else "",
         download=_download(location, revision),
-        ort_class=getattr(TASKS.get(report.task), "ort_class", None),
-        usage=getattr(TASKS.get(report.task), "usage", None),
+        task=TASKS.get(report.task),
     )
 
 
@@ -72,7 +71,9 @@ def card_metadata(report: Report, origin: Mapping[str, Any]) -> ModelCardData:
     """
     data = report.details.data
     dataset, configuration = _dataset(data)
-    library, pipeline, tags = _ON_HUB.get(sentence_class(report), ("transformers", report.task, ()))
+    task = TASKS.get(report.task)
+    usual = "transformers", report.task if task is None or task.on_hub else None, ()
+    library, pipeline, tags = _ON_HUB.get(sentence_class(report), usual)
     results = [
         EvalResult(
             task_type=report.task,

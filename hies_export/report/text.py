@@ -11,6 +11,7 @@ from ..data.facts import DataFacts
 from ..evaluate.metrics import METRICS, higher_is_better, title_of
 from ..forms.measure.rows import LatencyRow
 from ..outcomes import CostOutcome, KeepOutcome, MaxDropOutcome
+from ..tasks import TASKS
 from .report import Report, UnitCounts
 
 # A metric on the rows that a plan was chosen on is suspicious if it is better by more than this share.
@@ -112,7 +113,8 @@ def share_of(metric: str, model: str) -> str:
 
 def sentence_class(report: Report) -> str | None:
     """Return the class of sentence-transformers that loads the slim model; None if there is none."""
-    if report.task == "feature-extraction":
+    task = TASKS.get(report.task)  # one that a user registered may be unknown in another process
+    if task is not None and task.embeds:
         return "SentenceTransformer"
     return "CrossEncoder" if "candidates" in (report.ranking or {}) else None
 

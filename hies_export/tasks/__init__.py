@@ -12,8 +12,18 @@ A recipe is checked against the tasks before torch is imported, which takes seco
 torch and the readers only where they run.
 """
 
-from .behaviour import Behaviour
-from .registry import TASKS, TaskName, find_task
-from .task import COLUMNS, Task
+from .behaviour import Behaviour, Predicted
+from .registry import TASKS, TaskName, find_task, register_task
+from .task import COLUMNS, Task, column_sets
 
-__all__ = ["COLUMNS", "TASKS", "Behaviour", "Task", "TaskName", "find_task"]
+__all__ = [
+    "COLUMNS",
+    "TASKS",
+    "Behaviour",
+    "Predicted",
+    "Task",
+    "TaskName",
+    "column_sets",
+    "find_task",
+    "register_task",
+]

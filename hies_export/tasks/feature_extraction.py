@@ -69,6 +69,7 @@ class FeatureExtraction(Task):
     text_columns = 2
     embeds = True
     rows_together = True
+    of_item = 1
 
     def behaviour(self, config: Any) -> Embeddings:
         """Return that of embeddings."""

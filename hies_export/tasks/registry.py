@@ -12,7 +12,7 @@ from .fill_mask import FillMask
 from .image_classification import ImageClassification
 from .image_text_to_text import ImageTextToText
 from .question_answering import QuestionAnswering
-from .task import Task
+from .task import COLUMNS, Task
 from .text_classification import TextClassification
 from .text_generation import TextGeneration
 from .token_classification import TokenClassification
@@ -21,7 +21,32 @@ TASKS: dict[str, Task] = {}
 
 
 def register_task(task: Task) -> Task:
-    """Add a task to those that recipes may name and that models are found by; return it."""
+    """Register a task, so that recipes may name it and models are found by its class.
+
+    One of the same name is replaced.
+
+    Args:
+        task: An object of a `tasks.Task`.
+
+    Returns:
+        The task itself.
+
+    Raises:
+        RequestError: It is no task, or it names columns that a recipe has no field for.
+
+    Examples:
+        >>> from hies_export.tasks.text_classification import TextClassification
+        >>> class NextSentencePrediction(TextClassification):
+        ...     name = "next-sentence-prediction"
+        ...     auto_class = "AutoModelForNextSentencePrediction"
+        >>> register_task(NextSentencePrediction()).name
+        'next-sentence-prediction'
+    """
+    if not isinstance(task, Task):
+        given = f"the class {task.__name__}; call it" if isinstance(task, type) else f"a {type(task).__name__}"
+        raise RequestError(f"a task must be an object of a hies_export.tasks.Task, got {given}")
+    if unknown := sorted({name for names in task.columns for name in names}.difference(COLUMNS)):
+        raise RequestError(f"the columns of a task must be among {', '.join(COLUMNS)}, got {', '.join(unknown)}")
     TASKS[task.name] = task
     return task
 

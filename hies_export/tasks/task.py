@@ -24,7 +24,7 @@ class Task(ABC):
     """A task that a recipe may name.
 
     Attributes:
-        name: The name, which is also the Hub's.
+        name: The name in recipes and reports, the Hub's if it has one.
         auto_class: Name of the Auto class of transformers that loads its models.
         ort_class: Name of the class of optimum.onnxruntime that runs its export, if there is one.
         usage: Python that uses a `model` and its `tokenizer`, for the card; None for no example.
@@ -39,6 +39,8 @@ class Task(ABC):
         embeds: Whether they embed texts.
         cascades: Whether a cascade can answer for them: they predict classes.
         places_by_labels: Whether labels say where predictions are read, so that no row does without.
+        of_item: How many texts are an item of a list that `prune` reads in place of a data set; 0 if it reads no lists.
+        on_hub: Whether the Hub has pipelines of this name.
     """
 
     name: ClassVar[str]
@@ -56,11 +58,18 @@ class Task(ABC):
     embeds: ClassVar[bool] = False
     cascades: ClassVar[bool] = False
     places_by_labels: ClassVar[bool] = False
+    of_item: ClassVar[int] = 0
+    on_hub: ClassVar[bool] = True
 
     @property
     def in_parts(self) -> bool:
         """Whether its models are exported in parts, so that there is no single graph to time."""
         return self.text and self.images
+
+    @property
+    def decodes_text(self) -> bool:
+        """Whether its models are decoders of text alone, which llama.cpp runs and lm-eval judges."""
+        return self.generative and not self.images
 
     @abstractmethod
     def behaviour(self, config: Any) -> Behaviour:

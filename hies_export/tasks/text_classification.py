@@ -21,6 +21,7 @@ class TextClassification(Task):
     columns = column_sets("text", "text label", "text group", "text group label")
     needs = "data.text (one or two columns)"
     text_columns = 2
+    of_item = 2
 
     def behaviour(self, config: Any) -> Classes:
         """Return that of classes, labels or numbers, by the problem type."""

@@ -25,6 +25,7 @@ from hies_export.forms.gguf.architecture import find_layout
 from hies_export.forms.gguf.export import check_exportable
 from hies_export.forms.gguf.vocabulary import find_vocabulary
 from hies_export.forms.runtimes.registry import check_task
+from hies_export.tasks import TASKS
 
 pytest.importorskip("gguf", reason='no gguf: pip install "hies-export[gguf]"')
 
@@ -210,10 +211,10 @@ def test_a_recipe_is_held_to_what_the_format_knows() -> None:
 
 
 def test_a_runtime_of_decoders_is_refused_for_other_tasks() -> None:
-    check_task("llamacpp", "text-generation")
-    check_task("torch", "text-classification")
+    check_task("llamacpp", TASKS["text-generation"])
+    check_task("torch", TASKS["text-classification"])
     with pytest.raises(RecipeError, match=r"runtime llamacpp runs decoders \(text-generation\), got task: image-class"):
-        check_task("llamacpp", "image-classification")
+        check_task("llamacpp", TASKS["image-classification"])
 
 
 def test_the_check_keeps_the_model_as_it_is(tmp_path: Path) -> None:

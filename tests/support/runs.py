@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from transformers import PreTrainedModel
@@ -17,7 +18,9 @@ import hies_export.pipeline.bench
 import hies_export.pipeline.run
 from hies_export.checkpoint.folders import new_folder
 from hies_export.cli.main import main
+from hies_export.evaluate.metrics import METRICS
 from hies_export.forms.onnx.export import OnnxExport, export_onnx
+from hies_export.tasks import TASKS
 from support.models import save_project
 
 
@@ -45,8 +48,8 @@ def run_project(folder: Path, **sections: Any) -> Path:
 
 def run_script(path: Path, *arguments: object) -> None:
     """Do what `python PATH ARGUMENTS` does. What the script imports from its own folder or registers is forgotten."""
-    modules, criteria = set(sys.modules), dict(hies_export.CRITERIA)
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+    modules = set(sys.modules)
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(), registries_restored():
         warnings.simplefilter("ignore")
         patch.setattr(sys, "argv", [str(path), *(str(a) for a in arguments)])
         patch.syspath_prepend(path.parent)
@@ -56,8 +59,13 @@ def run_script(path: Path, *arguments: object) -> None:
             for name in set(sys.modules) - modules:
                 if Path(getattr(sys.modules[name], "__file__", None) or "").parent == path.parent:
                     del sys.modules[name]
-            hies_export.CRITERIA.clear()
-            hies_export.CRITERIA.update(criteria)
+
+
+@contextmanager
+def registries_restored() -> Iterator[None]:
+    """Forget afterwards which criteria, metrics and tasks were registered inside the block."""
+    with mock.patch.dict(hies_export.CRITERIA), mock.patch.dict(METRICS), mock.patch.dict(TASKS):
+        yield
 
 
 @contextmanager

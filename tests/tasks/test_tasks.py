@@ -1,22 +1,27 @@
 """What tasks have in common, and what models of no task get."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from support.generative import padded
 from support.models import bert, causal_lm, image_batch, text_batch, vit
+from support.reports import make_report
 from support.sentences import bert_encoder
-from transformers import BertForNextSentencePrediction, PreTrainedModel
+from transformers import BertConfig, BertForMultipleChoice, PreTrainedModel
 
-from hies_export.data.reader import Columns
+from hies_export.data.reader import Columns, Reader
 from hies_export.evaluate.metrics import METRICS
 from hies_export.model.sentence import Pooling, TextEncoder
-from hies_export.tasks import COLUMNS, TASKS
+from hies_export.report.card import render_card
+from hies_export.tasks import COLUMNS, TASKS, Task
 from hies_export.tasks.behaviour import Behaviour
 from hies_export.tasks.by_shape import ByShape
 from hies_export.tasks.classes import Classes, Labels, Numbers
@@ -52,11 +57,29 @@ def test_the_usual_metrics_of_a_behaviour_are_known(behaviour: Behaviour) -> Non
     assert {metric for names in (*usual, *behaviour.of_rows.values()) for metric in names} <= set(METRICS)
 
 
+@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
+def test_every_task_has_what_others_ask_it_for(task: Task) -> None:
+    config = BertConfig()
+    assert issubclass(task.reader_class, Reader)
+    assert hasattr(transformers, task.auto_class)
+    assert issubclass(type(task.behaviour(config)), Behaviour)
+    metrics = task.behaviour(config).usual_metrics(rows="texts" if task.embeds else None)
+    assert metrics
+    assert set(metrics) <= set(METRICS)
+    assert re.fullmatch(r"[a-z]+( [a-z]+)*", task.behaviour(config).word)
+    assert task.needs.startswith("data.")
+    assert task.columns
+    report = replace(make_report(), task=task.name)
+    snippet = render_card(report).partition("In ONNX Runtime")[2]
+    named = "OnnxGenerator" if task.generative else "sentence_embedding" if task.embeds else task.ort_class
+    assert str(named) in snippet
+
+
 def test_a_model_behaves_as_those_of_its_task() -> None:
     encoder = TextEncoder(bert_encoder(), [Pooling(["mean"])])
     found = [type(behaviour_of(model)) for model in (bert(), vit(), causal_lm(), encoder)]
     assert found == [Classes, Classes, Tokens, Embeddings]
-    assert isinstance(behaviour_of(BertForNextSentencePrediction(bert().config)), ByShape)
+    assert isinstance(behaviour_of(BertForMultipleChoice(bert().config)), ByShape)
     assert isinstance(behaviour_of(SimpleNamespace()), ByShape)
 
 

@@ -9,13 +9,14 @@ import torch
 from transformers import PreTrainedModel
 
 from ...errors import RecipeError, RequestError, did_you_mean
+from ...tasks import Task
 
 # Imported because their decorators register the runtimes.
 from . import llamacpp, openvino, ort, ort_gpu, pytorch  # noqa: F401
 from .base import RUNTIMES, Runtime
 
 
-def check_runtime(name: str, *, task: str | None = None) -> None:
+def check_runtime(name: str, *, task: Task | None = None) -> None:
     """Refuse, before anything is loaded, a runtime that is not registered, not installed, or not for the task.
 
     Raises RecipeError, which suggests the closest name, or MissingRuntimeError, which says what to install.
@@ -28,10 +29,10 @@ def check_runtime(name: str, *, task: str | None = None) -> None:
         check_task(name, task)
 
 
-def check_task(name: str, task: str) -> None:
+def check_task(name: str, task: Task) -> None:
     """Refuse, by a RecipeError, a runtime of decoders (GGUF) for a task other than generating text."""
-    if RUNTIMES[name].format == "gguf" and task != "text-generation":
-        raise RecipeError([f"runtime {name} runs decoders (text-generation), got task: {task}; leave it out"])
+    if RUNTIMES[name].format == "gguf" and not task.decodes_text:
+        raise RecipeError([f"runtime {name} runs decoders (text-generation), got task: {task.name}; leave it out"])
 
 
 def check_dtypes(dtypes: Sequence[str], runtimes: Sequence[str]) -> None:

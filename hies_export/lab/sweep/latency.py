@@ -49,7 +49,7 @@ class LatencyRequest:
             raise RequestError(
                 f"a vision-language model, which is exported in parts, can be timed on torch only, got {self.runtime}"
             )
-        check_task(self.runtime, task.name)
+        check_task(self.runtime, task)
 
 
 class Stopwatch:

@@ -1,0 +1,174 @@
+"""A task that a user registers, that of examples/custom_task.py: it is pruned, run and deployed as the others are."""
+
+import re
+import runpy
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import onnxruntime
+import pytest
+import torch
+from support.models import SIX_HEADS, shake, word_tokenizer
+from support.runs import registries_restored
+from transformers import BertConfig, BertForNextSentencePrediction
+
+from hies_export import DataError, PruningRecipe, RecipeError, Report, RequestError, deploy, load, prune, register_task
+from hies_export.forms import deployment
+from hies_export.pipeline import targets
+from hies_export.tasks import TASKS, Task, column_sets
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "custom_task.py"
+WORDS = [f"w{number}" for number in range(20)]
+TEXTS = [" ".join(WORDS[(start * 7 + place) % 20] for place in range(2 + start % 9)) for start in range(240)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def example() -> Iterator[dict[str, Any]]:
+    """What the example defines."""
+    with registries_restored(), pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(EXAMPLE.parent)
+        yield runpy.run_path(str(EXAMPLE), run_name="custom_task")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model of the task with its tokenizer, and texts."""
+    folder, tokenizer = tmp_path_factory.mktemp("own"), word_tokenizer(WORDS)
+    torch.manual_seed(0)
+    # One matrix is large enough for 8 bits.
+    sizes = SIX_HEADS | {"intermediate_size": 352, "num_labels": 2, "max_position_embeddings": 64}
+    shake(BertForNextSentencePrediction(BertConfig(vocab_size=len(tokenizer), **sizes))).save_pretrained(
+        folder / "model"
+    )
+    tokenizer.save_pretrained(folder / "model")
+    (folder / "text.txt").write_text("\n".join(TEXTS))
+    return folder
+
+
+def recipe_of(folder: Path, output: Path, **sections: Any) -> PruningRecipe:
+    usual = {
+        "data": {"files": {"train": folder / "text.txt"}, "text": "text"},
+        "calibration": {"split": "train[:50%]", "samples": 16, "batch_size": 8},
+        "evaluation": {"split": "train[50%:]"},
+        "prune": {"criterion": "his", "budget": {"heads": 0.3}},
+        "measure": {"runtimes": ["torch"], "shapes": [[2, 16]], "repeats": 2},
+    }
+    return PruningRecipe(model=str(folder / "model"), task="sentence-order", output=output, **(usual | sections))
+
+
+def test_it_takes_sixty_lines() -> None:
+    task = EXAMPLE.read_text().partition("[start:task]\n")[2].partition("\n# --8<-- [end")[0]
+    assert len([line for line in task.splitlines() if line.strip()]) <= 60
+
+
+def test_prune_predicts_and_judges_as_its_objects_say(folder: Path) -> None:
+    model, tokenizer = load(folder / "model"), word_tokenizer(WORDS)
+    rows = datasets.Dataset.from_dict({"text": TEXTS[:64]})
+    result = prune(
+        model,
+        rows,
+        held_out=datasets.Dataset.from_dict({"text": TEXTS[64:96]}),
+        processor=tokenizer,
+        budget={"heads": 0.5},
+    )
+    assert isinstance(result.model, BertForNextSentencePrediction)
+    found, wanted = result.held_out, []
+    for text in TEXTS[64:96]:
+        words, swapped = text.split(), zlib.crc32(text.encode()) % 2
+        pair = [" ".join(words[: len(words) // 2]), " ".join(words[len(words) // 2 :])]
+        with torch.inference_mode():
+            logits = model(**tokenizer(*(pair[::-1] if swapped else pair), return_tensors="pt")).logits
+        wanted.append((logits.softmax(-1)[0, 1].item() - swapped) ** 2)
+    assert found is not None
+    assert found.metrics["brier"].dense == pytest.approx(sum(wanted) / 32, abs=1e-5)
+
+
+def test_a_task_of_classes_takes_a_name_and_a_class(folder: Path) -> None:
+    """The second block of the guide, executed."""
+    guide = EXAMPLE.parents[1] / "docs" / "guides" / "task.md"
+    block = next(
+        block for block in re.findall(r"(?s)``` { .python }\n(.*?)```", guide.read_text()) if "class " in block
+    )
+    names: dict[str, Any] = {"__name__": "guide"}
+    exec(block, names)
+    with registries_restored():
+        task = register_task(names["NextSentencePrediction"]())
+        TASKS.pop("sentence-order")
+        pairs = [(text, other) for text, other in zip(TEXTS[:32], TEXTS[32:64], strict=True)]
+        result = prune(load(folder / "model"), pairs, processor=word_tokenizer(WORDS), budget={"heads": 0.5})
+        assert result.prepared.task is task
+        assert result.held_out is not None
+        assert result.held_out.metrics.keys() == {"accuracy"}
+
+
+@pytest.mark.slow
+def test_run_writes_a_report_and_a_card_that_names_no_pipeline(folder: Path, tmp_path: Path) -> None:
+    report = recipe_of(folder, tmp_path / "out", export={"quantize": "int8"}).run()
+    assert (report.task, report.details.stability_of, report.quality.metric) == (
+        "sentence-order",
+        "probability",
+        "brier",
+    )
+    assert report.onnx_max_abs is not None
+    assert report.onnx_max_abs < 1e-3
+    assert report.exported is not None
+    assert report.exported.quality is not None
+    card = (tmp_path / "out" / "slim" / "README.md").read_text()
+    assert "pipeline_tag" not in card
+    assert "OnnxGenerator" not in card
+    assert "AutoModelForNextSentencePrediction.from_pretrained" in card
+    (line,) = re.findall(r"^session = Infer.*$", card, re.MULTILINE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path / "out")
+        names: dict[str, Any] = {"InferenceSession": onnxruntime.InferenceSession}
+        exec(line, names)
+    assert [output.name for output in names["session"].get_outputs()] == ["logits"]
+
+
+@pytest.mark.slow
+def test_deploy_keeps_the_promise(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(targets, "SIZES", 2)
+    monkeypatch.setattr(deployment, "WAYS", {"onnxruntime-cpu": ("float32",)})
+    prune = {"modules": ["attention"], "criterion": "his"}
+    deploy(recipe_of(folder, tmp_path / "out", prune=prune, deploy={"keep": 0.9}))
+    found = Report.from_file(tmp_path / "out").details.deployment
+    assert found is not None
+    assert found.ways[0].problem is None
+
+
+@pytest.mark.parametrize(
+    ("data", "match"),
+    [
+        ({"text": ["text", "other"]}, r"sentence-order needs data.text \(one column\)"),
+        ({"text": "text", "label": "label"}, r"sentence-order needs data.text \(one column\) and no data.label"),
+    ],
+)
+def test_columns_that_it_does_not_read_are_refused(
+    data: dict[str, Any], match: str, folder: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(RecipeError, match=match):
+        recipe_of(folder, tmp_path / "out", data={"files": {"train": folder / "text.txt"}, **data})
+
+
+def test_what_it_refuses_is_said(folder: Path) -> None:
+    rows = datasets.Dataset.from_dict({"text": ["a b", "alone"]})
+    with pytest.raises(DataError, match=r"two words to have halves, but row 1 \(from 0\) has fewer"):
+        prune(load(folder / "model"), rows, processor=word_tokenizer(WORDS), budget={"heads": 0.5})
+    with pytest.raises(DataError, match="batches of sentence-order must be batches or a data set, got a list of texts"):
+        prune(load(folder / "model"), ["a text"], processor=word_tokenizer(WORDS), budget={"heads": 0.5})
+    with pytest.raises(RecipeError, match="cascade is for classifiers, got task: sentence-order"):
+        recipe_of(folder, Path("out"), cascade={"disagreement": 0.05})
+
+
+def test_only_tasks_are_registered() -> None:
+    known: Any = type(TASKS["sentence-order"])
+    with pytest.raises(
+        RequestError, match="must be an object of a hies_export.tasks.Task, got the class SentenceOrder"
+    ):
+        register_task(known)
+    with pytest.raises(RequestError, match=r"the columns of a task must be among text, .*, got sound"):
+        register_task(type("Odd", (known,), {"columns": column_sets("text sound")})())
+    assert isinstance(register_task(known()), Task)
