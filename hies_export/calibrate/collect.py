@@ -160,7 +160,8 @@ class _Pass:
             stack.enter_context(frozen(self._model))
             stack.enter_context(without_cache(self._model))
             stack.enter_context(checkpointing(self._model))
-            stack.enter_context(use_attention(self._model, self._entropies))
+            if self._entropy:
+                stack.enter_context(use_attention(self._model, self._entropies))
             stack.enter_context(intercept(self._model, consumers, self._on_read))
             if self._weights is not None:
                 stack.enter_context(self._weights.trainable())
