@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from ...calibrate.collect import collect_statistics
 from ...calibrate.readings import reading
 from ...data.targets import is_regression, size_of
+from ...errors import UnsupportedModelError
 from ...evaluate.predict import Predictions, TokenPredictions, predict, predicted, references
 from ...model.linear import weight_of
 from ...score.criteria import score_units
@@ -114,6 +115,10 @@ def theory(
         DataError: As in `collect_statistics`.
     """
     statistics = collect_statistics(model, batches, modules)
+    if "entropy" not in statistics.values:
+        raise UnsupportedModelError(
+            f"the theory needs the entropy of attention maps, which {type(model).__name__} does not return"
+        )
     loss = _loss_of(model)
     norms = {
         module.name: ModuleNorms(
