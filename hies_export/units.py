@@ -148,6 +148,8 @@ class PrunableModule(Units):
         attributes: Attribute of the module that depends on its number of units -> its meaning. An attribute that the
             module reads from its config is called "config.NAME".
         key_width: Width of a unit's query and key vectors; None for units that have none.
+        narrowed: Argument of the module's forward that has values for every unit, such as a position bias that layers
+            share -> the axis with the units, and their number; it may be a multiple, with the units running fastest.
     """
 
     unit_width: int
@@ -155,6 +157,7 @@ class PrunableModule(Units):
     slices: tuple[Slice, ...] = ()
     attributes: Mapping[str, Count] = field(default_factory=dict)
     key_width: int | None = None
+    narrowed: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def producers(self) -> tuple[str, ...]:
@@ -168,8 +171,12 @@ class PrunableModule(Units):
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """Dotted names of the parameters outside of linear layers in which units own rows."""
+        """Dotted names of the parameters outside of linear layers in which units own indices."""
         return tuple(dict.fromkeys(s.tensor for s in self.slices if s.parameter))
+
+    def axis(self, parameter: str) -> int:
+        """Return the axis of a parameter along which units own indices."""
+        return next(s.axis for s in self.slices if s.tensor == parameter)
 
     def below(self, prefix: str) -> PrunableModule:
         """Return the same module by its names in a part of the model, whose dotted name is the prefix."""
@@ -187,7 +194,7 @@ class PrunableModule(Units):
         return (owners[:, None] * self.unit_width + torch.arange(self.unit_width)).flatten()
 
     def staying(self, tensor: str, kept: Kept, size: int) -> Tensor:
-        """Return which of the `size` rows of a producer or parameter stay: (rows,) int64, ascending."""
+        """Return which of the `size` indices of a producer or parameter stay: (indices,) int64, ascending."""
         stay = torch.ones(size, dtype=torch.bool)
         for part in self.slices:
             if part.tensor == tensor:

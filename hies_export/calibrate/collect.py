@@ -16,7 +16,6 @@ from .. import processes
 from ..data.targets import batches_fingerprint, size_of
 from ..errors import DataError, StepError, memory_failure
 from ..kinds import ATTENTION
-from ..model.attention import use_attention
 from ..model.internals import checkpointing
 from ..model.modes import frozen, output_alone
 from ..model.threads import threads_for
@@ -137,8 +136,10 @@ class _Pass:
         wanted = not set(weights.STATISTICS).isdisjoint(needs)
         self._weights = weights.WeightGradients(model, modules) if wanted else None
         self._his, self._fisher, self._entropy = _zeros(modules), _zeros(modules), _zeros(attention)
-        self._with_rows = {name: torch.zeros((), dtype=torch.float64) for name in self._entropy}
-        self._samples = 0
+        self._with_rows, self._with_maps = (
+            {name: torch.zeros((), dtype=torch.float64) for name in self._entropy} for _ in range(2)
+        )
+        self._samples, self._even = 0, False
         self._reset()
 
     def _reset(self) -> None:
@@ -155,7 +156,7 @@ class _Pass:
             stack.enter_context(frozen(self._model))
             stack.enter_context(output_alone(self._model))
             stack.enter_context(checkpointing(self._model))
-            stack.enter_context(use_attention(self._model, self._entropies))
+            stack.enter_context(self._entropies.attached())
             stack.enter_context(intercept(self._model, consumers, self._on_read))
             if self._weights is not None:
                 stack.enter_context(self._weights.trainable())
@@ -166,7 +167,8 @@ class _Pass:
             return x
         if self._inputs is not None and self._entropies.recording:
             self._read.setdefault(name, []).append(x.detach())
-        return self._gates.apply(name, x, samples=self._samples, rows=self._entropies.rows.get(name))
+        rows = self._entropies.rows.get(name)
+        return self._gates.apply(name, x, samples=self._samples, rows=rows, even=self._even)
 
     def add(self, batch: dict[str, Tensor], index: int) -> None:
         """Add a batch, with its number for messages, in as many parts as its memory needs."""
@@ -196,6 +198,9 @@ class _Pass:
         self._reset()
         batch = with_labels(self._model, batch)
         self._samples = size_of(batch)
+        # More axes hold several images or tiles per sample, of which some may be padding that the model leaves out.
+        self._even = all(len(value) == self._samples and value.dim() <= 4 for value in batch.values())
+        self._entropies.mask = batch.get("attention_mask")
         self._entropies.enabled = self._entropies.recording = True
         try:
             with torch.enable_grad():
@@ -221,6 +226,7 @@ class _Pass:
         for name, (entropies, counted) in found.entropies.items():
             self._entropy[name] += entropies.sum(0)
             self._with_rows[name] += counted
+            self._with_maps[name] += 1
         for name, added in found.inputs:
             assert self._inputs is not None
             self._inputs.add(name, added)
@@ -231,12 +237,13 @@ class _Pass:
 
     def values(self, samples: int) -> dict[str, dict[str, Tensor]]:
         """Return statistic -> module -> values of its units, float64 on CPU, after `samples` in all processes."""
-        for sums in (self._his, self._fisher, self._entropy, self._with_rows):
+        for sums in (self._his, self._fisher, self._entropy, self._with_rows, self._with_maps):
             processes.add_up(sums.values())
+        entropy = {name: total / self._with_rows[name].clamp(min=1) for name, total in self._entropy.items()}
         return {
             "his": {name: total / samples for name, total in self._his.items()},
             "fisher": {name: total / samples for name, total in self._fisher.items()},
-            "entropy": {name: total / self._with_rows[name].clamp(min=1) for name, total in self._entropy.items()},
+            **({"entropy": entropy} if all(self._with_maps.values()) else {}),
             "weight_l2": {module.name: weights.weight_l2(self._model, module) for module in self._modules},
             **({} if self._inputs is None else self._inputs.values()),
             **({} if self._weights is None else self._weights.values()),

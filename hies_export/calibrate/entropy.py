@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from ..model.attention import AttentionCall
+from ..model.attention import AttentionCall, on_interface, use_attention
+from ..model.internals import attention_maps
 from ..model.kernels import VisibleKeys, attend, attend_with_entropy
 from ..units import PrunableModule
 
@@ -15,17 +20,36 @@ from ..units import PrunableModule
 class Entropies:
     """The attention function of calibration; its outputs equal those of the model's own.
 
+    A model that computes its attention by code of its own keeps it, and entropies are those of the maps it returns, if
+    it does.
+
     `enabled` says whether entropies are computed at all, `recording` whether they are kept: gradient checkpointing
     repeats the forward pass, which must compute them again to match the first one, but must not count them twice.
-    `rows` has the number of rows (samples) in the last call of each module.
+    `rows` has the number of rows (samples) in the last call of each module. `mask` says which tokens are real,
+    (samples, tokens); None if all are. Maps need it, because what a padding token sees is arbitrary.
     """
 
-    def __init__(self, model: nn.Module, modules: Sequence[PrunableModule]):
+    def __init__(self, model: PreTrainedModel, modules: Sequence[PrunableModule]):
+        self._model, self._modules = model, modules
         self._names = {model.get_submodule(module.name): module.name for module in modules}
         self._visible = VisibleKeys()
         self._calls: dict[str, list[tuple[Tensor, Tensor]]] = {}
         self.enabled = self.recording = False
         self.rows: dict[str, int] = {}
+        self.mask: Tensor | None = None
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Compute the attention of the model, or take its maps, inside the block; without modules leave it alone."""
+        with ExitStack() as stack:
+            if self._modules and on_interface(self._model):
+                stack.enter_context(use_attention(self._model, self))
+            elif self._modules:
+                stack.enter_context(attention_maps(self._model))
+                for module in self._modules:
+                    layer = self._model.get_submodule(module.name)
+                    stack.enter_context(layer.register_forward_hook(partial(self._take_map, module)))
+            yield
 
     def __call__(self, call: AttentionCall) -> Tensor:
         """Return the heads' outputs, (batch, heads, queries, value width)."""
@@ -38,6 +62,12 @@ class Entropies:
             self._calls.setdefault(name, []).append((entropy, rows))
         return output
 
+    def _take_map(self, module: PrunableModule, layer: nn.Module, args: Any, outputs: Any) -> None:
+        found = [o for o in outputs if isinstance(o, Tensor)] if isinstance(outputs, (tuple, list)) else []
+        maps = [o for o in found if _is_map(o, module.units)]
+        if self.recording and len(maps) == 1:
+            self._calls.setdefault(module.name, []).append(entropy_of_map(maps[0].detach(), self.mask))
+
     def take(self) -> dict[str, tuple[Tensor, int]]:
         """Return the entropies of the recorded batch, and discard them.
 
@@ -49,3 +79,29 @@ class Entropies:
             found[name] = mean, int((calls[0][1] > 0).sum())
         self._calls = {}
         return found
+
+
+def _is_map(output: Tensor, heads: int) -> bool:
+    """Return whether an output of a module is (batch, heads, query, keys) with rows that sum to one."""
+    if output.dim() != 4 or output.shape[1] != heads:
+        return False
+    return bool((output >= 0).all() and (output.sum(-1) - 1).abs().amax() < 1e-2)
+
+
+def entropy_of_map(attention: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return `attend_with_entropy`'s entropy, (batch, heads) float32, and number of rows, (batch,), of a map.
+
+    Args:
+        attention: (batch, heads, query, keys). A row sees the keys that have a weight in any head.
+        mask: Which tokens are real, (batch, tokens), for maps from these tokens to themselves; None if all are.
+    """
+    seen = (attention > 0).any(1)
+    keys = seen.sum(-1)  # (batch, query)
+    if seen.shape[1] == seen.shape[2]:
+        keys = keys * seen.any(1)  # a token that no row sees is padding
+        keys = keys * mask.bool() if mask is not None and mask.shape == keys.shape else keys
+    counted = (keys > 1)[:, None]
+    most = keys.clamp(min=2).float().log()[:, None]
+    rows = torch.where(counted, torch.special.entr(attention.float()).sum(-1) / most, 0.0)
+    number = counted.sum(-1).float()  # (batch, 1)
+    return rows.sum(-1) / number.clamp(min=1), number[:, 0]

@@ -22,14 +22,17 @@ class Gates:
         self._modules = {module.name: module for module in modules}
         self.tensors: dict[str, Tensor] = {}
 
-    def apply(self, name: str, x: Tensor, *, samples: int, rows: int | None = None) -> Tensor:
+    def apply(self, name: str, x: Tensor, *, samples: int, rows: int | None = None, even: bool = False) -> Tensor:
         """Return the input of a consumer, (..., units * unit_width), times the gates of its module.
 
         `rows` is the number of samples in x if it is known. By default it is the length of x, or `samples` if x is
-        flat: some models flatten (samples, tokens) in front of their feed-forward blocks.
+        flat: some models flatten (samples, tokens) in front of their feed-forward blocks. If the samples are `even`, of
+        one shape, a module that sees each of them in several windows sees as many of every one.
         """
         if rows is None:
             rows = samples if x.dim() == 2 else len(x)
+        if even and rows % samples == 0:
+            rows = samples
         module = self._modules[name]
         gate = self.tensors.get(name)
         if gate is None:

@@ -18,12 +18,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import UnsupportedModelError
+from ..progress import quiet
 from .internals import attention_name, attention_restored, configs_of, fused_attention_fits, register_attention
 
-AttentionFunction = Callable[["AttentionCall"], Tensor]
 
-# Some models pass these to their attention functions. Ignoring one would score a different model.
-_UNSUPPORTED_ARGUMENTS = ("position_bias", "cache")
+class NotOnInterfaceError(UnsupportedModelError):
+    """Some attention of a model does not go through transformers' interface as plain attention does."""
+
+
+AttentionFunction = Callable[["AttentionCall"], Tensor]
 
 # transformers looks masks up by name in a global table, so the names are registered for good. The function is looked up
 # by the module that calls it, so that two models can be inside `use_attention` at once. A model that only knows eager
@@ -70,11 +73,12 @@ def use_attention(model: PreTrainedModel, function: AttentionFunction) -> Iterat
     try:
         with attention_restored(configs_of(model)):
             try:
-                model.set_attn_implementation(name)
+                with quiet():  # it warns of parts whose attention is code of their own
+                    model.set_attn_implementation(name)
             except ValueError as error:
-                raise UnsupportedModelError(_not_on_the_interface(model)) from error
+                raise NotOnInterfaceError(_not_on_the_interface(model)) from error
             if attention_name(model.config) != name:
-                raise UnsupportedModelError(_not_on_the_interface(model))
+                raise NotOnInterfaceError(_not_on_the_interface(model))
             yield
     finally:
         for module, previous in outer.items():
@@ -95,15 +99,16 @@ def _attention_forward(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Answer transformers' attention interface by the model's function; the output is (batch, query, heads, width)."""
-    for argument in _UNSUPPORTED_ARGUMENTS:
-        if kwargs.get(argument) is not None:
-            raise UnsupportedModelError(
-                f"attention must be a plain softmax over query-key products, but {type(module).__name__} "
-                f"passes {argument!r}; this model cannot be scored yet"
-            )
+    if kwargs.get("cache") is not None:  # ignoring it would score a different model
+        raise UnsupportedModelError(
+            f"attention must be a plain softmax over query-key products, but {type(module).__name__} passes 'cache'; "
+            "this model cannot be scored yet"
+        )
     is_causal = kwargs.get("is_causal")
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
+    if kwargs.get("position_bias") is not None:
+        attention_mask = _with_bias(attention_mask, kwargs["position_bias"], bool(is_causal), key.shape[2])
     call = AttentionCall(
         module=module,
         query=query,
@@ -117,6 +122,30 @@ def _attention_forward(
         sinks=kwargs.get("s_aux"),
     )
     return _FUNCTIONS[module](call).transpose(1, 2).contiguous(), None
+
+
+def _with_bias(mask: Tensor | None, bias: Tensor, is_causal: bool, keys: int) -> Tensor:
+    """Return an additive mask with a position bias, broadcastable to (batch, heads, query, keys)."""
+    queries = bias.shape[-2]
+    if mask is None and is_causal and queries > 1:
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=bias.device).tril(keys - queries)
+    if mask is None:
+        return bias
+    return bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias + mask
+
+
+def on_interface(model: PreTrainedModel) -> bool:
+    """Return whether `use_attention` reaches the attention of a model."""
+    encoder: Any = model.base_model  # a `TextEncoder` is no model of transformers' own
+    try:
+        with use_attention(encoder, _unused):
+            return True
+    except NotOnInterfaceError:
+        return False
+
+
+def _unused(call: AttentionCall) -> Tensor:
+    raise NotImplementedError
 
 
 def _not_on_the_interface(model: PreTrainedModel) -> str:

@@ -72,8 +72,15 @@ def auto_classes(name: str, model_type: str) -> list[str]:
 
 
 def has_auto_base(model: PreTrainedModel) -> bool:
-    """Return whether `AutoModel` loads the base model of a model; for some types it loads another class."""
-    return "AutoModel" in auto_classes(type(model.base_model).__name__, model.config.model_type)
+    """Return whether `AutoModel` loads the base model of a model.
+
+    For some types it loads another class, and the heads of some detectors put their own layers into their base model.
+    """
+    base: Any = model.base_model
+    if "AutoModel" not in auto_classes(type(base).__name__, model.config.model_type):
+        return False
+    names = {name for name, _ in base.named_parameters()}
+    return base is model or names <= {name for name, _ in empty_model(type(base), base.config).named_parameters()}
 
 
 def model_class_of(config: PreTrainedConfig, *auto_names: str) -> type[PreTrainedModel] | None:
@@ -300,6 +307,23 @@ def attention_undecided(configs: Iterable[PreTrainedConfig]) -> Iterator[None]:
         for config in configs:
             config._attn_implementation_internal = None
         yield
+
+
+@contextmanager
+def attention_maps(model: PreTrainedModel) -> Iterator[None]:
+    """Let the parts of a model compute their attention eagerly and return its maps inside the block, if they can."""
+    configs = configs_of(model)
+    before = [(config, config._output_attentions) for config in configs]
+    try:
+        with attention_restored(configs):
+            with quiet():  # it warns of parts that know no other
+                model.set_attn_implementation("eager")
+            for config in configs:
+                config._output_attentions = True
+            yield
+    finally:
+        for config, returned in before:
+            config._output_attentions = returned
 
 
 def fused_attention_cpu(

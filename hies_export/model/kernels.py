@@ -96,7 +96,7 @@ def attend_with_entropy(call: AttentionCall, visible: VisibleKeys) -> tuple[Tens
     """
     bias, log_keys, has_bias = visible(call)
     key, value = _repeat_groups(call)
-    if call.is_plain:
+    if call.is_plain and not (bias is not None and bias.requires_grad):
         output, logsumexp = _output_and_logsumexp(call, key, value, bias)
     else:
         output, logsumexp = _explicit_output(call, key, value, bias), None

@@ -1,18 +1,22 @@
 """Model classes of transformers with pruned layers: a stock class, resized to the shapes that config.json names.
 
 hies_export writes this file into every checkpoint whose config cannot describe its shapes otherwise. It works for every
-architecture, and needs torch and transformers only. It reads three entries of `config.hies_export`, by dotted names
+architecture, and needs torch and transformers only. It reads four entries of `config.hies_export`, by dotted names
 under the base model:
 
 linear       resized Linear or Conv1D -> [out_features, in_features]
 parameters   resized parameter of another layer -> its shape
 attributes   module -> changed attribute -> its value; "config.NAME" is a value that this module reads from its config
+narrowed     module -> argument with values for every head of the stock model, such as a position bias that layers share
+             -> [axis of the heads, their number, those that the module has]
 
 Licence: Apache-2.0.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import shutil
 
@@ -48,6 +52,40 @@ def set_attribute(module, name, value):
         setattr(module, name, value)
 
 
+class Narrow:
+    """A mixin in front of a module's class, which takes from its `narrowed` arguments the values of its own heads."""
+
+
+@functools.cache
+def _narrow_class(stock):
+    names = list(inspect.signature(stock.forward).parameters)[1:]
+
+    @functools.wraps(stock.forward)
+    def forward(self, *args, **kwargs):
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        parts = {}
+        for name, (axis, total, heads) in self.narrowed.items():
+            if given.get(name) is not None:
+                by_head = given[name].unflatten(axis, (-1, total))
+                index = torch.tensor(heads, device=by_head.device)
+                parts[name] = by_head.index_select(axis + 1, index).flatten(axis, axis + 1)
+        outputs = stock.forward(self, **{**given, **parts})
+        # A layer may hand on what it was given, and the next one needs the whole.
+        whole = {id(part): given[name] for name, part in parts.items()}
+        return tuple(whole.get(id(o), o) for o in outputs) if isinstance(outputs, tuple) else outputs
+
+    return type(stock.__name__, (Narrow, stock), {"__module__": __name__, "__doc__": stock.__doc__, "forward": forward})
+
+
+def narrow(module, arguments):
+    """Let a module take its heads from some arguments, as an entry of `narrowed` says; from none, it is stock again."""
+    stock = type(module).__mro__[2] if isinstance(module, Narrow) else type(module)
+    module.__class__ = _narrow_class(stock) if arguments else stock
+    module.__dict__.pop("narrowed", None)
+    if arguments:
+        module.narrowed = arguments
+
+
 class SlimModel:
     """A mixin in front of a stock class, which builds the stock model and then resizes its pruned layers."""
 
@@ -79,6 +117,8 @@ class SlimModel:
                         f"config.hies_export must give numbers to numbers, got {name}.{attribute} = {value}"
                     )
                 set_attribute(module, attribute, value)
+        for name, arguments in block.get("narrowed", {}).items():
+            narrow(self.base_model.get_submodule(name), arguments)
 
     def save_pretrained(self, save_directory, *args, **kwargs):
         """Save as the stock class does, with this file, and the weights under the names of the modules."""

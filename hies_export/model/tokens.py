@@ -194,16 +194,6 @@ def first_samples(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {key: value[:2] for key, value in batch.items()}
 
 
-def for_base_model(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a model's batch as its base model takes it.
-
-    The head of an encoder-decoder such as T5 may make the decoder's tokens from the text; its base model does not.
-    """
-    accepted = inspect.signature(model.base_model.forward).parameters
-    needs = model.config.is_encoder_decoder and "decoder_input_ids" in accepted and "input_ids" in batch
-    return {"decoder_input_ids": batch["input_ids"], **batch} if needs else dict(batch)
-
-
 def sequence_length(model: PreTrainedModel, batch: Mapping[str, Any]) -> int:
     """Return the number of tokens per row that the attention sees: text tokens, or image patches and special tokens."""
     if "input_ids" in batch:

@@ -70,7 +70,7 @@ class Candidates:
             simple = [
                 self._by(name, alpha)
                 for name in AUTO_CRITERIA
-                if name != "hies" or "attention" in kinds
+                if name != "hies" or ("attention" in kinds and "entropy" in self.statistics.values)
                 for alpha in (AUTO_ALPHAS if name == "hies" else (0.0,))
             ]
             # The first is taken unless another is clearly better. It assumes a refit.

@@ -171,7 +171,7 @@ class Choice:
             "criterion": scores.criterion,
             "parameters": scores.parameters,
             "scores": scores.scores,
-            **{name: statistics[name] for name in DEFAULT_NEEDS},
+            **{name: statistics.values.get(name, {}) for name in DEFAULT_NEEDS},
             "samples": calibration.samples,
             "labels": calibration.labels,
             "fingerprint": calibration.fingerprint,
@@ -182,7 +182,8 @@ class Choice:
 
     def head_numbers(self) -> dict[str, dict[str, list[float]]]:
         """Return lists of HIS, entropy and score over the heads: module name -> "his", "entropy" or "score" -> list."""
-        values = {"his": self.statistics["his"], "entropy": self.statistics["entropy"], "score": self.scores.scores}
+        values = {**self.statistics.values, "score": self.scores.scores}
+        values = {what: values[what] for what in ("his", "entropy", "score") if what in values}
         return {
             name: {what: numbers[name].tolist() for what, numbers in values.items() if name in numbers}
             for name in self.scores.scores

@@ -6,6 +6,8 @@ is read.
 
 find.py             `find_modules`: every kind by its finder
 attention.py        `find_attention`: heads; what cannot be cut is refused with the reason
+heads.py            heads of models whose attention is code of their own, from the layers that read them
+columns.py          one run of the copy: which linear layers read heads, and which features make them
 mlp.py              `find_mlp`: neurons, likewise
 probe.py            a weightless copy of the model, and which feature reaches which head
 observe.py          one run of the copy: inputs and readers of every attention module

@@ -24,6 +24,7 @@ STEPS = {
 }
 
 NEURON_STEPS = {
+    "score": "HIS of neurons alone equals that computed one sample at a time",
     "cut": "the same for the neurons of feed-forward blocks",
     "reload": "the same for both cuts of neurons",
     "train": "the same for the model with fewer neurons",

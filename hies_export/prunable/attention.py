@@ -17,25 +17,18 @@ from transformers import PreTrainedModel
 
 from ..errors import UnsupportedModelError
 from ..kinds import ATTENTION
-from ..model.attention import AttentionCall, use_attention
+from ..model.attention import AttentionCall, NotOnInterfaceError, use_attention
 from ..model.kernels import VisibleKeys, attend
-from ..units import Count, Kept, PrunableModule, Slice, spans_of
+from ..units import PrunableModule, Slice, spans_of
+from .heads import find_heads, head_counts, without_first_group, without_first_query
 from .observe import AttentionObserver, FoundAttention
 from .probe import Probe
-from .rehearse import Meanings, Rehearsal, Wrong, rehearsed, same
+from .rehearse import Rehearsal, Wrong, rehearsed, same
 
 SUPPORTED = (
     "models whose attention goes through transformers' attention interface, between linear layers (nn.Linear or "
     "Conv1D, separate or fused) with features of single heads, such as BERT, ViT, LLaMA, GPT-2, Phi-3 and LLaVA"
 )
-# Attributes whose name says what they count. Others are changed only if a rehearsal fails without it.
-_NAMES = {
-    "units": ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_head", "nhead", "heads"),
-    "groups": ("num_key_value_heads", "num_kv_heads", "n_kv_heads"),
-    "group_size": ("num_key_value_groups", "n_rep"),
-}
-_QUERY_WIDTH_NAMES = ("all_head_size",)
-
 # Roles in which every feature must belong to one head. Heads may share some features of their keys (the rotary part of
 # multi-head latent attention).
 _WHOLE = ("query", "value")
@@ -64,6 +57,14 @@ def find_attention(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> tuple
         [('bert.encoder.layer.0.attention.self', 6)]
     """
     label = f"{type(model).__name__} ({model.config.model_type})"
+    try:
+        return _find_on_interface(model, batch, label)
+    except NotOnInterfaceError as error:
+        return find_heads(model, batch, label, otherwise=error)
+
+
+def _find_on_interface(model: PreTrainedModel, batch: Mapping[str, Tensor], label: str) -> tuple[PrunableModule, ...]:
+    """Return the heads of all modules that call the attention function."""
     probe = Probe(model)
     observer = AttentionObserver(probe)
     for parameter in probe.small_parameters():
@@ -74,17 +75,17 @@ def find_attention(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> tuple
         parameter.requires_grad_(False)
     found = list(observer.found.values())
     if not found:
-        raise UnsupportedModelError(
+        raise NotOnInterfaceError(
             f"{label} never called the attention function, so it has no attention that can be scored; "
             f"supported are {SUPPORTED}"
         )
 
     def rehearse(pairs: Sequence[tuple[FoundAttention, PrunableModule]]) -> Wrong[FoundAttention] | None:
-        without_group = _HeadRehearsal(probe, pairs, _without_first_group).run(batch)
-        return without_group or _HeadRehearsal(probe, pairs, _without_first_query).run(batch)
+        without_group = _HeadRehearsal(probe, pairs, without_first_group).run(batch)
+        return without_group or _HeadRehearsal(probe, pairs, without_first_query).run(batch)
 
     pairs = [(f, _describe(f, label)) for f in found]
-    return rehearsed(label, probe, pairs, _head_counts, rehearse, supported=SUPPORTED)
+    return rehearsed(label, probe, pairs, head_counts, rehearse, supported=SUPPORTED)
 
 
 def tower_of(model: PreTrainedModel, module: PrunableModule) -> str:
@@ -117,7 +118,7 @@ def _describe(found: FoundAttention, label: str) -> PrunableModule:
     if heads % key_value_heads or found.value.shape[1] != key_value_heads:
         raise refuse(f"{heads} query, {key_value_heads} key and {found.value.shape[1]} value heads do not match")
     if found.head_bias:
-        raise refuse("every head has an attention bias of its own")
+        raise NotOnInterfaceError(str(refuse("every head has an attention bias of its own")))
     owned = _features(found, refuse)
     parameters = _parameters(found, refuse)
     _add_gates(owned, found, refuse)
@@ -198,30 +199,6 @@ def _add_gates(owned: _Owned, found: FoundAttention, refuse: Refusal) -> None:
         per_head = owned.setdefault(layer, {}).setdefault(False, [set() for _ in range(heads)])
         for head, features in enumerate(_by_head(head_of, heads)):
             per_head[head].update(features)
-
-
-def _head_counts(module: PrunableModule) -> Meanings:
-    """Return what the attributes of an attention module may count."""
-    assert module.key_width is not None
-    query_width, output_width = Count("units", module.key_width), Count("units", module.unit_width)
-    return Meanings(
-        by_name={name: Count(of) for of, known in _NAMES.items() for name in known}
-        | dict.fromkeys(_QUERY_WIDTH_NAMES, query_width),
-        by_value=(query_width, Count("groups", module.key_width), Count("groups", module.unit_width), output_width),
-    )
-
-
-def _without_first_group(module: PrunableModule) -> Kept:
-    """Return all groups but the first, or `_without_first_query` of a module with one group."""
-    if module.groups == 1:
-        return _without_first_query(module)
-    return module.kept(range(module.group_size, module.units))
-
-
-def _without_first_query(module: PrunableModule) -> Kept:
-    """Return all units but the first of every group; all units if a group has only one."""
-    first = module.group_size > 1
-    return module.kept(u for u in range(module.units) if not first or u % module.group_size)
 
 
 class _HeadRehearsal(Rehearsal[FoundAttention]):

@@ -17,6 +17,7 @@ from itertools import takewhile
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ..model.linear import is_linear
 from .reads import MIXED, Call, LinearObserver, Reach, Read
@@ -35,11 +36,16 @@ class FoundBlock:
     parameters: dict[str, Tensor]
 
 
-def layers_of_linears(model: nn.Module) -> dict[str, str]:
-    """Return linear layer -> the innermost element of an `nn.ModuleList` above it, for those that have one."""
+def layers_of_linears(model: PreTrainedModel) -> dict[str, str]:
+    """Return linear layer -> the innermost element of an `nn.ModuleList` above it, for those that have one.
+
+    Layers outside of the base model are left out: a slim checkpoint could not name them.
+    """
+    base: nn.Module = model.base_model
+    inside = {id(module) for module in base.modules()}
     lists = {name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     found = {}
-    for name in (name for name, module in model.named_modules() if is_linear(module)):
+    for name in (name for name, module in model.named_modules() if is_linear(module) and id(module) in inside):
         parts = name.split(".")
         for length in range(1, len(parts) - 1):  # the last one found is the innermost
             if ".".join(parts[:length]) in lists:
@@ -147,7 +153,7 @@ def _named(model: nn.Module, blocks: Sequence[FoundBlock], layers: Mapping[str, 
     """
     inside = []
     for block in blocks:
-        block.name = _common([block.consumer, *block.columns])
+        block.name = common_module([block.consumer, *block.columns])
         layer = layers.get(block.consumer, "")
         if f"{block.name}.".startswith(f"{layer}.") and layer:
             inside.append(block)
@@ -161,7 +167,7 @@ def _named(model: nn.Module, blocks: Sequence[FoundBlock], layers: Mapping[str, 
     return inside
 
 
-def _common(names: Iterable[str]) -> str:
+def common_module(names: Iterable[str]) -> str:
     """Return the dotted name of the innermost module above all the named ones."""
     levels = zip(*(name.split(".")[:-1] for name in names), strict=False)
     return ".".join(level[0] for level in takewhile(lambda level: len(set(level)) == 1, levels))

@@ -24,14 +24,15 @@ def feature_cuts(model: nn.Module, module: PrunableModule, kept: Kept) -> list[t
     return cuts
 
 
-def row_cuts(model: nn.Module, module: PrunableModule, kept: Kept) -> list[tuple[str, Tensor]]:
-    """Return the parameters outside of linear layers that lose rows: name, and what stays, (rows,) int64."""
+def parameter_cuts(model: nn.Module, module: PrunableModule, kept: Kept) -> list[tuple[str, int, Tensor]]:
+    """Return the parameters outside of linear layers that become smaller: name, axis, and what stays, (indices,)."""
     cuts = []
     for name in module.parameters:
-        rows = len(model.get_parameter(name))
-        index = module.staying(name, kept, rows)
-        if len(index) < rows:
-            cuts.append((name, index))
+        axis = module.axis(name)
+        size = model.get_parameter(name).shape[axis]
+        index = module.staying(name, kept, size)
+        if len(index) < size:
+            cuts.append((name, axis, index))
     return cuts
 
 
@@ -44,3 +45,14 @@ def set_attributes(owner: nn.Module, module: PrunableModule, kept: Kept) -> dict
             modeling_hies.set_attribute(owner, name, value)
             changed[name] = value
     return changed
+
+
+def narrow_arguments(owner: nn.Module, module: PrunableModule, kept: Kept) -> dict[str, list[Any]]:
+    """Let a module take from shared arguments the heads that stay; return what its `narrowed` entry becomes."""
+    before = getattr(owner, "narrowed", {})
+    narrowed = {}
+    for name, (axis, total) in module.narrowed.items():
+        heads = before[name][2] if name in before else range(total)
+        narrowed[name] = [axis, total, [heads[unit] for unit in kept.units]]
+    modeling_hies.narrow(owner, narrowed)
+    return narrowed

@@ -9,10 +9,8 @@ outputs must get the same as before.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -21,8 +19,8 @@ from ..kinds import MLP
 from ..units import Count, Kept, PrunableModule, Slice, Span
 from .blocks import FoundBlock, found_blocks, layers_of_linears
 from .probe import Probe
-from .reads import LinearObserver, sample, signature, tensors_in
-from .rehearse import Meanings, Rehearsal, Wrong, rehearsed, same
+from .reads import LinearObserver
+from .rehearse import ConsumerRehearsal, Meanings, Wrong, rehearsed
 
 SUPPORTED = (
     "models whose feed-forward blocks are linear layers (nn.Linear or Conv1D, with or without gate, separate or fused) "
@@ -59,7 +57,7 @@ def find_mlp(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> tuple[Pruna
     for parameter in probe.other_parameters():
         parameter.requires_grad_(True)
     dense = LinearObserver(probe, layers)
-    dense.end(_run(probe, batch, before=dense.before, after=dense.after))
+    dense.end(probe.run(batch, before=dense.before, after=dense.after))
     for parameter in probe.other_parameters():
         parameter.requires_grad_(False)
     blocks, almost = found_blocks(probe.model, dense, layers)
@@ -72,7 +70,7 @@ def find_mlp(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> tuple[Pruna
         )
 
     def rehearse(pairs: Sequence[tuple[FoundBlock, PrunableModule]]) -> Wrong[FoundBlock] | None:
-        return _NeuronRehearsal(dense, probe, pairs, _some).run(batch)
+        return ConsumerRehearsal(dense, probe, pairs, _some).run(batch)
 
     pairs = [(block, _describe(block, probe, label)) for block in blocks]
     return rehearsed(label, probe, pairs, _neuron_counts, rehearse, supported=SUPPORTED)
@@ -80,13 +78,6 @@ def find_mlp(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> tuple[Pruna
 
 def _refusal(label: str, reason: str) -> UnsupportedModelError:
     return UnsupportedModelError(f"{label} cannot be cut: {reason}; supported are {SUPPORTED}")
-
-
-def _run(probe: Probe, batch: Mapping[str, Tensor], **hooks: Callable[[str, Tensor], None]) -> Any:
-    """Run the probe; random draws of the model are the same in every run."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return probe.run(batch, **hooks)
 
 
 def _refuse_experts(model: PreTrainedModel, label: str) -> None:
@@ -150,34 +141,3 @@ def _neuron_counts(module: PrunableModule) -> Meanings:
 def _some(module: PrunableModule) -> Kept:
     """Return two thirds of the units: those whose number is no multiple of three; all if there is only one."""
     return module.kept(u for u in range(module.units) if u % 3 or module.units == 1)
-
-
-class _NeuronRehearsal(Rehearsal[FoundBlock]):
-    """With fewer neurons, consumers read those that stay, and all else and the outputs are as before."""
-
-    def __init__(self, dense: LinearObserver, *args: Any):
-        super().__init__(*args)
-        self._dense = dense
-
-    def compare(self, batch: Mapping[str, Tensor]) -> None:
-        self.pending = {block.consumer: block for block, _ in self.pairs}
-        self._columns = {block.consumer: module.columns(self.kept[block.module].units) for block, module in self.pairs}
-        self._calls: dict[str, int] = {}
-        returned = _run(self.probe, batch, before=self._before)
-        if not _close(signature(*tensors_in(returned)), self._dense.outputs):
-            self.wrong.append((self.latest, "the model's outputs change"))
-
-    def _before(self, name: str, x: Tensor) -> None:
-        self._calls[name] = self._calls.get(name, -1) + 1
-        dense = self._dense.reads.get((name, self._calls[name]))
-        columns = self._columns.get(name)
-        if columns is not None:
-            self.latest = self.pending.pop(name, self.latest)
-            if dense is None or dense.rows is None or not same(sample(x), dense.rows[:, columns]):
-                self.wrong.append((self.latest, "it computes other neurons"))
-        elif dense is None or not _close(signature(x), dense.signature):
-            self.wrong.append((self.latest, f"{name} reads something else"))
-
-
-def _close(one: tuple[float, float], other: tuple[float, float]) -> bool:
-    return all(abs(a - b) <= 1e-5 * other[1] + 1e-6 for a, b in zip(one, other, strict=True))

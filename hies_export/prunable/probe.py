@@ -32,7 +32,8 @@ class Probe:
         model: The copy.
         kept: Linear layer -> indices of the output features it returns; a layer not named returns all. A feature has
             the same values in every run, whichever others are left out.
-        kept_rows: Parameter -> indices of the rows (axis 0) it has in a run; a parameter not named has all.
+        kept_of_parameters: Parameter -> an axis, and the indices of it that the parameter has in a run; a parameter not
+            named has all.
         positive: Whether features are uniform, not normal: in (0, 1) at every other token, where no common activation
             is flat, and in (-1, 1) at the others. A ReLU has no derivative at half of all normal features.
         config_reads: Module -> the names that it read from its own config in the last run.
@@ -42,7 +43,7 @@ class Probe:
         self.model = _weightless(model).eval()
         self.positive = positive
         self.kept: dict[str, Tensor] = {}
-        self.kept_rows: dict[str, Tensor] = {}
+        self.kept_of_parameters: dict[str, tuple[int, Tensor]] = {}
         self.config_reads: dict[nn.Module, set[str]] = {}
         for module in self.model.modules():
             config = vars(module).get("config")
@@ -71,6 +72,8 @@ class Probe:
         after: Callable[[str, Tensor], None] | None = None,
     ) -> Any:
         """Run one forward pass, without labels, and return what the model returns.
+
+        Random draws of the model are the same in every run.
 
         Args:
             after: Called with the name and the features of every linear layer, (..., out_features), leaves that require
@@ -102,9 +105,18 @@ class Probe:
         layers = [(name, module) for name, module in self.model.named_modules() if is_linear(module)]
         for reads in self.config_reads.values():
             reads.clear()
-        rows = {name: self.model.get_parameter(name).detach()[kept] for name, kept in self.kept_rows.items()}
+        parts = {
+            name: self.model.get_parameter(name).detach().index_select(axis, kept)
+            for name, (axis, kept) in self.kept_of_parameters.items()
+        }
         forwards = {module: stand_in(name, module) for name, module in layers}
-        with _forwards(forwards), _parameters(self.model, rows), torch.enable_grad():
+        with (
+            _forwards(forwards),
+            _parameters(self.model, parts),
+            torch.enable_grad(),
+            torch.random.fork_rng(devices=[]),
+        ):
+            torch.manual_seed(0)
             return self.model(**{name: tensor.cpu() for name, tensor in inputs_of(batch).items()})
 
 
@@ -129,30 +141,61 @@ def head_of_features(tensor: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, 
 
 def head_of_columns(x: Tensor, width: int, leaves: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
     """Return what `head_of_features` does, for the input x of an output projection, (..., heads * width)."""
-    return _attribute(x, (torch.arange(x.shape[-1]) // width + 1).to(x.dtype), leaves)
+    return _attribute(x, _labels(x, width), leaves)
+
+
+def head_of_axes(x: Tensor, width: int, leaves: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
+    """Return for every axis of tensors which head each of its indices reaches.
+
+    Args:
+        x: Input of an output projection, (..., heads * width).
+        leaves: Name -> a tensor that the input may depend on.
+
+    Returns:
+        Leaf that reaches x -> by axis the head of each index, (size,) int64, -1 for none or several.
+    """
+    found = {}
+    for name, (one, other) in _gradients(x, _labels(x, width), leaves).items():
+        by_axis = (
+            ((g.movedim(axis, -1).reshape(-1, g.shape[axis])) for g in (one, other)) for axis in range(one.dim())
+        )
+        found[name] = [_heads(*rows)[0] for rows in by_axis]
+    return found
+
+
+def _labels(x: Tensor, width: int) -> Tensor:
+    return (torch.arange(x.shape[-1]) // width + 1).to(x.dtype)
 
 
 def _attribute(tensor: Tensor, labels: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    found = {}
+    for name, (one, other) in _gradients(tensor, labels, leaves).items():
+        width = one.shape[-1] if one.dim() > 1 and not isinstance(leaves[name], nn.Parameter) else one.numel()
+        found[name] = _heads(one.reshape(-1, width), other.reshape(-1, width))
+    return found
+
+
+def _gradients(tensor: Tensor, labels: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return the plain and the labelled gradient of a tensor to every leaf that reaches it."""
     if not tensor.requires_grad or not leaves:
         return {}
     weights = 0.5 + torch.rand(tensor.shape, generator=torch.Generator().manual_seed(0))
     values = list(leaves.values())
     plain = torch.autograd.grad((tensor * weights).sum(), values, retain_graph=True, allow_unused=True)
     labelled = torch.autograd.grad((tensor * weights * labels).sum(), values, retain_graph=True, allow_unused=True)
-    found = {}
-    for name, one, other in zip(leaves, plain, labelled, strict=True):
-        if one is None or other is None:
-            continue
-        width = one.shape[-1] if one.dim() > 1 and not isinstance(leaves[name], nn.Parameter) else one.numel()
-        one, other = one.reshape(-1, width), other.reshape(-1, width)  # (tokens, features)
-        reaches = (one != 0) | (other != 0)
-        # The ratio of two small gradients is mostly rounding error.
-        clear = one.abs() > 1e-3 * one.abs().amax(0, keepdim=True)
-        ratio = torch.where(clear, other / one.where(clear, 1.0), torch.nan)
-        head = ratio.nanmean(0).round()
-        alone = ((ratio - head).abs().nan_to_num(0.0) < 1e-2).all(0) & clear.any(0)
-        found[name] = (torch.where(alone, head - 1, -1).long(), reaches.any(0))
-    return found
+    pairs = zip(leaves, plain, labelled, strict=True)
+    return {name: (one, other) for name, one, other in pairs if one is not None and other is not None}
+
+
+def _heads(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the head of each feature, and whether it reaches any, from both gradients, (tokens, features)."""
+    reaches = (one != 0) | (other != 0)
+    # The ratio of two small gradients is mostly rounding error.
+    clear = one.abs() > 1e-3 * one.abs().amax(0, keepdim=True)
+    ratio = torch.where(clear, other / one.where(clear, 1.0), torch.nan)
+    head = ratio.nanmean(0).round()
+    alone = ((ratio - head).abs().nan_to_num(0.0) < 1e-2).all(0) & clear.any(0)
+    return torch.where(alone, head - 1, -1).long(), reaches.any(0)
 
 
 class _RecordingConfig:

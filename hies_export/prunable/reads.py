@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,12 +86,16 @@ class LinearObserver:
         call = (name, self._calls[name])
         leaves, parameters = self._below(x)
         constant = torch.is_grad_enabled() and not x.requires_grad
-        read = Read(name, x.shape[-1], set(leaves), constant, signature=signature(x))
-        self.reads[call] = read
+        self.reads[call] = Read(name, x.shape[-1], set(leaves), constant, signature=signature(x))
         for leaf in leaves:
             self.readers.setdefault(leaf, set()).add(call)
         if name not in self._inside or not x.numel():
             return
+        with suppress(RuntimeError):  # the model wrote into what a derivative needs
+            self._examine(call, x, leaves, parameters)
+
+    def _examine(self, call: Call, x: Tensor, leaves: dict[Call, Tensor], parameters: dict[str, nn.Parameter]) -> None:
+        """Find the columns that features and parameters reach, if these can be those of neurons."""
         looked = {
             leaf: features for leaf, features in leaves.items() if len(leaves) <= _FEW or len(self.readers[leaf]) == 1
         }
@@ -99,10 +104,8 @@ class LinearObserver:
         tokens = x.numel() // x.shape[-1]
         if not looked or any(leaf.numel() != tokens * leaf.shape[-1] for leaf in looked.values()):
             return
-        try:
-            found = reach(x, list(looked.values()), list(parameters.values()))
-        except RuntimeError:  # the model wrote into what a derivative needs
-            return
+        found = reach(x, list(looked.values()), list(parameters.values()))
+        read = self.reads[call]
         read.reach = dict(zip(looked, found, strict=False))
         read.parameters = dict(zip(parameters, found[len(looked) :], strict=True))
         read.rows = sample(x)

@@ -16,9 +16,11 @@ from torch import Tensor, nn
 
 from ..errors import UnsupportedModelError
 from ..kinds import UNIT_NAMES
+from ..model import modeling_hies
 from ..units import Count, Kept, PrunableModule
-from .follow import set_attributes
+from .follow import narrow_arguments, set_attributes
 from .probe import Probe
+from .reads import LinearObserver, sample, signature, tensors_in
 
 
 class Found(Protocol):
@@ -71,6 +73,34 @@ class Rehearsal(Generic[F]):
     def compare(self, batch: Mapping[str, Tensor]) -> None:
         """Run the probe, and add differences from the dense run to `wrong`."""
         raise NotImplementedError
+
+
+class ConsumerRehearsal(Rehearsal[F]):
+    """With fewer units, consumers read those that stay, and all other layers and the outputs are as before."""
+
+    def __init__(self, dense: LinearObserver, *args: Any):
+        super().__init__(*args)
+        self._dense = dense
+
+    def compare(self, batch: Mapping[str, Tensor]) -> None:
+        """Run the probe, and compare what every linear layer reads."""
+        self.pending = {module.consumer: f for f, module in self.pairs}
+        self._columns = {module.consumer: module.columns(self.kept[f.module].units) for f, module in self.pairs}
+        self._calls: dict[str, int] = {}
+        returned = self.probe.run(batch, before=self._before)
+        if not _close(signature(*tensors_in(returned)), self._dense.outputs):
+            self.wrong.append((self.latest, "the model's outputs change"))
+
+    def _before(self, name: str, x: Tensor) -> None:
+        self._calls[name] = self._calls.get(name, -1) + 1
+        dense = self._dense.reads.get((name, self._calls[name]))
+        columns = self._columns.get(name)
+        if columns is not None:
+            self.latest = self.pending.pop(name, self.latest)
+            if dense is None or dense.rows is None or not same(sample(x), dense.rows[:, columns]):
+                self.wrong.append((self.latest, f"it computes other {UNIT_NAMES[self.pairs[0][1].kind]}s"))
+        elif dense is None or not _close(signature(x), dense.signature):
+            self.wrong.append((self.latest, f"{name} reads something else"))
 
 
 def rehearsed(
@@ -127,6 +157,7 @@ def _counting(
 @contextmanager
 def fewer(probe: Probe, pairs: Sequence[tuple[F, PrunableModule]], kept: Mapping[nn.Module, Kept]) -> Iterator[None]:
     """Leave out the features, rows and attributes of the units that are not kept, inside the block."""
+    taken = {f.module: getattr(f.module, "narrowed", {}) for f, _ in pairs}
     try:
         for f, module in pairs:
             stay = kept[f.module]
@@ -134,14 +165,22 @@ def fewer(probe: Probe, pairs: Sequence[tuple[F, PrunableModule]], kept: Mapping
             for name in module.producers:
                 probe.kept[name] = module.staying(name, stay, probe.features(name))
             for name in module.parameters:
-                probe.kept_rows[name] = module.staying(name, stay, len(probe.model.get_parameter(name)))
+                axis = module.axis(name)
+                size = probe.model.get_parameter(name).shape[axis]
+                probe.kept_of_parameters[name] = axis, module.staying(name, stay, size)
+            narrow_arguments(f.module, module, stay)
         yield
     finally:
-        probe.kept, probe.kept_rows = {}, {}
+        probe.kept, probe.kept_of_parameters = {}, {}
         for f, module in pairs:
             set_attributes(f.module, module, module.kept(range(module.units)))
+            modeling_hies.narrow(f.module, taken[f.module])
 
 
 def same(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors are equal up to rounding."""
     return one.shape == other.shape and torch.allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def _close(one: tuple[float, float], other: tuple[float, float]) -> bool:
+    return all(abs(a - b) <= 1e-5 * other[1] + 1e-6 for a, b in zip(one, other, strict=True))

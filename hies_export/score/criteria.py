@@ -289,7 +289,12 @@ def _check(statistics: Statistics, criterion: str, alpha: float, normalize: str,
         problems.append(f"normalize must be model or layer, got {normalize!r}")
     effect = (CRITERIA[criterion].effect,) if compared and criterion in CRITERIA else ()
     missing = [need for need in dict.fromkeys(needs_of(criterion) + effect) if need not in statistics.values]
-    if missing:
+    if "entropy" in missing:
+        problems.append(
+            f"{criterion} needs the entropy of attention maps, which this model does not return; use criterion: "
+            f"{COMPENSATED}, fisher or his"
+        )
+    elif missing:
         problems.append(
             f"{criterion} needs statistics with {' and '.join(missing)}; collect them with "
             f"collect_statistics(..., needs={missing})"

@@ -41,10 +41,13 @@ class Shapes:
     linear: dict[str, list[int]] = field(default_factory=dict)  # layer -> [out_features, in_features]
     parameters: dict[str, list[int]] = field(default_factory=dict)  # outside of linear layers
     attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    narrowed: dict[str, dict[str, list[Any]]] = field(
+        default_factory=dict
+    )  # module -> argument -> which heads it takes
 
     def __bool__(self) -> bool:
         """Return whether a cut changed anything."""
-        return bool(self.linear or self.parameters or self.attributes)
+        return bool(self.linear or self.parameters or self.attributes or self.narrowed)
 
 
 def become_slim(model: PreTrainedModel, shapes: Shapes, layers: PerLayer | None) -> None:
@@ -61,6 +64,8 @@ def become_slim(model: PreTrainedModel, shapes: Shapes, layers: PerLayer | None)
     if shapes.parameters:
         named = {under_base(name): shape for name, shape in shapes.parameters.items()}
         block.setdefault("parameters", {}).update(named)
+    if shapes.narrowed:
+        block.setdefault("narrowed", {}).update({under_base(name): taken for name, taken in shapes.narrowed.items()})
     for name, changed in shapes.attributes.items():
         block["attributes"].setdefault(under_base(name), {}).update(changed)
     if layers is None:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from ..kinds import KINDS
 from ..model.linear import features_of, select_features, set_parameter
 from ..model.sentence import TextEncoder
-from ..prunable.follow import feature_cuts, row_cuts, set_attributes
+from ..prunable.follow import feature_cuts, narrow_arguments, parameter_cuts, set_attributes
 from ..units import PrunableModule, Selection
 from ..values import PruningPlan, selection_of
 from .check import check_selection
@@ -87,11 +87,13 @@ def _cut(slim: PreTrainedModel, modules: Sequence[PrunableModule], selection: Se
             owner, _, attribute = name.rpartition(".")
             setattr(slim.get_submodule(owner), attribute, layer)
             shapes.linear[name] = list(features_of(layer))
-        for name, index in row_cuts(slim, module, kept):
+        for name, axis, index in parameter_cuts(slim, module, kept):
             old = slim.get_parameter(name)
-            rows = old.detach().index_select(0, index.to(old.device))
-            set_parameter(slim, name, nn.Parameter(rows, requires_grad=old.requires_grad))
-            shapes.parameters[name] = list(rows.shape)
-        changed = set_attributes(slim.get_submodule(module.name), module, kept)
-        if changed:
+            part = old.detach().index_select(axis, index.to(old.device))
+            set_parameter(slim, name, nn.Parameter(part, requires_grad=old.requires_grad))
+            shapes.parameters[name] = list(part.shape)
+        holder = slim.get_submodule(module.name)
+        if changed := set_attributes(holder, module, kept):
             shapes.attributes[module.name] = changed
+        if len(kept.units) < module.units and (narrowed := narrow_arguments(holder, module, kept)):
+            shapes.narrowed[module.name] = narrowed

@@ -5,6 +5,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from support.architectures import tiny
+from support.contract import labelled
 from support.generative import padded, with_images
 from support.models import bert, causal_lm, image_batch, llama, llava, opt, text_batch, vit, zero_padding
 from support.neurons import neurons, one_by_one
@@ -82,6 +84,15 @@ def test_statistics_equal_the_naive_reference(case: str) -> None:
     for kind in (heads, blocks):  # each alone is what it is beside the other
         alone = collect_statistics(model, batches, kind)
         assert_equal_scores(alone["fisher"], {module.name: found["fisher"][module.name] for module in kind})
+
+
+@pytest.mark.parametrize("model_type", ["mpnet", "deberta-v2", "gpt_neo", "bloom", "t5"])
+def test_neurons_alone_are_scored_whatever_the_attention(model_type: str) -> None:
+    model, batch = tiny(model_type)
+    blocks, batches = find_modules(model, batch, kinds=("mlp",)), [labelled(model, batch)]
+    found = collect_statistics(model, batches, blocks)
+    assert_equal_scores(found["his"], naive_statistics(model, batches, blocks)["his"])
+    assert not found["entropy"]
 
 
 def test_the_models_own_predictions_stand_in_for_labels() -> None:

@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.cuts import random_cut
+from support.architectures import tiny
+from support.cuts import random_cut, random_neurons, random_plan
 from support.models import bert, image_batch, text_batch, vit
 from transformers import BertForSequenceClassification, PreTrainedModel
 
-from hies_export import ReloadMismatchError, RequestError, load, save_slim
+from hies_export import PruningPlan, ReloadMismatchError, RequestError, find_modules, load, prune_units, save_slim
 from hies_export.checkpoint.classes import load_config
 from hies_export.checkpoint.dense import task_class
 from hies_export.checkpoint.save import check_reload
+from hies_export.kinds import KINDS, MLP
 from hies_export.model import modeling_hies
 from hies_export.slim.check import first_output
 
@@ -75,6 +77,34 @@ def test_the_shipped_code_imports_only_torch_and_transformers() -> None:
     assert imported - set(sys.stdlib_module_names) == {"torch", "transformers"}
     with pytest.raises(AttributeError, match="has no attribute 'NoSuchModel'"):
         modeling_hies.NoSuchModel  # noqa: B018
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [
+        ("bert", "BertForMultipleChoice"),  # a row of choices per sample, which its base model does not see as such
+        ("mpnet", "MPNetForMultipleChoice"),
+        ("rt_detr", "RTDetrForObjectDetection"),  # puts layers of its own into its base model
+        ("deformable_detr", "DeformableDetrForObjectDetection"),  # has stacks of layers outside of its base model
+    ],
+)
+def test_a_head_that_reshapes_its_batch_or_extends_its_base_model(
+    model_type: str, name: str, kind: str, tmp_path: Path
+) -> None:
+    def choices(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+        ids = torch.randint(3, 90, (3, 4, 9))
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+    model, batch = tiny(model_type, name, choices if "Choice" in name else None)
+    modules = find_modules(model, batch, kinds=(kind,))
+    assert all(module.name.startswith(f"{model.base_model_prefix}.") for module in modules)
+    kept = random_neurons(modules, uniform=False) if kind == MLP else random_plan(modules, uniform=False).kept
+    plan = PruningPlan(kept=kept, criterion="random")
+    slim = prune_units(model, plan, modules)
+    assert save_slim(slim, tmp_path / "slim", plan=plan, batch=batch) < 1e-4
+    with torch.no_grad():
+        assert torch.allclose(load(tmp_path / "slim")(**batch)[0], slim(**batch)[0], atol=1e-4)
 
 
 def test_two_saves_keep_every_weight(tmp_path: Path) -> None:

@@ -220,8 +220,28 @@ def test_two_models_at_once_and_nested() -> None:
 def test_attention_with_more_than_a_softmax_is_refused() -> None:
     layer = bert().bert.encoder.layer[0].attention.self
     states = (torch.randn(1, 6, 3, 8) for _ in range(3))
-    with pytest.raises(UnsupportedModelError, match="passes 'position_bias'"):
-        attention._attention_forward(layer, *states, None, position_bias=torch.zeros(1, 6, 3, 3))
+    with pytest.raises(UnsupportedModelError, match="passes 'cache'"):
+        attention._attention_forward(layer, *states, None, cache=object())
+
+
+@pytest.mark.parametrize("masked", ["by a bias", "by booleans", "causally", "not at all"])
+def test_a_position_bias_is_added_to_the_scores(masked: str) -> None:
+    model = bert()
+    layer = model.bert.encoder.layer[0].attention.self
+    query, key, value = (torch.randn(2, 6, 5, 8) for _ in range(3))
+    bias, visible = torch.randn(1, 6, 5, 5), torch.ones(2, 1, 5, 5, dtype=torch.bool)
+    if masked.startswith("by"):
+        visible[1, ..., 3:] = False
+    elif masked == "causally":
+        visible = visible.tril()
+    additive = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
+    mask = {"by a bias": additive, "by booleans": visible}.get(masked)
+    with use_attention(model, lambda call: attend_with_entropy(call, VisibleKeys())[0]):
+        found, _ = attention._attention_forward(
+            layer, query, key, value, mask, scaling=1.0, is_causal=masked == "causally", position_bias=bias
+        )
+    expected = (query @ key.mT + bias + additive).softmax(-1) @ value
+    torch.testing.assert_close(found, expected.transpose(1, 2))
 
 
 def test_a_model_off_the_interface_is_refused() -> None:

@@ -62,8 +62,32 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}},
 )
 
+# Dimensions that several types share.
+_RESNET = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8] * 4, "depths": [1] * 4}
+_LEVELS = {
+    "backbone_config": _RESNET | {"model_type": "rt_detr_resnet", "out_features": ["stage2", "stage3", "stage4"]},
+    "encoder_in_channels": [8] * 3,
+    "encoder_hidden_dim": 48,
+    "decoder_in_channels": [48] * 3,
+    "num_queries": 5,
+}
+_DETR = {"use_timm_backbone": False, "backbone": None, "backbone_config": _RESNET | {"out_features": ["stage4"]}}
+_WINDOWS = {"depths": [2, 2], "num_heads": [3, 6], "window_size": 2}
+_BOXES = {"coordinate_size": 8, "shape_size": 8, "input_size": 16}
+
 # What these cannot say: dimensions of its own, and the class to take.
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "conditional_detr": _DETR,
+    "dab-detr": _DETR,
+    "deformable_detr": _DETR | {"d_model": 96},
+    "detr": _DETR,
+    "donut-swin": _WINDOWS,
+    "layoutlmv3": _BOXES,
+    "mobilevit": {"image_size": 64},
+    "rt_detr": _LEVELS,
+    "rt_detr_v2": _LEVELS,
+    "swin": _WINDOWS,
+    "table-transformer": _DETR,
     "bamba": {"mamba_n_heads": 12, "mamba_d_head": 8, "attn_layer_indices": [1]},
     "falcon_h1": {"mamba_d_ssm": 96, "mamba_n_heads": 12, "mamba_d_head": 8, "mamba_chunk_size": 8},
     "codegen": {"n_head": 4},
@@ -131,7 +155,8 @@ def tiny_config(
             values[name] = copy.deepcopy(size)
     for name in config_class.sub_configs:
         child = getattr(default, name, None)
-        if isinstance(child, PreTrainedConfig):
+        whole = "model_type" in overrides.get(name, {})  # of another type than the default
+        if isinstance(child, PreTrainedConfig) and not whole:
             values[name] = tiny_config(type(child), variant, overrides.pop(name, {})).to_dict()
     return config_class(**(values | overrides))
 
@@ -229,8 +254,9 @@ def _candidates(model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
+    tokens = min(90, _first_number(model.config.get_text_config(), ("vocab_size",), 90))
     text = {
-        "input_ids": torch.randint(3, 90, (ROWS, LENGTH), generator=generator),
+        "input_ids": torch.randint(3, tokens, (ROWS, LENGTH), generator=generator),
         "attention_mask": torch.ones(ROWS, LENGTH, dtype=torch.int64),
     }
     for row in range(1, ROWS):
@@ -240,9 +266,15 @@ def _candidates(model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
         decoder["decoder_input_ids"] = torch.randint(3, 90, (ROWS, DECODER_LENGTH), generator=generator)
     if "pixel_values" in accepted:
         vision = getattr(model.config, "vision_config", model.config)
-        size = getattr(vision, "image_size", 16)
+        # Detectors have a backbone that leaves one token of a small image.
+        size = getattr(vision, "image_size", 64 if hasattr(vision, "num_queries") else 16)
         height, width = (size, size) if isinstance(size, int) else size if isinstance(size, (list, tuple)) else (16, 16)
         channels = getattr(vision, "num_channels", 3)
+        if "spatial_shapes" in accepted:  # images as sequences of patches, which may differ in number
+            patches = normal(ROWS, 16, channels * vision.patch_size**2)
+            mask, shapes = torch.ones(ROWS, 16, dtype=torch.int64), torch.full((ROWS, 2), 4)
+            images = {"pixel_values": patches, "pixel_attention_mask": mask, "spatial_shapes": shapes}
+            yield images | (text if "input_ids" in accepted else {})
         pixels = normal(ROWS, channels if isinstance(channels, int) else 3, height, width)
         if "noise" in accepted:
             # What a model would draw at random to mask some patches.
@@ -251,6 +283,8 @@ def _candidates(model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
             yield {"pixel_values": pixels} | decoder
             frames = _first_number(model.config, ("num_frames", "frames_per_clip"), 2)
             yield {"pixel_values": pixels[:, None].repeat(1, frames, 1, 1, 1)}
+            if not hasattr(vision, "image_size"):  # each stage makes them smaller
+                yield {"pixel_values": normal(ROWS, channels, 64, 64)}
         else:
             yield from _text_and_images(model, text, pixels)
     if "input_features" in accepted:
@@ -265,8 +299,14 @@ def _candidates(model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
         yield {"input_values": normal(ROWS, 1, 4000)}
         frames = _first_number(model.config, ("max_length",), 64)
         yield {"input_values": normal(ROWS, frames, _first_number(model.config, ("num_mel_bins",), 16))}
+    if "grid_thw" in accepted:  # images of a whole batch as one sequence of patches
+        config = model.config
+        width = getattr(config, "in_channels", 3) * getattr(config, "temporal_patch_size", 1) * config.patch_size**2
+        yield {next(iter(accepted)): normal(ROWS * 16, width), "grid_thw": torch.tensor([[1, 4, 4]] * ROWS)}
     if "input_ids" in accepted:
         yield text | decoder
+        if "bbox" in accepted:
+            yield text | {"bbox": torch.zeros(ROWS, LENGTH, 4, dtype=torch.int64)} | decoder
         yield {"input_ids": text["input_ids"]} | decoder
 
 

@@ -91,7 +91,7 @@ class Subject:
 
 
 def score(subject: Subject) -> None:
-    """Compare HIS and entropy of one pass over a batch with those of eager attention, one sample at a time."""
+    """Compare HIS, and the entropy of heads, of one pass over a batch with eager attention, one sample at a time."""
     batch = labelled(subject.model, subject.batch)
     expected = naive_statistics(subject.model, [batch], subject.modules)
     found = collect_statistics(subject.model, [batch], subject.modules)
@@ -202,7 +202,7 @@ def together(subject: Subject) -> None:
 Step = Callable[[Subject], None]
 
 STEPS: dict[str, Step] = {s.__name__: s for s in (score, cut, reload, train, onnx)}
-NEURON_STEPS: dict[str, Step] = {s.__name__: s for s in (cut, reload, train, onnx, together)}
+NEURON_STEPS: dict[str, Step] = {s.__name__: s for s in (score, cut, reload, train, onnx, together)}
 
 
 # Steps of which the table of model types says nothing: bench/results/int8-types.txt does.

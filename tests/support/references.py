@@ -195,7 +195,7 @@ def _naive_statistics(
                     keep = _keep_map(maps[module.name], module)
                     hooks.append(model.get_submodule(module.name).register_forward_hook(keep))
             try:
-                loss = model(**one).loss
+                loss = _with_maps(model, one).loss
             except RuntimeError as error:
                 raise NotApplicable(f"transformers' eager attention fails: {error}") from error
             finally:
@@ -209,7 +209,8 @@ def _naive_statistics(
                 if not found:
                     raise NotApplicable(f"{name} does not return its attention map")
                 sinks = getattr(model.get_submodule(name), "sinks", None) is not None
-                means = [_mean_entropy(p, sinks) for p in found]
+                windows = [window[None] for p in found for window in p]
+                means = [_mean_entropy(p, one.get("attention_mask"), sinks) for p in windows]
                 samples["entropy"].setdefault(name, []).append(torch.stack(means).mean(0))
     found = {what: {n: torch.stack(rows).mean(0) for n, rows in of.items()} for what, of in samples.items()}
     return found | {"activation_l2": {n: torch.cat(tokens).norm(dim=-1).mean(0) for n, tokens in read.items()}}
@@ -226,21 +227,32 @@ def _multiply(mask: Tensor, module: PrunableModule, read: list[Tensor]) -> Calla
 
 def _keep_map(found: list[Tensor], site: PrunableModule) -> Callable[..., None]:
     def hook(module: torch.nn.Module, inputs: object, outputs: object) -> None:
-        tensors = [o for o in outputs if isinstance(o, Tensor)] if isinstance(outputs, tuple) else []
+        tensors = [o for o in outputs if isinstance(o, Tensor)] if isinstance(outputs, (tuple, list)) else []
         maps = [o.detach() for o in tensors if o.dim() == 4 and o.shape[1] == site.units]
+        maps = [o for o in maps if torch.allclose(o.sum(-1), torch.ones(()), atol=1e-3) or len(maps) == 1]  # no bias
         if len(maps) == 1:  # some cut one map into that of the tokens and that of an encoder's
             found.append(maps[0])
 
     return hook
 
 
-def _mean_entropy(p: Tensor, sinks: bool) -> Tensor:
-    """(1, heads, rows, keys) -> (heads,): mean over real rows of entropy over its maximum."""
+def _with_maps(model: PreTrainedModel, one: dict[str, Tensor]) -> Any:
+    """Return what a model returns; some make no attention map unless they are asked to return it."""
+    try:
+        return model(**one, output_attentions=True)
+    except TypeError:  # a class that takes no such argument
+        return model(**one)
+
+
+def _mean_entropy(p: Tensor, mask: Tensor | None, sinks: bool) -> Tensor:
+    """(1, heads, rows, keys) -> (heads,): mean over real rows of entropy over its maximum; `mask` (1, tokens)."""
     rows = p[0].double()
     # A weight may underflow in some head, a masked one is zero in all.
     seen = (rows > 0).any(0)
     if rows.shape[-2] == rows.shape[-1]:
-        real = seen.any(0)  # nobody sees a padding token
+        real = seen.any(0)  # nobody sees a padding token, or other padding tokens alone do
+        if mask is not None and mask.shape[1] == len(real):
+            real = real & mask[0].bool()
         rows, seen = rows[:, real], seen[real]
     keys = seen.sum(-1)
     counted = keys > 1

@@ -4,7 +4,9 @@ CUT = {
     "albert": "layers that share their weights",
     "bart": "encoder-decoder with cross-attention",
     "bert": "separate projections with biases",
+    "bloom": "attention of its own, fused head by head, a bias of batch times heads",
     "clip": "images through a tower of its own",
+    "deberta-v2": "attention of its own",
     "deepseek_v3": "latent keys and values",
     "gemma4_text": "keys and values that layers share",
     "gpt2": "fused, transposed weights",
@@ -14,7 +16,10 @@ CUT = {
     "llava": "two towers",
     "mimo_v2_flash": "values narrower than keys, another number of groups in some layers",
     "mllama": "cross-attention to images",
+    "mpnet": "a bias that layers share",
     "qwen3_next": "gated",
+    "swin": "windows of an image, a table of biases",
+    "t5": "a bias that the first layer makes for the others",
 }
 EXPORTED = {"albert": "layers that share their weights", "modernbert": "a rotary encoder", "wav2vec2": "audio"}
 # Decoders that do not generate, by type and class.
@@ -31,14 +36,16 @@ QUANTISED = {
 REFUSED = {
     "beam": "code that fails with fewer heads",
     "bitnet": "heads that are mixed before the output projection",
-    "deberta-v2": "attention of its own",
+    "blip": "code that reads the number of heads off its input",
+    "conditional_detr": "queries of two layers, which are mixed",
     "diffllama": "values that heads share",
+    "doge": "values that make a mask too",
     "fnet": "no attention",
     "jetmoe": "queries that no linear layer makes",
+    "luke": "layers that only some inputs reach",
+    "mra": "attention of its own, of blocks",
     "nemotron3_diarization_audio": "numbers of heads that do not match",
     "olmo2": "a norm across heads",
-    "parakeet_encoder": "a bias for every head",
-    "t5": "a position bias",
 }
 NEURONS = {
     "albert": "layers that share their weights",

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...model.linear import features_of
-from ...prunable.follow import feature_cuts, row_cuts
+from ...prunable.follow import feature_cuts, parameter_cuts
 from ...select.budget import CostTable
 from ...select.bundles import bundle_count
 from ...units import Kept, PrunableModule
@@ -53,7 +53,7 @@ def _removed(model: nn.Module, module: PrunableModule, kept: Kept) -> int:
         features = features_of(layer)
         has_bias = axis == 0 and layer.bias is not None  # an output feature has a bias, an input feature has none
         removed += (features[axis] - len(index)) * (features[1 - axis] + has_bias)
-    for name, index in row_cuts(model, module, kept):
+    for name, axis, index in parameter_cuts(model, module, kept):
         parameter = model.get_parameter(name)
-        removed += (len(parameter) - len(index)) * parameter[0].numel()
+        removed += (parameter.shape[axis] - len(index)) * (parameter.numel() // parameter.shape[axis])
     return removed

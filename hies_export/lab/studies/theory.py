@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from ...calibrate.collect import collect_statistics
 from ...calibrate.readings import reading
 from ...data.targets import predicts, size_of
-from ...errors import DataError
+from ...errors import DataError, UnsupportedModelError
 from ...evaluate.predict import Predictions, predict, references
 from ...model.linear import weight_of
 from ...score.criteria import score_units
@@ -121,6 +121,10 @@ def theory(
     if loss == "squared error" and batches and "labels" not in batches[0]:
         raise DataError("a regression needs labels to have a loss, but the batches have none; set data.label")
     statistics = collect_statistics(model, batches, modules)
+    if "entropy" not in statistics.values:
+        raise UnsupportedModelError(
+            f"the theory needs the entropy of attention maps, which {type(model).__name__} does not return"
+        )
     norms = {
         module.name: ModuleNorms(
             spectral_norm(weight := weight_of(model.get_submodule(module.consumer))),

@@ -76,7 +76,12 @@ def _curves(panels: Sequence[Panel], styles: Mapping[str, Style], *, only: int |
 
 
 def head_maps(details: Mapping[str, Any]) -> str:
-    """Return HIS, then HIES, of every head, a map per budget with crosses on the removed heads."""
+    """Return HIS, then HIES, of every head, a map per budget with crosses on the removed heads.
+
+    There is none if the model returned no attention maps.
+    """
+    if not details["entropy"]:
+        return ""
     of_heads = {
         what: {name: torch.tensor(details[what][name]) for name in details["entropy"]} for what in ("his", "entropy")
     }

@@ -207,7 +207,7 @@ class _Runner:
             "key_value_heads": {module.name: module.groups for module in base.modules},
             "kinds": {module.name: module.kind for module in base.modules},
             "his": statistics["his"],
-            "entropy": statistics["entropy"],
+            "entropy": statistics.values.get("entropy", {}),
             "plans": list(plans.values()),
             "alpha_curves": [curve for _, curve in curves],
             "about": {

@@ -1,0 +1,263 @@
+"""Observe one run of a weightless model: which linear layers read attention heads, and what makes these heads.
+
+Derivatives of a layer's input show which features of the layers in front of it reach which of its columns: a value
+reaches one column, a query or a key a whole block. So the number of heads is the largest for which these features reach
+one block each.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..model.linear import is_linear
+from .blocks import common_module, layers_of_linears
+from .probe import Probe, head_of_axes, head_of_columns
+from .reads import Call, LinearObserver, sample
+
+
+@dataclass
+class FoundHeads:
+    """The heads in front of one consumer, as observed in a run of the probe.
+
+    Attributes:
+        name: Dotted name of the innermost module with all layers that own features.
+        module: The module of that name in the probe's model.
+        consumer: The linear layer that reads the heads.
+        heads, groups: Numbers of query and of key/value heads.
+        width, key_width: Widths of a head's output and of its queries.
+        features: Layer -> whether key/value heads own the features -> the features of every head.
+        parameters: Parameter outside of linear layers -> axis, and the indices of it that every head owns.
+        arguments: Argument of the module with values for every head -> the axis of the heads, and their number.
+    """
+
+    consumer: str
+    heads: int
+    groups: int
+    width: int
+    key_width: int
+    features: dict[str, dict[bool, list[list[int]]]]
+    parameters: dict[str, tuple[int, list[list[int]]]]
+    arguments: dict[str, tuple[int, int]] = field(default_factory=dict)
+    name: str = ""
+    module: nn.Module = field(default_factory=nn.Module)
+
+
+@dataclass
+class _Argument:
+    """A tensor that a module was given, and on which no linear layer's features reach."""
+
+    module: str
+    name: str
+    value: nn.Parameter  # what the module computes with depends on this
+    maker: str | None  # the module that returned it; None if that is none with linear layers
+
+
+class HeadObserver(LinearObserver):
+    """Hooks for one run of a probe, which record the heads that linear layers read."""
+
+    def __init__(self, probe: Probe):
+        super().__init__(probe, layers_of_linears(probe.model))
+        self._model = probe.model
+        self._arguments: list[_Argument] = []  # those since the last layer that reads heads
+        self._makers: dict[int, str | None] = {}  # tensor -> the module that returned it first
+        self._alive: list[Tensor] = []  # as long as they are, no other tensor has their id
+        self._found: dict[Call, FoundHeads] = {}
+        self._makers_of_arguments: set[str] = set()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Record the arguments of all modules with linear layers inside the block."""
+        with ExitStack() as hooks:
+            for name, module in self._model.named_modules():
+                if name and any(map(is_linear, module.children())):
+                    hooks.enter_context(
+                        module.register_forward_pre_hook(partial(self._given, name), with_kwargs=True, prepend=True)
+                    )
+                    hooks.enter_context(module.register_forward_hook(partial(self._returned, name)))
+            yield
+
+    def _given(
+        self, module: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        names = [*inspect.signature(layer.forward).parameters]
+
+        def taken(name: str, value: Any) -> Any:
+            if not (isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 2):
+                return value
+            if not value.numel() or self._below(value)[0]:
+                return value
+            own = nn.Parameter(value.detach())
+            passed = own.clone()  # a model may write into it, but not into a leaf
+            self._makers[id(passed)] = maker = self._makers.get(id(value))
+            self._alive += [value, passed]
+            self._arguments.append(_Argument(module, name, own, maker))
+            if name in getattr(layer, "narrowed", ()):
+                self._makers_of_arguments.add(maker or "")
+            return passed
+
+        return (
+            tuple(taken(name, value) for name, value in zip(names, args, strict=False)) + args[len(names) :],
+            {name: taken(name, value) for name, value in kwargs.items()},
+        )
+
+    def _returned(self, module: str, layer: nn.Module, args: tuple[Any, ...], outputs: Any) -> None:
+        for output in outputs if isinstance(outputs, tuple) else (outputs,):
+            if isinstance(output, Tensor):
+                self._makers.setdefault(id(output), module)
+                self._alive.append(output)
+
+    def _examine(self, call: Call, x: Tensor, leaves: dict[Call, Tensor], parameters: dict[str, nn.Parameter]) -> None:
+        found = heads_in(x, leaves, parameters)
+        if found is None:
+            return
+        found.consumer = call[0]
+        given = {str(at): argument.value for at, argument in enumerate(self._arguments)}
+        for at, by_axis in head_of_axes(x, found.width, given).items():
+            argument = self._arguments[int(at)]
+            placed = _axis(by_axis, found.heads)
+            if placed is not None and all(i % found.heads == h for h, own in enumerate(placed[1]) for i in own):
+                found.arguments[argument.name] = placed[0], found.heads
+                self._makers_of_arguments.add(argument.maker or "")
+        self._arguments = []
+        self.reads[call].rows = sample(x)
+        self._found[call] = found
+
+    def modules(self) -> tuple[list[FoundHeads], list[str]]:
+        """Return the heads in the order of the run, and why others cannot be cut."""
+        found: list[FoundHeads] = []
+        reasons: list[str] = []
+        for call, heads in self._found.items():
+            if call[1]:
+                continue  # a later call, with shared weights, of a layer that must read the same heads every time
+            heads.name = common_module(heads.features)
+            heads.module = self._model.get_submodule(heads.name)
+            narrowed: Mapping[str, Any] = getattr(heads.module, "narrowed", {})  # of a slim model
+            if narrowed:
+                heads.arguments = {name: (axis, total) for name, (axis, total, _) in narrowed.items()}
+            reason = self._reason_against(heads)
+            if any(other.name == heads.name for other in found):
+                reason = "several layers read heads of one module"
+            if reason:
+                reasons.append(f"{reason} in {heads.name} ({type(heads.module).__name__})")
+            else:
+                found.append(heads)
+        # A single head is one if a module of that class has several; other layers mix features of all tokens too.
+        several = {type(heads.module) for heads in found if heads.heads > 1}
+        slim = getattr(self._model.config, "hies_export", None) is not None
+        return [heads for heads in found if slim or type(heads.module) in several], reasons
+
+    def _reason_against(self, found: FoundHeads) -> str:
+        """Return why heads cannot be cut; else an empty string."""
+        calls = [call for call in self.reads if call[0] == found.consumer]
+        for call in calls:
+            other = self._found.get(call)
+            if other is None or (other.features, other.parameters) != (found.features, found.parameters):
+                return f"{found.consumer} does not read the same heads every time"
+        for layer in found.features:
+            readers = {r for call in self.reads if call[0] == layer for r in self.readers.get(call, ())}
+            if not readers <= set(calls):
+                return f"the features of {layer} do more than make heads"
+        if found.name in self._makers_of_arguments:
+            return "other layers take their bias of every head from the one that is made"
+        for name, module in found.module.named_modules(prefix=found.name):
+            if is_linear(module) and (name, 0) not in self.reads:
+                return f"these inputs do not reach {name}"
+        return ""
+
+
+def heads_in(x: Tensor, leaves: Mapping[Call, Tensor], parameters: Mapping[str, nn.Parameter]) -> FoundHeads | None:
+    """Return the heads that are side by side in a linear layer's input, (..., heads * width), if they are heads.
+
+    Some features must reach other tokens, and some a whole block (queries and keys). If there is a single head, some
+    must reach one column each (values).
+    """
+    columns = x.shape[-1]
+    calls = {str(at): call for at, call in enumerate(leaves)}
+    features = dict(zip(calls, leaves.values(), strict=True))
+    if not features or not _reaches_other_tokens(x, list(features.values())):
+        return None
+    single = head_of_columns(x, 1, features)
+    one = any((column >= 0).any() for column, _ in single.values())
+    for heads in (*_divisors(columns), *([1] if one else [])):
+        by_head = head_of_columns(x, columns // heads, features)
+        if any(_of_whole_blocks(by_head[at][0], single[at][0], heads, columns // heads) for at in by_head):
+            break
+    else:
+        return None
+    owned: dict[str, dict[bool, list[list[int]]]] = {}
+    key_width = groups = 0
+    for at, (head_of, used) in by_head.items():
+        layer = owned.setdefault(calls[at][0], {})
+        if (head_of >= 0).any():
+            layer[False] = _indices(head_of, heads)
+        shared = used & (head_of < 0)
+        for fewer in _divisors(heads) if shared.any() else ():
+            group_of = head_of_columns(x, columns // fewer, {at: features[at]})[at][0]
+            if (group_of[shared] >= 0).all():
+                layer[True] = _indices(group_of.where(shared, -1), fewer)
+                groups = fewer
+                break
+        if (single[at][0] < 0).all() and (head_of >= 0).all() and not key_width:
+            key_width = len(head_of) // heads
+    owned = {layer: kinds for layer, kinds in owned.items() if kinds}
+    if any(len({len(own) for own in per_head}) > 1 for kinds in owned.values() for per_head in kinds.values()):
+        return None
+    width = columns // heads
+    placed = {}
+    for name, by_axis in head_of_axes(x, width, parameters).items():
+        if (axis := _axis(by_axis, heads)) is not None:
+            placed[name] = axis
+    groups = groups or (heads if one else 1)  # otherwise all heads share their values
+    return FoundHeads("", heads, groups, width, key_width or width, owned, placed)
+
+
+def _of_whole_blocks(head_of: Tensor, column_of: Tensor, heads: int, width: int) -> bool:
+    """Return whether every head has features, equally many, that reach several of its columns."""
+    numbers = torch.bincount(head_of[(head_of >= 0) & (column_of < 0)], minlength=heads)
+    # Fewer than half as many as columns are values whose columns were not told apart.
+    return bool(2 * numbers[0] >= width and (numbers == numbers[0]).all())
+
+
+def _reaches_other_tokens(x: Tensor, leaves: Sequence[Tensor]) -> bool:
+    """Return whether some features reach the input of a layer at other tokens than their own."""
+    rows = x.reshape(-1, x.shape[-1])
+    weights = 0.5 + torch.rand(rows[1::2].shape, generator=torch.Generator().manual_seed(0))
+    total = (rows[1::2] * weights).sum()
+    for leaf, gradient in zip(
+        leaves, torch.autograd.grad(total, leaves, retain_graph=True, allow_unused=True), strict=True
+    ):
+        if gradient is None:
+            continue
+        gradient = gradient.reshape(-1, leaf.shape[-1])
+        if len(gradient) != len(rows) or (gradient[::2] != 0).any():
+            return True
+    return False
+
+
+def _divisors(number: int) -> list[int]:
+    """Return the divisors of a number between 1 and itself, the largest first."""
+    return [n for n in range(number // 2, 1, -1) if number % n == 0]
+
+
+def _indices(head_of: Tensor, heads: int) -> list[list[int]]:
+    return [(head_of == head).nonzero().flatten().tolist() for head in range(heads)]
+
+
+def _axis(by_axis: Sequence[Tensor], heads: int) -> tuple[int, list[list[int]]] | None:
+    """Return the axis of a tensor along which heads own all indices, and those of each; None if there is none.
+
+    `by_axis` has the head of each index of every axis, -1 for none or several.
+    """
+    for axis, head_of in enumerate(by_axis):
+        indices = _indices(head_of, heads)
+        if len(head_of) % heads == 0 and {len(own) for own in indices} == {len(head_of) // heads}:
+            return axis, indices
+    return None
