@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from .evaluate.interval import CONFIDENCE
 from .evaluate.judge import Judge
-from .evaluate.metrics import quality_loss, title_of
+from .evaluate.metrics import COUNTED, quality_loss, title_of
 from .evaluate.predict import Predictions
 from .forms.measure.counts import Both, FlopCount
 from .forms.measure.rows import LatencyRow
@@ -244,9 +244,11 @@ class KeepOutcome(PromiseOutcome):
 
     @property
     def what(self) -> str:
-        """What is kept: "the predictions" or "the sentences", or the metric with its index."""
+        """What is kept: "the predictions", "the sentences" or "the entities", or the metric with its index."""
         index = {None: "", "dense": " with your index as it is", "slim": " with everything re-embedded"}
-        return f"the {self.word}s" if self.metric is None else f"{title_of(self.metric)}{index[self.index]}"
+        if self.metric is None or (self.metric in COUNTED and self.by is None):
+            return f"the {COUNTED.get(self.metric or '', f'{self.word}s')}"
+        return f"{title_of(self.metric)}{index[self.index]}"
 
     @property
     def found(self) -> str:

@@ -238,6 +238,8 @@ _ERRORS = frozenset({"brier_score", "mae", "mape", "mase", "mse", "smape"})
 # Metrics of rankings whose usual names differ from those in a recipe.
 _TITLES = {"ndcg@10": "nDCG@10", "mrr@10": "MRR@10", "own_ndcg@10": "nDCG@10 against the dense ranking"}
 _TITLES |= {"own_entity_f1": "same entities (F1)"}
+# What such metrics count, as a promise of a share says it.
+COUNTED = {"own_entity_f1": "entities"}
 
 
 def title_of(name: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from ..evaluate.metrics import METRICS, quality_loss, title_of
+from ..evaluate.metrics import COUNTED, METRICS, quality_loss, title_of
 from ..forms.judged import deciding_step, relative_times
 from ..forms.measure.rows import LatencyRow
 from ..outcomes import CostOutcome, HeadsOutcome, KeepOutcome, MaxDropOutcome
@@ -17,8 +17,6 @@ _WRITTEN = {"pearson": "Pearson", "spearman": "Spearman", "f1": "F1", "matthews_
 _WRITTEN |= {"choice_accuracy": "accuracy of choices", "exact_match": "exact matches"}
 _WRITTEN |= {"entity_f1": "entity F1", "own_entity_f1": "same entities"}
 _WRITTEN |= {"f1_micro": "micro F1", "subset_accuracy": "subset accuracy"}
-# What a promise of such a metric is over.
-_OVER = {"own_entity_f1": "entities"}
 
 
 def lead_text(report: Report) -> str:
@@ -165,7 +163,7 @@ def _promise(report: Report, metric: str | None, promised: float | None, kept: f
 
     It says over what, if the promise is not over predictions or a `metric` that the sentence names.
     """
-    over = _OVER.get(metric, "") if metric else f"{report.details.stability_of}s"
+    over = COUNTED.get(metric, "") if metric else f"{report.details.stability_of}s"
     text = f"promise{f' over {over}' if over not in ('', 'predictions') else ''} kept on held-out rows"
     return text if promised is None or kept is None or kept >= promised else f"{text}, missed on those evaluated"
 

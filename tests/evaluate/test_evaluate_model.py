@@ -17,9 +17,12 @@ from hies_export.evaluate.predict import predict, references
 from hies_export.progress import Silent
 from hies_export.tasks.classes import Classes, Labels, Numbers
 from hies_export.tasks.predictions import ChoicePredictions, TokenPredictions
+from hies_export.tasks.token_classification import TagPredictions, Tags
 from hies_export.tasks.tokens import Tokens
 
-KINDS = {of.predicts: of for of in (Classes(), Labels(), Numbers(), Tokens())} | {"choices": Tokens()}
+KINDS = {of.predicts: of for of in (Classes(), Labels(), Numbers(), Tokens(), Tags(("O", "x", "y")))} | {
+    "choices": Tokens()
+}
 
 
 def tiny_bert():
@@ -140,8 +143,13 @@ def test_metrics_of_one_sample_are_defined_and_in_the_order_of_their_names():
     assert compute_metrics(torch.tensor([[0.5, 1.0]]), torch.tensor([1]), names=["accuracy"]) == {"accuracy": 1.0}
 
 
+def f1_of_entities(labels, classes):
+    """Return the F1 where every word that is not of class 0 is an entity."""
+    return sklearn.metrics.f1_score(labels.ravel(), classes.ravel(), labels=[1, 2], average="micro")
+
+
 # Per metric the same number by other means, of a draw of samples: labels and classes or numbers, or of ten answers of
-# three tokens each the likelihoods and which of them are right.
+# three tokens each the likelihoods and which of them are right. Sentences have three words each.
 BY_OTHER_MEANS = {
     "accuracy": lambda labels, classes: np.mean(labels == classes),
     "f1": lambda labels, classes: sklearn.metrics.f1_score(labels, classes, average="macro", zero_division=0.0),
@@ -153,6 +161,8 @@ BY_OTHER_MEANS = {
     "perplexity": lambda nll, right: math.exp(nll.mean()),
     "token_accuracy": lambda nll, right: right.mean(),
     "exact_match": lambda nll, right: right.all(-1).mean(),
+    **dict.fromkeys(("entity_f1", "own_entity_f1"), lambda labels, classes: f1_of_entities(labels, classes)),
+    "word_accuracy": lambda labels, classes: np.mean(labels == classes),
     "choice_accuracy": lambda right, sums, characters: np.mean(sums.argmax(-1) == right),
     "choice_accuracy_norm": lambda right, sums, characters: np.mean((sums / characters).argmax(-1) == right),
 }
@@ -176,6 +186,9 @@ def test_values_and_standard_errors_are_those_of_other_means(name):
         nll, sample = torch.rand(30), torch.arange(10).repeat_interleave(3)
         predictions = TokenPredictions(torch.where(right.flatten(), labels, 9), nll, sample, 10, answers=True)
         given = (nll.double().view(10, 3), right)
+    elif kind.endswith("words"):
+        given = (labels.view(10, 3), given[1].view(10, 3))
+        predictions, kind = TagPredictions(given[1].flatten(), [3] * 10, ("O", "x", "y")), "words"
     elif kind == "choices":
         likelihoods, characters = predictions.double(), torch.randint(1, 9, (30, 3)).double()
         predictions = ChoicePredictions(likelihoods, characters)

@@ -211,6 +211,29 @@ def queries(count: int) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": torch.zeros(count, 2), "query": torch.arange(count)}]
 
 
+def promise_of(asked: dict[str, Any], rows: Any, task: Any, metrics: tuple[str, ...]) -> KeepOutcome:
+    """Return the promise for held-out rows of sentences."""
+    chooser = Chooser.__new__(Chooser)
+    judged = SimpleNamespace(metrics=metrics, behaviour=SimpleNamespace(word="sentence"))
+    given = SimpleNamespace(held_out=rows)
+    chooser._prepared = SimpleNamespace(judged=judged, task=task, rows=given)  # type: ignore[assignment]
+    return chooser.promise(KeepBudget(**asked), 0.98)
+
+
+@pytest.mark.parametrize(
+    ("asked", "metrics", "what"),
+    [
+        ({"predictions": 0.99}, ("entity_f1", "own_entity_f1"), "99 % of the sentences"),
+        ({"predictions": 0.99}, ("own_entity_f1", "entity_f1"), "99 % of the entities"),
+        ({"metric": "own_entity_f1"}, ("entity_f1", "own_entity_f1"), "99 % of the entities"),
+        ({"metric": "entity_f1", "by": 0.01}, ("own_entity_f1",), "at most 0.01 of entity_f1"),
+    ],
+)
+def test_a_promise_over_entities_is_asked_for(asked: dict[str, Any], metrics: tuple[str, ...], what: str) -> None:
+    task = SimpleNamespace(embeds=False, generative=False)
+    assert promise_of(asked, [{"input_ids": torch.zeros(7, 2)}], task, metrics).asked == what
+
+
 @pytest.mark.parametrize(
     ("asked", "rows", "embeds", "metric", "index"),
     [
@@ -225,10 +248,6 @@ def queries(count: int) -> list[dict[str, torch.Tensor]]:
 def test_a_share_of_rankings_is_that_of_a_metric(
     asked: dict[str, Any], rows: Any, embeds: bool, metric: str | None, index: str | None
 ) -> None:
-    judged = SimpleNamespace(metrics=("mrr@10", "ndcg@10"))
-    chooser = Chooser.__new__(Chooser)
-    task, given = SimpleNamespace(embeds=embeds), SimpleNamespace(held_out=rows)
-    chooser._prepared = SimpleNamespace(judged=judged, task=task, rows=given)  # type: ignore[assignment]
-    found = chooser.promise(KeepBudget(**asked), 0.98)
+    found = promise_of(asked, rows, SimpleNamespace(embeds=embeds, generative=False), ("mrr@10", "ndcg@10"))
     assert (found.metric, found.index, found.samples) == (metric, index, 7)
     assert (found.predictions, found.confidence) == (0.99, 0.98)

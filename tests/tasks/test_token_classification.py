@@ -342,8 +342,7 @@ def test_a_promise_is_over_sentences_or_entities(over: str, tmp_path: Path) -> N
     budget: Any = report.details.budget
     assert (budget.word, budget.metric) == ("sentence", keep.get("metric"))
     text = (tmp_path / "out" / "report.md").read_text()
-    asked = "the sentences" if over == "sentences" else "same entities (F1)"
-    assert f"Budget: 50 % of {asked}, promised on " in text
+    assert f"Budget: 50 % of the {over}, promised on " in text
     assert f"promise over {over} kept on held-out rows" in text.split("\n\n")[1]
     judged = {row["kept"] for row in budget.judged}
     assert budget.slim in judged
