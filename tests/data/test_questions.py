@@ -109,6 +109,15 @@ def test_a_window_without_the_answer_is_labelled_with_the_token_of_no_answer() -
         assert label.tolist() == [ids.tolist().index(2)] * 2
 
 
+def test_an_answer_that_a_window_cuts_off_is_not_in_it() -> None:
+    context = "c d e f g h i j k l m n o p"
+    answers = {"text": ["j k l"], "answer_start": [context.index("j")]}
+    rows = Dataset.from_list([{"question": "b", "context": context, "answers": answers}])
+    (batch,) = reader(max_length=13).batches(rows, batch_size=8)
+    assert [ids[3:12].tolist() for ids in batch["input_ids"]] == [[*range(5, 14)], [*range(10, 19)]]
+    assert batch["labels"].tolist() == [[0, 0], [5, 7]]
+
+
 def test_characters_are_code_points_of_any_plane() -> None:
     context = "b \U0001f600\0 c 中d"
     rows = Dataset.from_list([{"question": "b", "context": context, "answers": {"text": ["c"], "answer_start": [5]}}])
@@ -170,8 +179,8 @@ GOOD = {"question": "b c", "context": "d e f", "answers": {"text": ["e"], "answe
             "stand in its context at answer_start, .* has ' ' at 3, not",
         ),
         (
-            {"answers": {"text": ["f"], "answer_start": [-1]}},
-            "must stand in its context at answer_start, .* at -1, not",
+            {"answers": {"text": ["d"], "answer_start": [-5]}},
+            "must stand in its context at answer_start, .* at -5, not",
         ),
         ({"answers": {"text": ["e", "f"], "answer_start": [2]}}, "of equal length, but row 1 .* has {.*} in 'answers'"),
         (

@@ -62,13 +62,26 @@ def naive_best(batch: Mapping[str, Tensor], logits: Tensor) -> list[tuple[int, i
 
 def test_the_best_answer_of_a_window_is_that_of_all_pairs() -> None:
     generator = torch.Generator().manual_seed(0)
-    for batch in read(questions(12, words=(1, 55))):
+    for number, batch in enumerate(read(questions(12, words=(1, 55)))):
         logits = torch.randn(len(batch["input_ids"]), 2, batch["input_ids"].shape[1], generator=generator)
-        logits[0, :, 20:] += torch.linspace(0, 5, logits.shape[-1])[: max(0, logits.shape[-1] - 20)]
+        if number:  # then the longest answers are the best
+            logits += torch.linspace(0, 60, logits.shape[-1]) * torch.tensor([[-1.0], [1.0]])
         spans, scores = Spans().kept(logits, batch)
         assert [(*span, score) for span, score in zip(spans.tolist(), scores.tolist(), strict=True)] == [
             (begin, end, pytest.approx(score)) for begin, end, score in naive_best(batch, logits)
         ]
+
+
+def test_padding_is_no_answer() -> None:
+    behaviour, model, batch = Spans(), reading_model(), positions()
+    real = batch["attention_mask"][:, None] != 0
+    output = torch.randn(8, 2, 12)
+    low, high = (output.masked_fill(~real, value) for value in (-9, 9))
+    for found in (behaviour.own_labels(model, batch, high), behaviour.kept(high, batch)[0] - torch.tensor([0, 1])):
+        assert (found < batch["attention_mask"].sum(-1)[:, None]).all()
+    for index in (0, 1):
+        one, other = (behaviour.effect(model, batch, of, index) for of in (low, high))
+        assert torch.equal(one, other)
 
 
 def test_the_answer_in_several_windows_is_that_in_a_long_one() -> None:
@@ -320,6 +333,10 @@ def test_a_decoder_reads_questions_with_padding_on_any_side() -> None:
     model = shake(LlamaForQuestionAnswering(LlamaConfig(vocab_size=40, max_position_embeddings=64, **sizes)))
     tokenizer, rows = letter_tokenizer(padding_side="left"), questions(12, words=(5, 30))
     batches = batches_of(model, rows, what="batches", task=TASK, processor=tokenizer, columns=None)
+    for batch in batches:
+        first = batch["answers"][:, 0].tolist()
+        ends = (batch[key].gather(1, batch["labels"])[:, end] for end, key in enumerate(("begins", "ends")))
+        assert torch.stack([*ends], 1).tolist() == first
     one = predict(model, batches)
     alone = [
         predict(model, batches_of(model, rows.select([n]), what="b", task=TASK, processor=tokenizer, columns=None))
