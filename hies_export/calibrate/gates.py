@@ -71,7 +71,7 @@ def with_labels(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[str
     if "labels" in batch or not behaviour.replaces_labels(model, batch):
         return dict(batch)
     with torch.no_grad():
-        output = behaviour.output(model(**batch))
+        output = behaviour.output(model(**inputs_of(batch)))
     return {**batch, "labels": behaviour.own_labels(model, batch, output)}
 
 
