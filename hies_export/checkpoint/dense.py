@@ -64,6 +64,11 @@ def task_class(path: str | Path, config: Any, *, task: str, **hub: Any) -> type[
             f"{task} needs a model fine-tuned for it (one that {auto_class} loads), but {path} is a "
             f"{model_class.__name__}; fine-tune it for the task first, or change the task"
         )
+    if config.is_encoder_decoder and not TASKS[task].encoder_decoders:
+        raise RequestError(
+            f"{task} needs a model without a decoder, but {path} is a {model_class.__name__}, an encoder-decoder; "
+            "give an encoder, such as BERT"
+        )
     return model_class
 
 

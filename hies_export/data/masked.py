@@ -51,10 +51,11 @@ class MaskedReader(Reader):
 
     def _masked(self, ids: list[int], special: list[int], text: str) -> tuple[list[int], list[int]]:
         """Return the tokens of a text with masks, and what is behind them."""
-        words = [place for place, mark in enumerate(special) if not mark]
+        mask = self.processor.mask_token_id
+        words = [place for place, mark in enumerate(special) if not mark and ids[place] != mask]
         if not words:
             raise DataError(f"a text must have a token to mask, but {quoted(text)} has none")
         generator: Any = np.random.default_rng(zlib.crc32(text.encode()))
         chosen = set(generator.choice(words, max(1, round(SHARE * len(words))), replace=False).tolist())
-        masked = [self.processor.mask_token_id if place in chosen else token for place, token in enumerate(ids)]
+        masked = [mask if place in chosen else token for place, token in enumerate(ids)]
         return masked, [token if place in chosen else IGNORED for place, token in enumerate(ids)]

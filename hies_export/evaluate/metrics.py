@@ -142,7 +142,7 @@ def perplexity(predictions: np.ndarray, references: np.ndarray) -> float:
 
 @register_metric("token_accuracy", of="tokens")
 def token_accuracy(predictions: np.ndarray, references: np.ndarray) -> float:
-    """Return the share of label tokens that are the likeliest one after the tokens before them."""
+    """Return the share of label tokens that are the likeliest one at their place."""
     return float(predictions["right"].sum() / references.sum())
 
 

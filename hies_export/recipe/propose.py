@@ -111,7 +111,7 @@ def propose_recipe(
 def _task_of(model: str, config: Any) -> Task:
     """Return the task of a checkpoint by the class that its config names."""
     name = next(iter(getattr(config, "architectures", None) or ()), "")
-    task = task_by_class(name, config.model_type) or embedding_task(name, config.model_type)
+    task = task_by_class(name, config) or embedding_task(name, config)
     if task is None:
         raise RequestError(
             f"the model must be of a class that {', '.join(task.auto_class for task in TASKS.values())} loads, but the "

@@ -62,19 +62,20 @@ def behaviour_of(model: Any) -> Behaviour:
 def _task_of(model: Any) -> Task | None:
     if isinstance(model, TextEncoder):
         return TASKS["feature-extraction"]
-    return task_by_class(type(model).__name__, model.config.model_type) if isinstance(model, PreTrainedModel) else None
+    return task_by_class(type(model).__name__, model.config) if isinstance(model, PreTrainedModel) else None
 
 
-def embedding_task(name: str, model_type: str) -> Task | None:
+def embedding_task(name: str, config: Any) -> Task | None:
     """Return the task of base models if a class, given by its name, is one without a head; None if it is not."""
-    task = TASKS["feature-extraction"]
-    return (
-        task if task_by_class(name, model_type) is None and task.auto_class in auto_classes(name, model_type) else None
-    )
+    task, classes = TASKS["feature-extraction"], auto_classes(name, config.model_type)
+    return task if task_by_class(name, config) is None and task.auto_class in classes else None
 
 
-def task_by_class(name: str, model_type: str) -> Task | None:
+def task_by_class(name: str, config: Any) -> Task | None:
     """Return the task whose Auto class loads a model class, which is given by its name; None if there is none."""
-    classes = auto_classes(name, model_type)
-    # `AutoModel` loads base models, which have no task of their own.
-    return next((task for task in TASKS.values() if task.auto_class in classes and not task.embeds), None)
+    classes = auto_classes(name, config.model_type)
+    for task in TASKS.values():
+        # `AutoModel` loads base models, which have no task of their own.
+        if task.auto_class in classes and not task.embeds and (task.encoder_decoders or not config.is_encoder_decoder):
+            return task
+    return None

@@ -40,6 +40,7 @@ class Task(ABC):
         cascades: Whether a cascade can answer for them: they predict classes.
         places_by_labels: Whether labels say where predictions are read, so that no row does without.
         of_item: How many texts are an item of a list that `prune` reads in place of a data set; 0 if it reads no lists.
+        encoder_decoders: Whether encoder-decoders that the Auto class loads are models of the task.
         on_hub: Whether the Hub has pipelines of this name.
     """
 
@@ -59,6 +60,7 @@ class Task(ABC):
     cascades: ClassVar[bool] = False
     places_by_labels: ClassVar[bool] = False
     of_item: ClassVar[int] = 0
+    encoder_decoders: ClassVar[bool] = True
     on_hub: ClassVar[bool] = True
 
     @property

@@ -34,7 +34,9 @@ class Tokens(Behaviour):
         """Return a batch of which text without labels is its own label, as in training on plain text."""
         from ..data.targets import text_labels
 
-        return {**batch, "labels": text_labels(model, batch)}
+        labels = text_labels(model, batch)
+        check_token_labels(model, labels)
+        return {**batch, "labels": labels}
 
     def own_labels(self, model: PreTrainedModel, batch: Mapping[str, Tensor], output: Tensor) -> Tensor:
         """Return the likeliest token at each of the `judged_tokens`, (batch, tokens)."""
@@ -145,3 +147,19 @@ class Tokens(Behaviour):
             if bool(((mask != 0) & (mask.cumsum(-1) > 1) & (labels == IGNORED)).any()):
                 return True
         return False
+
+
+def check_token_labels(model: PreTrainedModel, labels: Tensor) -> None:
+    """Refuse, by a DataError, labels that are not tokens of a model, (batch, tokens) int64, or -100."""
+    import torch
+
+    from ..data.targets import IGNORED
+
+    known = model.config.get_text_config().vocab_size
+    wrong = labels[((labels < 0) | (labels >= known)) & (labels != IGNORED)]
+    if labels.dim() != 2 or labels.dtype != torch.int64 or len(wrong):
+        given = f"{labels.dtype} of shape {tuple(labels.shape)}" + (f" with {wrong[0].item()}" if len(wrong) else "")
+        raise DataError(
+            f"the labels of a language model must be int64 tokens in [0, {known}), (batch, tokens), and {IGNORED} "
+            f"where nothing is predicted, but a batch has {given}"
+        )

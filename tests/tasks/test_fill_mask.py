@@ -1,0 +1,286 @@
+"""Masked language models: what is read, predicted and scored is beside loops over single texts; a run, and refusals."""
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from support.models import SIX_HEADS, shake, word_tokenizer
+from support.references import naive_statistics
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertForMaskedLM,
+    DataCollatorForLanguageModeling,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from hies_export import (
+    DataError,
+    PruningRecipe,
+    RecipeError,
+    Report,
+    RequestError,
+    collect_statistics,
+    compare_cut,
+    deploy,
+    find_attention,
+    prune,
+    score_compensated,
+)
+from hies_export.data.reader import Columns
+from hies_export.evaluate.judge import compute_metrics
+from hies_export.evaluate.predict import predict, references
+from hies_export.forms import deployment
+from hies_export.pipeline import targets
+from hies_export.tasks import TASKS
+from hies_export.tasks.fill_mask import MaskedTokens
+from hies_export.tasks.models import behaviour_of
+
+WORDS = [f"w{number}" for number in range(40)]
+TEXTS = [" ".join(WORDS[(start * 7 + 3 * place) % 40] for place in range(3 + start % 11)) for start in range(440)]
+TASK = TASKS["fill-mask"]
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    return word_tokenizer(["[MASK]", *WORDS], mask_token="[MASK]")
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    torch.manual_seed(0)
+    # One matrix is large enough for 8 bits.
+    sizes = SIX_HEADS | {"intermediate_size": 352, "max_position_embeddings": 64}
+    return shake(BertForMaskedLM(BertConfig(vocab_size=len(tokenizer()), **sizes)))
+
+
+def read(
+    model: PreTrainedModel, texts: list[str], batch_size: int = 8, **options: Any
+) -> list[dict[str, torch.Tensor]]:
+    reader = TASK.reader(columns=Columns(text=("text",)), config=model.config, processor=tokenizer(), **options)
+    rows = datasets.Dataset.from_dict({"text": texts})
+    reader.check(rows)
+    return reader.batches(rows, batch_size=batch_size)
+
+
+@pytest.fixture(scope="module")
+def batches(model: PreTrainedModel) -> list[dict[str, torch.Tensor]]:
+    return read(model, TEXTS[:24])
+
+
+def alone(batches: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+    """Return every row as a batch of its own, without padding."""
+    return [
+        {key: value[row : row + 1, batch["attention_mask"][row] != 0] for key, value in batch.items()}
+        for batch in batches
+        for row in range(len(batch["labels"]))
+    ]
+
+
+def test_the_reader_masks_as_a_loop_does(model: PreTrainedModel) -> None:
+    tokens, found = tokenizer(), alone(read(model, TEXTS[:24]))
+    for text, row in zip(TEXTS, found, strict=False):
+        ids = tokens(text).input_ids
+        labels = row["labels"][0].tolist()
+        masked = [place for place, label in enumerate(labels) if label != -100]
+        words = [place for place, token in enumerate(ids) if token not in tokens.all_special_ids]
+        assert len(masked) == max(1, round(0.15 * len(words)))
+        assert set(masked) <= set(words)
+        assert [ids[place] for place in masked] == [labels[place] for place in masked]
+        expected = [tokens.mask_token_id if place in masked else token for place, token in enumerate(ids)]
+        assert row["input_ids"][0].tolist() == expected
+    # Not always the same place.
+    assert len({int(row["labels"][0].ne(-100).nonzero()[0]) for row in found}) > 3
+
+
+def test_masks_depend_on_the_text_alone(model: PreTrainedModel) -> None:
+    one, two = alone(read(model, TEXTS[:24])), alone(read(model, TEXTS[:24][::-1], batch_size=5))[::-1]
+    for first, second in zip(one, two, strict=True):
+        assert all(torch.equal(first[key], second[key]) for key in ("input_ids", "labels"))
+
+
+def test_a_mask_in_the_text_itself_is_no_label(model: PreTrainedModel) -> None:
+    (batch,) = read(model, [f"{TEXTS[0]} [MASK] [MASK] [MASK] [MASK] [MASK] [MASK]"])
+    assert batch["labels"].ne(tokenizer().mask_token_id).all()
+
+
+def test_predictions_and_perplexity_are_those_of_all_logits(
+    model: PreTrainedModel, batches: list[dict[str, torch.Tensor]]
+) -> None:
+    tokens, nll = [], []
+    for row in alone(batches):
+        labels = row.pop("labels")[0]
+        with torch.inference_mode():
+            log_probabilities = model(**row).logits[0].log_softmax(-1)
+        for place in labels.ne(-100).nonzero().flatten().tolist():
+            tokens.append(int(log_probabilities[place].argmax()))
+            nll.append(-log_probabilities[place, labels[place]].item())
+    found, behaviour = predict(model, batches), behaviour_of(model)
+    assert found.tokens.tolist() == tokens
+    wanted = references(batches, behaviour)
+    metrics = compute_metrics(found, wanted, names=("perplexity", "token_accuracy"), behaviour=behaviour)
+    assert metrics["perplexity"] == pytest.approx(np.exp(np.mean(nll)), rel=1e-5)
+    assert metrics["token_accuracy"] == np.mean([one == two for one, two in zip(tokens, wanted.tolist(), strict=True)])
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_importance_is_that_of_each_text_by_itself(
+    labelled: bool, model: PreTrainedModel, batches: list[dict[str, torch.Tensor]]
+) -> None:
+    modules = find_attention(model, batches[0])
+    plain = [{key: value for key, value in batch.items() if key != "labels"} for batch in batches]
+    found = collect_statistics(model, batches if labelled else plain, modules)["his"]
+    rows = alone(batches)
+    if not labelled:
+        with torch.no_grad():
+            rows = [row | {"labels": model(**row).logits.argmax(-1)} for row in rows]
+    for name, values in naive_statistics(model, rows, modules)["his"].items():
+        assert found[name] == pytest.approx(values, rel=1e-3, abs=1e-7)
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_the_effect_is_the_log_probability_at_the_masks(
+    labelled: bool, model: PreTrainedModel, batches: list[dict[str, torch.Tensor]]
+) -> None:
+    for batch in batches:
+        rows = alone([batch])
+        given = batch if labelled else {key: value for key, value in batch.items() if key != "labels"}
+        with torch.no_grad():
+            output = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+            found = behaviour_of(model).effect(model, given, output, 0)
+            for row, number in zip(rows, found.tolist(), strict=True):
+                labels = row.pop("labels")[0]
+                logits = model(**row).logits[0].log_softmax(-1)
+                if not labelled:
+                    labels = logits.argmax(-1)
+                at_masks = labels.ne(-100).nonzero().flatten()
+                assert number == pytest.approx(sum(logits[p, labels[p]].item() for p in at_masks), rel=1e-4, abs=1e-4)
+    modules = find_attention(model, batches[0])
+    assert score_compensated(model, batches, modules).criterion == "compensated"
+
+
+def test_batches_of_the_collator_lose_the_rows_without_a_mask(model: PreTrainedModel) -> None:
+    collate = DataCollatorForLanguageModeling(tokenizer(), mlm_probability=0.15, seed=0)
+    given = [collate([tokenizer()(text) for text in TEXTS[start : start + 16]]) for start in range(0, 160, 16)]
+    rows = sum(int(batch["labels"].ne(-100).any(-1).sum()) for batch in given)
+    assert 100 < rows < 160
+    compensation = {"method": "least_squares"}
+    result = prune(model, given, criterion="his", budget={"heads": 0.4}, compensation=compensation)
+    kept = [*result.prepared.rows.calibration, *result.prepared.rows.held_out]
+    assert sum(len(batch["labels"]) for batch in kept) == rows
+    assert result.held_out is not None
+    assert result.held_out.metrics.keys() == {"perplexity", "token_accuracy"}
+
+
+def test_the_cut_model_is_the_masked_one_and_so_is_its_export(
+    model: PreTrainedModel, batches: list[dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    result = prune(model, batches, criterion="fisher", budget={"flops": 0.6}, modules=["attention", "mlp"])
+    assert compare_cut(model, result.model, result.plan, result.prepared.modules, batches[0]) < 1e-4
+    exported = result.export_onnx(tmp_path / "onnx")
+    assert exported.outputs == ("logits",)
+    assert exported.max_abs < 1e-3
+
+
+def recipe_of(folder: Path, model: PreTrainedModel, **sections: Any) -> PruningRecipe:
+    model.save_pretrained(folder / "model")
+    tokenizer().save_pretrained(folder / "model")
+    (folder / "text.txt").write_text("\n".join(TEXTS))
+    usual = {
+        "data": {"files": {"train": folder / "text.txt"}, "text": "text"},
+        "calibration": {"split": "train[:50%]", "samples": 16, "batch_size": 8},
+        "evaluation": {"split": "train[50%:]"},
+        "prune": {"criterion": "his", "budget": {"heads": 0.3}},
+        "measure": {"runtimes": ["torch"], "shapes": [[2, 16]], "repeats": 2},
+    }
+    return PruningRecipe(model=str(folder / "model"), task="fill-mask", output=folder / "out", **(usual | sections))
+
+
+@pytest.mark.slow
+def test_a_run_judges_its_int8_form_and_says_how_to_load_it(model: PreTrainedModel, tmp_path: Path) -> None:
+    report = recipe_of(tmp_path, model, export={"quantize": "int8"}).run()
+    assert (report.details.stability_of, report.quality.metric) == ("masked token", "perplexity")
+    assert report.onnx_max_abs is not None
+    assert report.onnx_max_abs < 1e-3
+    assert report.exported is not None
+    assert report.exported.quality is not None
+    card = (tmp_path / "out" / "slim" / "README.md").read_text()
+    assert "pipeline_tag: fill-mask" in card
+    assert 'ORTModelForMaskedLM.from_pretrained("onnx")' in card
+    assert "AutoModelForMaskedLM.from_pretrained" in card
+
+
+@pytest.mark.slow
+def test_deploy_keeps_the_promise(model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(targets, "SIZES", 2)
+    monkeypatch.setattr(deployment, "WAYS", {"onnxruntime-cpu": ("float32",)})
+    prune = {"modules": ["attention"], "criterion": "his"}
+    deploy(recipe_of(tmp_path, model, prune=prune, deploy={"keep": 0.97}))
+    found = Report.from_file(tmp_path / "out").details.deployment
+    assert found is not None
+    assert found.ways[0].problem is None
+
+
+def without(key: str) -> Any:
+    return lambda batch: {name: value for name, value in batch.items() if name != key}
+
+
+def labels(change: Any) -> Any:
+    return lambda batch: {**batch, "labels": change(batch["labels"])}
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (without("labels"), "judged at its masks, so every batch must have labels: .* DataCollatorForLanguageModeling"),
+        (labels(lambda x: x[:, 0]), r"must be int64 tokens in \[0, \d+\), \(batch, tokens\), .* of shape \(8,\)"),
+        (labels(lambda x: x.float()), r"must be int64 tokens .*, but a batch has torch.float32 of shape"),
+        (labels(lambda x: x.where(x < 0, 999)), r"must be int64 tokens .*, but a batch has .* with 999"),
+        (labels(lambda x: x[:, :3]), r"must be one for each of input_ids, \(8, \d+\), but a batch has \(8, 3\)"),
+        (labels(lambda x: torch.full_like(x, -100)), "every batch must have a label, the token behind a mask"),
+    ],
+)
+def test_labels_that_name_no_masked_token_are_refused(
+    change: Any, match: str, model: PreTrainedModel, batches: list[dict[str, torch.Tensor]]
+) -> None:
+    with pytest.raises(DataError, match=match):
+        prune(model, [change(batch) for batch in batches], budget={"heads": 0.4})
+
+
+def test_texts_without_a_token_to_mask_are_refused(model: PreTrainedModel) -> None:
+    with pytest.raises(DataError, match=r"every row must have text to mask, but row 1 .* is blank; leave it out"):
+        read(model, ["w1 w2", " "])
+    with pytest.raises(DataError, match="a text must have a token to mask, but '\\[MASK\\]' has none"):
+        read(model, ["[MASK]"])
+    with pytest.raises(DataError, match="batches of fill-mask must be batches or a data set, got a list of texts"):
+        prune(model, TEXTS, processor=tokenizer(), budget={"heads": 0.4})
+    tokens = tokenizer()
+    tokens.mask_token = None
+    reader = TASK.reader(columns=Columns(text=("text",)), config=model.config, processor=tokens)
+    with pytest.raises(DataError, match="a tokenizer that fills masks must have a mask token"):
+        reader.check(datasets.Dataset.from_dict({"text": TEXTS}))
+
+
+def test_what_a_recipe_asks_of_another_task_is_refused(model: PreTrainedModel, tmp_path: Path) -> None:
+    files = {"train": tmp_path / "text.txt"}
+    with pytest.raises(RecipeError, match=r"fill-mask needs data.text \(one column\) and no data.label"):
+        recipe_of(tmp_path, model, data={"files": files, "text": "text", "label": "label"})
+    with pytest.raises(RecipeError, match="cascade is for classifiers, got task: fill-mask"):
+        recipe_of(tmp_path, model, cascade={"disagreement": 0.05})
+    with pytest.raises(RecipeError, match="the metrics of generated text must be among perplexity, .*, got 'accuracy'"):
+        recipe_of(tmp_path, model, evaluation={"split": "train[50%:]", "metrics": ["accuracy"]}).run()
+
+
+def test_an_encoder_decoder_is_no_model_of_the_task(tmp_path: Path, batches: list[dict[str, torch.Tensor]]) -> None:
+    sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    model = BartForConditionalGeneration(BartConfig(vocab_size=64, **sizes, **heads))
+    assert not isinstance(behaviour_of(model), MaskedTokens)
+    with pytest.raises(RequestError, match="got BartForConditionalGeneration"):
+        prune(model, batches, budget={"heads": 0.4})
+    with pytest.raises(RequestError, match="fill-mask needs a model without a decoder, but .* is a Bart.*encoder-dec"):
+        recipe_of(tmp_path, model).run()
