@@ -105,7 +105,7 @@ class QuestionsReader(Reader):
         for first in range(0, len(samples), _AT_ONCE):
             part = samples[first : first + _AT_ONCE]
             texts = [part[name] for name in self.columns.text]
-            self._check_room(samples, first, texts[0], window - stride)
+            self._check_room(samples, first, texts[0], window, stride)
             found = tokenised(
                 self.processor,
                 self.config,
@@ -134,15 +134,17 @@ class QuestionsReader(Reader):
                     },
                 )
 
-    def _check_room(self, samples: datasets.Dataset, first: int, questions: Sequence[str], room: int) -> None:
+    def _check_room(
+        self, samples: datasets.Dataset, first: int, questions: Sequence[str], window: int, stride: int
+    ) -> None:
         """Refuse a question that leaves a window no more of the context than the next one repeats."""
         lengths = [len(ids) for ids in self.processor(questions, add_special_tokens=False, verbose=False)["input_ids"]]
-        most = room - 1 - self.processor.num_special_tokens_to_add(pair=True)
+        most = window - stride - 1 - self.processor.num_special_tokens_to_add(pair=True)
         for row, length in enumerate(lengths):
             if length > most:
                 raise DataError(
-                    f"a question must have at most {most} tokens, to leave room for its context, but "
-                    f"{row_name(samples, first + row)} has {length}; raise max_length, or leave it out"
+                    f"a question must have at most {max(0, most)} tokens, to leave room for its context in windows of "
+                    f"{window}, but {row_name(samples, first + row)} has {length}; raise max_length, or leave it out"
                 )
 
     def _label(self, window: Mapping[str, list[int]], answer: Sequence[int]) -> tuple[int, int]:

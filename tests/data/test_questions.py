@@ -191,7 +191,7 @@ GOOD = {"question": "b c", "context": "d e f", "answers": {"text": ["e"], "answe
         ({"context": None}, r"every row must have a 'context', but row 1 \(from 0\) has none"),
         (
             {"question": "b " * 40},
-            r"at most 39 tokens, to leave room for its context, but row 1 \(from 0\) has 40; raise",
+            r"at most 39 tokens, to leave room for its context in windows of 64, but row 1 \(from 0\) has 40",
         ),
     ],
 )

@@ -18,7 +18,7 @@ from support.runs import hies
 from torch import Tensor
 from transformers import AutoModelForQuestionAnswering, LlamaConfig, LlamaForQuestionAnswering
 
-from hies_export import DataError, PruneResult, load, prune
+from hies_export import DataError, HiesError, PruneResult, load, prune
 from hies_export.calibrate.collect import collect_statistics
 from hies_export.data.given import batches_of
 from hies_export.data.reader import Columns
@@ -27,7 +27,10 @@ from hies_export.evaluate.judge import compute_metrics
 from hies_export.evaluate.predict import predict, predict_by, references
 from hies_export.forms import deployment
 from hies_export.pipeline import targets
+from hies_export.pipeline.resolve import resolve
 from hies_export.prunable.find import find_modules
+from hies_export.recipe import PruningRecipe
+from hies_export.recipe.propose import propose_recipe
 from hies_export.report.report import Report
 from hies_export.tasks import TASKS
 from hies_export.tasks.question_answering import LONGEST, Spans
@@ -345,6 +348,33 @@ def test_a_decoder_reads_questions_with_padding_on_any_side() -> None:
     assert one.spans.tolist() == [span for found in alone for span in found.spans.tolist()]
     result = prune(model, rows, budget={"heads": 0.3}, processor=tokenizer)
     assert result.held_out is not None
+
+
+def test_a_recipe_is_proposed_by_the_names_of_columns(tmp_path: Path) -> None:
+    save_questions(tmp_path, train=20, validation=10)
+    files = {split: tmp_path / f"{split}.jsonl" for split in ("train", "validation")}
+    found = propose_recipe(str(tmp_path / "model"), files=files, output=tmp_path / "out")
+    assert (found.task, found.data.text, found.data.label) == (TASK.name, ("question", "context"), "answers")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"data.text": ["question"]}, "needs data.text .the columns of the question and of the context.*, got one"),
+        (
+            {"data.text": ["question", "context", "title"]},
+            "needs data.text .the columns of the question and of the con",
+        ),
+        ({"evaluation.metrics": ["accuracy"]}, "must be among answer_f1, answer_exact, got 'accuracy'"),
+        ({"data.label": "answer"}, "must have the column 'answer', but .*; did you mean 'answers'"),
+        ({"data.max_length": 6}, "at most 0 tokens, to leave room for its context in windows of 6, but row"),
+        ({"cascade": {"disagreement": 0.1}}, "cascade is for classifiers"),
+    ],
+)
+def test_what_a_recipe_cannot_ask_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    recipe = save_questions(tmp_path, train=20, validation=10, prune={"budget": {"heads": 0.3}})
+    with pytest.raises(HiesError, match=message):
+        resolve(PruningRecipe.from_yaml(recipe, change))
 
 
 @pytest.mark.slow
