@@ -15,7 +15,7 @@ from .text import evaluated_share, keeps_metric, runtime_name
 # Metrics whose names in a sentence differ from those in a recipe.
 _WRITTEN = {"pearson": "Pearson", "spearman": "Spearman", "f1": "F1", "matthews_correlation": "Matthews correlation"}
 _WRITTEN |= {"choice_accuracy": "accuracy of choices", "exact_match": "exact matches"}
-_WRITTEN |= {"entity_f1": "entity F1", "own_entity_f1": "same entities"}
+_WRITTEN |= {"entity_f1": "entity F1"}
 _WRITTEN |= {"f1_micro": "micro F1", "subset_accuracy": "subset accuracy"}
 
 
@@ -147,9 +147,12 @@ def _embedded_again(report: Report) -> float | None:
 
 def _quality(report: Report) -> str:
     """Return the first metric of the dense model and of the one that the sentence names; empty without labels."""
+    metric, (_, quality) = report.quality.metric, _judged(report)
+    if metric in COUNTED:
+        # Not all, so never rounded to all.
+        return f"{min(100 * quality, 99.9):.1f} % of the {COUNTED[metric]}" if quality < 1 else f"all {COUNTED[metric]}"
     if not report.details.data.evaluation_labelled:
         return ""
-    metric, (_, quality) = report.quality.metric, _judged(report)
     return f"{_WRITTEN.get(metric, metric)} {_number(report.quality.dense)} → {_number(quality)}"
 
 

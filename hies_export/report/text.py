@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..data.facts import DataFacts
-from ..evaluate.metrics import METRICS, higher_is_better, title_of
+from ..evaluate.metrics import COUNTED, METRICS, higher_is_better, title_of
 from ..forms.measure.rows import LatencyRow
 from ..outcomes import CostOutcome, KeepOutcome, MaxDropOutcome
 from ..tasks import TASKS
@@ -165,6 +165,8 @@ def _keep_text(report: Report, budget: KeepOutcome) -> str:
     where, stay = "Of the evaluated rows", "stay"
     if budget.metric is not None:
         where, stay = f"On the evaluated {samples_word(report)}", f"of {title_of(budget.metric)} stays"
+        if budget.metric in COUNTED:
+            stay = f"of the {COUNTED[budget.metric]} stay"
     return f"{text} {where}, {100 * kept:.2f} % {stay}, {100 * abs(apart):.2f} points {side} the promise."
 
 

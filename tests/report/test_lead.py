@@ -133,6 +133,18 @@ def test_a_deployed_cascade_is_judged_by_the_promise_and_not_by_the_size_of_its_
     assert lead_text(report).endswith("; promise kept on held-out rows.")
 
 
+@pytest.mark.parametrize(("share", "said"), [(0.9471, "94.7 % of the entities"), (0.99999, "99.9 %"), (1.0, "all ent")])
+def test_entities_that_stay_are_told_beside_the_sentences(share: float, said: str) -> None:
+    keep = {"kind": "keep", "predictions": 0.9, "metric": "own_entity_f1", "samples": 8, "slim": 0.95, "slim_end": 0.91}
+    details = {"stability_of": "sentence", "budget": keep, "metrics": {"own_entity_f1": {"dense": 1.0, "slim": share}}}
+    details |= {"uncompensated": None}
+    first = FirstMetric("own_entity_f1", 1.0, share)
+    report = dataclasses.replace(make_report(**details), quality=first)
+    assert f"; 97 % of the sentences stay; {said}" in lead_text(report)
+    assert lead_text(report).endswith("; promise over entities kept on held-out rows.")
+    assert f"{100 * share:.2f} % of the entities stay" in budget_text(report)
+
+
 def test_a_noisy_time_is_not_told_of_what_is_deployed() -> None:
     served = copy.deepcopy(SERVED)
     for one in served["forms"]:
