@@ -160,8 +160,7 @@ class Behaviour(ABC):
 
     def samples(self, predictions: Any) -> Tensor | None:
         """Return the sample of every prediction, (predictions,) int64; None if each has its own."""
-        samples: Tensor | None = predictions.sample_of
-        return samples
+        return getattr(predictions, "sample_of", None)
 
     def table(self, predictions: Any, references: Tensor) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
         """Return what metrics compare, predictions and references of (samples,), and their options."""

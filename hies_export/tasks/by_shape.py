@@ -73,10 +73,6 @@ class ByShape(Behaviour):
         """Return which predictions are the same."""
         return _of(dense).same(dense, other)
 
-    def samples(self, predictions: Predictions) -> Tensor | None:
-        """Return the sample of every prediction; None if each has its own."""
-        return _of(predictions).samples(predictions)
-
     def table(self, predictions: Predictions, references: Tensor) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
         """Return what metrics compare."""
         return _of(predictions).table(predictions, references)

@@ -61,10 +61,6 @@ class Classes(Behaviour):
     def _equal(self, one: Tensor, two: Tensor) -> Tensor:
         return one == two
 
-    def samples(self, predictions: Tensor) -> None:
-        """Return None: each prediction is a sample of its own."""
-        return
-
     def table(self, predictions: Tensor, references: Tensor) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
         """Return classes, label sets or numbers, and how many classes the model knows."""
         if len(predictions) != len(references):
