@@ -59,6 +59,7 @@ def test_whatever_pyyaml_writes_comes_back(seed: int) -> None:
         ("- " * 3000 + "a", "in line 1: values may be at most 20 levels deep"),
         ("a: 1\nb: " + "9" * 5000, "in line 2: a number may have at most 40 characters"),
         ("a: 0x_", "in line 1: '0x_' is no number"),
+        ("a: !!int ''", "in line 1: '' is no number"),
         ("a: [1,\n", "in line 2: while parsing a flow sequence, expected ',' or ']'|while parsing a flow node"),
         ("a: b: c", "in line 1: mapping values are not allowed here"),
         ("a: 1\nb: \0", "in line 2: the character 0x0 is not allowed"),

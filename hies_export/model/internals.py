@@ -71,6 +71,18 @@ def auto_classes(name: str, model_type: str) -> list[str]:
     return found
 
 
+def heads_on(stock: type, model_type: str) -> dict[str, str]:
+    """Return Auto class -> the class that it loads for a model type, if that has the base model of a stock class."""
+    found = {}
+    for constant, auto_class in modeling_auto.__dict__.items():
+        if constant.startswith("AutoModelFor") and hasattr(auto_class, "_model_mapping"):
+            name = auto_class._model_mapping._model_mapping.get(model_type)
+            head = getattr(transformers, name, None) if isinstance(name, str) else None
+            if getattr(head, "base_model_prefix", None) == stock.base_model_prefix:  # type: ignore[attr-defined]
+                found[constant] = name
+    return found
+
+
 def has_auto_base(model: PreTrainedModel) -> bool:
     """Return whether `AutoModel` loads the base model of a model.
 

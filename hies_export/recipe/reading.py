@@ -98,7 +98,7 @@ class _Constructor(SafeConstructor):
             _raise(f"a number may have at most {LONGEST_NUMBER} characters; put text in quotes", node)
         try:
             return super().construct_object(node, deep)
-        except ValueError:
+        except (ValueError, IndexError):  # of an empty one
             _raise(f"{quoted(node.value)} is no number; put text in quotes", node)
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from ..errors import UnsupportedModelError
 from ..model import modeling_hies
-from ..model.internals import auto_classes, has_auto_base
+from ..model.internals import auto_classes, has_auto_base, heads_on
 from .per_layer import PerLayer
 
 
@@ -80,9 +80,14 @@ def become_slim(model: PreTrainedModel, shapes: Shapes, layers: PerLayer | None)
 
 
 def _auto_map(stock: type, model: PreTrainedModel) -> dict[str, str]:
-    """Return Auto class -> "file.class": every Auto class of the stock class, and `AutoModel` for its base model."""
+    """Return Auto class -> "file.class": every Auto class of the stock class, and `AutoModel` for its base model.
+
+    An encoder or decoder can be loaded with any other head too, to be fine-tuned.
+    """
     module = modeling_hies.__name__.rpartition(".")[2]
     names = dict.fromkeys(auto_classes(stock.__name__, model.config.model_type), stock.__name__)
     if has_auto_base(model):
         names["AutoModel"] = type(model.base_model).__name__
+        if not model.config.is_encoder_decoder:
+            names = heads_on(stock, model.config.model_type) | names
     return {auto_class: f"{module}.{name}" for auto_class, name in names.items()}

@@ -1,5 +1,6 @@
 """Masked language models: what is read, predicted and scored is beside loops over single texts; a run, and refusals."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,16 +8,21 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from support.generative import padded
 from support.models import SIX_HEADS, shake, word_tokenizer
 from support.references import naive_statistics
 from transformers import (
+    AutoModelForSequenceClassification,
     BartConfig,
     BartForConditionalGeneration,
     BertConfig,
     BertForMaskedLM,
+    BertForSequenceClassification,
     DataCollatorForLanguageModeling,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
 )
 
 from hies_export import (
@@ -29,6 +35,7 @@ from hies_export import (
     compare_cut,
     deploy,
     find_attention,
+    load,
     prune,
     score_compensated,
 )
@@ -163,6 +170,15 @@ def test_the_effect_is_the_log_probability_at_the_masks(
     assert score_compensated(model, batches, modules).criterion == "compensated"
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_without_labels_every_real_token_is_predicted(side: str, model: PreTrainedModel) -> None:
+    batch = padded([5, 9], side)
+    output = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    plain = {key: batch[key] for key in ("input_ids", "attention_mask")}
+    expected = output.argmax(-1).masked_fill(batch["attention_mask"] == 0, -100)
+    assert torch.equal(behaviour_of(model).own_labels(model, plain, output), expected)
+
+
 def test_batches_of_the_collator_lose_the_rows_without_a_mask(model: PreTrainedModel) -> None:
     collate = DataCollatorForLanguageModeling(tokenizer(), mlm_probability=0.15, seed=0)
     given = [collate([tokenizer()(text) for text in TEXTS[start : start + 16]]) for start in range(0, 160, 16)]
@@ -184,6 +200,36 @@ def test_the_cut_model_is_the_masked_one_and_so_is_its_export(
     exported = result.export_onnx(tmp_path / "onnx")
     assert exported.outputs == ("logits",)
     assert exported.max_abs < 1e-3
+
+
+@pytest.mark.parametrize("allocation", ["global", "uniform"])
+def test_the_slim_encoder_is_fine_tuned_with_another_head(
+    allocation: str, model: PreTrainedModel, batches: list[dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    """What the guide does, and the head of every other Auto class."""
+    cut: Any = {"modules": ["attention", "mlp"], "criterion": "fisher", "allocation": allocation}
+    result = prune(model, batches, budget={"flops": 0.6}, **cut)
+    result.save_pretrained(tmp_path / "slim")
+    config = json.loads((tmp_path / "slim" / "config.json").read_text())
+    assert {task.auto_class for task in TASKS.values() if task.text and not task.images} <= config["auto_map"].keys()
+    options: Any = {"num_labels": 2, "trust_remote_code": True}
+    classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "slim", **options)
+    encoder = dict(result.model.base_model.named_parameters())
+    before = {name: value.clone() for name, value in classifier.base_model.named_parameters() if name in encoder}
+    assert before.keys() == encoder.keys()
+    assert all(torch.equal(value, encoder[name]) for name, value in before.items())
+    rows = datasets.Dataset.from_list([{**tokenizer()(text), "label": row % 2} for row, text in enumerate(TEXTS[:8])])
+    quiet: Any = {"report_to": "none", "disable_tqdm": True, "save_strategy": "no", "dataloader_pin_memory": False}
+    arguments = TrainingArguments(str(tmp_path / "checkpoints"), max_steps=2, **quiet)
+    trainer = Trainer(classifier, arguments, train_dataset=rows, processing_class=tokenizer())
+    trainer.train()
+    trainer.save_model(str(tmp_path / "tuned"))
+    tuned = load(tmp_path / "tuned")
+    assert isinstance(tuned, BertForSequenceClassification)
+    assert {name: value.shape for name, value in tuned.base_model.named_parameters() if name in encoder} == {
+        name: value.shape for name, value in encoder.items()
+    }
+    assert any(not torch.equal(tuned.base_model.get_parameter(name), value) for name, value in before.items())
 
 
 def recipe_of(folder: Path, model: PreTrainedModel, **sections: Any) -> PruningRecipe:

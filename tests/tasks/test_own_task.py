@@ -4,6 +4,7 @@ import re
 import runpy
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,14 @@ import onnxruntime
 import pytest
 import torch
 from support.models import SIX_HEADS, shake, word_tokenizer
+from support.reports import make_report
 from support.runs import registries_restored
 from transformers import BertConfig, BertForNextSentencePrediction
 
 from hies_export import DataError, PruningRecipe, RecipeError, Report, RequestError, deploy, load, prune, register_task
 from hies_export.forms import deployment
 from hies_export.pipeline import targets
+from hies_export.report.card import render_card
 from hies_export.tasks import TASKS, Task, column_sets
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "custom_task.py"
@@ -102,6 +105,15 @@ def test_a_task_of_classes_takes_a_name_and_a_class(folder: Path) -> None:
         assert result.prepared.task is task
         assert result.held_out is not None
         assert result.held_out.metrics.keys() == {"accuracy"}
+
+
+@pytest.mark.parametrize("task", ["sentence-order", "unknown-here"])
+@pytest.mark.parametrize("location", ["slim", "user/slim"])
+def test_a_card_of_no_built_in_task_opens_the_graph(task: str, location: str) -> None:
+    card = render_card(replace(make_report(), task=task), location=location)
+    assert "InferenceSession(" in card
+    assert "OnnxGenerator" not in card
+    assert ("snapshot_download(" in card) is ("/" in location)
 
 
 @pytest.mark.slow
