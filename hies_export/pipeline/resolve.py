@@ -39,7 +39,7 @@ from ..forms.on_rows import ROWS
 from ..forms.runtimes.registry import RUNTIMES, check_dtypes, check_runtime
 from ..model.sentence import SentenceSettings
 from ..recipe import FLOPS_TO_TRY, PruneSection, PruningRecipe
-from ..recipe.draws import Draws, Splits, draw, evaluated
+from ..recipe.draws import Drawn, Draws, Splits, draw, evaluated
 from ..report.provenance import Request
 from ..tasks import COLUMNS, TASKS, Behaviour
 from .prepare import Judged, Prepared, Rows, check_options, prepare, shapes_to_measure
@@ -114,17 +114,9 @@ def resolve(
         settle_padding(model, getattr(processor, "tokenizer", processor))
     reader = replace(reader, config=model.config)
     judging = _judging(reader, judged)
-    size = recipe.calibration.batch_size
-    held_out = _shortest_first(judging, drawn.held_out, size)
     prepared = prepare(
         model,
-        Rows(
-            calibration=reader.batches(drawn.scoring, batch_size=size),
-            held_out=held_out,
-            compensation=reader.unlabelled().batches(drawn.compensation, batch_size=size),
-            # The cascades of `deploy` keep the promise that its cuts keep.
-            promised=_shortest_first(judging, drawn.promised, size) if recipe.deploy is None else held_out,
-        ),
+        _batches(recipe, reader, judging, drawn),
         kinds=options.modules,
         towers=options.towers,
         processor=processor,
@@ -152,6 +144,19 @@ def resolve(
         source=source_of(model, found.encoder, config, asked=recipe.save_dtype or recipe.dtype, **found.hub),
         cascade=cascade,
         shares=recipe.shares,
+    )
+
+
+def _batches(recipe: PruningRecipe, reader: Reader, judging: Reader, drawn: Drawn) -> Rows:
+    """Return the batches that decide which units a model loses."""
+    size = recipe.calibration.batch_size
+    held_out = _shortest_first(judging, drawn.held_out, size)
+    return Rows(
+        calibration=reader.batches(drawn.scoring, batch_size=size),
+        held_out=held_out,
+        compensation=reader.unlabelled().batches(drawn.compensation, batch_size=size),
+        # The cascades of `deploy` keep the promise that its cuts keep.
+        promised=_shortest_first(judging, drawn.promised, size) if recipe.deploy is None else held_out,
     )
 
 

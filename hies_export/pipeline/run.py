@@ -39,7 +39,7 @@ from ..progress import SILENT, Clock, Progress
 from ..recipe import DeploySection, PruneSection, PruningRecipe
 from ..report.report import Report
 from ..units import Selection
-from .cut import save, warn_if_larger
+from .cut import Saved, save, warn_if_larger
 from .fastest import Answer, CutJournal, Decided, answers_of, choose_size, find_answer
 from .prepare import Prepared
 from .prune import PruneResult, prune_prepared
@@ -196,10 +196,7 @@ def run_stages(
     )
     with clock("cut"):
         progress.stage("save, load again and compare")
-        place, refit_file = folder / "slim", folder / REFIT
-        written: dict[str, Any] = {"processor": prepared.processor, "dense": resolved.source.folder, "dtype": dtype}
-        saved = save(result.slim, prepared, place, refit_file=refit_file, **written)
-        warn_if_larger(saved, resolved.source)
+        saved = _save(result, resolved, folder)
     uncompensated = result.plan.kept if options.compensation else None
     progress.stage("evaluate both models")
     judge = Judge.on(prepared.model, resolved.evaluation, **vars(prepared.judged), index=None, progress=progress)
@@ -223,7 +220,7 @@ def run_stages(
             )
             same = not any(kept.removed for kept in result.plan.kept.values())
             deployed = _judge_deployed(resolved, forms, judge, decided, answers, folder, same=same)
-        add_graphs(exports.values(), place)
+        add_graphs(exports.values(), folder / "slim")
         if isinstance(result.model, TextEncoder):
             _serve(result.model, exports, deployed, folder)
         done = Finished(
@@ -242,6 +239,15 @@ def run_stages(
         return report
 
     return processes.on_main(finish)
+
+
+def _save(result: PruneResult, resolved: Resolved, folder: Path) -> Saved:
+    """Write the slim checkpoint of a run, and what `apply` makes it from; warn if it is larger than its source."""
+    source = resolved.source
+    written: dict[str, Any] = {"processor": resolved.prepared.processor, "dense": source.folder, "dtype": source.dtype}
+    saved = save(result.slim, resolved.prepared, folder / "slim", refit_file=folder / REFIT, **written)
+    warn_if_larger(saved, source)
+    return saved
 
 
 def _decide(resolved: Resolved, clock: Clock, progress: Progress) -> Decided:
