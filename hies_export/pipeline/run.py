@@ -180,8 +180,7 @@ def run_stages(
     """Run all stages, and write their results into the folder; an `answer` is a choice that was already made."""
     clock, watch = Clock(), CpuWatch()
     if answer is not None:
-        # The search has scored the units, and judged cuts.
-        clock.seconds["score"] = time.monotonic() - answer.began
+        clock.seconds["score"] = time.monotonic() - answer.began  # its search has scored the units
     prepared, options, dtype = resolved.prepared, resolved.options, resolved.source.dtype
     decided: Decided = answer or _decide(resolved, clock, progress)
     result = prune_prepared(
