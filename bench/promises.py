@@ -15,10 +15,10 @@ from typing import Any
 from hies_export.evaluate.interval import lower_share
 from hies_export.evaluate.judge import Judge
 from hies_export.evaluate.predict import predict
-from hies_export.outcomes import KeepOutcome
 from hies_export.pipeline.prune import prune_prepared
 from hies_export.pipeline.resolve import resolve
 from hies_export.recipe import PruningRecipe
+from hies_export.report.outcomes import KeepOutcome
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 SPLITS = {"calibration.split": "train[:60%]", "evaluation.split": "train[60%:]"}

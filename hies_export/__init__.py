@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from .forms.cascade.cascade import Cascade
     from .forms.cost.flops import flops_table
     from .forms.cost.parameters import parameters_table
+    from .forms.generate import generate_text
     from .forms.gguf.export import export_gguf
     from .forms.measure.counts import count_flops, count_parameters
     from .forms.measure.latency import compare_latency
@@ -49,10 +50,9 @@ if TYPE_CHECKING:
     from .forms.onnx.generator import OnnxGenerator
     from .forms.onnx.quantize import quantize_onnx
     from .forms.runtimes.registry import load_runtime
-    from .generate import generate_text
-    from .hub import push_to_hub
     from .pipeline.bench import bench
     from .pipeline.prune import PruneResult, prune
+    from .pipeline.push import push_to_hub
     from .pipeline.run import deploy, run
     from .prunable.attention import find_attention
     from .prunable.find import find_modules

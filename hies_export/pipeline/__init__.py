@@ -14,5 +14,6 @@ In the order of reading:
 - `cut.py`: cut by a plan or a choice, compensate, check and save.
 - `fastest.py`: find the fastest form that keeps a promise.
 - `reporting.py`: the results of all stages, as a `Report` and its files.
+- `push.py`: publish what a run wrote on the Hub.
 - `bench.py`: `hies-export bench`, which times any two folders.
 """

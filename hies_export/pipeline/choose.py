@@ -17,10 +17,10 @@ from ..evaluate.judge import Judge, Tried
 from ..evaluate.metrics import METRICS
 from ..evaluate.predict import Predictor, predict
 from ..evaluate.ranking import RowsKind, keeps_predictions, kind_of_rows
-from ..outcomes import BudgetOutcome, KeepOutcome, MaxDropOutcome
 from ..progress import Progress
 from ..prunable.find import find_modules
 from ..recipe import BudgetSection, DropBudget, KeepBudget, PruneSection, TimedSection
+from ..report.outcomes import BudgetOutcome, KeepOutcome, MaxDropOutcome
 from ..score.criteria import AUTO, COMPENSATED
 from ..select.iterative import filled_in
 from ..slim.fingerprint import fingerprint

@@ -26,9 +26,9 @@ from ..evaluate.judge import Tried
 from ..model.copies import round_each, share_weights
 from ..model.internals import dtypes_in
 from ..model.threads import threads_for
-from ..outcomes import BudgetOutcome
 from ..progress import Progress
 from ..recipe import CompensationSection, PruneSection
+from ..report.outcomes import BudgetOutcome
 from ..score.criteria import AUTO
 from ..slim.check import compare_cut
 from ..slim.cut import prune_units

@@ -36,9 +36,9 @@ from ..forms.measure.machine import machine_facts
 from ..forms.on_rows import mixed
 from ..forms.onnx.quantize import Quantize
 from ..forms.sizes import cut_sizes, join_sizes
-from ..outcomes import KeepOutcome
 from ..progress import Progress
 from ..recipe import FLOPS_TO_TRY, BudgetSection, DeploySection, KeepBudget, PruneSection, TimedSection
+from ..report.outcomes import KeepOutcome
 from ..report.provenance import Request, RunRecord
 from ..units import Selection
 from .choose import Chooser

@@ -32,10 +32,8 @@ from ..forms.onnx.quantize import Quantize, export_in_bits
 from ..forms.onnx.served import export_served
 from ..forms.runtimes.base import Provider
 from ..forms.runtimes.registry import check_dtypes, check_runtime
-from ..hub import push_folder
 from ..model.modes import evaluating
 from ..model.sentence import TextEncoder
-from ..outcomes import BudgetOutcome
 from ..progress import SILENT, Clock, Progress, without_reports
 from ..recipe import (
     Allocation,
@@ -48,6 +46,7 @@ from ..recipe import (
     sentences,
 )
 from ..report.maps import plan_maps
+from ..report.outcomes import BudgetOutcome
 from ..report.report import plan_counts
 from ..report.rows import Table, change, metric_name, own_rows, quality_row, ranking_rows, shown_metrics, si
 from ..report.terminal import PlainTable, map_text
@@ -60,6 +59,7 @@ from .choose import choose
 from .cut import Choice, Slim, cut, save
 from .objects import Unwrapped, unwrap
 from .prepare import Judged, Prepared, Rows, check_options, prepare, shapes_to_measure
+from .push import push_folder
 from .search import Evaluation, confirm, evaluate
 
 # Width of the table of a result, in characters.

@@ -34,9 +34,9 @@ from ..forms.measured import Measurements, measure_both
 from ..forms.onnx.export import OnnxExport
 from ..forms.runtimes.base import RUNTIMES
 from ..model.sentence import TextEncoder
-from ..outcomes import CostOutcome
 from ..progress import SILENT, Clock, Progress
 from ..recipe import DeploySection, PruneSection, PruningRecipe
+from ..report.outcomes import CostOutcome
 from ..report.report import Report
 from ..units import Selection
 from .cut import Saved, save, warn_if_larger

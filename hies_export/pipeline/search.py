@@ -17,8 +17,8 @@ from ..evaluate.interval import FAILURES
 from ..evaluate.judge import Judge, Judgement, Quality
 from ..evaluate.predict import Predictions, Predictor, predict
 from ..forms.measure.counts import Both
-from ..outcomes import BudgetOutcome, PromiseOutcome
 from ..progress import Progress
+from ..report.outcomes import BudgetOutcome, PromiseOutcome
 from ..slim.mask import masked_units
 from ..units import PrunableModule, Selection
 from ..values import Scores

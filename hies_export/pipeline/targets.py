@@ -14,9 +14,9 @@ from ..forms.cost.flops import flops_table
 from ..forms.cost.latency import TimedOn, compare_with_full, latency_table
 from ..forms.cost.parameters import parameters_table
 from ..kinds import MLP
-from ..outcomes import BudgetOutcome, CostOutcome, HeadsOutcome
 from ..progress import Progress
 from ..recipe import PruneSection, TimedSection
+from ..report.outcomes import BudgetOutcome, CostOutcome, HeadsOutcome
 from ..select import iterative
 from ..select.budget import CostTable, check_reachable, lowest_ratio, shares_to_try
 from ..select.bundles import bundles_lost

@@ -13,10 +13,10 @@ from ..forms.deployment import Deployment
 from ..forms.judged import JudgedForm
 from ..forms.measure.contention import OtherWork
 from ..forms.measure.counts import Both, FlopsByLayer
-from ..outcomes import BudgetOutcome, CostOutcome, KeepOutcome, MaxDropOutcome, Outcome
 from ..slim.refit import LayerFit
 from ..slim.siblings import Family
 from .maps import NeuronCount
+from .outcomes import BudgetOutcome, CostOutcome, KeepOutcome, MaxDropOutcome, Outcome
 
 Marks = Annotated[str, Field(pattern="^[■·]{1,16384}$")]
 Numbers = dict[str, Annotated[list[FiniteFloat], FailFast()]]

@@ -7,7 +7,7 @@ import statistics
 from ..evaluate.metrics import COUNTED, METRICS, quality_loss, title_of
 from ..forms.judged import deciding_step, relative_times
 from ..forms.measure.rows import LatencyRow
-from ..outcomes import CostOutcome, HeadsOutcome, KeepOutcome, MaxDropOutcome
+from .outcomes import CostOutcome, HeadsOutcome, KeepOutcome, MaxDropOutcome
 from .report import Report
 from .rows import form_step
 from .text import evaluated_share, keeps_metric, runtime_name

@@ -10,8 +10,8 @@ from typing import Any
 from ..data.facts import DataFacts
 from ..evaluate.metrics import COUNTED, METRICS, higher_is_better, title_of
 from ..forms.measure.rows import LatencyRow
-from ..outcomes import CostOutcome, KeepOutcome, MaxDropOutcome
 from ..tasks import TASKS
+from .outcomes import CostOutcome, KeepOutcome, MaxDropOutcome
 from .report import Report, UnitCounts
 
 # A metric on the rows that a plan was chosen on is suspicious if it is better by more than this share.

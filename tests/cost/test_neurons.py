@@ -21,7 +21,7 @@ from hies_export.forms.measure.counts import Both, FlopCount, count_flops
 from hies_export.forms.measure.timing import Timing
 from hies_export.forms.runtimes.base import RUNTIMES
 from hies_export.model.copies import share_weights
-from hies_export.outcomes import CostOutcome
+from hies_export.report.outcomes import CostOutcome
 from hies_export.select.bundles import bundle_count
 from hies_export.units import PrunableModule
 

@@ -21,9 +21,9 @@ from hies_export.forms import judged as judging
 from hies_export.forms.cascade.cascade import Cascade
 from hies_export.forms.on_rows import time_on_rows
 from hies_export.forms.runtimes.ort import OnnxRuntime
-from hies_export.hub import _contents
 from hies_export.pipeline import fastest, targets
 from hies_export.pipeline.fastest import choose_size
+from hies_export.pipeline.push import _contents
 from hies_export.pipeline.resolve import resolve, rows_in_order
 from hies_export.progress import SILENT
 from hies_export.recipe import PruningRecipe

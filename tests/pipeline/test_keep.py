@@ -21,7 +21,6 @@ from hies_export.errors import DropError
 from hies_export.evaluate.interval import FAILURES, confidence_of_each
 from hies_export.evaluate.predict import predict
 from hies_export.forms.cost.flops import flops_table
-from hies_export.outcomes import KeepOutcome
 from hies_export.pipeline import targets
 from hies_export.pipeline.choose import Chooser, choose
 from hies_export.pipeline.cut import cut
@@ -30,6 +29,7 @@ from hies_export.pipeline.search import confirm
 from hies_export.progress import Silent
 from hies_export.recipe import KeepBudget, PruningRecipe
 from hies_export.recipe.draws import Draws, Splits, draw
+from hies_export.report.outcomes import KeepOutcome
 from hies_export.score.criteria import score_units
 from hies_export.select.select import select_units
 from hies_export.slim.cut import prune_units

@@ -7,11 +7,11 @@ import pytest
 import yaml
 from support.reports import SERVED, make_report, terminal
 
-from hies_export.outcomes import KeepOutcome
 from hies_export.report.card import render_card
 from hies_export.report.html import render_html
 from hies_export.report.jinja import render_markdown
 from hies_export.report.lead import lead_text
+from hies_export.report.outcomes import KeepOutcome
 from hies_export.report.report import Report
 from hies_export.report.rows import comparison_table, kept_bars, quality_table
 from hies_export.report.text import budget_text

@@ -21,7 +21,7 @@ from ...calibrate.collect import DEFAULT_NEEDS
 from ...errors import RequestError, root_cause
 from ...files import read_json
 from ...kinds import ATTENTION, MLP
-from ...outcomes import HeadsOutcome
+from ...report.outcomes import HeadsOutcome
 from ...report.report import Report
 from ...report.schemas import REMOVES, SCORES, SWEEP, SWEEP_DETAILS, ScoresFile, SweepAbout, SweepDetails, SweepFile
 from ...report.text import held_out_rows

@@ -26,17 +26,17 @@ from huggingface_hub import (
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
-from .checkpoint.cards import LICENSE_KEYS, read_card
-from .checkpoint.sentence import MODULES_FILE
-from .errors import HiesError, OutputExistsError, PushError, RequestError, root_cause
-from .progress import SILENT, Progress
-from .report.card import render_card
-from .report.details import Details
-from .report.figures import CAPTIONS, draw_report
-from .report.html import render_html
-from .report.jinja import render_markdown
-from .report.report import Report
-from .report.text import model_name, title
+from ..checkpoint.cards import LICENSE_KEYS, read_card
+from ..checkpoint.sentence import MODULES_FILE
+from ..errors import HiesError, OutputExistsError, PushError, RequestError, root_cause
+from ..progress import SILENT, Progress
+from ..report.card import render_card
+from ..report.details import Details
+from ..report.figures import CAPTIONS, draw_report
+from ..report.html import render_html
+from ..report.jinja import render_markdown
+from ..report.report import Report
+from ..report.text import model_name, title
 
 MAIN = "main"
 _LOG_IN = "log in with 'hf auth login', or set HF_TOKEN"

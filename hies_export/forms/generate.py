@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from .checkpoint.classes import AGAIN
-from .checkpoint.contents import Contents, refuse_other
-from .checkpoint.loading import load
-from .data.images import image_of_file
-from .data.processors import load_processor
-from .errors import DataError, RecipeError, RequestError, refusing
-from .forms.onnx.generator import OnnxGenerator
-from .forms.runtimes.ort import DECODER_FILE, ONNX_FILE, QUANTIZED_FILE
-from .tasks import TASKS
+from ..checkpoint.classes import AGAIN
+from ..checkpoint.contents import Contents, refuse_other
+from ..checkpoint.loading import load
+from ..data.images import image_of_file
+from ..data.processors import load_processor
+from ..errors import DataError, RecipeError, RequestError, refusing
+from ..tasks import TASKS
+from .onnx.generator import OnnxGenerator
+from .runtimes.ort import DECODER_FILE, ONNX_FILE, QUANTIZED_FILE
 
 
 def generate_text(

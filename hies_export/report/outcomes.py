@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from .evaluate.interval import CONFIDENCE
-from .evaluate.judge import Judge
-from .evaluate.metrics import COUNTED, quality_loss, title_of
-from .evaluate.predict import Predictions
-from .forms.measure.counts import Both, FlopCount
-from .forms.measure.rows import LatencyRow
+from ..evaluate.interval import CONFIDENCE
+from ..evaluate.judge import Judge
+from ..evaluate.metrics import COUNTED, quality_loss, title_of
+from ..evaluate.predict import Predictions
+from ..forms.measure.counts import Both, FlopCount
+from ..forms.measure.rows import LatencyRow
 
 
 @dataclass(frozen=True)
