@@ -28,7 +28,6 @@ from hies_export.evaluate.metrics import register_metric
 from hies_export.tasks import Behaviour, Predicted, Task, column_sets
 
 
-# --8<-- [start:task]
 class HalvesReader(Reader):
     """Reads a column of texts as pairs of their halves, of which some are swapped; that is the label."""
 
@@ -109,7 +108,6 @@ class SentenceOrder(Task):
 
 
 register_task(SentenceOrder())
-# --8<-- [end:task]
 
 
 def main() -> None:

@@ -2,8 +2,8 @@
 
 - `task.py`: the `Task`: which models it has, and what they read.
 - `behaviour.py`: the `Behaviour`: what models predict, how units are scored by it, and how it is judged.
-- `text_classification.py`, `image_classification.py`, `text_generation.py`, `image_text_to_text.py` and
-  `feature_extraction.py`: a task each; `classes.py` and `tokens.py` are the behaviours that several have.
+- `text_classification.py` and the other files named as the Hub names a task: a task each; `classes.py` and `tokens.py`
+  are the behaviours that several have.
 - `predictions.py`: what is kept of the predictions of language models.
 - `registry.py`: all of them by their names.
 - `models.py`: the task of a model, and the behaviour of any; `by_shape.py` is that of a model of no task.
