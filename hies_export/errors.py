@@ -32,6 +32,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 MOST_LISTED = 20
+# What to do with adapters of PEFT.
+MERGE = (
+    "merge the adapter first, with PeftModel.from_pretrained(model, adapter).merge_and_unload() of peft, and save what "
+    "that returns, and the tokenizer, with save_pretrained"
+)
 # Characters of a value, and of another message, that a message quotes.
 LONGEST_VALUE, LONGEST_QUOTE = 100, 1000
 # Linux and macOS take names of 255 bytes; results are written in a folder whose name has 14 more.

@@ -13,13 +13,12 @@ import transformers
 from pydantic import ConfigDict, model_validator
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
-from ..errors import RequestError, did_you_mean, listed, quoted, refusing
+from ..errors import MERGE, RequestError, did_you_mean, listed, quoted, refusing
 from ..files import Rule, Schema, read_json
 from ..model.classes import check_id2label
 from ..model.internals import configs_in, file_of, use_torch_attention
 from ..model.online import hub_or_cache
 from ..slim.config import slim_class
-from ..tasks.models import MERGE
 from .contents import MUST, Contents, refuse_other
 
 logger = logging.getLogger(__name__)

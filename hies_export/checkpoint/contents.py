@@ -6,8 +6,7 @@ from enum import Enum
 from itertools import chain
 from pathlib import Path
 
-from ..errors import RequestError
-from ..tasks.models import MERGE
+from ..errors import MERGE, RequestError
 
 
 class Contents(Enum):

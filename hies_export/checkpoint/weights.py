@@ -100,6 +100,8 @@ def skeleton_of_files(model_class: Any, config: Any, path: str | Path, shapes: S
 def load_weights(model_class: Any, path: str | Path, *, shapes: Shapes | None = None, **kwargs: Any) -> PreTrainedModel:
     """Return the model of a checkpoint, in evaluation mode; `kwargs` are passed to `from_pretrained`."""
     offline = kwargs.get("local_files_only", False)
+    with hub_or_cache(path, "model", local_files_only=offline):
+        refuse_adapter(path, **hub_options(kwargs))
     config = kwargs.get("config") or config_of_class(model_class, path, **hub_options(kwargs))
     kwargs = {**use_torch_attention(config), **kwargs}
     quantised = is_quantised(config)
@@ -108,7 +110,6 @@ def load_weights(model_class: Any, path: str | Path, *, shapes: Shapes | None = 
         refusing(f"the model at {path} must load, but does not", FLOATING if quantised else AGAIN, report=report),
         hub_or_cache(path, "model", local_files_only=offline),
     ):
-        refuse_adapter(path, **hub_options(kwargs))
         check_text_config(config)
         shapes = stored_shapes(path) if shapes is None else shapes
         as_stored = not quantised and not kwargs.get("ignore_mismatched_sizes")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +67,8 @@ def load_processor(path: str | Path, *, task: Task, revision: str | None = None,
 def _try_out(processor: Any, task: Task) -> None:
     """Read an empty text and a small image: many settings of a processor's files are only looked at by then."""
     if task.text:
-        getattr(processor, "tokenizer", processor)([""], truncation=True, verbose=False)
+        # A copy, as a fast tokenizer keeps how it was last called, and saves that.
+        copy.deepcopy(getattr(processor, "tokenizer", processor))([""], truncation=True, verbose=False)
     if task.images:
         image = PIL.Image.new("RGB", (64, 48))
         for name, value in getattr(processor, "image_processor", processor)(image, return_tensors="pt").items():

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import ValidationError, model_validator
+from pydantic import AfterValidator, ValidationError, model_validator
 
 from ..errors import RecipeError, quoted
 from ..progress import SILENT, Progress
-from ..tasks import TASKS, TaskName
+from ..tasks import TASKS
 from .reading import overridden, read_fields, sentences
 from .sections import (
     BudgetSection,
@@ -34,6 +34,12 @@ if TYPE_CHECKING:
 
 # Shares of the FLOPs that `cascade` tries if there is no budget.
 FLOPS_TO_TRY = (0.75, 0.55, 0.35)
+
+
+def _known(task: str) -> str:
+    if task not in TASKS:
+        raise ValueError(f"must be one of {', '.join(TASKS)}, got {task!r}")
+    return task
 
 
 class PruningRecipe(Section):
@@ -79,7 +85,7 @@ class PruningRecipe(Section):
     dtype: Literal["float32", "float16", "bfloat16", "auto"] | None = None
     save_dtype: Literal["float32", "float16", "bfloat16", "auto"] | None = None
     device_map: str | None = None
-    task: TaskName
+    task: Annotated[str, AfterValidator(_known)]
     pooling: Literal["mean", "cls", "last", "max"] | None = None
     normalize: bool | None = None
     data: DataSection

@@ -13,7 +13,7 @@ torch and the readers only where they run.
 """
 
 from .behaviour import Behaviour, Predicted
-from .registry import TASKS, TaskName, find_task, register_task
+from .registry import TASKS, find_task, register_task
 from .task import COLUMNS, Task, column_sets
 
 __all__ = [
@@ -22,7 +22,6 @@ __all__ = [
     "Behaviour",
     "Predicted",
     "Task",
-    "TaskName",
     "column_sets",
     "find_task",
     "register_task",

@@ -6,18 +6,13 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..errors import RequestError
+from ..errors import MERGE, RequestError
 from ..model.internals import auto_classes
 from ..model.sentence import TextEncoder
 from .behaviour import Behaviour
 from .by_shape import BY_SHAPE
 from .registry import TASKS
 from .task import Task
-
-MERGE = (
-    "merge the adapter first, with PeftModel.from_pretrained(model, adapter).merge_and_unload() of peft, and save what "
-    "that returns, and the tokenizer, with save_pretrained"
-)
 
 
 def task_of(model: Any) -> Task:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from pydantic import AfterValidator
-
 from ..errors import RequestError
 from .feature_extraction import FeatureExtraction
 from .fill_mask import FillMask
@@ -62,16 +58,6 @@ for _task in (
     ImageTextToText(),
 ):
     register_task(_task)
-
-
-def _known(name: str) -> str:
-    if name not in TASKS:
-        raise ValueError(f"must be one of {', '.join(TASKS)}, got {name!r}")
-    return name
-
-
-# The name of a task, as a field of a recipe.
-TaskName = Annotated[str, AfterValidator(_known)]
 
 
 def find_task(name: str) -> Task:

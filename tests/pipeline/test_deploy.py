@@ -13,7 +13,7 @@ from support.hub import TOKEN, Hub
 from support.models import save_project, save_regressor, save_text_model
 from support.references import same_in_onnxruntime
 from support.runs import hies, without_other_work
-from transformers import BertForMaskedLM, BertModel
+from transformers import BertForNextSentencePrediction, BertModel
 
 from hies_export import (
     DataError,
@@ -399,8 +399,10 @@ def test_what_leaves_a_choice_is_refused(folder: Path, tmp_path: Path, capsys: p
     half = PruningRecipe.from_yaml(folder / "recipe.yaml").with_overrides({"export.dtype": "float16"})
     with pytest.raises(RequestError, match="deploy exports what each runtime reads, got export: onnx, cpu, float16"):
         deploy(half)
-    BertForMaskedLM.from_pretrained(folder / "model").save_pretrained(tmp_path / "bare")
-    with pytest.raises(RequestError, match=r"the model must be of a class that AutoModelFor.* names BertForMaskedLM"):
+    BertForNextSentencePrediction.from_pretrained(folder / "model").save_pretrained(tmp_path / "bare")
+    with pytest.raises(
+        RequestError, match=r"the model must be of a class that AutoModelFor.* names BertForNextSentencePrediction"
+    ):
         propose_recipe(str(tmp_path / "bare"), files={"train": rows}, output=tmp_path)
     assert hies("deploy", str(folder / "model")) == 2
     assert "deploy needs a recipe, or a model and --data; got" in capsys.readouterr().err
