@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..errors import DataError, quoted
+from ..errors import DataError, quoted, refusing
 from ..model.internals import model_class_of
 from ..model.tokens import finds_end_by_padding, is_token, longest_sequence, positions_of
 from .batches import FILL, padded
@@ -108,14 +108,15 @@ def encoded(tokenizer: Any, config: Any, *texts: Sequence[str], max_length: int 
 def tokenised(tokenizer: Any, config: Any, *texts: Sequence[Any], max_length: int | None, **options: Any) -> Any:
     """Return the `BatchEncoding` of texts, or of pairs of texts, cut to the limit; `options` are the tokenizer's."""
     limit = token_limit(tokenizer, config, max_length)
-    return tokenizer(
-        *map(list, texts),
-        max_length=limit,
-        return_attention_mask=True,
-        # A model of fewer than two segments has no use for segment ids, or no embedding for the second.
-        return_token_type_ids=None if getattr(config, "type_vocab_size", 0) >= 2 else False,
-        **{"truncation": limit is not None, **options},
-    )
+    with refusing("the tokenizer must read every text, but fails", "correct its files", DataError):
+        return tokenizer(
+            *map(list, texts),
+            max_length=limit,
+            return_attention_mask=True,
+            # A model of fewer than two segments has no use for segment ids, or no embedding for the second.
+            return_token_type_ids=None if getattr(config, "type_vocab_size", 0) >= 2 else False,
+            **{"truncation": limit is not None, **options},
+        )
 
 
 def as_batch(

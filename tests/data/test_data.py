@@ -206,6 +206,13 @@ def test_what_no_batch_can_be_made_of_is_refused(text, config, options, match):
         text_batches(rows_of({"text": [text]}), config, Columns(text=("text",)), letters(**tokens), **others)
 
 
+def test_a_tokenizer_that_cannot_read_a_word_is_refused():
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="[gone]"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="a")
+    with pytest.raises(DataError, match="the tokenizer must read every text, but fails: .*[Mm]issing .*; correct its"):
+        text_batches(rows_of({"text": ["unknown"]}), BertConfig(), Columns(text=("text",)), tokenizer)
+
+
 def test_texts_are_padded_with_the_token_of_the_config_or_else_of_the_tokenizer_and_both_stay():
     rows, columns = rows_of({"text": ["a b", "c"]}), Columns(text=("text",))
 
