@@ -84,6 +84,7 @@ PER_LAYER = {"dense": [{"layer": "a", "projections": 1, "products": 1, "other": 
         ),
         # What would fill the memory.
         ("dense/config.json", ("num_hidden_layers",), 10**9, "num_hidden_layers must be at most 1000, got"),
+        ("dense/config.json", ("num_labels",), 10**9, "num_labels must be at most 1000000, got"),
         ("dense/config.json", ("vocab_size",), 10**9, r"\d{2},.* parameters, and its files hold \d{2},\d{3};"),
         ("report.json", ("parameters", "dense"), 0, "parameters.dense: Input should be greater than 0, got 0"),
         ("report.json", ("details", "neurons"), {"a": {"kept": 1}}, "details.neurons.a.total: Field required"),

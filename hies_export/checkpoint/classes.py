@@ -35,6 +35,8 @@ _CONFIG = Rule("the config of a model must be what transformers or hies_export w
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 # The deepest models have about two hundred layers; building a million would fill the memory, even without weights.
 MOST_LAYERS = 1000
+# transformers makes a name for each class; the largest data sets of images and of texts have some ten thousands.
+MOST_CLASSES = 1_000_000
 _LAYERS = re.compile(r"(layers?|depths?|n_blocks|num_blocks)$")
 
 
@@ -56,6 +58,8 @@ class _Config(Schema):
             for name, value in fields.items():
                 if name in ("dtype", "torch_dtype") and value is not None and value not in _DTYPES:
                     raise ValueError(f"{name} must be one of {', '.join(_DTYPES)}, got {quoted(value)}")
+                if name == "num_labels" and isinstance(value, int) and value > MOST_CLASSES:
+                    raise ValueError(f"{name} must be at most {MOST_CLASSES}, got {quoted(value)}")
                 counts = (value if isinstance(value, list) else [value]) if _LAYERS.search(name) else []
                 for count in counts:
                     if isinstance(count, int) and count > MOST_LAYERS:
