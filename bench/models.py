@@ -13,10 +13,14 @@ from transformers import (
     BertConfig,
     BertForSequenceClassification,
     CLIPVisionConfig,
+    DebertaV2Config,
+    DebertaV2ForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    MPNetConfig,
+    MPNetForSequenceClassification,
     PreTrainedModel,
     ViTConfig,
     ViTForImageClassification,
@@ -135,6 +139,29 @@ def cut_like(model: PreTrainedModel, plan: PruningPlan, batch: dict[str, Tensor]
     return prune_units(model, {module.name: selection[module.name] for module in modules}, modules)
 
 
+# As microsoft/deberta-v3-base and sentence-transformers/all-mpnet-base-v2, with a smaller vocabulary: it takes no time.
+DEBERTA = Shape(
+    "DeBERTa-v3-base",
+    lambda _: DebertaV2Config(
+        **BERT_BASE,
+        **{"vocab_size": 30522, "type_vocab_size": 0, "relative_attention": True, "position_biased_input": False},
+        **{
+            "pos_att_type": ["p2c", "c2p"],
+            "share_att_key": True,
+            "norm_rel_ebd": "layer_norm",
+            "position_buckets": 256,
+        },
+        **{"max_relative_positions": -1, "pooler_hidden_size": 768, "layer_norm_eps": 1e-7},
+    ),
+    DebertaV2ForSequenceClassification,
+    text_batch,
+)
+MPNET = Shape(
+    "all-mpnet-base-v2",
+    lambda _: MPNetConfig(**BERT_BASE, vocab_size=30527, max_position_embeddings=514),
+    MPNetForSequenceClassification,
+    text_batch,
+)
 WIDTHS = {"minilm": bert("MiniLM", **MINILM), "bert-base": bert("BERT-base", **BERT_BASE)}
 
 
