@@ -31,7 +31,7 @@ from ..forms.onnx.export import OnnxExport
 from ..forms.onnx.quantize import Quantize, export_in_bits
 from ..forms.onnx.served import export_served
 from ..forms.runtimes.base import Provider
-from ..forms.runtimes.registry import check_dtypes, check_runtime
+from ..forms.runtimes.registry import check_dtypes, check_one_graph, check_runtime
 from ..model.modes import evaluating
 from ..model.sentence import TextEncoder
 from ..progress import SILENT, Clock, Progress, without_reports
@@ -311,7 +311,8 @@ def prune(
         normalize: Whether the terms of HIES are scaled over all heads or over each layer's.
         allocation: "uniform" removes the same number of heads from every layer; or one for each kind.
         unit: Under grouped-query attention, whether key/value groups or query heads of each group go.
-        towers: Parts of a composite model that lose units; by default the language model.
+        towers: Parts of a composite model that lose units; by default the language model, and of an encoder-decoder
+            both parts.
         min_heads: Query heads that every layer keeps.
         keep_layers: Layers that lose nothing, counted from 0; -1 is the last.
         multiple_of: Divisor of the number of units left in a layer.
@@ -370,6 +371,7 @@ def prune(
     timed = None if isinstance(asked, _OfPlan) else asked.goal.timed
     if timed is not None:
         check_runtime(timed.runtime, task=task)
+        check_one_graph([timed.runtime], task)
         check_dtypes([] if timed.dtype is None else [timed.dtype], [timed.runtime])
     with evaluating(model):
         prepared = prepare(
