@@ -25,7 +25,6 @@ from ..data.reader import Columns, Reader
 from ..data.rows import taken_from
 from ..data.targets import samples_of
 from ..data.tokens import settle_padding
-from ..errors import RequestError
 from ..evaluate.interval import confidence_of_each, queries_needed, rate_rows_needed, rows_needed
 from ..evaluate.lm_eval import check_benchmarks
 from ..evaluate.metrics import METRICS, check_metrics
