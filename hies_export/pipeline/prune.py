@@ -292,14 +292,15 @@ def prune(
     compared with the masked model, refitted if `compensation` says so, and judged on the held-out batches.
 
     Batches are a DataLoader, a list, or a `datasets.Dataset` with `processor`. A batch maps the names of the model's
-    inputs to tensors. Labels are used if there are any. Otherwise the model's own predictions replace classes, and
-    plain text is its own label. All rows of a data set are read; a few hundred are enough.
+    inputs to tensors. Labels are used if there are any. Otherwise the model's own predictions replace classes, plain
+    text is its own label, and an encoder-decoder's own answers are its target. All rows of a data set are read; a few
+    hundred are enough.
 
     Objects of sentence-transformers are taken too: a SentenceTransformer with a list of texts, or a CrossEncoder with a
     list of pairs. The model of the result is then a new object of the same class.
 
     Args:
-        model: A model that classifies or regresses texts or images, or generates text, also from images; a
+        model: A model that classifies or regresses texts or images, or generates text, also from images or speech; a
             SentenceTransformer or a CrossEncoder; or, with `embedding`, an encoder.
         batches: Batches that units are scored on.
         budget: How much is removed; required without `plan`. Exactly one of `{"heads": share removed}`, `{"flops":
@@ -332,7 +333,8 @@ def prune(
         evaluation: How predictions are judged, by the fields of a recipe's `evaluation`: metrics, stability_tolerance
             (of a regression) and threshold (of a multi-label classifier).
         shape: (batch, sequence) for which FLOPs are counted, or (batch,) for images; by default one row of 128 tokens,
-            or fewer if the model takes no more.
+            or fewer if the model takes no more. Models of images and text, and encoder-decoders, are counted on copies
+            of the longest row of the first batch.
         seed: Seed of the criterion `random`; the plan records it.
         progress: Shows stages and loops.
 

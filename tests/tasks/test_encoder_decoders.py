@@ -20,6 +20,8 @@ from transformers import (
     EncoderDecoderModel,
     MarianConfig,
     MarianMTModel,
+    MvpConfig,
+    MvpForConditionalGeneration,
     PreTrainedModel,
     T5Config,
     T5ForConditionalGeneration,
@@ -41,6 +43,7 @@ from hies_export import (
     prune,
 )
 from hies_export.evaluate.predict import predict
+from hies_export.model.attention import on_interface
 from hies_export.tasks import TASKS
 from hies_export.tasks.models import behaviour_of, task_by_class, task_of
 
@@ -152,7 +155,19 @@ def test_units_of_encoder_and_decoder_are_found(model: PreTrainedModel) -> None:
 
 
 def test_importance_and_entropy_are_those_of_each_sample_by_itself(model: PreTrainedModel) -> None:
-    """Sources and targets have as many places, so that neither mask is taken for the other's."""
+    assert_statistics(model)
+
+
+def test_so_they_are_where_the_attention_is_a_models_own_code() -> None:
+    torch.manual_seed(4)
+    tokens = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2}
+    model = shake(MvpForConditionalGeneration(MvpConfig(**SIZES, **tokens, max_position_embeddings=32)))
+    assert not on_interface(model)
+    assert_statistics(model)
+
+
+def assert_statistics(model: PreTrainedModel) -> None:
+    """Compare with a loop. Sources and targets have as many places, so that neither mask is taken for the other's."""
     batches = batches_of(model)
     inputs = canonical(model, batches)
     modules = find_modules(model, inputs[0], kinds=BOTH)
