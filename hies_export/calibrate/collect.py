@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .. import processes
-from ..data.targets import batches_fingerprint, size_of
+from ..data.targets import OWN_KEY, batches_fingerprint, size_of
 from ..errors import DataError, StepError, memory_failure
 from ..kinds import ATTENTION
 from ..model.internals import checkpointing
@@ -106,7 +106,7 @@ def _check_labels(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], 
     """Return whether the batches have labels; refuse batches without labels that a statistic needs."""
     if not batches:
         raise DataError("calibration needs at least one sample, got none; raise calibration.samples")
-    labelled = "labels" in batches[0]
+    labelled = "labels" in batches[0] and OWN_KEY not in batches[0]
     if not labelled and model.can_generate() and not set(weights.STATISTICS).isdisjoint(needs):
         raise DataError("this model needs labels to be scored by the gradients of its weights; set data.label")
     behaviour_of(model).check(batches)
@@ -200,7 +200,7 @@ class _Pass:
         self._samples = size_of(batch)
         # More axes hold several images or tiles per sample, of which some may be padding that the model leaves out.
         self._even = all(len(value) == self._samples and value.dim() <= 4 for value in batch.values())
-        self._entropies.mask = batch.get("attention_mask")
+        self._entropies.batch = batch
         self._entropies.enabled = self._entropies.recording = True
         try:
             with torch.enable_grad():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from ..model.attention import AttentionCall, on_interface, use_attention
 from ..model.internals import attention_maps
 from ..model.kernels import VisibleKeys, attend, attend_with_entropy
+from ..model.tokens import target_tokens
 from ..units import PrunableModule
 
 
@@ -25,8 +26,8 @@ class Entropies:
 
     `enabled` says whether entropies are computed at all, `recording` whether they are kept: gradient checkpointing
     repeats the forward pass, which must compute them again to match the first one, but must not count them twice.
-    `rows` has the number of rows (samples) in the last call of each module. `mask` says which tokens are real,
-    (samples, tokens); None if all are. Maps need it, because what a padding token sees is arbitrary.
+    `rows` has the number of rows (samples) in the last call of each module. `batch` is what the model is called with,
+    whose masks say which tokens are real.
     """
 
     def __init__(self, model: PreTrainedModel, modules: Sequence[PrunableModule]):
@@ -36,7 +37,7 @@ class Entropies:
         self._calls: dict[str, list[tuple[Tensor, Tensor]]] = {}
         self.enabled = self.recording = False
         self.rows: dict[str, int] = {}
-        self.mask: Tensor | None = None
+        self.batch: Mapping[str, Tensor] = {}
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -56,7 +57,7 @@ class Entropies:
         name = self._names.get(call.module)
         if name is None or not self.enabled:
             return attend(call, self._visible)
-        output, entropy, rows = attend_with_entropy(call, self._visible)
+        output, entropy, rows = attend_with_entropy(call, self._visible, target_tokens(self._model, name, self.batch))
         self.rows[name] = len(output)
         if self.recording:
             self._calls.setdefault(name, []).append((entropy, rows))
@@ -66,7 +67,9 @@ class Entropies:
         found = [o for o in outputs if isinstance(o, Tensor)] if isinstance(outputs, (tuple, list)) else []
         maps = [o for o in found if _is_map(o, module.units)]
         if self.recording and len(maps) == 1:
-            self._calls.setdefault(module.name, []).append(entropy_of_map(maps[0].detach(), self.mask))
+            queries = target_tokens(self._model, module.name, self.batch)
+            found = entropy_of_map(maps[0].detach(), self.batch.get("attention_mask"), queries)
+            self._calls.setdefault(module.name, []).append(found)
 
     def take(self) -> dict[str, tuple[Tensor, int]]:
         """Return the entropies of the recorded batch, and discard them.
@@ -88,16 +91,20 @@ def _is_map(output: Tensor, heads: int) -> bool:
     return bool((output >= 0).all() and (output.sum(-1) - 1).abs().amax() < 1e-2)
 
 
-def entropy_of_map(attention: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def entropy_of_map(attention: Tensor, mask: Tensor | None, queries: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return `attend_with_entropy`'s entropy, (batch, heads) float32, and number of rows, (batch,), of a map.
 
     Args:
         attention: (batch, heads, query, keys). A row sees the keys that have a weight in any head.
-        mask: Which tokens are real, (batch, tokens), for maps from these tokens to themselves; None if all are.
+        mask: Which tokens are real, (batch, tokens), for maps from these tokens to themselves; None if all are. What a
+            padding token sees is arbitrary.
+        queries: Which queries are real, (batch, query), if that is known.
     """
     seen = (attention > 0).any(1)
     keys = seen.sum(-1)  # (batch, query)
-    if seen.shape[1] == seen.shape[2]:
+    if queries is not None:
+        keys = keys * queries.bool()
+    elif seen.shape[1] == seen.shape[2]:
         keys = keys * seen.any(1)  # a token that no row sees is padding
         keys = keys * mask.bool() if mask is not None and mask.shape == keys.shape else keys
     counted = (keys > 1)[:, None]

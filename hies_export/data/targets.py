@@ -36,8 +36,10 @@ JUDGED_KEY = "judged"
 TOKEN_PLACES = ("begins", "ends")
 # Further keys of such a batch, (rows, characters) and (rows, answers, 2): the text, and where right answers are in it.
 ANSWER_KEYS = ("context", "answers")
+# Key of a batch whose labels are the dense model's own predictions, (rows,) bool.
+OWN_KEY = "own"
 # What a batch may have that no model takes.
-_NO_INPUTS = frozenset(("labels", *ROW_KEYS, JUDGED_KEY, *TOKEN_PLACES, *ANSWER_KEYS))
+_NO_INPUTS = frozenset(("labels", *ROW_KEYS, JUDGED_KEY, *TOKEN_PLACES, *ANSWER_KEYS, OWN_KEY))
 
 
 def predicts(config: Any) -> Literal["classes", "labels", "numbers"]:
@@ -116,6 +118,6 @@ def batches_fingerprint(batches: Sequence[Mapping[str, torch.Tensor]]) -> str:
         for key in sorted(batch):
             tensor = batch[key].detach().cpu()
             digest.update(f"{key}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
-            digest.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
+            digest.update(tensor.flatten().contiguous().view(torch.uint8).numpy().tobytes())
         digest.update(b"|")
     return digest.hexdigest()

@@ -57,12 +57,28 @@ def real_tokens(model: PreTrainedModel, name: str, batch: Mapping[str, Tensor], 
     """Return a mask of the tokens of an attention module's output y, (batch, tokens, width), that are not padding.
 
     The `attention_mask` describes text only: all patches of an image are real, even if an image has as many patches as
-    the text has tokens.
+    the text has tokens. It describes no target of an encoder-decoder either.
     """
+    if (target := target_tokens(model, name, batch)) is not None:
+        return target.bool().to(y.device)
     mask = batch.get("attention_mask")
     if mask is not None and mask.shape == y.shape[:2] and _reads_text(model, name):
         return mask.bool().to(y.device)
     return torch.ones(y.shape[:2], dtype=torch.bool, device=y.device)
+
+
+def target_tokens(model: PreTrainedModel, name: str, batch: Mapping[str, Tensor]) -> Tensor | None:
+    """Return which tokens of a target are real, (batch, target tokens), to a module of the decoder that reads them.
+
+    None if the module belongs to no decoder, or if the model makes the decoder's inputs of the text itself.
+    """
+    ids = batch.get("decoder_input_ids")
+    if ids is None or not model.config.is_encoder_decoder:
+        return None
+    decoder = model.get_decoder()
+    while name and model.get_submodule(name) is not decoder:
+        name = name.rpartition(".")[0]
+    return batch.get("decoder_attention_mask", torch.ones_like(ids)) if name else None
 
 
 def judged_tokens(model: PreTrainedModel, batch: Mapping[str, Tensor], like: Tensor) -> Tensor:

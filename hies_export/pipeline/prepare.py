@@ -93,7 +93,8 @@ def prepare(
 ) -> Prepared:
     """Find the modules of a model that may lose units, and check that it runs on the rows, and at the shapes to time.
 
-    Only `towers` of a composite model lose units, by default the language model if there is one.
+    Only `towers` of a composite model lose units, by default the language model if there is one, and of an
+    encoder-decoder all.
     """
     measured = _measured(model, shapes, rows.calibration[0], task)
     check_model(model, rows.calibration, judged.behaviour)
@@ -134,10 +135,12 @@ def _measured(
     """Return a batch for each shape: random tokens or pixels, or copies of the longest calibration sample."""
     if not task.in_parts:
         return {(size, tokens): synthetic_batch(model, batch=size, sequence=tokens) for size, tokens in shapes}
-    # Random tokens would contain no image tokens.
-    longest = int(calibration["attention_mask"].sum(-1).argmax())
+    # Random tokens would contain no image tokens, and say nothing of how long targets are beside their sources.
+    masks = [calibration[name].sum(-1) for name in ("attention_mask", "decoder_attention_mask") if name in calibration]
+    longest = int(sum(masks).argmax()) if masks else 0
+    read = calibration["input_ids" if "input_ids" in calibration else model.main_input_name]
     return {
-        (shape[0], calibration["input_ids"].shape[1]): {
+        (shape[0], read.shape[-1]): {
             key: value[longest : longest + 1].repeat(shape[0], *[1] * (value.dim() - 1))
             for key, value in inputs_of(calibration).items()
         }
@@ -193,7 +196,8 @@ def _in_towers(
             raise RequestError(
                 f"prune.towers must be among {', '.join(known)}, the towers of this model, got {tower!r}"
             )
-    wanted = towers or (("language",) if "language" in known else tuple(known))
+    alone = "language" in known and not model.config.is_encoder_decoder  # there, it is the decoder's tower
+    wanted = towers or (("language",) if alone else tuple(known))
     return tuple(module for module in modules if of[module.name] in wanted)
 
 

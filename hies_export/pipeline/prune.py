@@ -31,7 +31,7 @@ from ..forms.onnx.export import OnnxExport
 from ..forms.onnx.quantize import Quantize, export_in_bits
 from ..forms.onnx.served import export_served
 from ..forms.runtimes.base import Provider
-from ..forms.runtimes.registry import check_dtypes, check_runtime
+from ..forms.runtimes.registry import check_dtypes, check_one_graph, check_runtime
 from ..model.modes import evaluating
 from ..model.sentence import TextEncoder
 from ..progress import SILENT, Clock, Progress, without_reports
@@ -292,14 +292,15 @@ def prune(
     compared with the masked model, refitted if `compensation` says so, and judged on the held-out batches.
 
     Batches are a DataLoader, a list, or a `datasets.Dataset` with `processor`. A batch maps the names of the model's
-    inputs to tensors. Labels are used if there are any. Otherwise the model's own predictions replace classes, and
-    plain text is its own label. All rows of a data set are read; a few hundred are enough.
+    inputs to tensors. Labels are used if there are any. Otherwise the model's own predictions replace classes, plain
+    text is its own label, and an encoder-decoder's own answers are its target. All rows of a data set are read; a few
+    hundred are enough.
 
     Objects of sentence-transformers are taken too: a SentenceTransformer with a list of texts, or a CrossEncoder with a
     list of pairs. The model of the result is then a new object of the same class.
 
     Args:
-        model: A model that classifies or regresses texts or images, or generates text, also from images; a
+        model: A model that classifies or regresses texts or images, or generates text, also from images or speech; a
             SentenceTransformer or a CrossEncoder; or, with `embedding`, an encoder.
         batches: Batches that units are scored on.
         budget: How much is removed; required without `plan`. Exactly one of `{"heads": share removed}`, `{"flops":
@@ -311,7 +312,8 @@ def prune(
         normalize: Whether the terms of HIES are scaled over all heads or over each layer's.
         allocation: "uniform" removes the same number of heads from every layer; or one for each kind.
         unit: Under grouped-query attention, whether key/value groups or query heads of each group go.
-        towers: Parts of a composite model that lose units; by default the language model.
+        towers: Parts of a composite model that lose units; by default the language model, and of an encoder-decoder
+            both parts.
         min_heads: Query heads that every layer keeps.
         keep_layers: Layers that lose nothing, counted from 0; -1 is the last.
         multiple_of: Divisor of the number of units left in a layer.
@@ -331,7 +333,8 @@ def prune(
         evaluation: How predictions are judged, by the fields of a recipe's `evaluation`: metrics, stability_tolerance
             (of a regression) and threshold (of a multi-label classifier).
         shape: (batch, sequence) for which FLOPs are counted, or (batch,) for images; by default one row of 128 tokens,
-            or fewer if the model takes no more.
+            or fewer if the model takes no more. Models of images and text, and encoder-decoders, are counted on copies
+            of the longest row of the first batch.
         seed: Seed of the criterion `random`; the plan records it.
         progress: Shows stages and loops.
 
@@ -370,6 +373,7 @@ def prune(
     timed = None if isinstance(asked, _OfPlan) else asked.goal.timed
     if timed is not None:
         check_runtime(timed.runtime, task=task)
+        check_one_graph([timed.runtime], task)
         check_dtypes([] if timed.dtype is None else [timed.dtype], [timed.runtime])
     with evaluating(model):
         prepared = prepare(

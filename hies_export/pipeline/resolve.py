@@ -25,7 +25,6 @@ from ..data.reader import Columns, Reader
 from ..data.rows import taken_from
 from ..data.targets import samples_of
 from ..data.tokens import settle_padding
-from ..errors import RequestError
 from ..evaluate.interval import confidence_of_each, queries_needed, rate_rows_needed, rows_needed
 from ..evaluate.lm_eval import check_benchmarks
 from ..evaluate.metrics import METRICS, check_metrics
@@ -36,7 +35,7 @@ from ..forms.cascade.promise import check_rows
 from ..forms.deployment import LOOKS, SEARCHED
 from ..forms.measured import MeasureOptions
 from ..forms.on_rows import ROWS
-from ..forms.runtimes.registry import RUNTIMES, check_dtypes, check_runtime
+from ..forms.runtimes.registry import RUNTIMES, check_dtypes, check_one_graph, check_runtime
 from ..model.sentence import SentenceSettings
 from ..recipe import FLOPS_TO_TRY, PruneSection, PruningRecipe
 from ..recipe.draws import Drawn, Draws, Splits, draw, evaluated
@@ -274,10 +273,7 @@ def _checked_runtimes(recipe: PruningRecipe, names: tuple[str, ...]) -> tuple[st
         check_dtypes([timed.dtype], [timed.runtime])
     exported = [name for name in names if not RUNTIMES[name].reads_models] if task.in_parts else []
     if exported and ("runtimes" in recipe.measure.model_fields_set or timed is not None):
-        raise RequestError(
-            f"a vision-language model, which is exported in parts, can be timed on torch only, but measure.runtimes "
-            f"or the budget names {', '.join(exported)}; set it to torch"
-        )
+        check_one_graph(exported, task)
     return tuple(name for name in names if name not in exported)
 
 

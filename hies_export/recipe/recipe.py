@@ -106,6 +106,15 @@ class PruningRecipe(Section):
             raise RecipeError(list(sentences(error, type(self)))) from None
 
     @model_validator(mode="after")
+    def _columns_fit_the_task(self) -> PruningRecipe:
+        task = TASKS[self.task]
+        if self.evaluation.lm_eval and not task.decodes_text:
+            raise ValueError(f"evaluation.lm_eval judges language models (text-generation), got task: {self.task}")
+        if refusal := task.refusal(self.data):
+            raise ValueError(refusal)
+        return self
+
+    @model_validator(mode="after")
     def _one_field_says_how_much(self) -> PruningRecipe:
         given, cascade = self.prune.budget is not None, self.cascade
         if self.deploy is not None and given:
@@ -188,15 +197,6 @@ class PruningRecipe(Section):
         given = [name for name in ("pooling", "normalize") if getattr(self, name) is not None]
         if given and not TASKS[self.task].embeds:
             raise ValueError(f"{given[0]} is for feature-extraction, got task: {self.task}; leave it out")
-        return self
-
-    @model_validator(mode="after")
-    def _columns_fit_the_task(self) -> PruningRecipe:
-        task = TASKS[self.task]
-        if self.evaluation.lm_eval and not task.decodes_text:
-            raise ValueError(f"evaluation.lm_eval judges language models (text-generation), got task: {self.task}")
-        if refusal := task.refusal(self.data):
-            raise ValueError(refusal)
         return self
 
     @classmethod

@@ -463,7 +463,8 @@ class PruneSection(Section):
         unit: With grouped-query attention, "group" removes whole key/value groups, with their part of the cache, and
             "query" the same number of query heads from each group, so that the cache keeps its size. Without groups the
             two are the same: every head is its own group, and takes its part of the cache along.
-        towers: The parts of a composite model that lose heads; by default the language model if there is one.
+        towers: The parts of a composite model that lose heads; by default the language model if there is one, and of an
+            encoder-decoder both.
         min_heads: Query heads that every layer keeps, however low they score.
         keep_layers: Layers that lose neither heads nor neurons, counted from 0; -1 is the last.
         multiple_of: Divisor of the number of units left in a layer: a number, for heads, or see `MultipleOf`.

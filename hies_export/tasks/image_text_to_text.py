@@ -27,6 +27,7 @@ class ImageTextToText(Task):
     places_by_labels = True
     needs = "data.image, data.prompt and data.answer"
     images = True
+    encoder_decoders = False  # their labels stand where they are predicted
 
     def behaviour(self, config: Any) -> Answers:
         """Return that of language models whose rows all have answers."""

@@ -71,6 +71,7 @@ def task_by_class(name: str, config: Any) -> Task | None:
     classes = auto_classes(name, config.model_type)
     for task in TASKS.values():
         # `AutoModel` loads base models, which have no task of their own.
-        if task.auto_class in classes and not task.embeds and (task.encoder_decoders or not config.is_encoder_decoder):
+        fits = task.encoder_decoders if config.is_encoder_decoder else task.others
+        if task.auto_class in classes and not task.embeds and fits:
             return task
     return None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from ..errors import RequestError
+from .automatic_speech_recognition import AutomaticSpeechRecognition
 from .feature_extraction import FeatureExtraction
 from .fill_mask import FillMask
 from .image_classification import ImageClassification
 from .image_text_to_text import ImageTextToText
 from .question_answering import QuestionAnswering
 from .task import COLUMNS, Task
+from .text2text_generation import Text2TextGeneration
 from .text_classification import TextClassification
 from .text_generation import TextGeneration
 from .token_classification import TokenClassification
@@ -56,6 +58,8 @@ for _task in (
     ImageClassification(),
     TextGeneration(),
     ImageTextToText(),
+    Text2TextGeneration(),
+    AutomaticSpeechRecognition(),
 ):
     register_task(_task)
 

@@ -28,7 +28,7 @@ class Task(ABC):
         auto_class: Name of the Auto class of transformers that loads its models.
         ort_class: Name of the class of optimum.onnxruntime that runs its export, if there is one.
         usage: Python that uses a `model` and its `tokenizer`, for the card; None for no example.
-        columns: The sets of `COLUMNS` that go together.
+        columns: The sets of `COLUMNS` that go together; none if recipes cannot name the task.
         needs: These columns, in words.
         text_columns: How many columns `text` may name.
         columns_by_type: Whether the only columns of the right types may be read, if their names tell nothing.
@@ -41,6 +41,7 @@ class Task(ABC):
         places_by_labels: Whether labels say where predictions are read, so that no row does without.
         of_item: How many texts are an item of a list that `prune` reads in place of a data set; 0 if it reads no lists.
         encoder_decoders: Whether encoder-decoders that the Auto class loads are models of the task.
+        others: Whether its other models are.
         on_hub: Whether the Hub has pipelines of this name.
     """
 
@@ -61,6 +62,7 @@ class Task(ABC):
     places_by_labels: ClassVar[bool] = False
     of_item: ClassVar[int] = 0
     encoder_decoders: ClassVar[bool] = True
+    others: ClassVar[bool] = True
     on_hub: ClassVar[bool] = True
 
     @property

@@ -496,7 +496,8 @@ def test_a_checkpoint_without_processor(tmp_path, config, task, what):
 
 
 def test_every_task_has_a_reader_and_an_auto_class():
-    assert len({task.reader_class for task in TASKS.values()}) == len(TASKS)
+    reading = [task for task in TASKS.values() if task.columns]
+    assert len({task.reader_class for task in reading}) == len(reading)
     assert all(hasattr(transformers, task.auto_class) for task in TASKS.values())
 
 

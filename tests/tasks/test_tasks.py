@@ -60,15 +60,16 @@ def test_the_usual_metrics_of_a_behaviour_are_known(behaviour: Behaviour) -> Non
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
 def test_every_task_has_what_others_ask_it_for(task: Task) -> None:
     config = BertConfig()
-    assert issubclass(task.reader_class, Reader)
     assert hasattr(transformers, task.auto_class)
     assert issubclass(type(task.behaviour(config)), Behaviour)
     metrics = task.behaviour(config).usual_metrics(rows="texts" if task.embeds else None)
     assert metrics
     assert set(metrics) <= set(METRICS)
     assert re.fullmatch(r"[a-z]+( [a-z]+)*", task.behaviour(config).word)
+    if not task.columns:  # it is pruned in memory only
+        return
+    assert issubclass(task.reader_class, Reader)
     assert task.needs.startswith("data.")
-    assert task.columns
     report = replace(make_report(), task=task.name)
     snippet = render_card(report).partition("In ONNX Runtime")[2]
     named = "OnnxGenerator" if task.generative else "sentence_embedding" if task.embeds else task.ort_class

@@ -35,6 +35,16 @@ def check_task(name: str, task: Task) -> None:
         raise RecipeError([f"runtime {name} runs decoders (text-generation), got task: {task.name}; leave it out"])
 
 
+def check_one_graph(names: Sequence[str], task: Task) -> None:
+    """Refuse, by a RequestError, runtimes of exports for a task whose models are exported in parts, if at all."""
+    exported = [name for name in names if not RUNTIMES[name].reads_models] if task.in_parts else []
+    if exported:
+        raise RequestError(
+            f"a model of {task.name} is not exported as one graph, so it can be timed on torch only, got "
+            f"{', '.join(exported)}; set the runtime to torch"
+        )
+
+
 def check_dtypes(dtypes: Sequence[str], runtimes: Sequence[str]) -> None:
     """Refuse, by a RequestError, dtypes that none of the runtimes can run a model in."""
     known = list(dict.fromkeys(dtype for runtime in runtimes for dtype in RUNTIMES[runtime].dtypes))

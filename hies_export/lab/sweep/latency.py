@@ -18,7 +18,7 @@ from ...forms.exports import require_exporters
 from ...forms.form import Form, Forms
 from ...forms.measure.shapes import model_shapes
 from ...forms.measure.timing import Timing
-from ...forms.runtimes.registry import RUNTIMES, check_runtime, check_task
+from ...forms.runtimes.registry import RUNTIMES, check_one_graph, check_runtime, check_task
 from ...model.tokens import longest_sequence, synthetic_batch
 from ...progress import Progress
 from ...tasks import Task
@@ -45,10 +45,7 @@ class LatencyRequest:
         check_runtime(self.runtime)
         if not RUNTIMES[self.runtime].reads_models:
             require_exporters({RUNTIMES[self.runtime].format})
-        if task.in_parts and not RUNTIMES[self.runtime].reads_models:
-            raise RequestError(
-                f"a vision-language model, which is exported in parts, can be timed on torch only, got {self.runtime}"
-            )
+        check_one_graph([self.runtime], task)
         check_task(self.runtime, task)
 
 

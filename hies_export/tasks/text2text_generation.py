@@ -1,0 +1,148 @@
+"""Text made of text, by encoder-decoders such as T5, BART and Marian."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+
+from ..errors import DataError, refusing
+from .task import Task
+from .tokens import Tokens, check_token_labels
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from ..data.reader import Reader
+
+
+class TargetTokens(Tokens):
+    """A prediction of every token of a target, from the source and the target's tokens before it (teacher forcing).
+
+    It is read from logits, (batch, target tokens, vocabulary), at the place of the label.
+    """
+
+    metrics: ClassVar[tuple[str, ...]] = ("perplexity", "token_accuracy")
+    word = "target token"
+    shift = 0
+
+    def canonical(self, model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return a batch with the decoder's inputs, and a mask of those up to the last label.
+
+        Without labels, the model's own answers are the target.
+        """
+        import torch
+
+        from ..data.targets import IGNORED
+
+        if "labels" not in batch:
+            batch = answered(model, batch)
+        labels = batch["labels"]
+        check_token_labels(model, labels)
+        inputs = batch["decoder_input_ids"] if "decoder_input_ids" in batch else one_later(model, labels)
+        if inputs.shape != labels.shape:
+            raise DataError(
+                f"decoder_input_ids must be one for each label, {tuple(labels.shape)}, but a batch has "
+                f"{tuple(inputs.shape)}; leave them out, and they are made of the labels"
+            )
+        later = (labels != IGNORED).flip(-1).cumsum(-1).flip(-1)  # labels from here on
+        mask = (later > 0).to(torch.int64)
+        return {"decoder_attention_mask": mask, **batch, "decoder_input_ids": inputs}
+
+    def own_labels(self, model: PreTrainedModel, batch: Mapping[str, Tensor], output: Tensor) -> Tensor:
+        """Return the likeliest token at every real place of the target, (batch, target tokens)."""
+        from ..data.targets import IGNORED
+
+        likeliest = output.argmax(-1)
+        mask = batch.get("decoder_attention_mask")
+        return likeliest if mask is None else likeliest.where(mask.to(output.device) != 0, IGNORED)
+
+    def _labels(self, model: PreTrainedModel, batch: Mapping[str, Tensor], output: Tensor) -> Tensor:
+        return batch["labels"] if "labels" in batch else self.own_labels(model, batch, output)
+
+    def _are_answers(self, batches: Any) -> bool:
+        return False  # every token of an answer is a prediction of its own
+
+
+def one_later(model: PreTrainedModel, labels: Tensor) -> Tensor:
+    """Return what the decoder reads to predict labels: these one place later, after the token that it starts with."""
+    from ..data.targets import IGNORED
+
+    make = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    must = f"a {type(model).__name__} must make the decoder's inputs of labels, but does not"
+    with refusing(must, "set decoder_start_token_id in its config, or give batches with decoder_input_ids"):
+        if make is not None:
+            own: Tensor = make(labels=labels)
+            return own
+        found = labels.roll(1, -1)
+        found[:, 0] = start = model.config.decoder_start_token_id
+    pad = model.config.get_text_config().pad_token_id
+    return found.masked_fill(found == IGNORED, start if pad is None else pad)
+
+
+def answered(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a batch with the model's own answers, decoded greedily, as labels up to the first end of text."""
+    import torch
+
+    from ..data.targets import IGNORED, OWN_KEY
+    from ..model.modes import evaluating
+
+    if "decoder_input_ids" in batch:
+        raise DataError(
+            "a batch must have labels, the target's tokens, beside decoder_input_ids, but one has none; without "
+            "either, the model's own answers are the target"
+        )
+    must = f"a {type(model).__name__} must answer batches without labels, but does not"
+    with refusing(must, "give labels, the tokens of the target"), evaluating(model):
+        inputs = {key: value.to(model.device) for key, value in batch.items()}
+        found = model.generate(**inputs, do_sample=False, num_beams=1, return_dict_in_generate=True)
+        tokens = found.sequences.cpu()  # with the prompt, which Whisper leaves out of what it returns otherwise
+    labels, ends = tokens[:, 1:], torch.tensor(model.generation_config.eos_token_id)
+    ended = torch.isin(labels, ends).long()
+    labels = labels.masked_fill(ended.cumsum(-1) - ended > 0, IGNORED)
+    own = torch.ones(len(labels), dtype=torch.bool)
+    return {**batch, "decoder_input_ids": tokens[:, :-1], "labels": labels, OWN_KEY: own}
+
+
+class Text2TextGeneration(Task):
+    """Encoder-decoders that make text of text, such as translators and summarisers."""
+
+    name = "text2text-generation"
+    auto_class = "AutoModelForSeq2SeqLM"
+    columns = ()
+    needs = "batches, in memory only"
+    inputs: ClassVar[str] = "input_ids, attention_mask and labels"
+    generative = True
+    places_by_labels = True
+    others = False
+    on_hub = False  # its pipeline is gone, from the Hub and from transformers 5
+
+    @property
+    def in_parts(self) -> bool:
+        """True: an encoder, and a decoder that takes a cache."""
+        return True
+
+    @property
+    def decodes_text(self) -> bool:
+        """False: llama.cpp and lm-eval are not asked for encoder-decoders."""
+        return False
+
+    def behaviour(self, config: Any) -> TargetTokens:
+        """Return that of models that predict a target, token by token."""
+        return TargetTokens()
+
+    def refusal(self, data: Any) -> str:
+        """Return that recipes cannot name it."""
+        return (
+            f"{self.name} is pruned in memory only, from batches: encoder-decoders are not exported; call "
+            "hies_export.prune, and save what it returns"
+        )
+
+    def usual_columns(self, features: Mapping[str, Any]) -> NoReturn:
+        """Refuse a data set whose columns are not the model's inputs."""
+        raise DataError(f"{self.name} needs batches, or a data set, with {self.inputs}, got {', '.join(features)}")
+
+    @property
+    def reader_class(self) -> type[Reader]:
+        """Refuse to read rows: its batches come from the user."""
+        raise DataError(f"{self.name} needs batches with {self.inputs}, and no columns=; leave it out")
