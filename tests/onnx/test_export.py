@@ -79,9 +79,9 @@ def test_names_axes_fusions_and_files_are_optimums(uneven_export):
     model, exported = uneven_export
     graph = onnx.load(exported.file).graph
     axes = {v.name: [d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim] for v in graph.input}
-    assert axes == {name: ["batch", "sequence"] for name in TEXT}
+    assert axes == {name: ["batch_size", "sequence_length"] for name in TEXT}
     logits = graph.output[0]
-    assert [d.dim_param or d.dim_value for d in logits.type.tensor_type.shape.dim] == ["batch", 3]
+    assert [d.dim_param or d.dim_value for d in logits.type.tensor_type.shape.dim] == ["batch_size", 3]
     assert (exported.inputs, exported.outputs) == (TEXT, ("logits",))
     attention = [n for n in graph.node if n.op_type == "MultiHeadAttention"]
     assert [a.i for n in attention for a in n.attribute if a.name == "num_heads"] == [3, 1, 4]
@@ -185,7 +185,9 @@ def test_a_fixed_axis_is_an_export_error(tmp_path, monkeypatch):
         return original(self, model, sample, config)
 
     monkeypatch.setattr(OnnxExporter, "export", fix_the_batch)
-    with pytest.raises(ExportError, match="batch axis of 'pixel_values' must be dynamic, and the trace fixed it at 2"):
+    with pytest.raises(
+        ExportError, match="axis batch_size of 'pixel_values' must be dynamic, and the trace fixed it at 2"
+    ):
         export_onnx(vit(num_hidden_layers=1), tmp_path / "onnx", batch={"pixel_values": torch.randn(4, 3, 16, 16)})
 
 

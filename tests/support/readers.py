@@ -25,7 +25,6 @@ from hies_export.cli.arguments import read_recipe
 from hies_export.data.processors import load_processor
 from hies_export.forms.cost.latency import TimedCut, _read
 from hies_export.forms.onnx.generator import _special_tokens
-from hies_export.forms.runtimes.ort import CACHE_SIZES, cache_sizes
 from hies_export.lab.studies.explore import estimate, lost_share, read_exploration
 from hies_export.lab.sweep.figures import draw_sweep
 from hies_export.lab.sweep.journal import Journal
@@ -297,10 +296,9 @@ def _sweeps(folder: Path) -> list[Read]:
 
 
 def _small(folder: Path) -> list[Read]:
-    cached, sizes, card = (folder / name for name in ("cached.json", "sizes.json", "card"))
+    cached, card = folder / "cached.json", folder / "card"
     cut = TimedCut(0.5, 0.8, 0.79, 0.81, 0.99, 1.01)
     cached.write_text(json.dumps({"key": {"format": 4}, "points": [asdict(cut)]}))
-    sizes.write_text(json.dumps({"past_key_values.0.key": [2, 8]}))
     card.mkdir()
     (card / "README.md").write_text("---\nlicense: mit\nbase_model: some/model\n---\n# Title\n")
 
@@ -310,13 +308,6 @@ def _small(folder: Path) -> list[Read]:
 
     return [
         Read("cached times", "json", cached, points, 10),
-        Read(
-            "metadata of ONNX",
-            "json",
-            sizes,
-            lambda: cache_sizes({CACHE_SIZES: sizes.read_bytes().decode(errors="replace")}, {}),
-            10,
-        ),
         Read("card of a model", "bytes", card / "README.md", lambda: read_card(card).get("license"), 5),
     ]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -15,10 +14,10 @@ from transformers import DynamicCache, PreTrainedModel
 from ...errors import ExportError, UnsupportedModelError, refusing
 from ...model.internals import cache_name, keeps_recurrent_state
 from ...model.tokens import positions_of
-from ..runtimes.ort import CACHE_SIZES
-from .trace import Fusions, export_program, fixed_size, name_axes
+from .trace import BATCH, SEQUENCE, TOKEN_AXES, Fusions, export_program, fixed_size, name_axes
 
-TOTAL = "past_sequence + sequence"
+PAST = "past_sequence_length"
+TOTAL = f"{PAST} + {SEQUENCE}"
 _CACHE_TENSOR = re.compile(r"(?:(?:in|out)put\.)?(?:cache|past_key_values)\.layers\.(\d+)\.(key|value)s")
 
 
@@ -85,61 +84,40 @@ def decoder_sample(model: PreTrainedModel, prompt: Mapping[str, Tensor]) -> dict
 def trace_decoder(model: PreTrainedModel, prompt: Mapping[str, Tensor], fusions: Fusions) -> Any:
     """Trace a decoder to an `onnx_ir.Model`, fused, under Optimum's names; the prompt is as for `decoder_sample`.
 
-    The key/value head axis of every layer is a named dimension, and so is the head width if it is not hidden_size //
-    num_attention_heads: older Optimum compares integers there with its own guess and refuses the graph. The sizes are
-    in the graph's metadata.
+    The heads and the width of every layer's cache are numbers: transformers.js makes the empty cache of a prompt from
+    the shapes of the inputs.
     """
     sample = decoder_sample(model, prompt)
     program = export_program(model, sample, fusions)
-    layers = _name_cache(program, type(model).__name__)
     tokens = [name for name, value in sample.items() if isinstance(value, Tensor) and name != "attention_mask"]
-    text = {name: {0: "batch", 1: "sequence"} for name in tokens}
-    cache = {name: {0: "batch", 2: "past_sequence"} for name in layers}
-    name_axes(program, {**text, "attention_mask": {0: "batch", 1: TOTAL}, **cache})
-    _name_sizes(program, layers, model)
+    cache = {name: {0: BATCH, 2: PAST} for name in _name_cache(program, type(model).__name__)}
+    name_axes(program, {**dict.fromkeys(tokens, TOKEN_AXES), "attention_mask": {0: BATCH, 1: TOTAL}, **cache})
     return program
 
 
-def _name_cache(program: Any, model: str) -> dict[str, tuple[int, int]]:
-    """Rename the cache tensors, and return their sizes: input name -> (key/value heads, head width)."""
+def _name_cache(program: Any, model: str) -> list[str]:
+    """Rename the cache tensors, check that their heads and width are fixed, and return the names of the inputs."""
     for values, prefix in ((program.graph.inputs, "past_key_values"), (program.graph.outputs, "present")):
         for value in values:
             match = _CACHE_TENSOR.fullmatch(value.name)
             if match:
                 value.name = f"{prefix}.{match[1]}.{match[2]}"
-    sizes = {}
+    names = []
     known = {"input_ids", "inputs_embeds", "attention_mask", "position_ids"}
     for value in program.graph.inputs:
         if value.name in known:
             continue
         plain = re.fullmatch(r"past_key_values\.\d+\.(key|value)", value.name) and len(value.shape) == 4
-        heads, width = (fixed_size(value.shape[axis]) if plain else None for axis in (1, 3))
-        if heads is None or width is None:
+        if not plain or any(fixed_size(value.shape[axis]) is None for axis in (1, 3)):
             raise ExportError(
                 f"a cache must be keys and values of shape (batch, heads, sequence, width), and {model} has "
                 f"{value.name} ({', '.join(str(dim) for dim in value.shape)})"
             )
-        sizes[value.name] = (heads, width)
-    wanted = {name.replace("past_key_values", "present") for name in sizes} | {"logits"}
+        names.append(value.name)
+    wanted = {name.replace("past_key_values", "present") for name in names} | {"logits"}
     got = {value.name for value in program.graph.outputs}
-    if not sizes or got != wanted:
+    if not names or got != wanted:
         raise ExportError(
             f"the graph must return logits and the cache it takes, and that of {model} returns {', '.join(sorted(got))}"
         )
-    return sizes
-
-
-def _name_sizes(program: Any, sizes: Mapping[str, tuple[int, int]], model: PreTrainedModel) -> None:
-    """Replace the sizes of the cache by named dimensions, and write their values into the metadata."""
-    import onnx_ir
-
-    config = model.config.get_text_config()
-    usual_width = config.hidden_size // config.num_attention_heads
-    values = {value.name: value for value in (*program.graph.inputs, *program.graph.outputs)}
-    for name, (_, width) in sizes.items():
-        layer = name.split(".")[1]
-        for other in (name, name.replace("past_key_values", "present")):
-            values[other].shape[1] = onnx_ir.SymbolicDim(f"key_value_heads.{layer}")
-            if width != usual_width:
-                values[other].shape[3] = onnx_ir.SymbolicDim(f"head_dim.{layer}")
-    program.metadata_props[CACHE_SIZES] = json.dumps(sizes)
+    return names

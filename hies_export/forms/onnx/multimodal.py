@@ -14,7 +14,7 @@ from ...errors import DataError, UnsupportedModelError, root_cause
 from ...model.tokens import random_images, synthetic_batch
 from ..runtimes.ort import DECODER_FILE, EMBED_FILE, VISION_FILE
 from .decoder import trace_decoder
-from .trace import Fusions, export_program
+from .trace import TOKEN_AXES, Fusions, export_program
 
 
 def is_vision_language(model: PreTrainedModel) -> bool:
@@ -100,8 +100,7 @@ def trace_vision_language(model: PreTrainedModel, given: Mapping[str, Tensor], f
     vision = export_program(
         _ImageEncoder(model), {"pixel_values": pixels}, fusions, axes={"pixel_values": {0: "images"}}
     )
-    embed_axes = {"input_ids": {0: "batch", 1: "sequence"}}
-    embed = export_program(_Embedding(model), {"input_ids": ids}, fusions, axes=embed_axes)
+    embed = export_program(_Embedding(model), {"input_ids": ids}, fusions, axes={"input_ids": TOKEN_AXES})
     prompt = {"inputs_embeds": embeds, "attention_mask": given["attention_mask"]}
     return {VISION_FILE: vision, EMBED_FILE: embed, DECODER_FILE: trace_decoder(model, prompt, fusions)}
 

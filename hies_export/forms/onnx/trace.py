@@ -16,7 +16,9 @@ from .rewrites import arrange_for_cpu, flatten_gemm_inputs, share_tied_weights
 
 # The provider whose fused operators the exporter may use; None for operators of the ONNX standard only.
 Fusions = Literal["cpu", "cuda"] | None
-_TOKEN_AXES = {0: "batch", 1: "sequence"}
+# Names of axes as Optimum writes them; transformers.js reads the size of a batch by this one.
+BATCH, SEQUENCE = "batch_size", "sequence_length"
+TOKEN_AXES = {0: BATCH, 1: SEQUENCE}
 
 
 def trace_sample(model: PreTrainedModel, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -44,7 +46,7 @@ def trace_sample(model: PreTrainedModel, given: Mapping[str, torch.Tensor]) -> d
 def trace_onnx(model: PreTrainedModel, sample: dict[str, torch.Tensor], fusions: Fusions) -> Any:
     """Trace an encoder to an `onnx_ir.Model`, fused, with named dynamic axes."""
     axes: dict[str, dict[int, str]] = {
-        name: {0: "batch"} if name in ("pixel_values", "input_features") or tensor.ndim < 2 else _TOKEN_AXES
+        name: {0: BATCH} if name in ("pixel_values", "input_features") or tensor.ndim < 2 else TOKEN_AXES
         for name, tensor in sample.items()
     }
     return export_program(model, sample, fusions, axes=axes)
@@ -95,7 +97,7 @@ def name_axes(program: Any, axes: Mapping[str, Mapping[int, str]]) -> None:
         for axis, label in open_axes.items():
             dim = inputs[name].shape[axis]
             if fixed_size(dim) is not None or dim.value is None:
-                raise ExportError(f"the {label} axis of {name!r} must be dynamic, and the trace fixed it at {dim}")
+                raise ExportError(f"the axis {label} of {name!r} must be dynamic, and the trace fixed it at {dim}")
             names[dim.value] = label
     for value in _values(program.graph):
         if value.shape is None or value.shape.frozen:

@@ -112,8 +112,7 @@ def _names(file: Path, graph: Any) -> tuple[tuple[str, ...], tuple[str, ...], di
         value.name: [axis.dim_value or axis.dim_param for axis in value.type.tensor_type.shape.dim]
         for value in header.graph.input
     }
-    sizes = cache_sizes({entry.key: entry.value for entry in header.metadata_props}, shapes)
-    return tuple(shapes), tuple(value.name for value in header.graph.output), sizes
+    return tuple(shapes), tuple(value.name for value in header.graph.output), cache_sizes(shapes)
 
 
 def _reason(error: RuntimeError) -> str:

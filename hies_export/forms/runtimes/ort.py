@@ -6,14 +6,12 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from pydantic import Field
 
 from ...errors import DataError, ExportError, MissingRuntimeError, RecipeError, first_line, require_package
-from ...files import Rule, parse_json
 from ...model.tokens import positions_of
 from .base import Runtime, last_token, register_runtime
 from .bits import INTEGER_OPERATORS, quantize_graph
@@ -23,8 +21,6 @@ ONNX_FILE = "model.onnx"
 QUANTIZED_FILE = "model_quantized.onnx"
 # The parts of a vision-language model, with the names that onnx-community and transformers.js use.
 VISION_FILE, EMBED_FILE, DECODER_FILE = "vision_encoder.onnx", "embed_tokens.onnx", "decoder_model_merged.onnx"
-# Metadata of a decoder's graph: {cache input: [key/value heads, head width]}, as JSON.
-CACHE_SIZES = "hies_export.cache_sizes"
 
 
 def require_onnxruntime(extra: str = "cpu") -> Any:
@@ -96,7 +92,7 @@ class OnnxRuntime(GraphRuntime):
         self.inputs = tuple(node.name for node in self._session.get_inputs())
         self.outputs = tuple(node.name for node in self._session.get_outputs())
         shapes = {node.name: node.shape for node in self._session.get_inputs()}
-        self._cache_sizes = cache_sizes(self._session.get_modelmeta().custom_metadata_map, shapes)
+        self._cache_sizes = cache_sizes(shapes)
 
     @classmethod
     def require(cls) -> None:
@@ -232,21 +228,8 @@ def refuse_parts(folder: str | Path) -> None:
         )
 
 
-_Size = Annotated[int, Field(ge=1, lt=2**31)]
-_CACHE_SIZES = dict[str, Annotated[list[_Size], Field(min_length=2, max_length=2)]]
-_METADATA = Rule("an ONNX file must be what hies_export wrote", "export the model again")
-
-
-def cache_sizes(metadata: Mapping[str, str], shapes: Mapping[str, Sequence[Any]]) -> dict[str, tuple[int, int]]:
-    """Return the sizes of every cache input: name -> (key/value heads, head width).
-
-    They come from the metadata that `export_onnx` writes, or else from the input shapes, whose dynamic axes are not
-    integers. Raises RequestError if the metadata is not as hies_export writes it.
-    """
-    written = metadata.get(CACHE_SIZES)
-    if written is not None:
-        sizes = parse_json(written, _CACHE_SIZES, _METADATA, where=f"its metadata {CACHE_SIZES}")
-        return {name: (heads, width) for name, (heads, width) in sizes.items()}
+def cache_sizes(shapes: Mapping[str, Sequence[Any]]) -> dict[str, tuple[int, int]]:
+    """Return the sizes of every cache input, from the shapes of all: name -> (key/value heads, head width)."""
     return {
         name: (shape[1], shape[3])
         for name, shape in shapes.items()
