@@ -174,7 +174,9 @@ class Gpus(TorchDispatchMode):
 
 @cache
 def _is_composite(func: Any) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    # `prim::device`, which tensors without values are asked for, is no operator of the dispatcher.
+    known = torch._C._dispatch_has_kernel(func.name())
+    return known and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
 def _translated(given: Any) -> Any:
