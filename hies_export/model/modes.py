@@ -1,4 +1,4 @@
-"""Switch modes of a model inside a block: evaluation, what it returns, frozen weights, where parts hand their outputs."""
+"""Switch modes of a model inside a block: evaluation, what it returns, frozen weights, one device."""
 
 from __future__ import annotations
 

@@ -119,6 +119,29 @@ def test_a_batch_that_does_not_fit_is_halved() -> None:
     assert_near(halved["his"], wanted["his"])
 
 
+@pytest.mark.parametrize("length", [128, 121])
+def test_layers_share_the_bias_of_a_padded_batch(length: int) -> None:
+    model = causal_lm(num_hidden_layers=4, num_attention_heads=8, max_position_embeddings=128)
+    batch = padded([length, length // 2], "left")
+    modules = find_modules(model, batch)
+
+    def peak(batch: Batch) -> int:
+        with pretend_gpus() as gpus:
+            collect_statistics(on_gpu(model), [batch], modules)
+            return gpus.peak[0]
+
+    whole = {**batch, "attention_mask": torch.ones_like(batch["attention_mask"])}
+    mask = 2 * length * 128 * 4  # (batch, 1, queries, keys rounded up) float32; times the heads for every layer, once
+    assert peak(batch) - peak(whole) < 2 * mask
+
+
+def test_heads_of_a_width_that_the_fused_kernel_refuses(gpus: Gpus) -> None:
+    model, batch = causal_lm(head_dim=6), padded([9, 4], "left")
+    modules = find_modules(model, batch)
+    found, wanted = (collect_statistics(m, [batch], modules) for m in (on_gpu(model), model))
+    assert_near(dict(found.values), dict(wanted.values))
+
+
 def test_a_forward_pass_and_a_decode_step_are_timed(gpus: Gpus) -> None:
     model, batch = on_gpu(causal_lm()), padded([9, 9], "left")
     for phase in ("prefill", "decode"):
