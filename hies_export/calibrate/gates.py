@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from ..data.targets import inputs_of, size_of
 from ..errors import NonFiniteError, UnsupportedModelError
 from ..kinds import UNIT_NAMES
+from ..model.modes import gathered
 from ..tasks.models import behaviour_of
 from ..units import PrunableModule
 
@@ -87,7 +88,8 @@ def summed_loss(model: PreTrainedModel, batch: Mapping[str, Tensor], index: int)
     behaviour = behaviour_of(model)
     if "labels" in batch:
         losses = behaviour.losses(batch["labels"])
-        loss = model(**behaviour.loss_inputs(batch["labels"]), **inputs_of(batch)).loss
+        with gathered(model):
+            loss = model(**behaviour.loss_inputs(batch["labels"]), **inputs_of(batch)).loss
     else:
         losses = torch.ones(size_of(batch))
         loss = behaviour.unlabelled_loss(behaviour.output(model(**inputs_of(batch))), index).mean()

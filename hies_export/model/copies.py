@@ -8,6 +8,8 @@ from typing import TypeVar
 
 import torch
 
+from .internals import forget_placement
+
 Model = TypeVar("Model", bound=torch.nn.Module)
 
 
@@ -27,7 +29,7 @@ def convert(
 
     Args:
         dtype: Dtype of the floating tensors, or name of a parameter or buffer -> dtype; other tensors keep theirs.
-        device: Device of all tensors; None for the current one.
+        device: Device of all tensors; None for the current ones. A model that is spread over devices is not, there.
     """
     by_id: dict[int, torch.dtype] = {}
     if isinstance(dtype, Mapping):
@@ -42,7 +44,10 @@ def convert(
         is_parameter = isinstance(tensor, torch.nn.Parameter)
         return torch.nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved
 
-    return copy_with(model, stand_in)
+    copied = copy_with(model, stand_in)
+    if device is not None:
+        forget_placement(copied)
+    return copied
 
 
 def round_each(model: torch.nn.Module, dtypes: Mapping[str, torch.dtype]) -> list[str]:

@@ -36,7 +36,8 @@ class VisibleKeys:
 
         If it is `square`, as many queries as keys are taken for the same tokens.
 
-        `bias` is the additive mask in the query's dtype, None if the call has no mask. `log_keys` is the logarithm of
+        `bias` is the additive mask in the query's dtype, None if the call has no mask; layers keep it for the backward
+        pass, so it is laid out once in the way that the fused kernel needs. `log_keys` is the logarithm of
         the number of keys that each row sees, float32, broadcastable to (batch, heads, query); 0 for rows that do not
         count: those that see one key or none, and those of padding tokens. `has_bias` is whether the mask changes the
         scores of visible keys.
@@ -68,6 +69,8 @@ class VisibleKeys:
             visible = mask > _HIDDEN
             has_bias = bool((mask.masked_fill(~visible, 0) != 0).any())
             bias = mask.to(dtype).masked_fill(~visible, -math.inf)
+        if device.type == "cuda":
+            bias = _aligned(bias.expand(*bias.shape[:-1], key_length))
         counts = visible.expand(*visible.shape[:-1], key_length).sum(-1)
         if square:
             # In self-attention a token that no row sees is padding, and its own row is no real query.
@@ -148,9 +151,10 @@ def _output_and_logsumexp(
     same_width = query.shape[-1] == value.shape[-1]
     if query.device.type == "cpu" and same_width and call.dropout == 0:
         return fused_attention_cpu(query, key, value, bias, is_causal=call.is_causal, scale=call.scaling)
-    if query.device.type == "cuda" and call.dropout == 0:
-        aligned = bias if bias is None else _aligned(bias.expand(*query.shape[:3], key.shape[2]))
-        return fused_attention_cuda(query, key, value, aligned, is_causal=call.is_causal, scale=call.scaling)
+    # The kernel reads 16 bytes at once, and a head of another width has no whole number of these.
+    if query.device.type == "cuda" and call.dropout == 0 and query.shape[-1] * query.element_size() % 16 == 0:
+        whole = bias if bias is None else bias.expand(*query.shape[:3], key.shape[2])
+        return fused_attention_cuda(query, key, value, whole, is_causal=call.is_causal, scale=call.scaling)
     output = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, bias, call.dropout, call.is_causal, scale=call.scaling
     )
@@ -160,8 +164,7 @@ def _output_and_logsumexp(
 def _aligned(bias: Tensor) -> Tensor:
     # The memory-efficient kernel needs the rows of a mask aligned in memory, so rows are padded, then narrowed.
     keys = bias.shape[-1]
-    padded = torch.nn.functional.pad(bias, (0, -keys % 16))
-    return padded[..., :keys]
+    return torch.nn.functional.pad(bias, (0, -keys % 16))[..., :keys] if keys % 16 else bias.contiguous()
 
 
 def _row_slices(call: AttentionCall) -> list[slice]:

@@ -1,9 +1,9 @@
-"""Switch modes of a model inside a block: evaluation, what it returns, frozen weights."""
+"""Switch modes of a model inside a block: evaluation, what it returns, frozen weights, one device."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
@@ -56,3 +56,19 @@ def frozen(model: PreTrainedModel) -> Iterator[None]:
             yield
         finally:
             model.config.problem_type = problem_type
+
+
+@contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """Let the parts of a model that is spread over devices hand their outputs to its first device inside the block.
+
+    There, its own code puts them together, with labels for example: accelerate moves all inputs to the first device.
+    """
+    first = next(model.parameters()).device
+    with ExitStack() as hooks:
+        if any(parameter.device != first for parameter in model.parameters()):
+            from accelerate.utils import send_to_device
+
+            for part in model.children():
+                hooks.enter_context(part.register_forward_hook(lambda _, args, output: send_to_device(output, first)))
+        yield

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ...errors import ParityError
 from ...model.copies import copy_with
-from ...model.internals import ask_for_output_alone, configs_of
+from ...model.internals import ask_for_output_alone, configs_of, forget_placement
 from ...model.tokens import longest_sequence, synthetic_batch
 from ..runtimes.llamacpp import LlamaCppRuntime
 from .tensors import OUTER, stored_bytes, stored_type
@@ -99,6 +99,7 @@ def _as_stored(model: PreTrainedModel, dtype: str) -> PreTrainedModel:
         return torch.nn.Parameter(torch.from_numpy(back.reshape(plain.shape)), requires_grad=False)
 
     copied = copy_with(model, stand_in).eval()
+    forget_placement(copied)
     ask_for_output_alone(configs_of(copied))
     return copied
 

@@ -158,20 +158,23 @@ class CompiledTorchRuntime(TorchRuntime):
 
 
 def peak_memory_bytes(model: PreTrainedModel, run: Callable[[], object]) -> int | None:
-    """Return a model's peak device memory during `run` in bytes; None on the CPU.
+    """Return a model's peak device memory during `run` in bytes, of all its devices together; None on the CPU.
 
     It is the size of the parameters plus the peak of what torch's allocator holds beyond what it held before, so other
-    models on the device do not count.
+    models on the devices do not count.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.cuda.max_memory_allocated.html
     """
     if model.device.type != "cuda":
         return None
-    torch.cuda.synchronize(model.device)
-    torch.cuda.reset_peak_memory_stats(model.device)
-    before = torch.cuda.memory_allocated(model.device)
+    devices = {parameter.device for parameter in model.parameters()}
+    before = 0
+    for device in devices:
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before += torch.cuda.memory_allocated(device)
     run()
-    return parameter_bytes(model) + torch.cuda.max_memory_allocated(model.device) - before
+    return parameter_bytes(model) + sum(map(torch.cuda.max_memory_allocated, devices)) - before
 
 
 def _fresh(feed: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,156 @@
+"""Everything that runs in torch, on a pretend GPU: the same numbers as on the CPU, and no mixing of devices."""
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.generative import padded, with_images
+from support.models import bert, causal_lm, image_batch, llava, opt, shake, text_batch, vit, zero_padding
+from support.pretend import Gpus, PretendTensor, pretend_gpus
+from support.tolerance import REFITTED, assert_near
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hies_export import CRITERIA, load, load_runtime, prune, score_units
+from hies_export.calibrate.collect import collect_statistics
+from hies_export.errors import DataError
+from hies_export.evaluate.predict import predict
+from hies_export.forms.measure.latency import compare_latency
+from hies_export.model.copies import convert
+from hies_export.prunable.find import find_modules
+from hies_export.score.criteria import needs_of
+
+BOTH = ["attention", "mlp"]
+REFIT = {"method": "least_squares"}
+pytestmark = pytest.mark.filterwarnings("ignore:.*calibration tokens are too few")
+
+Batch = dict[str, Tensor]
+MODELS: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[], Batch]]] = {
+    "bert": (lambda: bert(num_hidden_layers=2), text_batch),
+    "vit": (lambda: vit(num_hidden_layers=2), image_batch),
+    "decoder, padded left": (causal_lm, lambda: padded([9, 4, 6], "left")),
+    "flattened tokens": (lambda: shake(opt()), lambda: zero_padding(text_batch(4, 12))),
+    "images and text": (llava, lambda: with_images(padded([9, 6], "left", answers=[2, 5]))),
+}
+
+
+@pytest.fixture
+def gpus() -> Iterator[Gpus]:
+    with pretend_gpus() as found:
+        yield found
+
+
+def on_gpu(model: PreTrainedModel) -> PreTrainedModel:
+    moved: Any = copy.deepcopy(model)
+    return moved.to("cuda")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_criterion_scores_as_on_the_cpu(gpus: Gpus, name: str) -> None:
+    make_model, make_batch = MODELS[name]
+    model, batch = make_model(), make_batch()
+    modules = find_modules(model, batch, kinds=BOTH)
+    moved = on_gpu(model)
+    assert find_modules(moved, batch, kinds=BOTH) == modules
+    needs = needs_of(*CRITERIA)
+    found, wanted = (collect_statistics(m, [batch], modules, needs=needs) for m in (moved, model))
+    for criterion in CRITERIA.values():
+        of_kind = [module.name for module in modules if module.kind in criterion.kinds]
+        scores = [score_units(one.of(of_kind), criterion=criterion.name, alpha=0.5).scores for one in (found, wanted)]
+        assert list(scores[0]) == of_kind
+        assert_near(*scores, where=criterion.name)
+    assert not any(isinstance(value, PretendTensor) for one in found.values.values() for value in one.values())
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "alpha on held-out rows": {"criterion": "hies", "alpha": "auto", "budget": {"heads": 0.5}},
+    "compensated heads": {"criterion": "compensated", "budget": {"heads": 0.5}, "compensation": REFIT},
+    "both kinds, tokens weighted": {
+        **{"criterion": "compensated", "modules": BOTH, "budget": {"parameters": 0.8}},
+        "compensation": {**REFIT, "token_weights": 0.5},
+    },
+    "criterion on held-out rows": {"criterion": "auto", "budget": {"heads": 0.5}, "compensation": REFIT},
+    "steps, refitted in order": {
+        **{"criterion": "his", "steps": 2, "budget": {"heads": 0.5}, "compensation": {**REFIT, "sequential": True}},
+    },
+    "means into the bias": {"criterion": "fisher", "budget": {"flops": 0.9}, "compensation": {"method": "bias"}},
+}
+
+
+@pytest.mark.parametrize("how", OPTIONS)
+def test_a_model_is_cut_refitted_and_judged_as_on_the_cpu(gpus: Gpus, how: str) -> None:
+    torch.manual_seed(1)
+    model, batches = bert(num_hidden_layers=2, hidden_size=32, num_attention_heads=4), [text_batch() for _ in range(4)]
+    found, wanted = (prune(m, batches, **copy.deepcopy(OPTIONS[how])) for m in (on_gpu(model), model))
+    assert found.model.device.type == "cuda"
+    assert found.plan.kept == wanted.plan.kept
+    assert found.held_out is not None
+    assert found.held_out.stability == wanted.held_out.stability  # type: ignore[union-attr]
+    assert_near(predict(found.model, batches), predict(wanted.model, batches), within=REFITTED)
+
+
+def test_a_cut_model_is_saved(gpus: Gpus, tmp_path: Path) -> None:
+    result = prune(on_gpu(bert(num_hidden_layers=2)), [text_batch() for _ in range(2)], budget={"heads": 0.4})
+    result.save_pretrained(tmp_path / "slim")
+    saved = load(tmp_path / "slim")
+    assert_near(saved.state_dict(), {name: value.cpu() for name, value in result.model.state_dict().items()})
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(gpus: Gpus, dtype: torch.dtype) -> None:
+    model, batches = convert(causal_lm(), dtype=dtype), [padded([9, 4, 6], "left") for _ in range(2)]
+    result = prune(on_gpu(model), batches, budget={"heads": 0.5}, held_out=[])
+    assert (result.model.dtype, result.model.device.type, result.plan.removed) == (dtype, "cuda", 4)
+
+
+def test_a_batch_that_does_not_fit_is_halved() -> None:
+    model, batch = bert(num_hidden_layers=2), text_batch(8, 12)
+    modules = find_modules(model, batch)
+    wanted = collect_statistics(model, [batch], modules)
+    with pretend_gpus() as gpus:
+        whole = collect_statistics(on_gpu(model), [batch], modules)
+        need = gpus.peak[0]
+    with pretend_gpus(memory_bytes=2 * need // 3):
+        halved = collect_statistics(on_gpu(model), [batch], modules)
+    assert (whole.calibration.batch_size, halved.calibration.batch_size) == (8, 4)
+    assert_near(halved["his"], wanted["his"])
+
+
+@pytest.mark.parametrize("length", [128, 121])
+def test_layers_share_the_bias_of_a_padded_batch(length: int) -> None:
+    model = causal_lm(num_hidden_layers=4, num_attention_heads=8, max_position_embeddings=128)
+    batch = padded([length, length // 2], "left")
+    modules = find_modules(model, batch)
+
+    def peak(batch: Batch) -> int:
+        with pretend_gpus() as gpus:
+            collect_statistics(on_gpu(model), [batch], modules)
+            return gpus.peak[0]
+
+    whole = {**batch, "attention_mask": torch.ones_like(batch["attention_mask"])}
+    mask = 2 * length * 128 * 4  # (batch, 1, queries, keys rounded up) float32; times the heads for every layer, once
+    assert peak(batch) - peak(whole) < 2 * mask
+
+
+def test_heads_of_a_width_that_the_fused_kernel_refuses(gpus: Gpus) -> None:
+    model, batch = causal_lm(head_dim=6), padded([9, 4], "left")
+    modules = find_modules(model, batch)
+    found, wanted = (collect_statistics(m, [batch], modules) for m in (on_gpu(model), model))
+    assert_near(dict(found.values), dict(wanted.values))
+
+
+def test_a_forward_pass_and_a_decode_step_are_timed(gpus: Gpus) -> None:
+    model, batch = on_gpu(causal_lm()), padded([9, 9], "left")
+    for phase in ("prefill", "decode"):
+        runners = [load_runtime("torch", model) for _ in range(3)]
+        found = compare_latency(*runners[:2], control=runners[2], batch=batch, phase=phase, repeats=2, warmup=1)
+        assert found.provider == "cuda:pretend"
+        assert found.dense.p50_ms > 0
+        assert found.peak_bytes is not None
+        assert min(found.peak_bytes) > sum(parameter.nbytes for parameter in model.parameters())
+    assert gpus.synchronised > 0
+    with pytest.raises(DataError, match="at least one batch"):
+        predict(model, [])
