@@ -224,6 +224,17 @@ def hub_is_switched_off() -> bool:
     return constants.is_offline_mode()
 
 
+def commit_of(path: str | Path) -> str | None:
+    """Return the commit of a file or folder in the Hub's cache; None for one elsewhere.
+
+    Configs had it before transformers 5.24.
+
+    Source: https://huggingface.co/docs/huggingface_hub/guides/manage-cache
+    """
+    found = re.search(r"/models--[^/]+/snapshots/([^/]+)", Path(path).as_posix())
+    return None if found is None else found[1]
+
+
 @contextmanager
 def hub_switched_off() -> Iterator[None]:
     """Keep the clients of models and data sets from asking the Hub inside the block, without repeated messages.
