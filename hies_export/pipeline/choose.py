@@ -335,7 +335,7 @@ class Chooser:
                 "documents, or of texts alone, have these; leave it out"
             )
         first = self._prepared.judged.metrics[0]
-        if not keeps_predictions(kind) or METRICS[first].own:
+        if not keeps_predictions(kind) or METRICS[first].terms is not None:
             metric = metric or first
             index = index or ("dense" if kind in ("queries", "texts") else None)
         return KeepOutcome(

@@ -163,7 +163,7 @@ def _check_enough_rows(prepared: Prepared, options: PruneSection) -> None:
         return
     kind = kind_of_rows(prepared.rows.held_out, embeds=prepared.task.embeds)
     needed_for, what = (rows_needed, "rows") if keeps_predictions(kind) else (queries_needed, "queries")
-    if keep.metric is not None and METRICS[keep.metric].own:  # judged by the same interval as rankings
+    if keep.metric is not None and METRICS[keep.metric].terms is not None:  # judged by the same interval as rankings
         needed_for = queries_needed
     if count < (needed := needed_for(keep.predictions, confidence_of_each(FAILURES))):
         raise RequestError(

@@ -104,7 +104,7 @@ def comparison_table(report: Report) -> Table:
         ),
         *(size[:4] for size in size_rows(report)),
         *([("GGUF file", "", si(report.bytes.gguf) + "B", "")] if report.bytes.gguf else []),
-        *([quality_row(quality.metric, quality)] if labelled and quality.metric not in shown else []),
+        *([quality_row(title_of(quality.metric), quality)] if labelled and quality.metric not in shown else []),
         *([] if ranking else [(agreement(report), "", f"{report.stability:.1%}", ""), *own_rows(report.metrics)]),
         *ranking_rows(ranking, report.metrics),
         *(quality_row(name, values) for name, values in report.details.benchmarks.items()),
@@ -120,7 +120,7 @@ def comparison_table(report: Report) -> Table:
 # What reports show of rankings: number in report.json -> name, and the metric that it is for both models.
 _RANKING = {
     "ndcg": (title_of("ndcg@10"), "ndcg@10"),
-    "spearman": ("Spearman", "spearman"),
+    "spearman": (title_of("spearman"), "spearman"),
     "own_ndcg": (title_of("own_ndcg@10"), "own_ndcg@10"),
     "top1": (f"same {FIRST_HIT}", None),
     "cosine": ("cosine to the dense embedding", None),
