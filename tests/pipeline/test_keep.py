@@ -24,6 +24,7 @@ from hies_export.forms.cost.flops import flops_table
 from hies_export.pipeline import targets
 from hies_export.pipeline.choose import Chooser, choose
 from hies_export.pipeline.cut import cut
+from hies_export.pipeline.prepare import Judged
 from hies_export.pipeline.resolve import resolve
 from hies_export.pipeline.search import confirm
 from hies_export.progress import Silent
@@ -214,7 +215,7 @@ def queries(count: int) -> list[dict[str, torch.Tensor]]:
 def promise_of(asked: dict[str, Any], rows: Any, task: Any, metrics: tuple[str, ...]) -> KeepOutcome:
     """Return the promise for held-out rows of sentences."""
     chooser = Chooser.__new__(Chooser)
-    judged = SimpleNamespace(metrics=metrics, behaviour=SimpleNamespace(word="sentence"))
+    judged = Judged(metrics, SimpleNamespace(word="sentence"))  # type: ignore[arg-type]
     given = SimpleNamespace(held_out=rows)
     chooser._prepared = SimpleNamespace(judged=judged, task=task, rows=given)  # type: ignore[assignment]
     return chooser.promise(KeepBudget(**asked), 0.98)
