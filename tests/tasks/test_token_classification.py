@@ -257,6 +257,15 @@ def test_labels_that_are_no_classes_of_tokens_are_refused(labels: torch.Tensor, 
         prune(tagger(), [batch] * 4, criterion="l2", budget={"heads": 0.3})
 
 
+def test_a_config_with_fewer_tags_than_the_head_is_refused(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    tagger().save_pretrained(model)
+    config = json.loads((model / "config.json").read_text()) | {"id2label": {"0": "O", "1": "B-place"}}
+    (model / "config.json").write_text(json.dumps(config))
+    with pytest.raises(RequestError, match=r"must name every class .* names 2 \(O, B-place\), .* head .* has 5"):
+        hies_export.load(model)
+
+
 MODULES = {"modules": ["attention", "mlp"], "criterion": "compensated", "compensation": {"samples": 80}}
 
 
