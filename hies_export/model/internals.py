@@ -424,6 +424,27 @@ def share_tensors(model: nn.Module, other: nn.Module) -> None:
             place._buffers.update(module._buffers)
 
 
+def without_compiler(model: Any) -> Any:
+    """Return the model that `torch.compile` was given to make this one; other models as they are."""
+    return getattr(model, "_orig_mod", model)
+
+
+@contextmanager
+def uncompiled(model: nn.Module) -> Iterator[None]:
+    """Run modules that were compiled by their own method `compile` as they are, inside the block.
+
+    Compiled ones ignore hooks that they had not yet when they ran first.
+    """
+    before = [(module, module._compiled_call_impl) for module in model.modules() if module._compiled_call_impl]
+    for module, _ in before:
+        module._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for module, call in before:
+            module._compiled_call_impl = call
+
+
 def compile_many_shapes(most: int) -> None:
     """Raise torch's limit on how many shapes of a model are compiled, for the whole process."""
     limits: Any = torch._dynamo.config

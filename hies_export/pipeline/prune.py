@@ -32,6 +32,7 @@ from ..forms.onnx.quantize import Quantize, export_in_bits
 from ..forms.onnx.served import export_served
 from ..forms.runtimes.base import Provider
 from ..forms.runtimes.registry import check_dtypes, check_runtime
+from ..model.internals import uncompiled, without_compiler
 from ..model.modes import evaluating
 from ..model.sentence import TextEncoder
 from ..progress import SILENT, Clock, Progress, without_reports
@@ -296,7 +297,8 @@ def prune(
     plain text is its own label. All rows of a data set are read; a few hundred are enough.
 
     Objects of sentence-transformers are taken too: a SentenceTransformer with a list of texts, or a CrossEncoder with a
-    list of pairs. The model of the result is then a new object of the same class.
+    list of pairs. The model of the result is then a new object of the same class. That of a compiled model is not
+    compiled.
 
     Args:
         model: A model that classifies or regresses texts or images, or generates text, also from images; a
@@ -357,7 +359,7 @@ def prune(
         **{"keep_layers": keep_layers, "multiple_of": multiple_of, "steps": steps, "compensation": compensation},
     }
     asked, comparison = _asked(options, plan), _comparison(evaluation or {})
-    given = unwrap(model, embedding)
+    given = unwrap(without_compiler(model), embedding)
     model, processor = given.model, processor or given.processor
     task = task_of(model)
     check_in_memory(model)
@@ -371,7 +373,7 @@ def prune(
     if timed is not None:
         check_runtime(timed.runtime, task=task)
         check_dtypes([] if timed.dtype is None else [timed.dtype], [timed.runtime])
-    with evaluating(model):
+    with evaluating(model), uncompiled(model):
         prepared = prepare(
             model,
             rows,
