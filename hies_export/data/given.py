@@ -67,6 +67,11 @@ def batches_of(
     predicted = task.behaviour(model.config).predicts
     if isinstance(given, (datasets.DatasetDict, datasets.IterableDatasetDict)):
         raise DataError(f"{what} must be one split of a data set, got {listed(list(given))}; pass one of these")
+    if isinstance(given, datasets.IterableDataset) and not _has_tensors(given):
+        raise DataError(
+            f"{what} must be rows that can be counted and drawn, got an IterableDataset, which gives them one by one; "
+            "take as many as are needed: datasets.Dataset.from_list(list(rows.take(512)), features=rows.features)"
+        )
     if isinstance(given, datasets.Dataset):
         if not len(given):
             raise DataError(f"{what} must have at least one row, got an empty data set")
@@ -86,6 +91,11 @@ def batches_of(
         rows, fields = _of_texts(model, given, what, task)
         return _of_rows(model, rows, what, task, processor, {**(settings or {}), **fields}, judged=judged)
     return _labelled(model, task, check_batches(model, given, predicts=predicted, what=what))
+
+
+def _has_tensors(rows: datasets.IterableDataset) -> bool:
+    """Return whether rows are tensors only, as those that `IterableDataset.batch` makes of the format torch are."""
+    return all(isinstance(value, Tensor) for row in rows.take(1) for value in row.values())
 
 
 def _is_pair(item: Any) -> bool:

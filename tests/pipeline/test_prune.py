@@ -414,6 +414,14 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"model": quantised_by_torch}, "this BertForSequenceClassification is quantised; load it with"),
     ({"model": lambda: torch.nn.Linear(2, 2)}, "PreTrainedModel of transformers, got Linear; load one with from_pretr"),
     ({"model": lambda: torch.nn.DataParallel(bert())}, "got DataParallel; pass the model inside it, model.module"),
+    (
+        {"batches": lambda: datasets.Dataset.from_dict({"text": ["a"] * 4}).to_iterable_dataset()},
+        r"batches must be rows that can be counted .* IterableDataset, .*from_list\(list\(rows\.take\(512\)\)",
+    ),
+    (
+        {"held_out": datasets.Dataset.from_dict({"text": ["a"] * 4}).to_iterable_dataset()},
+        "held_out must be rows that can be counted",
+    ),
     ({"model": lambda: BertModel(bert().config)}, "AutoModelForSequenceClassification, .* got"),
     (
         {"model": lambda: of_type(bert(num_labels=1), "single_label_classification")},
@@ -448,6 +456,14 @@ def test_keywords_are_the_fields_of_a_recipe_with_their_defaults() -> None:
 
 
 HALF: dict[str, Any] = {"criterion": "his", "budget": {"heads": 0.5}}
+
+
+def test_batches_of_tensors_from_an_iterable_data_set_are_taken() -> None:
+    model, ids = bert(), torch.randint(5, 100, (16, 6)).tolist()
+    rows = datasets.Dataset.from_dict({"input_ids": ids}).to_iterable_dataset().with_format("torch").batch(4)
+    result = prune(model, rows, **HALF)
+    alone = prune(model, [{"input_ids": torch.tensor(ids[at : at + 4])} for at in range(0, 16, 4)], **HALF)
+    assert result.plan.kept == alone.plan.kept
 
 
 @pytest.mark.parametrize("in_place", [False, True])
