@@ -75,7 +75,7 @@ def with_labels(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[str
     if "labels" in batch or not behaviour.replaces_labels(model, batch):
         return dict(batch)
     with torch.no_grad():
-        output = behaviour.output(model(**inputs_of(batch)))
+        output = behaviour.prediction(model, batch)
     return {**batch, "labels": behaviour.own_labels(model, batch, output)}
 
 
@@ -92,7 +92,7 @@ def summed_loss(model: PreTrainedModel, batch: Mapping[str, Tensor], index: int)
             loss = model(**behaviour.loss_inputs(batch["labels"]), **inputs_of(batch)).loss
     else:
         losses = torch.ones(size_of(batch))
-        loss = behaviour.unlabelled_loss(behaviour.output(model(**inputs_of(batch))), index).mean()
+        loss = behaviour.unlabelled_loss(behaviour.prediction(model, batch), index).mean()
     if not torch.isfinite(loss):
         raise NonFiniteError(
             f"the loss of every calibration batch must be finite, but batch {index} gave {loss.item()}; "

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from ..errors import RequestError, refusing
-from ..model.internals import file_of
+from ..model.internals import commit_of, file_of
 from ..model.online import hub_or_cache
 from ..model.sentence import TextEncoder
 from .classes import read_config
@@ -117,7 +117,7 @@ def documents_of(model: PreTrainedModel) -> Path | None:
     try:
         config = file_of(name, CONFIG_NAME, local_files_only=True)
         # The commit that the cache has; a name without one may be that of a folder that is gone.
-        return None if config is None else fetch_files(name, DOCUMENTS, config.parent.name)
+        return None if config is None else fetch_files(name, DOCUMENTS, commit_of(config))
     except (OSError, RequestError) as error:
         logger.warning("no licence was copied, as the files of %s cannot be read; add it: %s", name, error)
         return None

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from .. import processes
 from ..errors import RequestError, quoted, require_package, root_cause
 from ..model.copies import parameter_bytes
-from ..model.internals import auto_classes, never_asking
+from ..model.internals import auto_classes, commit_of, never_asking
 from ..tasks import TASKS
 from .classes import find_model_class
 from .companions import COMPANIONS, SENTENCE_FILES, fetch_files
@@ -30,11 +30,13 @@ class Source:
         folder: Where its files are; of a Hub id, those that were fetched.
         dtype: What its slim version is saved in.
         bytes: Size of its files of weights.
+        commit: Of a Hub id, the commit that its files are of.
     """
 
     folder: Path
     dtype: torch.dtype
     bytes: int
+    commit: str | None
 
 
 def source_of(model: PreTrainedModel, path: str | Path, config: Any, *, asked: str | None = None, **hub: Any) -> Source:
@@ -46,7 +48,8 @@ def source_of(model: PreTrainedModel, path: str | Path, config: Any, *, asked: s
     files = weight_files(path, **hub)
     dtype = (stored_dtype(files, config) or model.dtype) if asked in (None, "auto") else getattr(torch, str(asked))
     folder = fetch_files(path, (*COMPANIONS, *SENTENCE_FILES), hub.get("revision"))
-    return Source(folder, dtype, sum(file.stat().st_size for file in files) or parameter_bytes(model))
+    size = sum(file.stat().st_size for file in files) or parameter_bytes(model)
+    return Source(folder, dtype, size, commit_of(folder))
 
 
 def task_class(path: str | Path, config: Any, *, task: str, **hub: Any) -> type[PreTrainedModel]:

@@ -17,9 +17,8 @@ from safetensors import safe_open
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
-from ..data.batches import predicts_labels
 from ..errors import RequestError, listed, refusing
-from ..model.internals import empty_model, file_of, load_report, use_torch_attention
+from ..model.internals import auto_classes, empty_model, file_of, load_report, use_torch_attention
 from ..model.online import hub_or_cache
 from .classes import AGAIN, FLOATING, check_text_config, config_of_class, hub_options, is_quantised, refuse_adapter
 
@@ -29,6 +28,8 @@ Shapes = dict[str, list[int]]
 _FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 # Weights of TensorFlow, Flax and other tools, which transformers 5 does not read.
 _OTHERS = ("*.h5", "*.msgpack", "*.gguf", "*.onnx", "*.ckpt*")
+# Auto classes of models whose heads have a row for each class that their configs name.
+_WITH_CLASSES = {f"AutoModelFor{kind}Classification" for kind in ("Sequence", "Token", "Image")}
 # A config that describes this many times the parameters in the files is damaged.
 TIMES = 10
 
@@ -132,7 +133,7 @@ def load_weights(model_class: Any, path: str | Path, *, shapes: Shapes | None = 
 
 def _check_classes(model: PreTrainedModel, path: str | Path, shapes: Shapes) -> None:
     """Refuse a classifier with another number of classes in its config than in the head that the files hold."""
-    if not predicts_labels(model):
+    if _WITH_CLASSES.isdisjoint(auto_classes(type(model).__name__, model.config.model_type)):
         return
     named = model.config.num_labels
     stored = {

@@ -12,19 +12,18 @@ from transformers import PreTrainedModel
 
 from ..errors import DataError, did_you_mean, listed, quoted
 from ..model.classes import ClassNames
-from ..model.internals import auto_classes
 from ..model.sentence import TextEncoder
 from ..model.tokens import finds_end_by_padding, is_token, numbers_by_padding, positions_of
 from .targets import (
     ANSWER_KEYS,
     CHOICE_KEYS,
+    CLASSIFIED,
     GROUP_KEY,
     IGNORED,
     ROW_KEYS,
     TEXT_KEYS,
     TOKEN_PLACES,
     are_tokens,
-    predicts,
 )
 
 Batch = dict[str, torch.Tensor]
@@ -32,18 +31,22 @@ Batch = dict[str, torch.Tensor]
 
 # What pads the values of tokens, and of samples as wholes; 0 pads all others.
 FILL = {"labels": IGNORED, **dict.fromkeys((*TOKEN_PLACES, *ANSWER_KEYS), -1)}
-_CLASSIFIERS = {"AutoModelForSequenceClassification", "AutoModelForImageClassification"}
 
 
-def check_batches(model: PreTrainedModel, batches: Iterable[Any], *, what: str = "batches") -> list[Batch]:
-    """Return batches as plain dicts of tensors on the CPU, after checking that a model takes them."""
+def check_batches(
+    model: PreTrainedModel, batches: Iterable[Any], *, predicts: str, what: str = "batches"
+) -> list[Batch]:
+    """Return batches as plain dicts of tensors on the CPU, after checking that a model takes them.
+
+    `predicts` is the name of what the model predicts, as in `Behaviour`. Labels are checked if they are `CLASSIFIED`.
+    """
     if isinstance(batches, (Mapping, torch.Tensor, str)) or not isinstance(batches, Iterable):
         hint = "; put a single batch into a list" if isinstance(batches, Mapping) else ""
         raise DataError(f"{what} must be a list or a DataLoader of batches, got a {type(batches).__name__}{hint}")
     checked: list[Batch] = []
     for number, batch in enumerate(batches):
         place = f"batch {number} (from 0) of {what}"
-        checked.append(_checked(model, batch, place))
+        checked.append(_checked(model, batch, place, predicts))
         if checked[0].keys() != checked[-1].keys():
             raise DataError(
                 f"all batches must have the keys of the first one ({', '.join(checked[0])}), but {place} has "
@@ -54,7 +57,7 @@ def check_batches(model: PreTrainedModel, batches: Iterable[Any], *, what: str =
     return checked
 
 
-def _checked(model: PreTrainedModel, batch: Any, place: str) -> Batch:
+def _checked(model: PreTrainedModel, batch: Any, place: str, predicts: str) -> Batch:
     """Return one batch on the CPU."""
     if not isinstance(batch, Mapping):
         raise DataError(f"a batch must map names of arguments to tensors, but {place} is a {type(batch).__name__}")
@@ -62,7 +65,7 @@ def _checked(model: PreTrainedModel, batch: Any, place: str) -> Batch:
     described = set(CHOICE_KEYS) if batch.keys() >= set(CHOICE_KEYS) else set()
     if isinstance(model, TextEncoder):
         described = set(TEXT_KEYS)
-    elif predicts_labels(model) and model.config.num_labels == 1:
+    elif predicts in CLASSIFIED and model.config.num_labels == 1:
         described = {GROUP_KEY, "grades"}
     for key, value in batch.items():
         if key not in taken and key not in described:
@@ -87,8 +90,8 @@ def _checked(model: PreTrainedModel, batch: Any, place: str) -> Batch:
     vocabulary = getattr(model.config.get_text_config(), "vocab_size", None)
     if "input_ids" in found and vocabulary is not None:
         _check_numbers(found["input_ids"], vocabulary, "input_ids", place, dtypes=(torch.int32, torch.int64))
-    if "labels" in found and predicts_labels(model):
-        _check_labels(model.config, found["labels"], place)
+    if "labels" in found and predicts in CLASSIFIED:
+        _check_labels(model.config, found["labels"], place, predicts)
     _check_padding(model, found, place)
     return found
 
@@ -113,14 +116,9 @@ def _check_padding(model: PreTrainedModel, batch: Batch, place: str) -> None:
         )
 
 
-def predicts_labels(model: PreTrainedModel) -> bool:
-    """Return whether a model classifies or regresses texts or images."""
-    return not _CLASSIFIERS.isdisjoint(auto_classes(type(model).__name__, model.config.model_type))
-
-
-def _check_labels(config: Any, labels: torch.Tensor, place: str) -> None:
+def _check_labels(config: Any, labels: torch.Tensor, place: str, kind: str) -> None:
     """Refuse labels that a classifier or a regression would fail on in the middle of a pass."""
-    kind, given = predicts(config), f"but {place} has {labels.dtype} of shape {tuple(labels.shape)}"
+    given = f"but {place} has {labels.dtype} of shape {tuple(labels.shape)}"
     if kind == "labels":
         if labels.shape[1:] != (config.num_labels,) or not labels.is_floating_point():
             raise DataError(

@@ -8,6 +8,7 @@ import tempfile
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar, TypeVar
 
 import datasets
@@ -21,6 +22,7 @@ from .prompts import (
     Choices,
     check_one_question,
     check_prompt,
+    end_of_text,
     filled,
     one_row_per_choice,
     one_row_per_question,
@@ -105,6 +107,11 @@ class GenerationReader(Reader):
         """Return the prompt of a row, and its answer or the given choice."""
         return filled(row if choice is None else {**row, self.template["answer"]: choice}, **self.template)
 
+    @cached_property
+    def end(self) -> str:
+        """What ends an answer; nothing where every choice is read."""
+        return "" if self.every_choice else end_of_text(getattr(self.processor, "tokenizer", self.processor))
+
     def prepare_tokenizer(self) -> tuple[Any, int | None]:
         """Return the tokenizer, and how many tokens a sample may have."""
         tokenizer = getattr(self.processor, "tokenizer", self.processor)
@@ -126,7 +133,7 @@ class TextGenerationReader(GenerationReader):
         length -= len(self._begin)
         return pack_text(rows, column=self.columns.text[0], tokenizer=self.processor, length=length)
 
-    @property
+    @cached_property
     def _begin(self) -> list[int]:
         """What every block begins with: the begin-of-text token, or nothing."""
         token = self.processor.bos_token_id
@@ -188,7 +195,7 @@ class TextGenerationReader(GenerationReader):
         found = []
         for number, row in enumerate(self.texts(samples)):
             pair = self.prompt_and_answer(row, None if choices is None else choices.text[number])
-            ids, answer_tokens = tokenise(*pair, tokenizer, end=not self.every_choice)
+            ids, answer_tokens = tokenise(*pair, tokenizer, self.end)
             check_answer(len(ids), answer_tokens, row_name(samples, number), limit)
             if limit is not None and len(ids) > limit:
                 begin = ids[:1] if ids[0] == tokenizer.bos_token_id and limit > answer_tokens + 1 else []

@@ -14,11 +14,11 @@ from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, PreTra
 from ..errors import DataError, RequestError, listed, quoted, refusing
 from ..model.sentence import TextEncoder
 from ..model.tokens import is_token
-from .batches import Batch, check_batches, predicts_labels
+from .batches import Batch, check_batches
 from .images import holds_images
 from .labels import STRINGS, read_labels
 from .reader import Columns
-from .targets import predicts, size_of
+from .targets import CLASSIFIED, predicts, size_of
 
 if TYPE_CHECKING:
     from ..tasks import Task
@@ -64,14 +64,20 @@ def batches_of(
     """
     if isinstance(model, TextEncoder) and settings is None:
         settings = {name: getattr(model.settings, name) for name in ("prompts", "lower", "max_length")}
+    predicted = task.behaviour(model.config).predicts
     if isinstance(given, (datasets.DatasetDict, datasets.IterableDatasetDict)):
         raise DataError(f"{what} must be one split of a data set, got {listed(list(given))}; pass one of these")
+    if isinstance(given, datasets.IterableDataset) and not _has_tensors(given):
+        raise DataError(
+            f"{what} must be rows that can be counted and drawn, got an IterableDataset, which gives them one by one; "
+            "take as many as are needed: datasets.Dataset.from_list(list(rows.take(512)), features=rows.features)"
+        )
     if isinstance(given, datasets.Dataset):
         if not len(given):
             raise DataError(f"{what} must have at least one row, got an empty data set")
-        inputs = (
-            _of_inputs(model, given, processor) if columns is None and model.main_input_name in given.features else None
-        )
+        inputs = None
+        if columns is None and model.main_input_name in given.features:
+            inputs = _of_inputs(model, given, processor, predicted)
         fields = {
             **(settings or {}),
             **(usual_columns(given, task) if inputs is None and columns is None else columns or {}),
@@ -84,7 +90,12 @@ def batches_of(
     if isinstance(given, (list, tuple)) and any(isinstance(item, str) or _is_pair(item) for item in given):
         rows, fields = _of_texts(model, given, what, task)
         return _of_rows(model, rows, what, task, processor, {**(settings or {}), **fields}, judged=judged)
-    return _labelled(model, task, check_batches(model, given, what=what))
+    return _labelled(model, task, check_batches(model, given, predicts=predicted, what=what))
+
+
+def _has_tensors(rows: datasets.IterableDataset) -> bool:
+    """Return whether rows are tensors only, as those that `IterableDataset.batch` makes of the format torch are."""
+    return all(isinstance(value, Tensor) for row in rows.take(1) for value in row.values())
 
 
 def _is_pair(item: Any) -> bool:
@@ -122,18 +133,18 @@ def _labelled(model: PreTrainedModel, task: Task, batches: Iterable[Mapping[str,
     return [behaviour.canonical(model, batch) for batch in batches]
 
 
-def _of_inputs(model: PreTrainedModel, rows: datasets.Dataset, processor: Any) -> list[Batch]:
+def _of_inputs(model: PreTrainedModel, rows: datasets.Dataset, processor: Any, predicted: str) -> list[Batch]:
     """Return the batches of a data set whose columns are the model's inputs, padded if they differ in length."""
     accepted = inspect.signature(model.forward).parameters
     names = [name for name in rows.column_names if name in accepted or name in LABELS]
     tokenizer = getattr(processor, "tokenizer", processor)
     collate: Any = default_data_collator
     if hasattr(tokenizer, "pad"):
-        of_tokens = not predicts_labels(model) and any(
+        of_tokens = predicted not in CLASSIFIED and any(
             isinstance(rows.features[name], (list, datasets.List)) for name in names if name in LABELS
         )
         collate = (DataCollatorForSeq2Seq if of_tokens else DataCollatorWithPadding)(tokenizer)
-    for name in set(names) & set(LABELS) if predicts_labels(model) else ():
+    for name in set(names) & set(LABELS) if predicted in CLASSIFIED else ():
         feature = rows.features[name]
         if isinstance(feature, datasets.ClassLabel) or feature.dtype in STRINGS:
             numbers = read_labels(rows, column=name, config=model.config)
@@ -145,7 +156,7 @@ def _of_inputs(model: PreTrainedModel, rows: datasets.Dataset, processor: Any) -
     for batch in found:
         if is_token(pad, model.config) and {"input_ids", "attention_mask"} <= batch.keys():
             batch["input_ids"] = batch["input_ids"].where(batch["attention_mask"].bool(), pad)
-    return check_batches(model, found, what="batches")
+    return check_batches(model, found, predicts=predicted)
 
 
 def _of_rows(

@@ -44,7 +44,7 @@ class ImageTextReader(GenerationReader):
             pairs = [self.prompt_and_answer(texts[row], None if choices is None else choices.text[row]) for row in rows]
             answer_tokens = []
             for row, pair in zip(rows, pairs, strict=True):
-                ids, count = tokenise(*pair, tokenizer, end=not self.every_choice)
+                ids, count = tokenise(*pair, tokenizer, self.end)
                 check_answer(len(ids), count, row_name(samples, row), limit)
                 answer_tokens.append(count)
             encoded = self._encode([image for _, image in part], pairs, tokenizer)
@@ -64,8 +64,7 @@ class ImageTextReader(GenerationReader):
         return with_image_token(prompt, self.processor), answer
 
     def _encode(self, images: Sequence[PIL.Image.Image], pairs: Sequence[tuple[str, str]], tokenizer: Any) -> Batch:
-        end = not self.every_choice
-        texts = [prompt + answer_text(prompt, answer, tokenizer, end=end) for prompt, answer in pairs]
+        texts = [prompt + answer_text(prompt, answer, self.end) for prompt, answer in pairs]
         # Chat templates write the begin-of-text token themselves.
         special = not (tokenizer.bos_token and texts[0].startswith(tokenizer.bos_token))
         return dict(

@@ -145,16 +145,20 @@ def filled(row: Mapping[str, Any], *, prompt: str, answer: str) -> tuple[str, st
     return prompt.format_map(row), str(given)
 
 
-def answer_text(prompt: str, answer: str, tokenizer: Any, *, end: bool = True) -> str:
-    """Return what follows the prompt: a space if it ends in none, the answer, and with `end` the end-of-text token."""
-    last = (tokenizer.eos_token or "") if end else ""
-    if last and tokenizer("a", verbose=False)["input_ids"][-1:] == [tokenizer.eos_token_id]:
-        last = ""
-    return ("" if prompt[-1:].isspace() else " ") + answer + last
+def end_of_text(tokenizer: Any) -> str:
+    """Return what ends an answer: the end-of-text token, or nothing if there is none, or every text gets one anyway."""
+    last: str = tokenizer.eos_token or ""
+    ended = last and tokenizer("a", verbose=False)["input_ids"][-1:] == [tokenizer.eos_token_id]
+    return "" if ended else last
 
 
-def tokenise(prompt: str, answer: str, tokenizer: Any, *, end: bool = True) -> tuple[list[int], int]:
-    """Return the tokens of prompt and answer together, and how many at the end are the answer's.
+def answer_text(prompt: str, answer: str, end: str) -> str:
+    """Return what follows the prompt: a space if it ends in none, the answer, and its end."""
+    return ("" if prompt[-1:].isspace() else " ") + answer + end
+
+
+def tokenise(prompt: str, answer: str, tokenizer: Any, end: str) -> tuple[list[int], int]:
+    """Return the tokens of prompt, answer and its end together, and how many at the end are the answer's.
 
     A tokenizer may merge characters across the border between the two, so the answer begins at the first token that
     differs from the tokens of the prompt alone.
@@ -162,6 +166,6 @@ def tokenise(prompt: str, answer: str, tokenizer: Any, *, end: bool = True) -> t
     special = not (tokenizer.bos_token and prompt.startswith(tokenizer.bos_token))
     options: dict[str, Any] = {"add_special_tokens": special, "return_attention_mask": False, "verbose": False}
     alone = tokenizer(prompt, **options)["input_ids"]
-    ids = tokenizer(prompt + answer_text(prompt, answer, tokenizer, end=end), **options)["input_ids"]
+    ids = tokenizer(prompt + answer_text(prompt, answer, end), **options)["input_ids"]
     shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(alone, ids, strict=False)))
     return list(ids), len(ids) - shared

@@ -248,11 +248,28 @@ def _load_files(path: Path, cache: str) -> datasets.Dataset:
                 features = _column_types(parts, options)
             # `datasets` infers the type of a column chunk by chunk.
             options = {**options, **({"chunksize": None} if features is None else {"features": features})}
-        return _build(builder, [glob.escape(str(part)) for part in parts], cache, **options)
+        rows = _build(builder, [glob.escape(str(part)) for part in parts], cache, **options)
     except Exception as error:  # pandas, pyarrow, gzip: each raises its own kind
         raise DataError(
             f"{path} must be a readable {ending} file with at least one row, but: {_reason(error)}"
         ) from error
+    if builder == "json":
+        _refuse_nested(rows, path)
+    return rows
+
+
+def _refuse_nested(rows: datasets.Dataset, path: Path) -> None:
+    """Refuse a file that is an object with its rows in `data`, as those of SQuAD are."""
+    inside = getattr(rows.features.get("data"), "feature", None)
+    if len(rows) > 1 or not isinstance(inside, Mapping):
+        return
+    how = "datasets.load_dataset('json', data_files=..., field='data', split='train').to_json('rows.jsonl')"
+    if "paragraphs" in inside:
+        how = "a row for each question, with context, and answers as lists of text and answer_start"
+    raise DataError(
+        f"{path} must be a list of rows, or have one in each line, but it is one object with a list in 'data'; write "
+        f"the rows to a file of their own: {how}"
+    )
 
 
 def _column_types(files: Sequence[Path], options: Mapping[str, Any]) -> datasets.Features | None:

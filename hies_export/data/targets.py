@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from transformers import PreTrainedModel
@@ -38,11 +38,14 @@ TOKEN_PLACES = ("begins", "ends")
 ANSWER_KEYS = ("context", "answers")
 # Key of a batch whose labels are the dense model's own predictions, (rows,) bool.
 OWN_KEY = "own"
+# What is predicted for a sample as a whole, see `predicts`.
+Classified = Literal["classes", "labels", "numbers"]
+CLASSIFIED: tuple[str, ...] = get_args(Classified)
 # What a batch may have that no model takes.
 _NO_INPUTS = frozenset(("labels", *ROW_KEYS, JUDGED_KEY, *TOKEN_PLACES, *ANSWER_KEYS, OWN_KEY))
 
 
-def predicts(config: Any) -> Literal["classes", "labels", "numbers"]:
+def predicts(config: Any) -> Classified:
     """Return what a classifier's configuration makes of its logits, as the losses of transformers do.
 
     With "classes", the largest logit is the answer. With "labels" (multi_label_classification), each logit says by

@@ -20,7 +20,7 @@ from ..tasks import Behaviour
 from ..tasks.by_shape import BY_SHAPE
 from ..tasks.models import behaviour_of
 from .interval import CONFIDENCE, lower_share, ratio_ends, share_ends, variance_of_mean
-from .metrics import METRICS, check_metrics, find_metric, quality_loss, shared_entities
+from .metrics import METRICS, check_metrics, find_metric, quality_loss
 from .predict import Predictions, predict, references
 from .ranking import Ranked, RankedTexts, Rankings, RowsKind, kind_of_rows, ranked
 
@@ -28,10 +28,6 @@ logger = logging.getLogger(__name__)
 
 # The index that embeddings are judged on.
 Index = Literal["dense", "slim"] | None
-# Fields of `Rankings` that metrics are means of.
-_FIELDS = {"ndcg@10": "ndcg", "recall@10": "recall", "mrr@10": "mrr", "own_ndcg@10": "own_ndcg"}
-# Metrics that are ratios of sums over samples, by the function that gives both terms of each sample.
-_TERMS = {"own_entity_f1": shared_entities}
 
 
 @dataclass(frozen=True)
@@ -161,9 +157,9 @@ class Judge:
     def kept(self, predictions: Predictions) -> tuple[float, float]:
         """Return the share that is kept, and the lower end of its interval.
 
-        It is the share of predictions that equal the dense model's. If the first metric is of rankings or of shared
-        entities, it is that metric divided by the dense model's. The interval of that is `ratio_ends`, and for
-        correlations the percentile bootstrap's.
+        It is the share of predictions that equal the dense model's. If the first metric is of rankings or has `terms`,
+        it is that metric divided by the dense model's. The interval of that is `ratio_ends`, and without terms the
+        percentile bootstrap's.
         """
         return self._kept(predictions, self._scale)[:2]
 
@@ -178,26 +174,19 @@ class Judge:
     def _kept(self, predictions: Predictions, scale: float = 1.0) -> tuple[float, float, float]:
         """Return the share that is kept, and both ends of its interval for `scale` times the samples."""
         name = self.metrics[0]
-        if self._rows is None and name not in _TERMS:
+        terms = find_metric(name).terms
+        if terms is not None:
+            given, wanted, _ = self._inputs(name, predictions)
+            slim, dense = (torch.from_numpy(np.array(of, np.float64)) for of in terms(given, wanted))
+            low, high = ratio_ends(slim, dense, self.confidence, scale=scale)
+            return _ratio(name, dense.mean().item(), slim.mean().item()), low, high
+        if self._rows is None:
             same = self.agreement(predictions)
             low, differ = (lower_share(of, self.samples, self.confidence, scale=scale) for of in (same, ~same))
             return same.double().mean().item(), low, 1 - differ
-        if name in _FIELDS or name in _TERMS:
-            slim, dense = self._terms(name, predictions)
-            low, high = ratio_ends(slim, dense, self.confidence, scale=scale)
-            return _ratio(name, dense.double().mean().item(), slim.double().mean().item()), low, high
         share, drawn = self._resampled(name, predictions, _ratio, scale)
         low, high = np.quantile(drawn, ((1 - self.confidence) / 2, (1 + self.confidence) / 2)).tolist()
         return share, low, high
-
-    def _terms(self, name: str, predictions: Predictions) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the numbers of each sample whose means have the share as their ratio, (samples,) each."""
-        if name in _TERMS:
-            given, wanted, _ = self._inputs(name, predictions)
-            shared, named = map(torch.from_numpy, _TERMS[name](given, wanted))
-            return shared, named
-        slim, dense = (vars(self.rankings(of))[_FIELDS[name]] for of in (predictions, self.dense))
-        return slim, dense
 
     def lost(self, predictions: Predictions, *, resamples: int = 1000, seed: int = 0) -> tuple[float, float]:
         """Return how much worse the first metric is than the dense model's, and the upper end of its interval.

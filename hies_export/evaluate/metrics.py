@@ -19,6 +19,8 @@ from ..progress import quiet
 from .ranking import RowsKind
 
 Compute = Callable[..., float]
+# Gives, of what a metric compares, two numbers of each sample, (samples,) each; see `Metric.terms`.
+Terms = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,12 @@ class Metric:
     of: str
     compute: Compute  # the function, of predictions and references; NaN if the metric is undefined
     higher_is_better: bool = True  # whether more is better
+    title: str | None = None  # what readers know it by, if that is not its name
+    # The function whose means have, as their ratio, the share that is kept of what the dense model has. With it, such a
+    # share can be promised in place of a share of the predictions; for metrics of rankings, and those beside the dense
+    # model's predictions.
+    terms: Terms | None = None
+    counts: str | None = None  # what such a promise is over, such as "entities"; by default the metric itself
 
     @property
     def ranks(self) -> bool:
@@ -48,8 +56,16 @@ class Metric:
 METRICS: dict[str, Metric] = {}
 
 
-def register_metric(name: str, *, of: str, higher_is_better: bool = True) -> Callable[[Compute], Compute]:
-    """Register a function as a metric: decorate it, and recipes can name it.
+def register_metric(
+    name: str,
+    *,
+    of: str,
+    higher_is_better: bool = True,
+    title: str | None = None,
+    terms: Terms | None = None,
+    counts: str | None = None,
+) -> Callable[[Compute], Compute]:
+    """Register a function as a metric: decorate it, and recipes can name it. The options are fields of `Metric`.
 
     The function takes two arrays of one entry per sample and returns a number. It gets
 
@@ -73,7 +89,7 @@ def register_metric(name: str, *, of: str, higher_is_better: bool = True) -> Cal
     """
 
     def register(compute: Compute) -> Compute:
-        METRICS[name] = Metric(name, of, compute, higher_is_better)
+        METRICS[name] = Metric(name, of, compute, higher_is_better, title, terms, counts)
         return compute
 
     return register
@@ -85,7 +101,7 @@ def accuracy(predictions: np.ndarray, references: np.ndarray, num_labels: int | 
     return float(sklearn.metrics.accuracy_score(references, predictions))
 
 
-@register_metric("f1", of="classes")
+@register_metric("f1", of="classes", title="F1")
 def f1(predictions: np.ndarray, references: np.ndarray, num_labels: int | None = None) -> float:
     """Return the F1 of class 1 for two classes; for more, the mean of the F1 of every class that occurs (macro)."""
     classes = num_labels or max(np.max(predictions), np.max(references)) + 1
@@ -93,7 +109,7 @@ def f1(predictions: np.ndarray, references: np.ndarray, num_labels: int | None =
     return float(sklearn.metrics.f1_score(references, predictions, average=average, zero_division=0.0))
 
 
-@register_metric("matthews_correlation", of="classes")
+@register_metric("matthews_correlation", of="classes", title="Matthews correlation")
 def matthews_correlation(predictions: np.ndarray, references: np.ndarray, num_labels: int | None = None) -> float:
     """Return Matthews' correlation, in [-1, 1]; NaN if all predictions or all references are one class."""
     if _is_constant(predictions, references):
@@ -101,20 +117,20 @@ def matthews_correlation(predictions: np.ndarray, references: np.ndarray, num_la
     return float(sklearn.metrics.matthews_corrcoef(references, predictions))
 
 
-@register_metric("f1_micro", of="labels")
+@register_metric("f1_micro", of="labels", title="micro F1")
 def f1_micro(predictions: np.ndarray, references: np.ndarray) -> float:
     """Return the F1 over all labels of all samples together (micro); NaN if no label is predicted or right."""
     named = predictions.sum() + references.sum()
     return float(2 * (predictions & references).sum() / named) if named else math.nan
 
 
-@register_metric("subset_accuracy", of="labels")
+@register_metric("subset_accuracy", of="labels", title="subset accuracy")
 def subset_accuracy(predictions: np.ndarray, references: np.ndarray) -> float:
     """Return the share of samples whose predicted labels are exactly the reference's."""
     return float((predictions == references).all(-1).mean())
 
 
-@register_metric("pearson", of="numbers")
+@register_metric("pearson", of="numbers", title="Pearson")
 def pearson(predictions: np.ndarray, references: np.ndarray) -> float:
     """Return Pearson's correlation, in [-1, 1]; NaN if one side is constant."""
     if _is_constant(predictions, references):
@@ -122,7 +138,7 @@ def pearson(predictions: np.ndarray, references: np.ndarray) -> float:
     return float(scipy.stats.pearsonr(predictions, references).statistic)
 
 
-@register_metric("spearman", of="numbers")
+@register_metric("spearman", of="numbers", title="Spearman")
 def spearman(predictions: np.ndarray, references: np.ndarray) -> float:
     """Return Spearman's rank correlation, in [-1, 1]; NaN if one side is constant."""
     if _is_constant(predictions, references):
@@ -140,19 +156,19 @@ def perplexity(predictions: np.ndarray, references: np.ndarray) -> float:
     return float(np.exp(np.float64(math.fsum(predictions["nll"]) / references.sum())))
 
 
-@register_metric("token_accuracy", of="tokens")
+@register_metric("token_accuracy", of="tokens", title="token accuracy")
 def token_accuracy(predictions: np.ndarray, references: np.ndarray) -> float:
     """Return the share of label tokens that are the likeliest one at their place."""
     return float(predictions["right"].sum() / references.sum())
 
 
-@register_metric("exact_match", of="tokens")
+@register_metric("exact_match", of="tokens", title="exact matches")
 def exact_match(predictions: np.ndarray, references: np.ndarray) -> float:
     """Return the share of samples whose label tokens are all predicted: greedy decoding gives exactly the answer."""
     return float((predictions["right"] == references).mean())
 
 
-@register_metric("choice_accuracy", of="choices")
+@register_metric("choice_accuracy", of="choices", title="accuracy of choices")
 def choice_accuracy(predictions: np.ndarray, references: np.ndarray) -> float:
     """Return the share of questions whose right choice has the largest log-likelihood, summed over its tokens."""
     return float((predictions["likeliest"] == references).mean())
@@ -164,61 +180,66 @@ def choice_accuracy_norm(predictions: np.ndarray, references: np.ndarray) -> flo
     return float((predictions["per_character"] == references).mean())
 
 
-@register_metric("entity_f1", of="words")
+def shared_entities(predictions: np.ndarray, references: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return how many entities of each sample are on both sides, counted twice, and how many there are on either."""
+    return 2 * predictions["right"], predictions["found"] + references["entities"]
+
+
+@register_metric("entity_f1", of="words", title="entity F1")
 def entity_f1(predictions: np.ndarray, references: np.ndarray) -> float:
     """Return the F1 of all entities together (micro); one is right if its type and all its words are, as in seqeval."""
     shared, named = shared_entities(predictions, references)
     return float(shared.sum() / named.sum()) if named.any() else math.nan
 
 
-@register_metric("own_entity_f1", of="own words")
+@register_metric("own_entity_f1", of="own words", title="same entities (F1)", terms=shared_entities, counts="entities")
 def own_entity_f1(predictions: np.ndarray, references: np.ndarray) -> float:
     """Return the same F1 with the dense model's entities in place of labels: the share of entities that both find."""
     return entity_f1(predictions, references)
 
 
-def shared_entities(predictions: np.ndarray, references: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return how many entities of each sample are on both sides, counted twice, and how many there are on either."""
-    return 2 * predictions["right"], predictions["found"] + references["entities"]
-
-
-@register_metric("word_accuracy", of="words")
+@register_metric("word_accuracy", of="words", title="word accuracy")
 def word_accuracy(predictions: np.ndarray, references: np.ndarray) -> float:
     """Return the share of words whose class is right."""
     return float(predictions["words"].sum() / references["words"].sum())
 
 
-@register_metric("answer_f1", of="spans")
+@register_metric("answer_f1", of="spans", title="answer F1")
 def answer_f1(predictions: np.ndarray, references: np.ndarray) -> float:
     """Return the mean F1 of the words of answers, each beside the right one it shares most with, as SQuAD does."""
     return float(predictions["f1"].mean())
 
 
-@register_metric("answer_exact", of="spans")
+@register_metric("answer_exact", of="spans", title="exact answers")
 def answer_exact(predictions: np.ndarray, references: np.ndarray) -> float:
     """Return the share of answers with all the words of a right one, as SQuAD compares them."""
     return float(predictions["exact"].mean())
 
 
-@register_metric("ndcg@10", of="ranking")
+def _of_both(field: str) -> Terms:
+    """Return what gives a number of each query, of the model and of the dense one."""
+    return lambda predictions, references: (predictions[field], references[field])
+
+
+@register_metric("ndcg@10", of="ranking", title="nDCG@10", terms=_of_both("ndcg"))
 def ndcg(predictions: np.ndarray, references: np.ndarray) -> float:
     """Return the mean nDCG@10 of the queries."""
     return float(predictions["ndcg"].mean())
 
 
-@register_metric("recall@10", of="ranking")
+@register_metric("recall@10", of="ranking", terms=_of_both("recall"))
 def recall(predictions: np.ndarray, references: np.ndarray) -> float:
     """Return the share of the relevant documents that are among the first 10, as a mean of the queries."""
     return float(predictions["recall"].mean())
 
 
-@register_metric("mrr@10", of="ranking")
+@register_metric("mrr@10", of="ranking", title="MRR@10", terms=_of_both("mrr"))
 def mrr(predictions: np.ndarray, references: np.ndarray) -> float:
     """Return the mean of 1 / rank of the first relevant document, 0 beyond rank 10."""
     return float(predictions["mrr"].mean())
 
 
-@register_metric("own_ndcg@10", of="own ranking")
+@register_metric("own_ndcg@10", of="own ranking", title="nDCG@10 against the dense ranking", terms=_of_both("own_ndcg"))
 def own_ndcg(predictions: np.ndarray, references: np.ndarray) -> float:
     """Return the mean nDCG@10 of the queries with the dense model's own scores as gains."""
     return float(predictions["own_ndcg"].mean())
@@ -235,16 +256,14 @@ def find_metric(name: str) -> Metric:
 _ERRORS = frozenset({"brier_score", "mae", "mape", "mase", "mse", "smape"})
 
 
-# Metrics of rankings whose usual names differ from those in a recipe.
-_TITLES = {"ndcg@10": "nDCG@10", "mrr@10": "MRR@10", "own_ndcg@10": "nDCG@10 against the dense ranking"}
-_TITLES |= {"own_entity_f1": "same entities (F1)"}
-# What such metrics count, as a promise of a share says it.
-COUNTED = {"own_entity_f1": "entities"}
-
-
 def title_of(name: str) -> str:
-    """Return the name of a metric as a reader knows it: "nDCG@10" for ndcg@10, and most as they are."""
-    return _TITLES.get(name, name)
+    """Return the name of a metric as a reader knows it: "nDCG@10" for ndcg@10. Unknown ones have only the one."""
+    return (name in METRICS and METRICS[name].title) or name
+
+
+def counted_by(name: str | None) -> str | None:
+    """Return what a promise of a share of a metric is over, "entities"; None if it is over the metric itself."""
+    return METRICS[name].counts if name in METRICS else None
 
 
 def higher_is_better(name: str) -> bool:

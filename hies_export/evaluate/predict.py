@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,6 @@ from transformers import PreTrainedModel
 
 from .. import processes
 from ..data.batches import Batch
-from ..data.targets import inputs_of
 from ..errors import DataError, NonFiniteError
 from ..model.modes import evaluating, output_alone
 from ..model.threads import threads_for
@@ -32,12 +32,9 @@ def predict(model: Any, batches: Sequence[Batch], *, progress: Progress = SILENT
 
     Returns the logits, (samples, labels), float32, on the CPU, or what the model's behaviour makes of them.
     """
-    device, behaviour = next(model.parameters()).device, behaviour_of(model)
+    behaviour = behaviour_of(model)
     _check(batches, behaviour)
-
-    def forward(batch: Batch) -> torch.Tensor:
-        return behaviour.output(model(**{key: value.to(device) for key, value in inputs_of(batch).items()}))
-
+    forward = partial(behaviour.prediction, model)
     with evaluating(model), output_alone(model), torch.inference_mode(), threads_for(model, batches):
         kept = _kept(forward, progress.track(processes.share(batches), "predict"), len(batches), behaviour)
     return behaviour.joined(_in_order(kept, len(batches)), batches)

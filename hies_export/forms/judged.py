@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from pydantic import FiniteFloat
@@ -54,6 +54,7 @@ class JudgedForm:
             slim part's.
         bytes: Size of the exported file; None if the runtime reads no export.
         quality: The first metric.
+        metrics: All metrics, by name.
         stability: Share of predictions that equal the dense model's.
         stability_low, stability_high: Ends of its 95 % interval.
         times: A row for each shape and phase. For the first form, its control's.
@@ -68,6 +69,7 @@ class JudgedForm:
     quality: float
     stability: Share
     times: list[FormTime]
+    metrics: Mapping[str, float] = field(default_factory=dict)
     stability_low: Share | None = None
     stability_high: Share | None = None
     kept: Ratio | None = None
@@ -97,6 +99,7 @@ def _judged(form: Form, judge: Judge, held_out: Judge | None) -> JudgedForm:
         bits=str(form.bits),
         bytes=form.bytes,
         quality=quality.metrics[judge.metrics[0]],
+        metrics=quality.metrics,
         stability=quality.stability,
         times=[],
         stability_low=low,

@@ -224,6 +224,17 @@ def hub_is_switched_off() -> bool:
     return constants.is_offline_mode()
 
 
+def commit_of(path: str | Path) -> str | None:
+    """Return the commit of a file or folder in the Hub's cache; None for one elsewhere.
+
+    Configs had it before transformers 5.24.
+
+    Source: https://huggingface.co/docs/huggingface_hub/guides/manage-cache
+    """
+    found = re.search(r"/models--[^/]+/snapshots/([^/]+)", Path(path).as_posix())
+    return None if found is None else found[1]
+
+
 @contextmanager
 def hub_switched_off() -> Iterator[None]:
     """Keep the clients of models and data sets from asking the Hub inside the block, without repeated messages.
@@ -425,6 +436,27 @@ def share_tensors(model: nn.Module, other: nn.Module) -> None:
             place = model.get_submodule(name)
             place._parameters.update(module._parameters)
             place._buffers.update(module._buffers)
+
+
+def without_compiler(model: Any) -> Any:
+    """Return the model that `torch.compile` was given to make this one; other models as they are."""
+    return getattr(model, "_orig_mod", model)
+
+
+@contextmanager
+def uncompiled(model: nn.Module) -> Iterator[None]:
+    """Run modules that were compiled by their own method `compile` as they are, inside the block.
+
+    Compiled ones ignore hooks that they had not yet when they ran first.
+    """
+    before = [(module, module._compiled_call_impl) for module in model.modules() if module._compiled_call_impl]
+    for module, _ in before:
+        module._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for module, call in before:
+            module._compiled_call_impl = call
 
 
 def compile_many_shapes(most: int) -> None:

@@ -10,7 +10,6 @@ import torch
 from transformers import PreTrainedModel
 
 from ..data.batches import Batch
-from ..data.targets import inputs_of
 from ..errors import RequestError, listed, quoted, refusing
 from ..forms.measure.shapes import check_runs
 from ..model.classes import ClassNames
@@ -68,10 +67,9 @@ def _check_padding_token(model: PreTrainedModel, batches: Sequence[Batch]) -> No
 
 def _predicted(model: PreTrainedModel, batch: Batch, behaviour: Behaviour) -> torch.Tensor:
     """Return the prediction of a batch, or refuse a model that fails on data: a device and a dtype refuse more."""
-    device = next(model.parameters()).device
     must = f"a model must run on the calibration rows, but {type(model).__name__} does not"
     with refusing(must), evaluating(model), output_alone(model), torch.inference_mode():
-        output = behaviour.output(model(**{key: value.to(device) for key, value in inputs_of(batch).items()}))
+        output = behaviour.prediction(model, batch)
     if not output.isfinite().all():
         wrong = [name for name, parameter in model.named_parameters() if not parameter.isfinite().all()]
         if wrong:

@@ -328,21 +328,18 @@ class Chooser:
     def promise(self, asked: KeepBudget, confidence: float = CONFIDENCE) -> KeepOutcome:
         """Return what is promised on the held-out rows: of rankings or entities, the share of a metric."""
         rows = self._prepared.rows.held_out
-        kind, metric, index = self._kind(rows), asked.metric, asked.index
-        if index is not None and kind not in ("queries", "texts"):
+        kind, index = self._kind(rows), asked.index
+        searched = kind in ("queries", "texts")
+        if index is not None and not searched:
             raise RequestError(
                 "keep.index says which vectors of documents queries search, and only embeddings of queries and "
                 "documents, or of texts alone, have these; leave it out"
             )
-        first = self._prepared.judged.metrics[0]
-        if not keeps_predictions(kind) or METRICS[first].own:
-            metric = metric or first
-            index = index or ("dense" if kind in ("queries", "texts") else None)
         return KeepOutcome(
             predictions=asked.predictions,
-            metric=metric,
+            metric=self._prepared.judged.promised(asked.metric, kind),
             by=asked.by,
-            index=index,
+            index=index or ("dense" if searched else None),
             samples=samples_of(rows),
             confidence=confidence,
             # What a language model predicts may be answers or choices.

@@ -24,7 +24,6 @@ from ..data.targets import samples_of
 from ..errors import HiesError, OutputExistsError, PlanError, RequestError
 from ..evaluate.interval import confidence_of_each, rows_needed
 from ..evaluate.judge import Judge
-from ..evaluate.metrics import title_of
 from ..evaluate.predict import predict
 from ..forms.cascade.export import CascadeOptions
 from ..forms.cascade.facts import SizeTried
@@ -228,9 +227,8 @@ class Search:
             self._best = min(self._best, (way.dense_ratio or 1.0) * left)
         if len(self._journal) > known:  # and not for the way before this one, or before an interruption
             best = "" if self._best == math.inf else f"; best so far: about {self._best:.2f} of the time"
-            metric = trial.promise.metric if isinstance(trial.promise, KeepOutcome) else None
-            kept = "of the answers stay" if metric is None else f"of {title_of(metric)} stays"
-            shown = f"{100 * found:.2f} % {kept}, at least {100 * low:.2f} %"
+            assert isinstance(trial.promise, KeepOutcome)
+            shown = f"{100 * found:.2f} % {trial.promise.stays}, at least {100 * low:.2f} %"
             self._progress.stage(f"{left:.2f} of the FLOPs on {trial.runtime}: {shown}{best}")
         return found, low
 

@@ -15,7 +15,7 @@ from ..errors import RecipeError, RequestError
 from ..evaluate.interval import CONFIDENCE, FAILURES, confidence_of_each, queries_needed, rows_needed
 from ..evaluate.metrics import METRICS
 from ..evaluate.predict import Predictor, predict
-from ..evaluate.ranking import keeps_predictions, kind_of_rows
+from ..evaluate.ranking import RowsKind, keeps_predictions, kind_of_rows
 from ..forms.exports import Exporter, ExportOptions
 from ..forms.form import predictor
 from ..forms.measure.shapes import check_shapes, model_shapes
@@ -49,6 +49,20 @@ class Judged:
 
     metrics: tuple[str, ...]
     behaviour: Behaviour
+
+    def promised(self, asked: str | None, kind: RowsKind | None) -> str | None:
+        """Return the metric of which a promise keeps a share; None if it keeps a share of the predictions.
+
+        `asked` is the metric that it names, if it does, and `kind` what the held-out rows are to each other.
+        """
+        first = self.metrics[0]
+        of_first = not keeps_predictions(kind) or METRICS[first].terms is not None
+        return first if asked is None and of_first else asked
+
+
+def needed_rows(share: float, metric: str | None, confidence: float) -> int:
+    """Return how many held-out rows can confirm that a share is kept: of the predictions, or of a metric."""
+    return (rows_needed if metric is None else queries_needed)(share, confidence)
 
 
 @dataclass(frozen=True)
@@ -165,10 +179,8 @@ def _check_enough_rows(prepared: Prepared, options: PruneSection) -> None:
     if keep is None or keep.predictions is None:
         return
     kind = kind_of_rows(prepared.rows.held_out, embeds=prepared.task.embeds)
-    needed_for, what = (rows_needed, "rows") if keeps_predictions(kind) else (queries_needed, "queries")
-    if keep.metric is not None and METRICS[keep.metric].own:  # judged by the same interval as rankings
-        needed_for = queries_needed
-    if count < (needed := needed_for(keep.predictions, confidence_of_each(FAILURES))):
+    metric, what = prepared.judged.promised(keep.metric, kind), "rows" if keeps_predictions(kind) else "queries"
+    if count < (needed := needed_rows(keep.predictions, metric, confidence_of_each(FAILURES))):
         raise RequestError(
             f"keep: {keep.predictions:g} can be promised with {100 * CONFIDENCE:g} % confidence from {needed:,} "
             f"held-out {what} or more, and there are {count:,}; raise keep.samples, give more rows, or ask for less"

@@ -32,6 +32,7 @@ from ..forms.onnx.quantize import Quantize, export_in_bits
 from ..forms.onnx.served import export_served
 from ..forms.runtimes.base import Provider
 from ..forms.runtimes.registry import check_dtypes, check_one_graph, check_runtime
+from ..model.internals import uncompiled, without_compiler
 from ..model.modes import evaluating
 from ..model.sentence import TextEncoder
 from ..progress import SILENT, Clock, Progress, without_reports
@@ -297,7 +298,8 @@ def prune(
     hundred are enough.
 
     Objects of sentence-transformers are taken too: a SentenceTransformer with a list of texts, or a CrossEncoder with a
-    list of pairs. The model of the result is then a new object of the same class.
+    list of pairs. The model of the result is then a new object of the same class. That of a compiled model is not
+    compiled.
 
     Args:
         model: A model that classifies or regresses texts or images, or generates text, also from images or speech; a
@@ -360,7 +362,7 @@ def prune(
         **{"keep_layers": keep_layers, "multiple_of": multiple_of, "steps": steps, "compensation": compensation},
     }
     asked, comparison = _asked(options, plan), _comparison(evaluation or {})
-    given = unwrap(model, embedding)
+    given = unwrap(without_compiler(model), embedding)
     model, processor = given.model, processor or given.processor
     task = task_of(model)
     check_in_memory(model)
@@ -375,7 +377,7 @@ def prune(
         check_runtime(timed.runtime, task=task)
         check_one_graph([timed.runtime], task)
         check_dtypes([] if timed.dtype is None else [timed.dtype], [timed.runtime])
-    with evaluating(model):
+    with evaluating(model), uncompiled(model):
         prepared = prepare(
             model,
             rows,

@@ -127,7 +127,7 @@ def _details(done: Finished, command: str | None) -> Details:
         **({"deployment": deployed.deployment} if deployed.deployment else {}),
         **({"cascade": deployed.cascade[1]} if deployed.cascade else {}),
         data=_data_facts(done),
-        run=asdict(RunRecord.of(asked, command=command, commit=getattr(prepared.model.config, "_commit_hash", None))),
+        run=asdict(RunRecord.of(asked, command=command, commit=done.resolved.source.commit)),
     )
 
 

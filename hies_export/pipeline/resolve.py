@@ -25,7 +25,7 @@ from ..data.reader import Columns, Reader
 from ..data.rows import taken_from
 from ..data.targets import samples_of
 from ..data.tokens import settle_padding
-from ..evaluate.interval import confidence_of_each, queries_needed, rate_rows_needed, rows_needed
+from ..evaluate.interval import confidence_of_each, rate_rows_needed
 from ..evaluate.lm_eval import check_benchmarks
 from ..evaluate.metrics import METRICS, check_metrics
 from ..evaluate.ranking import RowsKind
@@ -41,7 +41,7 @@ from ..recipe import FLOPS_TO_TRY, PruneSection, PruningRecipe
 from ..recipe.draws import Drawn, Draws, Splits, draw, evaluated
 from ..report.provenance import Request
 from ..tasks import COLUMNS, TASKS, Behaviour
-from .prepare import Judged, Prepared, Rows, check_options, prepare, shapes_to_measure
+from .prepare import Judged, Prepared, Rows, check_options, needed_rows, prepare, shapes_to_measure
 
 # Rows that `deploy` makes a promise on; more narrow the interval, and every cut takes longer to judge.
 HELD_OUT = 1024
@@ -93,8 +93,8 @@ def resolve(
     found = _Found.of(recipe)
     task, config = TASKS[recipe.task], found.config
     behaviour = _behaviour(recipe, config)
-    splits = _splits(recipe, behaviour, promising=draws is None)
     judged = Judged(_metrics(recipe, behaviour), behaviour)
+    splits = _splits(recipe, judged if draws is None else None)
     names = _checked_runtimes(recipe, runtimes_of(recipe, runtimes))
     measure = MeasureOptions(_ways(recipe, names), recipe.measure.timing)
     check_device_map(recipe.device_map)
@@ -159,19 +159,16 @@ def _batches(recipe: PruningRecipe, reader: Reader, judging: Reader, drawn: Draw
     )
 
 
-def _splits(recipe: PruningRecipe, behaviour: Behaviour, *, promising: bool = False) -> Splits:
-    """Return the splits that a recipe reads; if it makes a promise, with rows held out for that."""
+def _splits(recipe: PruningRecipe, judged: Judged | None = None) -> Splits:
+    """Return the splits that a recipe reads; with what it is `judged` by, with rows held out for a promise."""
     splits = Splits(recipe.data, recipe.calibration, recipe.evaluation, recipe.held_out)
     task = TASKS[recipe.task]
-    if not promising or task.generative:
+    if judged is None or task.generative:
         return splits
     if recipe.deploy is not None:
-        keep = recipe.deploy.keep
-        if _kind_of_rows(recipe) is not None:
-            needed = queries_needed(keep, confidence_of_each(LOOKS))
-            return splits.promising(needed, f"{100 * keep:g} %", most=HELD_OUT)
-        needed, with_cascades = (rows_needed(keep, confidence_of_each(n)) for n in (LOOKS, LOOKS_WITH_CASCADES))
-        better = with_cascades if task.cascades and behaviour.predicts == "classes" else 0
+        keep, metric = recipe.deploy.keep, judged.promised(None, _kind_of_rows(recipe))
+        needed, with_cascades = (needed_rows(keep, metric, confidence_of_each(n)) for n in (LOOKS, LOOKS_WITH_CASCADES))
+        better = with_cascades if task.cascades and judged.behaviour.predicts == "classes" else 0
         return splits.promising(needed, f"{100 * keep:g} %", most=HELD_OUT, better=better)
     if (asked := recipe.cascade) is not None:
         needed = rate_rows_needed(asked.disagreement, confidence_of_each(len(recipe.shares)))
@@ -208,7 +205,7 @@ def rows_in_order(recipe: PruningRecipe) -> Callable[[int], list[Batch]]:
     """Return a function of a batch size that gives batches of the first 512 evaluation rows, in their order."""
     found = _Found.of(recipe)
     reader = _reader(recipe, found, load_processor(found.encoder, task=TASKS[recipe.task], **found.hub))
-    splits = _splits(recipe, _behaviour(recipe, found.config))
+    splits = _splits(recipe)
     rows = evaluated(splits, partial(reader.load, name=recipe.data.name, files=recipe.data.files))
     return _in_order(reader, rows)
 

@@ -150,11 +150,10 @@ def _run_found(
     refuse_existing(recipe.output, overwrite=overwrite, inputs=recipe.inputs)
     progress.stage("load the model and the data")
     resolved = resolve(recipe)
-    commit = getattr(resolved.prepared.model.config, "_commit_hash", None)
     with (
         output_folder(recipe.output, overwrite=overwrite) as folder,
         tempfile.TemporaryDirectory(dir=folder) as temporary,
-        CutJournal(resolved.request, commit) as journal,
+        CutJournal(resolved.request, resolved.source.commit) as journal,
     ):
         if journal.found:
             progress.stage(f"resume: {journal.found} cuts were judged before; their results are in {journal.path}")

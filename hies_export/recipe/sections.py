@@ -50,11 +50,11 @@ def _known_metric(name: str) -> str:
 
 
 def _may_be_shared(metric: Any) -> bool:
-    """Return whether a share of a metric may be promised: of rankings, or beside the dense model's predictions."""
+    """Return whether a share of a metric may be promised."""
     from ..evaluate.metrics import METRICS
 
     found = METRICS.get(metric) if isinstance(metric, str) else None
-    return found is not None and (found.ranks or found.own)
+    return found is not None and (found.ranks or found.terms is not None)
 
 
 ShareOfDense = Annotated[float, AfterValidator(_share_of_dense)]

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import statistics
 
-from ..evaluate.metrics import COUNTED, METRICS, quality_loss, title_of
+from ..evaluate.metrics import METRICS, counted_by, quality_loss, title_of
 from ..forms.judged import deciding_step, relative_times
 from ..forms.measure.rows import LatencyRow
 from .outcomes import CostOutcome, HeadsOutcome, KeepOutcome, MaxDropOutcome
 from .report import Report
 from .rows import form_step
 from .text import evaluated_share, keeps_metric, runtime_name
-
-# Metrics whose names in a sentence differ from those in a recipe.
-_WRITTEN = {"pearson": "Pearson", "spearman": "Spearman", "f1": "F1", "matthews_correlation": "Matthews correlation"}
-_WRITTEN |= {"choice_accuracy": "accuracy of choices", "exact_match": "exact matches"}
-_WRITTEN |= {"entity_f1": "entity F1"}
-_WRITTEN |= {"f1_micro": "micro F1", "subset_accuracy": "subset accuracy"}
 
 
 def lead_text(report: Report) -> str:
@@ -122,7 +116,7 @@ def _agreement(report: Report) -> str:
 def _ranking(report: Report) -> str:
     """Return the first metric of rankings, the share that stays, and the index that queries search, on both indices."""
     metric, dense, (_, quality) = report.quality.metric, report.quality.dense, _judged(report)
-    name, numbers = _WRITTEN.get(metric, title_of(metric)), f"{_number(dense)} → {_number(quality)}"
+    name, numbers = title_of(metric), f"{_number(dense)} → {_number(quality)}"
     assert report.ranking is not None
     of = METRICS[metric].of if metric in METRICS else ""
     index = " with your index as it is" if "dense_index" in report.ranking and "ranking" in of else ""
@@ -148,12 +142,12 @@ def _embedded_again(report: Report) -> float | None:
 def _quality(report: Report) -> str:
     """Return the first metric of the dense model and of the one that the sentence names; empty without labels."""
     metric, (_, quality) = report.quality.metric, _judged(report)
-    if metric in COUNTED:
+    if (counted := counted_by(metric)) is not None:
         # Not all, so never rounded to all.
-        return f"{min(100 * quality, 99.9):.1f} % of the {COUNTED[metric]}" if quality < 1 else f"all {COUNTED[metric]}"
+        return f"{min(100 * quality, 99.9):.1f} % of the {counted}" if quality < 1 else f"all {counted}"
     if not report.details.data.evaluation_labelled:
         return ""
-    return f"{_WRITTEN.get(metric, metric)} {_number(report.quality.dense)} → {_number(quality)}"
+    return f"{title_of(metric)} {_number(report.quality.dense)} → {_number(quality)}"
 
 
 def _number(value: float) -> str:
@@ -166,8 +160,8 @@ def _promise(report: Report, metric: str | None, promised: float | None, kept: f
 
     It says over what, if the promise is not over predictions or a `metric` that the sentence names.
     """
-    over = COUNTED.get(metric, "") if metric else f"{report.details.stability_of}s"
-    text = f"promise{f' over {over}' if over not in ('', 'predictions') else ''} kept on held-out rows"
+    over = counted_by(metric) if metric else f"{report.details.stability_of}s"
+    text = f"promise{f' over {over}' if over not in (None, 'predictions') else ''} kept on held-out rows"
     return text if promised is None or kept is None or kept >= promised else f"{text}, missed on those evaluated"
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ..evaluate.interval import CONFIDENCE
 from ..evaluate.judge import Judge
-from ..evaluate.metrics import COUNTED, quality_loss, title_of
+from ..evaluate.metrics import counted_by, quality_loss, title_of
 from ..evaluate.predict import Predictions
 from ..forms.measure.counts import Both, FlopCount
 from ..forms.measure.rows import LatencyRow
@@ -246,9 +246,18 @@ class KeepOutcome(PromiseOutcome):
     def what(self) -> str:
         """What is kept: "the predictions", "the sentences" or "the entities", or the metric with its index."""
         index = {None: "", "dense": " with your index as it is", "slim": " with everything re-embedded"}
-        if self.metric is None or (self.metric in COUNTED and self.by is None):
-            return f"the {COUNTED.get(self.metric or '', f'{self.word}s')}"
-        return f"{title_of(self.metric)}{index[self.index]}"
+        return self._counted or f"{title_of(str(self.metric))}{index[self.index]}"
+
+    @property
+    def stays(self) -> str:
+        """That it stays, after a share in percent: "of the sentences stay", "of nDCG@10 stays"."""
+        return f"of {self._counted} stay" if self._counted else f"of {title_of(str(self.metric))} stays"
+
+    @property
+    def _counted(self) -> str | None:
+        """The things of which a share stays; None if the promise is about the value of a metric."""
+        counted = f"{self.word}s" if self.metric is None else counted_by(self.metric)
+        return None if counted is None or self.by is not None else f"the {counted}"
 
     @property
     def found(self) -> str:

@@ -96,7 +96,8 @@ def comparison_table(report: Report) -> Table:
     """
     quality, ranking = report.quality, report.ranking
     labelled = report.details.data.evaluation_labelled
-    before, shown = report.details.uncompensated, shown_metrics(ranking) | {*filter(text.is_own, report.metrics)}
+    before, shown = report.details.uncompensated, shown_metrics(ranking)
+    first = next((name for name in report.metrics if not text.is_own(name)), None)
     rows = [
         *(
             (name, f"{units.total:,}", f"{units.kept:,}", change(units.total, units.kept))
@@ -104,7 +105,7 @@ def comparison_table(report: Report) -> Table:
         ),
         *(size[:4] for size in size_rows(report)),
         *([("GGUF file", "", si(report.bytes.gguf) + "B", "")] if report.bytes.gguf else []),
-        *([quality_row(quality.metric, quality)] if labelled and quality.metric not in shown else []),
+        *([quality_row(title_of(first), report.metrics[first])] if labelled and first and first not in shown else []),
         *([] if ranking else [(agreement(report), "", f"{report.stability:.1%}", ""), *own_rows(report.metrics)]),
         *ranking_rows(ranking, report.metrics),
         *(quality_row(name, values) for name, values in report.details.benchmarks.items()),
@@ -120,7 +121,7 @@ def comparison_table(report: Report) -> Table:
 # What reports show of rankings: number in report.json -> name, and the metric that it is for both models.
 _RANKING = {
     "ndcg": (title_of("ndcg@10"), "ndcg@10"),
-    "spearman": ("Spearman", "spearman"),
+    "spearman": (title_of("spearman"), "spearman"),
     "own_ndcg": (title_of("own_ndcg@10"), "own_ndcg@10"),
     "top1": (f"same {FIRST_HIT}", None),
     "cosine": ("cosine to the dense embedding", None),
@@ -230,8 +231,9 @@ def quality_table(report: Report) -> Table:
 
 
 def forms_table(report: Report) -> Table | None:
-    """Return both models in float32 and in fewer bits, with size, agreement and times; None if there are no such forms.
+    """Return both models in float32 and in fewer bits, with what they keep, metrics and times; None without such forms.
 
+    Without labels, a metric says no more than the agreement, unless it is one beside the dense model's predictions.
     Times are ratios to the first form, whose own time is in the header; its row has the control.
     """
     forms = report.details.forms
@@ -241,8 +243,10 @@ def forms_table(report: Report) -> Table | None:
         "": partial(form_name, forms=forms),
         "file": lambda form: "" if form.bytes is None else f"{si(form.bytes)}B",
         agreement(report): lambda form: f"{form.stability:.1%}",
-        title_of(report.quality.metric): lambda form: f"{form.quality:.4f}",
     }
+    labelled, first = report.details.data.evaluation_labelled, report.quality.metric
+    told = [name for name in dict.fromkeys((first, *forms[0].metrics)) if labelled or text.is_own(name)]
+    columns |= {title_of(name): partial(_form_metric, name=name, first=first) for name in told or [first]}
     if any(form.at_least is not None for form in forms):
         columns["held out ≥"] = lambda form: "" if form.at_least is None else f"{form.at_least:.2%}"
     columns |= {
@@ -264,6 +268,11 @@ def form_step(time: FormTime | LatencyRow) -> str:
     if time.phase == "rows":
         return f"{time.batch} {'row' if time.batch == 1 else 'rows'}"
     return f"{time.batch} x {time.sequence}" + ("" if time.phase == "forward" else f" {time.phase}")
+
+
+def _form_metric(form: JudgedForm, name: str, first: str) -> str:
+    value = form.quality if name == first else form.metrics[name]
+    return f"{value:.1%}" if name in METRICS and METRICS[name].counts else f"{value:.4f}"
 
 
 def _form_ratio(form: JudgedForm, step: int) -> str:

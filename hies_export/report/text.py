@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..data.facts import DataFacts
-from ..evaluate.metrics import COUNTED, METRICS, higher_is_better, title_of
+from ..evaluate.metrics import METRICS, higher_is_better, title_of
 from ..forms.measure.rows import LatencyRow
 from ..tasks import TASKS
 from .outcomes import CostOutcome, KeepOutcome, MaxDropOutcome
@@ -97,8 +97,9 @@ def samples_word(report: Report) -> str:
 
 
 def keeps_metric(report: Report) -> bool:
-    """Return whether what is kept is a share of the first metric: of rankings, or beside the dense predictions."""
-    return report.ranking is not None or is_own(report.quality.metric)
+    """Return whether what is kept is a share of the first metric."""
+    metric = METRICS.get(report.quality.metric)
+    return report.ranking is not None or (metric is not None and metric.terms is not None)
 
 
 def is_own(metric: str) -> bool:
@@ -162,12 +163,10 @@ def _keep_text(report: Report, budget: KeepOutcome) -> str:
         return text
     apart = kept - budget.predictions
     side = "above" if apart >= 0 else "below"
-    where, stay = "Of the evaluated rows", "stay"
-    if budget.metric is not None:
-        where, stay = f"On the evaluated {samples_word(report)}", f"of {title_of(budget.metric)} stays"
-        if budget.metric in COUNTED:
-            stay = f"of the {COUNTED[budget.metric]} stay"
-    return f"{text} {where}, {100 * kept:.2f} % {stay}, {100 * abs(apart):.2f} points {side} the promise."
+    return (
+        f"{text} On the evaluated {samples_word(report)}, {100 * kept:.2f} % {budget.stays}, "
+        f"{100 * abs(apart):.2f} points {side} the promise."
+    )
 
 
 def evaluated_share(report: Report, metric: str | None = None, index: str | None = None) -> float | None:

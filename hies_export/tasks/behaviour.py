@@ -81,6 +81,13 @@ class Behaviour(ABC):
         """Return, of the outputs of a model, the one that is its prediction."""
         return stacked([getattr(found, name) for name in self.output_names])
 
+    def prediction(self, model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return what a model predicts for a batch, on the model's device; its labels are left out."""
+        from ..data.targets import inputs_of
+
+        device = next(model.parameters()).device
+        return self.output(model(**{key: value.to(device) for key, value in inputs_of(batch).items()}))
+
     def canonical(self, model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return a batch that a user gave as readers give it: what is to be predicted is in `labels`."""
         return dict(batch)

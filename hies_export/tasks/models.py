@@ -19,8 +19,7 @@ def task_of(model: Any) -> Task:
     """Return what a model in memory predicts."""
     if not isinstance(model, PreTrainedModel):
         raise RequestError(
-            f"the model must be a PreTrainedModel of transformers, got {type(model).__name__}; of PEFT, pass what "
-            "merge_and_unload() returns"
+            f"the model must be a PreTrainedModel of transformers, got {type(model).__name__}; {_remedy(model)}"
         )
     refuse_adapters(model)
     by_torch = any(type(module).__module__.startswith("torch.ao.nn.") for module in model.modules())
@@ -36,6 +35,15 @@ def task_of(model: Any) -> Task:
             f"{type(model).__name__}; load it with the head that it was fine-tuned with"
         )
     return task
+
+
+def _remedy(model: Any) -> str:
+    """Return what to pass in place of what is no model of transformers."""
+    if isinstance(getattr(model, "module", None), PreTrainedModel):  # DataParallel, and others for several GPUs
+        return "pass the model inside it, model.module"
+    if type(model).__module__.partition(".")[0] == "peft":
+        return "pass what merge_and_unload() returns"
+    return "load one with from_pretrained"
 
 
 def refuse_adapters(model: PreTrainedModel) -> None:

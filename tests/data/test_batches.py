@@ -11,17 +11,22 @@ from torch.utils.data import DataLoader
 from transformers import BatchEncoding, BatchFeature, PreTrainedModel
 
 from hies_export import DataError, find_modules
-from hies_export.data.batches import by_length, check_batches
+from hies_export.data.batches import Batch, by_length, check_batches
 from hies_export.data.given import batches_of
 from hies_export.data.targets import batches_fingerprint, samples_of, size_of
 from hies_export.model.tokens import count_tokens, first_samples
 from hies_export.tasks import TASKS
+from hies_export.tasks.models import behaviour_of
 
 MODELS = {"bert": bert, "regression": lambda: bert(num_labels=1), "vit": vit, "lm": causal_lm, "llava": llava}
 IDS = torch.arange(12).view(3, 4) + 5
 PIXELS = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0]])
 TEXT_AND_IMAGE = {"input_ids": torch.cat([torch.full((3, 16), 4), IDS], dim=1), "pixel_values": PIXELS}
+
+
+def check(model: PreTrainedModel, batches: Any, **options: Any) -> list[Batch]:
+    return check_batches(model, batches, predicts=behaviour_of(model).predicts, **options)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +53,7 @@ def test_any_mapping_of_tensors_is_read(
     models: dict[str, PreTrainedModel], name: str, batch: dict[str, torch.Tensor], tokens: int, kind: type
 ) -> None:
     model = models[name]
-    (checked,) = check_batches(model, [kind(batch)])
+    (checked,) = check(model, [kind(batch)])
     assert type(checked) is dict
     assert all(torch.equal(checked[key], batch[key]) for key in batch)
     assert (size_of(checked), samples_of([checked, checked]), count_tokens(model, checked)) == (3, 6, tokens)
@@ -59,10 +64,10 @@ def test_any_mapping_of_tensors_is_read(
 
 def test_a_loader_is_read_once_with_its_last_smaller_batch(models: dict[str, PreTrainedModel]) -> None:
     samples = [{"input_ids": row, "labels": row[0] % 3} for row in IDS]
-    checked = check_batches(models["bert"], DataLoader(samples, batch_size=2))
+    checked = check(models["bert"], DataLoader(samples, batch_size=2))
     assert torch.equal(torch.cat([batch["input_ids"] for batch in checked]), IDS)
     assert [size_of(batch) for batch in checked] == [2, 1]
-    assert len(check_batches(models["bert"], iter([{"input_ids": IDS}]))) == 1
+    assert len(check(models["bert"], iter([{"input_ids": IDS}]))) == 1
 
 
 GOOD = {"input_ids": IDS}
@@ -98,7 +103,7 @@ def test_what_the_model_does_not_take_is_refused_in_one_sentence(
     models: dict[str, PreTrainedModel], batches: Any, refusal: str
 ) -> None:
     with pytest.raises(DataError, match=refusal) as error:
-        check_batches(models["bert"], batches)
+        check(models["bert"], batches)
     assert "\n" not in str(error.value)
 
 
@@ -114,13 +119,13 @@ def test_padding_that_a_model_takes_for_text_is_refused(family: str, misread: st
     config = getattr(transformers, f"{family}Config")(vocab_size=32, pad_token_id=1, **sizes)
     model = getattr(transformers, f"{family}ForSequenceClassification")(config).eval()
     other = "left" if misread == "right" else "right"
-    check_batches(model, [padded_rows(1, misread)])
+    check(model, [padded_rows(1, misread)])
     for pad in (0, 1):
         batch = padded_rows(pad, other)
         alone = [model(input_ids=row[mask.bool()][None]).logits for row, mask in zip(*batch.values(), strict=True)]
-        torch.testing.assert_close(model(**check_batches(model, [batch])[0]).logits, torch.cat(alone))
+        torch.testing.assert_close(model(**check(model, [batch])[0]).logits, torch.cat(alone))
     with pytest.raises(DataError, match=r"padded with its config's pad_token_id, 1, .* batch 0 .* has 0; pad with 1"):
-        check_batches(model, [padded_rows(0, misread)])
+        check(model, [padded_rows(0, misread)])
 
 
 def test_tokenised_rows_are_padded_with_the_models_token(models: dict[str, PreTrainedModel]) -> None:
@@ -140,7 +145,7 @@ def test_a_regression_needs_floating_labels_and_names_the_batches_by_the_callers
     batch = {"input_ids": IDS, "labels": torch.tensor([0, 1, 2])}
     refusal = r"a regression must be one floating number per sample, but batch 0 \(from 0\) of held_out has torch.int64"
     with pytest.raises(DataError, match=refusal):
-        check_batches(models["regression"], [batch], what="held_out")
+        check(models["regression"], [batch], what="held_out")
 
 
 @pytest.mark.parametrize(
@@ -155,11 +160,11 @@ def test_a_regression_needs_floating_labels_and_names_the_batches_by_the_callers
 def test_a_multi_label_classifier_needs_a_flag_for_each_label(labels: torch.Tensor, refusal: str) -> None:
     model = bert(problem_type="multi_label_classification")
     flags = torch.tensor([[0.0, 1.0, 1.0]] * 3)
-    assert torch.equal(check_batches(model, [{"input_ids": IDS, "labels": flags}])[0]["labels"], flags)
+    assert torch.equal(check(model, [{"input_ids": IDS, "labels": flags}])[0]["labels"], flags)
     with pytest.raises(DataError, match=refusal):
-        check_batches(model, [{"input_ids": IDS, "labels": labels}])
+        check(model, [{"input_ids": IDS, "labels": labels}])
     with pytest.raises(DataError, match=r"one class number .* set its config's problem_type to multi_label_class"):
-        check_batches(bert(), [{"input_ids": IDS, "labels": flags}])
+        check(bert(), [{"input_ids": IDS, "labels": flags}])
 
 
 def test_label_sets_stay_with_their_samples_where_these_are_ordered_by_length() -> None:
@@ -173,15 +178,15 @@ def test_label_sets_stay_with_their_samples_where_these_are_ordered_by_length() 
 def test_batches_of_a_reranker_may_say_how_rows_belong_together() -> None:
     ids = torch.ones(2, 4, dtype=torch.int64)
     described = {"input_ids": ids, "group": torch.tensor([0, 1]), "grades": torch.ones(2)}
-    (found,) = check_batches(bert(num_labels=1), [described])
+    (found,) = check(bert(num_labels=1), [described])
     assert found["group"].tolist() == [0, 1]
     with pytest.raises(DataError, match="every key of a batch must be an argument .* has 'group'; leave it out"):
-        check_batches(bert(), [described])
+        check(bert(), [described])
     with pytest.raises(DataError, match="a batch must have inputs of the model, but .* has group, grades"):
-        check_batches(bert(num_labels=1), [{key: described[key] for key in ("group", "grades")}])
+        check(bert(num_labels=1), [{key: described[key] for key in ("group", "grades")}])
 
 
 def test_the_keys_of_choices_are_kept_where_all_of_them_are_there(models: dict[str, PreTrainedModel]) -> None:
     choices = {key: torch.arange(3) for key in ("question", "choice", "right", "characters")}
-    (checked,) = check_batches(models["lm"], [{"input_ids": IDS, "labels": IDS, **choices}])
+    (checked,) = check(models["lm"], [{"input_ids": IDS, "labels": IDS, **choices}])
     assert checked.keys() == {"input_ids", "labels", *choices}

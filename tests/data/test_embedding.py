@@ -385,7 +385,7 @@ def test_a_data_set_of_queries_describes_its_rows_when_judged() -> None:
     found = given(encoder(), rows, judged=True)
     assert [set(batch) >= {"query", "document", "relevant", "grades"} for batch in found] == [True, True]
     # What readers made passes as batches do.
-    assert len(check_batches(encoder(), found)) == 2
+    assert len(check_batches(encoder(), found, predicts="embeddings")) == 2
 
 
 def test_usual_columns_of_texts_to_embed() -> None:

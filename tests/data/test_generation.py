@@ -15,7 +15,7 @@ import tokenizers
 import torch
 from support.generative import png
 from support.models import GENERATIVE_WORDS, causal_lm, generative_tokenizer, llava, llava_processor
-from transformers import GPT2Config, LlamaConfig
+from transformers import GPT2Config, LlamaConfig, PreTrainedTokenizerFast
 
 from hies_export.data.batches import by_length
 from hies_export.data.processors import load_processor
@@ -189,6 +189,28 @@ def test_only_the_answer_is_a_label(side: str) -> None:
     (batch,) = batches_of(rows_of(question=["a b", "c"], answer=["yes", "no d"]), ASKED, tokenizer=tokenizer)
     assert [words(r) for r in batch["input_ids"]] == ["<s> Q a b A yes </s>", "<s> Q c A no d </s>"]
     assert labelled(batch) == ["yes </s>", "no d </s>"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "options"),
+    [
+        (TEXT, {"max_length": 4}),
+        (Columns(prompt="Q {text} A", answer="text"), {}),
+    ],
+)
+def test_a_reader_asks_once_what_a_tokenizer_adds_to_texts(
+    columns: Columns, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, call = [], PreTrainedTokenizerFast.__call__
+
+    def counted(self: PreTrainedTokenizerFast, text: Any, **given: Any) -> Any:
+        asked.append(text)
+        return call(self, text, **given)
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", counted)
+    found = batches_of(rows_of(text=["b c d e f"] * 6), columns, batch_size=2, **options)
+    assert len(found) > 2
+    assert asked.count("a") == 1
 
 
 def test_a_long_prompt_loses_its_beginning_but_for_the_begin_token() -> None:

@@ -121,6 +121,27 @@ def test_nothing_is_printed(tmp_path, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize(
+    ("inside", "remedy"),
+    [
+        (RECORDS, r"field='data', split='train'\)\.to_json"),
+        (
+            [{"title": "t", "paragraphs": [{"context": "a b", "qas": [{"question": "b?", "answers": []}]}]}],
+            "a row for each question, with context, and answers as lists of text and answer_start",
+        ),
+    ],
+)
+def test_an_object_with_its_rows_in_it_is_refused(tmp_path, inside, remedy):
+    (tmp_path / "a.json").write_text(json.dumps({"version": "1.1", "data": inside}, indent=1))
+    with pytest.raises(
+        DataError, match=rf"a\.json must be a list of rows, .* one object with a list in 'data'; .*{remedy}"
+    ):
+        load(tmp_path / "a.json")
+    # A single row may have lists of objects.
+    (tmp_path / "a.json").write_text(json.dumps([{"text": "a", "spans": [{"start": 0, "end": 1, "label": "x"}]}]))
+    assert load(tmp_path / "a.json")["text"][:] == ["a"]
+
+
 def test_parts_are_read_in_name_order_with_the_column_types_of_the_first(tmp_path):
     write_jsonl(tmp_path / "train-1.jsonl", [{"n": 2}, {"n": 3}])
     write_jsonl(tmp_path / "train-0.jsonl", [{"n": 0}, {"n": 1}])

@@ -2,17 +2,24 @@
 
 import logging
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 from support.generative import padded
 from support.models import causal_lm
+from support.runs import registries_restored
 from torch import Tensor
 
+from hies_export.evaluate.interval import ratio_ends
 from hies_export.evaluate.judge import Judge, Judgement, Quality, clearly_better, standard_error
+from hies_export.evaluate.metrics import register_metric
 from hies_export.evaluate.predict import predict
+from hies_export.recipe import KeepBudget
+from hies_export.report.outcomes import KeepOutcome
 from hies_export.tasks.classes import Classes, Numbers
 from hies_export.tasks.predictions import TokenPredictions
 
@@ -39,6 +46,31 @@ def test_classes_are_judged_by_labels_and_by_the_dense_model() -> None:
         found.metrics["accuracy"], standard_error(other, labels, name="accuracy"), sum(same) / 20
     )
     assert judge.of(dense).stability == 1.0
+
+
+def test_a_registered_metric_says_what_a_share_of_it_is_and_how_it_is_worded() -> None:
+    def terms(given: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return (given == 1) & (wanted == 1), wanted == 1
+
+    dense = torch.randn(40, 3)
+    other, name = dense + torch.randn(40, 3), "own_ones"
+    with registries_restored():
+        register_metric(name, of="own classes", title="same ones", terms=terms, counts="ones")(
+            lambda given, wanted, num_labels: float(terms(given, wanted)[0].sum() / (wanted == 1).sum())
+        )
+        judge = Judge(batches(None, 40), dense, (name,), confidence=0.9)
+        ones = [before.argmax() == 1 for before in dense]
+        both = [one and row.argmax() == 1 for one, row in zip(ones, other, strict=True)]
+        share, low = judge.kept(other)
+        assert 0 < sum(both) < sum(ones) < 40
+        assert share == pytest.approx(sum(both) / sum(ones)) == judge.of(other).metrics[name]
+        assert low == ratio_ends(torch.tensor(both), torch.tensor(ones), 0.9)[0]
+        asked = KeepBudget(metric=name)
+        outcome = KeepOutcome(metric=name, predictions=asked.predictions, samples=40)
+        assert (outcome.asked, outcome.stays) == ("99 % of the ones", "of the ones stay")
+        assert replace(outcome, predictions=None, by=0.1).asked == "at most 0.1 of same ones"
+        with pytest.raises(ValidationError, match="keep needs predictions, or metric and by, got metric"):
+            KeepBudget(metric="accuracy")
 
 
 def test_numbers_are_judged_within_the_tolerance() -> None:

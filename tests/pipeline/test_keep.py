@@ -24,6 +24,7 @@ from hies_export.forms.cost.flops import flops_table
 from hies_export.pipeline import targets
 from hies_export.pipeline.choose import Chooser, choose
 from hies_export.pipeline.cut import cut
+from hies_export.pipeline.prepare import Judged
 from hies_export.pipeline.resolve import resolve
 from hies_export.pipeline.search import confirm
 from hies_export.progress import Silent
@@ -214,7 +215,7 @@ def queries(count: int) -> list[dict[str, torch.Tensor]]:
 def promise_of(asked: dict[str, Any], rows: Any, task: Any, metrics: tuple[str, ...]) -> KeepOutcome:
     """Return the promise for held-out rows of sentences."""
     chooser = Chooser.__new__(Chooser)
-    judged = SimpleNamespace(metrics=metrics, behaviour=SimpleNamespace(word="sentence"))
+    judged = Judged(metrics, SimpleNamespace(word="sentence"))  # type: ignore[arg-type]
     given = SimpleNamespace(held_out=rows)
     chooser._prepared = SimpleNamespace(judged=judged, task=task, rows=given)  # type: ignore[assignment]
     return chooser.promise(KeepBudget(**asked), 0.98)
@@ -226,7 +227,7 @@ def promise_of(asked: dict[str, Any], rows: Any, task: Any, metrics: tuple[str, 
         ({"predictions": 0.99}, ("entity_f1", "own_entity_f1"), "99 % of the sentences"),
         ({"predictions": 0.99}, ("own_entity_f1", "entity_f1"), "99 % of the entities"),
         ({"metric": "own_entity_f1"}, ("entity_f1", "own_entity_f1"), "99 % of the entities"),
-        ({"metric": "entity_f1", "by": 0.01}, ("own_entity_f1",), "at most 0.01 of entity_f1"),
+        ({"metric": "entity_f1", "by": 0.01}, ("own_entity_f1",), "at most 0.01 of entity F1"),
     ],
 )
 def test_a_promise_over_entities_is_asked_for(asked: dict[str, Any], metrics: tuple[str, ...], what: str) -> None:
@@ -248,6 +249,7 @@ def test_a_promise_over_entities_is_asked_for(asked: dict[str, Any], metrics: tu
 def test_a_share_of_rankings_is_that_of_a_metric(
     asked: dict[str, Any], rows: Any, embeds: bool, metric: str | None, index: str | None
 ) -> None:
-    found = promise_of(asked, rows, SimpleNamespace(embeds=embeds, generative=False), ("mrr@10", "ndcg@10"))
+    metrics = ("accuracy",) if metric is None else ("mrr@10", "ndcg@10")
+    found = promise_of(asked, rows, SimpleNamespace(embeds=embeds, generative=False), metrics)
     assert (found.metric, found.index, found.samples) == (metric, index, 7)
     assert (found.predictions, found.confidence) == (0.99, 0.98)

@@ -412,7 +412,16 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"alpha": "auto", "held_out": []}, "alpha: auto is chosen on held-out rows, and there are none; pass held_out="),
     ({"model": quantised}, "this BertForSequenceClassification is quantised; load it with"),
     ({"model": quantised_by_torch}, "this BertForSequenceClassification is quantised; load it with"),
-    ({"model": lambda: torch.nn.Linear(2, 2)}, "PreTrainedModel of transformers, got Linear"),
+    ({"model": lambda: torch.nn.Linear(2, 2)}, "PreTrainedModel of transformers, got Linear; load one with from_pretr"),
+    ({"model": lambda: torch.nn.DataParallel(bert())}, "got DataParallel; pass the model inside it, model.module"),
+    (
+        {"batches": lambda: datasets.Dataset.from_dict({"text": ["a"] * 4}).to_iterable_dataset()},
+        r"batches must be rows that can be counted .* IterableDataset, .*from_list\(list\(rows\.take\(512\)\)",
+    ),
+    (
+        {"held_out": datasets.Dataset.from_dict({"text": ["a"] * 4}).to_iterable_dataset()},
+        "held_out must be rows that can be counted",
+    ),
     ({"model": lambda: BertModel(bert().config)}, "AutoModelForSequenceClassification, .* got"),
     (
         {"model": lambda: of_type(bert(num_labels=1), "single_label_classification")},
@@ -444,6 +453,35 @@ def test_keywords_are_the_fields_of_a_recipe_with_their_defaults() -> None:
     )
     with pytest.raises(TypeError, match="unexpected keyword argument 'critreion'"):
         prune(bert(), texts(), critreion="his", budget={"heads": 0.5})  # type: ignore[call-arg]
+
+
+HALF: dict[str, Any] = {"criterion": "his", "budget": {"heads": 0.5}}
+
+
+def test_batches_of_tensors_from_an_iterable_data_set_are_taken() -> None:
+    model, ids = bert(), torch.randint(5, 100, (16, 6)).tolist()
+    rows = datasets.Dataset.from_dict({"input_ids": ids}).to_iterable_dataset().with_format("torch").batch(4)
+    result = prune(model, rows, **HALF)
+    alone = prune(model, [{"input_ids": torch.tensor(ids[at : at + 4])} for at in range(0, 16, 4)], **HALF)
+    assert result.plan.kept == alone.plan.kept
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_compiled_model_is_pruned_as_the_one_it_was_compiled_from(in_place: bool) -> None:
+    """A model that was compiled in place ignores hooks that come after its first run, until it is compiled anew."""
+    model, batches = bert(), texts()
+    wanted = prune(model, batches, **HALF)
+    compiled: Any = model if in_place else torch.compile(model, backend="eager")
+    if in_place:
+        model.compile(backend="eager")
+    compiled(**batches[0])
+    found = prune(compiled, batches, **HALF)
+    assert type(found.model) is type(wanted.model)
+    assert found.plan.kept == wanted.plan.kept
+    for one, other in zip(found.model.parameters(), wanted.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert (model._compiled_call_impl is not None) == in_place
+    assert found.model._compiled_call_impl is None
 
 
 @pytest.mark.parametrize(("arguments", "message"), BAD)

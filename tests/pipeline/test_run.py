@@ -17,6 +17,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from support.families import architecture
+from support.hub import Hub
 from support.models import bert, save_project, save_text_model, vit, write_rows
 from support.runs import hies, without_tracing
 from support.tolerance import assert_near, assert_same_plan, near
@@ -157,6 +158,17 @@ def test_the_recipe_in_the_folder_of_a_run_gives_the_same_run(
     assert again.details.run["digests"] == first.details.run["digests"]
     assert first.details.run["digests"].keys() == {"model", "data.files.train", "data.files.validation"}
     assert again.details.run["command"] == "hies-export run again.yaml -o again"
+
+
+@pytest.mark.usefixtures("untraced")
+@pytest.mark.parametrize("revision", ["main", "half"])
+def test_the_report_of_a_model_on_the_hub_has_its_commit(hub: Hub, project: Path, revision: str) -> None:
+    files = {file.name: file.read_bytes() for file in (project / "model").iterdir()}
+    commits = hub.add("user/model", files).branches
+    commits["half"] = [replace(commits["main"][0], sha="c0ffee" + 34 * "0")]
+    changes = ["model=user/model", "measure.runtimes=[torch]", *([] if revision == "main" else ["revision=half"])]
+    assert hies("run", project / "recipe.yaml", *(word for text in changes for word in ("--set", text))) == 0
+    assert Report.from_file(project / "out").details.run["digests"]["model"] == commits[revision][0].sha
 
 
 def test_a_slim_checkpoint_can_be_run_exported_inspected_and_benched(

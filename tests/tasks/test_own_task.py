@@ -105,6 +105,13 @@ def test_a_task_of_classes_takes_a_name_and_a_class(folder: Path) -> None:
         assert result.prepared.task is task
         assert result.held_out is not None
         assert result.held_out.metrics.keys() == {"accuracy"}
+        ids = torch.ones(4, 6, dtype=torch.int64)
+        for labels, refusal in (
+            (torch.tensor([0, 1, 2, 0]), r"in \[0, 2\), .* has 2"),
+            (ids, "one class number per sample"),
+        ):
+            with pytest.raises(DataError, match=f"labels .*{refusal}"):
+                prune(load(folder / "model"), [{"input_ids": ids, "labels": labels}] * 2, budget={"heads": 0.5})
 
 
 @pytest.mark.parametrize("task", ["sentence-order", "unknown-here"])

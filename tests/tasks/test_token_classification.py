@@ -18,14 +18,17 @@ from support.tags import TAGS, save_tagger, sentences, tag_tokenizer, tagger
 from transformers import AutoModelForTokenClassification, DataCollatorForTokenClassification, PreTrainedModel
 
 import hies_export
-from hies_export import DataError, prune
+from hies_export import DataError, RequestError, prune
 from hies_export.calibrate.collect import collect_statistics
 from hies_export.data.batches import by_length
 from hies_export.data.given import batches_of
 from hies_export.evaluate.interval import ratio_ends
 from hies_export.evaluate.judge import Judge
 from hies_export.evaluate.predict import predict
+from hies_export.pipeline.resolve import resolve
 from hies_export.prunable.attention import find_attention
+from hies_export.recipe import PruningRecipe
+from hies_export.recipe.sections import EvaluationSection, HeldOutSection
 from hies_export.report.report import Report
 from hies_export.tasks import TASKS
 from hies_export.tasks.token_classification import TagPredictions, Tags, entities_of
@@ -254,6 +257,15 @@ def test_labels_that_are_no_classes_of_tokens_are_refused(labels: torch.Tensor, 
         prune(tagger(), [batch] * 4, criterion="l2", budget={"heads": 0.3})
 
 
+def test_a_config_with_fewer_tags_than_the_head_is_refused(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    tagger().save_pretrained(model)
+    config = json.loads((model / "config.json").read_text()) | {"id2label": {"0": "O", "1": "B-place"}}
+    (model / "config.json").write_text(json.dumps(config))
+    with pytest.raises(RequestError, match=r"must name every class .* names 2 \(O, B-place\), .* head .* has 5"):
+        hies_export.load(model)
+
+
 MODULES = {"modules": ["attention", "mlp"], "criterion": "compensated", "compensation": {"samples": 80}}
 
 
@@ -349,12 +361,52 @@ def test_a_promise_is_over_sentences_or_entities(over: str, tmp_path: Path) -> N
     assert budget.slim_end >= 0.5
 
 
-def test_deploy_says_over_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+OWN_FIRST = ["own_entity_f1", "entity_f1", "word_accuracy"]
+
+
+def test_a_promise_over_entities_needs_fewer_rows_than_one_over_sentences(tmp_path: Path) -> None:
+    """Of 200 rows, two thirds are held out if these are enough to promise 97 %: 122 for entities, 180 for sentences."""
+    recipe = PruningRecipe.from_yaml(save_tagger(tmp_path, validation=200, prune={"budget": {"heads": 0.3}}))
+    over_entities = recipe.model_copy(update={"evaluation": EvaluationSection(split="validation", metrics=OWN_FIRST)})
+    assert resolve(over_entities.to_deploy(keep=0.97)).splits.held_out == HeldOutSection(
+        split="validation", samples=133
+    )
+    with pytest.raises(
+        RequestError, match=r"from 158 held-out rows or more, and there are 80"
+    ):  # of the rows to train on
+        resolve(recipe.to_deploy(keep=0.97))
+
+
+def test_too_few_rows_to_promise_entities_are_refused(tmp_path: Path) -> None:
+    """By the first metric too, if the promise names none."""
+    held_out = {"held_out": {"split": "validation", "samples": 80}, "prune": {"budget": {"keep": 0.95}}}
+    recipe = save_tagger(tmp_path, validation=160, evaluation={"split": "validation", "metrics": OWN_FIRST}, **held_out)
+    resolve(PruningRecipe.from_yaml(recipe))
+    recipe = save_tagger(tmp_path, validation=160, **held_out)
+    with pytest.raises(
+        RequestError, match=r"keep: 0\.95 can be promised .* from 94 held-out rows or more, and there are 80"
+    ):
+        resolve(PruningRecipe.from_yaml(recipe))
+
+
+@pytest.mark.parametrize("over", ["sentences", "entities"])
+def test_deploy_says_over_what_it_promises(over: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_tagger(tmp_path, train=100, validation=120)
     files = [f"--data={split}={tmp_path / split}.jsonl" for split in ("train", "validation")]
     within = ["--within", "1s", "--runtime", "onnxruntime-cpu", "-o", tmp_path / "deploy"]
-    assert hies("deploy", tmp_path / "model", *files, "--keep", "0.8", *within) == 0
-    assert "promise over sentences kept on held-out rows" in " ".join(capsys.readouterr().out.split())
+    first = ["--set", f"evaluation.metrics={json.dumps(OWN_FIRST)}"] if over == "entities" else []
+    assert hies("deploy", tmp_path / "model", *files, "--keep", "0.8", *within, *first) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert f"promise over {over} kept on held-out rows" in " ".join(lines)
     report = json.loads((tmp_path / "deploy" / "report.json").read_text())
     assert report["details"]["deployment"]["promise"] == 0.8
     assert report["details"]["stability_of"] == "sentence"
+    # Every metric of both models, and of every form.
+    values = {name: of["dense"] for name, of in report["details"]["metrics"].items()}
+    assert [*values] == (OWN_FIRST if over == "entities" else list(METRICS))
+    dense = next(form for form in report["details"]["forms"] if form["model"] == "dense")
+    assert dense["metrics"] == pytest.approx(values)
+    assert any(line.startswith(f"entity F1 {values['entity_f1']:.4f} ") for line in lines)
+    (row,) = (line for line in lines if line.startswith("dense float32 ") and "kB" in line)
+    shown = [f"{values[name]:.4f}" if name != "own_entity_f1" else "100.0%" for name in values]
+    assert f" 100.0% {' '.join(shown)} " in row

@@ -11,12 +11,13 @@ import torch
 from transformers import PreTrainedModel
 
 from ...checkpoint.folders import refuse_existing
-from ...data.batches import Batch, predicts_labels
-from ...data.targets import predicts, samples_of
+from ...data.batches import Batch
+from ...data.targets import samples_of
 from ...errors import RequestError
 from ...evaluate.predict import predict_by
 from ...model.tokens import first_samples
 from ...tasks.classes import Classes
+from ...tasks.models import behaviour_of
 from ..onnx.export import export_onnx
 from ..onnx.quantize import Quantize, check_quantizable
 from ..runtimes.base import Runtime
@@ -161,7 +162,8 @@ def check_classes(*models: PreTrainedModel) -> None:
     """Refuse, by a RequestError, models that are not classifiers of the same classes."""
     found = []
     for model in models:
-        what = predicts(model.config) if predicts_labels(model) else None
+        behaviour = behaviour_of(model)
+        what = behaviour.predicts if isinstance(behaviour, Classes) else None
         classes: int = (model.config.num_labels or 0) if what == "classes" else 0
         given = "sets of labels" if what == "labels" else f"{classes or 'no'} classes"
         found.append((classes, f"{type(model).__name__} with {given}"))

@@ -141,7 +141,7 @@ def _distance(model: PreTrainedModel, batch: dict[str, Tensor], target: Tensor |
     if target is None:
         loss: Tensor = model(**batch).loss
         return loss
-    output = behaviour_of(model).output(model(**inputs_of(batch)))
+    output = behaviour_of(model).prediction(model, batch)
     target = target.to(output.device)
     if target.shape[-1] == 1:
         return torch.nn.functional.mse_loss(output, target)
