@@ -68,8 +68,8 @@ class Entropies:
         maps = [o for o in found if _is_map(o, module.units)]
         if self.recording and len(maps) == 1:
             queries = target_tokens(self._model, module.name, self.batch)
-            found = entropy_of_map(maps[0].detach(), self.batch.get("attention_mask"), queries)
-            self._calls.setdefault(module.name, []).append(found)
+            entropy = entropy_of_map(maps[0].detach(), self.batch.get("attention_mask"), queries)
+            self._calls.setdefault(module.name, []).append(entropy)
 
     def take(self) -> dict[str, tuple[Tensor, int]]:
         """Return the entropies of the recorded batch, and discard them.

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..data.batches import Batch
-from ..data.targets import inputs_of, samples_of
+from ..data.targets import inputs_of, samples_of, size_of
 from ..errors import RecipeError, RequestError
 from ..evaluate.interval import CONFIDENCE, FAILURES, confidence_of_each, queries_needed, rows_needed
 from ..evaluate.metrics import METRICS
@@ -151,7 +151,7 @@ def _measured(
         return {(size, tokens): synthetic_batch(model, batch=size, sequence=tokens) for size, tokens in shapes}
     # Random tokens would contain no image tokens, and say nothing of how long targets are beside their sources.
     masks = [calibration[name].sum(-1) for name in ("attention_mask", "decoder_attention_mask") if name in calibration]
-    longest = int(sum(masks).argmax()) if masks else 0
+    longest = max(range(size_of(calibration)), key=lambda row: sum(int(mask[row]) for mask in masks))
     read = calibration["input_ids" if "input_ids" in calibration else model.main_input_name]
     return {
         (shape[0], read.shape[-1]): {

@@ -80,7 +80,7 @@ def one_later(model: PreTrainedModel, labels: Tensor) -> Tensor:
     return found.masked_fill(found == IGNORED, start if pad is None else pad)
 
 
-def answered(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def answered(model: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a batch with the model's own answers, decoded greedily, as labels up to the first end of text."""
     import torch
 
