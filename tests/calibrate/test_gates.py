@@ -1,6 +1,6 @@
 """Gates by hand: what they multiply, the gradient of each sample's own loss, and what is refused."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,6 +62,9 @@ class Fixed:
 
     def __call__(self, **batch: Any) -> SimpleNamespace:
         return SimpleNamespace(logits=self.logits, loss=self.loss)
+
+    def parameters(self) -> Iterator[Tensor]:
+        return iter([self.logits])
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
