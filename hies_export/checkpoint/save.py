@@ -16,7 +16,15 @@ from transformers import AutoModel, PreTrainedModel
 from ..data.targets import inputs_of
 from ..errors import ReloadMismatchError, refusing
 from ..model.copies import convert
-from ..model.internals import attention_undecided, auto_classes, configs_of, dtypes_in, has_auto_base, saved_state
+from ..model.internals import (
+    attention_undecided,
+    auto_classes,
+    configs_of,
+    dtypes_in,
+    exact_products,
+    has_auto_base,
+    saved_state,
+)
 from ..model.modes import evaluating
 from ..model.sentence import TextEncoder
 from ..slim.check import first_output, max_abs
@@ -188,7 +196,7 @@ def _check_embeddings(model: TextEncoder, folder: str | Path, batch: Mapping[str
     """Load a folder with its readout, and compare the embeddings of texts in float32."""
     loaded: Any = load_sentence(folder, dtype=torch.float32)
     loaded.to(model.device)
-    with evaluating(model), torch.inference_mode():
+    with evaluating(model), exact_products(), torch.inference_mode():
         inputs = {name: tensor.to(model.device) for name, tensor in inputs_of(batch).items()}
         one, other = (m(**inputs).sentence_embedding for m in (convert(model, dtype=torch.float32), loaded))
     difference = max_abs(one, other)

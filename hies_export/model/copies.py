@@ -8,9 +8,25 @@ from typing import TypeVar
 
 import torch
 
+from ..errors import RequestError
 from .internals import forget_placement
 
 Model = TypeVar("Model", bound=torch.nn.Module)
+
+
+# Devices that models are scored and timed on: sums are in float64, and clocks wait for the device. MPS, for one, has no
+# float64. "meta" has no values at all.
+DEVICES = ("cpu", "cuda", "meta")
+
+
+def refuse_devices(model: torch.nn.Module) -> None:
+    """Refuse, by a RequestError, a model that is on a device other than the CPU and NVIDIA's or AMD's GPUs."""
+    for name, parameter in model.named_parameters():
+        if parameter.device.type not in DEVICES:
+            raise RequestError(
+                f"a model must be on the CPU or on a GPU of CUDA or ROCm, but {name} is on {parameter.device}, where "
+                'nothing was tried; move it with model.to("cpu")'
+            )
 
 
 def share_weights(model: Model, *, device: str | None = None) -> Model:

@@ -370,6 +370,28 @@ def fused_attention_cuda(
     return output, logsumexp[..., : query.shape[2]]
 
 
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """Multiply float32 numbers in float32 inside the block, where torch was told to round them to fewer bits first.
+
+    Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices
+    """
+    backends: Any = torch.backends
+    names = ("cuda.matmul", "cudnn.conv", "mkldnn.matmul", "mkldnn.conv")
+    places = [functools.reduce(lambda at, part: getattr(at, part, None), name.split("."), backends) for name in names]
+    owners: list[tuple[Any, str, Any]] = [(p, "fp32_precision", "ieee") for p in places if hasattr(p, "fp32_precision")]
+    if not owners:  # releases of torch before 2.9; asking both ways is an error in later ones
+        owners = [(backends.cuda.matmul, "allow_tf32", False), (backends.cudnn, "allow_tf32", False)]
+    before = [getattr(owner, name) for owner, name, _ in owners]
+    try:
+        for owner, name, value in owners:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for (owner, name, _), value in zip(owners, before, strict=True):
+            setattr(owner, name, value)
+
+
 # Modules
 
 

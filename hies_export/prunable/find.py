@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..kinds import ATTENTION, MLP
+from ..model.copies import refuse_devices
 from ..model.internals import note_newer_release
 from ..tasks.models import refuse_adapters
 from ..units import PrunableModule
@@ -35,7 +36,7 @@ def find_modules(
         forward pass reaches them, then those of the next.
 
     Raises:
-        RequestError: The model has an adapter in it.
+        RequestError: The model has an adapter in it, or is on a device such as MPS.
         UnsupportedModelError: Some module cannot be cut; the message says which and why.
 
     Examples:
@@ -45,4 +46,5 @@ def find_modules(
     """
     note_newer_release()
     refuse_adapters(model)
+    refuse_devices(model)
     return tuple(module for kind in kinds for module in FINDERS[kind](model, batch))

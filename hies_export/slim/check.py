@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -13,6 +12,8 @@ from transformers import PreTrainedModel
 from ..data.targets import inputs_of
 from ..errors import CutMismatchError, PlanError
 from ..kinds import ATTENTION, MLP, UNIT_NAMES
+from ..model.copies import convert
+from ..model.internals import exact_products
 from ..model.modes import evaluating, output_alone
 from ..units import PrunableModule, Selection, check_indices
 from ..values import PruningPlan
@@ -91,11 +92,11 @@ def compare_cut(
         >>> compare_cut(model, slim, plan, modules, batches[0]) < 1e-4
         True
     """
-    if dense.dtype != torch.float32:
-        dense, slim = copy.deepcopy(dense).float(), copy.deepcopy(slim).float()
-    with masked_units(dense, plan, modules):
-        expected = first_output(dense, batch)
-    difference = max_abs(first_output(slim, batch), expected)
+    whole = _in_float32(dense)
+    with masked_units(whole, plan, modules):
+        expected = first_output(whole, batch)
+    del whole  # before the other one is copied
+    difference = max_abs(first_output(_in_float32(slim), batch), expected)
     if not difference < TOLERANCE:
         raise CutMismatchError(
             f"the cut model must equal the masked model to {TOLERANCE:g}, but differs by {difference:.3g}; nothing was "
@@ -104,10 +105,14 @@ def compare_cut(
     return difference
 
 
+def _in_float32(model: PreTrainedModel) -> PreTrainedModel:
+    return model if model.dtype == torch.float32 else convert(model, dtype=torch.float32)
+
+
 def first_output(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """Return a model's first output (logits, or the last hidden state) in evaluation mode, without labels, on CPU."""
     device = next(model.parameters()).device
-    with evaluating(model), output_alone(model), torch.inference_mode():
+    with evaluating(model), output_alone(model), exact_products(), torch.inference_mode():
         outputs = model(**{key: value.to(device) for key, value in inputs_of(batch).items()})
     return outputs[0].float().cpu()
 

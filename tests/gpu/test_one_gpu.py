@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,14 +15,15 @@ from support.tolerance import REFITTED, assert_near
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hies_export import CRITERIA, load, load_runtime, prune, score_units
+from hies_export import CRITERIA, load, load_runtime, prune, prune_units, score_units
 from hies_export.calibrate.collect import collect_statistics
-from hies_export.errors import DataError
+from hies_export.errors import DataError, RequestError
 from hies_export.evaluate.predict import predict
 from hies_export.forms.measure.latency import compare_latency
 from hies_export.model.copies import convert
 from hies_export.prunable.find import find_modules
 from hies_export.score.criteria import needs_of
+from hies_export.slim.check import compare_cut, first_output
 
 BOTH = ["attention", "mlp"]
 REFIT = {"method": "least_squares"}
@@ -140,6 +142,45 @@ def test_heads_of_a_width_that_the_fused_kernel_refuses(gpus: Gpus) -> None:
     modules = find_modules(model, batch)
     found, wanted = (collect_statistics(m, [batch], modules) for m in (on_gpu(model), model))
     assert_near(dict(found.values), dict(wanted.values))
+
+
+def test_the_check_of_a_cut_holds_one_float32_copy(gpus: Gpus) -> None:
+    model, batch = (
+        on_gpu(convert(causal_lm(hidden_size=128, intermediate_size=512), dtype=torch.bfloat16)),
+        padded([9], "left"),
+    )
+    modules = find_modules(model, batch)
+    kept = {module.name: module.kept(range(2)) for module in modules}
+    slim = prune_units(model, kept, modules)
+    before = gpus.held[0]
+    torch.cuda.reset_peak_memory_stats()
+    assert compare_cut(model, slim, kept, modules, batch) < 1e-4
+    in_float32 = 2 * sum(parameter.nbytes for parameter in model.parameters())
+    assert in_float32 <= gpus.peak[0] - before < 1.25 * in_float32
+
+
+def test_checks_multiply_in_float32(gpus: Gpus) -> None:
+    model, batch = bert(num_hidden_layers=1), text_batch()
+    seen = []
+    model.register_forward_hook(lambda *_: seen.append(torch.backends.cuda.matmul.fp32_precision))
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        first_output(model, batch)
+        model(**batch)
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+    assert seen == ["ieee", "tf32"]
+
+
+@pytest.mark.parametrize("device", ["mps", "xpu:0"])
+def test_devices_that_nothing_was_tried_on_are_refused(device: str) -> None:
+    model = causal_lm()
+    elsewhere = mock.PropertyMock(return_value=torch.device(device))
+    with mock.patch.object(type(model.lm_head.weight), "device", elsewhere, create=True):
+        for use in (lambda: find_modules(model, padded([5], "left")), lambda: load_runtime("torch", model)):
+            with pytest.raises(RequestError, match=f"on the CPU or on a GPU of CUDA or ROCm, but .* is on {device}"):
+                use()
 
 
 def test_a_forward_pass_and_a_decode_step_are_timed(gpus: Gpus) -> None:

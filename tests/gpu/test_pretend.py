@@ -44,6 +44,16 @@ def test_a_module_moves_back_and_forth_and_is_copied(gpus: Gpus) -> None:
     assert torch.equal(moved.to("cpu").weight, values)
 
 
+def test_a_module_changes_its_dtype(gpus: Gpus) -> None:
+    module = nn.Linear(3, 2).cuda()
+    x = torch.randn(4, 3).cuda()
+    whole = module(x)
+    assert whole.dtype == module.half().float()(x).dtype == torch.float32
+    assert module.weight.on_cpu.dtype == torch.float32
+    assert (module.half().weight.dtype, module.weight.on_cpu.dtype) == (torch.float16, torch.float16)
+    torch.testing.assert_close(module(x.half()).cpu().float(), whole.cpu(), rtol=1e-2, atol=1e-2)
+
+
 def test_gradients_cross_devices(gpus: Gpus) -> None:
     def loss(one: str, two: str) -> list[Tensor]:
         torch.manual_seed(0)

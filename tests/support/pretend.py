@@ -66,6 +66,15 @@ class PretendTensor(Tensor):
     is_cuda = property(lambda self: True)
     is_meta = property(lambda self: False)
 
+    @property
+    def data(self) -> Any:
+        return self.detach()
+
+    @data.setter
+    def data(self, new: Any) -> None:
+        Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
+        self.on_cpu, self.gpu = new.on_cpu, new.gpu
+
     def get_device(self) -> int:
         return self.gpu
 

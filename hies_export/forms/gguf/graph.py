@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from ...model.copies import convert
+from ...model.internals import exact_products
 from ...model.modes import output_alone
 from .architecture import LayerSizes, Layout, refused
 
@@ -26,7 +27,7 @@ def check_same_function(
 ) -> None:
     """Refuse, by an UnsupportedModelError, a model whose logits on tokens (1, sequence) are not those of its layout."""
     reference = convert(model, dtype=torch.float32, device="cpu").eval()
-    with output_alone(reference), torch.no_grad():
+    with output_alone(reference), exact_products(), torch.no_grad():
         wanted = reference(input_ids=ids).logits[0]
         found = decoder_logits(layout, tensors, ids[0])
     difference = float((wanted - found).abs().max())

@@ -18,7 +18,7 @@ from ...checkpoint.folders import new_folder, refuse_existing
 from ...checkpoint.settings import name_tokenizer, write_config
 from ...errors import DataError, RecipeError
 from ...model.copies import convert
-from ...model.internals import fused_attention_fits, note_newer_release, require_onnx_exporter
+from ...model.internals import exact_products, fused_attention_fits, note_newer_release, require_onnx_exporter
 from ...model.modes import output_alone
 from ...model.tokens import end_of_text, forward_inputs, longest_sequence
 from ...progress import quiet
@@ -144,7 +144,7 @@ def export_onnx(
             programs, batches = _trace(kind, traced, given, FUSIONS[provider])
             size = sum(save_program(program, staging / name) for name, program in programs.items())
         _write_companions(staging, traced, processor)
-        with quiet(verbose=logger.isEnabledFor(logging.DEBUG)):
+        with quiet(verbose=logger.isEnabledFor(logging.DEBUG)), exact_products():
             check = check_parity if kind == "encoder" else check_generation
             max_abs, checked_on = check(staging, reference, batches, dtype)
     main = next(reversed(programs))

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ...errors import ExportError, MissingRuntimeError, RecipeError
-from ...model.copies import parameter_bytes, share_weights
+from ...model.copies import parameter_bytes, refuse_devices, share_weights
 from ...model.internals import (
     ask_for_output_alone,
     cache_name,
@@ -49,6 +49,7 @@ class TorchRuntime(Runtime):
     def __init__(self, source: PreTrainedModel, *, threads: int):
         if not isinstance(source, PreTrainedModel):
             raise RecipeError(f"runtime {self.name!r} needs a PreTrainedModel, got {type(source).__name__}")
+        refuse_devices(source)
         self.threads = threads
         self._model = share_weights(source).eval()
         self._forward: Any = self._model
