@@ -20,19 +20,18 @@ from support.gguf import (
     qwen2,
     sentence_piece_tokenizer,
 )
-from support.models import SHARED
 from support.runs import hies
+from support.stories import stories
 from support.tiers import table_of
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
-from hies_export import export_gguf, find_modules, load_runtime, prune_units
+from hies_export import export_gguf, load_runtime
 from hies_export.errors import DataError, ExportError, MissingRuntimeError, ParityError
 from hies_export.forms.gguf import parity
 from hies_export.forms.gguf.vocabulary import _SPLITS
 from hies_export.forms.measure.machine import machine_facts
 from hies_export.forms.runtimes import llamacpp
 from hies_export.forms.runtimes.llamacpp import LlamaCppRuntime, is_installed
-from hies_export.kinds import MLP
 
 pytest.importorskip("gguf", reason='no gguf: pip install "hies-export[gguf]"')
 pytestmark = pytest.mark.llamacpp
@@ -66,42 +65,13 @@ def compare(model: PreTrainedModel, file: Path, prompt: list[int]) -> tuple[int,
     return equal, float(np.abs(differences).max()), runtime
 
 
-def real() -> tuple[PreTrainedModel, Any]:
-    folder = SHARED / "data" / "checkpoints" / "stories260K"
-    if not folder.is_dir():
-        pytest.skip("no ../shared: the small real LLaMA is not here")
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), AutoTokenizer.from_pretrained(
-        folder
-    )
-
-
-# Of every layer: key/value groups of 4, a quarter of them removed in all, and neurons of 172.
-KEPT = {
-    "uniform": ((3, 129), (3, 129), (3, 129), (3, 129), (3, 129)),
-    "uneven": ((3, 100), (4, 172), (2, 150), (4, 96), (2, 127)),
-}
-
-
-def quarter(model: PreTrainedModel, kept: tuple[tuple[int, int], ...]) -> PreTrainedModel:
-    """Return a model with the first groups and neurons of every layer."""
-    modules = find_modules(model, {"input_ids": torch.randint(3, 100, (2, 9))}, kinds=("attention", "mlp"))
-    selection = {}
-    for module in modules:
-        groups, neurons = kept[int(module.name.split(".")[2])]
-        count = neurons if module.kind == MLP else groups * module.group_size
-        selection[module.name] = module.kept(range(count))
-    return prune_units(model, selection, modules)
-
-
 @here
 @pytest.mark.parametrize(("how", "architecture"), [("dense", "llama"), ("uniform", "llama"), ("uneven", "deci")])
 @pytest.mark.parametrize("dtype", ["float32", "q8_0", "q4_0"])
 def test_the_real_llama_writes_what_torch_writes(
     how: str, architecture: str, dtype: str, tmp_path: Path, table: list[tuple[str, ...]]
 ) -> None:
-    model, tokenizer = real()
-    if how != "dense":
-        model = quarter(model, KEPT[how])
+    model, tokenizer = stories(how)
     exported = export_gguf(model, tmp_path / "out", tokenizer=tokenizer, dtype=dtype)
     equal, difference, runtime = compare(model, exported.file, tokenizer("Once upon a time")["input_ids"])
     table.append((f"stories260K, {how}", runtime.architecture, runtime.dtype, f"{equal} of 64", f"{difference:.1e}"))
