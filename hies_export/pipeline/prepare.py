@@ -152,7 +152,8 @@ def _measured(
     # Random tokens would contain no image tokens, and say nothing of how long targets are beside their sources.
     masks = [calibration[name].sum(-1) for name in ("attention_mask", "decoder_attention_mask") if name in calibration]
     longest = max(range(size_of(calibration)), key=lambda row: sum(int(mask[row]) for mask in masks))
-    read = calibration["input_ids" if "input_ids" in calibration else model.main_input_name]
+    sources = [key for key in inputs_of(calibration) if not key.startswith("decoder_")]
+    read = calibration["input_ids" if "input_ids" in sources else sources[0]]
     return {
         (shape[0], read.shape[-1]): {
             key: value[longest : longest + 1].repeat(shape[0], *[1] * (value.dim() - 1))

@@ -70,7 +70,8 @@ def one_later(model: PreTrainedModel, labels: Tensor) -> Tensor:
 
     make = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     must = f"a {type(model).__name__} must make the decoder's inputs of labels, but does not"
-    with refusing(must, "set decoder_start_token_id in its config, or give batches with decoder_input_ids"):
+    tokens = "decoder_start_token_id and pad_token_id"
+    with refusing(must, f"set {tokens} in its config, or give batches with decoder_input_ids"):
         if make is not None:
             own: Tensor = make(labels=labels)
             return own

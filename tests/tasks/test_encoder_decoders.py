@@ -8,6 +8,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
+from support.architectures import tiny
 from support.models import shake, word_tokenizer
 from support.references import naive_statistics
 from torch import Tensor
@@ -404,6 +405,18 @@ def test_both_parts_lose_units_where_each_has_a_config_of_its_own() -> None:
     batches = [{"input_ids": tokens, "labels": tokens.flip(0)} for _ in range(2)]
     result = prune(model, batches, criterion="his", budget={"heads": 0.5}, allocation="uniform")
     assert [len(kept.units) for kept in result.plan.kept.values()] == [2, 2, 2]  # also those between them
+
+
+def test_speech_may_have_another_name_than_the_model_gives_its_main_input() -> None:
+    model, _ = tiny("speech-encoder-decoder")
+    assert model.main_input_name == "inputs"
+    labels = torch.randint(2, 20, (3, 6))
+    batches = [{"input_values": torch.randn(3, 400), "labels": labels} for _ in range(2)]
+    with pytest.raises(RequestError, match="; set decoder_start_token_id and pad_token_id in its config, or give"):
+        prune(model, batches, criterion="his", budget={"heads": 0.3})
+    model.config.decoder_start_token_id, model.config.pad_token_id = 1, 0
+    result = prune(model, batches, criterion="his", budget={"heads": 0.3})
+    assert {name.partition(".")[0] for name in result.plan.kept} == {"encoder", "decoder"}
 
 
 def test_only_encoder_decoders_are_models_of_the_tasks() -> None:
