@@ -83,6 +83,11 @@ def test_a_latency_budget_is_met_in_one_dtype() -> None:
         ("task", "summarization", "task: must be one of text-classification, .*, got 'summ"),
         ("task", "image-classification", r"needs data.image \(a column of images\) and no data.text"),
         ("data.image", "img", "text-classification needs data.text"),
+        (
+            "data.label",
+            ["a", "b"],
+            "label must be one column, got a, b; for several labels, give it a list in each row",
+        ),
         ("data.files", {"train": "a"}, r"data: exactly one of name \(a Hub data set\) and files must be .* got both"),
         ("data.name", None, "must be given, got neither"),
         ("data.text", ["a", "b", "c"], r"needs data.text \(one or two columns\)"),

@@ -8,6 +8,7 @@ import datasets
 import torch
 
 from ..errors import DataError, quoted
+from ..model.classes import ClassNames
 from ..progress import quiet
 from .labels import STRINGS, kind_of, read_labels
 from .rows import number_rows, own_columns, row_name
@@ -33,6 +34,13 @@ def read_label_sets(rows: datasets.Dataset, *, column: str, config: Any) -> torc
             raise DataError(
                 f"every row must have a list of labels, empty if none applies, but {row_name(rows, row)} has "
                 f"{quoted(value)} in {column!r}; complete it, or leave data.label out to run without labels"
+            )
+    classes = ClassNames(config)
+    for row, value in enumerate(values if count > 1 and not listed and inner.dtype in STRINGS else ()):
+        if not classes.find(value):
+            raise DataError(
+                f"the labels of a row must be a list, or the only label of it, one of {classes}, but "
+                f"{row_name(rows, row)} has {quoted(value)} in {column!r}; split it into a list of labels"
             )
     sets = values if listed else [[value] for value in values]
     dtype = str(inner.dtype)

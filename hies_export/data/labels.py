@@ -85,7 +85,7 @@ def class_numbers(
         if not 0 <= value < len(classes.names):
             raise DataError(
                 f"labels must be in [0, {len(classes.names)}), the model's classes, "
-                f"but {place(index)} has {value} in {column!r}"
+                f"but {place(index)} has {value} in {column!r}; number the classes as the model's id2label does"
             )
     return [int(value) for value in values]
 

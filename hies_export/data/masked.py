@@ -29,7 +29,10 @@ class MaskedReader(Reader):
 
     def _check_targets(self, rows: datasets.Dataset) -> None:
         if self.processor is not None and self.processor.mask_token_id is None:
-            raise DataError("a tokenizer that fills masks must have a mask token, but this one has none")
+            raise DataError(
+                "a tokenizer that fills masks must have a mask token, but this one has none; save the model with the "
+                "tokenizer that it was trained with"
+            )
         for row, text in enumerate(rows[self.columns.text[0]][:]):
             if not text.strip():
                 raise DataError(f"every row must have text to mask, but {row_name(rows, row)} is blank; leave it out")
@@ -54,7 +57,10 @@ class MaskedReader(Reader):
         mask = self.processor.mask_token_id
         words = [place for place, mark in enumerate(special) if not mark and ids[place] != mask]
         if not words:
-            raise DataError(f"a text must have a token to mask, but {quoted(text)} has none")
+            raise DataError(
+                f"a text must have a token to mask, but {quoted(text)} has none within the {len(ids)} that are read; "
+                "leave it out, or raise max_length"
+            )
         generator: Any = np.random.default_rng(zlib.crc32(text.encode()))
         chosen = set(generator.choice(words, max(1, round(SHARE * len(words))), replace=False).tolist())
         masked = [mask if place in chosen else token for place, token in enumerate(ids)]

@@ -70,14 +70,15 @@ class QuestionsReader(Reader):
         if not parts or not all(isinstance(part, list) for part in parts) or len(parts[0]) != len(parts[1]):
             raise DataError(
                 f"answers must be dicts of the lists text and answer_start, of equal length, but {has} "
-                f"{quoted(answers)} in {column!r}"
+                f"{quoted(answers)} in {column!r}; write them as {{'text': ['Ada'], 'answer_start': [0]}}"
             )
         for text, start in zip(*parts, strict=True):
             given = context[start : start + len(text)] if text and isinstance(start, int) and start >= 0 else ""
             if not text or given != text:
                 raise DataError(
                     f"an answer must stand in its context at answer_start, but {has} {quoted(given)} at {start}, not "
-                    f"{quoted(text)}"
+                    f"{quoted(text)}; count the characters of the context from 0, and name the question before the "
+                    "context in data.text"
                 )
         return [(start, start + len(text)) for text, start in zip(*parts, strict=True)]
 

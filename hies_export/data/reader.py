@@ -94,12 +94,16 @@ class Reader(ABC):
             if column == columns.image and not holds_images(feature):
                 raise DataError(f"the column {column!r} must hold images, but it holds {kind_of(feature)}")
             if column != columns.image and not self._is_text(feature):
-                raise DataError(f"the column {column!r} must hold text, but it holds {kind_of(feature)}")
+                raise DataError(
+                    f"the column {column!r} must hold text, but it holds {kind_of(feature)}; name a column of text"
+                )
             # An Image feature is one step from its storage; asking the table avoids decoding every image here.
             values = rows.with_format("arrow")[column][:]
             for row, value in enumerate(values if values.null_count else ()):
                 if not value.is_valid:
-                    raise DataError(f"every row must have a {column!r}, but {row_name(rows, row)} has none")
+                    raise DataError(
+                        f"every row must have a {column!r}, but {row_name(rows, row)} has none; leave it out"
+                    )
         self._check_targets(rows)
 
     def _is_text(self, feature: Any) -> bool:

@@ -53,7 +53,9 @@ class WordsReader(Reader):
         for row, words in enumerate(rows[column][:]):
             if not words or not all((word or "").strip() for word in ([words] if isinstance(words, str) else words)):
                 what = "a blank one" if words else "none"
-                raise DataError(f"every row must have words in {column!r}, but {row_name(rows, row)} has {what}")
+                raise DataError(
+                    f"every row must have words in {column!r}, but {row_name(rows, row)} has {what}; leave it out"
+                )
         self._labels(rows)
 
     def _batches(self, samples: datasets.Dataset, batch_size: int) -> Iterator[Batch]:
@@ -112,7 +114,7 @@ class WordsReader(Reader):
         if feature is None:
             raise DataError(
                 f"the labels of words must be a list for each row, but {column!r} holds "
-                f"{kind_of(rows.features[column])}"
+                f"{kind_of(rows.features[column])}; make a list with a label for each word"
             )
         labels = rows[column][:]
         for row, (words, of_row) in enumerate(zip(rows[self.columns.text[0]][:], labels, strict=True)):
@@ -120,7 +122,12 @@ class WordsReader(Reader):
             if len(words) != given or given != len(of_row):
                 raise DataError(
                     f"every word must have a label, but {row_name(rows, row)} has {len(words)} words and {given} "
-                    f"labels in {column!r}"
+                    f"labels in {column!r}; give each word one, or leave the row out"
+                )
+            if IGNORED in of_row:
+                raise DataError(
+                    f"every word must have a class, but {row_name(rows, row)} has {IGNORED} in {column!r}, which marks "
+                    "tokens without one; give words and their classes, which are then aligned with the tokens"
                 )
         ends = list(itertools.accumulate(map(len, labels)))
         numbers = class_numbers(
@@ -165,7 +172,10 @@ def _span(span: Any, length: int, names: Sequence[str] | None, classes: ClassNam
         )
     start, end, label = span["start"], span["end"], span["label"]
     if not (isinstance(start, int) and isinstance(end, int) and 0 <= start < end <= length):
-        raise DataError(f"a span must be in its text of {length} characters, but {where.format(f'{start} to {end}')}")
+        raise DataError(
+            f"a span must be in its text of {length} characters, but {where.format(f'{start} to {end}')}; count "
+            "characters from 0, the end excluded"
+        )
     name = names[label] if names is not None and isinstance(label, int) else label
     # Of a model without prefixes, all words of a span have the same class.
     found = [(classes.find(f"{prefix}{name}") or classes.find(str(name)))[:1] for prefix in ("B-", "I-")]

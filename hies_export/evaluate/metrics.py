@@ -355,7 +355,7 @@ _PREDICTING = {
     "numbers": "a regression",
     "labels": "a multi-label classifier",
     "classes": "a classifier",
-    "tokens": "generated text",
+    "tokens": "a language model",
     "choices": "choices among answers (data.label)",
 }
 

@@ -137,6 +137,14 @@ class DataSection(Section):
     def _one_or_many(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else value
 
+    @field_validator("label", mode="before")
+    @classmethod
+    def _is_one_column(cls, value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            given = ", ".join(map(str, value))
+            raise ValueError(f"label must be one column, got {given}; for several labels, give it a list in each row")
+        return value
+
     @model_validator(mode="after")
     def _blocks_begin(self) -> DataSection:
         if self.bos != "auto" and not self.packing:

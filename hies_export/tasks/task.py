@@ -106,7 +106,8 @@ class Task(ABC):
     def refusal(self, data: Any) -> str | None:
         """Return why the columns named by the fields of `data` cannot be read; None if they can."""
         given = {name for name in COLUMNS if getattr(data, name)}
-        if given in self.columns and len(data.text) <= self.text_columns:
-            return None
+        if given in self.columns:
+            many = len(data.text) > self.text_columns
+            return f"{self.name} needs {self.needs}, got {', '.join(data.text)}" if many else None
         surplus = " or ".join(f"data.{name}" for name in sorted(given.difference(*self.columns)))
         return f"{self.name} needs {self.needs}" + (f" and no {surplus}" if surplus else "")

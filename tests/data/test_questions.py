@@ -176,7 +176,7 @@ GOOD = {"question": "b c", "context": "d e f", "answers": {"text": ["e"], "answe
         ),
         (
             {"answers": {"text": ["e"], "answer_start": [3]}},
-            "stand in its context at answer_start, .* has ' ' at 3, not",
+            "stand in its context at answer_start, .* has ' ' at 3, not 'e'; count the characters",
         ),
         (
             {"answers": {"text": ["d"], "answer_start": [-5]}},
@@ -205,7 +205,7 @@ def test_rows_that_cannot_be_read_are_refused(change: dict[str, Any], message: s
 @pytest.mark.parametrize(
     ("answers", "message"),
     [
-        ("e", "answers must be dicts of the lists text and answer_start, .* has 'e' in 'answers'"),
+        ("e", "answers must be dicts of the lists text and answer_start, .* has 'e' in 'answers'; write them"),
         ({"text": "e", "answer_start": 2}, "answers must be dicts of the lists text and answer_start"),
         ([{"text": "e", "answer_start": 2}], "answers must be dicts of the lists text and answer_start"),
     ],

@@ -178,7 +178,7 @@ def test_metrics_of_choices_are_the_default_and_those_of_tokens_judge_the_right_
     found = prepared(metrics=["exact_match", "perplexity"])
     assert not any("choice" in batch for batch in found.evaluation)
     assert samples_of(found.evaluation) == 17
-    with pytest.raises(RecipeError, match="metrics of generated text must be among .*got 'choice_accuracy', which"):
+    with pytest.raises(RecipeError, match="metrics of a language model must be among .*got 'choice_accuracy', which"):
         prepared(metrics=["perplexity", "choice_accuracy"])
     with pytest.raises(RecipeError, match=r"choices among answers \(data.label\) must be among choice_accuracy"):
         check_metrics(["accuracy"], predicts="choices")

@@ -252,7 +252,7 @@ def test_default_metrics_fit_and_accuracy_of_a_regression_does_not():
             {"predicts": "labels"},
             "multi-label .* among f1_micro, subset_accuracy, got 'f1', which is for classes",
         ),
-        (["f1"], {"predicts": "tokens"}, "generated text must be among perplexity, .*, got 'f1', which is for cl"),
+        (["f1"], {"predicts": "tokens"}, "a language model must be among perplexity, .*, got 'f1', which is for cl"),
         (
             ["pearson", "acuracy", "f1"],
             {},

@@ -171,5 +171,6 @@ def check_classes(*models: PreTrainedModel) -> None:
     if 0 in counts or len(counts) > 1:
         raise RequestError(
             f"a cascade needs two classifiers of the same classes, got {' and '.join(given for _, given in found)}; "
-            "sets of labels, numbers and tokens have no margin between two classes that says how sure the model is"
+            "sets of labels, numbers and tokens have no margin between two classes that says how sure the model is, so "
+            "leave the cascade out"
         )
