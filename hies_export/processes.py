@@ -244,4 +244,6 @@ def _join() -> _Group:
     if not dist.is_initialized():
         dist.init_process_group(backend, timeout=LONGEST_WAIT)
     group = dist.new_group(backend=backend, timeout=LONGEST_WAIT)
+    # A process that fails at once takes the store away, which the others need until they have met; so wait for them.
+    dist.all_reduce(torch.zeros(1), group=group)
     return _Group(group, dist.get_rank(), dist.get_world_size(), device)
