@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..data.targets import inputs_of, size_of
+from ..data.targets import size_of
 from ..errors import NonFiniteError
 from ..model.modes import evaluating, frozen, output_alone
 from ..model.tokens import real_tokens
@@ -50,8 +50,7 @@ def reading(model: PreTrainedModel, modules: Sequence[PrunableModule], *, gradie
 
         def read(batch: Mapping[str, Tensor], index: int) -> list[Reading]:
             seen.clear()
-            on_device = {key: value.to(model.device) for key, value in inputs_of(batch).items()}
-            output = behaviour.output(model(**on_device))
+            output = behaviour.prediction(model, batch)
             calls = [(module.name, call) for module in modules for call in range(len(seen.inputs[module.name]))]
             found: list[Tensor | None] = [None] * len(calls)
             if gradients:
@@ -60,7 +59,7 @@ def reading(model: PreTrainedModel, modules: Sequence[PrunableModule], *, gradie
             for (name, call), gradient in zip(calls, found, strict=True):
                 x, y = (by_sample(t, size_of(batch)) for t in (seen.inputs[name][call], seen.outputs[name][call]))
                 gradient = None if gradient is None else by_sample(gradient, size_of(batch))
-                real = real_tokens(model, name, on_device, x)
+                real = real_tokens(model, name, batch, x)
                 read_by_call.append(Reading(name, x.detach(), y.detach(), gradient, real))
             return read_by_call
 

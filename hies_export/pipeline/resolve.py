@@ -268,10 +268,9 @@ def _checked_runtimes(recipe: PruningRecipe, names: tuple[str, ...]) -> tuple[st
     check_dtypes(recipe.measure.dtypes, names)
     if timed is not None and timed.dtype is not None:
         check_dtypes([timed.dtype], [timed.runtime])
-    exported = [name for name in names if not RUNTIMES[name].reads_models] if task.in_parts else []
-    if exported and ("runtimes" in recipe.measure.model_fields_set or timed is not None):
-        check_one_graph(exported, task)
-    return tuple(name for name in names if name not in exported)
+    if "runtimes" in recipe.measure.model_fields_set or timed is not None:
+        check_one_graph(names, task)
+    return tuple(name for name in names if RUNTIMES[name].reads_models or not task.in_parts)
 
 
 def _ways(recipe: PruningRecipe, names: Sequence[str]) -> tuple[tuple[str, str | None], ...]:
