@@ -19,7 +19,7 @@ from ..progress import quiet
 from .ranking import RowsKind
 
 Compute = Callable[..., float]
-# Gives, of what a metric compares, two numbers of each sample, (samples,) each; see `Metric.terms`.
+# From predictions and references: a numerator and a denominator for each sample, (samples,) each; see `Metric.terms`.
 Terms = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
@@ -35,9 +35,9 @@ class Metric:
     compute: Compute  # the function, of predictions and references; NaN if the metric is undefined
     higher_is_better: bool = True  # whether more is better
     title: str | None = None  # what readers know it by, if that is not its name
-    # The function whose means have, as their ratio, the share that is kept of what the dense model has. With it, such a
-    # share can be promised in place of a share of the predictions; for metrics of rankings, and those beside the dense
-    # model's predictions.
+    # The numerator and denominator of each sample. The sum of the first over that of the second is the share that the
+    # slim model keeps, which a recipe can then promise in place of a share of the predictions. For metrics of rankings,
+    # and those that take the dense model's predictions as references.
     terms: Terms | None = None
     counts: str | None = None  # what such a promise is over, such as "entities"; by default the metric itself
 
@@ -217,7 +217,7 @@ def answer_exact(predictions: np.ndarray, references: np.ndarray) -> float:
 
 
 def _of_both(field: str) -> Terms:
-    """Return what gives a number of each query, of the model and of the dense one."""
+    """Return `Terms` that read a field of the rankings: of the slim model as numerator, of the dense as denominator."""
     return lambda predictions, references: (predictions[field], references[field])
 
 

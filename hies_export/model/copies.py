@@ -13,7 +13,6 @@ from .internals import forget_placement
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
-
 # Devices that models are scored and timed on: sums are in float64, and clocks wait for the device. MPS, for one, has no
 # float64. "meta" has no values at all.
 DEVICES = ("cpu", "cuda", "meta")

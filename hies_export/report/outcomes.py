@@ -250,12 +250,12 @@ class KeepOutcome(PromiseOutcome):
 
     @property
     def stays(self) -> str:
-        """That it stays, after a share in percent: "of the sentences stay", "of nDCG@10 stays"."""
+        """The words after a percentage: "of the sentences stay", or "of nDCG@10 stays"."""
         return f"of {self._counted} stay" if self._counted else f"of {title_of(str(self.metric))} stays"
 
     @property
     def _counted(self) -> str | None:
-        """The things of which a share stays; None if the promise is about the value of a metric."""
+        """What is counted, such as "the sentences"; None if the promise is about the value of a metric."""
         counted = f"{self.word}s" if self.metric is None else counted_by(self.metric)
         return None if counted is None or self.by is not None else f"the {counted}"
 

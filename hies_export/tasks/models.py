@@ -38,7 +38,7 @@ def task_of(model: Any) -> Task:
 
 
 def _remedy(model: Any) -> str:
-    """Return what to pass in place of what is no model of transformers."""
+    """Return what to pass instead of an object that is not a PreTrainedModel."""
     if isinstance(getattr(model, "module", None), PreTrainedModel):  # DataParallel, and others for several GPUs
         return "pass the model inside it, model.module"
     if type(model).__module__.partition(".")[0] == "peft":
@@ -79,7 +79,7 @@ def task_by_class(name: str, config: Any) -> Task | None:
     classes = auto_classes(name, config.model_type)
     for task in TASKS.values():
         # `AutoModel` loads base models, which have no task of their own.
-        fits = task.encoder_decoders if config.is_encoder_decoder else task.others
+        fits = task.encoder_decoders if config.is_encoder_decoder else not task.only_encoder_decoders
         if task.auto_class in classes and not task.embeds and fits:
             return task
     return None

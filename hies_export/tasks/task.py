@@ -41,7 +41,7 @@ class Task(ABC):
         places_by_labels: Whether labels say where predictions are read, so that no row does without.
         of_item: How many texts are an item of a list that `prune` reads in place of a data set; 0 if it reads no lists.
         encoder_decoders: Whether encoder-decoders that the Auto class loads are models of the task.
-        others: Whether its other models are.
+        only_encoder_decoders: Whether no other model is.
         on_hub: Whether the Hub has pipelines of this name.
     """
 
@@ -62,7 +62,7 @@ class Task(ABC):
     places_by_labels: ClassVar[bool] = False
     of_item: ClassVar[int] = 0
     encoder_decoders: ClassVar[bool] = True
-    others: ClassVar[bool] = True
+    only_encoder_decoders: ClassVar[bool] = False
     on_hub: ClassVar[bool] = True
 
     @property

@@ -39,7 +39,7 @@ class TargetTokens(Tokens):
             batch = answered(model, batch)
         labels = batch["labels"]
         check_token_labels(model, labels)
-        inputs = batch["decoder_input_ids"] if "decoder_input_ids" in batch else one_later(model, labels)
+        inputs = batch["decoder_input_ids"] if "decoder_input_ids" in batch else shift_right(model, labels)
         if inputs.shape != labels.shape:
             raise DataError(
                 f"decoder_input_ids must be one for each label, {tuple(labels.shape)}, but a batch has "
@@ -64,8 +64,8 @@ class TargetTokens(Tokens):
         return False  # every token of an answer is a prediction of its own
 
 
-def one_later(model: PreTrainedModel, labels: Tensor) -> Tensor:
-    """Return what the decoder reads to predict labels: these one place later, after the token that it starts with."""
+def shift_right(model: PreTrainedModel, labels: Tensor) -> Tensor:
+    """Return the decoder's inputs for labels: the labels shifted right by one, after the start token."""
     from ..data.targets import IGNORED
 
     make = getattr(model, "prepare_decoder_input_ids_from_labels", None)
@@ -115,7 +115,7 @@ class Text2TextGeneration(Task):
     inputs: ClassVar[str] = "input_ids, attention_mask and labels"
     generative = True
     places_by_labels = True
-    others = False
+    only_encoder_decoders = True
     on_hub = False  # its pipeline is gone, from the Hub and from transformers 5
 
     @property
