@@ -1,18 +1,18 @@
 """Everything that runs in torch, on a pretend GPU: the same numbers as on the CPU, and no mixing of devices."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from support.generative import padded, with_images
-from support.models import bert, causal_lm, image_batch, llava, opt, shake, text_batch, vit, zero_padding
+from support.generative import padded
+from support.models import bert, causal_lm, opt, shake, text_batch, zero_padding
+from support.on_gpus import BOTH, SHARED_MODELS, Batch, Makers, found_alike
 from support.pretend import Gpus, PretendTensor, pretend_gpus
 from support.tolerance import REFITTED, assert_near
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from hies_export import CRITERIA, load, load_runtime, prune, prune_units, score_units
@@ -25,17 +25,13 @@ from hies_export.prunable.find import find_modules
 from hies_export.score.criteria import needs_of
 from hies_export.slim.check import compare_cut, first_output
 
-BOTH = ["attention", "mlp"]
 REFIT = {"method": "least_squares"}
 pytestmark = pytest.mark.filterwarnings("ignore:.*calibration tokens are too few")
 
-Batch = dict[str, Tensor]
-MODELS: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[], Batch]]] = {
+MODELS: dict[str, Makers] = {
+    **SHARED_MODELS,
     "bert": (lambda: bert(num_hidden_layers=2), text_batch),
-    "vit": (lambda: vit(num_hidden_layers=2), image_batch),
-    "decoder, padded left": (causal_lm, lambda: padded([9, 4, 6], "left")),
     "flattened tokens": (lambda: shake(opt()), lambda: zero_padding(text_batch(4, 12))),
-    "images and text": (llava, lambda: with_images(padded([9, 6], "left", answers=[2, 5]))),
 }
 
 
@@ -52,11 +48,7 @@ def on_gpu(model: PreTrainedModel) -> PreTrainedModel:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_criterion_scores_as_on_the_cpu(gpus: Gpus, name: str) -> None:
-    make_model, make_batch = MODELS[name]
-    model, batch = make_model(), make_batch()
-    modules = find_modules(model, batch, kinds=BOTH)
-    moved = on_gpu(model)
-    assert find_modules(moved, batch, kinds=BOTH) == modules
+    model, moved, batch, modules = found_alike(MODELS[name], on_gpu)
     needs = needs_of(*CRITERIA)
     found, wanted = (collect_statistics(m, [batch], modules, needs=needs) for m in (moved, model))
     for criterion in CRITERIA.values():

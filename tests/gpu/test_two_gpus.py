@@ -2,18 +2,19 @@
 
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import MethodType
 from typing import Any
 
 import pytest
 import torch
-from support.generative import padded, with_images
-from support.models import bert, causal_lm, image_batch, llama, llava, text_batch, vit, zero_padding
+from support.generative import padded
+from support.models import bert, causal_lm, llama, text_batch, zero_padding
+from support.on_gpus import BOTH, SHARED_MODELS, Makers, found_alike
 from support.pretend import Gpus, pretend_gpus
 from support.tolerance import REFITTED, assert_near
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from hies_export import export_gguf, load_runtime, prune
@@ -24,11 +25,9 @@ from hies_export.forms.measure.counts import cache_bytes_per_token, count_flops
 from hies_export.forms.measure.shapes import model_shapes
 from hies_export.forms.onnx import export
 from hies_export.model.copies import convert, parameter_bytes, share_weights
-from hies_export.prunable.find import find_modules
 
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
 
-BOTH = ["attention", "mlp"]
 pytestmark = pytest.mark.filterwarnings("ignore:.*calibration tokens are too few")
 
 # Parts beyond the layers, which come last.
@@ -54,23 +53,17 @@ def spread(model: PreTrainedModel) -> PreTrainedModel:
     return spread
 
 
-MODELS: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[], dict[str, Tensor]]]] = {
+MODELS: dict[str, Makers] = {
+    **SHARED_MODELS,
     "classifier": (bert, text_batch),
     "classifier of a decoder": (llama, lambda: zero_padding(text_batch(4, 10))),
-    "image": (lambda: vit(num_hidden_layers=2), image_batch),
-    "decoder": (causal_lm, lambda: padded([9, 4, 6], "left")),
-    "images and text": (llava, lambda: with_images(padded([9, 6], "left", answers=[2, 5]))),
 }
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_spread_model_is_scored_and_measured_as_a_whole_one(gpus: Gpus, name: str) -> None:
-    make_model, make_batch = MODELS[name]
-    model, batch = make_model(), make_batch()
-    modules = find_modules(model, batch, kinds=BOTH)
-    parts = spread(model)
+    model, parts, batch, modules = found_alike(MODELS[name], spread)
     assert min(gpus.held) > 0
-    assert find_modules(parts, batch, kinds=BOTH) == modules
     found, wanted = (collect_statistics(m, [batch], modules, needs=("his", "entropy")) for m in (parts, model))
     assert_near(dict(found.values), dict(wanted.values))
     unlabelled = [inputs_of(batch)]
@@ -81,7 +74,7 @@ def test_a_spread_model_is_scored_and_measured_as_a_whole_one(gpus: Gpus, name: 
     assert model_shapes(parts, shapes) == model_shapes(model, shapes)
 
 
-@pytest.mark.parametrize("name", ["classifier", "decoder"])
+@pytest.mark.parametrize("name", ["classifier", "decoder, padded left"])
 def test_a_spread_model_is_cut_refitted_and_timed(gpus: Gpus, name: str) -> None:
     make_model, make_batch = MODELS[name]
     model, batches = make_model(), [make_batch() for _ in range(3)]
