@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import argparse
 from importlib.resources import files
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
-from transformers import AutoConfig, AutoTokenizer, get_linear_schedule_with_warmup
+from transformers import AutoConfig, AutoTokenizer, Trainer, TrainingArguments
 
 from hies_export.data.reader import Columns
 from hies_export.data.rows import load_rows
@@ -84,28 +84,25 @@ def _model(source: str, task: Any, rows: Any, label: str | None) -> Any:
 
 
 def _train(model: Any, reader: Any, rows: Any, options: argparse.Namespace) -> None:
-    """Train all weights by AdamW, with a rate that rises over 6 % of the steps and then falls to 0."""
-    decayed = [weight for weight in model.parameters() if weight.dim() > 1]
-    others = [weight for weight in model.parameters() if weight.dim() < 2]
-    groups = [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
-    optimizer, schedule, behaviour = torch.optim.AdamW(groups, lr=options.learning_rate), None, behaviour_of(model)
-    model.train()
-    for epoch in range(options.epochs):
-        batches = reader.batches(rows.shuffle(seed=options.seed + epoch), batch_size=options.batch_size)
-        if schedule is None:
-            steps = options.epochs * len(batches)
-            schedule = get_linear_schedule_with_warmup(optimizer, steps // 16, steps)
-        total = 0.0
-        for batch in batches:
-            loss = model(**inputs_of(batch), **behaviour.loss_inputs(batch["labels"])).loss
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-            total += loss.item()
-        print(f"epoch {epoch + 1}: loss {total / len(batches):.4f}", flush=True)
-    model.eval()
+    """Train all weights with transformers' Trainer, whose examples are whole batches of the reader."""
+    behaviour = behaviour_of(model)
+    batches = [
+        {**inputs_of(batch), **behaviour.loss_inputs(batch["labels"])}
+        for batch in reader.batches(rows.shuffle(seed=options.seed), batch_size=options.batch_size)
+    ]
+    arguments = TrainingArguments(
+        output_dir=str(options.output / "trainer"),
+        num_train_epochs=options.epochs,
+        learning_rate=options.learning_rate,
+        per_device_train_batch_size=1,
+        warmup_steps=options.epochs * len(batches) // 16,
+        weight_decay=0.01,
+        logging_strategy="epoch",
+        save_strategy="no",
+        report_to="none",
+        seed=options.seed,
+    )
+    Trainer(model, arguments, train_dataset=batches, data_collator=itemgetter(0)).train()
 
 
 if __name__ == "__main__":
