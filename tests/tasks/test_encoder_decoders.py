@@ -50,25 +50,26 @@ from hies_export.tasks.models import behaviour_of, task_by_class, task_of
 
 Batch = dict[str, Tensor]
 BOTH: Any = ["attention", "mlp"]
-SIZES = {
+SIZES: Any = {
     **{"vocab_size": 60, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2},
     **{"encoder_ffn_dim": 48, "decoder_ffn_dim": 40, "encoder_attention_heads": 4, "decoder_attention_heads": 4},
 }
 
 
 def t5() -> PreTrainedModel:
-    sizes = {"vocab_size": 60, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
-    return shake(T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, pad_token_id=0)))
+    sizes: Any = {"vocab_size": 60, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    tokens: Any = {"decoder_start_token_id": 0, "pad_token_id": 0}
+    return shake(T5ForConditionalGeneration(T5Config(**sizes, **tokens)))
 
 
 def bart() -> PreTrainedModel:
-    tokens = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2}
-    options = {"max_position_embeddings": 32, "forced_eos_token_id": None}
+    tokens: Any = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2}
+    options: Any = {"max_position_embeddings": 32, "forced_eos_token_id": None}
     return shake(BartForConditionalGeneration(BartConfig(**SIZES, **tokens, **options)))
 
 
 def marian() -> PreTrainedModel:
-    tokens = {"pad_token_id": 59, "eos_token_id": 0, "decoder_start_token_id": 59, "forced_eos_token_id": None}
+    tokens: Any = {"pad_token_id": 59, "eos_token_id": 0, "decoder_start_token_id": 59, "forced_eos_token_id": None}
     model = MarianMTModel(MarianConfig(**SIZES, **tokens, max_position_embeddings=32))
     computed = {name: value.clone() for name, value in model.state_dict().items() if "embed_positions" in name}
     shake(model).load_state_dict(computed, strict=False)  # positions are computed, not saved
@@ -76,9 +77,9 @@ def marian() -> PreTrainedModel:
 
 
 def whisper() -> PreTrainedModel:
-    tokens = {"pad_token_id": 57, "bos_token_id": 57, "eos_token_id": 57, "decoder_start_token_id": 58}
-    sizes = {"num_mel_bins": 8, "max_source_positions": 12, "max_target_positions": 32}
-    never = {"suppress_tokens": None, "begin_suppress_tokens": None}
+    tokens: Any = {"pad_token_id": 57, "bos_token_id": 57, "eos_token_id": 57, "decoder_start_token_id": 58}
+    sizes: Any = {"num_mel_bins": 8, "max_source_positions": 12, "max_target_positions": 32}
+    never: Any = {"suppress_tokens": None, "begin_suppress_tokens": None}
     return shake(WhisperForConditionalGeneration(WhisperConfig(**SIZES, **tokens, **sizes, **never)))
 
 
@@ -161,7 +162,7 @@ def test_importance_and_entropy_are_those_of_each_sample_by_itself(model: PreTra
 
 def test_so_they_are_where_the_attention_is_a_models_own_code() -> None:
     torch.manual_seed(4)
-    tokens = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2}
+    tokens: Any = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2}
     model = shake(MvpForConditionalGeneration(MvpConfig(**SIZES, **tokens, max_position_embeddings=32)))
     assert not on_interface(model)
     assert_statistics(model)
@@ -190,7 +191,7 @@ def test_predictions_are_those_at_the_labels_of_each_sample(model: PreTrainedMod
         nll += [-logits[place, label].item() for place, label in enumerate(one["labels"][0].tolist())]
         effects.append(-sum(nll[-one["labels"].shape[1] :]))
     inputs, behaviour = canonical(model, batches), behaviour_of(model)
-    found = predict(model, inputs)
+    found: Any = predict(model, inputs)
     assert found.tokens.tolist() == tokens
     assert found.nll.tolist() == pytest.approx(nll, rel=1e-3, abs=1e-4)
     assert not found.answers  # every token is a prediction of its own
@@ -224,7 +225,7 @@ def test_the_saved_model_gives_the_same_and_generates(
     model: PreTrainedModel, result: PruneResult, tmp_path: Path
 ) -> None:
     result.save_pretrained(tmp_path / "slim")
-    loaded = load(tmp_path / "slim")
+    loaded: Any = load(tmp_path / "slim")
     inputs = canonical(model, batches_of(model))[0]
     source = {key: inputs[key] for key in ("input_ids", "attention_mask", "input_features") if key in inputs}
     with torch.no_grad():
