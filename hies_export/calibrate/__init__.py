@@ -13,5 +13,7 @@ moments.py    `MomentStream`, for `compensate`
 ridge.py      `Moments`, and the ridge regression that they allow
 sums.py       `LayerMoments`: running sums, from which moments follow for any weight of the tokens
 readings.py   inputs of the consumers in a batch, and the gradients of each sample's prediction there
+rounding.py   `fit_blocks`: round a layer to few levels so that its outputs change least
+spreads.py    means and second moments of what any linear layers read, in torch or in a graph
 stream.py     groups of modules under a memory limit, with a pass over the data for each
 """

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from ..errors import RecipeError, check_path, quoted
+from ..errors import RecipeError, RequestError, check_path, quoted
 from ..progress import Progress
 
 if TYPE_CHECKING:
@@ -116,6 +116,29 @@ def add_output(parser: ArgumentParser, *flags: str, help: str = "folder to write
     """Add the output folder, given by `flags` (`-o` and `--output` by default), and `--overwrite`."""
     parser.add_argument(*(flags or ("-o", "--output")), metavar="DIR", type=a_path, help=help, **settings)
     parser.add_argument("--overwrite", action="store_true", help="replace the output folder, if hies-export wrote it")
+
+
+def add_data(parser: ArgumentParser, help: str) -> None:
+    """Add the data that a command reads, and its columns of texts."""
+    columns = "column of texts, if there is a choice; may be repeated for pairs"
+    parser.add_argument("--data", metavar="[SPLIT=]DATA", type=a_text, help=help, **REPEATED)
+    parser.add_argument("--text", metavar="COLUMN", type=a_text, help=columns, **REPEATED)
+
+
+def read_data(data: Sequence[str]) -> dict[str, Any]:
+    """Return the Hub data set or the files by split that `--data` names, as keywords of `propose_recipe`."""
+    named = [text for text in data if "=" not in text]
+    if here := [text for text in named if Path(text).expanduser().exists()]:
+        raise RequestError(
+            f"--data must name the split of a file or an image folder, got {here[0]}; give --data train={here[0]}"
+        )
+    if named and len(data) > 1:
+        raise RequestError(
+            f"--data takes one Hub data set, or SPLIT=FILE once or more, got {', '.join(data)}; name the splits"
+        )
+    if named:
+        return {"name": named[0]}
+    return {"files": {split: Path(file) for split, _, file in (text.partition("=") for text in data)}}
 
 
 def add_plan_options(parser: ArgumentParser) -> None:

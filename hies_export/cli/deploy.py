@@ -7,7 +7,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import RequestError, quoted
-from .arguments import REPEATED, Options, a_number, a_path_or_id, a_text, add_changes, read_recipe, refuse_output
+from .arguments import (
+    Options,
+    a_number,
+    a_path_or_id,
+    a_text,
+    add_changes,
+    add_data,
+    read_data,
+    read_recipe,
+    refuse_output,
+)
 
 if TYPE_CHECKING:
     from ..recipe import PruningRecipe
@@ -23,9 +33,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     column: dict[str, Any] = {"metavar": "COLUMN", "type": a_text}
     given = "a recipe, YAML, or a checkpoint folder or Hub id"
     add("recipe", metavar="RECIPE|MODEL", type=a_path_or_id, help=given)
-    rows = "rows for MODEL: SPLIT=FILE, repeated for each split, or the name of a Hub data set"
-    add("--data", metavar="[SPLIT=]DATA", type=a_text, help=rows, **REPEATED)
-    add("--text", help="column of texts, if there is a choice; may be repeated for pairs", **column, **REPEATED)
+    add_data(parser, "rows for MODEL: SPLIT=FILE, repeated for each split, or the name of a Hub data set")
     add("--image", help="column of images, if there is a choice", **column)
     add("--label", help="column of labels, if there is a choice; rows need no labels", **column)
     add("--query", help="column of queries, for an embedding model", **column)
@@ -96,20 +104,9 @@ def propose(options: Options) -> PruningRecipe:
             f"deploy needs a recipe, or a model and --data; got {options.recipe} alone, which is no file in YAML; give "
             "--data train=FILE --data validation=FILE, or --data with the name of a Hub data set"
         )
-    named = [text for text in options.data if "=" not in text]
-    if here := [text for text in named if Path(text).expanduser().exists()]:
-        raise RequestError(
-            f"--data must name the split of a file or an image folder, got {here[0]}; give --data train={here[0]}"
-        )
-    if named and len(options.data) > 1:
-        raise RequestError(
-            f"--data takes one Hub data set, or SPLIT=FILE once or more, got {', '.join(options.data)}; name the splits"
-        )
-    files = {split: Path(file) for split, _, file in (text.partition("=") for text in options.data)}
     return propose_recipe(
         options.recipe,
-        name=named[0] if named else None,
-        files=None if named else files,
+        **read_data(options.data),
         **{name: getattr(options, name) for name in _COLUMNS},
         output=options.output or Path("runs/deploy"),
     )

@@ -6,7 +6,7 @@ import logging
 from argparse import ArgumentParser
 from typing import TYPE_CHECKING, Any
 
-from .arguments import Options, add_model, add_output
+from .arguments import Options, add_data, add_model, add_output, read_data
 from .paths import checkpoint_in
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ def add_arguments(parser: ArgumentParser, *, output: str | None = None) -> None:
     add("--provider", help="execution provider to fuse the ONNX graph for: cpu (the default), cuda or tensorrt")
     add("--dtype", default="float32", help="float32 (the default) or float16; gguf also bfloat16, q8_0, q4_0")
     add("--quantize", choices=("int8", "int4"), help="write the ONNX model with its linear layers in 8 or 4 bits")
+    add_data(parser, "rows to round 4 bits by (default: to nearest): SPLIT=FILE, or the name of a Hub data set")
 
 
 def run(options: Options) -> dict[str, Any]:
@@ -45,6 +46,8 @@ def run(options: Options) -> dict[str, Any]:
     refuse_existing(options.output, overwrite=options.overwrite, inputs={"model": options.model})
     if options.quantize and options.format == "gguf":
         raise RequestError(f"--quantize is for --format onnx, got {options.quantize}; give gguf --dtype q8_0 or q4_0")
+    if options.data and not in_4_bits(options):
+        raise RequestError("--data is for --quantize int4 and for gguf --dtype q4_0; leave it out, or give one of them")
     config = load_config(options.model)
     if options.quantize:
         refuse_quantised(config, options.model)
@@ -53,7 +56,7 @@ def run(options: Options) -> dict[str, Any]:
         return _export_gguf(options)
     if is_sentence_transformer(options.model):
         return _export_served(options)
-    model = load(options.model, dtype=torch.float32)
+    model, rows = load(options.model, dtype=torch.float32), calibration_rows(options)
     options.progress.stage("export to ONNX, and compare with torch")
     images = is_vision_language(model)
     exported = export_in_bits(
@@ -64,9 +67,29 @@ def run(options: Options) -> dict[str, Any]:
         provider=options.provider or "cpu",
         dtype=options.dtype,
         quantize=options.quantize,
+        rows=rows,
         overwrite=options.overwrite,
     )
     return _report(options, exported)
+
+
+def in_4_bits(options: Options) -> bool:
+    """Return whether the export has weights in 4 bits."""
+    return options.quantize == "int4" or (options.format == "gguf" and options.dtype == "q4_0")
+
+
+def calibration_rows(options: Options) -> list[Any]:
+    """Return batches of the rows that weights in 4 bits are rounded by; say so if there are none."""
+    from ..pipeline.resolve import refit_rows
+    from ..recipe.propose import propose_recipe
+
+    if options.data:
+        options.progress.stage("read the rows")
+        proposed = propose_recipe(options.model, **read_data(options.data), text=options.text, output=options.output)
+        return refit_rows(proposed)
+    if in_4_bits(options):
+        options.console.print("4 bits are rounded to nearest; give --data train=FILE to lose less")
+    return []
 
 
 def _export_served(options: Options) -> dict[str, Any]:
@@ -130,7 +153,14 @@ def _export_gguf(options: Options) -> dict[str, Any]:
     tokenizer = load_processor(options.model, task=TASKS["text-generation"])
     model = load(options.model, dtype=torch.float32)
     options.progress.stage("export to GGUF, and compare with torch")
-    exported = export_gguf(model, options.output, tokenizer=tokenizer, dtype=options.dtype, overwrite=options.overwrite)
+    exported = export_gguf(
+        model,
+        options.output,
+        tokenizer=tokenizer,
+        dtype=options.dtype,
+        rows=calibration_rows(options),
+        overwrite=options.overwrite,
+    )
     parity = exported.parity
     compared = "not compared with llama.cpp, which is not installed"
     if parity is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -61,17 +61,19 @@ class Exporter:
         options: Options of the exports.
         sample: The batch that ONNX graphs are traced and compared on.
         processor: The tokenizer or image processor that is saved beside a graph, or in a GGUF file.
+        rows: Batches that weights in 4 bits are rounded by; without any, to nearest.
     """
 
     options: ExportOptions
     sample: Mapping[str, Tensor]
     processor: Any = None
+    rows: Sequence[Mapping[str, Tensor]] = ()
 
     def export(self, model: PreTrainedModel, folder: Path, options: ExportOptions | None = None) -> Exported:
         """Export a model into a new folder, by other options if they are given."""
         options = options or self.options
         if options.format == "gguf":
-            return export_gguf(model, folder, tokenizer=self.processor, dtype=options.dtype)
+            return export_gguf(model, folder, tokenizer=self.processor, dtype=options.dtype, rows=self.rows)
         return export_in_bits(
             model,
             folder,
@@ -80,6 +82,7 @@ class Exporter:
             provider=options.provider,
             dtype=options.dtype,
             quantize=options.quantize,
+            rows=self.rows,
         )
 
     def quantize(self, exported: Exported, folder: Path) -> OnnxExport:
@@ -87,7 +90,7 @@ class Exporter:
         assert isinstance(exported, OnnxExport)
         assert self.options.quantize is not None
         try:
-            return quantize_onnx(exported, folder, batch=self.sample, quantize=self.options.quantize)
+            return quantize_onnx(exported, folder, batch=self.sample, quantize=self.options.quantize, rows=self.rows)
         except RequestError as error:  # the request was checked on the dense model
             raise ExportError(f"the slim model has no form in fewer bits: {error}") from error
 

@@ -118,7 +118,8 @@ def prepare(
     for kind in kinds:
         if kind not in {module.kind for module in scored}:
             raise RequestError(f"prune.modules names {kind}, but the towers to prune have none; change prune.modules")
-    exporter = Exporter(export or ExportOptions(), first_samples(rows.calibration[0]), processor)
+    sample, refitted_on = first_samples(rows.calibration[0]), rows.compensation or rows.calibration
+    exporter = Exporter(export or ExportOptions(), sample, processor, refitted_on)
     return Prepared(
         model=model,
         processor=processor,

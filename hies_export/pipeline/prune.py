@@ -172,7 +172,7 @@ class PruneResult:
             provider: Execution provider that the graph is fused for: cpu, cuda or tensorrt.
             dtype: float32 or float16.
             quantize: "int8" writes the linear layers in 8 bits, as `model_quantized.onnx`, "int4" those of a decoder in
-                4 bits; for the CPU.
+                4 bits, rounded by the rows that it was refitted or scored on; for the CPU.
             overwrite: Replace an existing folder.
 
         Returns:
@@ -193,7 +193,8 @@ class PruneResult:
         }
         if isinstance(self.slim.model, TextEncoder):
             return export_served(self.slim.model, folder, **how)
-        return export_in_bits(self.slim.model, folder, batch=_two_rows(self.prepared.sample), **how)
+        rows = self.prepared.exporter.rows
+        return export_in_bits(self.slim.model, folder, batch=_two_rows(self.prepared.sample), rows=rows, **how)
 
     def cascade(self, rows: Any, *, disagreement: float, columns: Mapping[str, Any] | None = None) -> Cascade:
         """Leave rows that the slim model is unsure of to the dense one, so that few answers change.

@@ -210,6 +210,16 @@ def rows_in_order(recipe: PruningRecipe) -> Callable[[int], list[Batch]]:
     return _in_order(reader, rows)
 
 
+def refit_rows(recipe: PruningRecipe) -> list[Batch]:
+    """Return batches of the rows that a recipe refits on, without loading its model."""
+    found = _Found.of(recipe)
+    reader = _reader(recipe, found, load_processor(found.encoder, task=TASKS[recipe.task], **found.hub))
+    load = partial(reader.load, name=recipe.data.name, files=recipe.data.files)
+    splits = _splits(recipe, _behaviour(recipe, found.config))
+    drawn = draw(splits, load, recipe.options, Draws.of(recipe.options, recipe.calibration, promised=0))
+    return reader.unlabelled().batches(drawn.compensation, batch_size=recipe.calibration.batch_size)
+
+
 def _in_order(reader: Reader, rows: datasets.Dataset) -> Callable[[int], list[Batch]]:
     return lambda size: reader.batches(rows.select(range(min(len(rows), ROWS))), batch_size=size)
 

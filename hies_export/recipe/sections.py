@@ -601,7 +601,8 @@ class ExportSection(Section):
         provider: Execution provider that an ONNX graph is fused for.
         dtype: Dtype that the weights are stored in: float32 or float16; in a GGUF file also bfloat16, q8_0 or q4_0.
         quantize: "int8" also writes the ONNX graph with its linear layers in 8 bits, to `onnx-int8/`; for decoders
-            "int4" writes 4 bits, to `onnx-int4/`. Both models are then judged and timed in float32 and in these bits.
+            "int4" writes 4 bits, to `onnx-int4/`, rounded by the rows that refit the model, or else score it. Both
+            models are then judged and timed in float32 and in these bits.
     """
 
     format: Literal["onnx", "gguf"] = "onnx"

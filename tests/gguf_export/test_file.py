@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from hies_export import NonFiniteError, export_gguf
 from hies_export.forms.gguf import export
+from hies_export.forms.gguf.rounding import round_rows
 
 gguf = pytest.importorskip("gguf", reason='no gguf: pip install "hies-export[gguf]"')
 
@@ -127,6 +128,45 @@ def test_matrices_are_stored_in_the_dtype_and_norms_in_float32(
         assert count
         matrices = sum(exported.types.values()) - exported.types["F32"]
         assert f"{count} of {matrices} matrices have rows whose length" in caplog.text
+
+
+def test_rows_round_4_bits_so_that_layers_change_less(tmp_path: Path) -> None:
+    model = llama()
+    generator = torch.Generator().manual_seed(0)
+    batches = [{"input_ids": torch.randint(3, 30, (4, 16), generator=generator)} for _ in range(4)]
+    files = {
+        name: written(model, tmp_path / name, dtype="q4_0", rows=rows) for name, rows in (("a", ()), ("b", batches))
+    }
+    nearest, found = ({tensor.name: tensor for tensor in reader.tensors} for reader in files.values())
+    assert {name: tensor.tensor_type for name, tensor in nearest.items()} == {
+        name: tensor.tensor_type for name, tensor in found.items()
+    }
+    inputs: list[torch.Tensor] = []
+    hook = model.model.layers[1].mlp.gate_proj.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    with torch.no_grad():
+        for batch in batches:
+            model(**batch)
+    hook.remove()
+    x, weight = torch.cat(inputs).flatten(0, 1), model.model.layers[1].mlp.gate_proj.weight.detach()
+    changes = []
+    for tensors in (nearest, found):
+        tensor = tensors["blk.1.ffn_gate.weight"]
+        back = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32))
+        changes.append(float((x @ (back - weight).T).square().mean()))
+    assert changes[1] < 0.8 * changes[0]
+
+
+def test_rounded_rows_are_what_rounding_them_again_gives() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((6, 64), (300, 64)))
+    weight[2, :32] = 0
+    mixed = x @ torch.randn(64, 64, generator=generator, dtype=torch.float64)
+    found = round_rows(weight, mixed.T @ mixed).float().numpy()
+    again = gguf.quants.dequantize(
+        gguf.quants.quantize(found, gguf.GGMLQuantizationType.Q4_0), gguf.GGMLQuantizationType.Q4_0
+    )
+    np.testing.assert_array_equal(again, found)
+    assert not found[2, :32].any()
 
 
 def test_a_weight_beyond_float16_leaves_no_file(tmp_path: Path) -> None:

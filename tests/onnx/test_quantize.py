@@ -17,11 +17,14 @@ from support.models import cut_bert, llava
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
 from hies_export import HiesError, OnnxGenerator, OutputExistsError, ParityError, RequestError, load, prune
+from hies_export.calibrate.ridge import Spread
 from hies_export.cli.main import main
 from hies_export.forms.onnx import export as export_module
 from hies_export.forms.onnx import quantize as quantize_module
 from hies_export.forms.onnx.export import OnnxExport, export_onnx
 from hies_export.forms.onnx.quantize import Quantize, export_in_bits, quantize_onnx
+from hies_export.forms.runtimes.bits import quantize_blocks
+from hies_export.forms.runtimes.ort import OnnxRuntime
 
 
 @pytest.fixture(scope="module")
@@ -160,6 +163,70 @@ def test_a_decoder_generates_in_few_bits(
     ]
     assert (logits[1] - logits[0]).square().mean().sqrt() < apart * logits[0].square().mean().sqrt()
     assert two.generate(**prompt, max_new_tokens=4).shape == (2, 13)
+
+
+def stored(node: onnx.NodeProto, arrays: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the matrix (inputs, outputs) and the bias that a MatMulNBits stands for, weight by weight."""
+    sizes = {attribute.name: attribute.i for attribute in node.attribute}
+    packed, scales, zeros = (arrays[name] for name in node.input[1:4])
+    matrix = np.zeros((sizes["K"], sizes["N"]), dtype=np.float32)
+    for output in range(sizes["N"]):
+        for row in range(sizes["K"]):
+            block, place = divmod(row, 32)
+            level = packed[output, block, place // 2] >> 4 * (place % 2) & 15
+            zero = zeros[output, block // 2] >> 4 * (block % 2) & 15
+            matrix[row, output] = (int(level) - int(zero)) * scales[output, block]
+    return matrix, arrays[node.input[5]]
+
+
+def test_rows_round_4_bits_so_that_outputs_change_less(decoder: OnnxExport, tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = [{"input_ids": torch.randint(5, 30, (4, 16), generator=generator)} for _ in range(8)]
+    mask = torch.ones(4, 16, dtype=torch.int64)
+    mask[0, :5] = 0
+    rows[0]["attention_mask"] = mask
+    prompt = {"input_ids": torch.randint(5, 30, (4, 16), generator=generator)}
+    nearest = quantize_onnx(decoder, tmp_path / "nearest", batch=prompt, quantize="int4")
+    found = quantize_onnx(decoder, tmp_path / "found", batch=prompt, quantize="int4", rows=rows)
+    assert (found.layers, nearest.layers) == ({"int8": 0, "int4": 8, "float32": 1},) * 2
+    assert nearest.bytes < found.bytes < 1.1 * nearest.bytes
+    one, two, three = (
+        OnnxRuntime(export.folder, threads=1).compute(prompt)["logits"] for export in (decoder, nearest, found)
+    )
+    assert np.square(three - one).mean() < 0.7 * np.square(two - one).mean()
+
+    # The graph is the float32 graph with each matrix and bias as they are stored, up to activations in 8 bits.
+    written = onnx.load(found.file)
+    arrays = {value.name: onnx.numpy_helper.to_array(value) for value in written.graph.initializer}
+    for node in [node for node in written.graph.node if node.op_type == "MatMulNBits"]:
+        matrix, bias = stored(node, arrays)
+        product, plain = node.output[0], f"{node.output[0]}_plain"
+        parts = [onnx.numpy_helper.from_array(matrix, f"{plain}_w"), onnx.numpy_helper.from_array(bias, f"{plain}_b")]
+        written.graph.initializer.extend(parts)
+        place = list(written.graph.node).index(node)
+        written.graph.node.remove(node)
+        made = [
+            onnx.helper.make_node("MatMul", [node.input[0], f"{plain}_w"], [plain]),
+            onnx.helper.make_node("Add", [plain, f"{plain}_b"], [product]),
+        ]
+        for offset, new in enumerate(made):
+            written.graph.node.insert(place + offset, new)
+    onnx.save(written, tmp_path / "model.onnx")
+    plain = OnnxRuntime(tmp_path / "model.onnx", threads=1).compute(prompt)["logits"]
+    apart = np.square(plain - three).mean() / np.square(one).mean()
+    rounding = np.square(plain - one).mean() / np.square(one).mean()
+    assert apart < 0.1 * rounding
+
+
+def test_a_bias_keeps_the_mean_output_of_every_layer() -> None:
+    matrix = np.random.default_rng(0).normal(size=(48, 6)).astype(np.float32)
+    x = np.random.default_rng(1).normal(loc=1, size=(500, 48))
+    *arrays, bias = quantize_blocks(matrix, Spread.of(torch.from_numpy(x), centred=True))
+    sizes = [onnx.helper.make_attribute(name, size) for name, size in (("K", 48), ("N", 6))]
+    node = onnx.NodeProto(input=["x", "w", "s", "z", "", "b"], attribute=sizes)
+    rounded, _ = stored(node, dict(zip("wszb", (*arrays, bias), strict=True)))
+    np.testing.assert_allclose((x @ rounded + bias).mean(0), (x @ matrix).mean(0), rtol=1e-5, atol=1e-5)
+    assert np.abs((x @ rounded - x @ matrix).mean(0)).max() > 1e-3
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

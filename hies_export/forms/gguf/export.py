@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from ..runtimes.llamacpp import GGUF_FILE, is_installed
 from .architecture import Layout, find_layout
 from .graph import check_same_function
 from .parity import Parity, check_parity
+from .rounding import rounded
 from .tensors import BLOCK, IN_BLOCKS, STORED_AS, named_tensors, stored_bytes, stored_type
 from .vocabulary import Vocabulary, find_vocabulary
 
@@ -43,7 +45,13 @@ class GgufExport:
 
 
 def export_gguf(
-    model: PreTrainedModel, folder: str | Path, *, tokenizer: Any, dtype: str = "float32", overwrite: bool = False
+    model: PreTrainedModel,
+    folder: str | Path,
+    *,
+    tokenizer: Any,
+    dtype: str = "float32",
+    rows: Sequence[Mapping[str, Any]] = (),
+    overwrite: bool = False,
 ) -> GgufExport:
     """Write a decoder as `folder/model.gguf`, for stock llama.cpp and programs built on it.
 
@@ -59,6 +67,8 @@ def export_gguf(
             scale, in 8 bits (`q8_0`) or 4 bits (`q4_0`, with the embedding and the head in `q8_0`). Norms and biases
             stay in float32. A matrix with a row length that is not a multiple of 32 is stored in float16 instead of
             blocks.
+        rows: Batches of calibration rows, for `q4_0`: matrices are rounded so that their products on these change
+            least; without, to nearest.
         overwrite: Replace an existing folder.
 
     Returns:
@@ -79,6 +89,8 @@ def export_gguf(
     require_gguf()
     tokenizer = copy.deepcopy(tokenizer)  # a call changes how it cuts and pads
     layout, vocabulary = _find(model, tokenizer)
+    if dtype == "q4_0" and rows:
+        model = rounded(model, rows)
     with new_folder(target, overwrite=overwrite) as staging:
         file = staging / GGUF_FILE
         types = _write(file, model, layout, vocabulary, dtype)

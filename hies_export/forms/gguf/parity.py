@@ -53,7 +53,7 @@ def check_parity(file: Path, model: PreTrainedModel, tokenizer: Any, *, dtype: s
     Greedy tokens must be equal in float32, up to a step where torch finds both tokens about as likely. In other dtypes
     they are only counted, because activations are rounded too. Raises ParityError if they differ.
     """
-    reference = _as_stored(model, dtype)
+    reference = as_stored(model, dtype)
     positions = longest_sequence(model.config) or PROMPT_TOKENS + NEW_TOKENS
     length = min(PROMPT_TOKENS, max(1, positions // 2))
     new = min(NEW_TOKENS, positions - length)
@@ -79,7 +79,7 @@ def check_parity(file: Path, model: PreTrainedModel, tokenizer: Any, *, dtype: s
     return Parity(float(differences.max()), share, new, equal, len(TEXTS), release)
 
 
-def _as_stored(model: PreTrainedModel, dtype: str) -> PreTrainedModel:
+def as_stored(model: PreTrainedModel, dtype: str) -> PreTrainedModel:
     """Return a copy of a model in float32 with every matrix rounded as a file of `dtype` stores it."""
     import gguf
 

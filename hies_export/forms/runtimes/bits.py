@@ -3,16 +3,24 @@
 In 8 bits, weights get a scale per output channel, and activations a scale per token, found during the run. Both are
 symmetric. A scale per token needs no calibration, and an outlier affects no other token. The dynamic mode of
 onnxruntime.quantization has one scale for all tokens of a batch; here only the inputs of an encoder's queries, keys and
-values do. In 4 bits, every 32 weights of an output channel get their own scale and zero point.
+values do. In 4 bits, every 32 weights of an output channel get their own scale and zero point; with the moments of what
+a layer reads, they are rounded so that its output changes least.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
 
 import numpy as np
+import torch
 
+from ...calibrate.ridge import Spread
+from ...calibrate.rounding import Blocks, fit_blocks
 from .graphs import Rewrite, drop_unused
+
+# Names of values of a graph and their widths -> these names and their centred spreads, in the same order.
+Spreads: TypeAlias = Callable[[Mapping[str, int]], Iterable[tuple[str, Spread]]]
 
 # int8 without -128; activations are stored around ZERO, because x86 multiplies unsigned by signed integers.
 LEVELS, ZERO = 127, 128
@@ -29,7 +37,9 @@ _LOWEST = {"BiasGelu": 0.17, "FastGelu": 0.171, "Gelu": 0.17, "Relu": 1e-30}
 _OPSET = 23
 
 
-def quantize_graph(graph: Any, *, bits: int = 8, smallest: int = SMALLEST, tables: bool = True) -> dict[str, int]:
+def quantize_graph(
+    graph: Any, *, bits: int = 8, smallest: int = SMALLEST, tables: bool = True, spreads: Spreads | None = None
+) -> dict[str, int]:
     """Quantise the layers of an `onnx_ir.Graph` in place: MatMul and Gemm by a constant, Gather from a table.
 
     Args:
@@ -37,6 +47,7 @@ def quantize_graph(graph: Any, *, bits: int = 8, smallest: int = SMALLEST, table
         bits: 8 or 4, of the weights of linear layers; embeddings and the layer that the graph ends in take 8.
         smallest: Layers and tables of fewer weights stay as they are.
         tables: Whether embeddings are quantised too.
+        spreads: Gives the spreads of what layers in 4 bits read; None to round their weights to nearest.
 
     Returns:
         Number of linear layers by dtype: `int8`, `int4` if there are any, and `float32` for those too small to gain.
@@ -49,10 +60,9 @@ def quantize_graph(graph: Any, *, bits: int = 8, smallest: int = SMALLEST, table
     layers = [node for node in graph if _weight_of(node) is not None]
     large = [node for node in layers if _weight_of(node).size >= smallest]
     few = [node for node in large if bits == 4 and not node.outputs[0].is_graph_output()]
-    for node in large:
-        if node in few:
-            _quantize_weights(graph, node)
-        elif node in attending:
+    _quantize_few(graph, few, spreads)
+    for node in [node for node in large if node not in few]:
+        if node in attending:
             _quantize_projection(graph, node, batches)
         else:
             _quantize_layer(graph, node, tokens)
@@ -119,32 +129,56 @@ def _quantize_projection(graph: Any, node: Any, batches: dict[Any, tuple[Any, An
         graph.remove(node, safe=True)
 
 
-def _quantize_weights(graph: Any, node: Any) -> None:
+def _quantize_few(graph: Any, nodes: list[Any], spreads: Spreads | None) -> None:
+    """Quantise the weights of layers to 4 bits; those that read the same value share its spread."""
+    readers: dict[str, list[Any]] = {}
+    for node in nodes:
+        readers.setdefault(node.inputs[0].name, []).append(node)
+    widths = {name: _weight_of(reading[0]).shape[0] for name, reading in readers.items()}
+    for name, spread in dict.fromkeys(widths).items() if spreads is None else spreads(widths):
+        for node in readers[name]:
+            _quantize_weights(graph, node, spread)
+
+
+def _quantize_weights(graph: Any, node: Any, spread: Spread | None) -> None:
     """Replace x W + b by x times W in blocks of 4 bits, + b.
 
     Source: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md#com.microsoft.MatMulNBits
     """
     matrix, new = _weight_of(node), Rewrite(graph, node)
-    constants = [new.constant(array) for array in quantize_blocks(matrix)]
+    *arrays, shift = quantize_blocks(matrix, spread)
+    inputs = [node.inputs[0], *map(new.constant, arrays)]
+    if shift is not None:
+        inputs += [None, new.constant(shift)]
     # Accuracy level 4: activations are rounded to int8 during the run, and multiplied as integers.
     sizes = {"K": matrix.shape[0], "N": matrix.shape[1], "bits": 4, "block_size": BLOCK, "accuracy_level": 4}
-    product = new("MatMulNBits", node.inputs[0], *constants, domain="com.microsoft", **sizes)
+    product = new("MatMulNBits", *inputs, domain="com.microsoft", **sizes)
     new.finish(_with_bias(new, node, product))
 
 
-def quantize_blocks(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return a matrix (inputs, outputs) in 4 bits as MatMulNBits takes it: weights, scales and zero points.
+def quantize_blocks(
+    matrix: np.ndarray, spread: Spread | None = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
+    """Return a matrix (inputs, outputs) in 4 bits as MatMulNBits takes it: weights, scales, zero points and bias.
 
     Weights are (outputs, blocks, BLOCK / 2) uint8, two to a byte, the first in its lower half. Scales are
-    (outputs, blocks), zero points (outputs, blocks / 2) uint8, packed alike.
+    (outputs, blocks), zero points (outputs, blocks / 2) uint8, packed alike. With the centred spread of the inputs,
+    weights are rounded by it, and the bias (outputs,) keeps the mean of the output; without, it is None.
     """
     inputs, outputs = matrix.shape
-    blocks = np.pad(matrix.T, ((0, 0), (0, -inputs % BLOCK))).reshape(outputs, -1, BLOCK)
-    low, high = (np.minimum(blocks.min(axis=-1), 0), np.maximum(blocks.max(axis=-1), 0))
-    scale = np.maximum((high - low) / 15, np.finfo(np.float32).tiny).astype(np.float32)
-    zero = np.clip(np.rint(-low / scale), 0, 15).astype(np.uint8)
-    weights = np.clip(np.rint(blocks / scale[..., None]) + zero[..., None], 0, 15).astype(np.uint8)
-    return _packed(weights), scale, _packed(np.pad(zero, ((0, 0), (0, zero.shape[1] % 2))))
+    padded = np.pad(matrix, ((0, -inputs % BLOCK), (0, 0))).reshape(-1, BLOCK, outputs)
+    low, high = (np.minimum(padded.min(axis=1), 0), np.maximum(padded.max(axis=1), 0))
+    scale = np.maximum((high - low) / 15, np.finfo(np.float32).tiny)
+    zero = np.clip(np.rint(-low / scale), 0, 15)
+    weights, *grid = (torch.from_numpy(array.astype(np.float64)) for array in (padded, scale, zero))
+    blocks, shift = Blocks.nearest(weights, *grid), None
+    if spread is not None:
+        blocks = fit_blocks(weights, blocks, spread.moments)
+        error = (weights - blocks.values).flatten(0, 1)[:inputs]
+        shift = (spread.mean @ error).float().numpy()
+    levels, zero = (tensor.T.numpy().astype(np.uint8) for tensor in (blocks.levels.flatten(0, 1), blocks.zero))
+    zero = np.pad(zero, ((0, 0), (0, zero.shape[1] % 2)))
+    return _packed(levels.reshape(outputs, -1, BLOCK)), blocks.scale.T.float().numpy(), _packed(zero), shift
 
 
 def _packed(halves: np.ndarray) -> np.ndarray:

@@ -1,0 +1,106 @@
+"""Round a linear layer to few levels so that what it computes changes least, given the moments of its inputs.
+
+Rounding to nearest makes the error of each weight small. What counts is the change of each output, squared and averaged
+over tokens: d^T H d, with the errors d of its weights and the moments H of the inputs. It is smaller where one error
+makes up for another. Coordinate descent finds such a rounding: each weight in turn takes the level that is best while
+all others stay, and each scale its best value. So no step raises the change, and it needs no inverse of H.
+
+Source: QuantEase, https://arxiv.org/abs/2309.01885. GPTQ (https://arxiv.org/abs/2210.17323) rounds each weight once,
+and on stories260K leaves 7 % more of the change.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+# Added to the diagonal of the moments, as a share of its mean, because other text has other moments. As in GPTQ.
+DAMPING = 0.01
+# Passes over all weights. On stories260K one leaves 0.67 of the change by rounding to nearest, four 0.62, twelve 0.62.
+SWEEPS = 4
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A matrix in levels: in each output, `size` inputs share a scale and a zero point."""
+
+    levels: Tensor  # (blocks, size, outputs), whole numbers from 0 to `largest`
+    scale: Tensor  # (blocks, outputs)
+    zero: Tensor  # (blocks, outputs), the level that stands for 0
+    largest: int = 15
+
+    @classmethod
+    def nearest(cls, matrix: Tensor, scale: Tensor, zero: Tensor, *, largest: int = 15) -> Blocks:
+        """Round a matrix (blocks, size, outputs) to the nearest levels."""
+        levels = (matrix / scale[:, None]).round() + zero[:, None]
+        return cls(levels.clamp(0, largest), scale, zero, largest)
+
+    @property
+    def values(self) -> Tensor:
+        """What the levels stand for, (blocks, size, outputs)."""
+        return (self.levels - self.zero[:, None]) * self.scale[:, None]
+
+
+def fit_blocks(
+    matrix: Tensor, start: Blocks, moments: Tensor, *, fixed: Tensor | None = None, sweeps: int = SWEEPS
+) -> Blocks:
+    """Return the blocks that coordinate descent finds from a start.
+
+    Args:
+        matrix: The weights, (blocks, size, outputs), float64.
+        start: The weights rounded, float64.
+        moments: Of the inputs, (inputs, inputs), float64; the last block may be longer than these, by padding.
+        fixed: Levels that stay, (blocks, size, outputs) bool; all scales stay too then.
+        sweeps: Passes over all weights.
+    """
+    size, hessian = matrix.shape[1], _damped(moments, matrix.shape[0] * matrix.shape[1])
+    levels, scale, error = start.levels.clone(), start.scale.clone(), matrix - start.values
+    slope = hessian @ error.flatten(0, 1)  # half the derivative of the change, (inputs, outputs)
+    for _ in range(sweeps):
+        for number in range(len(matrix)):
+            place = slice(number * size, (number + 1) * size)
+            one = _Block(matrix[number], hessian[place, place], slope[place], error[number])
+            stay = None if fixed is None else fixed[number]
+            one.fit_levels(levels[number], scale[number], start.zero[number], start.largest, stay)
+            if fixed is None:
+                one.fit_scale(levels[number] - start.zero[number], scale[number])
+            slope += hessian[:, place] @ (one.error - error[number])
+            error[number] = one.error
+    return replace(start, levels=levels, scale=scale)
+
+
+def _damped(moments: Tensor, inputs: int) -> Tensor:
+    """Return moments (inputs, inputs) with a larger diagonal; padding and inputs that are always 0 have only that."""
+    mean = moments.diagonal().mean()
+    damped = torch.eye(inputs, dtype=moments.dtype) * (DAMPING * mean if mean > 0 else 1.0)
+    damped[: len(moments), : len(moments)] += moments
+    return damped
+
+
+class _Block:
+    """A block of one sweep: (size, outputs) weights, their errors, and the slope where the block was entered."""
+
+    def __init__(self, matrix: Tensor, hessian: Tensor, slope: Tensor, error: Tensor):
+        self.matrix, self.hessian, self.slope, self.before = matrix, hessian, slope, error
+        self.error = error.clone()
+
+    def fit_levels(self, levels: Tensor, scale: Tensor, zero: Tensor, largest: int, stay: Tensor | None) -> None:
+        """Move each weight in turn to its best level, in place."""
+        moved = torch.zeros_like(self.error)
+        for row, curve in enumerate(self.hessian.diagonal()):
+            slope = self.slope[row] + self.hessian[row] @ moved
+            wanted = self.matrix[row] - self.error[row] + slope / curve
+            best = ((wanted / scale).round() + zero).clamp(0, largest)
+            levels[row] = best if stay is None else torch.where(stay[row], levels[row], best)
+            self.error[row] = self.matrix[row] - (levels[row] - zero) * scale
+            moved[row] = self.error[row] - self.before[row]
+
+    def fit_scale(self, steps: Tensor, scale: Tensor) -> None:
+        """Move the scale of each output, (outputs,), to its best value, in place; `steps` are levels from zero."""
+        slope = self.slope + self.hessian @ (self.error - self.before)
+        curve = ((self.hessian @ steps) * steps).sum(0)
+        change = torch.where(curve > 0, (slope * steps).sum(0) / curve, 0.0)
+        scale += change
+        self.error -= change * steps
