@@ -1,10 +1,11 @@
-"""Latency, memory and scoring cost on one NVIDIA GPU, for BERT-base, ViT-large, a LLaMA of 1B width and LLaVA-1.5-7B.
+"""What must hold on one NVIDIA GPU (gpu_checks.py), then latency, memory and scoring cost of models of real shapes.
 
-bench/gpu.sh [--out FILE] [--minutes 8] [--dry]
+bench/gpu.sh [--out NAME] [--minutes 10] [--dry] [--only checks|latency]
 
-Random weights; 0, 30 and 50 % of the heads of every layer removed (0 % is the dense model against itself). The file
-also names what was not measured: not installed, too large for the memory, or out of time. `hies-export report FILE`
-shows the file again.
+BERT-base, ViT-large, a LLaMA of 1B width and LLaVA-1.5-7B, with random weights; 0, 30 and 50 % of the heads of every
+layer removed (0 % is the dense model against itself). NAME.jsonl has a line for each check, each row and each thing
+that was not measured: not installed, too large for the memory, or out of time. A failure stops nothing.
+`hies-export report NAME.json` shows the rows again.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from gpu_checks import CHECKS
 from models import (
     BERT_BASE,
     CLIP_LARGE,
@@ -60,7 +62,6 @@ from hies_export.report.bench import Bench, print_bench, render_bench
 SHARES = (0.0, 0.3, 0.5)
 # Work that began in time may go on for so long.
 GRACE_SECONDS = 30
-RESULTS = Path(__file__).with_name("results")
 
 
 class Training(Runtime):
@@ -108,8 +109,30 @@ class Session:
     scoring: list[dict[str, Any]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
 
+    def line(self, **values: Any) -> None:
+        """Append a line to NAME.jsonl."""
+        with self.out.with_suffix(".jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps({**values, "at": round(time.perf_counter() - self.started, 1)}, default=str) + "\n")
+
+    def check(self, check: Callable[[str], dict[str, Any]]) -> None:
+        """Run a check, and write down what it found."""
+
+        def work() -> None:
+            found = check(self.device)
+            self.line(check=check.__name__, ok=not found.get("beyond"), found=found)
+            for beyond in found.get("beyond", ()):
+                self.console.print(f"        beyond its limit: {beyond}")
+
+        self.attempt(f"check: {check.__name__}", work)
+
+    def row(self, rows: list[dict[str, Any]], row: dict[str, Any]) -> None:
+        """Write down a row of a table."""
+        rows.append(row)
+        self.line(row=row)
+
     def attempt(self, what: str, work: Callable[[], None]) -> None:
         """Do a piece of work, or write down why it is missing."""
+        missing = len(self.missing)
         try:
             self.check_time("before it began")
             self.console.print(f"{time.perf_counter() - self.started:5.0f} s  {what}")
@@ -123,6 +146,9 @@ class Session:
             self.missing.append(f"{what}: {root_cause(error)}")
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
+        if len(self.missing) > missing:
+            self.line(missing=self.missing[-1])
+            self.console.print(f"        {self.missing[-1]}")
         gc.collect()
         if self.device == "cuda":
             torch.cuda.empty_cache()
@@ -203,7 +229,8 @@ def _time_shares(
             flops = count_both_flops(dense, slim, batches)
             timing = Timing(repeats=session.repeats)
             rows = time_on(*both, batches=batches, flops=flops, timing=timing)
-            session.latency.extend({"model": f"{shape.name} -{share:.0%}", **asdict(row)} for row in rows)
+            for row in rows:
+                session.row(session.latency, {"model": f"{shape.name} -{share:.0%}", **asdict(row)})
 
 
 def time_scoring(session: Session, shape: Shape, *, dtype: str, size: tuple[int, int]) -> None:
@@ -219,7 +246,8 @@ def time_scoring(session: Session, shape: Shape, *, dtype: str, size: tuple[int,
         found = compare_latency(
             ways[0], ways[1], control=ways[2], batch={**batch, "labels": labels}, repeats=session.repeats, warmup=2
         )
-        session.scoring.append({"model": shape.name, **asdict(LatencyRow.of(found, runtime="torch", shape=size))})
+        row = asdict(LatencyRow.of(found, runtime="torch", shape=size))
+        session.row(session.scoring, {"model": shape.name, **row})
 
     session.attempt(f"scoring {shape.name}, {dtype}", work)
 
@@ -262,10 +290,11 @@ def dry(session: Session) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, metavar="FILE", help="default: bench/results/gpu.json, or gpu-dry.json")
+    parser.add_argument("--out", type=Path, metavar="NAME", help="where to write, without ending (default: gpu)")
     parser.add_argument(
-        "--minutes", type=float, default=8.0, help="nothing is begun after that, or goes on for long (default: 8)"
+        "--minutes", type=float, default=10.0, help="nothing is begun after that, or goes on for long (default: 10)"
     )
+    parser.add_argument("--only", choices=("checks", "latency"), help="only one part")
     parser.add_argument("--repeats", type=int, default=None, help="timed runs of each (default: 30, dry: 3)")
     parser.add_argument("--dry", action="store_true", help="tiny models on the CPU, to check the script")
     options = parser.parse_args()
@@ -275,7 +304,12 @@ def main() -> None:
     torch.manual_seed(0)
     if options.dry:
         torch.set_num_threads(1)  # on a busy machine threads wait for each other
-    out = options.out or RESULTS / ("gpu-dry.json" if options.dry else "gpu.json")
+    out = Path(options.out or ("gpu-dry" if options.dry else "gpu")).with_suffix(".json")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.with_suffix(".jsonl").write_text("", encoding="utf-8")
+    except OSError as error:
+        parser.error(f"--out must name files that can be written, got {out}: {error.strerror}")
     session = Session(
         out=out,
         seconds=60 * options.minutes,
@@ -283,11 +317,14 @@ def main() -> None:
         repeats=options.repeats or (3 if options.dry else 30),
         console=Console(highlight=False, markup=False, width=140),
     )
-    (dry if options.dry else real)(session)
+    for check in CHECKS if options.only != "latency" else ():
+        session.check(check)
+    if options.only != "checks":
+        (dry if options.dry else real)(session)
     found = Bench.from_values(session.values())
     print_bench(found, session.console)
     replace_file(out.with_suffix(".html"), render_bench(found))
-    print(f"written to {out} and {out.with_suffix('.html')}")
+    print(f"written to {out.with_suffix('.jsonl')}, {out} and {out.with_suffix('.html')}")
 
 
 if __name__ == "__main__":

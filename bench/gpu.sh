@@ -1,8 +1,11 @@
 #!/bin/sh
-# Everything that needs a GPU, in one command: python's torch and transformers are enough, the network is not used.
-#   bench/gpu.sh            under 9 minutes on one NVIDIA GPU; writes bench/results/gpu.json and gpu.html
-#   bench/gpu.sh --dry      the same code on the CPU with tiny models, in under a minute
+# Everything that needs a GPU, in one command: first what to check, then latency. The network is not used.
+#   bench/gpu.sh                    ten minutes on one NVIDIA GPU; writes gpu.jsonl, gpu.json and gpu.html here
+#   bench/gpu.sh --out DIR/NAME     writes DIR/NAME.jsonl, .json and .html
+#   bench/gpu.sh --dry              the same code on the CPU with tiny models, in about a minute
+# It says first which packages of pyproject.toml are missing. Checks of ONNX Runtime need onnxruntime-gpu too.
 set -eu
 root=$(cd "$(dirname "$0")/.." && pwd)
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
+"${PYTHON:-python3}" "$root/bench/gpu_needs.py"
 exec "${PYTHON:-python3}" "$root/bench/gpu.py" "$@"

@@ -392,6 +392,19 @@ def exact_products() -> Iterator[None]:
             setattr(owner, name, value)
 
 
+def products_in_tf32() -> bool:
+    """Return whether torch was told to multiply float32 numbers on a GPU in TF32."""
+    matmul: Any = torch.backends.cuda.matmul
+    return bool(matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32)
+
+
+def graphs_skipped() -> int:
+    """Return for how many compiled graphs of this process torch gave up capturing a CUDA graph."""
+    import torch._dynamo.utils
+
+    return int(torch._dynamo.utils.counters["inductor"]["cudagraph_skips"])
+
+
 # Modules
 
 

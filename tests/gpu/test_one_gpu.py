@@ -20,7 +20,7 @@ from hies_export.calibrate.collect import collect_statistics
 from hies_export.errors import DataError, RequestError
 from hies_export.evaluate.predict import predict
 from hies_export.forms.measure.latency import compare_latency
-from hies_export.model.copies import convert
+from hies_export.model.copies import convert, parameter_bytes
 from hies_export.prunable.find import find_modules
 from hies_export.score.criteria import needs_of
 from hies_export.slim.check import compare_cut, first_output
@@ -187,3 +187,29 @@ def test_a_forward_pass_and_a_decode_step_are_timed(gpus: Gpus) -> None:
     assert gpus.synchronised > 0
     with pytest.raises(DataError, match="at least one batch"):
         predict(model, [])
+
+
+def test_a_compiled_model_says_what_was_captured_and_reserved(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch gives up CUDA graphs with a note in its counters; where it captures one, memory is a pool of its own."""
+    model, batch = on_gpu(bert(num_hidden_layers=1)), text_batch(labels=False)
+    reserved, skips = iter([1000, 10**9, 10**9, 10**9]), torch._dynamo.utils.counters["inductor"]
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: next(reserved))
+    monkeypatch.setattr(torch, "compile", lambda model, **_: model)
+    captured = load_runtime("torch-compile", model)
+    for _ in range(2):
+        captured.run(captured.prepare(batch))
+    assert captured.cuda_graph
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 10**9)
+    least = parameter_bytes(model) + 10**9 - 1000
+    assert captured.peak_memory_bytes(captured.prepare(batch)) >= least
+
+    def skipped(**inputs: Tensor) -> Any:
+        skips["cudagraph_skips"] += 1
+        return model(**inputs)
+
+    monkeypatch.setitem(skips, "cudagraph_skips", 0)
+    monkeypatch.setattr(torch, "compile", lambda model, **_: skipped)
+    given_up = load_runtime("torch-compile", model)
+    given_up.run(given_up.prepare(batch))
+    assert not given_up.cuda_graph
+    assert captured.cuda_graph

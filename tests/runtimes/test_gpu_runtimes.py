@@ -1,18 +1,22 @@
 """ONNX Runtime on a GPU, where there is none: its code on the CPU's provider, and its refusals."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import onnx
 import onnxruntime
 import pytest
 import torch
-from support.models import bert, causal_lm, text_batch
+from support.models import bert, causal_lm, image_batch, text_batch, vit
 
 from hies_export import MissingRuntimeError, export_onnx, load_runtime
+from hies_export.forms.onnx import parity
 from hies_export.forms.runtimes import ort_gpu as gpu_runtimes
 from hies_export.forms.runtimes.ort import OnnxRuntime
 from hies_export.forms.runtimes.ort_gpu import CudaOnnxRuntime, TensorRtOnnxRuntime
+from hies_export.forms.runtimes.registry import check_runtime
 
 
 class OnTheCpu(CudaOnnxRuntime):
@@ -86,7 +90,10 @@ def test_what_the_session_is_asked_for(folders, sessions, tmp_path, monkeypatch)
     TensorRt(folders["bert"][0], threads=1)
     assert opened[0] == (
         [
-            ("CUDAExecutionProvider", {"arena_extend_strategy": "kSameAsRequested", "enable_cuda_graph": "1"}),
+            (
+                "CUDAExecutionProvider",
+                {"arena_extend_strategy": "kSameAsRequested", "enable_cuda_graph": "1", "use_tf32": "0"},
+            ),
             "CPUExecutionProvider",
         ],
         {"record_ep_graph_assignment_info": "1"},
@@ -100,6 +107,100 @@ def test_what_the_session_is_asked_for(folders, sessions, tmp_path, monkeypatch)
     other = tmp_path / "model.onnx"
     other.write_bytes((folders["bert"][0] / "model.onnx").read_bytes() + b"\0")
     assert gpu_runtimes._digest(other) != Path(options["trt_engine_cache_path"]).name
+
+
+def test_tf32_is_what_torch_was_told(folders, sessions):
+    opened, _ = sessions
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        OnTheCpu(folders["bert"][0], threads=1)
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+    assert opened[0][0][0][1]["use_tf32"] == "1"
+
+
+def test_only_prepared_batches_are_captured(folders, sessions, monkeypatch):
+    """Otherwise a graph of the first prompt would be replayed for the second, and evaluation would keep one a batch."""
+    numbers, original = [], onnxruntime.InferenceSession.run_with_iobinding
+
+    def recorded(self, binding, options=None):
+        if options is not None:  # the CPU's has none
+            numbers.append(options.get_run_config_entry("gpu_graph_id"))
+        return original(self, binding, options)
+
+    monkeypatch.setattr(onnxruntime.InferenceSession, "run_with_iobinding", recorded)
+    folder, batch = folders["llama"]
+    runtime, plain = OnTheCpu(folder, threads=1), load_runtime("onnxruntime-cpu", folder)
+    for length in (9, 5):  # two shapes, each computed without a graph
+        part = {key: value[:, :length] for key, value in batch.items()}
+        np.testing.assert_allclose(runtime.compute(part)["logits"], plain.compute(part)["logits"], atol=1e-5)
+    assert numbers == ["-1", "-1"]
+    numbers.clear()
+    steps = [runtime.prepare_step({key: value[:, :length] for key, value in batch.items()}) for length in (9, 5)]
+    # Of each step: the prompt, the run that fixes addresses, and the run that captures.
+    assert numbers == ["-1", "-1", "1", "-1", "-1", "2"]
+    for step, length in zip(steps, (9, 5), strict=True):
+        want = plain.run(plain.prepare_step({key: value[:, :length] for key, value in batch.items()}))
+        logits = runtime.fetch(runtime.run(step))["logits"]
+        np.testing.assert_allclose(logits, plain.fetch(want)["logits"], atol=1e-5)
+
+
+def test_tensorrt_builds_one_engine_for_all_shapes(folders):
+    text = gpu_runtimes._profiles(folders["bert"][0] / "model.onnx")
+    assert text == {
+        "trt_profile_min_shapes": "input_ids:1x1,attention_mask:1x1,token_type_ids:1x1",
+        "trt_profile_opt_shapes": "input_ids:8x64,attention_mask:8x64,token_type_ids:8x64",  # 64 positions
+        "trt_profile_max_shapes": "input_ids:64x64,attention_mask:64x64,token_type_ids:64x64",
+    }
+    least = gpu_runtimes._profiles(folders["llama"][0] / "model.onnx")["trt_profile_min_shapes"].split(",")
+    assert {"input_ids:1x1", "attention_mask:1x1", "past_key_values.0.key:1x2x0x8"} <= set(least)
+
+
+def test_an_axis_of_unknown_size_leaves_the_shapes_to_tensorrt(tmp_path):
+    from onnx import TensorProto, helper
+
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", "frames"]) for name in "xy")
+    graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "graph", [x], [y])
+    onnx.save(helper.make_model(graph), tmp_path / "model.onnx")
+    assert gpu_runtimes._profiles(tmp_path / "model.onnx") == {}
+
+
+def test_a_part_that_falls_back_is_named(folders, sessions, caplog):
+    class Both(OnTheCpu):
+        """A session whose operators are on two providers."""
+
+        def _open(self, file):
+            session = super()._open(file)
+            self.cuda_graph = False
+            return SimpleNamespace(
+                get_providers=session.get_providers,
+                get_inputs=session.get_inputs,
+                get_outputs=session.get_outputs,
+                get_modelmeta=session.get_modelmeta,
+                get_provider_graph_assignment_info=lambda: [part("CPUExecutionProvider", "Add"), part("Other", *ab)],
+            )
+
+    def part(provider, *operators):
+        return SimpleNamespace(ep_name=provider, get_nodes=lambda: [SimpleNamespace(op_type=op) for op in operators])
+
+    ab = ("GatherND", "Cast", "Cast")
+    Both(folders["bert"][0], threads=1)
+    assert "onnxruntime-cuda runs a part of model.onnx on Other: 2 Cast, 1 GatherND" in caplog.text
+
+
+def test_an_export_is_compared_on_its_own_provider(folders, sessions, tmp_path, monkeypatch):
+    seen = []
+
+    class Watched(OnTheCpu):
+        def run_once(self, batch):
+            seen.append(type(batch))
+            return super().run_once(batch)
+
+    monkeypatch.setitem(parity.RUNTIMES, "cuda", Watched)
+    export_onnx(vit(num_hidden_layers=1), tmp_path / "onnx", batch=image_batch(labels=False), provider="cuda")
+    assert len(seen) == 3
+    assert parity.compared_on("tensorrt") is OnnxRuntime, "which this machine does not have"
 
 
 def test_a_graph_that_cannot_be_captured_is_timed_without(folders, sessions, caplog):
@@ -128,6 +229,35 @@ def test_a_capture_that_fails_is_given_up(folders, sessions, monkeypatch, caplog
     assert np.isfinite(runtime.fetch(runtime.run(feed))["logits"]).all()
 
 
+def test_libraries_that_are_missing_are_named_before_anything_is_run(monkeypatch):
+    """As where onnxruntime-gpu is installed, and CUDA's libraries are not: the session falls back without an error."""
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CUDAExecutionProvider"])
+    monkeypatch.setattr(gpu_runtimes, "_refusal", gpu_runtimes._refusal.__wrapped__)
+    fallen = SimpleNamespace(get_providers=lambda: ["CPUExecutionProvider"])
+    monkeypatch.setattr(onnxruntime, "InferenceSession", lambda *_, **__: fallen)
+    own = "its session fell back to CPUExecutionProvider; install the libraries of the CUDA"
+    with pytest.raises(MissingRuntimeError, match=own):
+        check_runtime("onnxruntime-cuda")
+    loader = "libcublasLt.so.13: cannot open shared object file: No such file or directory"
+    monkeypatch.setattr(gpu_runtimes, "_missing_library", lambda provider: loader)
+    with pytest.raises(MissingRuntimeError, match=f"knows, but cannot start: {loader}; install the libraries"):
+        check_runtime("onnxruntime-cuda")
+
+
+def test_the_loader_says_which_library_is_missing(tmp_path, monkeypatch):
+    package = tmp_path / "capi"
+    package.mkdir()
+    (package / "libonnxruntime_providers_cuda.so").write_bytes(b"")
+    monkeypatch.setattr(onnxruntime, "__file__", str(tmp_path / "__init__.py"))
+    for message, found in {
+        "libnvinfer.so.10: cannot open shared object file: No such file or directory": True,
+        "undefined symbol: Provider_GetHost": False,
+    }.items():
+        with mock.patch.object(gpu_runtimes.ctypes, "CDLL", side_effect=OSError(message)):
+            assert gpu_runtimes._missing_library("CUDAExecutionProvider") == (message if found else None)
+    assert gpu_runtimes._missing_library("TensorrtExecutionProvider") is None
+
+
 @pytest.mark.parametrize("name", ["onnxruntime-cuda", "onnxruntime-tensorrt"])
 def test_a_machine_without_the_provider_is_told_what_to_install(folders, name):
     if "CUDAExecutionProvider" in onnxruntime.get_available_providers():
@@ -140,6 +270,7 @@ def test_a_provider_that_falls_back_silently_is_an_error(folders, monkeypatch):
     """As where CUDA's libraries do not load: the package knows the provider, the session runs elsewhere."""
     everything = [*onnxruntime.get_available_providers(), "CUDAExecutionProvider"]
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: everything)
+    monkeypatch.setattr(gpu_runtimes, "_refusal", lambda provider: None)
     original = OnnxRuntime._session_on
     monkeypatch.setattr(
         OnnxRuntime, "_session_on", lambda self, file, _, **c: original(self, file, everything[1:2], **c)
@@ -157,6 +288,7 @@ def test_operators_that_all_fall_back_are_an_error(folders, sessions, monkeypatc
 
     everything = [*onnxruntime.get_available_providers(), "CUDAExecutionProvider"]
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: everything)
+    monkeypatch.setattr(gpu_runtimes, "_refusal", lambda provider: None)
     with pytest.raises(MissingRuntimeError, match="every operator fell back to CPUExecutionProvider"):
         Elsewhere(folders["bert"][0], threads=1)
 
@@ -165,6 +297,14 @@ def test_a_graph_for_tensorrt_has_standard_operators_only(folders):
     for folder, _ in folders.values():
         graph = onnx.load(folder / "model.onnx").graph
         assert {node.domain for node in graph.node} <= {"", "ai.onnx"}
+
+
+def test_a_graph_for_a_gpu_gathers_no_booleans(folders):
+    """ONNX Runtime has no kernel for that on a GPU, and runs graphs that fall back in part without a CUDA graph."""
+    for folder, _ in folders.values():
+        operators = {node.op_type for node in onnx.load(folder / "model.onnx").graph.node}
+        assert "GatherND" not in operators
+        assert "Unsqueeze" in operators
 
 
 @pytest.mark.gpu

@@ -26,7 +26,7 @@ from ..runtimes.base import Provider
 from ..runtimes.ort import ONNX_FILE, require_onnxruntime
 from .decoder import check_decoder, left_padded, trace_decoder
 from .multimodal import check_vision_language, is_vision_language, trace_vision_language
-from .parity import SPARE_POSITIONS, check_generation, check_parity, generation_batches, parity_batches
+from .parity import SPARE_POSITIONS, check_generation, check_parity, compared_on, generation_batches, parity_batches
 from .trace import Fusions, trace_onnx, trace_sample
 
 # model.onnx_data is the only name under which older Optimum fetches weights from the Hub.
@@ -146,7 +146,7 @@ def export_onnx(
         _write_companions(staging, traced, processor)
         with quiet(verbose=logger.isEnabledFor(logging.DEBUG)), exact_products():
             check = check_parity if kind == "encoder" else check_generation
-            max_abs, checked_on = check(staging, reference, batches, dtype)
+            max_abs, checked_on = check(staging, reference, batches, dtype, compared_on(provider))
     main = next(reversed(programs))
     nodes = [node for program in programs.values() for node in program.graph.all_nodes()]
     return OnnxExport(

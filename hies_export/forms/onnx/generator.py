@@ -21,7 +21,7 @@ from .multimodal import merge_images
 
 @dataclass(frozen=True)
 class OnnxGenerator:
-    """Greedy generation in ONNX Runtime on the CPU; the cache stays in ONNX Runtime's memory between steps.
+    """Greedy generation in ONNX Runtime; the cache stays in ONNX Runtime's memory between steps.
 
     Attributes:
         decoder: The graph from tokens or embeddings, and cache, to logits and cache.
@@ -44,13 +44,16 @@ class OnnxGenerator:
     pad_token_id: int | None
 
     @classmethod
-    def from_folder(cls, folder: str | Path, *, threads: int | None = None) -> OnnxGenerator:
+    def from_folder(
+        cls, folder: str | Path, *, threads: int | None = None, runtime: type[OnnxRuntime] = OnnxRuntime
+    ) -> OnnxGenerator:
         """Load a folder that `export_onnx` or `quantize_onnx` wrote.
 
         Args:
             folder: A folder with a decoder's `model.onnx` or `model_quantized.onnx`, or with the parts of a
                 vision-language model.
             threads: CPU threads within an operator; by default torch's number.
+            runtime: What loads the graphs; by default they run on the CPU.
 
         Raises:
             RequestError: The folder has no decoder, or no config.
@@ -67,7 +70,7 @@ class OnnxGenerator:
         config = load_config(folder)
         eos, pad = _special_tokens(folder, config)
         threads = torch.get_num_threads() if threads is None else threads
-        decoder, *others = (OnnxRuntime(folder / name, threads=threads) for name in names)
+        decoder, *others = (runtime(folder / name, threads=threads) for name in names)
         if "past_key_values.0.key" not in decoder.inputs:
             raise RequestError(
                 f"a folder to generate from must have a decoder, which takes past_key_values, and the graph in "
@@ -185,7 +188,7 @@ class OnnxGenerator:
 
 
 def _run(runtime: OnnxRuntime, batch: Mapping[str, Any]) -> dict[str, Any]:
-    return runtime.values(runtime.run(runtime.prepare(batch)))
+    return runtime.values(runtime.run_once(batch))
 
 
 def _tensor(value: Any) -> Tensor:

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from ...errors import ParityError
+from ...errors import MissingRuntimeError, ParityError
 from ..runtimes.ort import OnnxRuntime
+from ..runtimes.ort_gpu import CudaOnnxRuntime, TensorRtOnnxRuntime
 from ..runtimes.pytorch import TorchRuntime
 from .decoder import text_tokens
 from .generator import OnnxGenerator
@@ -19,6 +20,13 @@ from .generator import OnnxGenerator
 # Half precision has 11 significant bits, so its tolerance scales with the largest output.
 TOLERANCE_FP32 = 1e-3
 TOLERANCE_FP16 = 2e-2
+
+# By provider, the runtime that graphs for it are compared on, if this machine has it.
+RUNTIMES: dict[str, type[OnnxRuntime]] = {
+    "cpu": OnnxRuntime,
+    "cuda": CudaOnnxRuntime,
+    "tensorrt": TensorRtOnnxRuntime,
+}
 
 # Positions that the comparison adds to the given prompts: 3 in front and 4 generated.
 SPARE_POSITIONS = 7
@@ -43,11 +51,24 @@ def parity_batches(
     return {"the given batch": dict(given), "a padded batch": dict(sample), "a batch of 1": single}
 
 
+def compared_on(provider: str) -> type[OnnxRuntime]:
+    """Return the runtime to compare a graph for a provider on: the provider's own, or the CPU's if that is missing."""
+    try:
+        RUNTIMES[provider].require()
+    except MissingRuntimeError:
+        return OnnxRuntime
+    return RUNTIMES[provider]
+
+
 def check_parity(
-    folder: Path, reference: PreTrainedModel, batches: Mapping[str, Mapping[str, torch.Tensor]], dtype: str
+    folder: Path,
+    reference: PreTrainedModel,
+    batches: Mapping[str, Mapping[str, torch.Tensor]],
+    dtype: str,
+    runtime: type[OnnxRuntime] = OnnxRuntime,
 ) -> tuple[float, str]:
     """Return the largest absolute difference between graph and torch, if within tolerance, and the graph's provider."""
-    exported = OnnxRuntime(folder, threads=torch.get_num_threads())
+    exported = runtime(folder, threads=torch.get_num_threads())
     dense = TorchRuntime(reference, threads=torch.get_num_threads())
     worst = max(
         compare_outputs(
@@ -77,14 +98,18 @@ def generation_batches(given: Mapping[str, torch.Tensor], padded: Mapping[str, t
 
 
 def check_generation(
-    folder: Path, reference: PreTrainedModel, batches: Mapping[str, Mapping[str, torch.Tensor]], dtype: str
+    folder: Path,
+    reference: PreTrainedModel,
+    batches: Mapping[str, Mapping[str, torch.Tensor]],
+    dtype: str,
+    runtime: type[OnnxRuntime] = OnnxRuntime,
 ) -> tuple[float, str]:
     """Return the largest absolute difference between an exported folder and torch, if tolerated, and its provider.
 
     The graphs take each prompt, then a chunk of two tokens, then two single tokens, each with the cache of the tokens
     before. Torch takes all tokens in one forward pass. Logits and cache of real tokens are compared.
     """
-    exported = OnnxGenerator.from_folder(folder)
+    exported = OnnxGenerator.from_folder(folder, runtime=runtime)
     dense = TorchRuntime(reference, threads=torch.get_num_threads())
     worst = 0.0
     for label, batch in batches.items():

@@ -62,6 +62,44 @@ def _transposed(table: Any, weight: Any) -> bool:
     return np.array_equal(rows[0], columns[:, 0]) and np.array_equal(rows, columns.T)
 
 
+def read_masks_whole(program: Any) -> None:
+    """Let attention read a padding mask (batch, keys) as (batch, 1, 1, keys), and not gather it by all its indices.
+
+    transformers indexes it by the numbers of rows and keys. ONNX Runtime has no `GatherND` of booleans on a GPU, and
+    copies its sizes there from memory that is freed by the time a captured CUDA graph is replayed
+    (core/providers/cuda/tensor/gather_nd.cc), so that such a graph could not be captured.
+    """
+    from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+    graph = program.graph
+    for node in [node for node in graph if node.op_type == "GatherND" and _gathers_all(node)]:
+        new = Rewrite(graph, node)
+        new.finish(new("Unsqueeze", node.inputs[0], new.constant(np.array([1, 2], dtype=np.int64))))
+    RemoveUnusedNodesPass()(program)
+
+
+def _gathers_all(node: Any) -> bool:
+    """Return whether a node gathers a matrix by the numbers of its rows and columns, (rows, 1, 1, columns)."""
+    matrix, indices = node.inputs
+    pair = indices.producer()
+    if matrix.shape is None or len(matrix.shape) != 2 or pair is None or pair.op_type != "Concat":
+        return False
+    shape = node.outputs[0].shape
+    middle = [] if shape is None or len(shape) != 4 else [shape[1], shape[2]]
+    return middle == [1, 1] and len(pair.inputs) == 2 and all(_counts_up(part) for part in pair.inputs)
+
+
+def _counts_up(value: Any) -> bool:
+    """Return whether a value is the numbers from 0 on, along one axis."""
+    node = value.producer()
+    while node is not None and node.op_type in ("Unsqueeze", "Expand"):
+        node = node.inputs[0].producer()
+    if node is None or node.op_type != "Range":
+        return False
+    start, _, step = (part.const_value for part in node.inputs)
+    return start is not None and step is not None and (start.numpy().item(), step.numpy().item()) == (0, 1)
+
+
 def arrange_for_cpu(graph: Any) -> None:
     """Rewrite attention and norms so that ONNX Runtime's CPU kernels are fast, and quantisers see every weight."""
     for node in list(graph):

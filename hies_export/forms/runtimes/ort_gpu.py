@@ -9,21 +9,30 @@ https://onnxruntime.ai/docs/execution-providers/TensorRT-ExecutionProvider.html
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
+from ...checkpoint.classes import load_config
 from ...checkpoint.folders import user_cache
-from ...errors import ExportError, first_line
+from ...errors import ExportError, MissingRuntimeError, first_line
+from ...model.internals import products_in_tf32
+from ...model.tokens import longest_sequence
 from .base import GPU_WIDTH_STEP, Provider, register_runtime
-from .ort import BoundFeed, OnnxRuntime
+from .ort import BoundFeed, OnnxRuntime, cache_sizes
 
 logger = logging.getLogger(__name__)
+
+# Rows and tokens of the largest batch that a TensorRT engine is built for; fewer tokens if a model has fewer positions.
+LARGEST = (64, 512)
 
 
 @register_runtime("onnxruntime-cuda")
@@ -31,6 +40,8 @@ class CudaOnnxRuntime(OnnxRuntime):
     """An ONNX file in ONNX Runtime on the first GPU, captured as a CUDA graph if possible.
 
     It is not possible with control flow, or with an operator without CUDA kernel that does more than compute shapes.
+    Batches that are run once are run without a graph: only `prepare` captures one. float32 is multiplied in TF32 if
+    torch was told to (ONNX Runtime does so by default).
     """
 
     requested: ClassVar[str] = "CUDAExecutionProvider"
@@ -40,15 +51,40 @@ class CudaOnnxRuntime(OnnxRuntime):
     loads: ClassVar[int] = 1
     fused_for: ClassVar[Provider] = "cuda"
     width_step: ClassVar[int] = GPU_WIDTH_STEP
+    # What to install if libraries of the provider are missing.
+    remedy: ClassVar[str] = "install the libraries of the CUDA that it is built for, as guides/onnxruntime-gpu says"
+
+    @classmethod
+    def require(cls) -> None:
+        """Check that ONNX Runtime is installed and that a session starts on the provider."""
+        super().require()
+        if (reason := _refusal(cls.requested)) is not None:
+            raise MissingRuntimeError(
+                f"runtime {cls.name!r} must run on {cls.requested}, which this ONNX Runtime knows, but cannot start: "
+                f"{reason}; {cls.remedy}"
+            )
 
     def __init__(self, source: str | Path, *, threads: int):
         self._memory_bytes, self._captured = 0, 0
         before = _free_bytes()
         super().__init__(source, threads=threads)
         self._memory_bytes += before - _free_bytes()
-        placed = {subgraph.ep_name for subgraph in self._session.get_provider_graph_assignment_info()}
+        self._check_placement()
+
+    def _check_placement(self) -> None:
+        """Refuse a session all of whose operators fell back to other providers, and log which of them did.
+
+        A graph that can be captured has no others there than those that compute shapes.
+        """
+        placed: dict[str, Counter[str]] = {}
+        for part in self._session.get_provider_graph_assignment_info():
+            placed.setdefault(part.ep_name, Counter()).update(node.op_type for node in part.get_nodes())
         if self.requested not in placed:
             raise self._missing(f"every operator fell back to {' and '.join(sorted(placed))}")
+        for provider, operators in placed.items():
+            if provider != self.requested and not (self.cuda_graph and self.requested == "CUDAExecutionProvider"):
+                counts = ", ".join(f"{count} {name}" for name, count in operators.most_common())
+                logger.warning("%s runs a part of %s on %s: %s", self.name, self._file.name, provider, counts)
 
     def _open(self, file: Path) -> Any:
         self.cuda_graph = True
@@ -69,6 +105,7 @@ class CudaOnnxRuntime(OnnxRuntime):
     def _providers(self, file: Path, *, cuda_graph: bool) -> list[Any]:
         # Grow the arena by the requested size, not by powers of two, so that measured memory is the memory needed.
         options = {"arena_extend_strategy": "kSameAsRequested", "enable_cuda_graph": str(int(cuda_graph))}
+        options["use_tf32"] = str(int(products_in_tf32()))
         return [("CUDAExecutionProvider", options)]
 
     def prepare(self, batch: Mapping[str, Any]) -> BoundFeed:
@@ -87,18 +124,20 @@ class CudaOnnxRuntime(OnnxRuntime):
 
     def _settled(self, batch: Mapping[str, Any]) -> BoundFeed:
         """Bind inputs and outputs to fixed memory, and assign the number of the CUDA graph to capture and replay."""
-        bound = super().prepare(batch)
+        bound = self._bind(batch)
         self.run(replace(bound, options=_graph_number(-1)))
         for name, value in self.values(bound.binding).items():
             bound.binding.bind_ortvalue_output(name, value)
         self._captured += 1
         return replace(bound, options=_graph_number(self._captured))
 
-    def _past(self, prompt: Mapping[str, Any]) -> dict[str, Any]:
+    def run_once(self, batch: Mapping[str, Any]) -> Any:
+        """Run the graph on a batch that is not run again, without a CUDA graph, and return what `run` does."""
         before = _free_bytes()
-        past = super()._past(prompt)
+        # A run without a number would capture a graph, or replay that of another shape.
+        result = self.run(replace(self._bind(batch), options=_graph_number(-1)))
         self._memory_bytes += before - _free_bytes()
-        return past
+        return result
 
     def peak_memory_bytes(self, feed: BoundFeed) -> int | None:
         """Return the device bytes that the session holds: weights, and memory of its largest run so far."""
@@ -107,13 +146,15 @@ class CudaOnnxRuntime(OnnxRuntime):
 
 @register_runtime("onnxruntime-tensorrt")
 class TensorRtOnnxRuntime(CudaOnnxRuntime):
-    """An ONNX file in TensorRT. An engine for a new graph and shape takes minutes to build, and is cached on disk.
+    """An ONNX file in TensorRT. An engine for a new graph takes minutes to build, and is cached on disk.
 
-    Export with provider "tensorrt": TensorRT does not run ONNX Runtime's own operators, which would fall to CUDA.
+    One engine serves all shapes up to `LARGEST`; TensorRT builds it anew for a larger one. Export with provider
+    "tensorrt": TensorRT does not run ONNX Runtime's own operators, which would fall to CUDA.
     """
 
     requested: ClassVar[str] = "TensorrtExecutionProvider"
     fused_for: ClassVar[Provider] = "tensorrt"
+    remedy: ClassVar[str] = "install the libraries of that release of TensorRT, as guides/onnxruntime-gpu says"
 
     def _providers(self, file: Path, *, cuda_graph: bool) -> list[Any]:
         # TensorRT identifies cached engines by graph, not by weights, so each file needs a folder of its own.
@@ -127,8 +168,98 @@ class TensorRtOnnxRuntime(CudaOnnxRuntime):
             "trt_cuda_graph_enable": str(int(cuda_graph)),
             # Half precision only for a graph in float16: with this option TensorRT would use it for float32 too.
             "trt_fp16_enable": str(int(_is_half(file))),
+            **_profiles(file),
         }
         return [("TensorrtExecutionProvider", options), *super()._providers(file, cuda_graph=False)]
+
+
+@functools.cache
+def _refusal(provider: str) -> str | None:
+    """Return why no session starts on a provider; None if one does.
+
+    ONNX Runtime lists the providers that it was built with, loads their libraries for the first session, and goes on
+    without those that do not load.
+    """
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    ort.set_default_logger_severity(4)  # fatal errors only: the reason is in the message
+    try:
+        providers = list(dict.fromkeys([provider, "CPUExecutionProvider"]))
+        session = ort.InferenceSession(_one_node(), options, providers=providers, enable_fallback=0)
+        if provider in session.get_providers():
+            return None
+        reason = f"its session fell back to {session.get_providers()[0]}"
+    except Exception as error:  # ONNX Runtime has a class for each status, and no common one
+        reason = first_line(error)
+    finally:
+        ort.set_default_logger_severity(2)
+    return _missing_library(provider) or reason
+
+
+def _missing_library(provider: str) -> str | None:
+    """Return the loader's message about a library that a provider's own one needs; None if it misses none."""
+    import onnxruntime as ort
+
+    name = provider.removesuffix("ExecutionProvider").lower()
+    for file in (Path(ort.__file__).parent / "capi").glob(f"*onnxruntime_providers_{name}.*"):
+        try:
+            ctypes.CDLL(str(file))
+        except OSError as error:
+            return str(error) if "No such file" in str(error) else None
+    return None
+
+
+def _one_node() -> bytes:
+    """Return a graph of one operator, which TensorRT does not know, so that it builds no engine."""
+    from onnx import TensorProto, helper
+
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 8]) for name in ("x", "y"))
+    graph = helper.make_graph([helper.make_node("Gelu", ["x"], ["y"], domain="com.microsoft")], "graph", [x], [y])
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+    model: bytes = helper.make_model(graph, opset_imports=opsets, ir_version=8).SerializeToString()
+    return model
+
+
+def _profiles(file: Path) -> dict[str, str]:
+    """Return the options that say for which shapes TensorRT builds an engine; none if an axis has no known size.
+
+    Source: https://onnxruntime.ai/docs/execution-providers/TensorRT-ExecutionProvider.html#explicit-shape-range
+    """
+    import onnx
+
+    program = onnx.load(str(file), load_external_data=False)
+    inputs = {value.name: [d.dim_param or d.dim_value for d in _dims(value)] for value in program.graph.input}
+    sizes = cache_sizes({entry.key: entry.value for entry in program.metadata_props}, inputs)
+    config = file.parent / "config.json"
+    longest = (longest_sequence(load_config(file.parent)) if config.is_file() else None) or LARGEST[1]
+    shapes: list[list[str]] = [[], [], []]
+    for name, axes in ((name, axes) for name, axes in inputs.items() if axes):
+        heads, width = sizes.get(name, (None, None))
+        ranges = [_range(axis, {1: heads, 3: width}.get(at), min(longest, LARGEST[1])) for at, axis in enumerate(axes)]
+        if None in ranges:
+            return {}
+        for shape, part in zip(shapes, zip(*filter(None, ranges), strict=True), strict=True):
+            shape.append(f"{name}:{'x'.join(map(str, part))}")
+    return {f"trt_profile_{which}_shapes": ",".join(s) for which, s in zip(("min", "opt", "max"), shapes, strict=True)}
+
+
+def _dims(value: Any) -> Sequence[Any]:
+    dims: Sequence[Any] = value.type.tensor_type.shape.dim
+    return dims
+
+
+def _range(axis: str | int, size: int | None, longest: int) -> tuple[int, int, int] | None:
+    """Return the least, the usual and the largest size of an axis, by its name or its known size; None for others."""
+    if size is not None or isinstance(axis, int):
+        fixed = size or int(axis)
+        return fixed, fixed, fixed
+    usual = min(128, longest)
+    if axis.startswith("batch"):
+        return 1, 8, LARGEST[0]
+    if axis in ("past_sequence", "past_sequence_length"):
+        return 0, usual - 1, longest - 1
+    return (1, usual, longest) if "sequence" in axis else None
 
 
 def _graph_number(number: int) -> Any:

@@ -22,6 +22,7 @@ from ...model.internals import (
     cache_of,
     compile_many_shapes,
     configs_of,
+    graphs_skipped,
     keys_and_values,
 )
 from ...model.threads import torch_threads
@@ -139,8 +140,9 @@ class TorchRuntime(Runtime):
 class CompiledTorchRuntime(TorchRuntime):
     """A model compiled for each shape that it runs on; the first run compiles, and belongs to the warm-up.
 
-    On a GPU it is compiled to CUDA graphs (mode "reduce-overhead"). For the whole process, it raises torch's limit on
-    how many shapes are compiled.
+    On a GPU it is compiled to CUDA graphs (mode "reduce-overhead"), unless torch gives that up for this model;
+    `cuda_graph` says so after the first run. For the whole process, it raises torch's limit on how many shapes are
+    compiled.
     """
 
     def __init__(self, source: PreTrainedModel, *, threads: int):
@@ -156,6 +158,25 @@ class CompiledTorchRuntime(TorchRuntime):
         compile_many_shapes(MOST_COMPILED)
         mode = "reduce-overhead" if self.cuda_graph else None
         self._forward = torch.compile(self._model, dynamic=False, mode=mode)
+        self._pool_bytes = 0
+
+    def run(self, feed: dict[str, Any]) -> Any:
+        """Run one forward pass, and take note of what torch captures and reserves for it."""
+        if not self._on_cuda:
+            return super().run(feed)
+        skipped, reserved = graphs_skipped(), torch.cuda.memory_reserved(self._model.device)
+        output = super().run(feed)
+        self.cuda_graph = self.cuda_graph and graphs_skipped() == skipped
+        self._pool_bytes += max(0, torch.cuda.memory_reserved(self._model.device) - reserved)
+        return output
+
+    def peak_memory_bytes(self, feed: dict[str, Any]) -> int | None:
+        """Return the model's peak memory during one run in bytes; None on the CPU.
+
+        A CUDA graph has a pool of its own, which its replays do not allocate from: it counts as a whole.
+        """
+        found = super().peak_memory_bytes(feed)
+        return None if found is None else max(found, parameter_bytes(self._model) + self._pool_bytes)
 
 
 def peak_memory_bytes(model: PreTrainedModel, run: Callable[[], object]) -> int | None:
