@@ -1,27 +1,53 @@
-"""Make the promise of `budget: {keep: 0.99}` with many seeds, and count how often the evaluation rows keep it.
+"""Make the promise of `budget: {keep: 0.99}` with many seeds, and count how often other rows keep it.
 
-python bench/promises.py sst2 stsb [--keep 0.99] [--seeds 10] [--one-source] [--set FIELD=VALUE ...]
+python bench/promises.py sst2 stsb-neurons [--keep 0.99] [--seeds 10] [--divisions 1] [--further] [--one-source]
+    [--set FIELD=VALUE ...]
 
-Each seed draws other rows to score, to refit and to choose on. With `--one-source` the evaluation rows are of the
-training split as well, of the 40 % that nothing else is drawn from.
+Each seed draws other rows to score and to refit on. The evaluated split is divided anew, one or more times for each
+seed, into rows to promise on and rows that judge. With `--further`, the promise is also made on further rows of the
+training split, and judged on the same rows. With `--one-source` the evaluated rows are of the training split as well,
+of the 40 % that nothing else is drawn from.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+import yaml
+
+from hies_export.data.batches import Batch
+from hies_export.evaluate import judge as judging
 from hies_export.evaluate.interval import lower_share
 from hies_export.evaluate.judge import Judge
 from hies_export.evaluate.predict import predict
-from hies_export.pipeline.prune import prune_prepared
-from hies_export.pipeline.resolve import resolve
-from hies_export.recipe import PruningRecipe
+from hies_export.pipeline import search
+from hies_export.pipeline.choose import Chooser
+from hies_export.pipeline.cut import cut_beside
+from hies_export.pipeline.resolve import Resolved, resolve
+from hies_export.progress import SILENT
+from hies_export.recipe import PruningRecipe, draws
 from hies_export.report.outcomes import KeepOutcome
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 SPLITS = {"calibration.split": "train[:60%]", "evaluation.split": "train[60%:]"}
+COLUMNS = (
+    "promised on",
+    "seed",
+    "division",
+    "FLOPs left",
+    "rows",
+    "kept",
+    "at least",
+    "other rows",
+    "kept",
+    "at least",
+)
 
 
 def main() -> None:
@@ -29,46 +55,111 @@ def main() -> None:
     parser.add_argument("recipes", nargs="+", help="such as sst2, for recipes/minilm-sst2.yaml")
     parser.add_argument("--keep", type=float, default=0.99)
     parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--divisions", type=int, default=1, help="of the evaluated split, for each seed")
     parser.add_argument("--first", type=int, default=0, help="the first seed, to go on after some")
     parser.add_argument("--rows", type=int, help="evaluation rows; all by default")
     parser.add_argument("--one-source", action="store_true")
+    parser.add_argument("--further", action="store_true")
     parser.add_argument("--set", dest="fields", action="append", default=[], help="as of hies-export run")
     options = parser.parse_args()
     for name in options.recipes:
         print(f"\n## {name}, {100 * options.keep:g} % promised{', one source' if options.one_source else ''}\n")
-        print("| seed | FLOPs left | kept of held-out rows | at least | kept of evaluation rows | rows | at least |")
-        print("| --- " * 7 + "|", flush=True)
-        found = [row_of(name, seed, options) for seed in range(options.first, options.seeds)]
-        held = sum(kept >= options.keep for kept in found)
-        print(f"\nkept by {held} of {len(found)} seeds; mean {100 * sum(found) / len(found):.2f} %", flush=True)
+        print(f"| {' | '.join(COLUMNS)} |\n{'| --- ' * len(COLUMNS)}|", flush=True)
+        found: dict[str, list[float]] = {}
+        for seed in range(options.first, options.seeds):
+            for way, kept in rows_of(name, seed, options):
+                found.setdefault(way, []).append(kept)
+        for way, shares in found.items():
+            held = sum(share >= options.keep for share in shares)
+            mean, least = (f"{100 * share:.2f} %" for share in (sum(shares) / len(shares), min(shares)))
+            print(f"\n{way}: kept by {held} of {len(shares)}; mean {mean}, least {least}", flush=True)
 
 
-def row_of(name: str, seed: int, options: argparse.Namespace) -> float:
-    """Print a row of the table, and return the share of predictions that the evaluation rows keep."""
+def rows_of(name: str, seed: int, options: argparse.Namespace) -> Iterator[tuple[str, float]]:
+    """Print a row of the table for each way to promise, and yield the share that the judging rows keep."""
     fields: dict[str, Any] = {
-        "prune": {
-            "modules": ["attention", "mlp"],
-            "criterion": "compensated",
-            "budget": {"keep": options.keep},
-            "compensation": {"method": "least_squares", "samples": 1024},
-        },
-        "calibration.samples": 256,
+        "prune.criterion": "compensated",
+        "prune.budget": {"keep": {"predictions": options.keep}},
         "calibration.seed": seed,
         "evaluation.samples": options.rows,
+        **(SPLITS if options.one_source else {}),
+        **{key: yaml.safe_load(value) for key, _, value in (field.partition("=") for field in options.fields)},
     }
-    asked = dict(field.split("=", 1) for field in options.fields)
-    splits = SPLITS if options.one_source else {}
-    recipe = PruningRecipe.from_yaml(RECIPES / f"minilm-{name}.yaml", overrides=fields | splits | asked)
-    resolved = resolve(recipe)
-    prepared, how = resolved.prepared, resolved.options
-    result = prune_prepared(prepared, how, compensation=how.compensation, dtype=resolved.source.dtype)
-    judge = Judge.on(prepared.model, resolved.evaluation, **vars(prepared.judged))
-    same = judge.agreement(predict(result.model, resolved.evaluation))
-    assert isinstance(result.budget, KeepOutcome)
-    shares = [result.flops.ratio, result.budget.slim, result.budget.slim_end, same.double().mean().item()]
-    cells = [f"{seed}", *(f"{100 * share:.2f} %" for share in shares if share is not None)]
-    print("| " + " | ".join([*cells, str(len(same)), f"{100 * lower_share(same):.2f} %"]) + " |", flush=True)
-    return shares[-1] or 0.0
+    recipe = PruningRecipe.from_yaml(RECIPES / f"minilm-{name}.yaml", overrides=fields)
+    first: Chooser | None = None
+    for division in range(options.divisions):
+        draws.EVALUATION_SEED = options.divisions * seed + division
+        resolved = resolve(recipe)
+        prepared = resolved.prepared
+        if first is None:
+            predict_once()
+            first = Chooser(prepared, resolved.options, SILENT, resolved.source.dtype)
+            first.score()
+        judge = Judge.on(prepared.model, resolved.evaluation, **vars(prepared.judged))
+        ways = {"evaluated split": prepared.rows.held_out}
+        if options.further and division == 0:
+            # As if no evaluated row could be held out. The rows to score and to refit on, and so all scores, stay.
+            further = recipe.with_overrides({"evaluation.rows": "first"})
+            of_training = resolve(further, loaded=resolved).prepared.rows.held_out
+        if options.further:
+            ways["further training rows"] = of_training
+        for way, rows in ways.items():
+            yield way, row_of(f"{way} | {seed} | {division}", on_rows(first, rows), resolved, judge)
+
+
+def on_rows(chooser: Chooser, held_out: list[Batch]) -> Chooser:
+    """Return a chooser that holds out other rows, and shares all scores and moments."""
+    other, prepared = copy.copy(chooser), chooser._prepared
+    other._prepared = replace(prepared, rows=replace(prepared.rows, held_out=held_out))
+    return other
+
+
+def row_of(name: str, chooser: Chooser, resolved: Resolved, judge: Judge) -> float:
+    """Make a promise, print its row of the table after a name, and return the share that the judging rows keep."""
+    keep, prepared = resolved.options.goal.keep, resolved.prepared
+    assert keep is not None
+    choice = chooser.by_keep(keep)
+    found = search.predict_pruned(prepared.model, choice.plan.kept, prepared.modules, judge.batches, refit=choice.refit)
+    same, budget = judge.agreement(found), choice.budget
+    assert isinstance(budget, KeepOutcome)
+    kept = same.double().mean().item()
+    # A search ends at the last cut that passed.
+    *_, chosen = (row for row in budget.judged if "guess" not in row and row["at_least"] >= keep.predictions)
+    flops_left = chooser.flops_left(choice.plan.kept)
+    shares = [flops_left, chosen["kept"], chosen["at_least"], kept, lower_share(same)]
+    flops, *shown = (f"{100 * share:.2f} %" for share in shares)
+    cells = [name, flops, f"{budget.samples:,}", *shown[:2], f"{len(same):,}", *shown[2:]]
+    print(f"| {' | '.join(cells)} |", flush=True)
+    return kept
+
+
+def predict_once() -> None:
+    """Let all searches of a seed share cuts and predictions: the same units are refitted in the same way in all."""
+    cuts: dict[Any, Any] = {}
+    known: dict[Any, Any] = {}
+
+    def predict_rows(model: Any, batches: list[Batch], name: Any) -> torch.Tensor:
+        found = []
+        for batch in batches:
+            rows = [
+                ids[mask.bool()].numpy().tobytes()
+                for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
+            ]
+            new = [place for place, row in enumerate(rows) if (name, row) not in known]
+            if new:
+                predicted = predict(model, [{key: value[new] for key, value in batch.items()}])
+                known.update({(name, rows[place]): one for place, one in zip(new, predicted, strict=True)})
+            found += [known[name, row] for row in rows]
+        return torch.stack(found)
+
+    def predict_pruned(model: Any, selection: Any, modules: Any, batches: Any, *, refit: Any, **_: Any) -> torch.Tensor:
+        units = tuple(kept.units for kept in selection.values())
+        if units not in cuts:
+            cuts[units] = cut_beside(model, selection, modules, refit)
+        return predict_rows(cuts[units], batches, units)
+
+    search.predict_pruned = predict_pruned
+    judging.predict = lambda model, batches, **_: predict_rows(model, batches, "dense")
 
 
 if __name__ == "__main__":

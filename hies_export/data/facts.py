@@ -6,6 +6,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 
+def whole_split(split: str) -> str:
+    """Return the split that a slice is of: "train" for "train[:80%]"."""
+    return split.partition("[")[0]
+
+
+def may_overlap(one: str, other: str) -> bool:
+    """Return whether two splits share rows, unless they are slices that the user set apart."""
+    return whole_split(one) == whole_split(other) and (one == other or "[" not in one or "[" not in other)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataFacts:
     """Which rows units were scored on, plans were judged on (held out), and metrics were measured on.
@@ -32,3 +42,13 @@ class DataFacts:
     name: str | None
     file: str | None
     fingerprint: str
+
+    @property
+    def alike(self) -> bool:
+        """Whether held-out and evaluated rows are of one split, or of slices of one."""
+        return whole_split(self.held_out_split) == whole_split(self.evaluation_split)
+
+    @property
+    def apart(self) -> bool:
+        """Whether no held-out row is evaluated; those of a recipe's `held_out` are left out of the evaluated rows."""
+        return not (self.held_out_further and may_overlap(self.held_out_split, self.evaluation_split))

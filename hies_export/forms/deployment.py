@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import HiesError, MissingRuntimeError, PlanError, RecipeError
-from ..evaluate.interval import FAILURES
 from ..evaluate.judge import Judge
 from ..tasks import Task
 from .form import Form, Forms
@@ -31,10 +30,8 @@ WAYS = {
     "onnxruntime-tensorrt": ("float16",),
     "llamacpp": ("q8_0", "q4_0"),
 }
-# A cut is searched for in this many forms, the fastest of the dense model; the cut model is then tried in all forms.
+# A cut is searched for in at most this many forms, the fastest of the dense model; the cut model is then tried in all.
 SEARCHED = 2
-# Cuts that may fail to keep the promise in these searches; see `confidence_of_each`.
-LOOKS = FAILURES * SEARCHED
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,12 @@ from transformers import PreTrainedModel
 from .. import processes
 from ..data.targets import samples_of
 from ..errors import HiesError, OutputExistsError, PlanError, RequestError
-from ..evaluate.interval import confidence_of_each, rows_needed
 from ..evaluate.judge import Judge
 from ..evaluate.predict import predict
+from ..evaluate.ranking import kind_of_rows
 from ..forms.cascade.export import CascadeOptions
 from ..forms.cascade.facts import SizeTried
-from ..forms.deployment import LOOKS, SEARCHED, DenseForms, DeployWay, find_ways, try_dense
+from ..forms.deployment import SEARCHED, DenseForms, DeployWay, find_ways, try_dense
 from ..forms.exports import Exporter
 from ..forms.form import Form, Forms
 from ..forms.judged import ratios, time_forms, time_forms_on_rows
@@ -37,13 +37,14 @@ from ..forms.onnx.quantize import Quantize
 from ..forms.sizes import cut_sizes, join_sizes
 from ..progress import Progress
 from ..recipe import FLOPS_TO_TRY, BudgetSection, DeploySection, KeepBudget, PruneSection, TimedSection
+from ..recipe.promise import Looks, all_looks
 from ..report.outcomes import KeepOutcome
 from ..report.provenance import Request, RunRecord
 from ..units import Selection
 from .choose import Chooser
 from .cut import Choice, cut_beside
 from .prepare import Prepared
-from .resolve import LOOKS_WITH_CASCADES, Resolved
+from .resolve import Resolved
 from .search import Trial, Watch
 
 logger = logging.getLogger(__name__)
@@ -54,14 +55,15 @@ CASCADED = ("onnxruntime-cpu", "onnxruntime-cpu-int8", "openvino")
 BATCH = 8
 
 
-def tries_cascades(prepared: Prepared, share: float) -> bool:
-    """Tell whether a deployment tries cascades: for a classifier, with enough held-out rows to promise a share then.
-
-    Each interval needs more confidence if they are tried, so more rows.
-    """
-    needed = rows_needed(share, confidence_of_each(LOOKS_WITH_CASCADES))
+def looks_of(prepared: Prepared, promise: KeepBudget) -> Looks:
+    """Return in how many forms a deployment searches, and whether it tries cascades, by the number of held-out rows."""
+    share, rows = promise.predictions, prepared.rows.held_out
+    assert share is not None
+    kind = kind_of_rows(rows, embeds=prepared.task.embeds)
+    metric = prepared.judged.promised(promise.metric, kind)
     classifies = prepared.task.cascades and prepared.judged.behaviour.predicts == "classes"
-    return classifies and samples_of(prepared.rows.held_out) >= needed
+    able = all_looks(classifies=classifies and metric is None)
+    return next((one for one in able if samples_of(rows) >= one.rows(share, metric)), able[-1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,15 +124,14 @@ def find_answer(
     """
     prepared, promise = resolved.prepared, resolved.options.goal.keep
     assert promise is not None
-    cascades = tries_cascades(prepared, asked.keep)
-    confidence = confidence_of_each(LOOKS_WITH_CASCADES if cascades else LOOKS)
-    judge = Judge.on(prepared.model, prepared.rows.held_out, confidence=confidence, **vars(prepared.judged))
+    looks = looks_of(prepared, promise)
+    judge = Judge.on(prepared.model, prepared.rows.held_out, confidence=looks.confidence, **vars(prepared.judged))
     forms = Forms({"dense": prepared.model}, prepared.exporter, folder, progress)
     shape = next(iter(prepared.measured))
     ways = find_ways(prepared.task, asked.runtimes)
     dense = try_dense(forms, judge, ways, {shape: prepared.measured[shape]})
     limit = math.inf if asked.minutes is None else began + 60 * asked.minutes
-    return Search(resolved, promise, dense, journal, limit, progress).answer(began, cascades=cascades)
+    return Search(resolved, promise, dense, journal, limit, progress).answer(began, looks)
 
 
 class Search:
@@ -152,8 +153,8 @@ class Search:
         self._confidence = dense.judge.confidence
         self._best = math.inf
 
-    def answer(self, began: float, *, cascades: bool) -> Answer:
-        """Return the cut whose model, or if `cascades` are tried, whose cascade is fastest; none if a dense form is."""
+    def answer(self, began: float, looks: Looks) -> Answer:
+        """Return the cut whose model, or if cascades are tried, whose cascade is fastest; none if a dense form is."""
         tried, share = list(self._dense.ways), self._promise.predictions
         assert share is not None
         order = sorted(
@@ -170,7 +171,7 @@ class Search:
             )
         self._chooser.score()
         found: list[_Found] = []
-        for way in order[:SEARCHED]:
+        for way in order[: looks.forms]:
             self._progress.stage(f"search for the largest cut that keeps the promise on {way.runtime} in {way.bits}")
             try:
                 one = self._largest(way)
@@ -181,7 +182,7 @@ class Search:
             assert isinstance(one.choice.budget, KeepOutcome)
             tried[tried.index(way)] = replace(way, judged=one.choice.budget.judged, flops=one.flops)
             found.append(one)
-        sizes = self._add_cascades(found) if cascades else {}
+        sizes = self._add_cascades(found) if looks.cascades else {}
         quantize: Quantize | None = "int8" if any(way.bits == "int8" and not way.problem for way in tried) else None
         exporter = self._prepared.exporter
         exporter = replace(exporter, options=replace(exporter.options, quantize=quantize))

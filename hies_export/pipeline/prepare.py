@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from ..data.batches import Batch
 from ..data.targets import inputs_of, samples_of, size_of
 from ..errors import RecipeError, RequestError
-from ..evaluate.interval import CONFIDENCE, FAILURES, confidence_of_each, queries_needed, rows_needed
+from ..evaluate.interval import CONFIDENCE
 from ..evaluate.metrics import METRICS
 from ..evaluate.predict import Predictor, predict
 from ..evaluate.ranking import RowsKind, keeps_predictions, kind_of_rows
@@ -24,6 +24,7 @@ from ..model.tokens import first_samples, synthetic_batch
 from ..prunable.attention import tower_of
 from ..prunable.find import find_modules
 from ..recipe import PruneSection, TimedSection
+from ..recipe.promise import Looks
 from ..score.criteria import AUTO, COMPENSATED, COMPENSATED_NAMES, CRITERIA
 from ..select.constraints import check_budget, check_constraints
 from ..tasks import Behaviour, Task
@@ -58,11 +59,6 @@ class Judged:
         first = self.metrics[0]
         of_first = not keeps_predictions(kind) or METRICS[first].terms is not None
         return first if asked is None and of_first else asked
-
-
-def needed_rows(share: float, metric: str | None, confidence: float) -> int:
-    """Return how many held-out rows can confirm that a share is kept: of the predictions, or of a metric."""
-    return (rows_needed if metric is None else queries_needed)(share, confidence)
 
 
 @dataclass(frozen=True)
@@ -182,7 +178,7 @@ def _check_enough_rows(prepared: Prepared, options: PruneSection) -> None:
         return
     kind = kind_of_rows(prepared.rows.held_out, embeds=prepared.task.embeds)
     metric, what = prepared.judged.promised(keep.metric, kind), "rows" if keeps_predictions(kind) else "queries"
-    if count < (needed := needed_rows(keep.predictions, metric, confidence_of_each(FAILURES))):
+    if count < (needed := Looks().rows(keep.predictions, metric)):
         raise RequestError(
             f"keep: {keep.predictions:g} can be promised with {100 * CONFIDENCE:g} % confidence from {needed:,} "
             f"held-out {what} or more, and there are {count:,}; raise keep.samples, give more rows, or ask for less"

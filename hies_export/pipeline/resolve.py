@@ -25,28 +25,23 @@ from ..data.reader import Columns, Reader
 from ..data.rows import taken_from
 from ..data.targets import samples_of
 from ..data.tokens import settle_padding
-from ..evaluate.interval import confidence_of_each, rate_rows_needed
+from ..evaluate.interval import confidence_of_each
 from ..evaluate.lm_eval import check_benchmarks
 from ..evaluate.metrics import METRICS, check_metrics
 from ..evaluate.ranking import RowsKind
 from ..forms.cascade.cascade import check_classes
 from ..forms.cascade.export import CascadeOptions
 from ..forms.cascade.promise import check_rows
-from ..forms.deployment import LOOKS, SEARCHED
 from ..forms.measured import MeasureOptions
 from ..forms.on_rows import ROWS
 from ..forms.runtimes.registry import RUNTIMES, check_dtypes, check_one_graph, check_runtime
 from ..model.sentence import SentenceSettings
-from ..recipe import FLOPS_TO_TRY, PruneSection, PruningRecipe
+from ..recipe import PruneSection, PruningRecipe
 from ..recipe.draws import Drawn, Draws, Splits, draw, evaluated
+from ..recipe.promise import Promise, hold_out
 from ..report.provenance import Request
 from ..tasks import COLUMNS, TASKS, Behaviour
-from .prepare import Judged, Prepared, Rows, check_options, needed_rows, prepare, shapes_to_measure
-
-# Rows that `deploy` makes a promise on; more narrow the interval, and every cut takes longer to judge.
-HELD_OUT = 1024
-# Looks of `deploy` at these rows if it also tries cascades; see `confidence_of_each`.
-LOOKS_WITH_CASCADES = LOOKS + SEARCHED * len(FLOPS_TO_TRY)
+from .prepare import Judged, Prepared, Rows, check_options, prepare, shapes_to_measure
 
 
 @dataclass(frozen=True)
@@ -94,15 +89,16 @@ def resolve(
     task, config = TASKS[recipe.task], found.config
     behaviour = _behaviour(recipe, config)
     judged = Judged(_metrics(recipe, behaviour), behaviour)
-    splits = _splits(recipe, judged if draws is None else None)
     names = _checked_runtimes(recipe, runtimes_of(recipe, runtimes))
     measure = MeasureOptions(_ways(recipe, names), recipe.measure.timing)
     check_device_map(recipe.device_map)
     processor = load_processor(found.encoder, task=task, **found.hub)
     reader = _reader(recipe, found, processor)
     promised = 0 if recipe.cascade is None else recipe.cascade.samples
-    draws = draws or Draws.of(options, recipe.calibration, promised=promised)
     load = partial(reader.load, name=recipe.data.name, files=recipe.data.files)
+    splits, own = splits_of(recipe), Draws.of(options, recipe.calibration, promised=promised)
+    splits = splits if draws else hold_out(splits, _promise(recipe, own, judged), load)
+    draws = draws or own
     drawn = draw(splits, load, options, draws)
     if loaded is None:
         rows = evaluated(splits, load)
@@ -159,21 +155,16 @@ def _batches(recipe: PruningRecipe, reader: Reader, judging: Reader, drawn: Draw
     )
 
 
-def _splits(recipe: PruningRecipe, judged: Judged | None = None) -> Splits:
-    """Return the splits that a recipe reads; with what it is `judged` by, with rows held out for a promise."""
-    splits = Splits(recipe.data, recipe.calibration, recipe.evaluation, recipe.held_out)
-    task = TASKS[recipe.task]
-    if judged is None or task.generative:
-        return splits
-    if recipe.deploy is not None:
-        keep, metric = recipe.deploy.keep, judged.promised(None, _kind_of_rows(recipe))
-        needed, with_cascades = (needed_rows(keep, metric, confidence_of_each(n)) for n in (LOOKS, LOOKS_WITH_CASCADES))
-        better = with_cascades if task.cascades and judged.behaviour.predicts == "classes" else 0
-        return splits.promising(needed, f"{100 * keep:g} %", most=HELD_OUT, better=better)
-    if (asked := recipe.cascade) is not None:
-        needed = rate_rows_needed(asked.disagreement, confidence_of_each(len(recipe.shares)))
-        return splits.promising(needed, f"a disagreement of at most {100 * asked.disagreement:g} %", most=asked.samples)
-    return splits
+def splits_of(recipe: PruningRecipe) -> Splits:
+    """Return the splits that a recipe names."""
+    return Splits(recipe.data, recipe.calibration, recipe.evaluation, recipe.held_out)
+
+
+def _promise(recipe: PruningRecipe, draws: Draws, judged: Judged) -> Promise | None:
+    """Return the promise of a recipe, and how many rows it takes; None if it makes none."""
+    keep, classifies = recipe.goal.keep, TASKS[recipe.task].cascades and judged.behaviour.predicts == "classes"
+    metric = None if keep is None else judged.promised(keep.metric, _kind_of_rows(recipe))
+    return Promise.of(recipe, draws, metric=metric, classifies=classifies)
 
 
 def requested(recipe: PruningRecipe, splits: Splits | None = None) -> Request:
@@ -205,8 +196,7 @@ def rows_in_order(recipe: PruningRecipe) -> Callable[[int], list[Batch]]:
     """Return a function of a batch size that gives batches of the first 512 evaluation rows, in their order."""
     found = _Found.of(recipe)
     reader = _reader(recipe, found, load_processor(found.encoder, task=TASKS[recipe.task], **found.hub))
-    splits = _splits(recipe)
-    rows = evaluated(splits, partial(reader.load, name=recipe.data.name, files=recipe.data.files))
+    rows = evaluated(splits_of(recipe), partial(reader.load, name=recipe.data.name, files=recipe.data.files))
     return _in_order(reader, rows)
 
 

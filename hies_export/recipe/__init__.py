@@ -8,6 +8,7 @@ whether model, data and recipe fit together.
 - `recipe.py`: the whole, and what one section demands of another.
 - `reading.py`: YAML files, overrides from the command line, and pydantic's errors in our words.
 - `draws.py`: the rows that a recipe names, each use from separate rows.
+- `promise.py`: which rows a promise is made on.
 - `propose.py`: a recipe for a model and a data set alone.
 """
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import datasets
 
-from ..data.rows import common_values, load_rows, taken_from, whole
+from ..data.rows import common_values, taken_from, whole
 from ..errors import RequestError
 from ..score.criteria import AUTO
 from .sections import CalibrationSection, DataSection, EvaluationSection, HeldOutSection, PruneSection
@@ -60,47 +58,6 @@ class Splits:
         if self.data.query is None or self.data.query not in rows.column_names:
             return len(rows)
         return sum(value is not None for value in common_values(rows, self.data.query))
-
-    def promising(self, needed: int, promise: str, *, most: int, better: int = 0) -> Splits:
-        """Return splits that hold out rows for a promise, given in words; it needs `needed`, and `most` are enough.
-
-        Where several rows are of one query, the numbers are of queries.
-
-        The model was often trained on the split that units are scored on, and is surer of those rows than of new ones.
-        So if another split is evaluated and nothing is held out, two thirds of its rows are held out, if these are
-        enough. With `better` rows more can be tried: where two thirds are fewer, up to three quarters are held out to
-        reach them.
-        """
-        split = self.evaluation.split
-        apart = split.partition("[")[0] != self.calibration.split.partition("[")[0]
-        if self.held_out is not None or not apart or self.evaluation.rows == "first":
-            return self
-        source: dict[str, Any] = {"name": self.data.name, "files": self.data.files, "split": split}
-        loaded = load_rows(**source, samples=1 if self.together is None else None)
-        rows = total = taken_from(loaded)
-        if self.together is not None:
-            # Only queries are judged, not what they may find.
-            of_queries = [value for value in common_values(loaded, self.together) if value is not None]
-            rows = len(of_queries)
-            needed *= math.ceil(rows / max(1, len(set(of_queries))))
-            most = max(most, needed)
-        count = min(most, 2 * rows // 3)
-        if count < better <= min(most, 3 * rows // 4):
-            count = better
-        if count < needed:
-            logger.warning(
-                "the split %r has %s rows, too few to promise %s on some and to check it on the others: the promise is "
-                "made on rows that the model may have been trained on, and new ones may keep less",
-                split,
-                f"{rows:,}",
-                promise,
-            )
-            return self
-        evaluation = self.evaluation
-        if evaluation.samples in (rows, total):
-            # All of them, before some are held out, are all that are left.
-            evaluation = evaluation.model_copy(update={"samples": evaluation.samples - count})
-        return replace(self, evaluation=evaluation, held_out=HeldOutSection(split=split, samples=count))
 
 
 @dataclass(frozen=True)

@@ -178,8 +178,10 @@ class CalibrationSection(Section):
 class HeldOutSection(Section):
     """Which rows `alpha: auto`, `criterion: auto`, `max_drop` and `keep` are judged on.
 
-    Without this section, these are further rows of the calibration split. A model that was trained on that split does
-    better there than on new rows, so choices made there may not hold for new rows.
+    Without this section, a promise (`keep`, `deploy`, `cascade`) is made on two thirds of the evaluated split, or what
+    `keep.samples` and `evaluation.samples` leave of these, and the rest judges it. Other choices, and a promise for
+    which that split has too few rows, are made on further rows of the calibration split. A model that was trained on
+    that split does better there than on new rows, so these choices may not hold for new rows.
 
     Attributes:
         split: Split of the data set, or a slice of one such as "validation[:50%]". If it is the evaluated split,
@@ -278,7 +280,7 @@ class KeepBudget(TimedSection):
             is the default, or "slim", all texts embedded again.
         runtime: Save time on this runtime in place of FLOPs, and judge the files that it runs; with `batch`, `sequence`
             and `dtype` as for `latency`.
-        samples: How many held-out rows to draw.
+        samples: How many rows to hold out at most.
     """
 
     predictions: float | None = Field(None, gt=0, lt=1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import statistics
+from typing import Any
 
 from ..evaluate.metrics import METRICS, counted_by, quality_loss, title_of
 from ..forms.judged import deciding_step, relative_times
@@ -10,19 +12,25 @@ from ..forms.measure.rows import LatencyRow
 from .outcomes import CostOutcome, HeadsOutcome, KeepOutcome, MaxDropOutcome
 from .report import Report
 from .rows import form_step
-from .text import evaluated_share, keeps_metric, runtime_name
+from .text import evaluated_share, keeps_metric, runtime_name, samples_word
 
 
 def lead_text(report: Report) -> str:
     """Return the result of the run in one sentence.
 
     An example is "0.82 of the time on ONNX Runtime at 8 x 128; 97 % of the predictions stay; Pearson 0.903 → 0.901;
-    budget kept." A value that was not measured is left out.
+    budget kept." A promise stands beside what was kept: "promised 97 % of the predictions; kept 97.6 % of 436 other
+    rows". A value that was not measured is left out.
     """
+    promise, budget = _promise(report), _budget(report)
     parts = [_deployed(report) or _cascade(report) or _time(report)]
-    parts += [_agreement(report), _quality(report)] if report.ranking is None else [_ranking(report)]
-    parts.append(_budget(report))
-    return "; ".join(filter(None, parts)) + "."
+    if report.ranking is not None:
+        parts += [_ranking(report), promise]
+    elif _promises_predictions(report):
+        parts += [promise, _quality(report)]
+    else:
+        parts += [_agreement(report), _quality(report), promise]
+    return "; ".join(filter(None, [*parts, budget])) + "."
 
 
 def _deployed(report: Report) -> str:
@@ -155,29 +163,77 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3f}" if abs(value) < 1 else f"{value:.3g}"
 
 
-def _promise(report: Report, metric: str | None, promised: float | None, kept: float | None) -> str:
-    """Return that a promise was kept on held-out rows, and whether a promised share was missed on those evaluated.
+def _promised(report: Report) -> KeepOutcome | None:
+    """Return the promise about the model that the sentence names; None if there is none."""
+    found, budget, word = report.details.deployment, report.details.budget, report.details.stability_of
+    if found is not None and found.form is not None:
+        metric = report.quality.metric if keeps_metric(report) and report.quality.dense > 0 else None
+        index: Any = "dense" if metric and "dense_index" in (report.ranking or {}) else None
+        return KeepOutcome(predictions=found.promise, metric=metric, index=index, samples=0, word=word)
+    if report.cascade is not None:
+        return KeepOutcome(predictions=1 - report.cascade.disagreement, samples=report.cascade.rows, word=word)
+    return budget if isinstance(budget, KeepOutcome) and budget.met else None
 
-    It says over what, if the promise is not over predictions or a `metric` that the sentence names.
-    """
-    over = counted_by(metric) if metric else f"{report.details.stability_of}s"
-    text = f"promise{f' over {over}' if over not in (None, 'predictions') else ''} kept on held-out rows"
-    return text if promised is None or kept is None or kept >= promised else f"{text}, missed on those evaluated"
+
+def _promises_predictions(report: Report) -> bool:
+    promised = _promised(report)
+    return promised is not None and promised.metric is None
+
+
+def _promise(report: Report) -> str:
+    """Return what was promised and what other rows keep: "promised 97 % of the predictions; kept 97.6 % of ..."."""
+    promised = _promised(report)
+    if promised is None:
+        return ""
+    tolerance = report.details.stability_tolerance
+    within = "" if promised.metric or tolerance is None else f" within {tolerance:g}"
+    loss = "" if promised.by is None else "a loss of "
+    on, others = _promised_on(report, promised)
+    text = f"promised {loss}{promised.asked}{within}{on}"
+    result = _result(report, promised)
+    return f"{text}; {result} {others}" if result else text
+
+
+def _promised_on(report: Report, promised: KeepOutcome) -> tuple[str, str]:
+    """Return which rows a promise was made on, if they are not like those that judge it, and which judge it."""
+    data, word = report.details.data, samples_word(report)
+    # A row has many tokens, and many entities.
+    of = "on" if promised.metric or report.details.stability_of == "next token" else "of"
+    if not data.alike:
+        held_out = f" on {promised.samples or data.held_out_samples:,} {word} of {data.held_out_split}"
+        return held_out, f"{of} {data.evaluation_samples:,} {word} of {data.evaluation_split}"
+    if not data.apart:
+        return "", f"{of} {data.evaluation_samples:,} {word}, some of which it was promised on"
+    return "", f"{of} {data.evaluation_samples:,} other {word}"
+
+
+def _result(report: Report, promised: KeepOutcome) -> str:
+    """Return what the evaluated rows keep, or lose, of what was promised; empty if the evaluation does not know."""
+    metric, share = promised.metric, promised.predictions
+    if share is None:
+        found = report.metrics.get(str(metric))
+        return "" if found is None else f"lost {_number(quality_loss(str(metric), found.dense, found.slim))}"
+    kept, quality = _judged(report)
+    if metric is not None:
+        found = report.details.deployment
+        deployed = found is not None and found.form is not None
+        kept = quality / report.quality.dense if deployed else evaluated_share(report, metric, promised.index)
+    if kept is None:
+        return ""
+    if kept >= 1:
+        return "kept all" if kept == 1 else f"kept {100 * kept:.1f} %"
+    # Not all, so never rounded to all, and never up to the promise.
+    tenths = math.floor(1000 * kept) if kept < share else round(1000 * kept)
+    return f"kept {'only ' if kept < share else ''}{min(tenths, 999) / 10:.1f} %"
 
 
 def _budget(report: Report) -> str:
-    """Return whether the budget was kept; empty if the report does not know."""
+    """Return whether a budget that promises nothing was kept; empty if the report does not know."""
     budget, heads, deployed = report.details.budget, report.heads, report.details.deployment
     if deployed is not None and deployed.form is not None:
-        (kept, quality), dense, metric = _judged(report), report.quality.dense, None
-        if keeps_metric(report) and dense > 0:
-            kept, metric = quality / dense, report.quality.metric
-        return _promise(report, metric, deployed.promise, kept)
+        return ""
     if isinstance(budget, KeepOutcome):
-        if not budget.met:
-            return f"{budget.asked} promised, and held-out rows have {budget.found}"
-        there = evaluated_share(report, budget.metric, budget.index) if budget.metric else _judged(report)[0]
-        return _promise(report, budget.metric, budget.predictions, there)
+        return "" if budget.met else f"{budget.asked} promised, and held-out rows have {budget.found}"
     if isinstance(budget, MaxDropOutcome):
         assert budget.slim is not None
         lost = quality_loss(budget.metric, budget.dense, budget.slim)

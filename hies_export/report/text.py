@@ -161,12 +161,15 @@ def _keep_text(report: Report, budget: KeepOutcome) -> str:
     kept = evaluated_share(report, budget.metric, budget.index)
     if kept is None:
         return text
-    apart = kept - budget.predictions
+    apart, data = kept - budget.predictions, report.details.data
     side = "above" if apart >= 0 else "below"
-    return (
+    text = (
         f"{text} On the evaluated {samples_word(report)}, {100 * kept:.2f} % {budget.stays}, "
         f"{100 * abs(apart):.2f} points {side} the promise."
     )
+    if data.held_out_further and not data.alike:
+        text += f" If the model was trained on {data.held_out_split}, the promise is too optimistic for new rows."
+    return text
 
 
 def evaluated_share(report: Report, metric: str | None = None, index: str | None = None) -> float | None:

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 from scipy.stats import binomtest
 from support.hub import TOKEN, Hub
-from support.models import save_project, save_regressor, save_text_model
+from support.models import save_regressor, save_text_model
 from support.references import same_in_onnxruntime
 from support.runs import hies, without_other_work
 from transformers import BertForNextSentencePrediction, BertModel
@@ -26,18 +26,15 @@ from hies_export import (
     deploy,
 )
 from hies_export.cli.deploy import minutes
-from hies_export.data.targets import samples_of
-from hies_export.evaluate.interval import confidence_of_each
 from hies_export.forms import deployment
-from hies_export.forms.deployment import LOOKS
 from hies_export.forms.form import Form
 from hies_export.pipeline import prepare, targets
 from hies_export.pipeline import run as running
-from hies_export.pipeline.fastest import Answer, CutJournal, tries_cascades
+from hies_export.pipeline.fastest import Answer, CutJournal
 from hies_export.pipeline.resolve import requested, resolve
 from hies_export.pipeline.search import Trial
 from hies_export.recipe import PruningRecipe
-from hies_export.recipe.draws import Splits
+from hies_export.recipe.promise import Looks
 from hies_export.recipe.propose import propose_recipe
 from hies_export.report.report import Report
 from hies_export.tasks import COLUMNS
@@ -84,7 +81,7 @@ def test_the_form_to_deploy_is_the_fastest_that_keeps_the_promise(
     assert found.form == min(keeping, key=lambda number: times[number])
     rows = resolve(recipe_of(folder, tmp_path / "out").to_deploy(keep=0.25)).prepared.rows.held_out
     same = same_in_onnxruntime(folder / "model", tmp_path / "out" / "onnx" / "model.onnx", rows, tolerance=0.02)
-    low = binomtest(sum(same), len(same)).proportion_ci(confidence_of_each(LOOKS), method="exact").low
+    low = binomtest(sum(same), len(same)).proportion_ci(Looks(2).confidence, method="exact").low
     assert slim.kept == pytest.approx(sum(same) / len(same), abs=1.5 / len(same))
     assert slim.at_least == pytest.approx(low, abs=0.02)
     assert slim.at_least >= 0.25
@@ -330,53 +327,6 @@ def test_several_processes_are_refused(folder: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RequestError, match="deploy runs in one process, and the launcher started 2; start it without"):
         deploy(PruningRecipe.from_yaml(folder / "recipe.yaml"))
-
-
-def test_a_promise_is_made_on_rows_that_are_not_scored_on(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    recipe = PruningRecipe.from_yaml(folder / "recipe.yaml").to_deploy(keep=0.5)
-    count = len((folder / "validation.jsonl").read_text().splitlines())
-    recipe = recipe.with_overrides({"evaluation.samples": count})
-
-    def splits_of(recipe: PruningRecipe) -> Splits:
-        return resolve(recipe).splits
-
-    own = {"split": "validation", "samples": 2 * count // 3}
-    found = resolve(recipe)
-    assert found.splits.held_out.model_dump() == found.request.fields["held_out"] == own
-    assert found.request.fields["evaluation"]["samples"] == count - own["samples"] == samples_of(found.evaluation)
-    assert "all are used" not in caplog.text
-    with pytest.raises(RequestError, match="keep: 0.99 can be promised with 95 % confidence from 477 held-out rows"):
-        resolve(recipe.to_deploy(keep=0.99))
-    assert f"the split 'validation' has {count} rows, too few to promise 99 % on some" in caplog.text
-    for kept in ({"held_out": {"split": "train[50%:]"}}, {"evaluation.split": "train[50%:]"}):
-        other = recipe.with_overrides(kept)
-        assert resolve(other).splits == Splits(other.data, other.calibration, other.evaluation, other.held_out)
-
-
-def test_three_quarters_are_held_out_where_cascades_need_them(folder: Path, tmp_path: Path) -> None:
-    """Of 40 rows, 80 % need 25, and 28 with cascades; two thirds are 26."""
-    save_project(tmp_path, train=20, validation=40, prune={"budget": {"heads": 0.5}, "alpha": 0.5})
-
-    def held_out(recipe: Path, keep: float) -> tuple[int, int, bool]:
-        """Return the number of rows held out and of those evaluated, and whether cascades are tried."""
-        found = resolve(PruningRecipe.from_yaml(recipe / "recipe.yaml").to_deploy(keep=keep))
-        rows = found.prepared.rows.held_out
-        return samples_of(rows), samples_of(found.evaluation), tries_cascades(found.prepared, keep)
-
-    assert held_out(tmp_path, 0.8) == (28, 12, True)
-    assert held_out(tmp_path, 0.7) == (26, 14, True)
-    # A regression has no cascades.
-    assert held_out(folder, 0.8) == (26, 14, False)
-    classifier = resolve(PruningRecipe.from_yaml(tmp_path / "recipe.yaml")).splits
-
-    def held_out_for(better: int, most: int) -> int:
-        section = classifier.promising(10, "80 %", most=most, better=better).held_out
-        assert section is not None
-        assert section.samples is not None
-        return section.samples
-
-    assert [held_out_for(better, most=100) for better in (0, 20, 30, 31)] == [26, 26, 30, 26]
-    assert [held_out_for(28, most=most) for most in (28, 27, 20)] == [28, 26, 20]
 
 
 def test_what_leaves_a_choice_is_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,10 +13,12 @@ from support.models import save_regressor, word_tokenizer
 from transformers import BertConfig
 
 from hies_export.data.reader import Columns
+from hies_export.data.rows import load_rows
 from hies_export.errors import RequestError
 from hies_export.pipeline.resolve import resolve
 from hies_export.recipe import PruningRecipe
 from hies_export.recipe.draws import Draws, Splits, draw, evaluated
+from hies_export.recipe.promise import Promise, hold_out
 from hies_export.recipe.sections import (
     CalibrationSection,
     DataSection,
@@ -134,22 +136,32 @@ def test_a_promise_has_queries_where_most_rows_add_documents(tmp_path: Path) -> 
     assert not queries(found.promised) & (queries(found.scoring) | queries(found.compensation))
 
 
+def loading(files: Any) -> Any:
+    """Return what loads the rows of a split of some files."""
+    return lambda split, **drawn: load_rows(files=files, split=split, **drawn)
+
+
+def held_out_of(splits: Splits, needed: int, load: Any, *, most: int = 1000) -> int | None:
+    """Return how many rows are held out for a promise that needs some."""
+    section = hold_out(splits, Promise("99 %", (needed,), most), load).held_out
+    return section and section.samples
+
+
 def test_a_promise_counts_rows_with_a_query(tmp_path: Path) -> None:
-    file = tmp_path / "other.jsonl"
+    train, file = tmp_path / "train.jsonl", tmp_path / "other.jsonl"
     rows = [{"query": f"q{n}" if n < 30 else None, "document": f"d{n}"} for n in range(300)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = DataSection(files={"train": file, "validation": file}, query="query", document="document")
-    splits = Splits(data, CalibrationSection(), EvaluationSection())
-    found = splits.promising(20, "99 %", most=1000)
-    assert found.held_out is not None
-    assert found.held_out.samples == 20
-    assert splits.promising(21, "99 %", most=1000).held_out is None
+    data = DataSection(files={"train": train, "validation": file}, query="query", document="document")
+    splits, load = Splits(data, CalibrationSection(), EvaluationSection()), loading(data.files)
+    assert held_out_of(splits, 20, load) == 20
+    assert held_out_of(splits, 22, load) == 22
+    assert held_out_of(splits, 23, load) is None
 
 
-@pytest.mark.parametrize(("asked", "left"), [(160, 80), (120, 40), (100, 100)])
+@pytest.mark.parametrize(("asked", "left"), [(160, 80), (120, 40), (100, 100), (30, 30)])
 def test_all_rows_to_evaluate_are_those_that_are_not_held_out(tmp_path: Path, asked: int, left: int) -> None:
-    splits, _ = splits_of(tmp_path, evaluation={"samples": asked})
-    assert splits.promising(20, "99 %", most=1000).evaluation.samples == left
+    splits, load = splits_of(tmp_path, evaluation={"samples": asked})
+    assert hold_out(splits, Promise("99 %", (20,), 1000), load).evaluation.samples == left
 
 
 def test_a_recipe_of_a_reranker_judges_its_order(tmp_path: Path) -> None:
@@ -170,8 +182,7 @@ def test_a_promise_about_queries_holds_out_as_many_queries_as_it_needs(tmp_path:
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"q": f"{q}", "d": f"{q} {d}"}) + "\n" for q in range(60) for d in range(10)))
     data = DataSection(files={"train": file, "validation": file}, text=("q", "d"), group="q")
-    splits = Splits(data, CalibrationSection(), EvaluationSection())
-    promising = splits.promising(20, "99 %", most=100)
-    assert promising.held_out is not None
-    assert promising.held_out.samples == 200
-    assert splits.promising(41, "99 %", most=100) is splits  # 410 of 600 rows are more than two thirds
+    splits, load = Splits(data, CalibrationSection(), EvaluationSection()), loading(data.files)
+    assert held_out_of(splits, 20, load, most=100) == 200
+    assert held_out_of(splits, 45, load, most=100) == 450
+    assert held_out_of(splits, 46, load, most=100) is None  # 460 of 600 rows are more than three quarters

@@ -106,16 +106,16 @@ def test_a_run_says_what_was_promised_and_what_came_of_it(folder: Path, tmp_path
         report = recipe.run()
     found = json.loads((tmp_path / "out" / "report.json").read_text())
     budget = found["details"]["budget"]
-    assert (budget["kind"], budget["predictions"], budget["samples"]) == ("keep", 0.8, 100)
+    assert (budget["kind"], budget["predictions"], budget["samples"]) == ("keep", 0.8, 26)
     assert budget["slim"] >= budget["slim_end"] >= 0.8
     assert budget["slim"] in [row["kept"] for row in budget["judged"]]
     text = (tmp_path / "out" / "report.md").read_text()
     apart = 100 * abs(report.stability - 0.8)
-    assert "80 % of the predictions, promised on 100 further rows of" in text
+    assert "80 % of the predictions, promised on 26 rows of validation: " in text
     assert f"stay, {apart:.2f} points {'above' if report.stability >= 0.8 else 'below'} the promise" in text
-    lead = text.split("\n\n")[1]
-    missed = "" if report.stability >= 0.8 else ", missed on those evaluated"
-    assert lead.endswith(f"promise kept on held-out rows{missed}.")
+    kept = "all" if report.stability == 1 else f"{'only ' * (report.stability < 0.8)}{100 * report.stability:.1f} %"
+    said = f"; promised 80 % of the predictions within 0.02; kept {kept} of 14 other rows; pearson"
+    assert said in text.split("\n\n")[1].lower()
 
 
 def test_a_promise_of_time_removes_what_saves_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

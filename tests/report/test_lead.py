@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import pytest
-from support.reports import CASCADE, SERVED, TRIED, latency_row, make_report, terminal
+from support.reports import CASCADE, DATA, SERVED, TRIED, latency_row, make_report, terminal
 
 from hies_export.report.card import render_card
 from hies_export.report.drawing import Scale, latency_scale
@@ -19,6 +19,9 @@ from hies_export.report.text import alpha_text, budget_text, si, tried_text
 LATENCY = {"kind": "latency", "target": 0.85, "predicted": 0.84, "measured": 0.83, "noisy": False}
 MAX_DROP = {"kind": "max_drop", "masked": 0.5, "samples": 8, "judged": []}
 LATENCY |= {"runtime": "torch", "batch": 1, "sequence": 128}
+KEEP: dict[str, Any] = {"kind": "keep", "predictions": 0.97, "samples": 436, "slim": 0.99, "slim_end": 0.975}
+# Held-out rows are of the evaluated split.
+DIVIDED: dict[str, Any] = DATA | {"held_out_samples": 436, "held_out_split": "validation", "held_out_further": False}
 
 
 def with_rows(*rows: dict[str, Any], **details: Any) -> Report:
@@ -104,13 +107,76 @@ def test_a_budget_is_kept_or_it_says_by_how_much_not(budget: dict[str, Any] | No
 
 
 @pytest.mark.parametrize(
+    ("data", "kept", "said"),
+    [
+        (DIVIDED, 0.976, "promised 97 % of the predictions; kept 97.6 % of 64 other rows"),
+        (DIVIDED, 0.97, "promised 97 % of the predictions; kept 97.0 % of 64 other rows"),
+        # Neither a missed promise nor a changed prediction is rounded away.
+        (DIVIDED, 0.96999, "promised 97 % of the predictions; kept only 96.9 % of 64 other rows"),
+        (DIVIDED, 0.99999, "promised 97 % of the predictions; kept 99.9 % of 64 other rows"),
+        (DIVIDED, 1.0, "promised 97 % of the predictions; kept all of 64 other rows"),
+        (
+            DATA | {"held_out_samples": 436},
+            0.957,
+            "promised 97 % of the predictions on 436 rows of train; kept only 95.7 % of 64 rows of validation",
+        ),
+        (
+            DIVIDED | {"held_out_split": "test"},
+            0.976,
+            "promised 97 % of the predictions on 436 rows of test; kept 97.6 % of 64 rows of validation",
+        ),
+        (
+            DATA | {"held_out_split": "train[:60%]", "evaluation_split": "train[60%:]"},
+            0.976,
+            "promised 97 % of the predictions; kept 97.6 % of 64 other rows",
+        ),
+        (
+            DATA | {"evaluation_split": "train[60%:]"},
+            0.976,
+            "promised 97 % of the predictions; kept 97.6 % of 64 rows, some of which it was promised on",
+        ),
+    ],
+)
+def test_what_was_promised_stands_beside_what_was_kept(data: dict[str, Any], kept: float, said: str) -> None:
+    report = dataclasses.replace(make_report(budget=KEEP, data=data), stability=kept)
+    for text in (render_card(report), render_html(report), render_markdown(report), terminal(report)):
+        assert f"; {said}; accuracy 0.900 → 0.890." in text
+
+
+def test_a_promise_says_of_what_it_is() -> None:
+    def lead(budget: dict[str, Any], **details: Any) -> str:
+        return lead_text(make_report(budget=KEEP | budget, data=DIVIDED, **details))
+
+    within = "; promised 97 % of the predictions within 0.25; kept 97.0 % of 64 other rows;"
+    assert within in lead({}, stability_tolerance=0.25)
+    tokens = "; promised 97 % of the next tokens; kept 97.0 % on 64 other rows;"
+    assert tokens in lead({"word": "next token"}, stability_of="next token")
+    loss = {"predictions": None, "metric": "accuracy", "by": 0.02, "slim": 0.01, "slim_end": 0.02}
+    assert lead(loss).endswith("; promised a loss of at most 0.02 of accuracy; lost 0.010 on 64 other rows.")
+    # Where the evaluation does not compute the metric, or nothing was promised.
+    assert lead(loss | {"metric": "matthews_correlation"}).endswith(
+        "; promised a loss of at most 0.02 of matthews_correlation."
+    )
+    assert "held-out rows have 99.00 % (at least 96.00 %" in lead({"slim_end": 0.96})
+    assert "97 % of the predictions stay; accuracy" in lead({"slim_end": 0.96})
+
+
+@pytest.mark.parametrize(
     ("form", "said"),
     [
-        (0, "Deploy the dense model in float32 on ONNX Runtime: 1.00 of the time of dense float32 at 8 rows; all pred"),
-        (1, "; 99.2 % of the predictions stay; accuracy 0.900 → 0.870; promise kept on held-out rows."),
-        (2, "Deploy the cascade in int8 on ONNX Runtime: 0.48 of the time of dense float32 at 8 rows; 98 % of the "),
-        (2, "; 98 % of the predictions stay; accuracy 0.900 → 0.850; promise kept on held-out rows, missed on those"),
-        (None, "Cascade of both models: 0.48 of the time of dense float32 at 8 rows; 99.5 % of the predictions stay"),
+        (0, "Deploy the dense model in float32 on ONNX Runtime: 1.00 of the time of dense float32 at 8 rows; promise"),
+        (0, "; promised 99 % of the predictions; kept all of 64 other rows; accuracy 0.900 → 0.900."),
+        (1, "; promised 99 % of the predictions; kept 99.2 % of 64 other rows; accuracy 0.900 → 0.870."),
+        (
+            2,
+            "Deploy the cascade in int8 on ONNX Runtime: 0.48 of the time of dense float32 at 8 rows; promised 99 % ",
+        ),
+        (2, "; promised 99 % of the predictions; kept only 98.0 % of 64 other rows; accuracy 0.900 → 0.850."),
+        (
+            None,
+            "Cascade of both models: 0.48 of the time of dense float32 at 8 rows; promised 99 % of the predictions; ",
+        ),
+        (None, "; kept 99.5 % of 64 other rows; accuracy"),
     ],
 )
 def test_one_sentence_speaks_of_one_model(form: int | None, said: str) -> None:
@@ -118,7 +184,7 @@ def test_one_sentence_speaks_of_one_model(form: int | None, said: str) -> None:
     for one, stability, quality in zip(served["forms"], (1.0, 0.992, 0.98), (0.9, 0.87, 0.85), strict=True):
         one |= {"stability": stability, "quality": quality}
     served["deployment"]["form"] = form
-    report = dataclasses.replace(make_report(**served), cascade=CASCADE)
+    report = dataclasses.replace(make_report(**served, data=DIVIDED), cascade=CASCADE)
     assert said in lead_text(report)
     # Without a cascade the form that is deployed has these numbers too.
     if form is not None:
@@ -129,19 +195,22 @@ def test_a_deployed_cascade_is_judged_by_the_promise_and_not_by_the_size_of_its_
     served = copy.deepcopy(SERVED)
     served["deployment"]["form"] = 2
     budget = {"kind": "flops", "target": 0.75, "predicted": 0.75, "measured": 0.75}
-    report = make_report(**served | {"budget": budget})
-    assert lead_text(report).endswith("; promise kept on held-out rows.")
+    report = make_report(**served | {"budget": budget, "data": DIVIDED})
+    assert lead_text(report).endswith(
+        "; promised 99 % of the predictions; kept 99.9 % of 64 other rows; accuracy 0.900 → 0.900."
+    )
 
 
 @pytest.mark.parametrize(("share", "said"), [(0.9471, "94.7 % of the entities"), (0.99999, "99.9 %"), (1.0, "all ent")])
 def test_entities_that_stay_are_told_beside_the_sentences(share: float, said: str) -> None:
     keep = {"kind": "keep", "predictions": 0.9, "metric": "own_entity_f1", "samples": 8, "slim": 0.95, "slim_end": 0.91}
     details = {"stability_of": "sentence", "budget": keep, "metrics": {"own_entity_f1": {"dense": 1.0, "slim": share}}}
-    details |= {"uncompensated": None}
+    details |= {"uncompensated": None, "data": DIVIDED}
     first = FirstMetric("own_entity_f1", 1.0, share)
     report = dataclasses.replace(make_report(**details), quality=first)
     assert f"; 97 % of the sentences stay; {said}" in lead_text(report)
-    assert lead_text(report).endswith("; promise over entities kept on held-out rows.")
+    kept = "kept all" if share == 1 else f"kept {said.partition(' of')[0]}"
+    assert lead_text(report).endswith(f"; promised 90 % of the entities; {kept} on 64 other rows.")
     assert f"{100 * share:.2f} % of the entities stay" in budget_text(report)
 
 

@@ -1,0 +1,240 @@
+"""Which rows a promise is made on, for `run` and `deploy` alike, and how often it then holds on others."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from support.models import save_project, save_regressor, save_stories
+
+from hies_export.data.rows import take
+from hies_export.data.targets import samples_of
+from hies_export.errors import RequestError
+from hies_export.evaluate.interval import FAILURES, confidence_of_each, lower_share, queries_needed, rows_needed
+from hies_export.pipeline.fastest import looks_of
+from hies_export.pipeline.resolve import Resolved, resolve
+from hies_export.pipeline.search import most_by_few_failures
+from hies_export.recipe import BudgetSection, KeepBudget, PruningRecipe
+from hies_export.recipe.draws import Draws, Splits, draw, evaluated
+from hies_export.recipe.promise import Looks, Promise, all_looks, hold_out
+from hies_export.recipe.sections import CalibrationSection, DataSection, EvaluationSection, PruneSection
+
+FEW = "too few to promise 99 % on some and to judge it on the others, which takes 636"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A regressor, 150 rows to score and 40 to evaluate, and a recipe whose promise needs 22."""
+    return save_regressor(tmp_path_factory.mktemp("promise"), prune={"budget": {"keep": 0.8}, "alpha": 0.5})
+
+
+def recipe_of(folder: Path, **fields: Any) -> PruningRecipe:
+    return PruningRecipe.from_yaml(folder / "recipe.yaml", {k.replace("__", "."): v for k, v in fields.items()})
+
+
+def rows_of(found: Resolved) -> list[list[tuple[int, ...]]]:
+    """Return the token ids of the rows that are promised on, and of those that judge."""
+    return [
+        sorted(
+            tuple(ids[mask.bool()].tolist())
+            for batch in batches
+            for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
+        )
+        for batches in (found.prepared.rows.held_out, found.evaluation)
+    ]
+
+
+def counts(found: Resolved) -> tuple[int, int]:
+    return samples_of(found.prepared.rows.held_out), samples_of(found.evaluation)
+
+
+@pytest.mark.parametrize(
+    ("rows", "evaluated", "count"),
+    [
+        # Two thirds, at most 1,024; as many as cascades need (615) or two searches (546) or one (477), if three
+        # quarters reach that.
+        (3000, None, 1024),
+        (1500, None, 1000),
+        (872, None, 615),
+        (820, None, 615),
+        (819, None, 546),
+        (728, None, 546),
+        (727, None, 484),
+        (636, None, 477),
+        (635, None, 0),
+        # Rows that are asked for are left, where the others are enough.
+        (1500, 600, 900),
+        (872, 300, 572),
+        (872, 395, 477),
+        (872, 396, 615),
+        (3000, 100, 1024),
+    ],
+)
+def test_two_thirds_are_held_out_or_as_many_as_are_needed(rows: int, evaluated: int | None, count: int) -> None:
+    sizes = tuple(looks.rows(0.99, None) for looks in all_looks(classifies=True))
+    assert sizes == (615, 546, 477)
+    assert Promise("99 %", sizes, 1024).count(rows, evaluated=evaluated) == count
+
+
+def test_looks_have_the_confidence_of_all_that_may_fail() -> None:
+    alone, both, cascades = Looks(), Looks(2), Looks(2, cascades=True)
+    assert [looks.confidence for looks in (alone, both, cascades)] == [confidence_of_each(n) for n in (3, 6, 12)]
+    assert all_looks(classifies=False) == (both, alone)
+    assert alone.rows(0.9, None) == rows_needed(0.9, confidence_of_each(FAILURES))
+    assert alone.rows(0.9, "ndcg@10") == queries_needed(0.9, confidence_of_each(FAILURES))
+
+
+@pytest.mark.parametrize("classes", [True, False])
+@pytest.mark.parametrize(("keep", "forms"), [(0.8, 2), (0.85, 1)])
+def test_run_and_deploy_promise_on_the_same_rows(
+    folder: Path, tmp_path: Path, keep: float, forms: int, classes: bool
+) -> None:
+    if classes:
+        folder = save_project(tmp_path, train=150, validation=40, prune={"budget": {"keep": 0.8}, "alpha": 0.5})
+    recipe = recipe_of(folder, prune__budget={"keep": keep}, calibration__samples=20)
+    run, deploy = resolve(recipe), resolve(recipe.to_deploy(keep=keep))
+    assert rows_of(run) == rows_of(deploy)
+    assert run.splits.held_out == deploy.splits.held_out
+    assert run.splits.held_out.split == "validation"  # type: ignore[union-attr]
+    # Together they are the evaluated split.
+    every = rows_of(resolve(recipe_of(folder, prune__budget={"heads": 0.5})))[1]
+    assert sorted([*rows_of(run)[0], *rows_of(run)[1]]) == every
+    looks = looks_of(deploy.prepared, KeepBudget(predictions=keep))
+    assert (looks.forms, looks.cascades) == (forms, classes and forms == 2)
+    assert counts(run) == {(0.8, True): (28, 12), (0.8, False): (26, 14)}.get((keep, classes), (30, 10))
+    # What was decided stands in the recipe that the report records, and another seed divides in the same way.
+    again = recipe_of(folder, **{name: run.request.fields[name] for name in ("held_out", "evaluation")})
+    assert rows_of(resolve(again)) == rows_of(run)
+    assert rows_of(resolve(recipe.with_overrides({"calibration.seed": 3}))) == rows_of(run)
+
+
+def test_rows_that_a_recipe_names_are_the_ones(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    named = recipe_of(folder, held_out={"split": "train[50%:]", "samples": 30})
+    for recipe in (named, named.to_deploy(keep=0.8)):
+        assert counts(resolve(recipe)) == (30, 40)
+    asked = recipe_of(folder, evaluation__samples=17)
+    for recipe in (asked, asked.to_deploy(keep=0.8)):
+        assert counts(resolve(recipe)) == (23, 17)
+    everything = resolve(recipe_of(folder, evaluation__samples=40))
+    assert counts(everything) == (26, 14)
+    assert everything.request.fields["evaluation"]["samples"] == 14
+    assert counts(resolve(recipe_of(folder, prune__budget={"keep": {"predictions": 0.8, "samples": 24}}))) == (24, 16)
+    assert not caplog.messages
+    assert counts(resolve(recipe_of(folder, prune__budget={"keep": {"predictions": 0.8, "samples": 90}}))) == (26, 14)
+    assert "90 samples for the promise are asked for, but the split 'validation' has 40: 26 are held out" in caplog.text
+    assert counts(resolve(recipe_of(folder, evaluation__samples=30))) == (26, 14)
+    assert "evaluation.samples is 30, but the split 'validation' has only 14 beside the 26 held out" in caplog.text
+
+
+def test_too_few_rows_are_said_by_name(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    few = recipe_of(folder, prune__budget={"keep": 0.93}, calibration__samples=20)
+    assert rows_needed(0.93, Looks().confidence) == 66
+    for recipe in (few, few.to_deploy(keep=0.93)):
+        found = resolve(recipe)
+        assert counts(found) == (130, 40)
+        assert found.splits.held_out is None
+        said = (
+            "the split 'validation' has 40 rows, too few to promise 93 % on some and to judge it on the others, which "
+            "takes 88: 93 % is promised on further rows of 'train', and if the model was trained on these, it keeps "
+            "less of new ones; evaluate on more rows, ask for less, or name rows as held_out"
+        )
+        assert caplog.messages == [said]
+        caplog.clear()
+    with pytest.raises(RequestError, match="keep: 0.99 can be promised with 95 % confidence from 477 held-out rows"):
+        resolve(few.to_deploy(keep=0.99))
+    assert FEW in caplog.text
+    caplog.clear()
+    resolve(recipe_of(folder, evaluation__rows="first", evaluation__samples=10))
+    assert "evaluation.rows: first leaves no rows of 'validation' to draw: 80 % is promised on further" in caplog.text
+    caplog.clear()
+    sliced = {"calibration__split": "train[:70%]", "evaluation__split": "train[70%:]"}
+    assert counts(resolve(recipe_of(folder, **sliced))) == (85, 45)
+    assert not caplog.messages
+    resolve(recipe_of(folder, evaluation__split="train[70%:]"))
+    assert "'train' and evaluation.split 'train[70%:]' share rows, so some of the evaluated rows are" in caplog.text
+
+
+def test_a_loss_of_a_metric_is_promised_on_rows_of_the_evaluated_split(folder: Path, tmp_path: Path) -> None:
+    loss = {"keep": {"metric": "pearson", "by": 0.1}}
+    assert resolve(recipe_of(folder, prune__budget=loss)).splits.held_out is None
+    save_project(tmp_path, train=20, validation=300, prune={"budget": {"keep": {"metric": "accuracy", "by": 0.1}}})
+    assert counts(resolve(recipe_of(tmp_path, calibration__samples=5))) == (200, 100)
+
+
+def test_a_cascade_and_a_choice_have_a_part_each(tmp_path: Path) -> None:
+    sections = {"calibration": {"samples": 20}, "cascade": {"disagreement": 0.3}}
+    save_project(tmp_path, train=60, validation=40, prune={"budget": {"heads": 0.5}, "alpha": 0.5}, **sections)
+    assert resolve(recipe_of(tmp_path)).splits.held_out.samples == 26  # type: ignore[union-attr]
+    rows = resolve(recipe_of(tmp_path, prune__alpha="auto")).prepared.rows
+    assert (samples_of(rows.held_out), samples_of(rows.promised)) == (13, 13)
+
+
+def test_blocks_of_text_are_promised_on_and_judged(tmp_path: Path) -> None:
+    recipe = save_stories(tmp_path, lines=60, prune={"budget": {"keep": 0.5}, "alpha": 0.5}, calibration={"samples": 4})
+    (tmp_path / "validation.txt").write_text((tmp_path / "text.txt").read_text())
+    files = {"files": {"train": "text.txt", "validation": "validation.txt"}, "text": "text", "max_length": 24}
+    asked = {"data": {**files, "files": {split: tmp_path / name for split, name in files["files"].items()}}}
+    run = PruningRecipe.from_yaml(recipe, asked)
+    every = samples_of(resolve(run.with_overrides({"prune.budget": {"heads": 0.5}})).evaluation)
+    found = resolve(run)
+    assert counts(found) == (2 * every // 3, every - 2 * every // 3)
+    assert rows_of(found) == rows_of(resolve(run.to_deploy(keep=0.5)))
+
+
+class Truth:
+    """Rows whose answer changes with the size of a cut: of new rows, 0.3 % more with each size, of training rows 0.1 %.
+
+    So 95 % of the answers to new rows stay up to size 16.
+    """
+
+    def __init__(self, seed: int):
+        generator = np.random.default_rng(seed)
+        last = {"train": 1000 * generator.random(1200), "validation": 1000 / 3 * generator.random(450)}
+        self._rows = {split: datasets.Dataset.from_dict({"last": values}) for split, values in last.items()}
+
+    def load(self, split: str, *, samples: int | None, shuffle_seed: int | None = None, **how: Any) -> datasets.Dataset:
+        return take(self._rows[split], samples=samples, shuffle_seed=shuffle_seed, **how)
+
+
+def promised(truth: Truth, divide: Callable[[Splits], Splits]) -> tuple[int, float, float]:
+    """Return the largest cut that keeps 95 %, and the shares that stay of the rows promised on, and of the others."""
+    splits = divide(
+        Splits(DataSection(files={"train": Path("x")}, text="t"), CalibrationSection(), EvaluationSection())
+    )
+    options = PruneSection(budget=BudgetSection(keep=KeepBudget(predictions=0.95)))
+    rows = draw(splits, truth.load, options, Draws.of(options, splits.calibration)).held_out
+    held_out, others = (torch.tensor(of["last"][:]) for of in (rows, evaluated(splits, truth.load)))
+    confidence = confidence_of_each(FAILURES)
+
+    def holds(size: int) -> bool:
+        return lower_share(held_out > size, confidence=confidence) >= 0.95
+
+    size = most_by_few_failures(holds, 100, near=16)
+    return size, (held_out > size).double().mean().item(), (others > size).double().mean().item()
+
+
+def test_a_promise_on_rows_of_the_evaluated_split_holds_for_new_rows() -> None:
+    promise = Promise("95 %", (Looks().rows(0.95, None),), 1024)
+    broken = {"evaluated": 0, "further": 0}
+    kept: list[tuple[float, float]] = []
+    for seed in range(60):
+        truth = Truth(seed)
+        for name, divide in (
+            ("evaluated", partial(hold_out, promise=promise, load=truth.load)),
+            ("further", lambda splits: splits),
+        ):
+            size, on_held_out, on_others = promised(truth, divide)
+            broken[name] += size > 16
+            if name == "evaluated":
+                kept.append((on_others - (1 - 0.003 * size), on_held_out - (1 - 0.003 * size)))
+    assert broken["evaluated"] <= 0.025 * 60
+    assert broken["further"] == 60
+    # What the other rows keep is what new rows keep; the rows that chose the cut flatter it.
+    others, held_out = np.array(kept).T
+    error = others.std() / 60**0.5
+    assert abs(others.mean()) < 3 * error
+    assert held_out.mean() > 0
