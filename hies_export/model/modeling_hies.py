@@ -94,6 +94,7 @@ class SlimModel:
         super().__init__(config, *args, **kwargs)
         # transformers keeps a class that it loaded with its code, and may build a model without the block from it.
         block = getattr(config, "hies_export", None) or {"linear": {}, "attributes": {}}
+        own = [self.base_model.get_submodule(name) for name in block["linear"]]
         for name, (out_features, in_features) in block["linear"].items():
             old = self.base_model.get_submodule(name)
             if isinstance(old, torch.nn.Linear):
@@ -102,8 +103,12 @@ class SlimModel:
                 new = transformers.Conv1D(out_features, in_features)
             else:
                 raise TypeError(f"config.hies_export must name linear layers, got {name}, a {type(old).__name__}")
-            owner, _, attribute = name.rpartition(".")
-            setattr(self.base_model.get_submodule(owner), attribute, new.to(old.weight.device, old.weight.dtype))
+            new = new.to(old.weight.device, old.weight.dtype)
+            # Layers with the same weight may have no entry, such as those of an auxiliary loss.
+            same = [n for n, m in self.named_modules() if getattr(m, "weight", None) is old.weight and m not in own]
+            for model, place in ((self.base_model, name), *((self, other) for other in same)):
+                owner, _, attribute = place.rpartition(".")
+                setattr(model.get_submodule(owner), attribute, new)
         for name, shape in block.get("parameters", {}).items():
             old = self.base_model.get_parameter(name)
             owner, _, attribute = name.rpartition(".")

@@ -17,7 +17,8 @@ from .modes import output_alone
 
 # These models number positions from pad_token_id + 1, so their first pad_token_id + 1 position embeddings are unused.
 _POSITIONS_START_AFTER_PAD = {
-    *("camembert", "data2vec-text", "esm", "ibert", "lilt", "longformer", "luke", "markuplm", "mpnet"),
+    *("camembert", "data2vec-text", "esm", "ibert", "layoutlmv3", "lilt", "longformer", "luke", "markuplm"),
+    "mpnet",
     *("roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
 }
 # Attributes of a config: placeholder tokens for the features of an image, a video or a sound.

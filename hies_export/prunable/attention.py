@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..errors import UnsupportedModelError
@@ -207,14 +207,16 @@ class _HeadRehearsal(Rehearsal[FoundAttention]):
     def compare(self, batch: Mapping[str, Tensor]) -> None:
         self._visible = VisibleKeys()
         self._readers: dict[str, list[tuple[FoundAttention, PrunableModule]]] = {}
+        self._called: set[nn.Module] = set()
         with use_attention(self.probe.model, self._attention):
             self.probe.run(batch, before=self._before)
 
     def _attention(self, call: AttentionCall) -> Tensor:
         output = attend(call, self._visible)
         found = self.pending.get(call.module)
-        if found is None:
-            return output
+        if found is None or call.module in self._called:
+            return output  # of a module that calls it once per image, the dense run kept the first call
+        self._called.add(call.module)
         kept = self.kept[call.module]
         for role, tensor, dense, index in (
             ("query", call.query, found.query, kept.units),

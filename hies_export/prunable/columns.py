@@ -134,8 +134,11 @@ class HeadObserver(LinearObserver):
         """Return the heads in the order of the run, and why others cannot be cut."""
         found: list[FoundHeads] = []
         reasons: list[str] = []
+        for heads in self._found.values():
+            if heads.heads == 1:  # what several heads would share reaches the only one, but is not its own
+                heads.features = {layer: own for layer, own in heads.features.items() if self._only_makes(layer, heads)}
         for call, heads in self._found.items():
-            if call[1]:
+            if call[1] or not heads.features:
                 continue  # a later call, with shared weights, of a layer that must read the same heads every time
             heads.name = common_module(heads.features)
             heads.module = self._model.get_submodule(heads.name)
@@ -154,6 +157,11 @@ class HeadObserver(LinearObserver):
         slim = getattr(self._model.config, "hies_export", None) is not None
         return [heads for heads in found if slim or type(heads.module) in several], reasons
 
+    def _only_makes(self, layer: str, found: FoundHeads) -> bool:
+        """Return whether nothing but the consumer of these heads reads the features of a layer."""
+        readers = {name for call in self.reads if call[0] == layer for name, _ in self.readers.get(call, ())}
+        return readers <= {found.consumer}
+
     def _reason_against(self, found: FoundHeads) -> str:
         """Return why heads cannot be cut; else an empty string."""
         calls = [call for call in self.reads if call[0] == found.consumer]
@@ -162,8 +170,7 @@ class HeadObserver(LinearObserver):
             if other is None or (other.features, other.parameters) != (found.features, found.parameters):
                 return f"{found.consumer} does not read the same heads every time"
         for layer in found.features:
-            readers = {r for call in self.reads if call[0] == layer for r in self.readers.get(call, ())}
-            if not readers <= set(calls):
+            if not self._only_makes(layer, found):
                 return f"the features of {layer} do more than make heads"
         if found.name in self._makers_of_arguments:
             return "other layers take their bias of every head from the one that is made"

@@ -47,7 +47,8 @@ class Probe:
         self.config_reads: dict[nn.Module, set[str]] = {}
         for module in self.model.modules():
             config = vars(module).get("config")
-            if config is not None and not isinstance(module, PreTrainedModel):
+            # Some modules call a number their config.
+            if hasattr(config, "__dict__") and not isinstance(module, PreTrainedModel):
                 self.config_reads[module] = set()
                 module.config = _RecordingConfig(config, self.config_reads[module])
 

@@ -205,10 +205,10 @@ def sample(x: Tensor) -> Tensor:
 
 def signature(*tensors: Tensor) -> tuple[float, float]:
     """Return the sum of all elements, and the sum of their sizes."""
-    values = [tensor.detach() for tensor in tensors]
+    values = [tensor.detach().nan_to_num(posinf=0.0, neginf=0.0) for tensor in tensors]  # masked logits are infinite
     return (
         sum(v.sum(dtype=torch.float64).item() for v in values),
-        sum(torch.linalg.vector_norm(v.flatten(), 1).item() for v in values),
+        sum(torch.linalg.vector_norm(v.flatten(), 1, dtype=torch.float64).item() for v in values),
     )
 
 

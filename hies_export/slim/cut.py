@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -80,12 +80,15 @@ def prune_units(
 
 def _cut(slim: PreTrainedModel, modules: Sequence[PrunableModule], selection: Selection, shapes: Shapes) -> None:
     """Cut modules in place, and add the changes to `shapes`."""
+    own = {name for module in modules for name in module.layers}
     for module in modules:
         kept = selection[module.name]
         for name, axis, index in feature_cuts(slim, module, kept):
-            layer = select_features(slim.get_submodule(name), index, axis)
-            owner, _, attribute = name.rpartition(".")
-            setattr(slim.get_submodule(owner), attribute, layer)
+            old = slim.get_submodule(name)
+            layer = select_features(old, index, axis)
+            for place in (name, *_tied_to(slim, old, own)):
+                owner, _, attribute = place.rpartition(".")
+                setattr(slim.get_submodule(owner), attribute, layer)
             shapes.linear[name] = list(features_of(layer))
         for name, axis, index in parameter_cuts(slim, module, kept):
             old = slim.get_parameter(name)
@@ -97,3 +100,12 @@ def _cut(slim: PreTrainedModel, modules: Sequence[PrunableModule], selection: Se
             shapes.attributes[module.name] = changed
         if len(kept.units) < module.units and (narrowed := narrow_arguments(holder, module, kept)):
             shapes.narrowed[module.name] = narrowed
+
+
+def _tied_to(model: PreTrainedModel, layer: nn.Module, own: Collection[str]) -> list[str]:
+    """Return the layers with the same weight as a layer, such as those of an auxiliary loss, that are not in `own`."""
+    return [
+        name
+        for name, module in model.named_modules(remove_duplicate=False)
+        if getattr(module, "weight", None) is layer.weight and name not in own
+    ]

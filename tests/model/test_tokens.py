@@ -13,13 +13,15 @@ SMALL = SIX_HEADS | {"vocab_size": 50, "max_position_embeddings": 20}
 # All of them begin to number positions behind the padding token's, at another place each.
 OFFSET = [(name, 1) for name in ("Camembert", "Data2VecText", "IBert", "Lilt", "Luke", "MarkupLM", "MPNet", "Roberta")]
 OFFSET += [(name, 1) for name in ("RobertaPreLayerNorm", "XLMRoberta", "XLMRobertaXL", "Xmod")]
-OFFSET += [("Esm", 2), ("Roberta", 5)]
+OFFSET += [("Esm", 2), ("LayoutLMv3", 1), ("Roberta", 5)]
 
 
 def tiny(name: str, **options: object) -> transformers.PreTrainedModel:
     model: type[transformers.PreTrainedModel] = getattr(transformers, f"{name}Model")
-    extra = {"entity_vocab_size": 10, "languages": ["en_XX"], "default_language": "en_XX"}
-    config = model.config_class(**SMALL, **(extra if name in ("Luke", "Xmod") else {}), **options)
+    boxes = {"coordinate_size": 8, "shape_size": 8, "input_size": 32}
+    languages = {"entity_vocab_size": 10, "languages": ["en_XX"], "default_language": "en_XX"}
+    extra = {"LayoutLMv3": boxes, "Luke": languages, "Xmod": languages}.get(name, {})
+    config = model.config_class(**SMALL, **extra, **options)
     return model(config).eval()
 
 

@@ -15,6 +15,8 @@ from transformers import PreTrainedModel
 from hies_export import UnsupportedModelError, compare_cut, find_modules, prune_units
 from hies_export.kinds import ATTENTION, KINDS, MLP
 from hies_export.prunable.mlp import find_mlp
+from hies_export.prunable.probe import Probe
+from hies_export.prunable.reads import signature
 from hies_export.units import Count, Span
 
 
@@ -191,3 +193,17 @@ def test_what_is_no_block_stays_alone() -> None:
     swin, pixels = tiny("swinv2")
     consumers = [module.consumer for module in find_mlp(swin, pixels)]
     assert all(name.endswith("output.dense") for name in consumers)  # and no network of position biases
+
+
+def test_masked_and_huge_numbers_do_not_hide_a_change() -> None:
+    logits = torch.tensor([1.0, -torch.inf, 3e38, 2e38])
+    same, other = signature(logits), signature(logits + torch.tensor([0.0, 0.0, -1e38, 0.0]))
+    assert same == signature(logits)
+    assert all(abs(number) < float("inf") for number in same + other)
+    assert same != other
+
+
+def test_a_module_may_call_a_number_its_config() -> None:
+    model = bert()
+    model.bert.encoder.layer[0].config = 0.5  # as the cross-attention of IDEFICS does with its dropout
+    assert Probe(model).model.bert.encoder.layer[0].config == 0.5

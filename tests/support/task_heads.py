@@ -19,13 +19,7 @@ from support.contract import Subject, cut, reload, short_reason
 SEQUENCE = 8
 TASK_CLASSES = {name: task.auto_class for name, task in TASKS.items()}
 # Not tasks of a recipe; `inspect`, `apply`, `export` and `bench` take these models too.
-OTHER_CLASSES = {
-    "fill-mask": "AutoModelForMaskedLM",
-    "multiple-choice": "AutoModelForMultipleChoice",
-    "question-answering": "AutoModelForQuestionAnswering",
-    "text2text-generation": "AutoModelForSeq2SeqLM",
-    "token-classification": "AutoModelForTokenClassification",
-}
+OTHER_CLASSES = {"multiple-choice": "AutoModelForMultipleChoice", "text2text-generation": "AutoModelForSeq2SeqLM"}
 
 
 @dataclass(frozen=True)
