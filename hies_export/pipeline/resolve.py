@@ -205,8 +205,7 @@ def refit_rows(recipe: PruningRecipe) -> list[Batch]:
     found = _Found.of(recipe)
     reader = _reader(recipe, found, load_processor(found.encoder, task=TASKS[recipe.task], **found.hub))
     load = partial(reader.load, name=recipe.data.name, files=recipe.data.files)
-    splits = _splits(recipe, _behaviour(recipe, found.config))
-    drawn = draw(splits, load, recipe.options, Draws.of(recipe.options, recipe.calibration, promised=0))
+    drawn = draw(splits_of(recipe), load, recipe.options, Draws.of(recipe.options, recipe.calibration, promised=0))
     return reader.unlabelled().batches(drawn.compensation, batch_size=recipe.calibration.batch_size)
 
 

@@ -13,6 +13,7 @@ from support.models import bert, causal_lm, opt, shake, text_batch, zero_padding
 from support.on_gpus import BOTH, SHARED_MODELS, Batch, Makers, found_alike
 from support.pretend import Gpus, PretendTensor, pretend_gpus
 from support.tolerance import REFITTED, assert_near
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from hies_export import CRITERIA, load, load_runtime, prune, prune_units, score_units
