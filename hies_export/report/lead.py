@@ -213,11 +213,7 @@ def _result(report: Report, promised: KeepOutcome) -> str:
     if share is None:
         found = report.metrics.get(str(metric))
         return "" if found is None else f"lost {_number(quality_loss(str(metric), found.dense, found.slim))}"
-    kept, quality = _judged(report)
-    if metric is not None:
-        found = report.details.deployment
-        deployed = found is not None and found.form is not None
-        kept = quality / report.quality.dense if deployed else evaluated_share(report, metric, promised.index)
+    kept = _kept(report, metric, promised.index)
     if kept is None:
         return ""
     if kept >= 1:
@@ -225,6 +221,16 @@ def _result(report: Report, promised: KeepOutcome) -> str:
     # Not all, so never rounded to all, and never up to the promise.
     tenths = math.floor(1000 * kept) if kept < share else round(1000 * kept)
     return f"kept {'only ' if kept < share else ''}{min(tenths, 999) / 10:.1f} %"
+
+
+def _kept(report: Report, metric: str | None, index: str | None) -> float | None:
+    """Return the share of predictions or of a metric that stays on the evaluated rows, if the evaluation knows it."""
+    (stability, quality), deployed = _judged(report), report.details.deployment
+    if metric is None:
+        return stability
+    if deployed is not None and deployed.form is not None:
+        return quality / report.quality.dense
+    return evaluated_share(report, metric, index)
 
 
 def _budget(report: Report) -> str:

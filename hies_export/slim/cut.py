@@ -84,9 +84,9 @@ def _cut(slim: PreTrainedModel, modules: Sequence[PrunableModule], selection: Se
     for module in modules:
         kept = selection[module.name]
         for name, axis, index in feature_cuts(slim, module, kept):
-            old = slim.get_submodule(name)
-            layer = select_features(old, index, axis)
-            for place in (name, *_tied_to(slim, old, own)):
+            whole = slim.get_submodule(name)
+            layer = select_features(whole, index, axis)
+            for place in (name, *_tied_to(slim, whole, own)):
                 owner, _, attribute = place.rpartition(".")
                 setattr(slim.get_submodule(owner), attribute, layer)
             shapes.linear[name] = list(features_of(layer))

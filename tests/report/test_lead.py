@@ -155,7 +155,7 @@ def test_a_promise_says_of_what_it_is() -> None:
     assert lead(loss).endswith("; promised a loss of at most 0.02 of accuracy; lost 0.010 on 64 other rows.")
     # Where the evaluation does not compute the metric, or nothing was promised.
     assert lead(loss | {"metric": "matthews_correlation"}).endswith(
-        "; promised a loss of at most 0.02 of matthews_correlation."
+        "; promised a loss of at most 0.02 of Matthews correlation."
     )
     assert "held-out rows have 99.00 % (at least 96.00 %" in lead({"slim_end": 0.96})
     assert "97 % of the predictions stay; accuracy" in lead({"slim_end": 0.96})

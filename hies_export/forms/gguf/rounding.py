@@ -21,10 +21,11 @@ def rounded(model: PreTrainedModel, rows: Sequence[Mapping[str, Any]]) -> PreTra
 
     Layers whose rows are no multiple of 32 long, and the head, are left to the file's other types.
     """
-    layers = {name: layer for name, layer in model.base_model.named_modules() if is_linear(layer)}
+    inner: Any = model.base_model
+    layers = {name: layer for name, layer in inner.named_modules() if is_linear(layer)}
     widths = {name: features_of(layer)[1] for name, layer in layers.items() if features_of(layer)[1] % BLOCK == 0}
     found: dict[int, Tensor] = {}
-    for name, spread in spreads(widths, read_layers(model.base_model), rows, centred=False):
+    for name, spread in spreads(widths, read_layers(inner), rows, centred=False):
         weight: Any = layers[name].weight
         # float32 holds every level exactly, whatever the model's dtype.
         found[id(weight)] = round_rows(weight.detach().cpu().double(), spread.moments).float()

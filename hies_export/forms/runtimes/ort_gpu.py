@@ -27,7 +27,7 @@ from ...errors import ExportError, MissingRuntimeError, first_line
 from ...model.internals import products_in_tf32
 from ...model.tokens import longest_sequence
 from .base import GPU_WIDTH_STEP, Provider, register_runtime
-from .ort import BoundFeed, OnnxRuntime, cache_sizes
+from .ort import BoundFeed, OnnxRuntime
 
 logger = logging.getLogger(__name__)
 
@@ -230,13 +230,11 @@ def _profiles(file: Path) -> dict[str, str]:
 
     program = onnx.load(str(file), load_external_data=False)
     inputs = {value.name: [d.dim_param or d.dim_value for d in _dims(value)] for value in program.graph.input}
-    sizes = cache_sizes({entry.key: entry.value for entry in program.metadata_props}, inputs)
     config = file.parent / "config.json"
     longest = (longest_sequence(load_config(file.parent)) if config.is_file() else None) or LARGEST[1]
     shapes: list[list[str]] = [[], [], []]
     for name, axes in ((name, axes) for name, axes in inputs.items() if axes):
-        heads, width = sizes.get(name, (None, None))
-        ranges = [_range(axis, {1: heads, 3: width}.get(at), min(longest, LARGEST[1])) for at, axis in enumerate(axes)]
+        ranges = [_range(axis, min(longest, LARGEST[1])) for axis in axes]
         if None in ranges:
             return {}
         for shape, part in zip(shapes, zip(*filter(None, ranges), strict=True), strict=True):
@@ -249,11 +247,10 @@ def _dims(value: Any) -> Sequence[Any]:
     return dims
 
 
-def _range(axis: str | int, size: int | None, longest: int) -> tuple[int, int, int] | None:
+def _range(axis: str | int, longest: int) -> tuple[int, int, int] | None:
     """Return the least, the usual and the largest size of an axis, by its name or its known size; None for others."""
-    if size is not None or isinstance(axis, int):
-        fixed = size or int(axis)
-        return fixed, fixed, fixed
+    if isinstance(axis, int):
+        return axis, axis, axis
     usual = min(128, longest)
     if axis.startswith("batch"):
         return 1, 8, LARGEST[0]
