@@ -98,7 +98,7 @@ class Count:
 
     def value(self, *, units: int, groups: int) -> int:
         """Return the attribute's value for the given numbers of units and groups."""
-        return self.times * {"units": units, "groups": groups, "group_size": units // groups}[self.of]
+        return self.times * {"units": units, "groups": groups, "group_size": units // max(1, groups)}[self.of]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +207,7 @@ class Kept:
     """The units of one module that stay.
 
     Attributes:
-        units: Original indices of the units that stay, ascending.
+        units: Original indices of the units that stay, ascending; none if the module is skipped.
         total: Number of units before the cut.
         groups: Number of groups before the cut; a group stays as long as one of its units does.
         kind: Kind of the units, as in `Units`.
@@ -239,10 +239,10 @@ class Kept:
 
 
 def check_indices(units: Sequence[int], total: int, *, what: str = "units") -> None:
-    """Refuse, by a ValueError, kept units that are not ascending indices of `total` units, or none at all."""
+    """Refuse, by a ValueError, kept units that are not ascending indices of `total` units."""
     ascending = all(one < other for one, other in pairwise(units))
-    if not units or not ascending or not 0 <= units[0] <= units[-1] < total:
-        raise ValueError(f"{what} must be ascending indices in [0, {total}), at least one, got {quoted(list(units))}")
+    if units and not (ascending and 0 <= units[0] <= units[-1] < total):
+        raise ValueError(f"{what} must be ascending indices in [0, {total}), got {quoted(list(units))}")
 
 
 Selection = Mapping[str, Kept]

@@ -59,7 +59,7 @@ PER_LAYER = {"dense": [{"layer": "a", "projections": 1, "products": 1, "other": 
     ("kind", "place", "to", "message"),
     [
         ("plan.json", (*UNITS, 0), "a", r"kept.*units.0: Input should be a valid integer, got 'a'"),
-        ("plan.json", UNITS, [0, 99], r"units must be ascending indices in \[0, 6\), at least one, got \[0, 99\]"),
+        ("plan.json", UNITS, [0, 99], r"units must be ascending indices in \[0, 6\), got \[0, 99\]"),
         ("plan.json", (*KEPT, "total"), 10**12, "total: Input should be less than or equal to 1048576"),
         ("plan.json", (*KEPT, "groups"), 4, "total must be a multiple of groups, got 6 and 4"),
         ("plan.json", ("compensation",), {"method": '<img src="http://x/y.png">'}, "compensation.method"),

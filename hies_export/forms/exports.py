@@ -110,13 +110,20 @@ def require_exporters(formats: Iterable[Format]) -> None:
 
 
 def check_exports(
-    formats: Iterable[Format], model: PreTrainedModel, processor: Any, *, uneven: bool, quantize: Quantize | None = None
+    formats: Iterable[Format],
+    model: PreTrainedModel,
+    processor: Any,
+    *,
+    uneven: bool,
+    skips: bool = False,
+    quantize: Quantize | None = None,
 ) -> None:
     """Refuse, before anything is computed, a dense model or tokenizer that cannot be exported as requested.
 
-    `uneven` says whether layers may keep different numbers of units. Raises RequestError.
+    `uneven` says whether layers may keep different numbers of units, and `skips` whether they may keep none. Raises
+    RequestError.
     """
     if "gguf" in formats:
-        check_exportable(model, processor, uneven=uneven)
+        check_exportable(model, processor, uneven=uneven, skips=skips)
     if quantize is not None:
         check_quantizable(model, quantize)

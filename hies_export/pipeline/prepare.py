@@ -20,6 +20,7 @@ from ..forms.exports import Exporter, ExportOptions
 from ..forms.form import predictor
 from ..forms.measure.shapes import check_shapes, model_shapes
 from ..forms.measure.timing import Timing
+from ..kinds import ATTENTION
 from ..model.tokens import first_samples, synthetic_batch
 from ..prunable.attention import tower_of
 from ..prunable.find import find_modules
@@ -27,6 +28,7 @@ from ..recipe import PruneSection, TimedSection
 from ..recipe.promise import Looks
 from ..score.criteria import AUTO, COMPENSATED, COMPENSATED_NAMES, CRITERIA
 from ..select.constraints import check_budget, check_constraints
+from ..slim.skip import how_to_skip
 from ..tasks import Behaviour, Task
 from ..units import PrunableModule
 from .accept import check_model
@@ -169,6 +171,8 @@ def check_options(prepared: Prepared, options: PruneSection, *, criteria: Sequen
         check_constraints(prepared.scored, options.constraints)
     else:
         check_budget(prepared.scored, heads=options.goal.heads, constraints=options.constraints)
+    if ATTENTION in options.constraints.skippable:
+        how_to_skip(prepared.model, prepared.scored)
 
 
 def _check_enough_rows(prepared: Prepared, options: PruneSection) -> None:

@@ -273,6 +273,7 @@ def prune(
     unit: Literal["group", "query"] = "group",
     towers: Sequence[str] = (),
     min_heads: int = 1,
+    min_neurons: int = 1,
     keep_layers: Sequence[int] = (),
     multiple_of: int | MultipleOf | Mapping[str, int] = 1,
     steps: int = 1,
@@ -317,7 +318,8 @@ def prune(
         unit: Under grouped-query attention, whether key/value groups or query heads of each group go.
         towers: Parts of a composite model that lose units; by default the language model, and of an encoder-decoder
             both parts.
-        min_heads: Query heads that every layer keeps.
+        min_heads: Query heads that every layer keeps; with 0, attention modules may be skipped.
+        min_neurons: Neurons that every feed-forward block keeps; with 0, blocks may be skipped.
         keep_layers: Layers that lose nothing, counted from 0; -1 is the last.
         multiple_of: Divisor of the number of units left in a layer.
         steps: Rounds of removal, with scores anew in between.
@@ -360,6 +362,7 @@ def prune(
     options = {
         **{"budget": budget, "modules": modules, "criterion": criterion, "alpha": alpha, "normalize": normalize},
         **{"allocation": allocation, "unit": unit, "towers": towers, "min_heads": min_heads},
+        "min_neurons": min_neurons,
         **{"keep_layers": keep_layers, "multiple_of": multiple_of, "steps": steps, "compensation": compensation},
     }
     asked, comparison = _asked(options, plan), _comparison(evaluation or {})

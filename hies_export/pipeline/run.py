@@ -91,7 +91,14 @@ def run(
         prepared, constraints = resolved.prepared, resolved.options.constraints
         parts = constraints.parts(prepared.scored)
         uneven = bool(constraints.keep_layers) or not all(constraints.uniform(part) for part in parts)
-        check_exports(formats, prepared.model, prepared.processor, uneven=uneven, quantize=recipe.export.quantize)
+        check_exports(
+            formats,
+            prepared.model,
+            prepared.processor,
+            uneven=uneven,
+            skips=bool(constraints.skippable),
+            quantize=recipe.export.quantize,
+        )
         with output_folder(recipe.output, overwrite=overwrite) as folder:
             return run_stages(resolved, folder, command, progress)
 

@@ -129,7 +129,14 @@ class Targets:
             where = timed_on(self._prepared, self._options)
             # Times differ between processes, but their choices must not.
             table = processes.on_main(
-                lambda: latency_table(prepared.model, prepared.scored, where, unit=unit, progress=self._progress)
+                lambda: latency_table(
+                    prepared.model,
+                    prepared.scored,
+                    where,
+                    unit=unit,
+                    skippable=self._constraints.skippable,
+                    progress=self._progress,
+                )
             )
         elif budget.flops is not None:
             table = self._flops_table

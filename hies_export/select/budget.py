@@ -51,7 +51,8 @@ def check_reachable(
     """Refuse a budget of cost that no selection meets; `best` is the lowest cost, by default by the constraints."""
     best = lowest_ratio(modules, table, constraints) if best is None else best
     if best > ratio:
-        given = {name: getattr(constraints, name) for name in ("unit", "min_heads", "keep_layers", "multiple_of")}
+        names = ("unit", "min_heads", "min_neurons", "keep_layers", "multiple_of")
+        given = {name: getattr(constraints, name) for name in names}
         given["multiple_of neurons"] = constraints.neurons_multiple_of
         limits = ", ".join(f"{name} {value}" for name, value in given.items() if value not in (1, (), [], "group"))
         units = " and ".join(dict.fromkeys(f"{UNIT_NAMES[module.kind]}s" for module in modules))

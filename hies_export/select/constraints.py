@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..errors import PlanError, RecipeError
-from ..kinds import ATTENTION, KINDS
+from ..kinds import ATTENTION, KINDS, MLP
 from ..units import Units
 from .bundles import bundle_count
 
@@ -24,8 +24,8 @@ class Constraints:
             which may differ between kinds. A kind that is not named is "global".
         unit: What is removed together (not a unit in the sense of head or neuron): "group", a key/value head with its
             query heads, so that the cache shrinks; or "query", the same number of query heads of every group.
-        min_heads: Least number of query heads that every attention module keeps. A feed-forward block keeps at least
-            one neuron.
+        min_heads: Least number of query heads that every attention module keeps; with 0, it may be skipped.
+        min_neurons: Least number of neurons that every feed-forward block keeps; with 0, it may be skipped.
         keep_layers: Positions of modules that lose nothing, among the modules of their kind. Negative ones count from
             the end.
         multiple_of: For tensor-parallel serving: an attention module that loses units keeps a multiple of this number
@@ -36,6 +36,7 @@ class Constraints:
     allocation: str | Mapping[str, str] = "global"
     unit: str = "group"
     min_heads: int = 1
+    min_neurons: int = 1
     keep_layers: Sequence[int] = ()
     multiple_of: int = 1
     neurons_multiple_of: int = 1
@@ -54,7 +55,12 @@ class Constraints:
 
     def least(self, module: Units) -> int:
         """Return the least number of units that a module keeps."""
-        return self.min_heads if module.kind == ATTENTION else 1
+        return self.min_heads if module.kind == ATTENTION else self.min_neurons
+
+    @property
+    def skippable(self) -> tuple[str, ...]:
+        """The kinds whose modules may lose all units."""
+        return tuple(kind for kind, least in ((ATTENTION, self.min_heads), (MLP, self.min_neurons)) if not least)
 
     def multiple(self, module: Units) -> int:
         """Return what divides the number of units that a module keeps, if it loses any."""
@@ -131,9 +137,11 @@ def check_constraints(modules: Sequence[Units], constraints: Constraints, *, pro
         )
     if constraints.unit not in UNITS:
         problems.append(f"unit must be group or query, got {constraints.unit!r}")
-    for name in ("min_heads", "multiple_of", "neurons_multiple_of"):
-        if getattr(constraints, name) < 1:
-            problems.append(f"{name.removeprefix('neurons_')} must be at least 1, got {getattr(constraints, name)}")
+    for name, lowest in {"min_heads": 0, "min_neurons": 0, "multiple_of": 1, "neurons_multiple_of": 1}.items():
+        if (given := getattr(constraints, name)) < lowest:
+            problems.append(f"{name.removeprefix('neurons_')} must be at least {lowest}, got {given}")
+    if constraints.min_heads == 0 and constraints.unit == "query" and any(m.group_size > 1 for m in modules):
+        problems.append("min_heads 0 needs unit: group: under unit: query every key/value head keeps a query head")
     most = max(sum(module.kind == kind for module in modules) for kind in {module.kind for module in modules})
     for layer in constraints.keep_layers:
         if not -most <= layer < most:

@@ -82,11 +82,11 @@ def select_units(
     elif heads is not None:
         counts = _counts_of_share(scores, scored, heads, constraints)
     sizes = [bundle_count(module, constraints.unit) for module in scored]
+    most = [size - bool(constraints.least(module)) for module, size in zip(scored, sizes, strict=True)]
     assert counts is not None
-    if len(counts) != len(sizes) or any(not 0 <= k < size for k, size in zip(counts, sizes, strict=True)):
+    if len(counts) != len(sizes) or any(not 0 <= k <= limit for k, limit in zip(counts, most, strict=True)):
         raise PlanError(
-            f"counts must say for each of {len(sizes)} modules how many heads go, at most "
-            f"{[size - 1 for size in sizes]}, got {list(counts)}"
+            f"counts must say for each of {len(sizes)} modules how many heads go, at most {most}, got {list(counts)}"
         )
     order = _worst_first(scores, scored, constraints.unit, by_chains=ratio is not None)
     lost = (count * module.units // size for module, count, size in zip(scored, counts, sizes, strict=True))

@@ -44,10 +44,11 @@ class Shapes:
     narrowed: dict[str, dict[str, list[Any]]] = field(
         default_factory=dict
     )  # module -> argument -> which heads it takes
+    skipped: dict[str, dict[str, Any]] = field(default_factory=dict)  # attention without heads -> how it is skipped
 
     def __bool__(self) -> bool:
         """Return whether a cut changed anything."""
-        return bool(self.linear or self.parameters or self.attributes or self.narrowed)
+        return bool(self.linear or self.parameters or self.attributes or self.narrowed or self.skipped)
 
 
 def become_slim(model: PreTrainedModel, shapes: Shapes, layers: PerLayer | None) -> None:
@@ -66,6 +67,8 @@ def become_slim(model: PreTrainedModel, shapes: Shapes, layers: PerLayer | None)
         block.setdefault("parameters", {}).update(named)
     if shapes.narrowed:
         block.setdefault("narrowed", {}).update({under_base(name): taken for name, taken in shapes.narrowed.items()})
+    if shapes.skipped:
+        block.setdefault("skipped", {}).update({under_base(name): how for name, how in shapes.skipped.items()})
     for name, changed in shapes.attributes.items():
         block["attributes"].setdefault(under_base(name), {}).update(changed)
     if layers is None:

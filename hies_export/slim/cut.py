@@ -8,7 +8,8 @@ from collections.abc import Collection, Sequence
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..kinds import KINDS
+from ..kinds import ATTENTION, KINDS
+from ..model import modeling_hies
 from ..model.linear import features_of, select_features, set_parameter
 from ..model.sentence import TextEncoder
 from ..prunable.follow import feature_cuts, narrow_arguments, parameter_cuts, set_attributes
@@ -18,6 +19,7 @@ from .check import check_selection
 from .config import Shapes, become_slim
 from .fingerprint import check_weights, fingerprint
 from .per_layer import per_layer_config
+from .skip import how_to_skip
 from .uniform import plain_model
 
 
@@ -35,7 +37,8 @@ def prune_units(
     own config refuses the result and a sibling's accepts it (a LLaMA of 6 heads at width 64, as a Mistral), the model
     becomes the sibling (`siblings`). Otherwise the class becomes the slim version of the stock class (`modeling_hies`),
     whose code `save_pretrained` writes next to the weights. If a config can describe the heads but not the neurons, the
-    heads are in its plain fields, and the `hies_export` block has only the neurons.
+    heads are in its plain fields, and the `hies_export` block has only the neurons. A module that loses all its units
+    computes nothing (`skip`).
 
     Args:
         model: The dense model.
@@ -48,6 +51,7 @@ def prune_units(
 
     Raises:
         PlanError: The plan does not fit this model, or was made for other weights.
+        UnsupportedModelError: An attention module loses all heads, and cannot be skipped.
 
     Examples:
         >>> slim = prune_units(model, plan, modules)
@@ -65,12 +69,17 @@ def prune_units(
         kept = {under.name: selection[module.name] for under, module in zip(below, modules, strict=True)}
         slim.hold(prune_units(slim.auto_model, kept, below, inplace=True))
         return slim
+    skipped = how_to_skip(slim, [module for module in modules if not selection[module.name].units])
     shapes = Shapes()
     # Heads first: if their shapes need a block, the neurons' shapes go into it too.
     for kind in KINDS:
         of_kind = [module for module in modules if module.kind == kind]
         earlier = bool(shapes)
         _cut(slim, of_kind, selection, shapes)
+        for module in of_kind:
+            if module.name in skipped:
+                shapes.skipped[module.name] = skipped[module.name]
+                modeling_hies.skip(slim.get_submodule(module.name), skipped[module.name])
         if shapes and not earlier and (plain := plain_model(slim, selection, of_kind)) is not None:
             slim, shapes = plain, Shapes()
     if shapes:
@@ -95,6 +104,8 @@ def _cut(slim: PreTrainedModel, modules: Sequence[PrunableModule], selection: Se
             part = old.detach().index_select(axis, index.to(old.device))
             set_parameter(slim, name, nn.Parameter(part, requires_grad=old.requires_grad))
             shapes.parameters[name] = list(part.shape)
+        if not kept.units and module.kind == ATTENTION:
+            continue
         holder = slim.get_submodule(module.name)
         if changed := set_attributes(holder, module, kept):
             shapes.attributes[module.name] = changed

@@ -52,6 +52,8 @@ def per_layer_config(
 def _fields(config: Any, module: PrunableModule, selection: Selection) -> dict[str, int] | None:
     """Return the fields that describe what a module keeps, or None if the config lacks one of them."""
     kept = selection[module.name]
+    if not kept.units:  # the schema's `skip` names classes of layers, and no family reads it yet
+        return None
     if module.kind == ATTENTION:
         fields = {"num_attention_heads": len(kept.units), "num_key_value_heads": len(kept.kept_groups)}
         # Otherwise the width is computed from the number.

@@ -34,7 +34,7 @@ def plain_model(
     config refuses the result, a sibling's is tried; the returned model then has the sibling's class and shares the
     tensors.
     """
-    if getattr(model.config, "hies_export", None) is not None:
+    if getattr(model.config, "hies_export", None) is not None or not all(selection[m.name].units for m in modules):
         return None
     settings = _head_settings(model, selection, [m for m in modules if m.kind == ATTENTION])
     if settings is None:

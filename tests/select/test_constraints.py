@@ -64,6 +64,9 @@ def test_what_may_go_is_by_kind() -> None:
     assert most_removable(MODULES, Constraints()) == [11, 3, 63, 47]
     # Heads alone have a least number; five query heads are two groups of three.
     assert most_removable(MODULES, Constraints(min_heads=5)) == [7, 2, 63, 47]
+    assert most_removable(MODULES, Constraints(min_heads=0)) == [12, 4, 63, 47]
+    assert most_removable(MODULES, Constraints(min_neurons=0)) == [11, 3, 64, 48]
+    assert removable_counts(MODULES, Constraints(min_neurons=0, neurons_multiple_of=16))[3] == [0, 16, 32, 48]
     # Layers are counted among those of a kind.
     assert most_removable(MODULES, Constraints(keep_layers=(0,))) == [0, 3, 0, 47]
     assert most_removable(MODULES, Constraints(keep_layers=(-1,))) == [11, 0, 63, 0]
@@ -142,12 +145,12 @@ def test_a_share_and_other_problems_are_reported_together(share: float) -> None:
         check_budget(
             HEADS,
             heads=share,
-            constraints=Constraints(allocation="best", unit="heads", min_heads=0, keep_layers=(2,)),
+            constraints=Constraints(allocation="best", unit="heads", min_heads=-1, keep_layers=(2,)),
         )
     assert [*error.value.problems] == [
         f"sparsity (budget.heads) must be in (0, 1), got {share}",
         "allocation must be global or uniform, or one for each of attention and mlp, got 'best'",
         "unit must be group or query, got 'heads'",
-        "min_heads must be at least 1, got 0",
+        "min_heads must be at least 0, got -1",
         "keep_layers must name layers 0 to 1, got 2",
     ]

@@ -33,7 +33,7 @@ def table_of(modules: Sequence[Units], price: Mapping[str, float], unit: str = "
     for module in modules:
         bundles = module.groups if unit == "group" or module.kind == "mlp" else module.group_size
         size = module.units // bundles
-        saved[module.name] = tuple(price[module.kind] * size * k / total for k in range(bundles))
+        saved[module.name] = tuple(price[module.kind] * size * k / total for k in range(bundles + 1))
     return CostTable("FLOPs", saved)
 
 
@@ -85,7 +85,7 @@ def all_choices(modules: Sequence[Units], constraints: Constraints) -> Iterator[
         of_kind = [i for i, other in enumerate(modules) if other.kind == module.kind]
         if place in [of_kind[layer] for layer in constraints.keep_layers]:
             return [everything]
-        least = constraints.min_heads if module.kind == "attention" else 1
+        least = constraints.min_heads if module.kind == "attention" else constraints.min_neurons
         multiple = constraints.multiple_of if module.kind == "attention" else constraints.neurons_multiple_of
         sizes = [n for n in range(least, module.units) if n % multiple == 0] + [module.units]
         return [kept for n in sizes for kept in itertools.combinations(everything, n)]
@@ -98,6 +98,8 @@ CONSTRAINTS = {
     "none": (SMALL, Constraints()),
     "min_heads": (SMALL, Constraints(min_heads=2)),
     "keep_layers": (SMALL, Constraints(keep_layers=(0,))),
+    "modules that may go": (SMALL, Constraints(min_heads=0, min_neurons=0)),
+    "modules that go whole": (SMALL[:3], Constraints(min_heads=0, min_neurons=0, neurons_multiple_of=4)),
     "the last layer kept": (SMALL, Constraints(keep_layers=(-1,))),
     "multiples": (
         (heads("a0", 4), heads("a1", 2), block("m0", 4), block("m1", 4)),
@@ -402,7 +404,7 @@ def test_a_table_goes_on_after_a_cut() -> None:
     table = table_of(modules, PRICE)
     lost = {"a": 1, "m": 4}
     left = table.after(lost)
-    assert [len(row) for row in left.saved.values()] == [3, 6]
+    assert [len(row) for row in left.saved.values()] == [4, 7]
     for more in ({"a": 0, "m": 0}, {"a": 2, "m": 5}, {"a": 1, "m": 3}):
         both = {name: lost[name] + count for name, count in more.items()}
         # In shares of the dense cost: what was saved before, and what is saved now.
@@ -453,7 +455,7 @@ def test_many_neurons_are_no_trouble() -> None:
 def test_what_is_out_of_range_is_refused() -> None:
     effects = effects_of(LARGE, 0)
     with pytest.raises(RecipeError, match="2 problems"):
-        chosen(effects, LARGE, 0.5, constraints=Constraints(min_heads=0, keep_layers=(3,)))
+        chosen(effects, LARGE, 0.5, constraints=Constraints(min_heads=-1, keep_layers=(3,)))
     effects["m1"][7] = float("nan")
     with pytest.raises(NonFiniteError, match="every score must be a finite number, but neuron 7 of m1 has nan; check"):
         chosen(effects, LARGE, 0.5)

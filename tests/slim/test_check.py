@@ -99,7 +99,7 @@ GROUPED = Units(name="l", units=12, groups=4)
         (Kept((0, 1, 2), 12), r"is for 12 query and 12 key/value heads in l, but the model has 12 query and 4"),
         (Kept((0, 1, 2), 12, 4, "mlp"), r"is for 12 neurons in l, but the model has 12 query and 4 key/value heads"),
         (Kept((0, 1, 2), 13, 4), r"is for 13 query and 4 key/value heads in l"),
-        (Kept((), 12, 4), r"must be ascending indices in \[0, 12\), at least one, got \[\] for l"),
+        (Kept((12,), 12, 4), r"must be ascending indices in \[0, 12\), got \[12\] for l"),
         (Kept((3, 3, 4), 12, 4), r"must be ascending indices .* got \[3, 3, 4\]"),
         (Kept((-1, 0), 12, 4), r"must be ascending indices in \[0, 12\)"),
         (Kept((10, 11, 12), 12, 4), r"must be ascending indices in \[0, 12\)"),
@@ -111,7 +111,7 @@ def test_kept_units_that_do_not_fit_a_module_are_refused(kept: Kept, message: st
         check_selection({"l": kept}, [GROUPED])
 
 
-@pytest.mark.parametrize("units", [tuple(range(12)), (0, 1, 2), (11,), (0, 4, 6, 10), (3, 5, 9, 11)], ids=str)
+@pytest.mark.parametrize("units", [tuple(range(12)), (), (0, 1, 2), (11,), (0, 4, 6, 10), (3, 5, 9, 11)], ids=str)
 def test_kept_units_that_are_even_over_their_groups_fit(units: tuple[int, ...]) -> None:
     check_selection({"l": Kept(units, 12, 4)}, [GROUPED])
 

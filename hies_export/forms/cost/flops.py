@@ -46,8 +46,7 @@ def flops_table(
         dense, one = _saved_per_bundle(share_weights(model, device="meta"), modules, batch, unit)
     except (RuntimeError, NotImplementedError):  # the forward depends on the values of its inputs
         dense, one = _saved_per_bundle(model, modules, batch, unit)
-    # 0 to count - 1 bundles: the last one of a module is never removed.
-    saved = {m.name: tuple(one[m.name] / dense * k for k in range(bundle_count(m, unit))) for m in modules}
+    saved = {m.name: tuple(one[m.name] / dense * k for k in range(bundle_count(m, unit) + 1)) for m in modules}
     return CostTable("FLOPs", saved)
 
 
@@ -61,7 +60,8 @@ def _saved_per_bundle(
 
     dense = flops_by_module(model, batch)
     most = {module.name: bundle_count(module, unit) - 1 for module in modules}
-    one = dict.fromkeys(most, 0)
+    # A module of one bundle saves all that it does.
+    one = _attributed([module for module in modules if not most[module.name]], dense, {})
     able = [module for module in modules if most[module.name]]
     for kind in dict.fromkeys(module.kind for module in able):
         of_kind = [module for module in able if module.kind == kind]

@@ -77,8 +77,9 @@ class TimedOn:
 class TimedCut:
     """A uniform cut of the modules of one `kind`, timed against the dense model.
 
-    `kept` is the share of the bundles that stay. `ratio` is the time of the cut model / time of the dense model, with
-    its 95 % interval; `control_low` and `control_high` are the interval of the dense model against itself.
+    `kept` is the share of the bundles that stay; 0 if all modules but the first are skipped. `ratio` is the time of the
+    cut model / time of the dense model, with its 95 % interval; `control_low` and `control_high` are the interval of
+    the dense model against itself.
     """
 
     kept: float
@@ -101,6 +102,7 @@ def latency_table(
     where: TimedOn,
     *,
     unit: str = "group",
+    skippable: Sequence[str] = (),
     progress: Progress = SILENT,
     cache: Path | None = None,
 ) -> CostTable:
@@ -111,16 +113,19 @@ def latency_table(
     the module's share of the FLOPs of all units of its kind. A feed-forward block saves nothing between two widths that
     the runtime computes in the same time; see `Runtime.width_step`.
 
+    Modules of the kinds in `skippable` may lose all units, and with the last one the time that a module takes whatever
+    its width. So a cut that skips all modules of that kind but the first is timed too.
+
     Timed cuts are cached by hardware, versions, runtime, shape and model dimensions in the folder `cache`, by default
     hies_export/latency in the user's cache folder. Imprecise ones, from a busy machine, are not.
     """
-    key = _key(model, modules, where, unit)
+    key = _key(model, modules, where, unit, skippable)
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
     file = (cache or user_cache("latency")) / f"{name}.json"
     cuts = _read(file, key)
     if cuts is None:
         watch = CpuWatch()
-        cuts = _time_cuts(model, modules, where, unit=unit, progress=progress)
+        cuts = _time_cuts(model, modules, where, unit=unit, skippable=skippable, progress=progress)
         others = watch.seen()
         if all(cut.sharp for cut in cuts):
             replace_file(file, json.dumps({"key": key, "points": [asdict(cut) for cut in cuts]}, indent=1))
@@ -172,14 +177,18 @@ def _divided(
     unit: str,
 ) -> dict[str, tuple[float, ...]]:
     """Divide the time saved by uniform cuts of one kind, smallest first, among its modules, by their units' FLOPs."""
-    weights = {m.name: flops[m.name][-1] * len(flops[m.name]) / max(1, len(flops[m.name]) - 1) for m in modules}
-    total = sum(weights.values()) or 1.0  # 0 if every module has a single bundle
+    skips = any(not cut.kept for cut in cuts)
+    # Without being skipped, a module of one bundle saves nothing.
+    weights = {m.name: flops[m.name][-1] if skips or bundle_count(m, unit) > 1 else 0.0 for m in modules}
+    total = sum(weights.values()) or 1.0
     kept = [cut.kept for cut in reversed(cuts)] + [1.0]  # ascending
     ratios = [cut.ratio for cut in reversed(cuts)] + [1.0]
+    if skips and (most := total - weights[modules[0].name]) > 0:  # what the first module would save too
+        ratios[0] = 1 - (1 - ratios[0]) * total / most
     saved = {}
     for module in modules:
         count = bundle_count(module, unit)
-        widths = [_computed(module, count - k, step) / count for k in range(count)]
+        widths = [_computed(module, count - k, step) / count for k in range(count + skips)]
         curve = np.interp(widths, kept, ratios)
         saved[module.name] = tuple(float(weights[module.name] / total * (1 - ratio)) for ratio in curve)
     return saved
@@ -192,8 +201,14 @@ def _computed(module: Units, bundles: int, step: int) -> int:
     return min(module.units, math.ceil(bundles / step) * step)
 
 
-def _uniform_cuts(modules: Sequence[PrunableModule], *, step: int, unit: str) -> dict[float, dict[str, int]]:
-    """Return the cuts of modules of one kind to be timed: share kept -> how many bundles every module loses."""
+def _uniform_cuts(
+    modules: Sequence[PrunableModule], *, step: int, unit: str, skip: bool
+) -> dict[float, dict[str, int]]:
+    """Return the cuts of modules of one kind to be timed: share kept -> how many bundles every module loses.
+
+    With `skip`, the last one, of share 0, skips all modules but the first: without any attention, a graph would not
+    read its mask.
+    """
     bundles = {module.name: bundle_count(module, unit) for module in modules}
     cuts = {}
     for level in LEVELS:
@@ -201,17 +216,26 @@ def _uniform_cuts(modules: Sequence[PrunableModule], *, step: int, unit: str) ->
         lost = {name: count - kept[name] for name, count in bundles.items()}
         cuts[1 - sum(lost.values()) / sum(bundles.values())] = lost
     cuts.pop(1.0, None)
+    if skip:
+        cuts[0.0] = {name: bundles[name] for name in [*bundles][1:] or bundles}
     return cuts
 
 
 def _time_cuts(
-    model: PreTrainedModel, modules: Sequence[PrunableModule], where: TimedOn, *, unit: str, progress: Progress
+    model: PreTrainedModel,
+    modules: Sequence[PrunableModule],
+    where: TimedOn,
+    *,
+    unit: str,
+    skippable: Sequence[str],
+    progress: Progress,
 ) -> list[TimedCut]:
     """Time uniform cuts of each kind against the dense model, the smallest cut of a kind first."""
+    step = _width_step(model, where.runtime)
     planned = [
         (kind, kept, removed)
         for kind, of_kind in _by_kind(modules).items()
-        for kept, removed in _uniform_cuts(of_kind, step=_width_step(model, where.runtime), unit=unit).items()
+        for kept, removed in _uniform_cuts(of_kind, step=step, unit=unit, skip=kind in skippable).items()
     ]
     cuts = []
     with tempfile.TemporaryDirectory(prefix="hies-budget-") as temporary:
@@ -225,7 +249,9 @@ def _time_cuts(
     return cuts
 
 
-def _key(model: PreTrainedModel, modules: Sequence[PrunableModule], where: TimedOn, unit: str) -> dict[str, Any]:
+def _key(
+    model: PreTrainedModel, modules: Sequence[PrunableModule], where: TimedOn, unit: str, skippable: Sequence[str]
+) -> dict[str, Any]:
     """Return everything that the times depend on, as values for JSON."""
     shapes = [[name, list(parameter.shape)] for name, parameter in model.named_parameters()]
     export = where.exporter.options.read_by(where.runtime, where.dtype)
@@ -241,6 +267,7 @@ def _key(model: PreTrainedModel, modules: Sequence[PrunableModule], where: Timed
         "parameters": hashlib.sha256(json.dumps(shapes).encode()).hexdigest(),
         "modules": hashlib.sha256(json.dumps([asdict(module) for module in modules]).encode()).hexdigest(),
         "unit": unit,
+        "skippable": list(skippable),
         "width_step": _width_step(model, where.runtime),
     }
 

@@ -33,15 +33,14 @@ def parameters_table(model: PreTrainedModel, modules: Sequence[PrunableModule], 
     Examples:
         >>> table = parameters_table(model, modules)
         >>> [len(saved) for saved in table.saved.values()]
-        [6, 6, 6]
+        [7, 7, 7]
     """
     dense = count_parameters(model)
     saved = {}
     for module in modules:
         count = bundle_count(module, unit)
-        one = _removed(model, module, keep_first(module, count - 1, unit)) / dense if count > 1 else 0.0
-        # 0 to count - 1 bundles: the last one of a module is never removed.
-        saved[module.name] = tuple(one * k for k in range(count))
+        one = _removed(model, module, keep_first(module, count - 1, unit)) / dense
+        saved[module.name] = tuple(one * k for k in range(count + 1))
     return CostTable("parameters", saved)
 
 

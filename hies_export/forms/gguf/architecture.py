@@ -141,12 +141,12 @@ def _problems(model: PreTrainedModel) -> Iterator[str]:
         for name, _ in layer.named_parameters():
             if name not in known:
                 yield f"{here} has {name}, which llama.cpp's llama and deci do not read"
+        if min(vars(_sizes(layer)).values()) < 1:
+            yield f"{here} has no heads or no neurons left, which llama.cpp's deci computes differently"
         for name in _LINEAR:
             if type(layer.get_submodule(name)) is not nn.Linear:
                 kind = type(layer.get_submodule(name)).__name__
                 yield f"{here} has a {kind} as {name}, but llama.cpp reads plain matrices"
-        if min(vars(_sizes(layer)).values()) < 1:
-            yield f"{here} has no heads or no neurons left, which llama.cpp's deci computes differently"
         if rotated != attention.head_dim:
             yield f"{here} rotates {rotated} of {attention.head_dim} columns of a head, but llama.cpp rotates all"
         window = getattr(attention, "sliding_window", getattr(config, "sliding_window", None))

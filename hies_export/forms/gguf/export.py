@@ -18,7 +18,7 @@ from ...checkpoint.settings import write_config
 from ...errors import RecipeError, require_package
 from ...model.tokens import synthetic_batch
 from ..runtimes.llamacpp import GGUF_FILE, is_installed
-from .architecture import Layout, find_layout
+from .architecture import Layout, find_layout, refused
 from .graph import check_same_function
 from .parity import Parity, check_parity
 from .rounding import rounded
@@ -101,9 +101,14 @@ def export_gguf(
     return GgufExport(target, target / GGUF_FILE, size, layout.architecture, dtype, types, parity)
 
 
-def check_exportable(model: PreTrainedModel, tokenizer: Any, *, uneven: bool) -> None:
-    """Refuse what no GGUF file can hold, before any work; `uneven`: whether a cut will leave layers of other sizes."""
+def check_exportable(model: PreTrainedModel, tokenizer: Any, *, uneven: bool, skips: bool = False) -> None:
+    """Refuse what no GGUF file can hold, before any work.
+
+    `uneven` says whether a cut may leave layers of other sizes, and `skips` whether without heads or neurons.
+    """
     require_gguf()
+    if skips:
+        raise refused(model, "layers may lose all heads or neurons", "set min_heads and min_neurons to at least 1")
     _find(model, copy.deepcopy(tokenizer), uneven=uneven)
 
 

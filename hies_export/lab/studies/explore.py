@@ -322,7 +322,7 @@ def _check_units(statistics: Statistics, plan: PruningPlan) -> None:
     for statistic, found in statistics.values.items():
         for name, values in found.items():
             kept = plan.kept.get(name)
-            if kept is None or len(values) != kept.total or not 0 <= kept.units[0] <= kept.units[-1] < kept.total:
+            if kept is None or len(values) != kept.total or any(unit >= kept.total for unit in kept.units):
                 raise ValueError(f"{statistic} of {name} is not of the units of the plan")
     heads = plan.of_kind(ATTENTION)
     known = statistics["entropy"].keys()  # none of a model that returns no attention maps
