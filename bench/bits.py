@@ -3,11 +3,12 @@
 python bench/bits.py OUT stsb:0.7 stsb:0.6 [--seeds 3] [--other SPLIT=FILE] [--shapes bert-base llama]
 
 Each run is `hies-export run recipes/minilm-NAME.yaml` with a budget of FLOPs and `export.quantize: int8`; one that OUT
-has is not repeated. Every form runs all evaluation rows: in float32 and in 8 bits in ONNX Runtime, and in bfloat16 in
-OpenVINO where that is installed. Agreement is with the dense float32 model. Times are ratios to the dense float32 graph
-in ONNX Runtime, all from one interleaved run of the first seed's models, with a control. `--other` also predicts the
-rows of another source, of which neither calibration nor refit saw any, and says how many predictions stay. `--shapes`
-also times models with random weights, cut like the first seed's model. `scripts/peers` has the files of other tools.
+has is not repeated. Every form runs all evaluation rows: in float32 and in 8 bits in ONNX Runtime, and in bfloat16 and
+in 8 bits in OpenVINO, where that and NNCF are installed. Agreement is with the dense float32 model. Times are ratios to
+the dense float32 graph in ONNX Runtime, all from one interleaved run of the first seed's models, with a control.
+`--other` also predicts the rows of another source, of which neither calibration nor refit saw any, and says how many
+predictions stay. `--shapes` also times models with random weights, cut like the first seed's model. `scripts/peers` has
+the files of other tools.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ import numpy as np
 import torch
 from forms import SHAPES, bytes_of, print_base, time_cells
 from models import DEBERTA, LLAMA_SMALL, MPNET, WIDTHS, Shape, cut_like, llama
+from transformers import PreTrainedModel
 
-from hies_export import PruningPlan
+from hies_export import PruningPlan, load
 from hies_export.evaluate.judge import Judge
 from hies_export.forms.compare import compare_forms
 from hies_export.forms.form import Form
@@ -33,6 +35,8 @@ from hies_export.forms.measure.machine import machine_facts
 from hies_export.forms.measure.timing import Timing
 from hies_export.forms.onnx.export import export_onnx
 from hies_export.forms.onnx.quantize import quantize_onnx
+from hies_export.forms.openvino.export import export_openvino
+from hies_export.pipeline.prepare import Prepared
 from hies_export.pipeline.resolve import resolve
 from hies_export.pipeline.run import run
 from hies_export.recipe import PruningRecipe
@@ -120,6 +124,13 @@ def print_forms(recipes: Sequence[PruningRecipe], other: str | None, *, title: s
                 served[f"{what} bfloat16, OpenVINO"] = [
                     Form(what, "openvino", source, "bfloat16") for source in sources
                 ]
+            if find_spec("nncf") is not None:
+                served[f"{what} int8, OpenVINO"] = [
+                    Form(what, "openvino", calibrated(prepared, model, folder / f"{what}-{number}-openvino"), "int8")
+                    for number, model in enumerate(
+                        [prepared.model] if what == "dense" else [load(recipe.output / "slim") for recipe in recipes]
+                    )
+                ]
         timed = compare_forms([forms[0] for forms in served.values()], prepared.measured, timing=Timing(repeats=30))
         times = time_cells(timed, len(served))
         metrics = prepared.judged.metrics
@@ -141,6 +152,12 @@ def print_forms(recipes: Sequence[PruningRecipe], other: str | None, *, title: s
             cells += [f"{np.mean([one.metrics[of] for one in found['evaluation rows']]):.4f}" for of in metrics]
             print(f"| {' | '.join([*cells, *times[number]])} |", flush=True)
     print_base(timed)
+
+
+def calibrated(prepared: Prepared, model: PreTrainedModel, folder: Path) -> Path:
+    """Export a model in 8 bits for OpenVINO, calibrated on the rows that the first seed's was refitted on."""
+    rows = prepared.exporter.rows
+    return export_openvino(model, folder, batch=prepared.sample, rows=rows).folder
 
 
 def print_shape(shape: Shape, plan: Path) -> None:

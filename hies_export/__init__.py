@@ -6,9 +6,10 @@
 
 prunes a model in memory, `PruningRecipe.from_yaml("bert.yaml").run()` runs a whole recipe, and `deploy` finds the
 fastest form that keeps the answers. Or stage by stage: `find_modules`, `collect_statistics`, `score_units`,
-`select_units`, `prune_units`, `compensate`, `save_slim`, `export_onnx`, `quantize_onnx`; measured by `bench`,
-`compare_latency`, `count_flops` and `count_parameters`. `apply_plan` cuts a saved checkpoint by a plan. A saved slim
-model comes back with `load`, and an exported decoder generates with `OnnxGenerator`. `push_to_hub` publishes a run.
+`select_units`, `prune_units`, `compensate`, `save_slim`, `export_onnx`, `quantize_onnx`, `quantize_openvino`; measured
+by `bench`, `compare_latency`, `count_flops` and `count_parameters`. `apply_plan` cuts a saved checkpoint by a plan. A
+saved slim model comes back with `load`, and an exported decoder generates with `OnnxGenerator`. `push_to_hub` publishes
+a run.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from .forms.onnx.export import export_onnx
     from .forms.onnx.generator import OnnxGenerator
     from .forms.onnx.quantize import quantize_onnx
+    from .forms.openvino.export import quantize_openvino
     from .forms.runtimes.registry import load_runtime
     from .pipeline.bench import bench
     from .pipeline.prune import PruneResult, prune
@@ -131,6 +133,7 @@ _HOMES = {
     "push_to_hub": "pipeline.push",
     "register_task": "tasks.registry",
     "quantize_onnx": "forms.onnx.quantize",
+    "quantize_openvino": "forms.openvino.export",
     "run": "pipeline.run",
     "save_slim": "checkpoint.save",
     "score_compensated": "score.compensated",

@@ -1,4 +1,4 @@
-"""Export a checkpoint, slim or not, to an ONNX folder or a GGUF file."""
+"""Export a checkpoint, slim or not, to an ONNX folder, to OpenVINO's own format, or to a GGUF file."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from .paths import checkpoint_in
 
 if TYPE_CHECKING:
     from ..forms.onnx.export import OnnxExport
+    from ..forms.openvino.export import OpenVinoExport
 
 
 def add_arguments(parser: ArgumentParser, *, output: str | None = None) -> None:
@@ -21,12 +22,13 @@ def add_arguments(parser: ArgumentParser, *, output: str | None = None) -> None:
         add_output(parser, required=True)
     else:
         add_output(parser, output)
-    formats = "onnx (the default), or gguf for llama.cpp (decoders only)"
-    add("--format", choices=("onnx", "gguf"), default="onnx", help=formats)
+    formats = "onnx (the default), openvino (encoders in 8 bits), or gguf for llama.cpp (decoders)"
+    add("--format", choices=("onnx", "openvino", "gguf"), default="onnx", help=formats)
     add("--provider", help="execution provider to fuse the ONNX graph for: cpu (the default), cuda or tensorrt")
     add("--dtype", default="float32", help="float32 (the default) or float16; gguf also bfloat16, q8_0, q4_0")
-    add("--quantize", choices=("int8", "int4"), help="write the ONNX model with its linear layers in 8 or 4 bits")
-    add_data(parser, "rows to round 4 bits by (default: to nearest): SPLIT=FILE, or the name of a Hub data set")
+    add("--quantize", choices=("int8", "int4"), help="write the model with its linear layers in 8 or 4 bits")
+    rows = "rows to round 4 bits by (default: to nearest), or to calibrate openvino on"
+    add_data(parser, f"{rows}: SPLIT=FILE, or the name of a Hub data set")
 
 
 def run(options: Options) -> dict[str, Any]:
@@ -46,14 +48,20 @@ def run(options: Options) -> dict[str, Any]:
     refuse_existing(options.output, overwrite=options.overwrite, inputs={"model": options.model})
     if options.quantize and options.format == "gguf":
         raise RequestError(f"--quantize is for --format onnx, got {options.quantize}; give gguf --dtype q8_0 or q4_0")
-    if options.data and not in_4_bits(options):
-        raise RequestError("--data is for --quantize int4 and for gguf --dtype q4_0; leave it out, or give one of them")
+    if options.format == "openvino":
+        _check_openvino(options)
+    elif options.data and not in_4_bits(options):
+        raise RequestError(
+            "--data is for --quantize int4, for gguf --dtype q4_0 and for openvino; leave it out, or give one of them"
+        )
     config = load_config(options.model)
     if options.quantize:
         refuse_quantised(config, options.model)
     options.progress.stage("load the model")
     if options.format == "gguf":
         return _export_gguf(options)
+    if options.format == "openvino":
+        return _export_openvino(options)
     if is_sentence_transformer(options.model):
         return _export_served(options)
     model, rows = load(options.model, dtype=torch.float32), calibration_rows(options)
@@ -67,6 +75,50 @@ def run(options: Options) -> dict[str, Any]:
         provider=options.provider or "cpu",
         dtype=options.dtype,
         quantize=options.quantize,
+        rows=rows,
+        overwrite=options.overwrite,
+    )
+    return _report(options, exported)
+
+
+def _check_openvino(options: Options) -> None:
+    """Refuse what has no form in OpenVINO's own format."""
+    from ..checkpoint.sentence import is_sentence_transformer
+    from ..errors import RequestError
+    from ..forms.openvino.export import require_nncf
+
+    require_nncf()
+    if options.quantize != "int8":
+        raise RequestError(
+            f"--format openvino needs --quantize int8, got {options.quantize}; give it, or leave --format out: "
+            "OpenVINO reads the ONNX folder in float32 and bfloat16"
+        )
+    if not options.data:
+        raise RequestError("--format openvino needs rows to calibrate on; give --data train=FILE")
+    if is_sentence_transformer(options.model):
+        raise RequestError(
+            "--format openvino is not for embedding models here; give a recipe with export: {format: openvino, "
+            "quantize: int8} to hies-export run"
+        )
+
+
+def _export_openvino(options: Options) -> dict[str, Any]:
+    """Write an encoder in 8 bits in OpenVINO's own format, by way of ONNX."""
+    import torch
+
+    from ..checkpoint.loading import load
+    from ..forms.openvino.export import check_calibrated, export_openvino
+    from ..model.tokens import synthetic_batch
+
+    model = load(options.model, dtype=torch.float32)
+    check_calibrated(options.provider or "cpu", options.dtype, decodes=model.can_generate())
+    rows = calibration_rows(options)
+    options.progress.stage("export to ONNX, compare with torch, and quantise for OpenVINO")
+    exported = export_openvino(
+        model,
+        options.output,
+        batch=synthetic_batch(model, batch=2, sequence=16),
+        processor=load_processor_if_any(options.model, model),
         rows=rows,
         overwrite=options.overwrite,
     )
@@ -116,7 +168,7 @@ def _export_served(options: Options) -> dict[str, Any]:
     return found
 
 
-def _report(options: Options, exported: OnnxExport) -> dict[str, Any]:
+def _report(options: Options, exported: OnnxExport | OpenVinoExport) -> dict[str, Any]:
     """Print and return the size and the files of an export, and how far it differs from torch."""
     size, reference = f"{exported.bytes / 1e6:.1f} MB", "the float32 graph" if exported.quantize else "torch"
     options.console.print(f"written to {options.output}: {size}, differs from {reference} by {exported.max_abs:.2g}")

@@ -27,7 +27,8 @@ def run(options: Options) -> dict[str, Any]:
     if recipe.deploy is not None:
         print_answer(report, recipe, options)
         return report.summary()
-    exports = f"{recipe.export.format}/" + (f", onnx-{recipe.export.quantize}/" if recipe.export.quantize else "")
+    written = f"{recipe.export.format}-{recipe.export.quantize}"
+    exports = f"{recipe.export.options.unquantized.format}/" + (f", {written}/" if recipe.export.quantize else "")
     exports += ", onnx-cascade/" if recipe.cascade else ""
     refit = "" if recipe.prune.compensation is None else ", refit.safetensors"
     if TASKS[recipe.task].embeds:

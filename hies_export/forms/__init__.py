@@ -13,6 +13,7 @@ In the order of reading:
   sizes, each in a cascade.
 - `measured.py`: count both models of a run, and time them; `files.py`: the files of a run.
 
-Its folders, the lowest first: `runtimes/` run and time a loaded model; `onnx/` and `gguf/` write exports; `measure/`
-counts, times and compares; `cascade/` joins a slim and a dense classifier; `cost/` predicts what a cut saves.
+Its folders, the lowest first: `runtimes/` run and time a loaded model; `onnx/` and `gguf/` write exports, `openvino/`
+one made of the first; `measure/` counts, times and compares; `cascade/` joins a slim and a dense classifier; `cost/`
+predicts what a cut saves.
 """

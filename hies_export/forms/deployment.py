@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 WAYS = {
     "onnxruntime-cpu": ("float32",),
     "onnxruntime-cpu-int8": ("int8",),
-    "openvino": ("float32", "bfloat16"),
+    "openvino": ("float32", "bfloat16", "int8"),
     "onnxruntime-cuda": ("float32", "float16"),
     "onnxruntime-tensorrt": ("float16",),
     "llamacpp": ("q8_0", "q4_0"),
@@ -111,7 +111,7 @@ def try_dense(
     for runtime, bits in ways:
         forms.progress.stage(f"try the dense model on {runtime} in {bits}")
         try:
-            if bits == "int8":
+            if bits == "int8" and bits not in RUNTIMES[runtime].calibrated:
                 check_quantizable(forms.model("dense"), "int8")
             form = forms.form("dense", runtime, bits)
             kept, low = judge.kept(form.predict(judge.batches, judge.behaviour))

@@ -16,10 +16,11 @@ from .gguf.export import GgufExport, check_exportable, export_gguf, require_gguf
 from .onnx.export import DTYPES as ONNX_DTYPES
 from .onnx.export import OnnxExport
 from .onnx.quantize import Quantize, check_quantizable, export_in_bits, quantize_onnx
+from .openvino.export import OpenVinoExport, check_calibrated, export_openvino, quantize_openvino, require_nncf
 from .runtimes.base import RUNTIMES, Format, Provider
 from .runtimes.ort import require_onnxruntime
 
-Exported = OnnxExport | GgufExport
+Exported = OnnxExport | GgufExport | OpenVinoExport
 
 
 @dataclass(frozen=True)
@@ -33,13 +34,15 @@ class ExportOptions:
 
     @property
     def unquantized(self) -> ExportOptions:
-        """The options of the export that is quantised."""
-        return replace(self, quantize=None)
+        """The options of the export that is quantised; OpenVINO's own format is made from ONNX."""
+        return replace(self, format="onnx" if self.format == "openvino" else self.format, quantize=None)
 
     @classmethod
     def best_for(cls, runtime: str, dtype: str) -> ExportOptions:
         """Return the options of the export that a runtime computes fastest in a dtype."""
         known = RUNTIMES[runtime]
+        if dtype in known.calibrated:
+            return _CALIBRATED
         return cls(known.format, known.fused_for, known.exported_in(dtype))
 
     def read_by(self, runtime: str, dtype: str | None = None) -> ExportOptions:
@@ -47,10 +50,15 @@ class ExportOptions:
 
         It is stored in float32 if the runtime's format does not know the dtype.
         """
+        if dtype in RUNTIMES[runtime].calibrated:
+            return _CALIBRATED
         format = RUNTIMES[runtime].format
         stored = self.dtype if dtype is None else RUNTIMES[runtime].exported_in(dtype)
         known = format != "onnx" or stored in ONNX_DTYPES
         return ExportOptions(format, self.provider, stored if known else "float32")
+
+
+_CALIBRATED = ExportOptions("openvino", quantize="int8")
 
 
 @dataclass(frozen=True)
@@ -61,7 +69,8 @@ class Exporter:
         options: Options of the exports.
         sample: The batch that ONNX graphs are traced and compared on.
         processor: The tokenizer or image processor that is saved beside a graph, or in a GGUF file.
-        rows: Batches that weights in 4 bits are rounded by; without any, to nearest.
+        rows: Batches that weights in 4 bits are rounded by (without any, to nearest), and that 8 bits on OpenVINO are
+            calibrated on.
     """
 
     options: ExportOptions
@@ -74,6 +83,8 @@ class Exporter:
         options = options or self.options
         if options.format == "gguf":
             return export_gguf(model, folder, tokenizer=self.processor, dtype=options.dtype, rows=self.rows)
+        if options.format == "openvino":
+            return export_openvino(model, folder, batch=self.sample, processor=self.processor, rows=self.rows)
         return export_in_bits(
             model,
             folder,
@@ -85,19 +96,26 @@ class Exporter:
             rows=self.rows,
         )
 
-    def quantize(self, exported: Exported, folder: Path) -> OnnxExport:
+    def quantize(self, exported: Exported, folder: Path, options: ExportOptions) -> OnnxExport | OpenVinoExport:
         """Quantise an ONNX export into a new folder; an ExportError where the cut has left only small layers."""
         assert isinstance(exported, OnnxExport)
-        assert self.options.quantize is not None
+        assert options.quantize is not None
+        if options.format == "openvino":
+            return quantize_openvino(exported, folder, rows=self.rows)
         try:
-            return quantize_onnx(exported, folder, batch=self.sample, quantize=self.options.quantize, rows=self.rows)
+            return quantize_onnx(exported, folder, batch=self.sample, quantize=options.quantize, rows=self.rows)
         except RequestError as error:  # the request was checked on the dense model
             raise ExportError(f"the slim model has no form in fewer bits: {error}") from error
 
 
-def export_formats(options: ExportOptions, runtimes: Iterable[str]) -> set[Format]:
-    """Return the formats that a run exports to, for itself or for a runtime."""
-    return {options.format, *(RUNTIMES[name].format for name in runtimes if not RUNTIMES[name].reads_models)}
+def export_formats(options: ExportOptions, runtimes: Iterable[str], dtypes: Iterable[str | None] = ()) -> set[Format]:
+    """Return the formats that a run exports to, for itself or for a runtime that computes in some dtypes."""
+    found: set[Format] = {options.format, options.unquantized.format}
+    for runtime in (RUNTIMES[name] for name in runtimes if not RUNTIMES[name].reads_models):
+        found.add(runtime.format)
+        if {*dtypes} & {*runtime.calibrated}:
+            found.add("openvino")
+    return found
 
 
 def require_exporters(formats: Iterable[Format]) -> None:
@@ -107,6 +125,8 @@ def require_exporters(formats: Iterable[Format]) -> None:
         require_onnxruntime()
     if "gguf" in formats:
         require_gguf()
+    if "openvino" in formats:
+        require_nncf()
 
 
 def check_exports(
@@ -125,5 +145,7 @@ def check_exports(
     """
     if "gguf" in formats:
         check_exportable(model, processor, uneven=uneven, skips=skips)
+    if "openvino" in formats:
+        check_calibrated("cpu", "float32", decodes=model.can_generate())
     if quantize is not None:
         check_quantizable(model, quantize)

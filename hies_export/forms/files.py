@@ -15,7 +15,8 @@ from .judged import JudgedForm
 from .measure.counts import Count, Size
 from .measure.record import Record
 from .onnx.export import OnnxExport
-from .runtimes.base import RUNTIMES
+from .openvino.export import OpenVinoExport
+from .runtimes.base import RUNTIMES, Format
 from .runtimes.ort import ONNX_FILE, OnnxRuntime
 
 # The folder of a cascade in that of a run.
@@ -36,7 +37,7 @@ class ExportedFile(Record):
 
     Attributes:
         file: Where it is in the folder of the run.
-        format: "onnx" or "gguf".
+        format: "onnx", "openvino" or "gguf".
         quantize: "int8" if its linear layers are in 8 bits.
         bytes: Size of graph and weights.
         quality: The first metric; None if no runtime here gives the file's logits (GGUF, models in several graphs).
@@ -62,19 +63,21 @@ def judge_exported(exported: Exported, folder: Path, judge: Judge, forms: Sequen
     metric, known = judge.metrics[0], []
     if quantize is not None:
         # If nothing was cut, the last form in these bits is the dense one's.
-        known = [(form.quality, form.stability) for form in forms if form.bits == quantize][-1:]
+        runs = [form for form in forms if form.bits == quantize]
+        own = [form for form in runs if (form.runtime == "openvino") == isinstance(exported, OpenVinoExport)]
+        known = [(form.quality, form.stability) for form in own][-1:]
     elif (runtime := _runtime_of(exported)) is not None:
         found = judge.of(Form("slim", runtime, exported.folder).predict(judge.batches, judge.behaviour))
         known = [(found.metrics[metric], found.stability)]
     quality, stability = known[0] if known else (None, None)
     return ExportedFile(
         file=exported.file.relative_to(folder).as_posix(),
-        format="gguf" if isinstance(exported, GgufExport) else "onnx",
+        format=_format(exported),
         quantize=quantize,
         bytes=exported.bytes,
         quality=None if quality is None else Metric(metric, quality),
         stability=stability,
-        layers=exported.layers if quantize and isinstance(exported, OnnxExport) else None,
+        layers=None if isinstance(exported, GgufExport) or not quantize else exported.layers,
         float_neurons=0 if quantize else None,
     )
 
@@ -84,7 +87,7 @@ _HUB_NAMES = {"int8": ("model_quantized.onnx", "model_qint8_avx512_vnni.onnx"), 
 
 
 def add_graphs(exports: Iterable[Exported], folder: Path) -> None:
-    """Put the graphs of a model into `onnx/` of its checkpoint's folder, where the tools of the Hub look for them.
+    """Put the graphs of a model into `onnx/` and `openvino/` of its checkpoint's folder, where tools look for them.
 
     Files on the same disk are linked, and take no space again.
     """
@@ -96,6 +99,10 @@ def add_graphs(exports: Iterable[Exported], folder: Path) -> None:
                 renamed = exported.quantize is not None and part.suffix == ".onnx"
                 for name in _HUB_NAMES[str(exported.quantize)] if renamed else (part.name,):
                     _link(part, folder / "onnx" / name)
+        elif isinstance(exported, OpenVinoExport):
+            (folder / "openvino").mkdir(exist_ok=True)
+            for part in sorted(exported.folder.glob(f"{exported.file.stem}.*")):
+                _link(part, folder / "openvino" / part.name)
 
 
 def link_files(source: Path, target: Path) -> None:
@@ -103,6 +110,11 @@ def link_files(source: Path, target: Path) -> None:
     target.mkdir()
     for part in sorted(path for path in source.iterdir() if path.is_file()):
         _link(part, target / part.name)
+
+
+def _format(exported: Exported) -> Format:
+    """Return the format of an export."""
+    return "gguf" if isinstance(exported, GgufExport) else "onnx" if isinstance(exported, OnnxExport) else "openvino"
 
 
 def _link(source: Path, target: Path) -> None:
@@ -116,6 +128,8 @@ def _runtime_of(exported: Exported) -> str | None:
     """Return the runtime on which an export was compared with torch; None if it was not, or has several graphs."""
     if isinstance(exported, GgufExport):
         return None if exported.parity is None else "llamacpp"
+    if isinstance(exported, OpenVinoExport):
+        return exported.runtime
     if len(exported.files) > 1:
         return None
     known = {name: runtime.requested for name, runtime in RUNTIMES.items() if issubclass(runtime, OnnxRuntime)}
@@ -132,6 +146,5 @@ def keep_file(forms: Forms, form: JudgedForm, folder: Path, *, same: bool) -> st
     export = forms.export("slim" if same else form.model, forms.read_by(form.runtime, form.bits))
     place = export.folder
     if place.parent != folder:
-        kind = "gguf" if isinstance(export, GgufExport) else "onnx"
-        place = place.rename(folder / f"{form.model}-{kind}-{form.bits}")
+        place = place.rename(folder / f"{form.model}-{_format(export)}-{form.bits}")
     return (place.relative_to(folder) / export.file.relative_to(export.folder)).as_posix()

@@ -94,10 +94,11 @@ class Forms:
     def read_by(self, runtime: str, bits: str | None = None) -> ExportOptions:
         """Return the options of the export that a runtime reads to compute in some bits, by default the export's own.
 
-        The bits of the run's own quantised export are served by that export.
+        The bits of the run's own quantised ONNX export are served by that export.
         """
         options = self.exporter.options
-        return options if bits is not None and bits == options.quantize else options.unquantized.read_by(runtime, bits)
+        own = bits is not None and bits == options.quantize and bits not in RUNTIMES[runtime].calibrated
+        return options if own and options.format == "onnx" else options.unquantized.read_by(runtime, bits)
 
     def export(self, name: str, options: ExportOptions) -> Exported:
         """Return the export of a model; a quantised one is made from the plain one, if there is one."""
@@ -117,7 +118,7 @@ class Forms:
         place = self.folder / f"{Path(name).name}-{sum(made == name for made, _ in self._exports)}"
         plain = self._exports.get((name, options.unquantized))
         if options.quantize and isinstance(plain, OnnxExport):
-            return self.exporter.quantize(plain, place)
+            return self.exporter.quantize(plain, place, options)
         return self.exporter.export(self._models[name], place, options)
 
     def plain_onnx(self, name: str) -> OnnxExport:

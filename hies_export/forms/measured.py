@@ -10,17 +10,21 @@ from torch import Tensor
 from ..units import PrunableModule
 from .cascade.export import CascadeOptions
 from .compare import time_on
+from .exports import ExportOptions
 from .form import Forms
 from .gguf.export import GgufExport
 from .measure import counts
 from .measure.counts import Both, FlopCount, FlopsByLayer, Shape, StoredBytes
 from .measure.rows import LatencyRow
 from .measure.timing import Timing
-from .onnx.quantize import Quantize
 
-# The form that forms of a quantised model are compared with, and the runtime for each number of bits.
+# The form that forms of a quantised model are compared with, and the runtime of each quantised export.
 _FULL = ("onnxruntime-cpu", "float32")
-_QUANTIZED = {"int8": "onnxruntime-cpu-int8", "int4": "onnxruntime-cpu"}
+_QUANTIZED = {
+    ("onnx", "int8"): "onnxruntime-cpu-int8",
+    ("onnx", "int4"): "onnxruntime-cpu",
+    ("openvino", "int8"): "openvino",
+}
 
 
 @dataclass(frozen=True)
@@ -30,18 +34,19 @@ class MeasureOptions:
     ways: tuple[tuple[str, str | None], ...]
     timing: Timing
 
-    def ways_to_judge(self, quantize: Quantize | None, cascade: CascadeOptions | None) -> list[tuple[str, str]]:
+    def ways_to_judge(self, export: ExportOptions, cascade: CascadeOptions | None) -> list[tuple[str, str]]:
         """Return the runtimes and bits to judge both models in: those measured, those exported, and float32.
 
         Empty if all are float32, unless a cascade is compared with them.
         """
         ways = [(name, bits) for name, bits in self.ways if bits is not None]
-        if quantize is not None:
+        if export.quantize is not None:
             fewer = [way for way in ways if way[1] != "float32"]
-            ways = [_FULL, (_QUANTIZED[quantize], quantize), *fewer]
+            own = _QUANTIZED[export.format, export.quantize], export.quantize
+            ways = list(dict.fromkeys([_FULL, own, *fewer]))
         if cascade is not None:
-            own = [] if cascade.quantize else [(cascade.runtime, cascade.bits)]
-            return list(dict.fromkeys([_FULL, *ways, *own]))
+            served = [] if cascade.quantize else [(cascade.runtime, cascade.bits)]
+            return list(dict.fromkeys([_FULL, *ways, *served]))
         return [] if all(bits == "float32" for _, bits in ways) else ways
 
 

@@ -34,6 +34,7 @@ from ..forms.judged import ratios, time_forms, time_forms_on_rows
 from ..forms.measure.machine import machine_facts
 from ..forms.on_rows import mixed
 from ..forms.onnx.quantize import Quantize
+from ..forms.runtimes.base import RUNTIMES
 from ..forms.sizes import cut_sizes, join_sizes
 from ..progress import Progress
 from ..recipe import FLOPS_TO_TRY, BudgetSection, DeploySection, KeepBudget, PruneSection, TimedSection
@@ -183,7 +184,7 @@ class Search:
             tried[tried.index(way)] = replace(way, judged=one.choice.budget.judged, flops=one.flops)
             found.append(one)
         sizes = self._add_cascades(found) if looks.cascades else {}
-        quantize: Quantize | None = "int8" if any(way.bits == "int8" and not way.problem for way in tried) else None
+        quantize: Quantize | None = "int8" if any(_in_onnx_int8(way) and not way.problem for way in tried) else None
         exporter = self._prepared.exporter
         exporter = replace(exporter, options=replace(exporter.options, quantize=quantize))
         if found:
@@ -249,7 +250,11 @@ class Search:
         exported = forms.exporter.options.unquantized in forms.exports_of("dense")
         if not exported or self.late:
             return {}
-        able = [way for way in self._dense.ways if way.runtime in CASCADED and way.problem is None]
+        able = [
+            way
+            for way in self._dense.ways
+            if way.runtime in CASCADED and way.problem is None and way.bits not in RUNTIMES[way.runtime].calibrated
+        ]
         ways = sorted(able, key=lambda way: way.dense_ratio or 0.0)[:SEARCHED]
         rows, answers = prepared.rows.promised, answers_of(prepared)
         cuts = cut_sizes(forms, FLOPS_TO_TRY, _cuts(prepared, self._chooser, found[0].choice if found else None))
@@ -343,6 +348,11 @@ def choose_size(
     sizes = [one.tried if one.form is None else replace(one.tried, time=next(times)) for one in joined]
     _, best = min((size.time, number) for number, size in enumerate(sizes) if size.time is not None)
     return Decided(choice=joined[best].cut, cascade=asked, sizes=tuple(sizes))
+
+
+def _in_onnx_int8(way: DeployWay) -> bool:
+    """Return whether a way runs an ONNX file in 8 bits."""
+    return way.bits == "int8" and way.bits not in RUNTIMES[way.runtime].calibrated
 
 
 def answers_of(prepared: Prepared) -> torch.Tensor:

@@ -19,6 +19,7 @@ from ..forms.judged import JudgedForm
 from ..forms.measure.contention import OtherWork
 from ..forms.measure.machine import machine_facts
 from ..forms.measured import Measurements
+from ..forms.onnx.export import OnnxExport
 from ..kinds import ATTENTION
 from ..report.card import render_card
 from ..report.details import Details
@@ -169,6 +170,7 @@ def _export_details(exported: Exported) -> dict[str, Any]:
     if isinstance(exported, GgufExport):
         parity = asdict(exported.parity) if exported.parity else None
         return {"gguf": {"architecture": exported.architecture, "types": exported.types, "parity": parity}}
+    assert isinstance(exported, OnnxExport)  # OpenVINO's format is made from it
     return {"onnx": {"inputs": exported.inputs, "outputs": exported.outputs, "fused": exported.fused_ops}}
 
 

@@ -27,11 +27,11 @@ from ..forms.deployment import Deployment, fastest_kept
 from ..forms.exports import Exported, Exporter, ExportOptions, check_exports, export_formats, require_exporters
 from ..forms.files import CASCADE, add_graphs, judge_exported, keep_file, link_files
 from ..forms.form import Form, Forms
+from ..forms.gguf.export import GgufExport
 from ..forms.judged import judge_forms, time_forms, time_forms_on_rows
 from ..forms.measure.contention import CpuWatch, OtherWork
 from ..forms.measure.counts import Both
 from ..forms.measured import Measurements, measure_both
-from ..forms.onnx.export import OnnxExport
 from ..forms.runtimes.base import RUNTIMES
 from ..model.sentence import TextEncoder
 from ..progress import SILENT, Clock, Progress
@@ -84,7 +84,9 @@ def run(
         return _run_found(recipe, recipe.deploy, overwrite, command, progress)
     with processes.together():
         refuse_existing(recipe.output, overwrite=overwrite, inputs=recipe.inputs)
-        formats = export_formats(recipe.export.options, runtimes_of(recipe))
+        timed = recipe.goal.timed
+        dtypes = (*recipe.measure.dtypes, None if timed is None else timed.dtype)
+        formats = export_formats(recipe.export.options, runtimes_of(recipe), dtypes)
         require_exporters(formats)
         progress.stage("load the model and the data")
         resolved = resolve(recipe)
@@ -97,7 +99,7 @@ def run(
             prepared.processor,
             uneven=uneven,
             skips=bool(constraints.skippable),
-            quantize=recipe.export.quantize,
+            quantize=recipe.export.quantize if recipe.export.format == "onnx" else None,
         )
         with output_folder(recipe.output, overwrite=overwrite) as folder:
             return run_stages(resolved, folder, command, progress)
@@ -269,13 +271,14 @@ def _export(
 ) -> dict[ExportOptions, Exported]:
     """Export the slim model into the folder of a run, and quantise the export if asked."""
     options = exporter.options
-    kind = "ONNX" if options.format == "onnx" else "GGUF"
+    plain = options.unquantized
     with clock("export"):
-        progress.stage(f"export to {kind}, and compare with torch")
-        found = {options.unquantized: exporter.export(model, folder / options.format, options.unquantized)}
+        progress.stage(f"export to {plain.format.upper()}, and compare with torch")
+        found = {plain: exporter.export(model, folder / plain.format, plain)}
         if options.quantize:
             progress.stage(f"quantise to {options.quantize}, and compare with float32")
-            found[options] = exporter.quantize(found[options.unquantized], folder / f"onnx-{options.quantize}")
+            place = folder / f"{options.format}-{options.quantize}"
+            found[options] = exporter.quantize(found[plain], place, options)
     return found
 
 
@@ -311,7 +314,7 @@ def _judge_deployed(
     running: list[Form] = []
     whole, judge = judge, judge.on_dense_index()
     if not prepared.task.in_parts:  # models in several graphs have no forms
-        ways = answer.ways if answer else resolved.measure.ways_to_judge(options.quantize, asked)
+        ways = answer.ways if answer else resolved.measure.ways_to_judge(options, asked)
         running = [forms.form(name, *way) for way in ways for name in (("dense",) if same else ("dense", "slim"))]
         if asked is not None and joined is not None:
             running.append(Form.of_cascade(joined, asked))
@@ -353,7 +356,7 @@ def _serve(model: TextEncoder, exports: Mapping[ExportOptions, Exported], deploy
     found = deployed.deployment
     if found is None:
         exported = [*exports.values()][-1]
-        assert isinstance(exported, OnnxExport)
+        assert not isinstance(exported, GgufExport)
         file, runtime, dtype = exported.file, exported.runtime, None
     elif found.form is not None and found.file is not None:
         form = deployed.forms[found.form]

@@ -183,6 +183,12 @@ class PruningRecipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _calibrated_is_an_encoder(self) -> PruningRecipe:
+        if self.export.format == "openvino" and (TASKS[self.task].generative or TASKS[self.task].in_parts):
+            raise ValueError(f"export.format openvino is for encoders, got task: {self.task}; set it to onnx")
+        return self
+
+    @model_validator(mode="after")
     def _rows_are_apart(self) -> PruningRecipe:
         held_out, evaluation = self.held_out, self.evaluation
         if held_out is not None and held_out.split == evaluation.split and evaluation.rows == "first":

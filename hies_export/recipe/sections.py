@@ -237,8 +237,8 @@ class TimedSection(Section):
         batch: Rows in a batch.
         sequence: Tokens in a row. Leave it out for image models (it follows from the image size) and vision-language
             models (it follows from the prompts).
-        dtype: Dtype that the runtime computes in, such as "bfloat16" on openvino or "q8_0" on llamacpp; by default that
-            of the export.
+        dtype: Dtype that the runtime computes in, such as "bfloat16" or "int8" on openvino or "q8_0" on llamacpp; by
+            default that of the export.
     """
 
     runtime: Runtime = "onnxruntime-cpu"
@@ -606,7 +606,9 @@ class ExportSection(Section):
     """The model in the format of another runtime.
 
     Attributes:
-        format: "onnx" writes an ONNX folder, "gguf" a GGUF file for llama.cpp (decoders like LLaMA's only).
+        format: "onnx" writes an ONNX folder, "gguf" a GGUF file for llama.cpp (decoders like LLaMA's only). "openvino",
+            with `quantize: int8`, writes the ONNX folder and, calibrated on 300 of the rows that refit the model, or
+            else score it, OpenVINO's own files to `openvino-int8/` (encoders only).
         provider: Execution provider that an ONNX graph is fused for.
         dtype: Dtype that the weights are stored in: float32 or float16; in a GGUF file also bfloat16, q8_0 or q4_0.
         quantize: "int8" also writes the ONNX graph with its linear layers in 8 bits, to `onnx-int8/`; for decoders
@@ -614,7 +616,7 @@ class ExportSection(Section):
             models are then judged and timed in float32 and in these bits.
     """
 
-    format: Literal["onnx", "gguf"] = "onnx"
+    format: Literal["onnx", "openvino", "gguf"] = "onnx"
     provider: Literal["cpu", "cuda", "tensorrt"] = "cpu"
     dtype: Literal["float32", "float16", "bfloat16", "q8_0", "q4_0"] = "float32"
     quantize: Literal["int8", "int4"] | None = None
@@ -628,6 +630,11 @@ class ExportSection(Section):
 
     @model_validator(mode="after")
     def _fits_the_format(self) -> ExportSection:
+        if self.format == "openvino" and self.quantize != "int8":
+            raise ValueError(
+                f"format: openvino needs quantize: int8, got {self.quantize}; set it, or set format: onnx, which "
+                "OpenVINO reads as it is"
+            )
         if self.quantize and self.format == "gguf":
             raise ValueError(f"quantize belongs to format: onnx, got {self.quantize} for gguf; set dtype: q8_0 or q4_0")
         if self.quantize and (self.provider, self.dtype) != ("cpu", "float32"):
@@ -635,7 +642,7 @@ class ExportSection(Section):
                 f"quantize: {self.quantize} needs provider: cpu and dtype: float32, got {self.provider} and "
                 f"{self.dtype}; leave them out"
             )
-        if self.format == "onnx" and self.dtype not in ("float32", "float16"):
+        if self.format != "gguf" and self.dtype not in ("float32", "float16"):
             raise ValueError(f"dtype must be float32 or float16 for format: onnx, got {self.dtype}; set format: gguf")
         if self.format == "gguf" and self.provider != "cpu":
             raise ValueError(f"provider belongs to format: onnx, got {self.provider} for format: gguf; leave it out")
@@ -684,7 +691,7 @@ class MeasureSection(Section):
     """
 
     runtimes: tuple[Runtime, ...] = ("torch", "onnxruntime-cpu")
-    dtypes: tuple[Literal["float32", "float16", "bfloat16", "q8_0", "q4_0"], ...] = ()
+    dtypes: tuple[Literal["float32", "float16", "bfloat16", "int8", "q8_0", "q4_0"], ...] = ()
     shapes: tuple[tuple[int, ...], ...] = ()
     repeats: int = Field(30, ge=2)
     min_seconds: float = Field(0.0, ge=0)

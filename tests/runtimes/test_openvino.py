@@ -93,7 +93,7 @@ def test_what_it_refuses(openvino, folder, tmp_path):
     (folder / "decoder_model_merged.onnx").touch()
     with pytest.raises(RecipeError, match="must be a single graph, and .* has the parts of a vision-language model"):
         load_runtime("openvino", folder)
-    with pytest.raises(RequestError, match="a dtype must be one of float32, bfloat16 on openvino, got 'float16'"):
+    with pytest.raises(RequestError, match="a dtype must be one of float32, bfloat16, int8 on openvino, got 'float16'"):
         check_dtypes(["float16"], ["openvino"])
 
 

@@ -20,7 +20,7 @@ from ..runtimes.llamacpp import installed_version as node_llama_cpp_version
 def machine_facts() -> dict[str, Any]:
     """Return the processor, GPU and library versions of this machine, without host name, user or paths."""
     gpu = gpu_facts()
-    packages = ("torch", "transformers", "onnxruntime", "onnxruntime-gpu", "openvino", "optimum")
+    packages = ("torch", "transformers", "onnxruntime", "onnxruntime-gpu", "openvino", "nncf", "optimum")
     return {
         "python": platform.python_version(),
         **{name.replace("-", "_"): _version(name) for name in packages},

@@ -88,7 +88,8 @@ def quantize_onnx(
         copy_beside(exported, staging)
         size = save_program(program, staging / QUANTIZED_FILE)
         (staging / "ort_config.json").write_text(json.dumps(_ort_config(bits), indent=2) + "\n", encoding="utf-8")
-        max_abs = _compared(exported.file, staging / QUANTIZED_FILE, batch)
+        runtimes = (OnnxRuntime(f, threads=torch.get_num_threads()) for f in (exported.file, staging / QUANTIZED_FILE))
+        max_abs = largest_difference(*(runtime.compute(batch) for runtime in runtimes))
     return replace(
         exported,
         folder=folder,
@@ -156,18 +157,17 @@ def _check(quantize: str, provider: str, dtype: str, *, decodes: bool, parts: in
         )
 
 
-def _compared(dense: Path, quantised: Path, batch: Mapping[str, Any]) -> float:
+def largest_difference(dense: Mapping[str, np.ndarray], quantised: Mapping[str, np.ndarray]) -> float:
     """Return the largest absolute difference between the outputs of two graphs, if within the tolerance."""
-    one, other = (OnnxRuntime(f, threads=torch.get_num_threads()).compute(batch) for f in (dense, quantised))
-    for name, wanted in one.items():
-        apart = float(np.sqrt(np.mean((wanted - other[name]) ** 2)))
+    for name, wanted in dense.items():
+        apart = float(np.sqrt(np.mean((wanted - quantised[name]) ** 2)))
         size = float(np.sqrt(np.mean(wanted**2)))
         if not apart <= TOLERANCE * size:
             raise ParityError(
                 f"the quantised graph must agree with the float32 graph to {TOLERANCE:.0%}, but its {name} are "
                 f"{apart:.2g} away from {size:.2g} (root mean square); nothing was kept: export without quantize"
             )
-    return max(float(np.abs(wanted - other[name]).max(initial=0.0)) for name, wanted in one.items())
+    return max(float(np.abs(wanted - quantised[name]).max(initial=0.0)) for name, wanted in dense.items())
 
 
 def _ort_config(bits: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from ...tasks.behaviour import stacked
 # The execution provider that an ONNX graph is exported for.
 Provider = Literal["cpu", "cuda", "tensorrt"]
 # Formats of exports.
-Format = Literal["onnx", "gguf"]
+Format = Literal["onnx", "gguf", "openvino"]
 
 RUNTIMES: dict[str, type[Runtime]] = {}
 
@@ -49,6 +49,8 @@ class Runtime(ABC):
     # Those in which it can compute a float32 graph; the constructor then also takes `dtype`. For others, the graph
     # itself is exported in them.
     hints: ClassVar[tuple[str, ...]] = ()
+    # Those in which it computes only a graph of its own format, which is calibrated on rows.
+    calibrated: ClassVar[tuple[str, ...]] = ()
     loads: ClassVar[int] = 1  # how often a comparison loads the models; more than 1 if copies of one differ in time
     # Kernels compute a layer's width in blocks of this size, so that a width takes the time of the next multiple.
     # Latency budgets assume no saving in between. ONNX Runtime on one core with AVX-512, a feed-forward block

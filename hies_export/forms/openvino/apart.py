@@ -1,0 +1,120 @@
+"""Compute the neurons with the largest activations beside the others, so that these need no scale as wide.
+
+A scale of 8 bits covers the largest activation of all neurons of a layer. In BERT-like models one or two neurons of a
+layer reach four times what any other reaches, and leave a quarter of the levels to those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ..runtimes.graphs import Rewrite, drop_unused
+
+# Neurons of a layer that are set apart: as many as a kernel computes in the time of one.
+APART = 16
+_ELEMENTWISE = {
+    *(
+        "Add",
+        "BiasGelu",
+        "Cast",
+        "Clip",
+        "Div",
+        "Elu",
+        "Erf",
+        "FastGelu",
+        "Gelu",
+        "HardSigmoid",
+        "HardSwish",
+        "Identity",
+    ),
+    *("LeakyRelu", "Mish", "Mul", "Pow", "QuickGelu", "Relu", "Sigmoid", "Softplus", "Sqrt", "Sub", "Swish", "Tanh"),
+}
+
+
+class _NotNeuronsError(Exception):
+    """A value is not computed neuron by neuron."""
+
+
+def readers(graph: Any) -> dict[str, Any]:
+    """Return the layers of a graph that read neurons, by the name of what they read."""
+    return {node.inputs[0].name: node for node in graph if _matrix(node) is not None and _are_neurons(node.inputs[0])}
+
+
+def set_apart(graph: Any, largest: Mapping[str, np.ndarray]) -> set[str]:
+    """Compute some neurons of each layer apart, in place; return the names of what is computed from them alone.
+
+    `largest` has the largest absolute activation of each neuron, by the name of what a layer reads.
+    """
+    named = set()
+    for name, node in readers(graph).items():
+        order = np.argsort(-largest[name], kind="stable")
+        # Half the range is one bit more for all others.
+        if len(order) <= 2 * APART or largest[name][order[APART]] > largest[name][order[0]] / 2:
+            continue
+        new, matrix, products = Rewrite(graph, node), _matrix(node), []
+        assert matrix is not None
+        for neurons in (np.sort(order[APART:]), np.sort(order[:APART])):
+            states = _narrowed(new, node.inputs[0], neurons, len(order))
+            products.append(new("MatMul", states, new.constant(matrix[neurons])))
+        named.add(products[-1].name)
+        total = new("Add", *products)
+        new.finish(new("Add", total, node.inputs[2]) if len(node.inputs) > 2 and node.inputs[2] is not None else total)
+    _drop_unused(graph)
+    return named
+
+
+def _matrix(node: Any) -> np.ndarray | None:
+    """Return the constant matrix (inputs, outputs) that a layer multiplies by; None for other nodes."""
+    plain = not any(node.attributes.get_int(name, 0) for name in ("transA", "transBatchA", "transBatchB"))
+    plain = plain and all(node.attributes.get_float(name, 1.0) == 1.0 for name in ("alpha", "beta"))
+    if node.op_type not in ("MatMul", "Gemm") or not plain or node.inputs[1].const_value is None:
+        return None
+    matrix = node.inputs[1].const_value.numpy()
+    if matrix.ndim != 2:
+        return None
+    return matrix.T if node.attributes.get_int("transB", 0) else matrix
+
+
+def _are_neurons(value: Any) -> bool:
+    """Return whether a value is computed by elementwise operators, one of them an activation, from linear layers."""
+    seen, stack, bends = 0, [value], False
+    while stack:
+        node = stack.pop().producer()
+        if node is None or node.op_type not in _ELEMENTWISE:
+            return False
+        bends |= node.op_type not in ("Add", "Mul", "Sub", "Div", "Cast", "Identity")
+        for given in node.inputs:
+            if given is None or given.const_value is not None:
+                continue
+            if given.producer() is not None and _matrix(given.producer()) is not None:
+                seen += 1
+            else:
+                stack.append(given)
+    return bends and seen > 0
+
+
+def _narrowed(new: Rewrite, value: Any, neurons: np.ndarray, width: int) -> Any:
+    """Return a value that has only some of its neurons, computed anew."""
+    if value is None:
+        return None
+    if value.const_value is not None:
+        array = value.const_value.numpy()
+        return new.constant(array[..., neurons]) if array.shape[-1:] == (width,) else value
+    node = value.producer()
+    if (matrix := _matrix(node)) is not None:
+        product = new("MatMul", node.inputs[0], new.constant(matrix[:, neurons]))
+        bias = node.inputs[2] if len(node.inputs) > 2 else None
+        return product if bias is None else new("Add", product, _narrowed(new, bias, neurons, width))
+    inputs = [_narrowed(new, given, neurons, width) for given in node.inputs]
+    return new(node.op_type, *inputs, domain=node.domain, **{a.name: a for a in node.attributes.values()})
+
+
+def _drop_unused(graph: Any) -> None:
+    """Remove what only removed layers read."""
+    for node in reversed(list(graph)):
+        if not any(output.uses() or output.is_graph_output() for output in node.outputs):
+            graph.remove(node, safe=True)
+    drop_unused(graph)

@@ -1,0 +1,234 @@
+"""Quantise an exported encoder to 8 bits for OpenVINO by NNCF's post-training quantisation."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from ...checkpoint.folders import new_folder, refuse_existing
+from ...errors import ExportError, RequestError, require_package
+from ...progress import quiet
+from ..onnx.export import OnnxExport, copy_beside, export_onnx, save_program
+from ..onnx.inputs import read_values
+from ..onnx.quantize import largest_difference
+from ..runtimes.openvino import OPENVINO_FILE, OpenVinoRuntime, name_tensors
+from ..runtimes.ort import OnnxRuntime, input_array
+from .apart import APART, readers, set_apart
+
+# Rows to calibrate on, at most: the default of NNCF's `subset_size`.
+ROWS = 300
+# How much of an activation's range SmoothQuant moves to the weights: half, as in its paper,
+# https://arxiv.org/abs/2211.10438. NNCF's default is 0.95.
+SMOOTHING = 0.5
+
+# OpenVINO computes it in float in any case; rounding its inputs would only cost time and precision.
+_ATTENTION = "ScaledDotProductAttention"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class OpenVinoExport:
+    """An encoder in OpenVINO's own format, whose linear layers are in 8 bits."""
+
+    folder: Path  # the folder, with the graph, config.json and the processor's files
+    file: Path  # the graph, `openvino_model.xml`; its weights are in the .bin beside it
+    bytes: int  # size of graph and weights in bytes
+    max_abs: float  # largest absolute difference from the float32 graph
+    layers: Mapping[str, int]  # number of linear layers by dtype, `int8` and `float32`
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    files: tuple[str, ...] = (OPENVINO_FILE, OPENVINO_FILE.replace(".xml", ".bin"))
+    quantize: str = "int8"
+    runtime: str = "openvino"
+
+
+def require_nncf() -> None:
+    """Raise MissingRuntimeError, which says what to install, if OpenVINO or NNCF is missing."""
+    OpenVinoRuntime.require()
+    require_package("nncf", who="int8 on OpenVINO needs", package="NNCF", extra="openvino")
+
+
+def quantize_openvino(
+    exported: OnnxExport,
+    folder: str | Path,
+    *,
+    rows: Sequence[Mapping[str, Any]],
+    overwrite: bool = False,
+) -> OpenVinoExport:
+    """Quantise an exported encoder for OpenVINO: `openvino_model.xml`, its weights, and `openvino_config.json`.
+
+    Embeddings, and weights and inputs of linear layers, are in 8 bits: the inputs with scales from the rows, after
+    SmoothQuant, and with corrected biases. Where a few neurons reach far more than all others, 16 of the layer are
+    computed apart, in float. Attention and everything else stay in float too, which the runtime computes in bfloat16 on
+    processors that have it.
+
+    Args:
+        exported: An export of an encoder by `export_onnx` for provider cpu in float32; its folder stays as it is.
+        folder: Where to write; appears only when everything is written and checked.
+        rows: Batches of rows like those to be served. The first 300 rows are used, without padding.
+        overwrite: Replace an existing folder.
+
+    Returns:
+        The quantised graph; `max_abs` is its largest difference from the float32 graph on the first batch.
+
+    Raises:
+        MissingRuntimeError: OpenVINO or NNCF is not installed.
+        OutputExistsError: The folder exists and `overwrite` is off, or it is that of the export.
+        RequestError: There are no rows; or the export decodes, has several graphs, is for another provider, or is not
+            in float32.
+        ExportError: NNCF failed.
+        ParityError: The outputs of both graphs are more than 30 % apart (root mean square); nothing is kept.
+
+    Examples:
+        >>> exported = export_onnx(slim, folder / "onnx", batch=batches[0])
+        >>> quantize_openvino(exported, folder / "openvino-int8", rows=batches).file.name
+        'openvino_model.xml'
+    """
+    require_nncf()
+    check_calibrated(exported.provider, exported.dtype, decodes=exported.decodes or len(exported.files) > 1, rows=rows)
+    folder = Path(folder)
+    refuse_existing(folder, overwrite=overwrite, inputs={"export": exported.folder})
+    import openvino
+
+    with new_folder(folder, overwrite=overwrite) as staging:
+        copy_beside(exported, staging)
+        graph, settings = _quantised(exported.file, rows)
+        openvino.save_model(graph, str(staging / OPENVINO_FILE), compress_to_fp16=False)
+        (staging / "openvino_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        max_abs = _compared(exported.file, staging / OPENVINO_FILE, rows[0])
+        size = sum(part.stat().st_size for part in staging.glob(f"{Path(OPENVINO_FILE).stem}.*"))
+    layers, names = settings["layers"], (exported.inputs, exported.outputs)
+    return OpenVinoExport(folder, folder / OPENVINO_FILE, size, max_abs, layers, *names)
+
+
+def export_openvino(
+    model: PreTrainedModel,
+    folder: str | Path,
+    *,
+    batch: Mapping[str, Any],
+    processor: Any = None,
+    rows: Sequence[Mapping[str, Any]],
+    overwrite: bool = False,
+) -> OpenVinoExport:
+    """Export an encoder to ONNX, and quantise the graph for OpenVINO; see `export_onnx` and `quantize_openvino`."""
+    require_nncf()
+    check_calibrated("cpu", "float32", decodes=model.can_generate(), rows=rows)
+    refuse_existing(Path(folder), overwrite=overwrite)
+    with TemporaryDirectory(prefix="hies-float32-") as temporary:
+        exported = export_onnx(model, Path(temporary) / "onnx", batch=batch, processor=processor)
+        return quantize_openvino(exported, folder, rows=rows, overwrite=overwrite)
+
+
+def check_calibrated(provider: str, dtype: str, *, decodes: bool, rows: Sequence[Mapping[str, Any]] = ({},)) -> None:
+    """Refuse, by a RequestError, what has no calibrated form for OpenVINO."""
+    if decodes:
+        raise RequestError("int8 on OpenVINO is for encoders, got a model that generates; use another runtime, or bits")
+    if (provider, dtype) != ("cpu", "float32"):
+        raise RequestError(f"int8 on OpenVINO needs provider cpu and dtype float32, got {provider} and {dtype}")
+    if not rows:
+        raise RequestError("int8 on OpenVINO needs rows to calibrate on, got none; give some 300 like those to serve")
+
+
+def _quantised(file: Path, rows: Sequence[Mapping[str, Any]]) -> tuple[Any, dict[str, Any]]:
+    """Return a graph in 8 bits by the calibration rows, and how it was made."""
+    with quiet(verbose=logger.isEnabledFor(logging.DEBUG)), TemporaryDirectory(prefix="hies-apart-") as temporary:
+        import nncf
+        import openvino
+        from nncf.quantization.advanced_parameters import AdvancedSmoothQuantParameters
+        from nncf.quantization.range_estimator import RangeEstimatorParametersSet
+
+        core = openvino.Core()
+        names, _, _ = name_tensors(file, core.read_model(str(file)))
+        feeds = list(islice(single_rows(names, rows), ROWS))
+        prepared = Path(temporary) / file.name
+        neurons = _set_apart(file, feeds, prepared)
+        graph = core.read_model(str(prepared))
+        name_tensors(prepared, graph)
+        # Of a graph that comes from ONNX, NNCF at times finds operators that are no longer part of it.
+        openvino.save_model(graph, f"{temporary}/{OPENVINO_FILE}", compress_to_fp16=False)
+        graph = core.read_model(f"{temporary}/{OPENVINO_FILE}")
+        apart = [layer.get_friendly_name() for layer in _layers(graph) if layer.output(0).names & neurons]
+        try:
+            found = nncf.quantize(
+                graph,
+                nncf.Dataset(feeds),
+                subset_size=len(feeds),
+                model_type=nncf.ModelType.TRANSFORMER,
+                advanced_parameters=nncf.AdvancedQuantizationParameters(
+                    activations_range_estimator_params=RangeEstimatorParametersSet.MINMAX,
+                    smooth_quant_alphas=AdvancedSmoothQuantParameters(matmul=SMOOTHING),
+                ),
+                ignored_scope=nncf.IgnoredScope(names=apart, types=[_ATTENTION], validate=False),
+            )
+        except Exception as error:  # NNCF has a class for each part of it, and no common one
+            raise ExportError(f"NNCF must quantise {file.name}, and stopped: {error}") from error
+        layers = Counter("int8" if _in_int8(layer) else "float32" for layer in _layers(found))
+    settings = {"method": "nncf.quantize", "rows": len(feeds), "float_neurons": APART * len(neurons)}
+    return found, {"quantization": {**settings, "nncf": nncf.__version__}, "layers": dict(layers)}
+
+
+def _set_apart(file: Path, feeds: Sequence[Mapping[str, np.ndarray]], target: Path) -> set[str]:
+    """Write a graph that computes neurons of large activations apart; return the names of what is made of them."""
+    import onnx_ir
+
+    program = onnx_ir.load(file)
+    largest: dict[str, np.ndarray] = {}
+    if wanted := list(readers(program.graph)):
+        with read_values(file)(wanted) as read:
+            for feed in feeds:
+                for name, states in read(feed).items():
+                    reached = states.flatten(0, -2).abs().amax(0).numpy()
+                    largest[name] = np.maximum(largest.get(name, 0.0), reached)
+    neurons = set_apart(program.graph, largest)
+    program.graph.sort()
+    save_program(program, target)
+    return neurons
+
+
+def _layers(graph: Any) -> list[Any]:
+    """Return the products of a graph by a constant."""
+    return [node for node in graph.get_ops() if node.get_type_name() == "MatMul" and _constant(node.input_value(1))]
+
+
+def _constant(value: Any) -> bool:
+    """Return whether a value follows from constants alone."""
+    node = value.get_node()
+    inputs = node.input_values()
+    return node.get_type_name() == "Constant" or (bool(inputs) and all(map(_constant, inputs)))
+
+
+def _in_int8(layer: Any) -> bool:
+    return layer.input_value(0).get_node().get_type_name() == "FakeQuantize"
+
+
+def single_rows(names: Sequence[str], batches: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, np.ndarray]]:
+    """Yield the inputs of a graph for single rows without their padding, which would widen the ranges."""
+    for batch in batches:
+        arrays = {name: input_array(name, batch, {}) for name in names}
+        mask = batch.get("attention_mask")
+        for row in range(len(next(iter(arrays.values())))):
+            if mask is None:
+                yield {name: array[row : row + 1] for name, array in arrays.items()}
+            else:
+                real = np.asarray(mask[row], dtype=bool)
+                yield {name: array[row : row + 1, real] for name, array in arrays.items()}
+
+
+def _compared(dense: Path, quantised: Path, batch: Mapping[str, Any]) -> float:
+    """Return how far the outputs of two graphs are apart, see `largest_difference`."""
+    threads = torch.get_num_threads()
+    one = OnnxRuntime(dense, threads=threads).compute(batch)
+    other = OpenVinoRuntime(quantised, threads=threads).compute(batch)
+    return largest_difference(one, other)

@@ -1,0 +1,94 @@
+"""Runs and deployments with a form in 8 bits on OpenVINO: files, judged and timed forms, budgets, the command."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.models import save_project
+from support.runs import hies
+
+from hies_export import RecipeError
+from hies_export.forms import deployment
+from hies_export.forms.runtimes.registry import load_runtime
+from hies_export.recipe import PruningRecipe
+from hies_export.tasks import TASKS
+
+
+@pytest.fixture(autouse=True)
+def installed() -> Iterator[None]:
+    for package in ("openvino", "nncf"):
+        pytest.importorskip(package, reason="the extra openvino is not installed")
+    return
+
+
+QUICK = {
+    "calibration": {"samples": 8, "batch_size": 4},
+    "prune": {"criterion": "l2", "budget": {"heads": 0.25}, "compensation": {"method": "least_squares", "samples": 12}},
+    "measure": {"runtimes": [], "shapes": [[2, 16]], "repeats": 2},
+}
+
+
+@pytest.mark.slow
+def test_a_run_writes_judges_and_times_it(tmp_path: Path) -> None:
+    export = {"format": "openvino", "quantize": "int8"}
+    folder = save_project(tmp_path, train=16, validation=20, **QUICK, export=export)
+    assert hies("run", folder / "recipe.yaml") == 0
+    out = folder / "out"
+    assert (out / "onnx" / "model.onnx").is_file()
+    assert {"openvino_model.xml", "openvino_model.bin"} <= {path.name for path in (out / "openvino-int8").iterdir()}
+    linked = {path.name for path in (out / "slim" / "openvino").iterdir()}
+    assert linked == {"openvino_model.xml", "openvino_model.bin"}
+    report = json.loads((out / "report.json").read_text())
+    exported = report["exported"]
+    assert (exported["format"], exported["quantize"], exported["file"]) == (
+        *("openvino", "int8"),
+        "openvino-int8/openvino_model.xml",
+    )
+    assert exported["layers"]["int8"] > 0
+    # Refitted on 12 rows, which it is calibrated on too.
+    settings = json.loads((out / "openvino-int8" / "openvino_config.json").read_text())
+    assert settings["quantization"]["rows"] == 12
+    forms = report["details"]["forms"]
+    assert [(form["model"], form["runtime"], form["bits"]) for form in forms] == [
+        *((model, "onnxruntime-cpu", "float32") for model in ("dense", "slim")),
+        *((model, "openvino", "int8") for model in ("dense", "slim")),
+    ]
+    assert all(form["times"] and form["stability"] is not None for form in forms)
+    assert (forms[3]["quality"], forms[3]["bytes"]) == (exported["quality"]["value"], exported["bytes"])
+
+
+@pytest.mark.slow
+def test_it_is_a_way_to_deploy_and_a_budget_times_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ("openvino", "int8") in deployment.find_ways(TASKS["text-classification"], ["openvino"])
+    budget = {"latency": {"ratio": 0.99, "runtime": "openvino", "dtype": "int8", "batch": 2, "sequence": 16}}
+    fields = QUICK | {"prune": {"criterion": "l2", "budget": budget}}
+    folder = save_project(tmp_path, train=16, validation=20, **fields)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert hies("run", folder / "recipe.yaml") == 0
+    report = json.loads((folder / "out" / "report.json").read_text())
+    assert (report["details"]["budget"]["runtime"], report["details"]["budget"]["dtype"]) == ("openvino", "int8")
+    # As the graph is exported, and in the bits of the budget.
+    timed = [(row["runtime"], row["dtype"]) for row in report["latency"]]
+    assert timed == [("openvino", "float32"), ("openvino", "int8")]
+
+
+def test_the_command_calibrates_on_the_rows_it_is_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = save_project(tmp_path, train=800, validation=4)
+    call = ("export", folder / "model", "--format", "openvino", "-o", tmp_path / "made")
+    assert hies(*call) == 2
+    assert "--format openvino needs --quantize int8, got None" in " ".join(capsys.readouterr().err.split())
+    assert hies(*call, "--quantize", "int8") == 2
+    assert "needs rows to calibrate on; give --data train=FILE" in " ".join(capsys.readouterr().err.split())
+    data = ("--data", f"train={folder / 'train.jsonl'}", "--text", "sentence", "--text", "other")
+    assert hies(*call, "--quantize", "int8", *data, "--json") == 0
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (summary["quantize"], summary["files"]) == ("int8", ["openvino_model.xml", "openvino_model.bin"])
+    model = load_runtime("openvino", tmp_path / "made", threads=1)
+    assert model.dtype == "int8"
+
+
+def test_a_decoder_has_no_such_form(tmp_path: Path) -> None:
+    fields = {"model": "model", "task": "text-generation", "data": {"files": {"train": "a.jsonl"}, "text": "text"}}
+    with pytest.raises(RecipeError, match="export.format openvino is for encoders, got task: text-generation"):
+        PruningRecipe.model_validate(fields | {"export": {"format": "openvino", "quantize": "int8"}, "output": "out"})
