@@ -126,7 +126,8 @@ def try_dense(
         raise PlanError(f"no runtime here serves the dense model: {reasons or 'none is installed, see the extra cpu'}")
     times = [1.0]
     if len(able) > 1:
-        forms.progress.stage("time all forms of the dense model")
+        at = " and ".join(f"{size} x {sequence}" for size, sequence in batches)
+        forms.progress.stage(f"time all forms of the dense model at {at}")
         times = ratios(time_forms(able, batches, progress=forms.progress))
     left = iter(times)
     return DenseForms([way if way.problem else replace(way, dense_ratio=next(left)) for way in tried], judge, forms)

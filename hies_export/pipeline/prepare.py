@@ -18,7 +18,7 @@ from ..evaluate.predict import Predictor, predict
 from ..evaluate.ranking import RowsKind, keeps_predictions, kind_of_rows
 from ..forms.exports import Exporter, ExportOptions
 from ..forms.form import predictor
-from ..forms.measure.shapes import check_shapes, model_shapes
+from ..forms.measure.shapes import RowLength, check_shapes, model_shapes, row_length
 from ..forms.measure.timing import Timing
 from ..kinds import ATTENTION
 from ..model.tokens import first_samples, synthetic_batch
@@ -75,6 +75,7 @@ class Prepared:
     rows: Rows
     judged: Judged
     measured: dict[tuple[int, int], Batch]  # to time with, by (batch, sequence); FLOPs are counted on the first
+    length: RowLength | None  # of the rows, where it stands for a length that was not given
     exporter: Exporter  # for runtimes that read exports
     timing: Timing  # how often cuts are run, for a budget of time
     seed: int  # of the criterion `random`; plans record it
@@ -99,15 +100,24 @@ def prepare(
     task: Task,
     judged: Judged,
     shapes: Sequence[tuple[int, ...]] = (),
+    timed: TimedSection | None = None,
+    deploys: bool = False,
     export: ExportOptions | None = None,
     timing: Timing | None = None,
     seed: int = 0,
 ) -> Prepared:
     """Find the modules of a model that may lose units, and check that it runs on the rows, and at the shapes to time.
 
+    These are the `shapes` given, and that of a budget that is `timed`. If that has no sequence, or if no shapes are
+    given for a search of what `deploys` best, the length is that of the rows.
+
     Only `towers` of a composite model lose units, by default the language model if there is one, and of an
     encoder-decoder all.
     """
+    length = None
+    if not task.in_parts and ((deploys and not shapes) or (timed is not None and timed.sequence is None)):
+        length = row_length(model, rows.held_out or rows.calibration)
+    shapes = _shapes(model, shapes, task, timed, length)
     measured = _measured(model, shapes, rows.calibration[0], task)
     check_model(model, rows.calibration, judged.behaviour)
     check_shapes(model, measured)
@@ -127,19 +137,29 @@ def prepare(
         rows=rows,
         judged=judged,
         measured=measured,
+        length=length,
         exporter=exporter,
         timing=timing or Timing(),
         seed=seed,
     )
 
 
-def shapes_to_measure(
-    model: PreTrainedModel, shapes: Sequence[tuple[int, ...]], task: Task, timed: TimedSection | None
+def _shapes(
+    model: PreTrainedModel,
+    shapes: Sequence[tuple[int, ...]],
+    task: Task,
+    timed: TimedSection | None,
+    length: RowLength | None,
 ) -> list[tuple[int, ...]]:
     """Return the shapes for which a request needs batches: those given, or the usual ones, and its budget's."""
     if task.in_parts:
         return [*(shapes or ((1,), (8,))), *([] if timed is None else [timed.shape])]
-    return [*model_shapes(model, shapes), *([] if timed is None else model_shapes(model, [timed.shape]))]
+    tokens = None if length is None else length.tokens
+    found = model_shapes(model, shapes, sequence=tokens)
+    if timed is None:
+        return [*found]
+    shape = timed.shape if timed.sequence or tokens is None else (timed.batch, tokens)
+    return [*found, *model_shapes(model, [shape])]
 
 
 def _measured(

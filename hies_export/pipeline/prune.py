@@ -59,7 +59,7 @@ from ..values import PruningPlan, Scores
 from .choose import choose
 from .cut import Choice, Slim, cut, save
 from .objects import Unwrapped, unwrap
-from .prepare import Judged, Prepared, Rows, check_options, prepare, shapes_to_measure
+from .prepare import Judged, Prepared, Rows, check_options, prepare
 from .push import push_folder
 from .search import Evaluation, confirm, evaluate
 
@@ -338,8 +338,9 @@ def prune(
         evaluation: How predictions are judged, by the fields of a recipe's `evaluation`: metrics, stability_tolerance
             (of a regression) and threshold (of a multi-label classifier).
         shape: (batch, sequence) for which FLOPs are counted, or (batch,) for images; by default one row of 128 tokens,
-            or fewer if the model takes no more. Models of images and text, and encoder-decoders, are counted on copies
-            of the longest row of the first batch.
+            or fewer if the model takes no more, and under a budget of time without a sequence, one row as long as the
+            batches' rows are at the median. Models of images and text, and encoder-decoders, are counted on copies of
+            the longest row of the first batch.
         seed: Seed of the criterion `random`; the plan records it.
         progress: Shows stages and loops.
 
@@ -390,7 +391,8 @@ def prune(
             processor=processor,
             task=task,
             judged=judged,
-            shapes=shapes_to_measure(model, () if shape is None else (shape,), task, timed),
+            shapes=() if shape is None else (shape,),
+            timed=timed,
             seed=seed,
         )
         if isinstance(asked, PruneSection):

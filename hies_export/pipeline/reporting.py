@@ -127,6 +127,7 @@ def _details(done: Finished, command: str | None) -> Details:
         **({"forms": deployed.forms} if deployed.forms else {}),
         **({"deployment": deployed.deployment} if deployed.deployment else {}),
         **({"cascade": deployed.cascade[1]} if deployed.cascade else {}),
+        **({"row_length": prepared.length} if prepared.length else {}),
         data=_data_facts(done),
         run=asdict(RunRecord.of(asked, command=command, commit=done.resolved.source.commit)),
     )

@@ -41,7 +41,7 @@ from ..recipe.draws import Drawn, Draws, Splits, draw, evaluated
 from ..recipe.promise import Promise, hold_out
 from ..report.provenance import Request
 from ..tasks import COLUMNS, TASKS, Behaviour
-from .prepare import Judged, Prepared, Rows, check_options, prepare, shapes_to_measure
+from .prepare import Judged, Prepared, Rows, check_options, prepare
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,9 @@ def resolve(
         processor=processor,
         task=task,
         judged=judged,
-        shapes=shapes_to_measure(model, recipe.measure.shapes, task, options.goal.timed),
+        shapes=recipe.measure.shapes,
+        timed=options.goal.timed,
+        deploys=recipe.deploy is not None,
         export=recipe.export.options,
         timing=recipe.measure.timing,
         seed=recipe.calibration.seed,

@@ -229,5 +229,6 @@ def _budget_shape(prepared: Prepared, timed: TimedSection) -> tuple[int, int]:
 
     For images and prompts only the batch is compared, because every batch has the same sequence.
     """
+    rows = None if prepared.length is None else prepared.length.tokens
     of_batch = [shape for shape in prepared.measured if shape[0] == timed.batch]
-    return next((shape for shape in of_batch if shape[1] == timed.sequence), of_batch[0])
+    return next((shape for shape in of_batch if shape[1] == (timed.sequence or rows)), of_batch[0])

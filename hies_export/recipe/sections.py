@@ -235,8 +235,9 @@ class TimedSection(Section):
     Attributes:
         runtime: Name of the runtime.
         batch: Rows in a batch.
-        sequence: Tokens in a row. Leave it out for image models (it follows from the image size) and vision-language
-            models (it follows from the prompts).
+        sequence: Tokens in a row; by default the median of the held-out rows, or without these of the calibration rows,
+            rounded up to a multiple of 8 (of an embedding model with queries, of the queries). For image models it
+            follows from the image size, and for vision-language models from the prompts: leave it out.
         dtype: Dtype that the runtime computes in, such as "bfloat16" or "int8" on openvino or "q8_0" on llamacpp; by
             default that of the export.
     """
@@ -686,6 +687,8 @@ class MeasureSection(Section):
         dtypes: Dtypes to time the models in, each on the runtimes that support it; by default torch runs the model as
             it is, and ONNX Runtime the graph as it is exported. The quality of both models is measured in each, too.
         shapes: (batch, sequence) pairs; an image model's sequence follows from its image size, so (batch,) is enough.
+            By default a batch of 1 and of 8, of 128 tokens; for `deploy`, and under a budget of time without a
+            sequence, as long as the rows, see `TimedSection`.
         repeats: Timed runs of each model, at least.
         min_seconds: Continue beyond `repeats` until the runs of a shape have taken this many seconds together.
     """

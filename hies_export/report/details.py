@@ -13,6 +13,7 @@ from ..forms.deployment import Deployment
 from ..forms.judged import JudgedForm
 from ..forms.measure.contention import OtherWork
 from ..forms.measure.counts import Both, FlopsByLayer
+from ..forms.measure.shapes import RowLength
 from ..slim.refit import LayerFit
 from ..slim.siblings import Family
 from .maps import NeuronCount
@@ -39,6 +40,7 @@ class Details(BaseModel):
         deployment: Which form to deploy; None if that was not asked.
         cascade: The parts of the cascade; None if none was asked for.
         forms: Both models in float32 and in fewer bits; the dense one in float32 comes first.
+        row_length: The length of the rows at which was timed; None where the request gave all shapes.
         run: The recipe and what it read, a `RunRecord`.
     """
 
@@ -65,6 +67,7 @@ class Details(BaseModel):
     forms: list[JudgedForm] = Field(default_factory=list)
     deployment: Deployment | None = None
     cascade: CascadeFacts | None = None
+    row_length: RowLength | None = None
     data: DataFacts
     run: dict[str, Any] | None = None
 

@@ -45,7 +45,7 @@ def report_parts(report: Report) -> dict[str, Part]:
     served = "As served" if report.cascade else "In fewer bits"
     at = " x ".join(map(str, layers.shape)) if layers else ""
     parts = {
-        "changed": Part("What changed", comparison_table(report), (text.budget_text(report),)),
+        "changed": Part("What changed", comparison_table(report), (text.budget_text(report), text.length_text(report))),
         "family": Part("", None, (text.family_text(report),)),
         "latency": Part("Latency", *((latency_table(rows), (text.latency_text(rows),)) if rows else ())),
         "served": Part(served, forms_table(report), (text.forms_text(report), text.cascade_text(report))),

@@ -188,6 +188,17 @@ def evaluated_share(report: Report, metric: str | None = None, index: str | None
     return None if slim is None else slim / found.dense
 
 
+def length_text(report: Report) -> str:
+    """Return where the length of the timed rows comes from; empty if the request gave it."""
+    found = report.details.row_length
+    if found is None:
+        return ""
+    return (
+        f"Where no length was asked for, rows of {found.tokens} tokens were timed: the median of {found.rows:,} rows "
+        f"of the data is {found.median:g}, rounded up."
+    )
+
+
 def _tried(count: int, what: str) -> str:
     return f"{count} {what} was tried" if count == 1 else f"{count} {what}s were tried"
 

@@ -117,6 +117,38 @@ def test_a_row_gets_the_same_answer_in_any_batch() -> None:
         np.testing.assert_allclose(alone, together[row], rtol=1e-5, atol=1e-5 * np.abs(together).max())
 
 
+def test_layers_that_read_as_many_tokens_share_their_zero_points() -> None:
+    weights = [RNG.normal(size=(WIDTH, WIDTH)).astype(np.float32) for _ in range(3)]
+    nodes = [helper.make_node("MatMul", [f"x{i}", f"w{i}"], [f"x{i + 1}"], name=f"l{i}") for i in range(2)]
+    # The rows of the last layer are others.
+    nodes.append(helper.make_node("ReduceMean", ["x2", "axis"], ["mean"], name="mean", keepdims=0))
+    nodes.append(helper.make_node("MatMul", ["mean", "w2"], ["y"], name="l2"))
+    given = helper.make_tensor_value_info("x0", TensorProto.FLOAT, ["batch", "sequence", WIDTH])
+    found = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", WIDTH])
+    constants = [numpy_helper.from_array(weight, f"w{i}") for i, weight in enumerate(weights)]
+    constants.append(numpy_helper.from_array(np.array([1]), "axis"))
+    model = helper.make_model(
+        helper.make_graph(nodes, "g", [given], [found], constants),
+        opset_imports=[helper.make_opsetid("", 20)],
+        ir_version=10,
+    )
+    program = onnx_ir.from_proto(onnx.shape_inference.infer_shapes(model))
+    quantize_graph(program.graph)
+    quantised = onnx_ir.to_proto(program)
+    kinds = Counter(node.op_type for node in quantised.graph.node)
+    assert (kinds["MatMulIntegerToFloat"], kinds["Expand"]) == (3, 2)
+    session = onnxruntime.InferenceSession(quantised.SerializeToString())
+    for shape in ((1, 3, WIDTH), (4, 2, WIDTH)):
+        states = RNG.normal(size=shape).astype(np.float32)
+        expected = states.reshape(-1, WIDTH)
+        for weight in weights[:2]:
+            expected = rounded(expected) @ rounded(weight.T).T
+        expected = rounded(expected.reshape(shape).mean(axis=1)) @ rounded(weights[2].T).T
+        np.testing.assert_allclose(
+            session.run(None, {"x0": states})[0], expected, rtol=0, atol=5e-3 * np.abs(expected).max()
+        )
+
+
 def test_zeros_stay_zeros() -> None:
     program = onnx_ir.from_proto(graph())
     for name in ("table", "bias"):
@@ -203,3 +235,27 @@ def test_attention_is_the_same_by_the_faster_operator(scale: float | None, maske
     np.testing.assert_allclose(outputs["attention alone"], outputs["float32"], rtol=0, atol=1e-5 * scale_of)
     error = np.sqrt(np.mean((outputs["int8"] - outputs["float32"]) ** 2) / np.mean(outputs["float32"] ** 2))
     assert 0 < error < 0.03
+
+
+def test_queries_keys_and_values_are_one_product_and_what_rounding_by_hand_gives() -> None:
+    model = attention(None, masked=False)
+    weights = {value.name: numpy_helper.to_array(value) for value in model.graph.initializer}
+    program = onnx_ir.from_proto(model)
+    quantize_graph(program.graph)
+    kinds = Counter(node.op_type for node in program.graph)
+    assert (kinds["DynamicQuantizeLinear"], kinds["MatMulIntegerToFloat"], kinds["Add"]) == (1, 2, 0)
+    (split,) = (node for node in program.graph if node.op_type == "Split")
+    program.graph.outputs.extend(split.outputs)
+    states = RNG.normal(size=(2, 5, WIDTH)).astype(np.float32)
+    session = onnxruntime.InferenceSession(onnx_ir.to_proto(program).SerializeToString())
+    _, *found = session.run(None, {"x": states})
+    # One scale and one zero point for all tokens.
+    low, high = min(states.min(), 0), max(states.max(), 0)
+    step = (high - low) / np.float32(255)
+    zero = np.rint(-low / step)
+    read = (np.clip(np.rint(states / step) + zero, 0, 255) - zero) * step
+    query, _, value = np.split(weights["b"], 3)
+    # The bias of keys changes no attention.
+    for name, bias, product in zip("qkv", (query, 0, value), found, strict=True):
+        expected = read @ rounded(weights[name].T).T + bias
+        np.testing.assert_allclose(product, expected, rtol=0, atol=5e-3 * np.abs(expected).max())

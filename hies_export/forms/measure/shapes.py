@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from ...errors import RequestError, quoted, root_cause
@@ -14,10 +17,48 @@ from .counts import Shape, count_flops
 
 # More tokens than any machine runs at once; a larger batch would fill the memory before a model sees it.
 MOST_TOKENS = 2**24
+# The length of a data set's rows is rounded up to a multiple of so many tokens.
+ROUNDED = 8
 
 
-def model_shapes(model: PreTrainedModel, shapes: Sequence[Sequence[int]]) -> list[Shape]:
+@dataclass(frozen=True)
+class RowLength:
+    """The length that stands for the rows of a data set where a request names none.
+
+    Attributes:
+        tokens: The median, rounded up to a multiple of `ROUNDED`, at most the model's longest sequence.
+        median: Median number of tokens of the rows.
+        rows: How many rows there are: of an embedding model with queries, the queries.
+    """
+
+    tokens: int
+    median: float
+    rows: int
+
+
+def row_length(model: PreTrainedModel, batches: Sequence[Mapping[str, Any]]) -> RowLength | None:
+    """Return the length of the rows of batches of text; None for images, whose tokens follow from their size."""
+    if model.main_input_name == "pixel_values":
+        return None
+    lengths: list[int] = []
+    for batch in batches:
+        ids = batch["input_ids"]
+        mask = batch.get("attention_mask", torch.ones_like(ids)).flatten(0, -2)
+        # Documents are embedded once, and queries while somebody waits.
+        asked = batch["query"] >= 0 if "query" in batch else torch.ones(len(mask), dtype=torch.bool)
+        lengths += mask[asked].sum(-1).tolist()
+    median = statistics.median(lengths)
+    longest = longest_sequence(model.config) or math.inf
+    return RowLength(int(min(ROUNDED * math.ceil(median / ROUNDED), longest)), median, len(lengths))
+
+
+def model_shapes(
+    model: PreTrainedModel, shapes: Sequence[Sequence[int]], *, sequence: int | None = None
+) -> list[Shape]:
     """Return the (batch, sequence) pairs to measure. For an image model, the sequence follows from the image size.
+
+    Without shapes, they are a batch of 1 and of 8, of `sequence` tokens, by default 128 or the most that the model
+    takes.
 
     Raises RequestError if the shape of a text model has no sequence, or one longer than its positions, or a shape has
     more than `MOST_TOKENS`.
@@ -36,7 +77,7 @@ def model_shapes(model: PreTrainedModel, shapes: Sequence[Sequence[int]]) -> lis
         synthetic_batch(model, batch=1, sequence=shape[1])
     if shapes:
         return [(shape[0], shape[1]) for shape in shapes]
-    sequence = min(128, longest_sequence(model.config) or 128)
+    sequence = sequence or min(128, longest_sequence(model.config) or 128)
     return [(1, sequence), (8, sequence)]
 
 

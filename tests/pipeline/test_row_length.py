@@ -1,0 +1,108 @@
+"""The length that is timed where a request names none: that of the user's own rows, counted by hand."""
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.models import bert, image_batch, save_project, vit
+from support.reports import make_report, terminal
+
+from hies_export.forms.measure.shapes import row_length
+from hies_export.pipeline.resolve import resolve
+from hies_export.pipeline.targets import timed_on
+from hies_export.recipe import PruningRecipe
+
+
+def masked(*lengths: int) -> dict[str, torch.Tensor]:
+    mask = torch.tensor([[position < length for position in range(max(lengths))] for length in lengths]).long()
+    return {"input_ids": torch.ones_like(mask), "attention_mask": mask}
+
+
+def test_the_length_is_the_median_of_the_real_tokens_rounded_up() -> None:
+    found = row_length(bert(), [masked(3, 9, 30), masked(17, 11)])
+    assert found is not None
+    assert (found.median, found.tokens, found.rows) == (11, 16, 5)
+    whole = row_length(bert(), [{"input_ids": torch.ones(2, 8, dtype=torch.long)}])
+    assert whole is not None
+    assert (whole.median, whole.tokens) == (8, 8)
+    choices = {name: value[:, None].repeat(1, 2, 1) for name, value in masked(5, 7).items()}
+    assert row_length(bert(), [choices]).rows == 4  # type: ignore[union-attr]
+    assert row_length(vit(), [image_batch()]) is None
+
+
+def test_the_length_is_one_that_the_model_takes() -> None:
+    longest = bert().config.max_position_embeddings
+    short = bert(max_position_embeddings=longest - 3)
+    found = row_length(short, [masked(longest - 4)])
+    assert found is not None
+    assert found.tokens == longest - 3
+
+
+def test_of_queries_and_documents_only_queries_count() -> None:
+    batch = masked(5, 60, 6, 50) | {"query": torch.tensor([0, -1, 1, -1]), "document": torch.tensor([-1, 0, -1, 1])}
+    found = row_length(bert(), [batch])
+    assert found is not None
+    assert (found.median, found.tokens, found.rows) == (5.5, 8, 2)
+
+
+def recipe_of(folder: Path, budget: dict[str, Any], shapes: list[list[int]]) -> PruningRecipe:
+    """A project whose calibration rows have 6 to 14 words, in two sentences, and three special tokens."""
+    save_project(
+        folder,
+        train=60,
+        validation=40,
+        calibration={"samples": 20, "batch_size": 10},
+        prune={"budget": budget, "criterion": "l2"},
+        measure={"runtimes": ["torch"], "shapes": shapes, "repeats": 2},
+    )
+    return PruningRecipe.from_yaml(folder / "recipe.yaml")
+
+
+def words(file: Path) -> int:
+    """Return the median number of tokens of a file's rows."""
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    return round(statistics.median(len(f"{row['sentence']} {row['other']}".split()) + 3 for row in rows))
+
+
+@pytest.mark.parametrize(
+    ("timed", "shapes", "wanted"),
+    [
+        ({}, [], [(1, 16), (8, 16)]),
+        ({"batch": 3}, [], [(1, 16), (8, 16), (3, 16)]),
+        ({"batch": 3}, [[3, 30]], [(3, 30), (3, 16)]),
+        ({"batch": 3, "sequence": 20}, [[2, 30]], [(2, 30), (3, 20)]),
+        ({"batch": 3, "sequence": 20}, [], [(1, 64), (8, 64), (3, 20)]),
+    ],
+)
+def test_a_budget_of_time_without_a_sequence_times_the_rows_length(
+    timed: dict[str, int], shapes: list[list[int]], wanted: list[tuple[int, int]], tmp_path: Path
+) -> None:
+    recipe = recipe_of(tmp_path, {"latency": {"ratio": 0.8, "runtime": "torch", **timed}}, shapes)
+    assert 8 < words(tmp_path / "train.jsonl") <= 16
+    resolved = resolve(recipe)
+    assert list(resolved.prepared.measured) == wanted
+    assert (resolved.prepared.length is None) == ("sequence" in timed)
+    batch = timed_on(resolved.prepared, resolved.options).batch["input_ids"]
+    assert batch.shape == (timed.get("batch", 8), timed.get("sequence", 16))
+
+
+@pytest.mark.parametrize(("shapes", "wanted"), [([], [(1, 16), (8, 16)]), ([[2, 30]], [(2, 30)])])
+def test_what_to_deploy_is_timed_at_the_rows_length(
+    shapes: list[list[int]], wanted: list[tuple[int, int]], tmp_path: Path
+) -> None:
+    recipe = recipe_of(tmp_path, {"heads": 0.5}, shapes).to_deploy(keep=0.5)
+    assert list(resolve(recipe).prepared.measured) == wanted
+
+
+def test_other_budgets_count_flops_as_before(tmp_path: Path) -> None:
+    prepared = resolve(recipe_of(tmp_path, {"flops": 0.8}, [])).prepared
+    assert (list(prepared.measured), prepared.length) == ([(1, 64), (8, 64)], None)
+
+
+def test_the_report_says_where_the_length_comes_from() -> None:
+    shown = terminal(make_report(row_length={"tokens": 16, "median": 12.5, "rows": 581}))
+    assert "rows of 16 tokens were timed: the median of 581 rows of the data is 12.5, rounded up." in shown
+    assert "was asked for" not in terminal(make_report())
