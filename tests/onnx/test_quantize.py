@@ -76,7 +76,8 @@ def test_a_folder_has_optimums_names_and_gives_nearly_the_same(
     # The layers of attention cut to 5 of 8 heads are 128 x 80; pooler and blocks are larger, the classifier is not.
     assert (found.quantize, found.layers) == ("int8", {"int8": 9, "float32": 5})
     kinds = Counter(node.op_type for node in onnx.load(found.file).graph.node)
-    assert (kinds["MatMulIntegerToFloat"], kinds["MatMul"] + kinds["Gemm"]) == (9, 5)
+    # Queries, keys and values of the other attention are one product.
+    assert (kinds["MatMulIntegerToFloat"], kinds["MatMul"] + kinds["Gemm"]) == (7, 5)
     one, two = logits(exported.file, batch), logits(found.file, batch)
     assert found.max_abs == pytest.approx(np.abs(one - two).max(), rel=1e-3)
     assert 0 < np.sqrt(np.mean((one - two) ** 2)) < 0.1 * np.sqrt(np.mean(one**2))

@@ -89,6 +89,7 @@ def test_the_command_calibrates_on_the_rows_it_is_given(tmp_path: Path, capsys: 
 
 
 def test_a_decoder_has_no_such_form(tmp_path: Path) -> None:
-    fields = {"model": "model", "task": "text-generation", "data": {"files": {"train": "a.jsonl"}, "text": "text"}}
+    data = {"files": {"train": "a.jsonl"}, "text": "text"}
+    fields = {"model": "model", "task": "text-generation", "data": data, "prune": {"budget": {"heads": 0.5}}}
     with pytest.raises(RecipeError, match="export.format openvino is for encoders, got task: text-generation"):
         PruningRecipe.model_validate(fields | {"export": {"format": "openvino", "quantize": "int8"}, "output": "out"})

@@ -271,7 +271,7 @@ def test_auto_is_judged_on_rows_that_nothing_else_saw(done: Run, monkeypatch: py
     assert (draws.scoring, draws.held_out, draws.compensation, draws.apart) == (20, 90, 60, True)
     reader = resolve_module._reader(done.recipe, resolve_module._Found.of(done.recipe), prepared.processor)
     load = partial(reader.load, files=done.recipe.data.files)
-    splits = resolve_module._splits(done.recipe)
+    splits = resolve_module.splits_of(done.recipe)
     found = draws_module.draw(splits, load, options, draws)
     drawn = load("train", samples=150, shuffle_seed=0)
     assert [*found.held_out] == [*drawn.select(range(60, 150))]
