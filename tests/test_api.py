@@ -17,6 +17,8 @@ from hies_export.errors import HiesError
 PUBLIC = {name: getattr(hies_export, name) for name in hies_export.__all__}
 FUNCTIONS = {name: value for name, value in PUBLIC.items() if inspect.isfunction(value)}
 CLASSES = {name: value for name, value in PUBLIC.items() if inspect.isclass(value)}
+# A package of an extra that an example needs.
+NEEDED = {"quantize_openvino": "nncf"}
 # Those of whole folders, which examples/ run and of decoders.
 WITHOUT_EXAMPLE = {"bench", "deploy", "export_gguf", "generate_text", "push_to_hub", "run"}
 
@@ -43,6 +45,8 @@ def examples() -> list[doctest.DocTest]:
 
 @pytest.mark.parametrize("example", examples(), ids=lambda example: example.name)
 def test_examples_run(example: doctest.DocTest, stages: dict[str, Any], tmp_path: Path) -> None:
+    if example.name in NEEDED:
+        pytest.importorskip(NEEDED[example.name])
     example.globs = PUBLIC | stages | {"folder": tmp_path, "torch": torch}
     said: list[str] = []
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)

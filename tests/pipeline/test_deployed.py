@@ -101,7 +101,9 @@ def test_all_forms_of_both_models_stand_side_by_side(quantised: Path, capsys: py
     assert forms[0].quality == report.quality.dense
     assert forms[1].stability == report.stability
     assert forms[1].bytes == report.bytes.onnx
-    assert forms[3].bytes == report.exported.bytes < forms[2].bytes < forms[0].bytes
+    # Layers of the slim attention are too small for 8 bits.
+    assert forms[3].bytes == report.exported.bytes < forms[1].bytes
+    assert forms[2].bytes < forms[0].bytes / 3
     assert [[(at.batch, at.sequence, at.phase) for at in form.times] for form in forms] == [
         [(2, 16, "forward"), (1, 8, "forward")]
     ] * 4
