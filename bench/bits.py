@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from forms import SHAPES, bytes_of, print_base, time_cells
+from forms import SHAPES, bytes_of, print_base, print_times, time_cells
 from models import DEBERTA, LLAMA_SMALL, MPNET, WIDTHS, Shape, cut_like, llama
 from transformers import PreTrainedModel
 
@@ -181,11 +181,7 @@ def print_shape(shape: Shape, plan: Path) -> None:
         timed = compare_forms([*served.values()], batches, timing=Timing(repeats=30))
     count = count_parameters(model) / 1e6
     print(f"\n## {shape.name}, {count:.1f} M parameters, random weights, {flops.ratio:.2f} of the FLOPs\n")
-    steps = [f"{phase} {b} x {s}" for (b, s), phase in timed]
-    print(f"| | {' | '.join(steps)} |\n| --- |" + " --- |" * len(steps))
-    for name, times in zip(served, time_cells(timed, len(served)), strict=True):
-        print(f"| {' | '.join([name, *times])} |")
-    print_base(timed)
+    print_times("", served, timed)
 
 
 def spread(shares: Sequence[float]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,15 @@ def times_of(timed: Mapping[Step, list[LatencyComparison]], count: int) -> list[
             found = {"ratio": ratio.median, "low": ratio.low, "high": ratio.high, "noisy": one.noisy}
             rows[-1].append({"batch": batch, "sequence": sequence, **found})
     return rows
+
+
+def print_times(name: str, names: Iterable[str], timed: Mapping[Step, list[LatencyComparison]]) -> None:
+    """Print the times of all forms, by their names, in a table that begins with a `name`, and that of the first."""
+    steps, names = [f"{phase} {batch} x {sequence}" for (batch, sequence), phase in timed], [*names]
+    print(f"| {name} | {' | '.join(steps)} |\n| --- |" + " --- |" * len(steps))
+    for one, times in zip(names, time_cells(timed, len(names)), strict=True):
+        print(f"| {' | '.join([one, *times])} |")
+    print_base(timed)
 
 
 def print_base(timed: Mapping[Step, list[LatencyComparison]]) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from forms import print_base, time_cells
+from forms import print_times
 from models import LLAMA_SMALL, llama
 from torch import Tensor
 
@@ -61,7 +61,7 @@ def main() -> None:
                 table.add(f"int4, {layers}, {how}", in_onnx(fewer, batches), fewer.bytes)
         for how, model in (("nearest", prepared.model), ("rows", rounded(prepared.model, rows))):
             table.add(f"Q4_0, {how}", in_torch(as_stored(model, "q4_0"), batches))
-    print_times(options.rounds)
+    print_times_of_llama(options.rounds)
     facts = machine_facts()
     print(", ".join(f"{key} {facts[key]}" for key in ("cpu", "threads", "torch", "onnxruntime") if facts.get(key)))
 
@@ -106,7 +106,7 @@ def in_torch(model: Any, batches: Sequence[Any]) -> Iterator[Tensor]:
             yield model(input_ids=batch["input_ids"]).logits[:, :-1].log_softmax(-1)
 
 
-def print_times(rounds: int) -> None:
+def print_times_of_llama(rounds: int) -> None:
     """Print times of 4 bits, without and with the bias that keeps means, to float32."""
     shape = llama("LLaMA", **LLAMA_SMALL)
     model = shape.build(device="cpu", dtype=torch.float32)
@@ -120,11 +120,8 @@ def print_times(rounds: int) -> None:
             )
             forms[f"int4, {how}, {fewer.bytes / 1e6:.1f} MB"] = Form("dense", "onnxruntime-cpu", fewer.folder)
         timed = compare_forms([*forms.values()], batches, timing=Timing(repeats=rounds))
-    steps = [f"{phase} {b} x {s}" for (b, s), phase in timed]
-    print(f"\n| LLaMA of 56 M | {' | '.join(steps)} |\n| --- |" + " --- |" * len(steps))
-    for name, times in zip(forms, time_cells(timed, len(forms)), strict=True):
-        print(f"| {' | '.join([name, *times])} |")
-    print_base(timed)
+    print()
+    print_times("LLaMA of 56 M", forms, timed)
 
 
 if __name__ == "__main__":

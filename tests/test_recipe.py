@@ -4,6 +4,7 @@ from typing import Any
 import pytest
 import yaml
 from support.models import save_project, write_rows
+from support.runs import held_out_and_evaluated
 
 from hies_export.errors import RecipeError, RequestError
 from hies_export.pipeline.resolve import resolve
@@ -179,14 +180,7 @@ def test_held_out_rows_of_the_evaluated_split_are_not_evaluated(tmp_path: Path) 
         """Return the token ids of the held-out and the evaluated rows."""
         changes = {name.replace("__", "."): value for name, value in changes.items()}
         found = resolve(PruningRecipe.from_yaml(tmp_path / "recipe.yaml", changes))
-        return [
-            sorted(
-                tuple(ids[mask.bool()].tolist())
-                for batch in batches
-                for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
-            )
-            for batches in (found.prepared.rows.held_out, found.evaluation)
-        ]
+        return held_out_and_evaluated(found)
 
     (every,) = [rows(held_out=None)[1]]
     held_out, evaluated = rows()

@@ -14,7 +14,7 @@ from ..data.targets import inputs_of
 from ..model.modes import evaluating, output_alone
 from ..model.watch import watch
 from .ridge import Spread
-from .stream import LIMIT_BYTES
+from .stream import LIMIT_BYTES, grouped
 
 Batch: TypeAlias = Mapping[str, Any]
 # What opens a model to read inputs of layers: their names -> a function of a batch -> name -> (..., inputs).
@@ -33,13 +33,7 @@ def spreads(
 
     A group of inputs whose moments fit the limit takes a pass over the batches.
     """
-    group: list[str] = []
-    for name, width in widths.items():
-        if group and 8 * sum(widths[other] ** 2 for other in group) + 8 * width**2 > limit_bytes:
-            yield from _pass(group, widths, opens, batches, centred)
-            group = []
-        group.append(name)
-    if group:
+    for group in grouped([*widths], [8 * width**2 for width in widths.values()], limit_bytes):
         yield from _pass(group, widths, opens, batches, centred)
 
 

@@ -16,6 +16,7 @@ logger = logging.getLogger(__name__)
 LIMIT_BYTES = 4 << 30
 
 T = TypeVar("T")
+Item = TypeVar("Item")
 
 
 class Stream(ABC, Generic[T]):
@@ -82,16 +83,14 @@ class Stream(ABC, Generic[T]):
                 yield module, found.get(module.name) if self._kept is not None else found.pop(module.name, None)
 
 
-def grouped(
-    modules: Sequence[PrunableModule], sizes: Sequence[int], limit_bytes: float
-) -> tuple[tuple[PrunableModule, ...], ...]:
-    """Return consecutive modules in groups whose sizes add up to no more than the limit, each at least one module."""
-    groups: list[list[PrunableModule]] = []
+def grouped(items: Sequence[Item], sizes: Sequence[int], limit_bytes: float) -> tuple[tuple[Item, ...], ...]:
+    """Return consecutive items in groups whose sizes add up to no more than the limit, each at least one item."""
+    groups: list[list[Item]] = []
     left = 0.0
-    for module, size in zip(modules, sizes, strict=True):
+    for item, size in zip(items, sizes, strict=True):
         if not groups or size > left:
             groups.append([])
             left = limit_bytes
-        groups[-1].append(module)
+        groups[-1].append(item)
         left -= size
     return tuple(map(tuple, groups))

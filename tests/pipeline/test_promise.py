@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support.models import save_project, save_regressor, save_stories
+from support.runs import held_out_and_evaluated
 
 from hies_export.data.rows import take
 from hies_export.data.targets import samples_of
@@ -34,18 +35,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def recipe_of(folder: Path, **fields: Any) -> PruningRecipe:
     return PruningRecipe.from_yaml(folder / "recipe.yaml", {k.replace("__", "."): v for k, v in fields.items()})
-
-
-def rows_of(found: Resolved) -> list[list[tuple[int, ...]]]:
-    """Return the token ids of the rows that are promised on, and of those that judge."""
-    return [
-        sorted(
-            tuple(ids[mask.bool()].tolist())
-            for batch in batches
-            for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
-        )
-        for batches in (found.prepared.rows.held_out, found.evaluation)
-    ]
 
 
 def counts(found: Resolved) -> tuple[int, int]:
@@ -97,19 +86,21 @@ def test_run_and_deploy_promise_on_the_same_rows(
         folder = save_project(tmp_path, train=150, validation=40, prune={"budget": {"keep": 0.8}, "alpha": 0.5})
     recipe = recipe_of(folder, prune__budget={"keep": keep}, calibration__samples=20)
     run, deploy = resolve(recipe), resolve(recipe.to_deploy(keep=keep))
-    assert rows_of(run) == rows_of(deploy)
+    assert held_out_and_evaluated(run) == held_out_and_evaluated(deploy)
     assert run.splits.held_out == deploy.splits.held_out
     assert run.splits.held_out.split == "validation"  # type: ignore[union-attr]
     # Together they are the evaluated split.
-    every = rows_of(resolve(recipe_of(folder, prune__budget={"heads": 0.5})))[1]
-    assert sorted([*rows_of(run)[0], *rows_of(run)[1]]) == every
+    every = held_out_and_evaluated(resolve(recipe_of(folder, prune__budget={"heads": 0.5})))[1]
+    assert sorted([*held_out_and_evaluated(run)[0], *held_out_and_evaluated(run)[1]]) == every
     looks = looks_of(deploy.prepared, KeepBudget(predictions=keep))
     assert (looks.forms, looks.cascades) == (forms, classes and forms == 2)
     assert counts(run) == {(0.8, True): (28, 12), (0.8, False): (26, 14)}.get((keep, classes), (30, 10))
     # What was decided stands in the recipe that the report records, and another seed divides in the same way.
     again = recipe_of(folder, **{name: run.request.fields[name] for name in ("held_out", "evaluation")})
-    assert rows_of(resolve(again)) == rows_of(run)
-    assert rows_of(resolve(recipe.with_overrides({"calibration.seed": 3}))) == rows_of(run)
+    assert held_out_and_evaluated(resolve(again)) == held_out_and_evaluated(run)
+    assert held_out_and_evaluated(resolve(recipe.with_overrides({"calibration.seed": 3}))) == held_out_and_evaluated(
+        run
+    )
 
 
 def test_rows_that_a_recipe_names_are_the_ones(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -182,7 +173,7 @@ def test_blocks_of_text_are_promised_on_and_judged(tmp_path: Path) -> None:
     every = samples_of(resolve(run.with_overrides({"prune.budget": {"heads": 0.5}})).evaluation)
     found = resolve(run)
     assert counts(found) == (2 * every // 3, every - 2 * every // 3)
-    assert rows_of(found) == rows_of(resolve(run.to_deploy(keep=0.5)))
+    assert held_out_and_evaluated(found) == held_out_and_evaluated(resolve(run.to_deploy(keep=0.5)))
 
 
 class Truth:

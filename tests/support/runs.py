@@ -20,6 +20,7 @@ from hies_export.checkpoint.folders import new_folder
 from hies_export.cli.main import main
 from hies_export.evaluate.metrics import METRICS
 from hies_export.forms.onnx.export import OnnxExport, export_onnx
+from hies_export.pipeline.resolve import Resolved
 from hies_export.tasks import TASKS
 from support.models import save_project
 
@@ -88,3 +89,15 @@ def without_tracing() -> Iterator[None]:
             if name.startswith("hies_export.") and not defined_here and vars(module).get("export_onnx") is export_onnx:
                 patch.setattr(module, "export_onnx", write)
         yield
+
+
+def held_out_and_evaluated(found: Resolved) -> list[list[tuple[int, ...]]]:
+    """Return the token ids of the rows that are held out, and of those that are evaluated, each in sorted order."""
+    return [
+        sorted(
+            tuple(ids[mask.bool()].tolist())
+            for batch in batches
+            for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
+        )
+        for batches in (found.prepared.rows.held_out, found.evaluation)
+    ]

@@ -11,36 +11,23 @@ from typing import Any
 
 import numpy as np
 
-from ..runtimes.graphs import Rewrite, drop_unused
+from ..runtimes.graphs import Rewrite, drop_unused, weight_of, with_bias
 
 # Neurons of a layer that are set apart: as many as a kernel computes in the time of one.
 APART = 16
-_ELEMENTWISE = {
-    *(
-        "Add",
-        "BiasGelu",
-        "Cast",
-        "Clip",
-        "Div",
-        "Elu",
-        "Erf",
-        "FastGelu",
-        "Gelu",
-        "HardSigmoid",
-        "HardSwish",
-        "Identity",
-    ),
-    *("LeakyRelu", "Mish", "Mul", "Pow", "QuickGelu", "Relu", "Sigmoid", "Softplus", "Sqrt", "Sub", "Swish", "Tanh"),
-}
-
-
-class _NotNeuronsError(Exception):
-    """A value is not computed neuron by neuron."""
+# Operators that compute each neuron by itself: those that only scale or shift, and those that make an activation.
+_PLAIN = frozenset({"Add", "Cast", "Div", "Identity", "Mul", "Sub"})
+_BENDING = frozenset(
+    {
+        *("BiasGelu", "Clip", "Elu", "Erf", "FastGelu", "Gelu", "HardSigmoid", "HardSwish", "LeakyRelu"),
+        *("Mish", "Pow", "QuickGelu", "Relu", "Sigmoid", "Softplus", "Sqrt", "Swish", "Tanh"),
+    }
+)
 
 
 def readers(graph: Any) -> dict[str, Any]:
     """Return the layers of a graph that read neurons, by the name of what they read."""
-    return {node.inputs[0].name: node for node in graph if _matrix(node) is not None and _are_neurons(node.inputs[0])}
+    return {node.inputs[0].name: node for node in graph if weight_of(node) is not None and _are_neurons(node.inputs[0])}
 
 
 def set_apart(graph: Any, largest: Mapping[str, np.ndarray]) -> set[str]:
@@ -54,28 +41,15 @@ def set_apart(graph: Any, largest: Mapping[str, np.ndarray]) -> set[str]:
         # Half the range is one bit more for all others.
         if len(order) <= 2 * APART or largest[name][order[APART]] > largest[name][order[0]] / 2:
             continue
-        new, matrix, products = Rewrite(graph, node), _matrix(node), []
-        assert matrix is not None
+        new, matrix, products = Rewrite(graph, node), weight_of(node), []
         for neurons in (np.sort(order[APART:]), np.sort(order[:APART])):
             states = _narrowed(new, node.inputs[0], neurons, len(order))
             products.append(new("MatMul", states, new.constant(matrix[neurons])))
         named.add(products[-1].name)
         total = new("Add", *products)
-        new.finish(new("Add", total, node.inputs[2]) if len(node.inputs) > 2 and node.inputs[2] is not None else total)
+        new.finish(with_bias(new, node, total))
     _drop_unused(graph)
     return named
-
-
-def _matrix(node: Any) -> np.ndarray | None:
-    """Return the constant matrix (inputs, outputs) that a layer multiplies by; None for other nodes."""
-    plain = not any(node.attributes.get_int(name, 0) for name in ("transA", "transBatchA", "transBatchB"))
-    plain = plain and all(node.attributes.get_float(name, 1.0) == 1.0 for name in ("alpha", "beta"))
-    if node.op_type not in ("MatMul", "Gemm") or not plain or node.inputs[1].const_value is None:
-        return None
-    matrix = node.inputs[1].const_value.numpy()
-    if matrix.ndim != 2:
-        return None
-    return matrix.T if node.attributes.get_int("transB", 0) else matrix
 
 
 def _are_neurons(value: Any) -> bool:
@@ -83,13 +57,13 @@ def _are_neurons(value: Any) -> bool:
     seen, stack, bends = 0, [value], False
     while stack:
         node = stack.pop().producer()
-        if node is None or node.op_type not in _ELEMENTWISE:
+        if node is None or node.op_type not in _PLAIN | _BENDING:
             return False
-        bends |= node.op_type not in ("Add", "Mul", "Sub", "Div", "Cast", "Identity")
+        bends |= node.op_type in _BENDING
         for given in node.inputs:
             if given is None or given.const_value is not None:
                 continue
-            if given.producer() is not None and _matrix(given.producer()) is not None:
+            if given.producer() is not None and weight_of(given.producer()) is not None:
                 seen += 1
             else:
                 stack.append(given)
@@ -104,7 +78,7 @@ def _narrowed(new: Rewrite, value: Any, neurons: np.ndarray, width: int) -> Any:
         array = value.const_value.numpy()
         return new.constant(array[..., neurons]) if array.shape[-1:] == (width,) else value
     node = value.producer()
-    if (matrix := _matrix(node)) is not None:
+    if (matrix := weight_of(node)) is not None:
         product = new("MatMul", node.inputs[0], new.constant(matrix[:, neurons]))
         bias = node.inputs[2] if len(node.inputs) > 2 else None
         return product if bias is None else new("Add", product, _narrowed(new, bias, neurons, width))

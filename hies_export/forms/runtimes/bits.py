@@ -17,7 +17,7 @@ import torch
 
 from ...calibrate.ridge import Spread
 from ...calibrate.rounding import Blocks, fit_blocks
-from .graphs import Rewrite, drop_unused
+from .graphs import Rewrite, drop_unused, weight_of, with_bias
 
 # Names of values of a graph and their widths -> these names and their centred spreads, in the same order.
 Spreads: TypeAlias = Callable[[Mapping[str, int]], Iterable[tuple[str, Spread]]]
@@ -55,8 +55,8 @@ def quantize_graph(
     attending = [_replace_attention(graph, node) for node in graph if node.op_type == "MultiHeadAttention"]
     tokens: dict[Any, tuple[Any, Any]] = {}
     zeros: dict[Any, Any] = {}
-    layers = [node for node in graph if _weight_of(node) is not None]
-    large = [node for node in layers if _weight_of(node).size >= smallest]
+    layers = [node for node in graph if weight_of(node) is not None]
+    large = [node for node in layers if weight_of(node).size >= smallest]
     few = [node for node in large if bits == 4 and not node.outputs[0].is_graph_output()]
     _quantize_few(graph, few, spreads)
     left = [node for node in large if node not in few]
@@ -85,22 +85,9 @@ def quantize_columns(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.clip(np.rint(matrix / scale), -LEVELS, LEVELS).astype(np.int8), scale
 
 
-def _weight_of(node: Any) -> Any:
-    """Return the constant matrix (inputs, outputs) that a node multiplies by; None for other nodes."""
-    if node.op_type not in ("MatMul", "Gemm", "FusedMatMul"):
-        return None
-    tensor = node.inputs[1].const_value
-    plain = not any(node.attributes.get_int(name, 0) for name in ("transA", "transBatchA", "transBatchB"))
-    plain = plain and all(node.attributes.get_float(name, 1.0) == 1.0 for name in ("alpha", "beta"))
-    if tensor is None or len(tensor.shape) != 2 or tensor.dtype.name != "FLOAT" or not plain:
-        return None
-    matrix = tensor.numpy()
-    return matrix.T if node.attributes.get_int("transB", 0) else matrix
-
-
 def _quantize_layer(graph: Any, node: Any, tokens: dict[Any, tuple[Any, Any]], zeros: dict[Any, Any]) -> None:
     """Replace x W + b by (quantised x) (quantised W), times the scales of columns and of tokens, + b."""
-    states, matrix = node.inputs[0], _weight_of(node)
+    states, matrix = node.inputs[0], weight_of(node)
     new = Rewrite(graph, node)
     if states not in tokens:
         tokens[states] = _quantize_tokens(new, states, matrix.shape[0], zeros)
@@ -108,7 +95,7 @@ def _quantize_layer(graph: Any, node: Any, tokens: dict[Any, tuple[Any, Any]], z
     columns, column_scale = quantize_columns(matrix)
     factors = [integers, new.constant(columns), new.constant(np.float32(1)), new.constant(column_scale)]
     product = new("MatMulIntegerToFloat", *factors, new.constant(np.uint8(ZERO)), domain="com.microsoft")
-    new.finish(_with_bias(new, node, new("Mul", product, scale)))
+    new.finish(with_bias(new, node, new("Mul", product, scale)))
 
 
 def _quantize_projections(graph: Any, nodes: list[Any]) -> None:
@@ -119,7 +106,7 @@ def _quantize_projections(graph: Any, nodes: list[Any]) -> None:
     once: with two of these, a MiniLM takes 0.92 of the time at 1 x 16, 0.99 at 1 x 128, and 1.00 to 1.05 at 8 x 128,
     where the parts are copied out of it.
     """
-    weights = [_weight_of(node) for node in nodes]
+    weights = [weight_of(node) for node in nodes]
     added = [_added(node) for node in nodes]
     biases = [
         np.zeros(weight.shape[1], np.float32) if add is None else add.inputs[1].const_value.numpy()
@@ -154,7 +141,7 @@ def _quantize_few(graph: Any, nodes: list[Any], spreads: Spreads | None) -> None
     readers: dict[str, list[Any]] = {}
     for node in nodes:
         readers.setdefault(node.inputs[0].name, []).append(node)
-    widths = {name: _weight_of(reading[0]).shape[0] for name, reading in readers.items()}
+    widths = {name: weight_of(reading[0]).shape[0] for name, reading in readers.items()}
     for name, spread in dict.fromkeys(widths).items() if spreads is None else spreads(widths):
         for node in readers[name]:
             _quantize_weights(graph, node, spread)
@@ -165,7 +152,7 @@ def _quantize_weights(graph: Any, node: Any, spread: Spread | None) -> None:
 
     Source: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md#com.microsoft.MatMulNBits
     """
-    matrix, new = _weight_of(node), Rewrite(graph, node)
+    matrix, new = weight_of(node), Rewrite(graph, node)
     *arrays, shift = quantize_blocks(matrix, spread)
     inputs = [node.inputs[0], *map(new.constant, arrays)]
     if shift is not None:
@@ -173,7 +160,7 @@ def _quantize_weights(graph: Any, node: Any, spread: Spread | None) -> None:
     # Accuracy level 4: activations are rounded to int8 during the run, and multiplied as integers.
     sizes = {"K": matrix.shape[0], "N": matrix.shape[1], "bits": 4, "block_size": BLOCK, "accuracy_level": 4}
     product = new("MatMulNBits", *inputs, domain="com.microsoft", **sizes)
-    new.finish(_with_bias(new, node, product))
+    new.finish(with_bias(new, node, product))
 
 
 def quantize_blocks(
@@ -205,12 +192,6 @@ def _packed(halves: np.ndarray) -> np.ndarray:
     """Return numbers below 16, two to a byte along the last axis."""
     packed: np.ndarray = halves[..., 0::2] | halves[..., 1::2] << 4
     return packed
-
-
-def _with_bias(new: Rewrite, node: Any, product: Any) -> Any:
-    """Return a product plus the bias of a Gemm that has one."""
-    biased = node.op_type == "Gemm" and len(node.inputs) > 2 and node.inputs[2] is not None
-    return new("Add", product, node.inputs[2]) if biased else product
 
 
 def _quantize_tokens(new: Rewrite, states: Any, width: int, zeros: dict[Any, Any]) -> tuple[Any, Any]:
@@ -245,11 +226,11 @@ def _replace_attention(graph: Any, node: Any) -> list[Any]:
     if node.attributes.get_int("unidirectional", 0) or any(output.uses() for output in node.outputs[1:]):
         return []
     products = list(dict.fromkeys(value.producer() for value in (query, key, value)))
-    if None in products or any(_weight_of(product) is None for product in products):
+    if None in products or any(weight_of(product) is None for product in products):
         return []
     new = Rewrite(graph, node)
     if constant is not None:
-        array, width = constant.numpy(), _weight_of(query.producer()).shape[1]
+        array, width = constant.numpy(), weight_of(query.producer()).shape[1]
         # The bias of keys adds the same to the scores of all keys of a query, so softmax drops it.
         query = new("Add", query, new.constant(array[:width]))
         value = new("Add", value, new.constant(array[2 * width :]))

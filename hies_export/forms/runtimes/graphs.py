@@ -1,4 +1,4 @@
-"""Edit ONNX graphs in place: replace a node by new ones, add constants, and drop unused ones."""
+"""Edit ONNX graphs in place: replace a node by new ones, add constants, drop unused ones, and read linear layers."""
 
 from __future__ import annotations
 
@@ -85,3 +85,22 @@ def drop_unused(graph: Any) -> None:
     """Remove the constants that nothing reads."""
     for name in [name for name, value in graph.initializers.items() if not (value.uses() or value.is_graph_output())]:
         del graph.initializers[name]
+
+
+def weight_of(node: Any) -> Any:
+    """Return the constant matrix (inputs, outputs) that a node multiplies by; None for other nodes."""
+    if node.op_type not in ("MatMul", "Gemm", "FusedMatMul"):
+        return None
+    tensor = node.inputs[1].const_value
+    plain = not any(node.attributes.get_int(name, 0) for name in ("transA", "transBatchA", "transBatchB"))
+    plain = plain and all(node.attributes.get_float(name, 1.0) == 1.0 for name in ("alpha", "beta"))
+    if tensor is None or len(tensor.shape) != 2 or tensor.dtype.name != "FLOAT" or not plain:
+        return None
+    matrix = tensor.numpy()
+    return matrix.T if node.attributes.get_int("transB", 0) else matrix
+
+
+def with_bias(new: Rewrite, node: Any, product: Any) -> Any:
+    """Return a product plus the bias of a Gemm that has one."""
+    biased = node.op_type == "Gemm" and len(node.inputs) > 2 and node.inputs[2] is not None
+    return new("Add", product, node.inputs[2]) if biased else product
