@@ -15,6 +15,7 @@ class Contents(Enum):
     NOTHING = "not there"
     CHECKPOINT = "a checkpoint"
     ONNX = "an ONNX folder"
+    OPENVINO = "an OpenVINO folder"
     GGUF = "a GGUF file"
     RUN = "the folder of a run"
     ADAPTER = f"an adapter without its model; {MERGE}"
@@ -25,6 +26,7 @@ class Contents(Enum):
 
 MUST = "a model must be a folder with a config.json or a Hub id"
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
+_EXPORTS = {"*.onnx": Contents.ONNX, "openvino_model.xml": Contents.OPENVINO, "*.gguf": Contents.GGUF}
 # Files that identify a folder, the most specific first. An export has a config too, but no weights beside it; a pushed
 # run has the files of the checkpoint and the report in one folder.
 _TELLING = {
@@ -45,8 +47,9 @@ def contents(path: str | Path) -> Contents:
     if not path.is_dir():
         return Contents.GGUF if path.suffix == ".gguf" else Contents.OTHER if path.exists() else Contents.NOTHING
     telling = _TELLING
-    if not any(any(path.glob(pattern)) for pattern in _WEIGHTS):
-        telling = {"*.onnx": Contents.ONNX, "*.gguf": Contents.GGUF} | _TELLING
+    weights = (file for pattern in _WEIGHTS for file in path.glob(pattern))
+    if all(file.name == "openvino_model.bin" for file in weights):
+        telling = _EXPORTS | _TELLING
     return next((what for pattern, what in telling.items() if any(path.glob(pattern))), Contents.OTHER)
 
 

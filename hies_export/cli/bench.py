@@ -1,4 +1,4 @@
-"""Compare the latency of two checkpoints, ONNX folders or GGUF files."""
+"""Compare the latency of two checkpoints, ONNX or OpenVINO folders, or GGUF files."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _models(options: Options) -> tuple[str, str]:
         return dense or slim, slim
     exports = _exports(options, first, second)
     if exports is None:
-        welcome = (Contents.ONNX, Contents.GGUF)
+        welcome = (Contents.ONNX, Contents.OPENVINO, Contents.GGUF)
         first, second = (checkpoint_in(str(path), *welcome, progress=options.progress) for path in (first, second))
         return first, second
     for path, export in exports:

@@ -60,10 +60,10 @@ def run(options: Options) -> dict[str, Any]:
     options.progress.stage("load the model")
     if options.format == "gguf":
         return _export_gguf(options)
-    if options.format == "openvino":
-        return _export_openvino(options)
     if is_sentence_transformer(options.model):
         return _export_served(options)
+    if options.format == "openvino":
+        return _export_openvino(options)
     model, rows = load(options.model, dtype=torch.float32), calibration_rows(options)
     options.progress.stage("export to ONNX, and compare with torch")
     images = is_vision_language(model)
@@ -83,7 +83,6 @@ def run(options: Options) -> dict[str, Any]:
 
 def _check_openvino(options: Options) -> None:
     """Refuse what has no form in OpenVINO's own format."""
-    from ..checkpoint.sentence import is_sentence_transformer
     from ..errors import RequestError
     from ..forms.openvino.export import require_nncf
 
@@ -95,11 +94,6 @@ def _check_openvino(options: Options) -> None:
         )
     if not options.data:
         raise RequestError("--format openvino needs rows to calibrate on; give --data train=FILE")
-    if is_sentence_transformer(options.model):
-        raise RequestError(
-            "--format openvino is not for embedding models here; give a recipe with export: {format: openvino, "
-            "quantize: int8} to hies-export run"
-        )
 
 
 def _export_openvino(options: Options) -> dict[str, Any]:
@@ -149,17 +143,22 @@ def _export_served(options: Options) -> dict[str, Any]:
     import torch
 
     from ..checkpoint.sentence import load_sentence
-    from ..forms.onnx.served import export_served
+    from ..forms.exports import ExportOptions
+    from ..forms.openvino.export import check_calibrated
+    from ..forms.served import export_served
 
     model = load_sentence(options.model, dtype=torch.float32)
-    options.progress.stage("export to ONNX, and compare with torch")
+    asked = ExportOptions(options.format, options.provider or "cpu", options.dtype, options.quantize)
+    if options.format == "openvino":
+        check_calibrated(asked.provider, asked.dtype, decodes=False)
+    rows = calibration_rows(options)
+    options.progress.stage("export, and compare with torch")
     exported = export_served(
         model,
         options.output,
+        asked,
         processor=load_processor_if_any(str(model.settings.encoder), model),
-        provider=options.provider or "cpu",
-        dtype=options.dtype,
-        quantize=options.quantize,
+        rows=rows,
         overwrite=options.overwrite,
     )
     found = _report(options, exported)

@@ -1,4 +1,4 @@
-"""Compare the latency of any two checkpoints, ONNX folders or GGUF files."""
+"""Compare the latency of any two checkpoints, ONNX or OpenVINO folders, or GGUF files."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..checkpoint.classes import AGAIN, find_model_class, load_config
+from ..checkpoint.contents import Contents, contents
 from ..checkpoint.loading import load
 from ..data.batches import Batch
 from ..data.processors import load_processor
@@ -38,6 +39,7 @@ from .resolve import rows_in_order
 # What an export is called, and a runtime that reads it.
 _EXPORTED: dict[Format, tuple[str, str]] = {
     "onnx": ("an ONNX folder", "onnxruntime-cpu"),
+    "openvino": ("an OpenVINO folder", "openvino"),
     "gguf": ("a GGUF file", "llamacpp"),
 }
 
@@ -54,17 +56,18 @@ def bench(
     rows: PruningRecipe | None = None,
     progress: Progress = SILENT,
 ) -> list[LatencyRow]:
-    """Compare the latency of two checkpoints, ONNX folders or GGUF files. Give one twice to measure the noise.
+    """Compare the latency of two checkpoints, ONNX or OpenVINO folders, or GGUF files; of one given twice, the noise.
 
     Args:
-        first: What the ratios are relative to: a checkpoint, an ONNX folder, or a GGUF file or its folder. A checkpoint
-            is exported on the fly for runtimes that read ONNX or GGUF; torch runs it on the GPU if there is one.
+        first: What the ratios are relative to: a checkpoint, an ONNX or OpenVINO folder, or a GGUF file or its folder.
+            A checkpoint is exported on the fly for runtimes that read ONNX or GGUF; torch runs it on the GPU if there
+            is one.
         second: What to compare with the first.
-        runtimes: Names of runtimes; by default `torch` if both are checkpoints, `llamacpp` with a GGUF file, and else
-            `onnxruntime-cpu`.
+        runtimes: Names of runtimes; by default `torch` if both are checkpoints, `llamacpp` with a GGUF file, `openvino`
+            with an OpenVINO folder, and else `onnxruntime-cpu`.
         shapes: (batch, sequence) pairs, or (batch,) for images; by default a batch of 1 and of 8.
-        dtypes: Dtypes to run checkpoints in, each on the runtimes that support it; float32 by default. An ONNX folder
-            or a GGUF file keeps its own dtype.
+        dtypes: Dtypes to run checkpoints in, each on the runtimes that support it; float32 by default. A folder or
+            file of an export keeps its own dtype.
         repeats, min_seconds: As in `Timing`; on `rows`, every batch is run once.
         rows: A recipe whose evaluation rows, 512 at most, are run as they come, in place of random ones: the time of a
             cascade depends on them. Only the batch of each shape then counts; by default 1, 8 and 32.
@@ -133,12 +136,14 @@ def _format(folder: Path) -> Format | None:
     """Return the export format of a folder or file; None for a checkpoint."""
     if find_gguf(folder) is not None:
         return "gguf"
+    if contents(folder) is Contents.OPENVINO:
+        return "openvino"
     return "onnx" if any((folder / name).is_file() for name in (ONNX_FILE, QUANTIZED_FILE)) else None
 
 
 def _default_runtimes(folders: Sequence[Path]) -> tuple[str, ...]:
     formats = set(map(_format, folders))
-    return ("llamacpp",) if "gguf" in formats else ("onnxruntime-cpu",) if "onnx" in formats else ("torch",)
+    return next(((_EXPORTED[format][1],) for format in ("gguf", "openvino", "onnx") if format in formats), ("torch",))
 
 
 def _check_request(folders: Sequence[Path], runtimes: Sequence[str], dtypes: Sequence[str]) -> None:
@@ -153,7 +158,7 @@ def _check_request(folders: Sequence[Path], runtimes: Sequence[str], dtypes: Seq
             continue
         what, other = _EXPORTED[format]
         for runtime in runtimes:
-            if RUNTIMES[runtime].reads_models or RUNTIMES[runtime].format != format:
+            if format not in RUNTIMES[runtime].formats():
                 needed = "a checkpoint" if RUNTIMES[runtime].reads_models else _EXPORTED[RUNTIMES[runtime].format][0]
                 raise RequestError(f"runtime {runtime} needs {needed}, but {folder} is {what}; use {other}")
         if dtypes:
@@ -182,7 +187,9 @@ def _exports(folder: Path, place: Path, ways: Sequence[tuple[str, str]]) -> dict
     """Return what runtimes read in some bits: the folder, or the exports of its checkpoint, which is loaded once."""
     ways = [way for way in ways if not RUNTIMES[way[0]].reads_models]
     if _format(folder) is not None:
-        return {way: Form(str(folder), way[0], folder, way[1]) for way in ways}
+        # What is in 8 bits for OpenVINO says itself what else it computes in.
+        own = _format(folder) == "openvino"
+        return {way: Form(str(folder), way[0], folder, None if own else way[1]) for way in ways}
     if not ways:
         return {}
     model = load(folder, dtype=torch.float32)

@@ -26,12 +26,13 @@ from ..evaluate.judge import Judge
 from ..evaluate.metrics import check_metrics
 from ..evaluate.ranking import kind_of_rows
 from ..forms.cascade.cascade import Cascade
+from ..forms.exports import ExportOptions
 from ..forms.measure.counts import Both, FlopCount, count_both_flops, count_parameters
 from ..forms.onnx.export import OnnxExport
 from ..forms.onnx.quantize import Quantize, export_in_bits
-from ..forms.onnx.served import export_served
 from ..forms.runtimes.base import Provider
 from ..forms.runtimes.registry import check_dtypes, check_one_graph, check_runtime
+from ..forms.served import export_served
 from ..model.internals import uncompiled, without_compiler
 from ..model.modes import evaluating
 from ..model.sentence import TextEncoder
@@ -184,17 +185,23 @@ class PruneResult:
             ParityError: ONNX Runtime and torch disagree; nothing is kept.
             RequestError: The model has no such form here.
         """
-        how: dict[str, Any] = {
-            "processor": processor or self.prepared.processor,
-            "provider": provider,
-            "dtype": dtype,
-            "quantize": quantize,
-            "overwrite": overwrite,
-        }
+        processor = processor or self.prepared.processor
         if isinstance(self.slim.model, TextEncoder):
-            return export_served(self.slim.model, folder, **how)
-        rows = self.prepared.exporter.rows
-        return export_in_bits(self.slim.model, folder, batch=_two_rows(self.prepared.sample), rows=rows, **how)
+            options = ExportOptions("onnx", provider, dtype, quantize)
+            served = export_served(self.slim.model, folder, options, processor=processor, overwrite=overwrite)
+            assert isinstance(served, OnnxExport)
+            return served
+        return export_in_bits(
+            self.slim.model,
+            folder,
+            batch=_two_rows(self.prepared.sample),
+            processor=processor,
+            provider=provider,
+            dtype=dtype,
+            quantize=quantize,
+            rows=self.prepared.exporter.rows,
+            overwrite=overwrite,
+        )
 
     def cascade(self, rows: Any, *, disagreement: float, columns: Mapping[str, Any] | None = None) -> Cascade:
         """Leave rows that the slim model is unsure of to the dense one, so that few answers change.

@@ -174,4 +174,11 @@ def test_a_checkpoint_with_a_graph_beside_it_and_what_was_pushed_are_checkpoints
     for name in ("model.onnx", "report.json", "plan.json"):
         (tmp_path / name).write_text("{}")
         assert contents(tmp_path) is Contents.CHECKPOINT
+    for name in ("openvino_model.xml", "openvino_model.bin"):
+        (tmp_path / name).write_text("")
+    assert contents(tmp_path) is Contents.CHECKPOINT
+    for weights in tmp_path.glob("*.safetensors"):
+        weights.unlink()
+    (tmp_path / "model.onnx").unlink()
+    assert contents(tmp_path) is Contents.OPENVINO
     assert contents("user/repository") is Contents.NOTHING

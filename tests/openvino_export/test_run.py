@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 from support.models import save_project
 from support.runs import hies
+from support.sentences import WIDTH, dense, sentence_folder
 
 from hies_export import RecipeError
+from hies_export.checkpoint.served import read_served
 from hies_export.forms import deployment
 from hies_export.forms.runtimes.registry import load_runtime
 from hies_export.recipe import PruningRecipe
@@ -86,6 +88,29 @@ def test_the_command_calibrates_on_the_rows_it_is_given(tmp_path: Path, capsys: 
     assert (summary["quantize"], summary["files"]) == ("int8", ["openvino_model.xml", "openvino_model.bin"])
     model = load_runtime("openvino", tmp_path / "made", threads=1)
     assert model.dtype == "int8"
+    assert hies("bench", folder / "model", tmp_path / "made", "--shape", "1x16", "--repeats", "2", "--json") == 0
+    (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])["latency"]
+    assert (row["runtime"], row["dtype"]) == ("openvino", "float32 / int8")
+    assert hies("bench", tmp_path / "made", "--runtime", "onnxruntime-cpu") == 2
+    assert "needs an ONNX folder, but" in (err := " ".join(capsys.readouterr().err.split()))
+    assert "is an OpenVINO folder; use openvino" in err
+
+
+def test_sentence_transformers_runs_an_embedding_model_in_8_bits(tmp_path: Path) -> None:
+    sentence_transformers = pytest.importorskip("sentence_transformers", reason="sentence-transformers is missing")
+    source = sentence_folder(tmp_path / "dense", [dense(WIDTH, 12), ("Normalize", {}, {})])
+    texts = [f"a{number % 7} b{number % 11} c{number}" for number in range(800)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"sentence": text}) + "\n" for text in texts))
+    data = ("--data", f"train={tmp_path / 'train.jsonl'}", "--text", "sentence")
+    out = tmp_path / "served"
+    assert hies("export", source, "--format", "openvino", "--quantize", "int8", *data, "-o", out) == 0
+    served = read_served(out)
+    assert (served["file"], served["runtime"]) == ("openvino_model.xml", "openvino")
+    ours, theirs = (
+        sentence_transformers.SentenceTransformer(str(folder), device="cpu", trust_remote_code=True).encode(texts)
+        for folder in (out, source)
+    )
+    assert ((ours * theirs).sum(1) > 0.99).all()
 
 
 def test_a_decoder_has_no_such_form(tmp_path: Path) -> None:

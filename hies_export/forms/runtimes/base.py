@@ -67,6 +67,11 @@ class Runtime(ABC):
         return
 
     @classmethod
+    def formats(cls) -> tuple[Format, ...]:
+        """Return the formats of the exports that it reads; none if it reads models."""
+        return () if cls.reads_models else (cls.format, *(("openvino",) if cls.calibrated else ()))
+
+    @classmethod
     def exported_in(cls, dtype: str) -> str:
         """Return the dtype of the graph to export, so that it computes in `dtype`."""
         return "float32" if dtype in cls.hints else dtype

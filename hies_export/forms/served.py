@@ -1,0 +1,45 @@
+"""Export an embedding model to a folder that sentence-transformers runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ..checkpoint.folders import new_folder
+from ..checkpoint.served import write_served
+from ..model.sentence import TextEncoder
+from ..model.tokens import synthetic_batch
+from .exports import Exporter, ExportOptions
+from .onnx.export import OnnxExport
+from .openvino.export import OpenVinoExport
+
+
+def export_served(
+    model: TextEncoder,
+    folder: str | Path,
+    options: ExportOptions,
+    *,
+    processor: Any = None,
+    rows: Sequence[Mapping[str, Tensor]] = (),
+    overwrite: bool = False,
+) -> OnnxExport | OpenVinoExport:
+    """Export an embedding model as `Exporter` does, for `SentenceTransformer(folder, trust_remote_code=True)`.
+
+    The graph gives `sentence_embedding`, (texts, dimension), and `last_hidden_state`, (texts, tokens, width). `rows`
+    are those of `Exporter`.
+    """
+    longest = model.settings.max_length
+    sample = synthetic_batch(model, batch=2, sequence=16 if longest is None else min(16, longest))
+    with new_folder(folder, overwrite=overwrite) as written:
+        exported = Exporter(options, sample, processor, rows).export(model, written / "graph")
+        assert isinstance(exported, OnnxExport | OpenVinoExport)
+        for file in exported.folder.iterdir():
+            file.rename(written / file.name)
+        exported.folder.rmdir()
+        write_served(written, model, file=exported.file.name, runtime=exported.runtime)
+    folder = Path(folder)
+    return replace(exported, folder=folder, file=folder / exported.file.name)
