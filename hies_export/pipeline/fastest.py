@@ -52,6 +52,8 @@ logger = logging.getLogger(__name__)
 
 # Runtimes that run a cascade.
 CASCADED = ("onnxruntime-cpu", "onnxruntime-cpu-int8", "openvino")
+# A cut whose time is predicted from its FLOPs may turn out to be faster than another by this factor.
+UNSURE = 1.1
 # Rows in a batch where the times of cascades of several sizes are compared.
 BATCH = 8
 
@@ -102,6 +104,10 @@ class Answer(Decided):
     def ways(self) -> list[tuple[str, str]]:
         """The ways that work, the dense float32 graph first."""
         return [(way.runtime, way.bits) for way in self.dense.ways if way.problem is None]
+
+
+class _TooSlow(Exception):
+    """No further cut in a way can be the fastest."""
 
 
 @dataclass(frozen=True)
@@ -176,6 +182,10 @@ class Search:
             self._progress.stage(f"search for the largest cut that keeps the promise on {way.runtime} in {way.bits}")
             try:
                 one = self._largest(way)
+            except _TooSlow as reason:
+                self._progress.stage(f"stop the search on {way.runtime} in {way.bits}: {reason}")
+                tried[tried.index(way)] = replace(way, search=str(reason))
+                continue
             except HiesError as error:
                 logger.warning("no cut is deployed on %s in %s: %s", way.runtime, way.bits, error)
                 tried[tried.index(way)] = replace(way, search=str(error))
@@ -220,18 +230,24 @@ class Search:
         return _Found(way, BudgetSection(keep=self._promise), choice, self._chooser.flops_left(choice.plan.kept))
 
     def judge(self, trial: Trial, way: DeployWay) -> tuple[float, float]:
-        """Return the numbers of a cut in one way; the journal may know them, and those that are new are told of."""
+        """Return the numbers of a cut in one way; the journal may know them, and those that are new are told of.
+
+        Raises _TooSlow if the cut breaks the promise, and a smaller one would take longer than one that was found.
+        """
         served, known = not trial.guess, len(self._journal)
         how = trial.runtime, way.bits if served else None, trial.token_weights, self._confidence
         found, low = self._journal.recall(trial.selection, how, trial.judge)
         left = self._chooser.flops_left(trial.selection)
-        if served and trial.promise.having(found, low).met:
-            self._best = min(self._best, (way.dense_ratio or 1.0) * left)
+        takes, met = (way.dense_ratio or 1.0) * left, trial.promise.having(found, low).met
+        if served and met:
+            self._best = min(self._best, takes)
         if len(self._journal) > known:  # and not for the way before this one, or before an interruption
             best = "" if self._best == math.inf else f"; best so far: about {self._best:.2f} of the time"
             assert isinstance(trial.promise, KeepOutcome)
             shown = f"{100 * found:.2f} % {trial.promise.stays}, at least {100 * low:.2f} %"
             self._progress.stage(f"{left:.2f} of the FLOPs on {trial.runtime}: {shown}{best}")
+        if served and not met and takes > UNSURE * self._best:
+            raise _TooSlow(f"with {left:.2f} of the FLOPs it breaks the promise, and with more it takes too long")
         return found, low
 
     @property

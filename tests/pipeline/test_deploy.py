@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from argparse import ArgumentTypeError
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,8 +28,9 @@ from hies_export import (
 )
 from hies_export.cli.deploy import minutes
 from hies_export.forms import deployment
+from hies_export.forms.deployment import DenseForms, try_dense
 from hies_export.forms.form import Form
-from hies_export.pipeline import prepare, targets
+from hies_export.pipeline import fastest, prepare, targets
 from hies_export.pipeline import run as running
 from hies_export.pipeline.fastest import Answer, CutJournal
 from hies_export.pipeline.resolve import requested, resolve
@@ -142,6 +144,39 @@ def test_a_runtime_that_fails_in_the_search_leaves_the_others(
     assert (answer.choice.plan.removed, answer.ways) == (0, [("onnxruntime-cpu", "float32")])
     # What torch judged before is not kept once there is an answer.
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_form_that_cannot_become_the_fastest_is_searched_no_further(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every cut breaks the promise in the slower form, whose dense model takes twice the time."""
+
+    def judge(trial: Trial) -> tuple[float, float]:
+        judged.append(trial.runtime)
+        return (1.0, 1.0) if trial.guess or trial.runtime == "onnxruntime-cpu" else (0.0, 0.0)
+
+    def slowed(*given: Any) -> DenseForms:
+        found = try_dense(*given)
+        fast, slow = (
+            replace(found.ways[0], runtime=name, dense_ratio=ratio)
+            for name, ratio in (("onnxruntime-cpu", 1.0), ("openvino", 2.0))
+        )
+        return replace(found, ways=[fast, slow])
+
+    judged: list[str | None] = []
+    monkeypatch.setattr(targets, "SIZES", 6)
+    monkeypatch.setattr(deployment, "WAYS", {"onnxruntime-cpu": ("float32",)})
+    monkeypatch.setattr(Trial, "judge", judge)
+    monkeypatch.setattr(fastest, "try_dense", slowed)
+    monkeypatch.setattr(fastest, "looks_of", lambda *_: Looks(2))
+    answer = searched(recipe_of(folder, tmp_path / "out"), monkeypatch, keep=0.4)
+    fast, slow = answer.dense.ways
+    assert (fast.search, str(slow.search).partition("FLOPs ")[2]) == (
+        None,
+        "it breaks the promise, and with more it takes too long",
+    )
+    assert answer.served.runtime == "onnxruntime-cpu"
+    assert judged.count("openvino") == 1 < judged.count("onnxruntime-cpu")
 
 
 @pytest.mark.slow
