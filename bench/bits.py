@@ -35,7 +35,7 @@ from hies_export.forms.measure.machine import machine_facts
 from hies_export.forms.measure.timing import Timing
 from hies_export.forms.onnx.export import export_onnx
 from hies_export.forms.onnx.quantize import quantize_onnx
-from hies_export.forms.openvino.export import export_openvino
+from hies_export.forms.openvino.export import export_openvino, quantize_openvino
 from hies_export.pipeline.prepare import Prepared
 from hies_export.pipeline.resolve import resolve
 from hies_export.pipeline.run import run
@@ -178,6 +178,9 @@ def print_shape(shape: Shape, plan: Path) -> None:
                 served[f"{what} int4"] = Form(what, "onnxruntime-cpu", fewer.folder)
             if find_spec("openvino") is not None:
                 served[f"{what} bfloat16, OpenVINO"] = Form(what, "openvino", exported.folder, "bfloat16")
+            if find_spec("nncf") is not None and not model.can_generate():
+                fewer = quantize_openvino(exported, Path(temporary) / f"{what}-openvino", rows=[batches[SHAPES[1]]])
+                served[f"{what} int8, OpenVINO"] = Form(what, "openvino", fewer.folder, "int8")
         timed = compare_forms([*served.values()], batches, timing=Timing(repeats=30))
     count = count_parameters(model) / 1e6
     print(f"\n## {shape.name}, {count:.1f} M parameters, random weights, {flops.ratio:.2f} of the FLOPs\n")

@@ -1,6 +1,6 @@
 """Cut a model in width, in depth (whole modules), and in both, to equal FLOPs and equal time, and print what is kept.
 
-python bench/depth.py OUT stsb sst2 [--ratios 0.7 0.5] [--shape 1x16] [--steps costs models times]
+python bench/depth.py OUT minilm-stsb minilm-sst2 [--ratios 0.7 0.5] [--shape 1x16] [--steps costs models times]
 
 Units are scored once, by `compensated`, and refitted by least squares. "width" keeps a head and a neuron in every
 module, "depth" removes whole attention and feed-forward modules only, and "both" may do either (`min_heads: 0`,
@@ -49,7 +49,7 @@ RUNTIME = "onnxruntime-cpu"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("recipes", nargs="+", help="such as stsb, for recipes/minilm-stsb.yaml")
+    parser.add_argument("recipes", nargs="+", help="such as minilm-stsb, for recipes/minilm-stsb.yaml")
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.7, 0.5], help="of the dense model's cost")
     parser.add_argument("--shape", default="1x16", help="at which a budget of time is met")
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=STEPS)
@@ -79,13 +79,13 @@ def recipe_of(options: argparse.Namespace, name: str) -> PruningRecipe:
             "criterion": "compensated",
             "budget": {"latency": timed},
             # The rows of SST-2 are phrases of few tokens.
-            "compensation": {"method": "least_squares", "samples": 4096 if name == "sst2" else 1024},
+            "compensation": {"method": "least_squares", "samples": 4096 if name == "minilm-sst2" else 1024},
         },
         "calibration.samples": 256,
         "evaluation.samples": None,
     }
     asked = dict(field.split("=", 1) for field in options.fields)
-    return PruningRecipe.from_yaml(RECIPES / f"minilm-{name}.yaml", overrides=fields | asked)
+    return PruningRecipe.from_yaml(RECIPES / f"{name}.yaml", overrides=fields | asked)
 
 
 def write_costs(recipe: PruningRecipe, resolved: Resolved, folder: Path) -> None:
@@ -156,7 +156,7 @@ def print_times(resolved: Resolved, folder: Path, *, title: str) -> None:
     forms = [Form(one["name"], RUNTIME, folder / one["name"]) for one in found]
     timed = compare_forms(forms, prepared.measured, timing=Timing(repeats=30))
     print(f"\n## {title}\n")
-    steps = [f"time {batch} x {sequence}" for batch, sequence in prepared.measured]
+    steps = [f"{phase} {batch} x {sequence}" for (batch, sequence), phase in timed]
     heads = ["", "same answers", *prepared.judged.metrics, "heads; neurons kept", "FLOPs", *steps]
     print(f"| {' | '.join(heads)} |\n|" + " --- |" * len(heads))
     for one, times in zip(found, time_cells(timed, len(found)), strict=True):
