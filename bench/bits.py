@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import yaml
 from forms import SHAPES, bytes_of, print_base, print_times, time_cells
 from models import DEBERTA, LLAMA_SMALL, MPNET, WIDTHS, Shape, cut_like, llama
 from transformers import PreTrainedModel
@@ -99,7 +100,7 @@ def recipe_of(options: argparse.Namespace, name: str, flops: float, seed: int) -
         "calibration.seed": seed,
         "output": str(options.out.resolve() / f"{name}-{flops:g}-{seed}"),
     }
-    asked = dict(field.split("=", 1) for field in options.fields)
+    asked = {key: yaml.safe_load(value) for key, _, value in (field.partition("=") for field in options.fields)}
     return PruningRecipe.from_yaml(RECIPES / f"minilm-{name}.yaml", overrides=fields | asked)
 
 

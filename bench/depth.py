@@ -16,6 +16,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import yaml
 from bits import RECIPES, Spoken
 from forms import print_base, time_cells
 
@@ -84,7 +85,7 @@ def recipe_of(options: argparse.Namespace, name: str) -> PruningRecipe:
         "calibration.samples": 256,
         "evaluation.samples": None,
     }
-    asked = dict(field.split("=", 1) for field in options.fields)
+    asked = {key: yaml.safe_load(value) for key, _, value in (field.partition("=") for field in options.fields)}
     return PruningRecipe.from_yaml(RECIPES / f"{name}.yaml", overrides=fields | asked)
 
 
