@@ -119,7 +119,9 @@ def score_compensated(
         for (module, layer), (_, found) in zip(effects.each(None), known, strict=False):
             if layer is not None:
                 spread = None if found is None else found.spread(centred=layer.centred)
-                chains[module.name] = removal_chain(layer, module, effects.samples, spread=spread, options=options)
+                chains[module.name] = removal_chain(
+                    layer, module, effects.samples, spread=spread, options=options, progress=progress
+                )
     chains = processes.merged(chains)
     return scores_of_chains(modules, [chains[module.name] for module in modules], options)
 
@@ -152,6 +154,7 @@ def removal_chain(
     *,
     spread: Spread | None = None,
     options: RemovalOptions = DEFAULT,
+    progress: Progress = SILENT,
 ) -> Chain:
     """Return the order in which greedy removal takes the groups of one module, with the effect after each step.
 
@@ -160,7 +163,7 @@ def removal_chain(
     state = _Greedy(layer, module, samples, spread, options)
     step = 1 if module.kind == ATTENTION else max(1, round(SHARE_PER_STEP * module.groups))
     chain = []
-    for start in range(0, module.groups, step):
+    for start in progress.track(range(0, module.groups, step), f"order of {module.name}"):
         groups, effect = state.remove(min(step, module.groups - start))
         units = tuple(g * module.group_size + i for g in groups for i in range(module.group_size))
         chain.append(Removal(module.name, units, effect))
