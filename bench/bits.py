@@ -28,6 +28,7 @@ from models import DEBERTA, LLAMA_SMALL, MPNET, WIDTHS, Shape, cut_like, llama
 from transformers import PreTrainedModel
 
 from hies_export import PruningPlan, load
+from hies_export.checkpoint.sentence import is_sentence_transformer, load_sentence
 from hies_export.evaluate.judge import Judge
 from hies_export.forms.compare import compare_forms
 from hies_export.forms.form import Form
@@ -129,7 +130,7 @@ def print_forms(recipes: Sequence[PruningRecipe], other: str | None, *, title: s
                 served[f"{what} int8, OpenVINO"] = [
                     Form(what, "openvino", calibrated(prepared, model, folder / f"{what}-{number}-openvino"), "int8")
                     for number, model in enumerate(
-                        [prepared.model] if what == "dense" else [load(recipe.output / "slim") for recipe in recipes]
+                        [prepared.model] if what == "dense" else [slim_of(recipe) for recipe in recipes]
                     )
                 ]
         timed = compare_forms([forms[0] for forms in served.values()], prepared.measured, timing=Timing(repeats=30))
@@ -153,6 +154,12 @@ def print_forms(recipes: Sequence[PruningRecipe], other: str | None, *, title: s
             cells += [f"{np.mean([one.metrics[of] for one in found['evaluation rows']]):.4f}" for of in metrics]
             print(f"| {' | '.join([*cells, *times[number]])} |", flush=True)
     print_base(timed)
+
+
+def slim_of(recipe: PruningRecipe) -> PreTrainedModel:
+    """Load the slim model of a run, an embedding model with its pooling."""
+    folder = recipe.output / "slim"
+    return load_sentence(folder) if is_sentence_transformer(folder) else load(folder)
 
 
 def calibrated(prepared: Prepared, model: PreTrainedModel, folder: Path) -> Path:
