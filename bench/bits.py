@@ -22,13 +22,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import yaml
 from forms import SHAPES, bytes_of, print_base, print_times, time_cells
 from models import DEBERTA, LLAMA_SMALL, MPNET, WIDTHS, Shape, cut_like, llama
 from transformers import PreTrainedModel
 
 from hies_export import PruningPlan, load
 from hies_export.checkpoint.sentence import is_sentence_transformer, load_sentence
+from hies_export.cli.arguments import read_overrides
 from hies_export.evaluate.judge import Judge
 from hies_export.forms.compare import compare_forms
 from hies_export.forms.form import Form
@@ -101,8 +101,7 @@ def recipe_of(options: argparse.Namespace, name: str, flops: float, seed: int) -
         "calibration.seed": seed,
         "output": str(options.out.resolve() / f"{name}-{flops:g}-{seed}"),
     }
-    asked = {key: yaml.safe_load(value) for key, _, value in (field.partition("=") for field in options.fields)}
-    return PruningRecipe.from_yaml(RECIPES / f"minilm-{name}.yaml", overrides=fields | asked)
+    return PruningRecipe.from_yaml(RECIPES / f"minilm-{name}.yaml", overrides=fields | read_overrides(options.fields))
 
 
 def print_forms(recipes: Sequence[PruningRecipe], other: str | None, *, title: str) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from hies_export.cli.arguments import read_overrides
 from hies_export.errors import RequestError
 from hies_export.evaluate.predict import predict_by
 from hies_export.forms.cascade.promise import choose_threshold, margins
@@ -48,9 +49,8 @@ def main() -> None:
 
 def answers(options: argparse.Namespace, split: str, rows: int | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the logits of the slim file and of the dense model, (rows, classes), for the rows of a split."""
-    asked = dict(field.split("=", 1) for field in options.fields)
     wanted = {"evaluation.split": split, "evaluation.samples": rows}
-    resolved = resolve(PruningRecipe.from_yaml(options.recipe, overrides=wanted | asked))
+    resolved = resolve(PruningRecipe.from_yaml(options.recipe, overrides=wanted | read_overrides(options.fields)))
     folder = options.run / "onnx-int8"
     file = folder if folder.is_dir() else options.run / "onnx"
     with tempfile.TemporaryDirectory() as temporary:

@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from bits import RECIPES, Spoken
-from forms import print_base, time_cells
+from forms import print_base, step_names, time_cells
 
 from hies_export.calibrate.moments import MomentStream
+from hies_export.cli.arguments import read_overrides
 from hies_export.evaluate.judge import Judge
 from hies_export.forms.compare import compare_forms
 from hies_export.forms.cost.flops import flops_table
@@ -44,6 +45,7 @@ from hies_export.units import Selection
 
 STEPS = ("costs", "models", "times")
 SHAPES = ((1, 128), (8, 128))
+SHAPE = "1x16"  # at which a budget of time is met
 RUNTIME = "onnxruntime-cpu"
 
 
@@ -52,14 +54,14 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("recipes", nargs="+", help="such as minilm-stsb, for recipes/minilm-stsb.yaml")
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.7, 0.5], help="of the dense model's cost")
-    parser.add_argument("--shape", default="1x16", help="at which a budget of time is met")
+    parser.add_argument("--shape", default=SHAPE, help="at which a budget of time is met")
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=STEPS)
     parser.add_argument("--set", dest="fields", action="append", default=[], help="as of hies-export run")
     options = parser.parse_args()
     for name in options.recipes:
         folder = options.out / name
         folder.mkdir(parents=True, exist_ok=True)
-        recipe = recipe_of(options, name)
+        recipe = recipe_of(name, options.fields, options.shape)
         resolved = resolve(recipe)
         if "costs" in options.steps:
             write_costs(recipe, resolved, folder)
@@ -69,9 +71,9 @@ def main() -> None:
             print_times(resolved, folder, title=f"{name}, time at {options.shape}")
 
 
-def recipe_of(options: argparse.Namespace, name: str) -> PruningRecipe:
-    """Return the recipe that gives model and rows; its budget says where cuts are timed."""
-    batch, sequence = map(int, options.shape.split("x"))
+def recipe_of(name: str, overrides: Sequence[str], shape: str = SHAPE) -> PruningRecipe:
+    """Return the recipe that gives model and rows; its budget says that cuts are timed at a shape."""
+    batch, sequence = map(int, shape.split("x"))
     timed = {"ratio": 0.5, "runtime": RUNTIME, "batch": batch, "sequence": sequence}
     fields: dict[str, Any] = {
         "measure": {"runtimes": [RUNTIME], "shapes": [*map(list, SHAPES), [batch, sequence]], "repeats": 30},
@@ -85,8 +87,7 @@ def recipe_of(options: argparse.Namespace, name: str) -> PruningRecipe:
         "calibration.samples": 256,
         "evaluation.samples": None,
     }
-    asked = {key: yaml.safe_load(value) for key, _, value in (field.partition("=") for field in options.fields)}
-    return PruningRecipe.from_yaml(RECIPES / f"{name}.yaml", overrides=fields | asked)
+    return PruningRecipe.from_yaml(RECIPES / f"{name}.yaml", overrides=fields | read_overrides(overrides))
 
 
 def write_costs(recipe: PruningRecipe, resolved: Resolved, folder: Path) -> None:
@@ -157,8 +158,7 @@ def print_times(resolved: Resolved, folder: Path, *, title: str) -> None:
     forms = [Form(one["name"], RUNTIME, folder / one["name"]) for one in found]
     timed = compare_forms(forms, prepared.measured, timing=Timing(repeats=30))
     print(f"\n## {title}\n")
-    steps = [f"{phase} {batch} x {sequence}" for (batch, sequence), phase in timed]
-    heads = ["", "same answers", *prepared.judged.metrics, "heads; neurons kept", "FLOPs", *steps]
+    heads = ["", "same answers", *prepared.judged.metrics, "heads; neurons kept", "FLOPs", *step_names(timed)]
     print(f"| {' | '.join(heads)} |\n|" + " --- |" * len(heads))
     for one, times in zip(found, time_cells(timed, len(found)), strict=True):
         print(f"| {' | '.join([one['name'], *one['cells'], *times])} |")

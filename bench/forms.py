@@ -64,9 +64,14 @@ def times_of(timed: Mapping[Step, list[LatencyComparison]], count: int) -> list[
     return rows
 
 
+def step_names(timed: Iterable[Step]) -> list[str]:
+    """Return what was timed, such as "forward 8 x 128"."""
+    return [f"{phase} {batch} x {sequence}" for (batch, sequence), phase in timed]
+
+
 def print_times(name: str, names: Iterable[str], timed: Mapping[Step, list[LatencyComparison]]) -> None:
     """Print the times of all forms, by their names, in a table that begins with a `name`, and that of the first."""
-    steps, names = [f"{phase} {batch} x {sequence}" for (batch, sequence), phase in timed], [*names]
+    steps, names = step_names(timed), [*names]
     print(f"| {name} | {' | '.join(steps)} |\n| --- |" + " --- |" * len(steps))
     for one, times in zip(names, time_cells(timed, len(names)), strict=True):
         print(f"| {' | '.join([one, *times])} |")

@@ -23,6 +23,7 @@ from forms import print_times
 from models import LLAMA_SMALL, llama
 from torch import Tensor
 
+from hies_export.cli.arguments import read_overrides
 from hies_export.forms.compare import compare_forms
 from hies_export.forms.form import Form
 from hies_export.forms.gguf.parity import as_stored
@@ -45,7 +46,7 @@ def main() -> None:
     parser.add_argument("--set", dest="fields", action="append", default=[], help="as of hies-export run")
     parser.add_argument("--rounds", type=int, default=30)
     options = parser.parse_args()
-    fields = {"evaluation.samples": None} | dict(field.split("=", 1) for field in options.fields)
+    fields = {"evaluation.samples": None} | read_overrides(options.fields)
     resolved = resolve(PruningRecipe.from_yaml(options.recipe, overrides=fields))
     prepared = resolved.prepared
     batches, rows = resolved.evaluation, prepared.exporter.rows

@@ -18,12 +18,12 @@ import torch
 from depth import recipe_of
 from torch import Tensor, nn
 
+from hies_export.data.targets import inputs_of
 from hies_export.evaluate.judge import Judge
 from hies_export.evaluate.predict import predict
 from hies_export.forms.measure.counts import count_flops
 from hies_export.pipeline.resolve import resolve
 
-INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 RIDGE = 1e-4  # of the mean square of the inputs
 
 
@@ -45,11 +45,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipes", nargs="+", help="such as minilm-stsb, for recipes/minilm-stsb.yaml")
     parser.add_argument("--layers", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--shape", default="1x16", help=argparse.SUPPRESS)
     parser.add_argument("--set", dest="fields", action="append", default=[], help="as of hies-export run")
     options = parser.parse_args()
     for name in options.recipes:
-        resolved = resolve(recipe_of(options, name))
+        resolved = resolve(recipe_of(name, options.fields))
         prepared = resolved.prepared
         model, batch = prepared.model, next(iter(prepared.measured.values()))
         judge = Judge.on(model, resolved.evaluation, **vars(prepared.judged))
@@ -85,7 +84,7 @@ def states_of(model: Any, batches: list[dict[str, Any]]) -> list[Tensor]:
     with torch.no_grad():
         for batch in batches:
             mask = batch["attention_mask"].bool()
-            model(**{key: value for key, value in batch.items() if key in INPUTS})
+            model(**inputs_of(batch))
     for hook in hooks:
         hook.remove()
     return [torch.cat(parts) for parts in found]

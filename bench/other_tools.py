@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from forms import SHAPES, bytes_of, print_base, time_cell, times_of
 
+from hies_export.cli.arguments import read_overrides
 from hies_export.evaluate.judge import Judge
 from hies_export.forms.compare import compare_forms
 from hies_export.forms.form import Form
@@ -61,7 +62,7 @@ def main() -> None:
     fields: dict[str, Any] = {
         "evaluation.samples": None,
         "measure": {"runtimes": [], "shapes": [list(shape) for shape in SHAPES]},
-        **dict(text.split("=", 1) for text in options.fields),
+        **read_overrides(options.fields),
     }
     recipe = PruningRecipe.from_yaml(options.recipe, overrides=fields)
     draws = Draws(seed=recipe.calibration.seed, scoring=ROWS, held_out=0, compensation=0)

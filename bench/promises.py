@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
+from hies_export.cli.arguments import read_overrides
 from hies_export.data.batches import Batch
 from hies_export.evaluate import judge as judging
 from hies_export.evaluate.interval import lower_share
@@ -83,7 +83,7 @@ def rows_of(name: str, seed: int, options: argparse.Namespace) -> Iterator[tuple
         "calibration.seed": seed,
         "evaluation.samples": options.rows,
         **(SPLITS if options.one_source else {}),
-        **{key: yaml.safe_load(value) for key, _, value in (field.partition("=") for field in options.fields)},
+        **read_overrides(options.fields),
     }
     recipe = PruningRecipe.from_yaml(RECIPES / f"minilm-{name}.yaml", overrides=fields)
     first: Chooser | None = None

@@ -165,19 +165,26 @@ def find_refit(options: Options, plan: PruningPlan, file: Path) -> Path | None:
 def read_recipe(options: Options, *, proposed: PruningRecipe | None = None) -> PruningRecipe:
     """Return the recipe that `add_recipe`'s options name, or a proposed one, with `--set` and `--output` applied."""
     from ..recipe import PruningRecipe
-    from ..recipe.reading import parse_yaml
 
-    overrides = {}
-    for text in options.overrides:
-        key, equals, value = text.partition("=")
-        if not equals or not all(key.split(".")) or not key.isprintable():
-            raise RecipeError([f"--set takes KEY=VALUE, got {quoted(text)}"])
-        overrides[key] = parse_yaml(value, source=f"--set {key}")
+    overrides = read_overrides(options.overrides)
     if options.output is not None:
         overrides["output"] = options.output
     if proposed is not None:
         return proposed.with_overrides(overrides)
     return PruningRecipe.from_yaml(options.recipe, overrides)
+
+
+def read_overrides(texts: Sequence[str]) -> dict[str, Any]:
+    """Return the fields of `--set KEY=VALUE`, with their values read as YAML; a RecipeError refuses other texts."""
+    from ..recipe.reading import parse_yaml
+
+    overrides = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not all(key.split(".")) or not key.isprintable():
+            raise RecipeError([f"--set takes KEY=VALUE, got {quoted(text)}"])
+        overrides[key] = parse_yaml(value, source=f"--set {key}")
+    return overrides
 
 
 def refuse_output(options: Options, recipe: PruningRecipe, **inputs: Path | None) -> None:

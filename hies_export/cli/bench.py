@@ -114,7 +114,7 @@ def _exports(options: Options, *paths: Path) -> list[tuple[Path, Path]] | None:
         in_runs = [
             path for path in paths if contents(path) is Contents.RUN and (path / name / f"model.{name}").is_file()
         ]
-        read = all(not one.reads_models and one.format == name for one in reading) if reading else bool(given)
+        read = all(name in one.formats() for one in reading) if reading else bool(given)
         if len(given) + len(in_runs) == len(paths) and read and not options.dtypes:
             return [(path, path / name if path in in_runs else path) for path in paths]
     return None

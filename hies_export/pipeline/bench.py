@@ -38,9 +38,9 @@ from .resolve import rows_in_order
 
 # What an export is called, and a runtime that reads it.
 _EXPORTED: dict[Format, tuple[str, str]] = {
-    "onnx": ("an ONNX folder", "onnxruntime-cpu"),
-    "openvino": ("an OpenVINO folder", "openvino"),
-    "gguf": ("a GGUF file", "llamacpp"),
+    "onnx": (Contents.ONNX.value, "onnxruntime-cpu"),
+    "openvino": (Contents.OPENVINO.value, "openvino"),
+    "gguf": (Contents.GGUF.value, "llamacpp"),
 }
 
 
@@ -186,10 +186,9 @@ def _loaded(folder: Path, runtime: str, dtype: str) -> Form:
 def _exports(folder: Path, place: Path, ways: Sequence[tuple[str, str]]) -> dict[tuple[str, str], Form]:
     """Return what runtimes read in some bits: the folder, or the exports of its checkpoint, which is loaded once."""
     ways = [way for way in ways if not RUNTIMES[way[0]].reads_models]
-    if _format(folder) is not None:
+    if (format := _format(folder)) is not None:
         # What is in 8 bits for OpenVINO says itself what else it computes in.
-        own = _format(folder) == "openvino"
-        return {way: Form(str(folder), way[0], folder, None if own else way[1]) for way in ways}
+        return {way: Form(str(folder), way[0], folder, None if format == "openvino" else way[1]) for way in ways}
     if not ways:
         return {}
     model = load(folder, dtype=torch.float32)
