@@ -331,11 +331,12 @@ def _judge_deployed(
     deployment = cascade = None
     if answer is not None:
         best, step = fastest_kept(judged, answer.promise)
-        file = None if best is None else keep_file(forms, judged[best], folder, same=same)
         seconds = time.monotonic() - answer.began
         ranking = None
         if best is not None and prepared.task.embeds:
             ranking = whole.ranking(running[best].predict(whole.batches, whole.behaviour))
+        # Last, as it moves what the form reads.
+        file = None if best is None else keep_file(forms, judged[best], folder, same=same)
         deployment = Deployment(answer.promise, best, step, answer.dense.ways, seconds, file, ranking)
     if asked is not None and joined is not None:
         part = forms.export("slim", replace(options.unquantized, quantize=asked.quantize))

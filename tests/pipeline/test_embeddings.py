@@ -20,6 +20,9 @@ from transformers import AutoTokenizer, CLIPConfig, CLIPModel, CLIPTextConfig, C
 import hies_export
 from hies_export.checkpoint.sentence import load_sentence
 from hies_export.errors import DataError, RecipeError, RequestError
+from hies_export.forms import deployment
+from hies_export.pipeline import run as running
+from hies_export.pipeline import targets
 from hies_export.recipe import PruningRecipe
 from hies_export.report.report import Report
 
@@ -199,6 +202,27 @@ def test_texts_alone_are_judged_by_the_dense_models_ranking(tmp_path: Path) -> N
         known["cosine"] = cosine_similarity(slim, dense).mean().item()
         assert report.ranking[index] == near(known)
     assert report.quality.slim == near(report.ranking["dense_index"]["own_ndcg"])
+
+
+def test_a_form_to_deploy_that_is_no_export_of_the_run_is_ranked_and_moved_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sentence_folder(tmp_path / "model", [])
+    monkeypatch.setattr(targets, "SIZES", 3)
+    monkeypatch.setattr(deployment, "WAYS", {"onnxruntime-cpu": ("float32",)})
+    monkeypatch.setattr(running, "fastest_kept", lambda *_: (0, 0))
+    recipe = project(tmp_path, (texts(40), texts(40, 50)), columns={"text": "text"})
+    hies_export.deploy(recipe, keep=0.3)
+    report = Report.from_file(recipe.output)
+    found = report.details.deployment
+    assert found is not None
+    assert report.heads.removed > 0
+    assert found.file == "dense-onnx-float32/model.onnx"
+    assert (recipe.output / found.file).is_file()
+    assert found.ranking is not None
+    assert found.ranking["slim_index"]["own_ndcg"] == near(1.0)
+    served = json.loads((recipe.output / "served" / "hies_served.json").read_text())
+    assert (served["file"], served["runtime"]) == ("model.onnx", "onnxruntime-cpu")
 
 
 def test_a_run_leaves_graphs_where_the_tools_of_the_hub_look_for_them(tmp_path: Path) -> None:
