@@ -134,8 +134,23 @@ def try_dense(
 
 
 def fastest_kept(forms: Sequence[JudgedForm], promise: float) -> tuple[int | None, int]:
-    """Return which form is the fastest of those that keep a promise, None if none does, and the step that decides."""
-    step = deciding_step(forms) or 0
-    times = relative_times(forms, step)
+    """Return which form is the fastest of those that keep a promise, None if none does, and the step that decides.
+
+    That is the first step whose control was not too noisy, or at which the fastest is faster than all others by their
+    intervals, whatever the noise: what is fastest at one shape need not be so at another.
+    """
     kept = [n for n, form in enumerate(forms) if form.at_least is not None and form.at_least >= promise]
-    return min(kept, key=lambda number: times[number], default=None), step
+
+    def ordered(step: int) -> list[int]:
+        times = relative_times(forms, step)
+        return sorted(kept, key=lambda number: times[number])
+
+    def decides(step: int) -> bool:
+        first, *others = ordered(step)
+        high = forms[first].times[step].ratio_high
+        return not forms[0].times[step].noisy or all(high < forms[n].times[step].ratio_low for n in others)
+
+    if not kept:
+        return None, deciding_step(forms) or 0
+    step = next(filter(decides, range(len(forms[0].times))), 0)
+    return ordered(step)[0], step

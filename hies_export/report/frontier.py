@@ -94,12 +94,14 @@ class FrontierFigure:
 
 
 def frontier_figure(report: Report, others: Sequence[Measured] = ()) -> FrontierFigure | None:
-    """Return the picture of a report's forms, and of other tools' models, at the deciding shape.
+    """Return the picture of a report's forms, and of other tools' models, at the shape that decided what to deploy.
 
-    None if there are no forms, or all times are noisy.
+    Without a deployment, it is the first shape that is not noisy. None if there are no forms, or all shapes are noisy.
     """
     forms, found = report.details.forms, report.details.deployment
     step = deciding_step(forms)
+    if step is not None and found is not None:
+        step = found.step
     if step is None:
         return None
     word, tolerance = report.details.stability_of, report.details.stability_tolerance
