@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from argparse import ArgumentParser
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from .arguments import Options, add_data, add_model, add_output, read_data
 from .paths import checkpoint_in
@@ -33,16 +33,9 @@ def add_arguments(parser: ArgumentParser, *, output: str | None = None) -> None:
 
 def run(options: Options) -> dict[str, Any]:
     """Write the folder, and return its size, its files and how far the export differs from torch."""
-    import torch
-
     from ..checkpoint.classes import load_config, refuse_quantised
     from ..checkpoint.folders import refuse_existing
-    from ..checkpoint.loading import load
-    from ..checkpoint.sentence import is_sentence_transformer
     from ..errors import RequestError
-    from ..forms.onnx.multimodal import image_text_batch, is_vision_language
-    from ..forms.onnx.quantize import export_in_bits
-    from ..model.tokens import synthetic_batch
 
     options.model = checkpoint_in(options.model, progress=options.progress)
     refuse_existing(options.output, overwrite=options.overwrite, inputs={"model": options.model})
@@ -58,27 +51,7 @@ def run(options: Options) -> dict[str, Any]:
     if options.quantize:
         refuse_quantised(config, options.model)
     options.progress.stage("load the model")
-    if options.format == "gguf":
-        return _export_gguf(options)
-    if is_sentence_transformer(options.model):
-        return _export_served(options)
-    if options.format == "openvino":
-        return _export_openvino(options)
-    model, rows = load(options.model, dtype=torch.float32), calibration_rows(options)
-    options.progress.stage("export to ONNX, and compare with torch")
-    images = is_vision_language(model)
-    exported = export_in_bits(
-        model,
-        options.output,
-        batch=image_text_batch(model) if images else synthetic_batch(model, batch=2, sequence=16),
-        processor=load_processor_if_any(options.model, model),
-        provider=options.provider or "cpu",
-        dtype=options.dtype,
-        quantize=options.quantize,
-        rows=rows,
-        overwrite=options.overwrite,
-    )
-    return _report(options, exported)
+    return _export_gguf(options) if options.format == "gguf" else _export_graph(options)
 
 
 def _check_openvino(options: Options) -> None:
@@ -96,27 +69,39 @@ def _check_openvino(options: Options) -> None:
         raise RequestError("--format openvino needs rows to calibrate on; give --data train=FILE")
 
 
-def _export_openvino(options: Options) -> dict[str, Any]:
-    """Write an encoder in 8 bits in OpenVINO's own format, by way of ONNX."""
+def _export_graph(options: Options) -> dict[str, Any]:
+    """Write a folder with a graph for ONNX Runtime or OpenVINO, and for sentence-transformers if the model embeds."""
     import torch
 
     from ..checkpoint.loading import load
-    from ..forms.openvino.export import check_calibrated, export_openvino
+    from ..checkpoint.sentence import is_sentence_transformer, load_sentence
+    from ..forms.exports import Exporter, ExportOptions
+    from ..forms.onnx.multimodal import image_text_batch, is_vision_language
+    from ..forms.openvino.export import check_calibrated
+    from ..forms.served import export_served
     from ..model.tokens import synthetic_batch
 
-    model = load(options.model, dtype=torch.float32)
-    check_calibrated(options.provider or "cpu", options.dtype, decodes=model.can_generate())
+    asked = ExportOptions(options.format, options.provider or "cpu", options.dtype, options.quantize)
+    embeds = is_sentence_transformer(options.model)
+    model: Any = (load_sentence if embeds else load)(options.model, dtype=torch.float32)
+    if asked.format == "openvino":
+        check_calibrated(asked.provider, asked.dtype, decodes=model.can_generate())
     rows = calibration_rows(options)
-    options.progress.stage("export to ONNX, compare with torch, and quantise for OpenVINO")
-    exported = export_openvino(
-        model,
-        options.output,
-        batch=synthetic_batch(model, batch=2, sequence=16),
-        processor=load_processor_if_any(options.model, model),
-        rows=rows,
-        overwrite=options.overwrite,
-    )
-    return _report(options, exported)
+    options.progress.stage("export, and compare with torch")
+    processor = load_processor_if_any(str(model.settings.encoder) if embeds else options.model, model)
+    if embeds:
+        exported = export_served(
+            model, options.output, asked, processor=processor, rows=rows, overwrite=options.overwrite
+        )
+    else:
+        sample = image_text_batch(model) if is_vision_language(model) else synthetic_batch(model, batch=2, sequence=16)
+        made = Exporter(asked, sample, processor, rows).export(model, options.output, overwrite=options.overwrite)
+        exported = cast("OnnxExport | OpenVinoExport", made)  # options.format is no gguf
+    found = _report(options, exported)
+    if embeds:
+        call = f'SentenceTransformer("{options.output}", trust_remote_code=True).encode(texts)'
+        options.console.print(f"run it: {call}", markup=False, soft_wrap=True)
+    return found
 
 
 def in_4_bits(options: Options) -> bool:
@@ -136,35 +121,6 @@ def calibration_rows(options: Options) -> list[Any]:
     if in_4_bits(options):
         options.console.print("4 bits are rounded to nearest; give --data train=FILE to lose less")
     return []
-
-
-def _export_served(options: Options) -> dict[str, Any]:
-    """Write a folder that sentence-transformers runs as it runs the embedding model."""
-    import torch
-
-    from ..checkpoint.sentence import load_sentence
-    from ..forms.exports import ExportOptions
-    from ..forms.openvino.export import check_calibrated
-    from ..forms.served import export_served
-
-    model = load_sentence(options.model, dtype=torch.float32)
-    asked = ExportOptions(options.format, options.provider or "cpu", options.dtype, options.quantize)
-    if options.format == "openvino":
-        check_calibrated(asked.provider, asked.dtype, decodes=False)
-    rows = calibration_rows(options)
-    options.progress.stage("export, and compare with torch")
-    exported = export_served(
-        model,
-        options.output,
-        asked,
-        processor=load_processor_if_any(str(model.settings.encoder), model),
-        rows=rows,
-        overwrite=options.overwrite,
-    )
-    found = _report(options, exported)
-    call = f'SentenceTransformer("{options.output}", trust_remote_code=True).encode(texts)'
-    options.console.print(f"run it: {call}", markup=False, soft_wrap=True)
-    return found
 
 
 def _report(options: Options, exported: OnnxExport | OpenVinoExport) -> dict[str, Any]:

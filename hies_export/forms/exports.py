@@ -78,22 +78,19 @@ class Exporter:
     processor: Any = None
     rows: Sequence[Mapping[str, Tensor]] = ()
 
-    def export(self, model: PreTrainedModel, folder: Path, options: ExportOptions | None = None) -> Exported:
-        """Export a model into a new folder, by other options if they are given."""
+    def export(
+        self, model: PreTrainedModel, folder: Path, options: ExportOptions | None = None, *, overwrite: bool = False
+    ) -> Exported:
+        """Export a model into a folder, by other options if they are given."""
         options = options or self.options
+        given: dict[str, Any] = {"rows": self.rows, "overwrite": overwrite}
         if options.format == "gguf":
-            return export_gguf(model, folder, tokenizer=self.processor, dtype=options.dtype, rows=self.rows)
+            return export_gguf(model, folder, tokenizer=self.processor, dtype=options.dtype, **given)
+        given |= {"batch": self.sample, "processor": self.processor}
         if options.format == "openvino":
-            return export_openvino(model, folder, batch=self.sample, processor=self.processor, rows=self.rows)
+            return export_openvino(model, folder, **given)
         return export_in_bits(
-            model,
-            folder,
-            batch=self.sample,
-            processor=self.processor,
-            provider=options.provider,
-            dtype=options.dtype,
-            quantize=options.quantize,
-            rows=self.rows,
+            model, folder, provider=options.provider, dtype=options.dtype, quantize=options.quantize, **given
         )
 
     def quantize(self, exported: Exported, folder: Path, options: ExportOptions) -> OnnxExport | OpenVinoExport:

@@ -203,11 +203,12 @@ def rows_in_order(recipe: PruningRecipe) -> Callable[[int], list[Batch]]:
 
 
 def refit_rows(recipe: PruningRecipe) -> list[Batch]:
-    """Return batches of the rows that a recipe refits on, without loading its model."""
+    """Return batches of the rows that a recipe refits on if it holds none out, without loading its model."""
     found = _Found.of(recipe)
     reader = _reader(recipe, found, load_processor(found.encoder, task=TASKS[recipe.task], **found.hub))
     load = partial(reader.load, name=recipe.data.name, files=recipe.data.files)
-    drawn = draw(splits_of(recipe), load, recipe.options, Draws.of(recipe.options, recipe.calibration, promised=0))
+    draws = replace(Draws.of(recipe.options, recipe.calibration), held_out=0, apart=False)
+    drawn = draw(splits_of(recipe), load, recipe.options, draws)
     return reader.unlabelled().batches(drawn.compensation, batch_size=recipe.calibration.batch_size)
 
 

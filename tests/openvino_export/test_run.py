@@ -76,7 +76,7 @@ def test_it_is_a_way_to_deploy_and_a_budget_times_it(tmp_path: Path, monkeypatch
 
 
 def test_the_command_calibrates_on_the_rows_it_is_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = save_project(tmp_path, train=800, validation=4)
+    folder = save_project(tmp_path, train=8, validation=4)
     call = ("export", folder / "model", "--format", "openvino", "-o", tmp_path / "made")
     assert hies(*call) == 2
     assert "--format openvino needs --quantize int8, got None" in " ".join(capsys.readouterr().err.split())
@@ -99,7 +99,7 @@ def test_the_command_calibrates_on_the_rows_it_is_given(tmp_path: Path, capsys: 
 def test_sentence_transformers_runs_an_embedding_model_in_8_bits(tmp_path: Path) -> None:
     sentence_transformers = pytest.importorskip("sentence_transformers", reason="sentence-transformers is missing")
     source = sentence_folder(tmp_path / "dense", [dense(WIDTH, 12), ("Normalize", {}, {})])
-    texts = [f"a{number % 7} b{number % 11} c{number}" for number in range(800)]
+    texts = [f"a{number % 7} b{number % 11} c{number}" for number in range(60)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps({"sentence": text}) + "\n" for text in texts))
     data = ("--data", f"train={tmp_path / 'train.jsonl'}", "--text", "sentence")
     out = tmp_path / "served"
