@@ -181,7 +181,8 @@ def print_shape(shape: Shape, plan: Path) -> None:
             served[f"{what} int8"] = Form(what, "onnxruntime-cpu-int8", exported.folder)
             if model.can_generate():
                 place = Path(temporary) / f"{what}-int4"
-                fewer = quantize_onnx(exported, place, batch=batches[SHAPES[0]], quantize="int4")
+                rows = [batches[SHAPES[1]]]  # to nearest, random weights differ too much
+                fewer = quantize_onnx(exported, place, batch=batches[SHAPES[0]], quantize="int4", rows=rows)
                 served[f"{what} int4"] = Form(what, "onnxruntime-cpu", fewer.folder)
             if find_spec("openvino") is not None:
                 served[f"{what} bfloat16, OpenVINO"] = Form(what, "openvino", exported.folder, "bfloat16")
