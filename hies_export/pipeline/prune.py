@@ -26,10 +26,10 @@ from ..evaluate.judge import Judge
 from ..evaluate.metrics import check_metrics
 from ..evaluate.ranking import kind_of_rows
 from ..forms.cascade.cascade import Cascade
-from ..forms.exports import ExportOptions
+from ..forms.exports import Exported, Exporter, ExportOptions
 from ..forms.measure.counts import Both, FlopCount, count_both_flops, count_parameters
 from ..forms.onnx.export import OnnxExport
-from ..forms.onnx.quantize import Quantize, export_in_bits
+from ..forms.onnx.quantize import Quantize
 from ..forms.runtimes.base import Provider
 from ..forms.runtimes.registry import check_dtypes, check_one_graph, check_runtime
 from ..forms.served import export_served
@@ -185,23 +185,16 @@ class PruneResult:
             ParityError: ONNX Runtime and torch disagree; nothing is kept.
             RequestError: The model has no such form here.
         """
-        processor = processor or self.prepared.processor
+        options, processor = ExportOptions("onnx", provider, dtype, quantize), processor or self.prepared.processor
         if isinstance(self.slim.model, TextEncoder):
-            options = ExportOptions("onnx", provider, dtype, quantize)
-            served = export_served(self.slim.model, folder, options, processor=processor, overwrite=overwrite)
-            assert isinstance(served, OnnxExport)
-            return served
-        return export_in_bits(
-            self.slim.model,
-            folder,
-            batch=_two_rows(self.prepared.sample),
-            processor=processor,
-            provider=provider,
-            dtype=dtype,
-            quantize=quantize,
-            rows=self.prepared.exporter.rows,
-            overwrite=overwrite,
-        )
+            exported: Exported = export_served(
+                self.slim.model, folder, options, processor=processor, overwrite=overwrite
+            )
+        else:
+            exporter = Exporter(options, _two_rows(self.prepared.sample), processor, self.prepared.exporter.rows)
+            exported = exporter.export(self.slim.model, Path(folder), overwrite=overwrite)
+        assert isinstance(exported, OnnxExport)
+        return exported
 
     def cascade(self, rows: Any, *, disagreement: float, columns: Mapping[str, Any] | None = None) -> Cascade:
         """Leave rows that the slim model is unsure of to the dense one, so that few answers change.
