@@ -22,6 +22,7 @@ from forms import print_base, step_names, time_cells
 
 from hies_export.calibrate.moments import MomentStream
 from hies_export.cli.arguments import read_overrides
+from hies_export.errors import PlanError
 from hies_export.evaluate.judge import Judge
 from hies_export.forms.compare import compare_forms
 from hies_export.forms.cost.flops import flops_table
@@ -121,7 +122,11 @@ def write_models(resolved: Resolved, folder: Path, ratios: list[float]) -> None:
                 name = f"{what} {ratio:g}, {way}"
                 if name in [one["name"] for one in found]:
                     continue
-                kept = select_units(scores, modules, table=table, ratio=ratio, constraints=constraints)
+                try:
+                    kept = select_units(scores, modules, table=table, ratio=ratio, constraints=constraints)
+                except PlanError as error:  # one way may reach what another does not
+                    print(f"{name}: {error}", flush=True)
+                    continue
                 slim = prune_units(share_weights(model), kept, modules, inplace=True)
                 refit(slim, kept, modules, moments)
                 exported = export_onnx(slim, folder / name, batch=prepared.sample, overwrite=True).folder
@@ -133,7 +138,8 @@ def write_models(resolved: Resolved, folder: Path, ratios: list[float]) -> None:
 
 def ways(resolved: Resolved) -> dict[str, Constraints]:
     """Return the constraints of each way to cut a model; modules of a kind have the same size."""
-    sizes = {module.kind: module.units for module in resolved.prepared.modules}
+    # `multiple_of` counts key/value heads where query heads share them.
+    sizes = {module.kind: module.units // module.group_size for module in resolved.prepared.modules}
     free: dict[str, Any] = {"min_heads": 0, "min_neurons": 0}
     whole: dict[str, Any] = {"multiple_of": sizes[ATTENTION], "neurons_multiple_of": sizes["mlp"]}
     return {"width": Constraints(), "depth": Constraints(**free, **whole), "both": Constraints(**free)}

@@ -21,21 +21,21 @@ def weight_l2(model: PreTrainedModel, module: PrunableModule) -> Tensor:
     """Return the L2 norm of every unit's weights in the producers and the consumer, (units,) float64."""
 
     def squares(name: str) -> Tensor:
-        return weight_of(model.get_submodule(name)).detach().double().cpu().pow(2)
+        return weight_of(model.get_submodule(name)).detach().double().pow(2)
 
     return sum_by_unit(module, squares).sqrt()
 
 
 def sum_by_unit(module: PrunableModule, elements: Callable[[str], Tensor]) -> Tensor:
-    """Return the sum of a number per weight over every unit, (units,) float64; a group's count for each of its units.
+    """Return the sum of a number per weight over every unit, (units,) float64 on CPU.
 
-    `elements` gives the numbers of a layer by its name, (out_features, in_features) float64 on CPU, one layer at a
-    time.
+    A group's sum counts for each of its units. `elements` gives the numbers of a layer by its name, (out_features,
+    in_features) float64 on any device, one layer at a time.
     """
-    of_units = elements(module.consumer).sum(0).view(module.units, -1).sum(1)
+    of_units = elements(module.consumer).sum(0).cpu().view(module.units, -1).sum(1)
     of_groups = torch.zeros(module.groups, dtype=torch.float64)
     for name in module.producers:
-        rows = elements(name).sum(1)
+        rows = elements(name).sum(1).cpu()
         for part in _parts(module, name):
             total = of_groups if part.per_group else of_units
             for span in part.spans:

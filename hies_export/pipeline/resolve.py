@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import torch
 from transformers import PreTrainedModel
 
 from ..checkpoint.classes import load_config, refuse_quantised
@@ -32,9 +33,12 @@ from ..evaluate.ranking import RowsKind
 from ..forms.cascade.cascade import check_classes
 from ..forms.cascade.export import CascadeOptions
 from ..forms.cascade.promise import check_rows
+from ..forms.exports import ExportOptions
 from ..forms.measured import MeasureOptions
 from ..forms.on_rows import ROWS
+from ..forms.runtimes.base import GPU_HALF_STEP
 from ..forms.runtimes.registry import RUNTIMES, check_dtypes, check_one_graph, check_runtime
+from ..kinds import MLP
 from ..model.sentence import SentenceSettings
 from ..recipe import PruneSection, PruningRecipe
 from ..recipe.draws import Drawn, Draws, Splits, draw, evaluated
@@ -124,6 +128,7 @@ def resolve(
         timing=recipe.measure.timing,
         seed=recipe.calibration.seed,
     )
+    options = _aligned(options, prepared, recipe.export.options)
     check_options(prepared, options, criteria=criteria)
     cascade = _cascade(recipe, prepared)
     if loaded is not None:
@@ -142,6 +147,19 @@ def resolve(
         cascade=cascade,
         shares=recipe.shares,
     )
+
+
+def _aligned(options: PruneSection, prepared: Prepared, export: ExportOptions) -> PruneSection:
+    """Return options that keep the widths that a GPU multiplies fast in half precision, unless they say which."""
+    model, half = prepared.model, (torch.float16, torch.bfloat16)
+    on_gpu = model.device.type == "cuda" and model.dtype in half
+    for_gpu = export.provider != "cpu" and export.dtype == "float16"
+    widths = [module.units for module in prepared.modules if module.kind == MLP]
+    asked = options.multiple_of
+    if asked.neurons is not None or not (on_gpu or for_gpu) or any(width % GPU_HALF_STEP for width in widths):
+        return options
+    aligned = asked.model_copy(update={"neurons": GPU_HALF_STEP})
+    return options.model_copy(update={"multiple_of": aligned})
 
 
 def _batches(recipe: PruningRecipe, reader: Reader, judging: Reader, drawn: Drawn) -> Rows:

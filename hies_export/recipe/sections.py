@@ -398,11 +398,12 @@ class MultipleOf(Section):
 
     Attributes:
         heads: For heads: key/value heads, or query heads under `unit: query`.
-        neurons: For feed-forward neurons.
+        neurons: For feed-forward neurons. By default 8 if the model is in half precision on a GPU, or is exported so
+            for one, and 8 divides all dense widths; otherwise 1.
     """
 
     heads: int = Field(1, ge=1)
-    neurons: int = Field(1, ge=1)
+    neurons: int | None = Field(None, ge=1)
 
 
 class CompensationSection(Section):
@@ -518,7 +519,7 @@ class PruneSection(Section):
             min_neurons=self.min_neurons,
             keep_layers=self.keep_layers,
             multiple_of=self.multiple_of.heads,
-            neurons_multiple_of=self.multiple_of.neurons,
+            neurons_multiple_of=self.multiple_of.neurons or 1,
         )
 
     @property

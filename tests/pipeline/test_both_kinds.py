@@ -318,6 +318,23 @@ def test_a_budget_of_parameters_covers_both_kinds(folder: Path) -> None:
     assert choice.plan.kept == expected
 
 
+@pytest.mark.parametrize(
+    ("fields", "neurons"),
+    [
+        ({"export": {"provider": "cuda", "dtype": "float16"}}, 8),
+        ({"export": {"provider": "cuda", "dtype": "float16"}, "prune__multiple_of": {"neurons": 1}}, 1),
+        ({"export": {"provider": "cuda"}}, 1),
+        ({}, 1),
+    ],
+)
+def test_widths_suit_the_half_precision_of_a_gpu(folder: Path, fields: dict[str, Any], neurons: int) -> None:
+    resolved = resolve(recipe_of(folder, **fields))
+    assert resolved.options.constraints.neurons_multiple_of == neurons
+    choice = choose(resolved.prepared, resolved.options, progress=Silent())
+    assert {len(kept.units) % neurons for kept in choice.plan.of_kind("mlp").values()} == {0}
+    assert choice.plan.removed_neurons > 0
+
+
 def test_neurons_alone(folder: Path) -> None:
     recipe = recipe_of(folder, prune__modules=["mlp"], prune__criterion="l2", prune__budget={"flops": 0.8})
     prepared, choice = chosen_by(recipe)

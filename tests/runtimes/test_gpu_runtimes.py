@@ -146,6 +146,23 @@ def test_only_prepared_batches_are_captured(folders, sessions, monkeypatch):
         np.testing.assert_allclose(logits, plain.fetch(want)["logits"], atol=1e-5)
 
 
+def test_a_cache_is_not_in_memory_that_replays_overwrite(folders, sessions, monkeypatch):
+    """A session reuses the memory of outputs; a captured graph keeps writing to memory that is free again."""
+    written, original = set(), OnTheCpu.run
+
+    def recorded(self, feed):
+        result = original(self, feed)
+        written.update(value.data_ptr() for value in result.get_outputs())
+        return result
+
+    monkeypatch.setattr(OnTheCpu, "run", recorded)
+    folder, batch = folders["llama"]
+    runtime = OnTheCpu(folder, threads=1)
+    feed = runtime.prepare_step(batch)
+    assert len(written) > len(runtime.outputs)
+    assert not written & {value.data_ptr() for value in feed.values}
+
+
 def test_tensorrt_builds_one_engine_for_all_shapes(folders):
     text = gpu_runtimes._profiles(folders["bert"][0] / "model.onnx")
     assert text == {
@@ -305,6 +322,28 @@ def test_a_graph_for_a_gpu_gathers_no_booleans(folders):
         operators = {node.op_type for node in onnx.load(folder / "model.onnx").graph.node}
         assert "GatherND" not in operators
         assert "Unsqueeze" in operators
+
+
+def test_a_graph_for_a_gpu_copies_no_numbers_to_it(folders):
+    """ONNX Runtime computes shapes on the CPU, and captures no session that copies them to the GPU."""
+    read_on_the_cpu = {"Reshape": {1}, "Expand": {1}, "Slice": {1, 2, 3, 4}, "Unsqueeze": {1}, "Squeeze": {1}}
+    copied = []
+    for folder, _ in folders.values():
+        graph = onnx.load(folder / "model.onnx").graph
+        constants, of_shapes = {tensor.name for tensor in graph.initializer}, set()
+        # A table that is cut to a length stays on the GPU.
+        scalars = {tensor.name for tensor in graph.initializer if len(tensor.dims) < 2 and sum(tensor.dims) < 8}
+        for node in graph.node:
+            computed = [name for name in node.input if name and name not in constants]
+            if node.op_type == "Range":  # from numbers on the CPU to numbers on the GPU
+                assert of_shapes >= set(computed)
+            elif node.op_type == "Shape" or (node.input[0] in {*of_shapes, *scalars} and of_shapes >= set(computed)):
+                of_shapes.update(node.output)
+            else:
+                slots = read_on_the_cpu.get(node.op_type, set())
+                copied += [name for i, name in enumerate(node.input) if name in of_shapes and i not in slots]
+        assert of_shapes
+    assert copied == []
 
 
 @pytest.mark.gpu

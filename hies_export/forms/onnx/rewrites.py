@@ -100,6 +100,37 @@ def _counts_up(value: Any) -> bool:
     return start is not None and step is not None and (start.numpy().item(), step.numpy().item()) == (0, 1)
 
 
+def count_from_past(program: Any) -> None:
+    """Let positions be counted from the length of the cache on, instead of from 0 with the length added to all.
+
+    The length is computed on the CPU. Added to numbers on a GPU it is copied there, and ONNX Runtime captures no CUDA
+    graph of a session with such a copy.
+    """
+    from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+    graph = program.graph
+    for node in [node for node in graph if node.op_type == "Add"]:
+        for numbers, length in (node.inputs, node.inputs[::-1]):
+            counted = numbers.producer()
+            if counted is None or counted.op_type != "Range" or length.shape is None or len(length.shape) > 0:
+                continue
+            if not _is_size(length):
+                continue
+            new = Rewrite(graph, node)
+            first, end, step = counted.inputs
+            new.finish(new("Range", new("Add", first, length), new("Add", end, length), step))
+            break
+    RemoveUnusedNodesPass()(program)
+
+
+def _is_size(value: Any) -> bool:
+    """Return whether a value is computed from shapes and constants alone, which ONNX Runtime does on the CPU."""
+    node = value.producer()
+    if node is None:
+        return value.const_value is not None
+    return node.op_type == "Shape" or all(_is_size(part) for part in node.inputs if part is not None)
+
+
 def add_biases_of_skipped(program: Any) -> None:
     """Add the bias of a skipped module, which stands for its output, as a vector, and not expanded to all tokens.
 

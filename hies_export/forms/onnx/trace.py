@@ -12,7 +12,14 @@ from transformers import PreTrainedModel
 
 from ...errors import ExportError, refusing
 from ...model.internals import exported_program
-from .rewrites import add_biases_of_skipped, arrange_for_cpu, flatten_gemm_inputs, read_masks_whole, share_tied_weights
+from .rewrites import (
+    add_biases_of_skipped,
+    arrange_for_cpu,
+    count_from_past,
+    flatten_gemm_inputs,
+    read_masks_whole,
+    share_tied_weights,
+)
 
 # The provider whose fused operators the exporter may use; None for operators of the ONNX standard only.
 Fusions = Literal["cpu", "cuda"] | None
@@ -80,6 +87,7 @@ def export_program(
         arrange_for_cpu(program.graph)
     else:
         read_masks_whole(program)
+        count_from_past(program)
     add_biases_of_skipped(program)
     _strip_metadata(program)
     if axes is not None:
