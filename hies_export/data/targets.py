@@ -93,6 +93,11 @@ def inputs_of(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {key: value for key, value in batch.items() if key not in _NO_INPUTS}
 
 
+def is_of_documents(batch: Mapping[str, torch.Tensor]) -> bool:
+    """Return whether a batch has the documents that queries are compared with; they come in batches of their own."""
+    return "query" in batch and bool((batch["query"] < 0).all())
+
+
 def size_of(batch: Mapping[str, torch.Tensor]) -> int:
     """Return how many rows a batch has."""
     return len(next(iter(batch.values())))

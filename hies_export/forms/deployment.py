@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
-
-from torch import Tensor
 
 from ..errors import HiesError, MissingRuntimeError, PlanError, RecipeError
 from ..evaluate.judge import Judge
 from ..tasks import Task
 from .form import Form, Forms
-from .judged import JudgedForm, deciding_step, ratios, relative_times, time_forms
-from .measure.counts import Shape, Share
+from .judged import FormTime, JudgedForm, deciding_step, ratios, relative_times
+from .measure.counts import Share
 from .onnx.quantize import check_quantizable
 from .runtimes.base import RUNTIMES
 from .runtimes.registry import check_runtime
@@ -103,7 +101,7 @@ def find_ways(task: Task, runtimes: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def try_dense(
-    forms: Forms, judge: Judge, ways: Sequence[tuple[str, str]], batches: Mapping[Shape, Mapping[str, Tensor]]
+    forms: Forms, judge: Judge, ways: Sequence[tuple[str, str]], timed: Callable[[Sequence[Form]], list[list[FormTime]]]
 ) -> DenseForms:
     """Judge the dense model in every form on the held-out rows, and time it; a form that fails keeps its reason."""
     tried: list[DeployWay] = []
@@ -126,9 +124,8 @@ def try_dense(
         raise PlanError(f"no runtime here serves the dense model: {reasons or 'none is installed, see the extra cpu'}")
     times = [1.0]
     if len(able) > 1:
-        at = " and ".join(f"{size} x {sequence}" for size, sequence in batches)
-        forms.progress.stage(f"time all forms of the dense model at {at}")
-        times = ratios(time_forms(able, batches, progress=forms.progress))
+        forms.progress.stage("time all forms of the dense model")
+        times = ratios(timed(able))
     left = iter(times)
     return DenseForms([way if way.problem else replace(way, dense_ratio=next(left)) for way in tried], judge, forms)
 

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -30,7 +31,7 @@ from ..forms.cascade.facts import SizeTried
 from ..forms.deployment import SEARCHED, DenseForms, DeployWay, find_ways, try_dense
 from ..forms.exports import Exporter
 from ..forms.form import Form, Forms
-from ..forms.judged import ratios, time_forms, time_forms_on_rows
+from ..forms.judged import FormTime, ratios, time_forms, time_forms_on_rows
 from ..forms.measure.machine import machine_facts
 from ..forms.on_rows import mixed
 from ..forms.onnx.quantize import Quantize
@@ -54,6 +55,8 @@ logger = logging.getLogger(__name__)
 CASCADED = ("onnxruntime-cpu", "onnxruntime-cpu-int8", "openvino")
 # A cut whose time is predicted from its FLOPs may turn out to be faster than another by this factor.
 UNSURE = 1.1
+# Rows that are timed one at a time where cuts, or forms of the dense model, are compared.
+QUICK_ROWS = 128
 # Rows in a batch where the times of cascades of several sizes are compared.
 BATCH = 8
 
@@ -134,11 +137,24 @@ def find_answer(
     looks = looks_of(prepared, promise)
     judge = Judge.on(prepared.model, prepared.rows.held_out, confidence=looks.confidence, **vars(prepared.judged))
     forms = Forms({"dense": prepared.model}, prepared.exporter, folder, progress)
-    shape = next(iter(prepared.measured))
-    ways = find_ways(prepared.task, asked.runtimes)
-    dense = try_dense(forms, judge, ways, {shape: prepared.measured[shape]})
+    dense = try_dense(forms, judge, find_ways(prepared.task, asked.runtimes), partial(_quick_times, resolved, progress))
     limit = math.inf if asked.minutes is None else began + 60 * asked.minutes
     return Search(resolved, promise, dense, journal, limit, progress).answer(began, looks)
+
+
+def _quick_times(
+    resolved: Resolved, progress: Progress, forms: Sequence[Form], *, cascades: bool = False
+) -> list[list[FormTime]]:
+    """Time forms beside each other as a deployment is timed, at the first of its shapes and without many repeats."""
+    prepared = resolved.prepared
+    shape, batch = next(iter(prepared.measured.items()))
+    if prepared.on_rows:
+        rows = resolved.in_order(1)[:QUICK_ROWS]
+    elif cascades:  # what a cascade takes depends on the rows
+        rows = mixed(prepared.rows.promised, shape[0])
+    else:
+        return time_forms(forms, {shape: batch}, progress=progress)
+    return time_forms_on_rows(forms, {shape[0]: rows}, progress=progress)
 
 
 class Search:
@@ -155,7 +171,7 @@ class Search:
     ):
         self._promise, self._dense = promise, dense
         self._journal, self._limit, self._progress = journal, limit, progress
-        self._prepared, self._options = resolved.prepared, resolved.options
+        self._resolved, self._prepared, self._options = resolved, resolved.prepared, resolved.options
         self._chooser = Chooser(self._prepared, self._options, progress, resolved.source.dtype)
         self._confidence = dense.judge.confidence
         self._best = math.inf
@@ -307,13 +323,8 @@ class Search:
                 running.append(forms.form(name, one.way.runtime, one.way.bits))
             else:
                 running.append(one.form)
-        shape, batch = next(iter(self._prepared.measured.items()))
-        if any(one.cascade for one in found):
-            # What a cascade takes depends on the rows.
-            rows = {shape[0]: mixed(self._prepared.rows.promised, shape[0])}
-            times = time_forms_on_rows(running, rows, progress=self._progress)
-        else:
-            times = time_forms(running, {shape: batch}, progress=self._progress)
+        cascades = any(one.cascade for one in found)
+        times = _quick_times(self._resolved, self._progress, running, cascades=cascades)
         return min(zip(ratios(times), found, strict=True), key=lambda pair: pair[0])[1]
 
 

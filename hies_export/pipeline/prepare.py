@@ -85,6 +85,11 @@ class Prepared:
         """Two rows of the first calibration batch, enough to compare models on and to trace them."""
         return first_samples(self.rows.calibration[0])
 
+    @property
+    def on_rows(self) -> bool:
+        """Whether a deployment is timed on rows as they come: no shapes are given, and a row is one forward pass."""
+        return self.length is not None and not self.task.generative
+
     def predictor(self, served: TimedSection | None) -> Predictor:
         """Return what predicts as a model is served: exported, on its runtime; torch does where none is named."""
         return predict if served is None else predictor(self.exporter, served.runtime, served.dtype)

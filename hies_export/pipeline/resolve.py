@@ -24,7 +24,7 @@ from ..data.generation import GenerationReader
 from ..data.processors import load_processor
 from ..data.reader import Columns, Reader
 from ..data.rows import taken_from
-from ..data.targets import samples_of
+from ..data.targets import is_of_documents, samples_of
 from ..data.tokens import settle_padding
 from ..evaluate.interval import confidence_of_each
 from ..evaluate.lm_eval import check_benchmarks
@@ -231,7 +231,9 @@ def refit_rows(recipe: PruningRecipe) -> list[Batch]:
 
 
 def _in_order(reader: Reader, rows: datasets.Dataset) -> Callable[[int], list[Batch]]:
-    return lambda size: reader.batches(rows.select(range(min(len(rows), ROWS))), batch_size=size)
+    first, describing = rows.select(range(min(len(rows), ROWS))), reader.judging()
+    # Documents are embedded once, and queries while somebody waits.
+    return lambda size: [one for one in describing.batches(first, batch_size=size) if not is_of_documents(one)]
 
 
 def _behaviour(recipe: PruningRecipe, config: Any) -> Behaviour:

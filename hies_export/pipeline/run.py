@@ -321,7 +321,7 @@ def _judge_deployed(
     judged = judge_forms(running, judge, answer.dense.judge if answer else None, progress=progress)
     if running:
         progress.stage("time all forms of both models")
-        if joined is None:
+        if joined is None and not (answer is not None and prepared.on_rows):
             timing = resolved.measure.timing
             times = time_forms(running, prepared.measured, timing=timing, decode=True, progress=progress)
         else:

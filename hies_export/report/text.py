@@ -193,10 +193,11 @@ def length_text(report: Report) -> str:
     found = report.details.row_length
     if found is None:
         return ""
-    return (
-        f"Where no length was asked for, rows of {found.tokens} tokens were timed: the median of {found.rows:,} rows "
-        f"of the data is {found.median:g}, rounded up."
-    )
+    on_rows = any(time.phase == "rows" for form in report.details.forms for time in form.times)
+    median = f"the median of {found.rows:,} rows of the data is {found.median:g}, rounded up"
+    if on_rows:
+        return f"Forms are timed on rows as they come, and FLOPs are counted at {found.tokens} tokens: {median}."
+    return f"Where no length was asked for, rows of {found.tokens} tokens were timed: {median}."
 
 
 def _tried(count: int, what: str) -> str:

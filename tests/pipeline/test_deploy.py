@@ -105,12 +105,15 @@ def test_where_no_cut_keeps_the_promise_the_dense_form_is_the_answer(
 ) -> None:
     monkeypatch.setattr(deployment, "WAYS", {"onnxruntime-cpu": ("float32",)})
     asked = {"keep": 0.5, "minutes": 0, "runtimes": ["onnxruntime-cpu"]}
-    fields = ("--set", "prune.budget=null", "--set", f"deploy={json.dumps(asked)}")
+    fields = ("--set", "prune.budget=null", "--set", f"deploy={json.dumps(asked)}", "--set", "measure.shapes=[]")
     assert hies("run", folder / "recipe.yaml", *fields, "-o", tmp_path / "out") == 0
     report = Report.from_file(tmp_path / "out")
     assert report.details.run["recipe"]["deploy"] == asked
     found = report.details.deployment
     assert f"deploy {tmp_path / 'out' / found.file}" in capsys.readouterr().out.splitlines()
+    times = report.details.forms[0].times
+    # No shapes are given, so rows are timed as they come.
+    assert [(time.batch, time.phase) for time in times] == [(1, "rows"), (8, "rows"), (32, "rows")]
     assert found.promise == report.details.budget.predictions == 0.5
     assert (found.form, [form.model for form in report.details.forms]) == (0, ["dense"])
     assert "keep needs time" in found.ways[0].search

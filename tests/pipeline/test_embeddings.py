@@ -23,6 +23,7 @@ from hies_export.errors import DataError, RecipeError, RequestError
 from hies_export.forms import deployment
 from hies_export.pipeline import run as running
 from hies_export.pipeline import targets
+from hies_export.pipeline.resolve import rows_in_order
 from hies_export.recipe import PruningRecipe
 from hies_export.report.report import Report
 
@@ -179,6 +180,14 @@ def test_queries_and_documents_are_judged_on_both_indices(tmp_path: Path) -> Non
     assert report.quality.dense == near(ndcg(dense))
     assert report.quality.slim == near(raw["ranking"]["dense_index"]["ndcg"])
     assert hies_export.load(slim).config.model_type == "bert"
+
+
+def test_rows_to_time_are_queries_as_they_come(tmp_path: Path) -> None:
+    sentence_folder(tmp_path / "model", [])
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    batches = rows_in_order(project(tmp_path, searches, columns=SEARCH))(1)
+    asked = [row["query"] for row in searches(14, 50) if row["query"]]
+    assert [batch["input_ids"].tolist() for batch in batches] == [[ids] for ids in tokenizer(asked)["input_ids"]]
 
 
 def test_texts_alone_are_judged_by_the_dense_models_ranking(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.models import bert, image_batch, save_project, vit
-from support.reports import make_report, terminal
+from support.reports import SERVED, make_report, terminal
 
 from hies_export.forms.measure.shapes import row_length
 from hies_export.pipeline.resolve import resolve
@@ -93,8 +93,9 @@ def test_a_budget_of_time_without_a_sequence_times_the_rows_length(
 def test_what_to_deploy_is_timed_at_the_rows_length(
     shapes: list[list[int]], wanted: list[tuple[int, int]], tmp_path: Path
 ) -> None:
-    recipe = recipe_of(tmp_path, {"heads": 0.5}, shapes).to_deploy(keep=0.5)
-    assert list(resolve(recipe).prepared.measured) == wanted
+    prepared = resolve(recipe_of(tmp_path, {"heads": 0.5}, shapes).to_deploy(keep=0.5)).prepared
+    assert list(prepared.measured) == wanted
+    assert prepared.on_rows == (not shapes)
 
 
 def test_other_budgets_count_flops_as_before(tmp_path: Path) -> None:
@@ -106,3 +107,8 @@ def test_the_report_says_where_the_length_comes_from() -> None:
     shown = terminal(make_report(row_length={"tokens": 16, "median": 12.5, "rows": 581}))
     assert "rows of 16 tokens were timed: the median of 581 rows of the data is 12.5, rounded up." in shown
     assert "was asked for" not in terminal(make_report())
+
+
+def test_the_report_of_a_deployment_says_that_rows_are_timed_as_they_come() -> None:
+    shown = terminal(make_report(row_length={"tokens": 16, "median": 12.5, "rows": 581}, **SERVED))
+    assert "Forms are timed on rows as they come, and FLOPs are counted at 16 tokens: the median of 581" in shown
