@@ -42,7 +42,7 @@ from hies_export.checkpoint.loading import load
 from hies_export.forms.measure.counts import count_parameters
 from hies_export.forms.measure.machine import machine_facts
 from hies_export.forms.measure.ratios import Ratio, paired_ratio
-from hies_export.forms.measure.timing import rotated
+from hies_export.forms.measure.timing import balanced_order
 
 # Tokens that the draft proposes at most, and the probability below which it stops: fixed numbers, and what transformers
 # does by itself.
@@ -161,7 +161,7 @@ def measure(
     for way in ways:
         way(prompts[0])
     for number, prompt in enumerate(prompts):
-        for index in rotated(len(ways), number):
+        for index in balanced_order(len(ways), number):
             ways[index].measure(prompt)
 
     def ratio(way: Way) -> Ratio:

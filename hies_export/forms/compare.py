@@ -15,7 +15,7 @@ from .measure.contention import CpuWatch
 from .measure.counts import FlopCount, Shape
 from .measure.latency import LatencyComparison, compare_rounds
 from .measure.rows import LatencyRow, with_contradictions
-from .measure.timing import Phase, Rounds, Timing, rotated, time_rounds
+from .measure.timing import Phase, Rounds, Timing, balanced_order, time_rounds
 from .runtimes.base import RUNTIMES, Runtime
 
 logger = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ def compare_forms(
         if shape == shapes[0]:
             runners.clear()
             # The model that is loaded first tends to run fastest, so the order rotates.
-            runners.update({index: loaded[index].load() for index in rotated(len(loaded), number)})
+            runners.update({index: loaded[index].load() for index in balanced_order(len(loaded), 2 * number)})
         decodes = all(runner.decodes for runner in runners.values())
         phases: tuple[Phase, ...] = ("prefill",) if decodes else ("forward",)
         for phase in (*phases, "decode") if decode and decodes and shape[1] > 1 else phases:

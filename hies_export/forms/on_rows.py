@@ -13,7 +13,7 @@ from ..progress import SILENT, Progress
 from .form import Form
 from .measure.latency import RowsTime
 from .measure.ratios import BOOTSTRAP_SAMPLES, Ratio
-from .measure.timing import collecting_paused, rotated
+from .measure.timing import balanced_order, collecting_paused
 from .runtimes.base import RUNTIMES, Runtime
 
 # How many rows are timed in each size of batch.
@@ -44,7 +44,7 @@ def time_on_rows(
     for load, size in progress.track(steps, "time on the rows"):
         if size == next(iter(batches)):
             runners.clear()
-            runners.update({index: loaded[index].load() for index in rotated(count, load)})
+            runners.update({index: loaded[index].load() for index in balanced_order(count, 2 * load)})
         given = batches[size]
         own = [given[place % len(given)] for place in range(load, max(LEAST, len(given)), loads)]
         of_each_shape = {tuple(tensor.shape for tensor in batch.values()): batch for batch in own[WARMUP:]}
@@ -54,7 +54,7 @@ def time_on_rows(
         with collecting_paused():
             for number, batch in enumerate(own):
                 times = [0] * count
-                for index in rotated(count, number // 2)[:: -1 if number % 2 else 1]:
+                for index in balanced_order(count, number):
                     times[index] = runners[index].time_ns(runners[index].prepare(batch))
                 found[size].append(times)
     return {size: _compared(np.array(found[size]) / 1e6, batches[size], runners, loads) for size in batches}

@@ -1,6 +1,8 @@
 import getpass
+import itertools
 import platform
 import weakref
+from collections import Counter
 from dataclasses import asdict
 
 import numpy as np
@@ -24,7 +26,7 @@ from hies_export.forms.measure.latency import compare_latency
 from hies_export.forms.measure.machine import gpu_facts, machine_facts
 from hies_export.forms.measure.ratios import is_noisy, paired_ratio, realised_share
 from hies_export.forms.measure.rows import LatencyRow
-from hies_export.forms.measure.timing import Timing
+from hies_export.forms.measure.timing import Timing, balanced_order
 from hies_export.forms.runtimes import base as runtime
 from hies_export.forms.runtimes.base import RUNTIMES, Runtime
 from hies_export.model.copies import parameter_bytes
@@ -453,3 +455,17 @@ def test_outputs_that_are_no_numbers_are_not_timed(clock):
     slim.fetch = lambda result: {"logits": np.array([1.0, np.nan])}
     with pytest.raises(NonFiniteError, match="logits of the slim model has NaN or infinity on fake; try dtype float32"):
         compare_latency(dense, slim, control=control, batch={}, repeats=6)
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+def test_every_model_runs_equally_often_after_each_other(count: int) -> None:
+    rounds = [balanced_order(count, number) for number in range(2 * count)]
+    assert all(sorted(order) == list(range(count)) for order in rounds)
+    assert all(odd == even[::-1] for even, odd in zip(rounds[::2], rounds[1::2], strict=True))
+    places = Counter((index, place) for order in rounds for place, index in enumerate(order))
+    assert places == dict.fromkeys(itertools.product(range(count), repeat=2), 2)
+    neighbours = Counter(pair for order in rounds for pair in itertools.pairwise(order))
+    assert neighbours == dict.fromkeys(itertools.permutations(range(count), 2), 2)
+    runs = [index for order in rounds for index in order]
+    again = Counter(one for one, other in itertools.pairwise([*runs, runs[0]]) if one == other)
+    assert again == dict.fromkeys(range(count), 1 if count > 1 else 2)

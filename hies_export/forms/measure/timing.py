@@ -146,15 +146,14 @@ def _check_finite(outputs: Mapping[str, np.ndarray], *, name: str, provider: str
 def _run_in_turns(runners: Sequence[Runtime], feeds: Sequence[Any], timing: Timing) -> list[list[int]]:
     """Return the times in nanoseconds, one list per round, in the order of `runners`.
 
-    Consecutive orders are reversed (ABBA), so linear drift cancels. Over twice as many rounds as there are runners,
-    each comes equally often at each place, and equally often after itself, so a warm cache favours none.
+    Consecutive orders are reversed (ABBA), so linear drift cancels. See `balanced_order`.
     """
     rounds: list[list[int]] = []
     total_ns = 0
     with collecting_paused():
         while len(rounds) < timing.repeats or total_ns < timing.min_seconds * 1e9:
             elapsed_ns = [0] * len(runners)
-            for index in rotated(len(runners), len(rounds) // 2)[:: -1 if len(rounds) % 2 else 1]:
+            for index in balanced_order(len(runners), len(rounds)):
                 elapsed_ns[index] = runners[index].time_ns(feeds[index])
             rounds.append(elapsed_ns)
             total_ns += sum(elapsed_ns)
@@ -174,6 +173,14 @@ def collecting_paused() -> Iterator[None]:
             gc.enable()
 
 
-def rotated(count: int, first: int) -> list[int]:
-    """Return the numbers below `count`, rotated to begin with `first` modulo `count`."""
-    return [(first + index) % count for index in range(count)]
+def balanced_order(count: int, number: int) -> list[int]:
+    """Return the numbers below `count` in the order of a round; an odd round reverses the one before it.
+
+    Over 2 * count rounds, each number comes equally often at each place, equally often after itself, and equally often
+    after each other one. What one model leaves behind, such as a full cache or threads that still spin, then costs all
+    others alike. Source: Williams (1949), https://doi.org/10.1071/CH9490149.
+    """
+    # 0, 1, n - 1, 2, n - 2, ...: all differences of neighbours differ.
+    first = [(place + 1) // 2 if place % 2 else -place // 2 for place in range(count)]
+    order = [(index + number // 2) % count for index in first]
+    return order[::-1] if number % 2 else order
