@@ -28,7 +28,7 @@ class EmbeddingReader(Reader):
     """Reads texts to embed.
 
     Batches have `input_ids`, `attention_mask` and, if the model has segments, `token_type_ids`, (texts, longest of the
-    batch). They hold every text of the samples once, shortest first.
+    batch). They hold every text of the samples once.
 
     When `judging`, batches say how texts belong together (`TEXT_KEYS`). All queries come before all documents, in
     batches of their own, and rows of the same query are one query. Texts alone need no description.
@@ -37,15 +37,21 @@ class EmbeddingReader(Reader):
         prompts: What is written before a text, by its kind: "query", "document", or "text" for any other.
         lower: Whether texts are in lower case, whatever the tokenizer does.
         judged: Whether batches describe their rows.
+        sorts: Whether the shortest texts come first, and not those of the first rows.
     """
 
     prompts: Mapping[str, str] = field(default_factory=dict)
     lower: bool = False
     judged: bool = False
+    sorts: bool = True
 
     def judging(self) -> EmbeddingReader:
         """Return the reader of the same samples whose batches say how texts belong together."""
         return replace(self, judged=True)
+
+    def as_they_come(self) -> EmbeddingReader:
+        """Return the reader of the same samples whose batches describe their rows, and are not sorted by length."""
+        return replace(self, judged=True, sorts=False)
 
     @property
     def scored_pairs(self) -> bool:
@@ -84,7 +90,7 @@ class EmbeddingReader(Reader):
             found = self._of_kinds(texts, batch_size)
         else:
             found = self._texts(samples, batch_size)
-        yield from by_length(list(found), config=self.config)
+        yield from by_length(list(found), config=self.config) if self.sorts else found
 
     def _texts(self, samples: datasets.Dataset, batch_size: int) -> Iterator[Batch]:
         """Batches of the distinct texts of each kind."""

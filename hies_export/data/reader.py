@@ -144,6 +144,10 @@ class Reader(ABC):
         """Return the reader of the same samples whose batches say how rows belong together, for ranking metrics."""
         return self
 
+    def as_they_come(self: AnyReader) -> AnyReader:
+        """Return the reader of the same samples in the order of their rows, for timing."""
+        return self
+
     def unlabelled(self: AnyReader) -> AnyReader:
         """Return the reader of the same samples without their label column."""
         return replace(self, columns=replace(self.columns, label=None))

@@ -231,9 +231,9 @@ def refit_rows(recipe: PruningRecipe) -> list[Batch]:
 
 
 def _in_order(reader: Reader, rows: datasets.Dataset) -> Callable[[int], list[Batch]]:
-    first, describing = rows.select(range(min(len(rows), ROWS))), reader.judging()
+    first, reader = rows.select(range(min(len(rows), ROWS))), reader.as_they_come()
     # Documents are embedded once, and queries while somebody waits.
-    return lambda size: [one for one in describing.batches(first, batch_size=size) if not is_of_documents(one)]
+    return lambda size: [batch for batch in reader.batches(first, batch_size=size) if not is_of_documents(batch)]
 
 
 def _behaviour(recipe: PruningRecipe, config: Any) -> Behaviour:

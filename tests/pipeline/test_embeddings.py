@@ -185,8 +185,12 @@ def test_queries_and_documents_are_judged_on_both_indices(tmp_path: Path) -> Non
 def test_rows_to_time_are_queries_as_they_come(tmp_path: Path) -> None:
     sentence_folder(tmp_path / "model", [])
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
-    batches = rows_in_order(project(tmp_path, searches, columns=SEARCH))(1)
-    asked = [row["query"] for row in searches(14, 50) if row["query"]]
+
+    def varied(count: int, first: int = 0) -> list[Row]:
+        return [row | {"query": row["query"] and words(i, 2 + i % 5)} for i, row in enumerate(searches(count, first))]
+
+    batches = rows_in_order(project(tmp_path, varied, columns=SEARCH))(1)
+    asked = [row["query"] for row in varied(14, 50) if row["query"]]
     assert [batch["input_ids"].tolist() for batch in batches] == [[ids] for ids in tokenizer(asked)["input_ids"]]
 
 
