@@ -14,7 +14,7 @@ import torch
 from pydantic import FiniteFloat
 
 from ..data.batches import Batch
-from ..data.targets import samples_of
+from ..data.targets import is_of_documents, samples_of
 from ..progress import SILENT, Progress
 from ..tasks import Behaviour
 from ..tasks.by_shape import BY_SHAPE
@@ -131,7 +131,7 @@ class Judge:
             return self
         assert isinstance(self.dense, torch.Tensor)
         rows = RankedTexts.of(self.dense, self.batches).of_queries()
-        batches = [batch for batch in self.batches if bool((batch["query"] >= 0).any())]
+        batches = [batch for batch in self.batches if not is_of_documents(batch)]
         return replace(self, batches=batches, dense=self.dense[rows.queries], index="dense", ranked=rows)
 
     def of(self, predictions: Predictions) -> Quality:

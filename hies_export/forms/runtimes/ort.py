@@ -55,12 +55,10 @@ class GraphRuntime(Runtime):
     def prepare_step(self, batch: Mapping[str, Any]) -> Any:
         """Run all tokens but the last to fill the cache, and prepare the last token with that cache."""
         prompt, step = last_token(batch)
-        past = self._past(prompt)
+        # Copied, as a replayed CUDA graph writes to memory that its session has given out again.
+        past = self.compute(prompt)
         cache = {name: past[name.replace("past_key_values", "present", 1)] for name in self._cache_sizes}
         return self.prepare({**step, **cache})
-
-    def _past(self, prompt: Mapping[str, Any]) -> dict[str, Any]:
-        return self.compute(prompt)
 
 
 @register_runtime("onnxruntime-cpu")
@@ -155,9 +153,6 @@ class OnnxRuntime(GraphRuntime):
         for name in self.outputs:
             binding.bind_output(name, self.device)
         return BoundFeed(binding, tuple(values))
-
-    def _past(self, prompt: Mapping[str, Any]) -> dict[str, Any]:
-        return self.values(self.run_once(prompt))
 
     def run_once(self, batch: Mapping[str, Any]) -> Any:
         """Run the graph on a batch that is not run again, and return what `run` does."""

@@ -131,10 +131,6 @@ class CudaOnnxRuntime(OnnxRuntime):
         self._captured += 1
         return replace(bound, options=_graph_number(self._captured))
 
-    def _past(self, prompt: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the cache after a prompt, outside of the session's memory, which replays of other graphs overwrite."""
-        return self.compute(prompt)
-
     def run_once(self, batch: Mapping[str, Any]) -> Any:
         """Run the graph on a batch that is not run again, without a CUDA graph, and return what `run` does."""
         before = _free_bytes()
