@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
 
 from ..data.targets import inputs_of
+from ..equal import SAME_CODE, Difference
 from ..errors import ReloadMismatchError, refusing
 from ..model.copies import convert
 from ..model.internals import (
@@ -27,7 +28,7 @@ from ..model.internals import (
 )
 from ..model.modes import evaluating
 from ..model.sentence import TextEncoder
-from ..slim.check import first_output, max_abs
+from ..slim.check import first_output
 from ..slim.config import is_slim
 from ..values import PruningPlan
 from .cards import under_licence
@@ -39,7 +40,6 @@ from .sentence import cross_encoder_in, load_sentence, write_json, write_modules
 from .settings import complete_settings
 
 HALF = (torch.float16, torch.bfloat16)
-TOLERANCE = 1e-4  # of the largest output, if that is more than 1: the same product may round differently when repeated
 
 
 def save_slim(
@@ -83,8 +83,8 @@ def save_slim(
 
     Raises:
         OutputExistsError: The folder exists and `overwrite` is off.
-        ReloadMismatchError: A weight is missing on loading, or an output differs by 1e-4 or more (of its largest
-            element, if that is more than 1).
+        ReloadMismatchError: A weight is missing on loading, or an output differs by more than 1e-4 of its largest
+            element, or of 1 if that is more.
 
     Examples:
         >>> save_slim(slim, folder / "slim", plan=plan, batch=batches[0])
@@ -156,19 +156,18 @@ def check_reload(model: PreTrainedModel, folder: str | Path, batch: Mapping[str,
         with refusing(
             f"a saved model must run again, but through {way} it failed with", "nothing was kept", ReloadMismatchError
         ):
-            difference = max_abs(first_output(loaded, inputs), expected)
-        allowed = TOLERANCE * max(1.0, expected.abs().max().item())
-        if not difference < allowed and computing in HALF:
+            difference = Difference.of(first_output(loaded, inputs), expected)
+        if not difference.within(SAME_CODE) and computing in HALF:
             # Rounding errors of products there are at least as large.
             one, other = (first_output(convert(m, dtype=torch.float32), inputs) for m in (loaded, original))
-            difference = max_abs(one, other)
+            difference = Difference.of(one, other)
         del loaded  # before the next one is loaded
-        worst = max(worst, difference)
-        if not difference < allowed:
+        worst = max(worst, difference.max_abs)
+        if not difference.within(SAME_CODE):
             raise ReloadMismatchError(
-                f"a loaded model must give the saved model's output to {allowed:g}, but through {way} it differs by "
-                f"{difference:.3g}; nothing was kept. No file holds hooks, mixed precision and the like of a model in "
-                "memory: take them off before you prune it"
+                f"a loaded model must give the saved model's output to {SAME_CODE:g} of the largest, but through {way} "
+                f"it differs by {difference}; nothing was kept. No file holds hooks, mixed precision and the like of a "
+                "model in memory: take them off before you prune it"
             )
     return worst
 
@@ -199,13 +198,12 @@ def _check_embeddings(model: TextEncoder, folder: str | Path, batch: Mapping[str
     with evaluating(model), exact_products(), torch.inference_mode():
         inputs = {name: tensor.to(model.device) for name, tensor in inputs_of(batch).items()}
         one, other = (m(**inputs).sentence_embedding for m in (convert(model, dtype=torch.float32), loaded))
-    difference = max_abs(one, other)
-    if not difference < TOLERANCE * max(1.0, one.abs().max().item()):
+    difference = Difference.of(other, one)
+    if not difference.within(SAME_CODE):
         raise ReloadMismatchError(
-            f"a loaded model must give the saved model's embeddings, but they differ by {difference:.3g}; nothing was "
-            "kept"
+            f"a loaded model must give the saved model's embeddings, but they differ by {difference}; nothing was kept"
         )
-    return difference
+    return difference.max_abs
 
 
 def _computing_dtype(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> torch.dtype:

@@ -21,6 +21,8 @@ _POSITIONS_START_AFTER_PAD = {
     "mpnet",
     *("roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
 }
+# Tokens that show what a model's code does with a text: its windows and chunks are rarely longer.
+SHORT = 64
 # Attributes of a config: placeholder tokens for the features of an image, a video or a sound.
 _PLACEHOLDERS = tuple(f"{kind}_token_{end}" for kind in ("image", "video", "audio") for end in ("id", "index"))
 
@@ -209,6 +211,24 @@ def _random_text(
 def first_samples(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the first two samples of a batch, which are enough to find the heads or to trace a graph."""
     return {key: value[:2] for key, value in batch.items()}
+
+
+def short_samples(model: torch.nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the first two samples of a batch, and of longer texts `SHORT` tokens that are padding in neither.
+
+    That is enough for what depends on a model's code and not on its rows. Inputs that are not by token, and texts whose
+    end a model looks for, stay whole.
+    """
+    samples = first_samples(batch)
+    tokens = samples["input_ids"].shape if "input_ids" in samples else ()
+    by_token = [name for name, tensor in samples.items() if tensor.dim() > 1]
+    ends = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    if ends or len(tokens) != 2 or any(samples[name].shape[:2] != tokens for name in by_token):
+        return samples
+    real = samples.get("attention_mask", torch.ones(tokens)).bool().all(0)
+    if len(columns := real.nonzero()[:SHORT, 0]) < SHORT:
+        return samples
+    return {name: t[:, columns.to(t.device)] if name in by_token else t for name, t in samples.items()}
 
 
 def sequence_length(model: PreTrainedModel, batch: Mapping[str, Any]) -> int:

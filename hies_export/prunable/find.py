@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from ..kinds import ATTENTION, MLP
 from ..model.copies import refuse_devices
 from ..model.internals import note_newer_release
+from ..model.tokens import short_samples
 from ..tasks.models import refuse_adapters
 from ..units import PrunableModule
 from .attention import find_attention
@@ -47,4 +48,5 @@ def find_modules(
     note_newer_release()
     refuse_adapters(model)
     refuse_devices(model)
-    return tuple(module for kind in kinds for module in FINDERS[kind](model, batch))
+    rows = short_samples(model, batch)
+    return tuple(module for kind in kinds for module in FINDERS[kind](model, rows))

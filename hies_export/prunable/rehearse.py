@@ -14,6 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..equal import FEW_STEPS, Difference
 from ..errors import UnsupportedModelError
 from ..kinds import UNIT_NAMES
 from ..model import modeling_hies
@@ -178,9 +179,10 @@ def fewer(probe: Probe, pairs: Sequence[tuple[F, PrunableModule]], kept: Mapping
 
 
 def same(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors are equal up to rounding."""
-    return one.shape == other.shape and torch.allclose(one, other, rtol=1e-4, atol=1e-5)
+    """Return whether two tensors are equal up to the rounding of a few operations."""
+    return Difference.of(one, other).within(FEW_STEPS)
 
 
 def _close(one: tuple[float, float], other: tuple[float, float]) -> bool:
-    return all(abs(a - b) <= 1e-5 * other[1] + 1e-6 for a, b in zip(one, other, strict=True))
+    """Return whether two signatures are; sums round by a share of the sum of the sizes, the second number."""
+    return all(Difference(abs(a - b), other[1]).within(FEW_STEPS) for a, b in zip(one, other, strict=True))

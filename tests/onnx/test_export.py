@@ -240,16 +240,19 @@ def test_older_optimum_can_read_the_tokenizer(tmp_path, monkeypatch):
 
 
 def test_compare_outputs():
-    want = {"logits": np.array([[1.0, -30.0]], dtype=np.float32)}
-    near = {"logits": want["logits"] + 9e-4}
-    far = {"logits": want["logits"] + 2e-3}
-    lost = {"logits": np.full((1, 2), np.nan, dtype=np.float32)}
-    assert compare_outputs(want, near, label="x", dtype="float32") == pytest.approx(9e-4, rel=1e-2)
-    assert compare_outputs(want, far, label="x", dtype="float16") == pytest.approx(2e-3, rel=1e-2)
-    with pytest.raises(ParityError, match=r"within 1\.0e-03, and differs by 2\.0e-03 on x"):
+    want = {"logits": np.array([[1.0, -30.0]], dtype=np.float32), "present": np.array([0.5], dtype=np.float32)}
+    near, far = ({**want, "logits": want["logits"] + apart} for apart in (0.02, 0.05))
+    lost = {**want, "logits": np.full((1, 2), np.nan, dtype=np.float32)}
+    # Of every output by itself: what is little beside the logits may be much in the cache.
+    cache = {**want, "present": want["present"] + 0.02}
+    assert compare_outputs(want, near, label="x", dtype="float32") == pytest.approx(0.02, rel=1e-2)
+    assert compare_outputs(want, far, label="x", dtype="float16") == pytest.approx(0.05, rel=1e-2)
+    with pytest.raises(ParityError, match=r"logits .* within 0\.001 .* on x differ by 0\.05, where .* is 30; nothing"):
         compare_outputs(want, far, label="x", dtype="float32")
-    with pytest.raises(ParityError, match=r"within 6\.0e-01, and differs by nan on x"):
+    with pytest.raises(ParityError, match=r"logits .* within 0\.02 .* differ by inf"):
         compare_outputs(want, lost, label="x", dtype="float16")
+    with pytest.raises(ParityError, match=r"present .* differ by 0\.02, where the largest number is 0\.5"):
+        compare_outputs(want, cache, label="x", dtype="float32")
 
 
 def test_new_folder_does_not_overwrite_one_made_meanwhile(tmp_path):

@@ -266,7 +266,7 @@ def test_an_existing_folder_and_a_graph_too_far_away_are_refused(
     (tmp_path / "there" / "file").touch()
     with pytest.raises(OutputExistsError, match="there"):
         quantize_onnx(exported, tmp_path / "there", batch=batch)
-    monkeypatch.setattr(quantize_module, "TOLERANCE", 1e-4)
+    monkeypatch.setattr(quantize_module, "FEWER_BITS", 1e-4)
     with pytest.raises(ParityError, match="logits are .* away from .* nothing was kept") as refused:
         quantize_onnx(exported, tmp_path / "out", batch=batch)
     assert isinstance(refused.value, HiesError)

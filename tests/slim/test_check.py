@@ -1,19 +1,23 @@
 """What `slim/check.py` compares and refuses: plans, weights, and the outputs of a cut model."""
 
 import dataclasses
-import math
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from support.cuts import random_cut, random_plan
-from support.models import bert, text_batch
+from support.models import bert, causal_lm, text_batch
 from support.neurons import half, neurons
 from support.tolerance import CLOSE, assert_near
 
-from hies_export import CutMismatchError, Kept, PlanError, compare_cut, find_attention, prune_units
-from hies_export.slim.check import check_selection, first_output, max_abs
+from hies_export import CutMismatchError, Kept, PlanError, compare_cut, find_attention, find_modules, prune_units
+from hies_export.kinds import ATTENTION, MLP
+from hies_export.slim import check as check_module
+from hies_export.slim.check import check_selection, first_output
 from hies_export.slim.fingerprint import fingerprint
-from hies_export.units import Units
+from hies_export.slim.mask import masked_units
+from hies_export.units import PrunableModule, Units
 
 
 def test_half_precision_is_compared_in_float32() -> None:
@@ -47,10 +51,70 @@ def test_a_model_in_double_precision_is_compared_in_float32_too() -> None:
 def test_the_difference_is_the_largest_of_all_elements() -> None:
     dense, batch = bert(), text_batch()
     slim, plan, sites = random_cut(dense, batch)
-    exact = compare_cut(dense, slim, plan, sites, batch)
+    assert compare_cut(dense, slim, plan, sites, batch) < 1e-6
     with torch.no_grad():
         slim.classifier.bias[1] -= 5e-5
-    assert compare_cut(dense, slim, plan, sites, batch) == pytest.approx(5e-5, abs=max(2 * exact, 1e-6))
+    with pytest.raises(CutMismatchError, match="to 1e-07 of the largest output, but differs by 5e-05, where"):
+        compare_cut(dense, slim, plan, sites, batch)
+
+
+@pytest.fixture(scope="module")
+def deep() -> Any:
+    """A decoder of thirty layers with large outputs, as real ones have."""
+    model = causal_lm(num_hidden_layers=30, num_key_value_heads=2)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1e4)
+    return model
+
+
+def deep_cut(model: Any) -> tuple[Any, dict[str, Kept], Sequence[PrunableModule], Any]:
+    torch.manual_seed(0)
+    batch = {"input_ids": torch.randint(5, model.config.vocab_size, (2, 24))}
+    modules = find_modules(model, batch, kinds=(ATTENTION, MLP))
+    kept = {m.name: m.kept(range(m.units - 1 if m.kind == MLP else m.units // 2)) for m in modules}
+    return prune_units(model, kept, modules), kept, modules, batch
+
+
+def test_a_deep_model_with_large_outputs_is_cut(deep: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounding alone moves its outputs by more than 1e-4; in float64 it does not."""
+    slim, kept, modules, batch = deep_cut(deep)
+    with masked_units(deep, kept, modules):
+        masked = first_output(deep, batch)
+    moved = (first_output(slim, batch) - masked).abs().max().item()
+    assert moved > 1e-4
+    assert compare_cut(deep, slim, kept, modules, batch) == pytest.approx(moved, abs=1e-6 * masked.abs().max().item())
+    monkeypatch.setattr(check_module, "SURE_IN_FLOAT32", 0.0)
+    assert compare_cut(deep, slim, kept, modules, batch) < 1e-3 * moved
+
+
+def test_a_model_too_large_for_float64_is_compared_in_float32_alone(deep: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    slim, kept, modules, batch = deep_cut(deep)
+    monkeypatch.setattr(check_module, "SURE_IN_FLOAT32", 0.0)
+    monkeypatch.setattr(check_module, "LARGEST_COPY", 0)
+    assert compare_cut(deep, slim, kept, modules, batch) > 1e-4
+    with torch.no_grad():
+        slim.model.layers[15].mlp.down_proj.weight.mul_(1.5)
+    with pytest.raises(CutMismatchError, match=r"to 0\.0001 of the largest output"):
+        compare_cut(deep, slim, kept, modules, batch)
+
+
+@pytest.mark.parametrize("kind", [ATTENTION, MLP])
+@pytest.mark.parametrize("wrong", ["one unit more", "two units swapped", "another unit"])
+def test_a_wrong_cut_of_a_deep_model_is_refused(deep: Any, kind: str, wrong: str) -> None:
+    slim, kept, modules, batch = deep_cut(deep)
+    module = [m for m in modules if m.kind == kind][15]
+    units = list(kept[module.name].units)
+    if wrong == "two units swapped":
+        consumer, width = slim.get_submodule(module.consumer), module.unit_width
+        order = [*range(width, 2 * width), *range(width), *range(2 * width, consumer.in_features)]
+        with torch.no_grad():  # the columns of the consumer, but not the rows of its producers
+            consumer.weight.copy_(consumer.weight[:, order])
+    else:
+        other = sorted({*range(module.units)} - {*units})[: module.group_size]
+        changed = [*units, *other] if wrong == "one unit more" else [*units[module.group_size :], *other]
+        slim = prune_units(deep, {**kept, module.name: module.kept(sorted(changed))}, modules)
+    with pytest.raises(CutMismatchError, match="the cut model must equal the masked model"):
+        compare_cut(deep, slim, kept, modules, batch)
 
 
 def test_an_output_is_the_first_in_evaluation_mode_and_labels_are_left_out() -> None:
@@ -64,14 +128,6 @@ def test_an_output_is_the_first_in_evaluation_mode_and_labels_are_left_out() -> 
     # Of an encoder alone, hidden states come before what is pooled of them.
     found = first_output(bert().base_model, {name: batch[name] for name in ("input_ids", "attention_mask")})
     assert found.shape[:2] == batch["input_ids"].shape
-
-
-def test_the_largest_difference_of_tensors() -> None:
-    one = torch.tensor([[1.0, -2.0], [0.5, 0.0]])
-    assert max_abs(one, one + torch.tensor([[0.0, 0.25], [-0.5, 0.0]])) == 0.5
-    assert max_abs(one, one[:1]) == math.inf
-    assert max_abs(one, one.where(one != 0, math.nan)) == math.inf
-    assert max_abs(one[:0], one[:0]) == 0.0
 
 
 def test_a_plan_of_other_weights_is_not_cut_by_and_a_selection_is() -> None:
@@ -142,6 +198,6 @@ def test_neurons_are_checked_as_heads_are() -> None:
     assert compare_cut(model, slim, selection, blocks, batch) < 1e-4
     with torch.no_grad():
         slim.get_submodule(blocks[0].consumer).weight[0, 0] += 1
-    said = r"must equal the masked model to 0\.0001, but differs by .* nothing was saved. Please report .* \(bert\)"
+    said = r"must equal the masked model to 1e-07 of the largest output, but differs by .* nothing was saved. Please report .* \(bert\)"
     with pytest.raises(CutMismatchError, match=said):
         compare_cut(model, slim, selection, blocks, batch)

@@ -12,6 +12,7 @@ import torch
 
 from ...checkpoint.folders import new_folder, refuse_existing
 from ...data.batches import Batch
+from ...equal import OTHER_PROGRAM, REGROUPED_IN_FEWER_BITS
 from ...errors import ParityError, RequestError
 from ...evaluate.interval import CONFIDENCE, upper_rate
 from ...evaluate.predict import predict_by
@@ -26,9 +27,6 @@ from .promise import Promise, choose_threshold, margins
 
 # Metadata of a joined graph: its promise, as JSON.
 PROMISE = "hies_export.forms.cascade"
-# Tolerance between the joined graph and the two graphs by hand, relative to the largest logit: in float32, and in fewer
-# bits. Rows that go on are computed in another batch, and without columns that are padding in all of them.
-TOLERANCE, TOLERANCE_BITS = 1e-3, 5e-2
 # How far a margin may move in another graph or batch, relative to the largest logit: in float32, and by the rounding of
 # both logits in bfloat16.
 RESOLUTION, RESOLUTION_BITS = 1e-4, torch.finfo(torch.bfloat16).eps
@@ -131,7 +129,7 @@ def export_cascade(
         found = logits(sure)
         largest = max(1.0, certain.abs().max().item(), found.abs().max().item())
         exact = options.dtype in (None, "float32")
-        resolution = RESOLUTION if exact else RESOLUTION_BITS * largest
+        resolution = (RESOLUTION if exact else RESOLUTION_BITS) * largest
         promise = choose_threshold(
             found,
             answers,
@@ -152,7 +150,7 @@ def export_cascade(
             certain,
             apart=margins(found) - promise.threshold,
             near=resolution,
-            tolerance=TOLERANCE if exact else TOLERANCE_BITS * largest,
+            tolerance=(OTHER_PROGRAM["float32"] if exact else REGROUPED_IN_FEWER_BITS) * largest,
         )
         _check_promise(joined, answers, promise)
         size = sum(file.stat().st_size for file in staging.glob(f"{ONNX_FILE}*"))

@@ -13,13 +13,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from ...equal import OTHER_PROGRAM, Difference
 from ...model.copies import convert
 from ...model.internals import exact_products
 from ...model.modes import output_alone
 from .architecture import LayerSizes, Layout, refused
-
-# Of the largest logit; both compute in float32.
-TOLERANCE = 1e-3
 
 
 def check_same_function(
@@ -30,11 +28,11 @@ def check_same_function(
     with output_alone(reference), exact_products(), torch.no_grad():
         wanted = reference(input_ids=ids).logits[0]
         found = decoder_logits(layout, tensors, ids[0])
-    difference = float((wanted - found).abs().max())
-    if not difference <= TOLERANCE * max(1.0, float(wanted.abs().max())):
+    difference = Difference.of(found, wanted)
+    if not difference.within(OTHER_PROGRAM["float32"]):
         raise refused(
             model,
-            f"logits differ by {difference:.2g} from what llama.cpp's {layout.architecture} computes from the same "
+            f"logits differ by {difference.max_abs:.2g} from what llama.cpp's {layout.architecture} computes from the same "
             "weights, so the model does something more, such as a multiplier or another norm",
         )
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ...equal import OTHER_PROGRAM
 from ...errors import ParityError
 from ...model.copies import copy_with
 from ...model.internals import ask_for_output_alone, configs_of, forget_placement
@@ -19,9 +20,6 @@ from ...model.tokens import longest_sequence, synthetic_batch
 from ..runtimes.llamacpp import LlamaCppRuntime
 from .tensors import OUTER, stored_bytes, stored_type
 
-# Largest difference of a next-token probability, as a share of the likeliest token's. llama.cpp multiplies float16 and
-# bfloat16 matrices by activations rounded to the same type, and q8_0 and q4_0 by activations in q8_0.
-TOLERANCES = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 0.1, "q8_0": 0.2, "q4_0": 0.2}
 # Two tokens whose probabilities differ by less than this share may swap places in greedy decoding.
 NEAR_TIE = 1e-2
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 3, 12, 64
@@ -58,7 +56,7 @@ def check_parity(file: Path, model: PreTrainedModel, tokenizer: Any, *, dtype: s
     length = min(PROMPT_TOKENS, max(1, positions // 2))
     new = min(NEW_TOKENS, positions - length)
     prompts = synthetic_batch(model, batch=PROMPTS, sequence=length)["input_ids"].cpu()
-    tolerance, equal = TOLERANCES[dtype], 0
+    tolerance, equal = OTHER_PROGRAM[dtype], 0
     with LlamaCppRuntime(file, threads=torch.get_num_threads(), exact=True) as runtime:
         found = runtime.compute({"input_ids": prompts})["probabilities"]
         with torch.no_grad():

@@ -10,16 +10,13 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from ...equal import OTHER_PROGRAM, Difference
 from ...errors import MissingRuntimeError, ParityError
 from ..runtimes.ort import OnnxRuntime
 from ..runtimes.ort_gpu import CudaOnnxRuntime, TensorRtOnnxRuntime
 from ..runtimes.pytorch import TorchRuntime
 from .decoder import text_tokens
 from .generator import OnnxGenerator
-
-# Half precision has 11 significant bits, so its tolerance scales with the largest output.
-TOLERANCE_FP32 = 1e-3
-TOLERANCE_FP16 = 2e-2
 
 # By provider, the runtime that graphs for it are compared on, if this machine has it.
 RUNTIMES: dict[str, type[OnnxRuntime]] = {
@@ -67,7 +64,7 @@ def check_parity(
     dtype: str,
     runtime: type[OnnxRuntime] = OnnxRuntime,
 ) -> tuple[float, str]:
-    """Return the largest absolute difference between graph and torch, if within tolerance, and the graph's provider."""
+    """Return the largest absolute difference between graph and torch, if they agree, and the graph's provider."""
     exported = runtime(folder, threads=torch.get_num_threads())
     dense = TorchRuntime(reference, threads=torch.get_num_threads())
     worst = max(
@@ -160,15 +157,12 @@ def compare_outputs(want: Mapping[str, np.ndarray], got: Mapping[str, np.ndarray
     shapes = ["; ".join(f"{name} {array.shape}" for name, array in sorted(outputs.items())) for outputs in (want, got)]
     if shapes[0] != shapes[1]:
         raise ParityError(f"the graph's outputs must be torch's; on {label} torch has {shapes[0]}, it has {shapes[1]}")
-    differences = [float(np.abs(want[name] - got[name]).max(initial=0.0)) for name in want]
-    # np.max propagates NaN; max may not.
-    max_abs = float(np.max(differences))
-    tolerance = TOLERANCE_FP32
-    if dtype == "float16":
-        tolerance = TOLERANCE_FP16 * max(1.0, *(float(np.abs(array).max(initial=0.0)) for array in want.values()))
-    if not max_abs <= tolerance:
-        raise ParityError(
-            f"the graph must agree with torch within {tolerance:.1e}, and differs by {max_abs:.1e} "
-            f"on {label}; nothing was kept: export in float32, or report the model"
-        )
-    return max_abs
+    found = {name: Difference.of(torch.from_numpy(got[name]), torch.from_numpy(want[name])) for name in want}
+    tolerance, remedy = OTHER_PROGRAM[dtype], "report the model"
+    for name, difference in found.items():
+        if not difference.within(tolerance):
+            raise ParityError(
+                f"the graph's {name} must be torch's within {tolerance:g} of the largest number, but on {label} differ "
+                f"by {difference}; nothing was kept: {remedy if dtype == 'float32' else f'export in float32, or {remedy}'}"
+            )
+    return max(difference.max_abs for difference in found.values())

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from ...calibrate.spreads import spreads
 from ...checkpoint.folders import new_folder, refuse_existing
+from ...equal import FEWER_BITS
 from ...errors import ParityError, RequestError
 from ..runtimes.base import Provider
 from ..runtimes.bits import BLOCK, SMALLEST, quantize_graph
@@ -25,10 +26,6 @@ from .inputs import read_values
 from .multimodal import is_vision_language
 
 Quantize = Literal["int8", "int4"]
-
-# How far the 8-bit graph may be from the float32 graph, as a share of its outputs (root mean squares). Rounding errors
-# are at most 0.05 on the models tried; an overflowing kernel or a wrong scale gives 1 and more.
-TOLERANCE = 0.3
 
 
 def quantize_onnx(
@@ -162,9 +159,9 @@ def largest_difference(dense: Mapping[str, np.ndarray], quantised: Mapping[str, 
     for name, wanted in dense.items():
         apart = float(np.sqrt(np.mean((wanted - quantised[name]) ** 2)))
         size = float(np.sqrt(np.mean(wanted**2)))
-        if not apart <= TOLERANCE * size:
+        if not apart <= FEWER_BITS * size:
             raise ParityError(
-                f"the quantised graph must agree with the float32 graph to {TOLERANCE:.0%}, but its {name} are "
+                f"the quantised graph must agree with the float32 graph to {FEWER_BITS:.0%}, but its {name} are "
                 f"{apart:.2g} away from {size:.2g} (root mean square); nothing was kept: export without quantize"
             )
     return max(float(np.abs(wanted - quantised[name]).max(initial=0.0)) for name, wanted in dense.items())

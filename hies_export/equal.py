@@ -1,0 +1,71 @@
+"""Decide when two computations of the same thing gave equal numbers.
+
+Sums are taken in another order by another kernel, batch, thread or place in memory, and each step rounds by a share of
+the numbers in it. So what rounding allows grows with the numbers themselves, and no fixed difference suits all models:
+logits of a LLaMA of 30 layers reach 40 and move by 1e-4 where nothing is wrong. Every comparison of the package is
+relative to the largest number of what was expected. Numbers below one count as one, so that outputs near zero are not
+held to digits that nobody reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Largest differences as a share of the largest expected number.
+# The same operations on the same weights, up to the order of sums: a cut model and the masked one, a model loaded again.
+SAME_CODE = 1e-4
+# Two runs of few operations, such as a block of a model without its weights.
+FEW_STEPS = 1e-5
+# Below this share, float32 tells equal from wrong. Above it, either is possible in a deep model, and float64 decides.
+SURE_IN_FLOAT32 = 1e-6
+# In float64. Some layers, such as norms, round to float32 whatever they are given.
+IN_FLOAT64 = 1e-7
+# Another program on the same weights (ONNX Runtime, llama.cpp), by the dtype of its products. llama.cpp rounds
+# activations too: in float16 and bfloat16 to the same type, in q8_0 and q4_0 to q8_0.
+OTHER_PROGRAM = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 0.1, "q8_0": 0.2, "q4_0": 0.2}
+# A graph in 8 or 4 bits and the float32 graph, as root mean squares. Rounding errors are at most 0.05 on the models
+# tried; an overflowing kernel or a wrong scale gives 1 and more.
+FEWER_BITS = 0.3
+# A graph of two graphs in fewer bits and these by hand, whose batches have other rows and less padding.
+REGROUPED_IN_FEWER_BITS = 5e-2
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far a computation is from what was expected of it."""
+
+    max_abs: float  # largest difference of an element; infinite if shapes differ, or if either has a NaN
+    largest: float  # largest element of what was expected, without its sign
+
+    @classmethod
+    def of(cls, found: Tensor, expected: Tensor) -> Difference:
+        """Compare two tensors of any floating dtype on one device, element by element."""
+        if found.shape != expected.shape:
+            return cls(float("inf"), 0.0)
+        if not expected.numel():
+            return cls(0.0, 0.0)
+        dtype = torch.promote_types(torch.promote_types(found.dtype, expected.dtype), torch.float32)
+        found, expected = found.to(dtype), expected.to(dtype)
+        max_abs = (found - expected).abs().max().item()
+        return cls(max_abs if max_abs == max_abs else float("inf"), expected.abs().max().item())
+
+    @property
+    def scale(self) -> float:
+        """The number that shares refer to: the largest expected one, or one if that is more."""
+        return max(1.0, self.largest)
+
+    @property
+    def share(self) -> float:
+        """The largest difference as a share of the scale."""
+        return self.max_abs / self.scale
+
+    def within(self, share: float) -> bool:
+        """Return whether the difference is at most a share of the scale."""
+        return self.max_abs <= share * self.scale
+
+    def __str__(self) -> str:
+        """Return both numbers for a message, such as "0.02, where the largest number is 3.1"."""
+        return f"{self.max_abs:.3g}, where the largest number is {self.largest:.3g}"
