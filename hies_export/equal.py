@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 # Largest differences as a share of the largest expected number.
-# The same operations on the same weights, up to the order of sums: a cut model and the masked one, a model loaded again.
+# The same operations on the same weights, up to the order of sums: a cut model and the masked one, a reloaded model.
 SAME_CODE = 1e-4
 # Two runs of few operations, such as a block of a model without its weights.
 FEW_STEPS = 1e-5

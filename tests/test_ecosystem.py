@@ -15,7 +15,7 @@ import pytest
 import torch
 from support.cuts import plan_of, random_cut
 from support.models import WORDS, bert, causal_lm, generative_tokenizer, save_text_model, shake, text_batch, vit
-from support.tolerance import assert_near
+from support.tolerance import assert_near, max_abs
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -29,7 +29,7 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 
 import hies_export
 from hies_export.checkpoint.save import check_reload
-from hies_export.slim.check import first_output, max_abs
+from hies_export.slim.check import first_output
 from hies_export.slim.config import is_slim
 
 SENTENCES = ["good fine", "bad poor dull", "great", "nice bright dark awful"]

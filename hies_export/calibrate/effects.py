@@ -20,12 +20,12 @@ from ..progress import SILENT, Progress
 from ..tasks.models import behaviour_of
 from ..units import PrunableModule
 from .readings import reading
-from .stream import LIMIT_BYTES, Stream
+from .stream import Stream, usual_limit
 
 
 @dataclass(frozen=True)
 class LayerEffects:
-    """Inputs of one consumer at the real tokens of all samples, and the gradients there; on CPU."""
+    """Inputs of one consumer at the real tokens of all samples, and the gradients there."""
 
     inputs: Tensor  # (tokens, inputs) float32
     gradients: Tensor  # (tokens, inputs) float32, of the sample's prediction with respect to these inputs
@@ -47,7 +47,7 @@ class EffectStream(Stream[LayerEffects]):
         batches: Sequence[dict[str, Tensor]],
         modules: Sequence[PrunableModule],
         *,
-        limit_bytes: float = LIMIT_BYTES,
+        limit_bytes: float | None = None,
         owners: Mapping[str, int] | None = None,
         progress: Progress = SILENT,
     ):
@@ -56,7 +56,10 @@ class EffectStream(Stream[LayerEffects]):
         behaviour_of(model).check(batches)
         self._model, self._batches, self._progress = model, batches, progress
         self.samples = sum(map(size_of, batches))
-        super().__init__(modules, _sizes(model, batches, modules), limit_bytes, what="the effects", owners=owners)
+        # On a GPU they stay where they are read, unless a limit is for other memory, or other processes need them.
+        self._stay = limit_bytes is None and processes.world() == 1
+        limit = usual_limit(model) if limit_bytes is None else limit_bytes
+        super().__init__(modules, _sizes(model, batches, modules), limit, what="the effects", owners=owners)
 
     def _collect(self, group: Sequence[PrunableModule]) -> dict[str, LayerEffects]:
         # Of each call: the number of its batch, inputs, gradients and samples.
@@ -68,7 +71,9 @@ class EffectStream(Stream[LayerEffects]):
                 for one in read(batch, index):
                     assert one.gradients is not None
                     sample = numbers[:, None].expand(one.real.shape)[one.real.cpu()]
-                    inputs, gradients = (t[one.real].float().cpu() for t in (one.inputs, one.gradients))
+                    inputs, gradients = (t[one.real].float() for t in (one.inputs, one.gradients))
+                    if not self._stay:
+                        inputs, gradients = inputs.cpu(), gradients.cpu()
                     parts[one.name].append((index, inputs, gradients, sample))
         layers = {}
         for module in group:

@@ -18,7 +18,7 @@ from ..model.threads import threads_for
 from ..progress import SILENT, Progress
 from ..units import PrunableModule, Selection
 from .readings import Reading, reading
-from .stream import LIMIT_BYTES, Stream
+from .stream import Stream, usual_limit
 from .sums import LayerMoments, LayerSums, Sums, TargetSums
 
 # Every fifth sample is held out: enough to judge a fit, and most tokens are left to fit it.
@@ -28,8 +28,8 @@ HELD_OUT_EVERY = 5
 class MomentStream(Stream[LayerMoments]):
     """The moments of every consumer, module by module, under a memory limit; see `Stream`.
 
-    A module takes 16 bytes for each pair of inputs, and as many for each pair of an input and an output if it has no
-    more inputs than outputs (with more, those products follow from the others); twice that if `weighted`.
+    A module takes 16 bytes for each pair of inputs, and with a `selection` as many for each pair of an input and an
+    output (else those products follow from the others); twice that if `weighted`.
 
     With a `selection`, the moments cover only the inputs of the kept units. With `slim`, a model cut by it, the inputs
     come from that model and the outputs from the dense one. If `weighted`, tokens are also added up weighted by the
@@ -45,7 +45,7 @@ class MomentStream(Stream[LayerMoments]):
         *,
         selection: Selection | None = None,
         slim: PreTrainedModel | None = None,
-        limit_bytes: float = LIMIT_BYTES,
+        limit_bytes: float | None = None,
         weighted: bool = False,
         owners: Mapping[str, int] | None = None,
         progress: Progress = SILENT,
@@ -54,7 +54,8 @@ class MomentStream(Stream[LayerMoments]):
         self.selection, self.weighted = selection, weighted
         self._dense, self._slim, self._batches, self._progress = dense, slim, batches, progress
         sizes = [bytes_of(dense, module, selection=selection, weighted=weighted) for module in modules]
-        super().__init__(modules, sizes, limit_bytes, what="the moments", owners=owners)
+        limit = usual_limit(dense) if limit_bytes is None else limit_bytes
+        super().__init__(modules, sizes, limit, what="the moments", owners=owners)
 
     def _collect(self, group: Sequence[PrunableModule]) -> dict[str, LayerMoments]:
         selection, slim = self.selection, self._slim
@@ -90,11 +91,11 @@ def bytes_of(
 def _shape(dense: PreTrainedModel, module: PrunableModule, selection: Selection | None) -> tuple[int, int, bool]:
     """Return the numbers of covered inputs and of outputs, and whether sums over outputs follow from those over inputs.
 
-    With only some of the inputs, they do not. For square consumers, such as attention's, they are cheap to add up.
+    With only some of the inputs, they do not.
     """
     outputs, inputs = features_of(dense.get_submodule(module.consumer))
     if selection is None:
-        return inputs, outputs, inputs > outputs
+        return inputs, outputs, True
     return len(selection[module.name].units) * module.unit_width, outputs, False
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from inspect import signature
 from typing import TypeAlias
 
 import torch
@@ -48,9 +49,13 @@ def reading(model: PreTrainedModel, modules: Sequence[PrunableModule], *, gradie
         seen = stack.enter_context(watch(model, consumers, outputs=True, gradients=gradients))
         stack.enter_context(torch.enable_grad() if gradients else torch.no_grad())
 
+        # Without gradients nothing reads the prediction, and the head of a language model costs as much as many layers.
+        headless = not gradients and "logits_to_keep" in signature(model.forward).parameters
+        one_token = {"logits_to_keep": torch.zeros(1, dtype=torch.int64)} if headless else {}
+
         def read(batch: Mapping[str, Tensor], index: int) -> list[Reading]:
             seen.clear()
-            output = behaviour.prediction(model, batch)
+            output = behaviour.prediction(model, {**batch, **one_token})
             calls = [(module.name, call) for module in modules for call in range(len(seen.inputs[module.name]))]
             found: list[Tensor | None] = [None] * len(calls)
             if gradients:

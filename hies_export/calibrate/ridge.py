@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 # From this number of inputs on, sums and fits use a faster algorithm, which rounds differently.
-WIDE = 1024
+WIDE = 512
 
 
 @dataclass

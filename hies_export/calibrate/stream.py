@@ -7,13 +7,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Generic, TypeVar
 
+import torch
+from torch import nn
+
 from .. import processes
 from ..units import PrunableModule
 
 logger = logging.getLogger(__name__)
 
-# Most bytes that a stream holds at once, by default.
+# Most bytes that a stream holds at once, by default; on a GPU a share of what is free, if that is more.
 LIMIT_BYTES = 4 << 30
+SHARE_OF_FREE = 0.5
 
 T = TypeVar("T")
 Item = TypeVar("Item")
@@ -81,6 +85,13 @@ class Stream(ABC, Generic[T]):
             for module in wanted:
                 # Data that is not kept is freed as soon as the caller is done with the module.
                 yield module, found.get(module.name) if self._kept is not None else found.pop(module.name, None)
+
+
+def usual_limit(model: nn.Module) -> float:
+    """Return the most bytes that a stream over a model's modules holds at once, unless the user says another number."""
+    device = next(model.parameters()).device
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+    return max(LIMIT_BYTES, SHARE_OF_FREE * free)
 
 
 def grouped(items: Sequence[Item], sizes: Sequence[int], limit_bytes: float) -> tuple[tuple[Item, ...], ...]:

@@ -10,7 +10,6 @@ from typing import Any
 
 from ..calibrate.collect import DEFAULT_NEEDS, collect_statistics
 from ..calibrate.moments import MomentStream
-from ..calibrate.stream import LIMIT_BYTES
 from ..data.batches import Batch
 from ..data.targets import size_of
 from ..evaluate.judge import Judgement, Tried, clearly_better
@@ -113,7 +112,7 @@ class Candidates:
     def compensated(self) -> Scores:
         """The scores of greedy removal, module by module within the memory limit of the compensation."""
         prepared, how = self.prepared, self.options.compensation
-        limit = LIMIT_BYTES if how is None else how.limit_bytes
+        limit = None if how is None else how.limit_bytes
         moments = self.moments
         if moments is None and (rows := prepared.rows.compensation):
             moments = MomentStream(prepared.model, prepared.scored, rows, limit_bytes=limit, progress=self.progress)

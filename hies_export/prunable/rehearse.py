@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from ..equal import FEW_STEPS, Difference

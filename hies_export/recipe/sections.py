@@ -421,8 +421,8 @@ class CompensationSection(Section):
             weight follows the squared gradient of the prediction at each token, which helps if the prediction reads few
             tokens, as in a ViT with a class token. By default 1, but `criterion: auto` then chooses it on held-out
             rows.
-        memory_gb: Largest size of the moments that are held at once. If those of all layers are larger, they are
-            collected in several passes over the rows.
+        memory_gb: Largest size of the moments that are held at once, by default 4, or half of what a GPU has free. If
+            those of all layers are larger, they are collected in several passes over the rows.
     """
 
     method: Literal["bias", "least_squares", "scalars"] = "least_squares"
@@ -430,12 +430,12 @@ class CompensationSection(Section):
     ridge: float | None = Field(None, gt=0)
     sequential: bool = False
     token_weights: float | None = Field(None, gt=0, le=1)
-    memory_gb: float = Field(4.0, gt=0)
+    memory_gb: float | None = Field(None, gt=0)
 
     @property
-    def limit_bytes(self) -> int:
+    def limit_bytes(self) -> int | None:
         """`memory_gb` in bytes."""
-        return round(self.memory_gb * (1 << 30))
+        return None if self.memory_gb is None else round(self.memory_gb * (1 << 30))
 
     def compensation(self, token_weights: float | None = None) -> Compensation:
         """Return the `Compensation`, with the given weights of tokens if the section leaves them open."""

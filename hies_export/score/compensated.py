@@ -33,7 +33,6 @@ from .. import processes
 from ..calibrate.effects import EffectStream, LayerEffects
 from ..calibrate.moments import MomentStream
 from ..calibrate.ridge import Spread
-from ..calibrate.stream import LIMIT_BYTES
 from ..errors import RecipeError
 from ..kinds import ATTENTION
 from ..model.threads import threads_for
@@ -47,8 +46,9 @@ from .merge import merged
 SHARE_PER_STEP = 0.01
 # Removed columns are dropped when less than this share of the columns is left, because dropping copies the others.
 STILL_LEFT = 0.8
-# Tokens whose numbers for all neurons fit a processor's cache together.
-TOKENS_AT_ONCE = 512
+# Tokens whose numbers for all neurons fit a processor's cache together; a GPU takes as many as its memory allows.
+TOKENS_AT_ONCE = {"cpu": 512}
+TOKENS_AT_ONCE_ELSEWHERE = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class RemovalOptions:
 
     ridge: float = 0.1
     per_sample: bool = True  # a sample has a single prediction, so that the effects of its tokens also add up
-    device: str | torch.device = "cpu"  # the effects are copied there, module by module
+    device: str | torch.device = "cpu"  # where orders are computed; effects that are elsewhere are copied there
 
     def __post_init__(self) -> None:
         if not self.ridge > 0:
@@ -79,7 +79,7 @@ def score_compensated(
     moments: MomentStream | None = None,
     ridge: float = 0.1,
     per_sample: bool = True,
-    limit_bytes: float = LIMIT_BYTES,
+    limit_bytes: float | None = None,
     progress: Progress = SILENT,
 ) -> Scores:
     """Score every unit by its rank in a greedy removal of all units of its kind.
@@ -92,7 +92,8 @@ def score_compensated(
         moments: The moments of at least these modules, from rows with more tokens than `batches` have: with few tokens,
             some neurons wrongly look free to remove. By default those of `batches`.
         ridge, per_sample: See `RemovalOptions`.
-        limit_bytes: Bytes that inputs and gradients of several modules may take together, see `EffectStream`.
+        limit_bytes: Bytes that inputs and gradients of several modules may take together; by default 4 GiB, or half of
+            what a GPU has free.
         progress: Shows the loops over the batches.
 
     Returns:
@@ -162,9 +163,14 @@ def removal_chain(
     """
     state = _Greedy(layer, module, samples, spread, options)
     step = 1 if module.kind == ATTENTION else max(1, round(SHARE_PER_STEP * module.groups))
+    steps = progress.track(range(0, module.groups, step), f"order of {module.name}")
+    # Read at the end alone: a GPU would wait for every number that is asked for on the way.
+    removed = [state.remove(min(step, module.groups - start)) for start in steps]
+    order = torch.cat([groups for groups, _ in removed]).tolist()
+    effects = torch.stack([effect for _, effect in removed]).tolist()
     chain = []
-    for start in progress.track(range(0, module.groups, step), f"order of {module.name}"):
-        groups, effect = state.remove(min(step, module.groups - start))
+    for number, effect in enumerate(effects):
+        groups = order[number * step : (number + 1) * step]
         units = tuple(g * module.group_size + i for g in groups for i in range(module.group_size))
         chain.append(Removal(module.name, units, effect))
     return tuple(chain)
@@ -201,35 +207,47 @@ class _Greedy:
         damping = options.ridge * (moments.diagonal().mean().item() or 1.0)
         identity = torch.eye(len(moments), dtype=moments.dtype, device=moments.device)
         self._inverse = torch.cholesky_inverse(torch.linalg.cholesky(moments + damping * identity))
-        self._read = (read @ self._inverse).to(dtype)  # (tokens, kept columns)
+        self._read = read.to(dtype) @ self._inverse.to(dtype)  # (tokens, kept columns)
         # (tokens, kept columns), changed in place
         self._gradient = layer.gradients.to(options.device, dtype, copy=True)
         self._of_token = self._read.new_zeros(len(read))
         # Groups by their columns, and which of them are left. Columns that are gone are dropped now and then.
         self._groups = torch.arange(module.groups, device=options.device)
         self._left = torch.ones(module.groups, dtype=torch.bool, device=options.device)
+        self._left_count = module.groups
+        self._candidates = self._neurons() if self._width == 1 else self._heads()
 
-    def remove(self, count: int) -> tuple[list[int], float]:
-        """Remove the `count` groups that raise the effect least, least first; return them and the new effect.
+    def remove(self, count: int) -> tuple[Tensor, Tensor]:
+        """Remove the `count` groups that raise the effect least; return them, (count,) least first, and the new effect.
 
-        Among equals the later group goes first.
+        Among equals the later group goes first. Both tensors stay on the device.
         """
-        sizes = torch.where(self._left, self._candidates(), torch.inf)
+        sizes = torch.where(self._left, self._candidates, torch.inf)
         places = len(sizes) - 1 - sizes.flip(0).argsort(stable=True)[:count]
-        groups = self._groups[places].tolist()
-        columns = self._columns(places)
-        solved = torch.linalg.inv(self._inverse[columns][:, columns])  # (G_SS)^-1
-        gone_read, gone_gradient = self._read[:, columns], self._gradient[:, columns]
-        self._of_token += (gone_gradient * (gone_read @ solved.to(gone_read))).sum(1)
-        self._left[places] = False
+        groups, columns = self._groups[places], self._columns(places)
+        # (G_SS)^-1; without checks, for which a GPU would wait. G stays positive definite by its damping.
+        solved = torch.linalg.inv_ex(self._inverse[columns][:, columns]).inverse
         taken_over = solved @ self._inverse[columns]  # -P
         self._inverse.addmm_(self._inverse[:, columns], taken_over, alpha=-1)
-        moved = taken_over.to(self._read)
-        self._read.addmm_(gone_read, moved, alpha=-1)
-        self._gradient.addmm_(gone_gradient, moved, alpha=-1)
-        if self._left.sum() < STILL_LEFT * len(self._left):
+        self._left[places] = False
+        self._left_count -= count
+        if self._width == 1:
+            self._candidates = self._neurons(columns, solved, taken_over)
+        else:
+            self._move(slice(None), columns, solved, taken_over)
+            self._candidates = self._heads()
+        if self._left_count < STILL_LEFT * len(self._left):
             self._drop_gone()
-        return groups, self._size(self._of_token[:, None])[0].item()
+        return groups, self._size(self._of_token[:, None])[0]
+
+    def _move(self, tokens: slice, columns: Tensor, solved: Tensor, taken_over: Tensor) -> None:
+        """Let the other columns take over from those that go, at some tokens."""
+        read, gradient = self._read[tokens], self._gradient[tokens]
+        gone_read, gone_gradient = read[:, columns], gradient[:, columns]
+        self._of_token[tokens] += (gone_gradient * (gone_read @ solved.to(gone_read))).sum(1)
+        moved = taken_over.to(read)
+        read.addmm_(gone_read, moved, alpha=-1)
+        gradient.addmm_(gone_gradient, moved, alpha=-1)
 
     def _columns(self, places: Tensor) -> Tensor:
         """Return the columns of the groups at some places."""
@@ -240,21 +258,30 @@ class _Greedy:
         stay = self._columns(self._left.nonzero().flatten())
         self._inverse = self._inverse[stay][:, stay]
         self._read, self._gradient = self._read.index_select(1, stay), self._gradient.index_select(1, stay)
-        self._groups, self._left = self._groups[self._left], self._left[self._left]
+        self._groups, self._candidates = self._groups[self._left], self._candidates[self._left]
+        self._left = self._left[self._left]
 
-    def _candidates(self) -> Tensor:
+    def _neurons(self, *gone: Tensor) -> Tensor:
+        """Let the others take over from `gone` neurons, as in `_move`; return what `_heads` does.
+
+        Both in one pass over the tokens, whose numbers are then still in the cache.
+        """
+        diagonal = self._inverse.diagonal().where(self._left, 1.0).to(self._read)
+        size = diagonal.new_zeros(len(diagonal), dtype=torch.float64)
+        of_sample = self._read.new_zeros(self._samples, len(diagonal)) if self._per_sample else None
+        at_once = TOKENS_AT_ONCE.get(self._read.device.type, TOKENS_AT_ONCE_ELSEWHERE)
+        for start in range(0, len(self._read), at_once):
+            tokens = slice(start, start + at_once)
+            if gone:
+                self._move(tokens, *gone)
+            moved = (self._gradient[tokens] * self._read[tokens]).div_(diagonal).add_(self._of_token[tokens, None])
+            if of_sample is not None:
+                of_sample.index_add_(0, self._sample[tokens], moved)
+            size += moved.square_().sum(0)
+        return (size if of_sample is None else size + of_sample.square_().sum(0)) / self._samples
+
+    def _heads(self) -> Tensor:
         """Return the effect after the removal of each group alone, (groups,) float64; meaningless for removed ones."""
-        if self._width == 1:
-            diagonal = self._inverse.diagonal().where(self._left, 1.0).to(self._read)
-            size = diagonal.new_zeros(len(diagonal), dtype=torch.float64)
-            of_sample = self._read.new_zeros(self._samples, len(diagonal))
-            for start in range(0, len(self._read), TOKENS_AT_ONCE):
-                part = slice(start, start + TOKENS_AT_ONCE)
-                moved = (self._gradient[part] * self._read[part]).div_(diagonal).add_(self._of_token[part, None])
-                if self._per_sample:
-                    of_sample.index_add_(0, self._sample[part], moved)
-                size += moved.square_().sum(0)
-            return (size + of_sample.square_().sum(0)) / self._samples
         effects = self._of_token.new_zeros(len(self._of_token), len(self._groups))
         for place in self._left.nonzero().flatten().tolist():
             block = slice(place * self._width, (place + 1) * self._width)

@@ -25,7 +25,6 @@ from transformers import PreTrainedModel
 
 from ..calibrate.moments import MomentStream, check_samples
 from ..calibrate.ridge import Moments, SplitMoments
-from ..calibrate.stream import LIMIT_BYTES
 from ..calibrate.sums import check_mix
 from ..errors import NonFiniteError, RecipeError, RequestError
 from ..model.linear import weight_of
@@ -117,7 +116,7 @@ def compensate(
     batches: Sequence[dict[str, Tensor]],
     how: Compensation = LEAST_SQUARES,
     *,
-    limit_bytes: float = LIMIT_BYTES,
+    limit_bytes: float | None = None,
     progress: Progress = SILENT,
 ) -> list[LayerFit]:
     """Refit the consumers of `slim` in place, so that their outputs come closest to those of the dense model.
@@ -132,7 +131,7 @@ def compensate(
         modules: From `find_attention` on the dense model.
         batches: Inputs of the model; padding is excluded by their `attention_mask`.
         how: Method, ridge, order and weights of tokens.
-        limit_bytes: Bytes that moments may take; see `MomentStream`.
+        limit_bytes: Bytes that moments may take; by default 4 GiB, or half of what a GPU has free.
         progress: Shows the loop over the batches.
 
     Returns:

@@ -198,6 +198,6 @@ def test_neurons_are_checked_as_heads_are() -> None:
     assert compare_cut(model, slim, selection, blocks, batch) < 1e-4
     with torch.no_grad():
         slim.get_submodule(blocks[0].consumer).weight[0, 0] += 1
-    said = r"must equal the masked model to 1e-07 of the largest output, but differs by .* nothing was saved. Please report .* \(bert\)"
+    said = r"equal the masked model to 1e-07 of the largest output, but differs by .* nothing was saved. .* \(bert\)"
     with pytest.raises(CutMismatchError, match=said):
         compare_cut(model, slim, selection, blocks, batch)

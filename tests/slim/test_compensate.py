@@ -8,13 +8,13 @@ import torch
 from support.cuts import random_cut, random_plan
 from support.models import bert, image_batch, llama, text_batch, vit
 from support.references import assert_least_squares, kept_columns, read_tokens
+from support.tolerance import max_abs
 from transformers import PreTrainedModel
 
 from hies_export import Kept, PruningPlan, find_attention, prune_units
 from hies_export.calibrate.moments import MomentStream
 from hies_export.calibrate.ridge import Moments
 from hies_export.errors import DataError, NonFiniteError, RecipeError, RequestError
-from hies_export.slim.check import max_abs
 from hies_export.slim.refit import Compensation, FewTokensWarning, SingularInputsWarning, compensate, refit
 
 

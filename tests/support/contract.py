@@ -24,12 +24,13 @@ from hies_export.checkpoint.save import check_reload, save_slim
 from hies_export.errors import ReloadMismatchError, UnsupportedModelError
 from hies_export.forms.onnx.multimodal import is_vision_language
 from hies_export.kinds import ATTENTION, KINDS, UNIT_NAMES
-from hies_export.slim.check import compare_cut, first_output, max_abs
+from hies_export.slim.check import compare_cut, first_output
 from hies_export.slim.config import is_slim
 from hies_export.units import PrunableModule
 from support.architectures import tiny
 from support.cuts import random_neurons, random_plan
 from support.references import NotApplicable, naive_statistics
+from support.tolerance import max_abs
 
 
 class Broken(AssertionError):

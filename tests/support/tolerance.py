@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from hies_export.equal import Difference
 from hies_export.values import PruningPlan
 
 CLOSE = 1e-5
@@ -28,6 +29,11 @@ def near(expected: Iterable[float] | float, *, within: float = CLOSE) -> Any:
     values = [expected] if isinstance(expected, int | float) else list(expected)
     largest = max((abs(value) for value in values), default=0.0)
     return pytest.approx(expected, rel=0, abs=within * largest)
+
+
+def max_abs(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Return the largest absolute difference of two tensors."""
+    return Difference.of(one, other).max_abs
 
 
 def assert_near(found: Any, expected: Any, *, within: float = CLOSE, where: str = "value") -> None:

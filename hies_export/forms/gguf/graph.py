@@ -32,8 +32,8 @@ def check_same_function(
     if not difference.within(OTHER_PROGRAM["float32"]):
         raise refused(
             model,
-            f"logits differ by {difference.max_abs:.2g} from what llama.cpp's {layout.architecture} computes from the same "
-            "weights, so the model does something more, such as a multiplier or another norm",
+            f"logits differ by {difference.max_abs:.2g} from what llama.cpp's {layout.architecture} computes from the "
+            "same weights, so the model does something more, such as a multiplier or another norm",
         )
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from ...kinds import ATTENTION
 from ...model.copies import share_weights
 from ...model.internals import keys_and_values
-from ...model.modes import output_alone
+from ...model.modes import frozen, output_alone
 from ...model.tokens import forward_inputs
 from ...units import PrunableModule
 from .record import Record
@@ -228,7 +228,8 @@ def _count(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor]) -> dict[s
     from torch.utils.flop_counter import FlopCounterMode
 
     model.eval().set_attn_implementation("eager")
-    with output_alone(model), torch.no_grad(), FlopCounterMode(display=False) as counter:
+    # Frozen: the counter follows gradients, which a view of a trainable parameter asks for even without them.
+    with frozen(model), output_alone(model), torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(**inputs)
     root = type(model).__name__
     by_module = {
