@@ -9,6 +9,7 @@ CHANNELS, SLICED, SLICED_TUNED = "llm-pruner-channel", "slicegpt", "slicegpt-tun
 JUDGED_ONLY = (CHANNELS, SLICED, SLICED_TUNED)
 # Baselines that remove whole heads and neurons. A sweep cuts and compensates them like the criteria of a recipe.
 KWON, FLAP = "kwon", "flap"
+WHOLE_UNITS = (KWON, FLAP)
 # Methods with calibration samples of their own, whatever the samples of the other criteria.
 OWN_SAMPLES = (*COMPENSATED_NAMES, FLAP, SLICED, SLICED_TUNED)
 
@@ -24,10 +25,11 @@ DIFFERENCES = {
     "rows (the original tunes low-rank adapters on text)",
     KWON: "it was published with scalars; here they are fitted to the dense model's inputs in one pass, not layer by "
     "layer to the cut model's, and the search solves a knapsack for modules of any cost",
-    FLAP: "it was published with bias; a consumer without a bias gets none, and padding is left out",
+    FLAP: "it was published with bias, which a consumer without one gets too, to be judged but not saved; padding is "
+    "left out",
 }
 
 
 def sweep_names() -> tuple[str, ...]:
     """Return the names of all criteria and baselines that a sweep may use."""
-    return (*(name for name in criterion_names() if name != AUTO), KWON, FLAP, *JUDGED_ONLY)
+    return (*(name for name in criterion_names() if name != AUTO), *WHOLE_UNITS, *JUDGED_ONLY)

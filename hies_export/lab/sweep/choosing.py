@@ -24,7 +24,7 @@ from ...select.constraints import check_budget
 from ...select.select import select_units
 from ...units import Selection
 from ...values import Scores
-from ..baselines.flap import score_flap
+from ..baselines.flap import fluctuations, score_flap
 from ..baselines.kwon import rearranged
 from ..baselines.names import FLAP, KWON
 from .grid import MODULES, Cell, SweepGrid
@@ -126,15 +126,17 @@ class Chooser:
     def _scores(self, cell: Cell, alpha: float | None) -> Scores:
         modules = self._shared.scored(cell.kinds)
         if cell.criterion in COMPENSATED_NAMES:
-            found = self._shared.compensated_scores(cell.seed)
+            every = self._shared.compensated_scores(cell.seed)
             names = {module.name for module in modules}
             return replace(
-                found,
-                scores={name: scores for name, scores in found.scores.items() if name in names},
-                chains=tuple(chain for chain in found.chains if chain[0].module in names),
+                every,
+                scores={name: scores for name, scores in every.scores.items() if name in names},
+                chains=tuple(chain for chain in every.chains if chain[0].module in names),
             )
+        model = self._base.model
         if cell.criterion == FLAP:
-            return score_flap(self._shared.fluctuations(cell.seed), modules, unit=self._constraints.unit)
+            found = fluctuations(model, modules, self._shared.averages(cell.seed))
+            return score_flap(found, modules, unit=self._constraints.unit)
         _, statistics = self._shared.calibrated(cell.seed, cell.samples)
         criterion = "fisher" if cell.criterion == KWON else cell.criterion
         options: dict[str, Any] = {"normalize": self._options.normalize, "seed": cell.seed}
