@@ -1,6 +1,6 @@
 """Average what consumers read, channel by channel, in forward passes alone.
 
-FLAP needs no more than the mean and the mean square of each channel. The moments of a refit have those too,
+FLAP and Wanda-sp need no more than the mean and the mean square of each channel. The moments of a refit have those too,
 but also a product for every pair of channels, which takes far longer to add up.
 """
 

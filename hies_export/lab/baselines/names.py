@@ -8,10 +8,12 @@ from ...score.criteria import AUTO, COMPENSATED_NAMES, criterion_names
 CHANNELS, SLICED, SLICED_TUNED = "llm-pruner-channel", "slicegpt", "slicegpt-tuned"
 JUDGED_ONLY = (CHANNELS, SLICED, SLICED_TUNED)
 # Baselines that remove whole heads and neurons. A sweep cuts and compensates them like the criteria of a recipe.
-KWON, FLAP = "kwon", "flap"
-WHOLE_UNITS = (KWON, FLAP)
-# Methods with calibration samples of their own, whatever the samples of the other criteria.
-OWN_SAMPLES = (*COMPENSATED_NAMES, FLAP, SLICED, SLICED_TUNED)
+KWON, FLAP, WANDA, MARTRA = "kwon", "flap", "wanda-sp", "martra"
+WHOLE_UNITS = (KWON, FLAP, WANDA, MARTRA)
+# Those under which every module loses the same share.
+UNIFORM = (WANDA, MARTRA)
+# Methods with calibration samples of their own, whatever the samples of the other criteria; one reads none.
+OWN_SAMPLES = (*COMPENSATED_NAMES, FLAP, WANDA, MARTRA, SLICED, SLICED_TUNED)
 
 # Approximated method -> how it differs from the original. Reports and the reference print this.
 DIFFERENCES = {
@@ -27,6 +29,8 @@ DIFFERENCES = {
     "layer to the cut model's, and the search solves a knapsack for modules of any cost",
     FLAP: "it was published with bias, which a consumer without one gets too, to be judged but not saved; padding is "
     "left out",
+    WANDA: "it was published without compensation; it reads inputs of the dense model, not of the layers cut so far",
+    MARTRA: "it was published without compensation, for neurons alone",
 }
 
 

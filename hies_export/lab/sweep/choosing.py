@@ -26,7 +26,9 @@ from ...units import Selection
 from ...values import Scores
 from ..baselines.flap import fluctuations, score_flap
 from ..baselines.kwon import rearranged
-from ..baselines.names import FLAP, KWON
+from ..baselines.martra import score_martra
+from ..baselines.names import FLAP, KWON, MARTRA, UNIFORM, WANDA
+from ..baselines.wanda import score_wanda
 from .grid import MODULES, Cell, SweepGrid
 from .shared import Shared
 
@@ -109,10 +111,13 @@ class Chooser:
         return rearranged(selection, self._shared.scored(cell.kinds), gradients)
 
     def _select(self, scores: Scores, cell: Cell) -> Selection:
+        constraints = self._constraints
+        if cell.criterion in UNIFORM:
+            constraints = replace(constraints, allocation="uniform")
         if cell.flops is None:
             assert cell.sparsity is not None
-            return select_units(scores, self._base.modules, heads=cell.sparsity, constraints=self._constraints)
-        return self._round(cell.kinds, cell.flops).select(scores)
+            return select_units(scores, self._base.modules, heads=cell.sparsity, constraints=constraints)
+        return replace(self._round(cell.kinds, cell.flops), constraints=constraints).select(scores)
 
     def flops_ratio(self, selection: Selection) -> float:
         """Return the FLOPs of the slim model as a share of the dense model's; a budget's table has them already."""
@@ -137,6 +142,10 @@ class Chooser:
         if cell.criterion == FLAP:
             found = fluctuations(model, modules, self._shared.averages(cell.seed))
             return score_flap(found, modules, unit=self._constraints.unit)
+        if cell.criterion == WANDA:
+            return score_wanda(model, modules, self._shared.averages(cell.seed))
+        if cell.criterion == MARTRA:
+            return score_martra(model, modules)
         _, statistics = self._shared.calibrated(cell.seed, cell.samples)
         criterion = "fisher" if cell.criterion == KWON else cell.criterion
         options: dict[str, Any] = {"normalize": self._options.normalize, "seed": cell.seed}

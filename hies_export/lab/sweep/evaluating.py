@@ -28,7 +28,7 @@ from ...units import Selection
 from ...values import library_versions
 from ..baselines.channels import check_channels, masked_channels, select_channels
 from ..baselines.flap import add_means
-from ..baselines.names import CHANNELS, JUDGED_ONLY, SLICED, SLICED_TUNED
+from ..baselines.names import CHANNELS, JUDGED_ONLY, MARTRA, SLICED, SLICED_TUNED
 from ..baselines.slicing import fine_tuned, sliced
 from .choosing import Chooser
 from .grid import Cell, SweepGrid, compensation_of
@@ -86,6 +86,8 @@ class Evaluator:
         """Return the number of calibration samples behind a cell, for its row."""
         if cell.criterion in COMPENSATED_NAMES:
             return sum(map(size_of, self.shared.compensated_candidates(cell.seed).effect_batches))
+        if cell.criterion == MARTRA:
+            return 0
         return cell.samples or sum(map(size_of, self.shared.unlabelled(cell.seed)))
 
     def _evaluate_selection(self, selection: Selection, cell: Cell) -> dict[str, Any]:

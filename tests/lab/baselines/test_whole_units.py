@@ -15,6 +15,8 @@ from hies_export import DataError, PrunableModule, collect_statistics, find_atte
 from hies_export.lab.baselines.averages import input_averages
 from hies_export.lab.baselines.flap import add_means, fluctuations, score_flap
 from hies_export.lab.baselines.kwon import exchanged, mask_gradients, rearranged
+from hies_export.lab.baselines.martra import score_martra
+from hies_export.lab.baselines.wanda import score_wanda
 from hies_export.select.budget import CostTable
 
 
@@ -178,3 +180,35 @@ def test_removed_inputs_give_their_mean_output_as_a_bias(make: Any) -> None:
         torch.testing.assert_close(got.mean(0), wanted.mean(0), rtol=1e-4, atol=1e-6)
         assert not torch.allclose((got - cut.bias).mean(0), wanted.mean(0), atol=1e-4)
     assert (model.get_submodule(modules[1].consumer).bias is None) == (make is llama)
+
+
+@pytest.mark.parametrize("make", [bert, llama])
+def test_wanda_is_the_mean_over_outputs_of_weights_times_norms_of_inputs(make: Any) -> None:
+    model = make()
+    batches = [text_batch(4, 12, labels=False) for _ in range(2)]
+    modules = units_of(model, batches[0])
+    found = score_wanda(model, modules, input_averages(model, batches, modules)).scores
+    for module in modules:
+        x = torch.cat(layer_tokens(model, module.consumer, batches)[0]).numpy()
+        weight = model.get_submodule(module.consumer).weight.detach().double().numpy()
+        norms = np.sqrt((x**2).sum(0) / len(x))
+        expected = [
+            sum(
+                np.abs(weight[:, j]).mean() * norms[j]
+                for j in range(u * module.unit_width, (u + 1) * module.unit_width)
+            )
+            for u in range(module.units)
+        ]
+        np.testing.assert_allclose(found[module.name].numpy(), expected, rtol=1e-5)
+
+
+def test_martra_adds_up_the_peaks_of_gate_and_up() -> None:
+    model = llama()
+    blocks = neurons(model)
+    found = score_martra(model, blocks).scores
+    for block in blocks:
+        mlp = model.get_submodule(block.consumer.rpartition(".")[0])
+        for unit in range(block.units):
+            rows = [layer.weight[unit].double() for layer in (mlp.gate_proj, mlp.up_proj)]
+            expected = sum((row.max() + row.min().abs()).item() for row in rows)
+            assert float(found[block.name][unit]) == pytest.approx(expected, rel=1e-6)
