@@ -271,27 +271,27 @@ def key_of(line: dict[str, Any]) -> str:
 def print_tables(lines: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
     """Print a Markdown table for each number: its mean over the seeds, and its range."""
     print(f"\nseeds {options.seeds}, {settings_of(options)}")
-    for what, title in (("perplexity", "perplexity"), ("same", "same next token, %"), *((t, t) for t in options.tasks)):
-        scale, digits = (1, 1) if what == "perplexity" else (100, 1)
-        (dense,) = {cell_text([line], what, scale, digits) for line in lines if line["method"] == DENSE}
+    titles = {"perplexity": "perplexity", "same": "same next token, %", **{t: f"{t}, %" for t in options.tasks}}
+    for what, title in titles.items():
+        dense = cell_text([line for line in lines if line["method"] == DENSE], what)
         print(f"\n{title}, dense {dense}\n")
         print(f"| method | {' | '.join(f'{share:g} of FLOPs' for share in options.shares)} |")
         print("| --- |" + " --- |" * len(options.shares))
         for method in options.methods:
             of_method = [line for line in lines if line["method"] == method]
             cells = [
-                cell_text([line for line in of_method if line["share"] == share], what, scale, digits)
-                for share in options.shares
+                cell_text([line for line in of_method if line["share"] == share], what) for share in options.shares
             ]
             print(f"| {method} | {' | '.join(cells)} |")
 
 
-def cell_text(lines: Sequence[dict[str, Any]], what: str, scale: float, digits: int) -> str:
+def cell_text(lines: Sequence[dict[str, Any]], what: str) -> str:
+    scale = 1 if what == "perplexity" else 100
     values = [scale * line["result"][what] for line in lines if line["result"] is not None]
     if not values:
         return ""
-    found = f"{mean(values):,.{digits}f}"
-    return found if len(values) == 1 else f"{found} ({min(values):,.{digits}f} to {max(values):,.{digits}f})"
+    found, low, high = (f"{value:,.1f}" for value in (mean(values), min(values), max(values)))
+    return found if low == high else f"{found} ({low} to {high})"
 
 
 def save_small(folder: Path) -> None:
