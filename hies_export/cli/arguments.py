@@ -33,7 +33,8 @@ RUNTIMES = (
 )
 CRITERIA = (
     "hies, his, fisher, ad, l2, random, activation-l2, activation, output-norm, obs, llm-pruner-block, "
-    "ae + activation-l2, compensated, hies-compensated, kwon, flap, llm-pruner-channel, slicegpt, slicegpt-tuned"
+    "ae + activation-l2, compensated, hies-compensated, kwon, flap, wanda-sp, martra, llm-pruner-channel, "
+    "slicegpt, slicegpt-tuned"
 )
 
 

@@ -1,4 +1,4 @@
-"""bench/gpu.sh on the CPU and on a pretend GPU: the code that runs on a GPU, with tiny models."""
+"""bench/gpu.sh on the CPU and on a pretend GPU, and bench/real_llama.py: their code, with tiny models."""
 
 import importlib
 import itertools
@@ -62,6 +62,12 @@ def test_every_check_has_a_line(tmp_path: Path) -> None:
     assert checks["kernels"]["cases"] == 144
     assert checks["onnx_runtime"]["LLaMA, float32"]["decode, 7"] < 1e-4
     assert found["missing"] == []
+
+
+@pytest.mark.slow
+def test_a_llama_is_pruned_by_every_method_and_cells_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    run_script(BENCH / "real_llama.py", "--small")
+    assert "| compensated+least_squares:both |" in capsys.readouterr().out
 
 
 @pytest.fixture

@@ -8,9 +8,12 @@ from ...score.criteria import AUTO, COMPENSATED_NAMES, criterion_names
 CHANNELS, SLICED, SLICED_TUNED = "llm-pruner-channel", "slicegpt", "slicegpt-tuned"
 JUDGED_ONLY = (CHANNELS, SLICED, SLICED_TUNED)
 # Baselines that remove whole heads and neurons. A sweep cuts and compensates them like the criteria of a recipe.
-KWON, FLAP = "kwon", "flap"
-# Methods with calibration samples of their own, whatever the samples of the other criteria.
-OWN_SAMPLES = (*COMPENSATED_NAMES, FLAP, SLICED, SLICED_TUNED)
+KWON, FLAP, WANDA, MARTRA = "kwon", "flap", "wanda-sp", "martra"
+WHOLE_UNITS = (KWON, FLAP, WANDA, MARTRA)
+# Those under which every module loses the same share.
+UNIFORM = (WANDA, MARTRA)
+# Methods with calibration samples of their own, whatever the samples of the other criteria; one reads none.
+OWN_SAMPLES = (*COMPENSATED_NAMES, FLAP, WANDA, MARTRA, SLICED, SLICED_TUNED)
 
 # Approximated method -> how it differs from the original. Reports and the reference print this.
 DIFFERENCES = {
@@ -24,10 +27,13 @@ DIFFERENCES = {
     "rows (the original tunes low-rank adapters on text)",
     KWON: "it was published with scalars; here they are fitted to the dense model's inputs in one pass, not layer by "
     "layer to the cut model's, and the search solves a knapsack for modules of any cost",
-    FLAP: "it was published with bias; a consumer without a bias gets none, and padding is left out",
+    FLAP: "it was published with bias, which a consumer without one gets too, to be judged but not saved; padding is "
+    "left out",
+    WANDA: "it was published without compensation; it reads inputs of the dense model, not of the layers cut so far",
+    MARTRA: "it was published without compensation, for neurons alone",
 }
 
 
 def sweep_names() -> tuple[str, ...]:
     """Return the names of all criteria and baselines that a sweep may use."""
-    return (*(name for name in criterion_names() if name != AUTO), KWON, FLAP, *JUDGED_ONLY)
+    return (*(name for name in criterion_names() if name != AUTO), *WHOLE_UNITS, *JUDGED_ONLY)

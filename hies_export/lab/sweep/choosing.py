@@ -24,9 +24,11 @@ from ...select.constraints import check_budget
 from ...select.select import select_units
 from ...units import Selection
 from ...values import Scores
-from ..baselines.flap import score_flap
+from ..baselines.flap import fluctuations, score_flap
 from ..baselines.kwon import rearranged
-from ..baselines.names import FLAP, KWON
+from ..baselines.martra import score_martra
+from ..baselines.names import FLAP, KWON, MARTRA, UNIFORM, WANDA
+from ..baselines.wanda import score_wanda
 from .grid import MODULES, Cell, SweepGrid
 from .shared import Shared
 
@@ -109,10 +111,13 @@ class Chooser:
         return rearranged(selection, self._shared.scored(cell.kinds), gradients)
 
     def _select(self, scores: Scores, cell: Cell) -> Selection:
+        constraints = self._constraints
+        if cell.criterion in UNIFORM:
+            constraints = replace(constraints, allocation="uniform")
         if cell.flops is None:
             assert cell.sparsity is not None
-            return select_units(scores, self._base.modules, heads=cell.sparsity, constraints=self._constraints)
-        return self._round(cell.kinds, cell.flops).select(scores)
+            return select_units(scores, self._base.modules, heads=cell.sparsity, constraints=constraints)
+        return replace(self._round(cell.kinds, cell.flops), constraints=constraints).select(scores)
 
     def flops_ratio(self, selection: Selection) -> float:
         """Return the FLOPs of the slim model as a share of the dense model's; a budget's table has them already."""
@@ -126,15 +131,21 @@ class Chooser:
     def _scores(self, cell: Cell, alpha: float | None) -> Scores:
         modules = self._shared.scored(cell.kinds)
         if cell.criterion in COMPENSATED_NAMES:
-            found = self._shared.compensated_scores(cell.seed)
+            every = self._shared.compensated_scores(cell.seed)
             names = {module.name for module in modules}
             return replace(
-                found,
-                scores={name: scores for name, scores in found.scores.items() if name in names},
-                chains=tuple(chain for chain in found.chains if chain[0].module in names),
+                every,
+                scores={name: scores for name, scores in every.scores.items() if name in names},
+                chains=tuple(chain for chain in every.chains if chain[0].module in names),
             )
+        model = self._base.model
         if cell.criterion == FLAP:
-            return score_flap(self._shared.fluctuations(cell.seed), modules, unit=self._constraints.unit)
+            found = fluctuations(model, modules, self._shared.averages(cell.seed))
+            return score_flap(found, modules, unit=self._constraints.unit)
+        if cell.criterion == WANDA:
+            return score_wanda(model, modules, self._shared.averages(cell.seed))
+        if cell.criterion == MARTRA:
+            return score_martra(model, modules)
         _, statistics = self._shared.calibrated(cell.seed, cell.samples)
         criterion = "fisher" if cell.criterion == KWON else cell.criterion
         options: dict[str, Any] = {"normalize": self._options.normalize, "seed": cell.seed}

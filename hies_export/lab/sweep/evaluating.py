@@ -27,7 +27,8 @@ from ...slim.refit import LayerFit, refit
 from ...units import Selection
 from ...values import library_versions
 from ..baselines.channels import check_channels, masked_channels, select_channels
-from ..baselines.names import CHANNELS, JUDGED_ONLY, SLICED, SLICED_TUNED
+from ..baselines.flap import add_means
+from ..baselines.names import CHANNELS, JUDGED_ONLY, MARTRA, SLICED, SLICED_TUNED
 from ..baselines.slicing import fine_tuned, sliced
 from .choosing import Chooser
 from .grid import Cell, SweepGrid, compensation_of
@@ -55,12 +56,6 @@ class Evaluator:
         self.shared = Shared(recipe, grid, self.clock)
         self._base, self._constraints = self.shared.base, self.shared.options.constraints
         self.chooser = Chooser(self.shared, grid, curves, keep_curve or curves.__setitem__, self.clock, progress)
-        for module in self._base.scored if "bias" in grid.compensations else ():
-            if getattr(self._base.model.get_submodule(module.consumer), "bias", None) is None:
-                raise RequestError(
-                    f"the compensation bias needs output projections with a bias, but {module.consumer} has none; "
-                    "leave it out of the compensations"
-                )
         if CHANNELS in grid.criteria:
             check_channels(self._base.scored)
 
@@ -77,7 +72,7 @@ class Evaluator:
             judged, result = self._evaluate_baseline(cell)
             alpha, lost = None, None
         else:
-            alpha = self.chooser.alpha(cell, self._refit(cell))
+            alpha = self.chooser.alpha(cell, self.refit(cell))
             selection = self.chooser.selection(cell, alpha)
             lost = bundles_lost(selection, self._base.modules, unit=self._constraints.unit)
             units = ";".join(f"{kept.units}" for kept in selection.values())
@@ -91,12 +86,13 @@ class Evaluator:
         """Return the number of calibration samples behind a cell, for its row."""
         if cell.criterion in COMPENSATED_NAMES:
             return sum(map(size_of, self.shared.compensated_candidates(cell.seed).effect_batches))
+        if cell.criterion == MARTRA:
+            return 0
         return cell.samples or sum(map(size_of, self.shared.unlabelled(cell.seed)))
 
     def _evaluate_selection(self, selection: Selection, cell: Cell) -> dict[str, Any]:
         """Return the result of the model without the units that a selection removes."""
-        refitted = self._refit(cell)
-        base = self._base
+        refitted, base = self.refit(cell), self._base
         with self.clock("evaluate"):
             predictions = predict_pruned(
                 base.model, selection, base.modules, self.shared.resolved.evaluation, refit=refitted
@@ -148,16 +144,23 @@ class Evaluator:
             "stability": quality.stability,
         }
 
-    def _refit(self, cell: Cell) -> Refit | None:
-        asked = self.shared.options.compensation
+    def refit(self, cell: Cell) -> Refit | None:
+        """Return what refits a model cut for a cell; None if nothing does."""
+        asked, base = self.shared.options.compensation, self._base
         how = compensation_of(cell.compensation, None if asked is None else asked.ridge)
         if how is None:
             return None
-        moments = self.shared.moments(cell.seed)
+        # The bias needs no moments, which take longer to collect, and models without biases get them only here.
+        averages = self.shared.averages(cell.seed) if how.method == "bias" else None
+        moments = None if averages else self.shared.moments(cell.seed)
 
         def refitted(slim: PreTrainedModel, selection: Selection) -> list[LayerFit]:
             with self.clock("refit"):
-                return refit(slim, selection, self._base.modules, moments, how)
+                if moments is not None:
+                    return refit(slim, selection, base.modules, moments, how)
+                assert averages is not None
+                add_means(slim, base.model, selection, base.modules, averages)
+                return []
 
         return refitted
 

@@ -10,7 +10,7 @@ from ...kinds import ATTENTION, KINDS, MLP
 from ...recipe import MOST
 from ...score.criteria import CRITERIA, uses_alpha
 from ...slim.refit import METHODS, Compensation
-from ..baselines.names import JUDGED_ONLY, OWN_SAMPLES, sweep_names
+from ..baselines.names import JUDGED_ONLY, MARTRA, OWN_SAMPLES, sweep_names
 
 # `auto` chooses an alpha for each budget, `auto-area` one alpha for all budgets.
 AUTOMATIC = ("auto", "auto-area")
@@ -37,7 +37,7 @@ class SweepGrid:
             `TOKEN_WEIGHTS`); always "none" for criteria that do not remove whole units.
         flops: Instead of sparsities, largest shares of the dense model's FLOPs that may be left.
         modules: Modules that lose units: "attention", "mlp" or "both"; by default the recipe's. A criterion that scores
-            heads only has no cells with "mlp" alone.
+            heads only has no cells with "mlp" alone, and one that scores neurons only has cells with "mlp" alone.
 
     Raises:
         RecipeError: A value is out of range or unknown; the message lists all problems.
@@ -118,7 +118,7 @@ class SweepGrid:
         for seed, samples, compensation, criterion, modules in itertools.product(
             self.seeds, self.calibration_sizes, self.compensations, self.criteria, modules_of
         ):
-            if MODULES[modules] == (MLP,) and not _scores_neurons(criterion):
+            if not _scores_any(criterion, MODULES[modules]):
                 continue
             given = 0 if criterion in OWN_SAMPLES else samples
             by = "none" if criterion in JUDGED_ONLY else compensation
@@ -134,8 +134,11 @@ class SweepGrid:
         return [*((sparsity, None) for sparsity in self.shares), *((None, flops) for flops in self.flops)]
 
 
-def _scores_neurons(criterion: str) -> bool:
-    return criterion not in CRITERIA or MLP in CRITERIA[criterion].kinds
+def _scores_any(criterion: str, kinds: tuple[str, ...]) -> bool:
+    """Return whether a criterion has cells with some kinds of modules."""
+    if criterion == MARTRA:
+        return kinds == (MLP,)
+    return kinds != (MLP,) or criterion not in CRITERIA or MLP in CRITERIA[criterion].kinds
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from ...score.criteria import COMPENSATED_NAMES, needs_of, uses_alpha
 from ...slim.cut import prune_units
 from ...units import PrunableModule, Selection
 from ...values import Scores, Statistics
-from ..baselines.flap import fluctuations
+from ..baselines.averages import Averages, input_averages
 from ..baselines.kwon import mask_gradients
 from ..baselines.names import CHANNELS, OWN_SAMPLES
 from ..baselines.slicing import Bases, collect_bases
@@ -87,10 +87,17 @@ class Shared:
         )
 
     @_per_seed
+    def prepared(self, seed: int, samples: int) -> Prepared:
+        """Return the data of a seed and calibration size."""
+        if (seed, samples) == (self._grid.seeds[0], self._grid.calibration_sizes[0]):
+            return self.base
+        with self._clock("load"):
+            return self._resolve(seed, samples, loaded=self.resolved).prepared
+
+    @_per_seed
     def calibrated(self, seed: int, samples: int) -> tuple[Prepared, Statistics]:
         """Return the data of a seed and calibration size, and the statistics of the calibration batches."""
-        with self._clock("load"):
-            prepared = self._resolve(seed, samples, loaded=self.resolved).prepared
+        prepared = self.prepared(seed, samples)
         channels = ("channel_taylor",) if CHANNELS in self._grid.criteria else ()
         needs = (*DEFAULT_NEEDS, *needs_of(*self._grid.criteria), *channels)
         with self._clock("statistics"):
@@ -99,7 +106,7 @@ class Shared:
 
     def unlabelled(self, seed: int) -> list[dict[str, Tensor]]:
         """Return the batches to refit on, without labels."""
-        return self.calibrated(seed, self._grid.calibration_sizes[0])[0].rows.compensation
+        return self.prepared(seed, self._grid.calibration_sizes[0]).rows.compensation
 
     def scored(self, kinds: tuple[str, ...]) -> tuple[PrunableModule, ...]:
         """Return the modules of some kinds that may lose units."""
@@ -123,7 +130,7 @@ class Shared:
     @_per_seed
     def compensated_candidates(self, seed: int) -> Candidates:
         """Return the candidates whose greedy order all calibration sizes share."""
-        prepared, _ = self.calibrated(seed, self._grid.calibration_sizes[0])
+        prepared = self.prepared(seed, self._grid.calibration_sizes[0])
         return Candidates(prepared, self.options, SILENT, self.moments(seed))
 
     def compensated_scores(self, seed: int) -> Scores:
@@ -133,14 +140,16 @@ class Shared:
             return candidates.compensated
 
     @_per_seed
-    def fluctuations(self, seed: int) -> dict[str, Tensor]:
-        """Return the metric of `flap` for every unit, by module name."""
-        return fluctuations(self.base.model, self.moments(seed))
+    def averages(self, seed: int) -> dict[str, Averages]:
+        """Return the averages of what consumers read on the rows to refit on, by module name."""
+        batches = by_length(self.unlabelled(seed), config=self.base.model.config)
+        with self._clock("averages"):
+            return input_averages(self.base.model, batches, self.base.modules)
 
     @_per_seed
     def mask_gradients(self, seed: int, samples: int) -> dict[str, Tensor]:
         """Return the gradients to masks that `kwon` rearranges units by, (samples, units) by module name."""
-        prepared, _ = self.calibrated(seed, samples)
+        prepared = self.prepared(seed, samples)
         with self._clock("mask gradients"):
             return mask_gradients(prepared.model, prepared.rows.calibration, prepared.scored)
 
@@ -155,7 +164,7 @@ class Shared:
     @_per_seed
     def held_out_judge(self, seed: int, samples: int) -> Judge:
         """Return the judge on the held-out rows, which follow the calibration samples."""
-        return self.judge(self.calibrated(seed, samples)[0].rows.held_out)
+        return self.judge(self.prepared(seed, samples).rows.held_out)
 
     def judge(self, batches: list[dict[str, Tensor]]) -> Judge:
         """Return a judge of predictions on the given batches."""

@@ -11,10 +11,12 @@ from support.references import layer_tokens
 from support.tolerance import assert_near
 from torch import Tensor
 
-from hies_export import DataError, PrunableModule, collect_statistics, find_attention, select_units
-from hies_export.calibrate.moments import MomentStream
-from hies_export.lab.baselines.flap import fluctuations, score_flap
+from hies_export import DataError, PrunableModule, collect_statistics, find_attention, prune_units, select_units
+from hies_export.lab.baselines.averages import input_averages
+from hies_export.lab.baselines.flap import add_means, fluctuations, score_flap
 from hies_export.lab.baselines.kwon import exchanged, mask_gradients, rearranged
+from hies_export.lab.baselines.martra import score_martra
+from hies_export.lab.baselines.wanda import score_wanda
 from hies_export.select.budget import CostTable
 
 
@@ -121,7 +123,8 @@ def test_fluctuations_are_variances_over_tokens_times_squared_columns(make: Any)
     model = make()
     batches = [text_batch(4, 12, labels=False) for _ in range(2)]
     modules = units_of(model, batches[0])
-    found = fluctuations(model, MomentStream(model, modules, batches))
+    averages = input_averages(model, batches, modules)
+    found = fluctuations(model, modules, averages)
     read = {m.name: torch.cat(layer_tokens(model, m.consumer, batches)[0]) for m in modules}
     for module in modules:
         x = read[module.name].numpy()
@@ -133,7 +136,7 @@ def test_fluctuations_are_variances_over_tokens_times_squared_columns(make: Any)
         # Equal channels have no spread to standardise by.
         with torch.no_grad():
             model.get_submodule(module.consumer).weight.zero_()
-        assert not fluctuations(model, MomentStream(model, [module], batches))[module.name].any()
+        assert not fluctuations(model, [module], averages)[module.name].any()
 
 
 def test_heads_and_neurons_go_in_one_order_until_the_budget_is_met() -> None:
@@ -153,3 +156,59 @@ def test_heads_and_neurons_go_in_one_order_until_the_budget_is_met() -> None:
         gone.add((name, unit))
     assert {(m.name, u) for m in modules for u in found[m.name].removed} == gone
     assert {m.kind for m in modules for u in found[m.name].removed} == {"attention", "mlp"}
+
+
+@pytest.mark.parametrize("make", [bert, llama])
+def test_removed_inputs_give_their_mean_output_as_a_bias(make: Any) -> None:
+    model = make()
+    batches = [text_batch(4, 12, labels=False) for _ in range(2)]
+    modules = units_of(model, batches[0])
+    read = {m.name: torch.cat(layer_tokens(model, m.consumer, batches)[0]) for m in modules}
+    selection = {m.name: m.kept(range(m.group_size, m.units)) for m in modules}
+    selection[modules[0].name] = modules[0].kept(range(modules[0].units))
+    slim = prune_units(model, selection, modules)
+    add_means(slim, model, selection, modules, input_averages(model, batches, modules))
+    dense, cut = model.get_submodule(modules[0].consumer), slim.get_submodule(modules[0].consumer)
+    assert (cut.bias is None) == (dense.bias is None)  # nothing was removed there
+    for module in modules[1:]:
+        dense, cut = (of.get_submodule(module.consumer) for of in (model, slim))
+        width = module.unit_width * module.group_size
+        x = read[module.name].to(dense.weight)
+        with torch.no_grad():
+            wanted, got = (dense(x), cut(x[:, width:]))
+        # The mean output stays, and would not without the bias.
+        torch.testing.assert_close(got.mean(0), wanted.mean(0), rtol=1e-4, atol=1e-6)
+        assert not torch.allclose((got - cut.bias).mean(0), wanted.mean(0), atol=1e-4)
+    assert (model.get_submodule(modules[1].consumer).bias is None) == (make is llama)
+
+
+@pytest.mark.parametrize("make", [bert, llama])
+def test_wanda_is_the_mean_over_outputs_of_weights_times_norms_of_inputs(make: Any) -> None:
+    model = make()
+    batches = [text_batch(4, 12, labels=False) for _ in range(2)]
+    modules = units_of(model, batches[0])
+    found = score_wanda(model, modules, input_averages(model, batches, modules)).scores
+    for module in modules:
+        x = torch.cat(layer_tokens(model, module.consumer, batches)[0]).numpy()
+        weight = model.get_submodule(module.consumer).weight.detach().double().numpy()
+        norms = np.sqrt((x**2).sum(0) / len(x))
+        expected = [
+            sum(
+                np.abs(weight[:, j]).mean() * norms[j]
+                for j in range(u * module.unit_width, (u + 1) * module.unit_width)
+            )
+            for u in range(module.units)
+        ]
+        np.testing.assert_allclose(found[module.name].numpy(), expected, rtol=1e-5)
+
+
+def test_martra_adds_up_the_peaks_of_gate_and_up() -> None:
+    model = llama()
+    blocks = neurons(model)
+    found = score_martra(model, blocks).scores
+    for block in blocks:
+        mlp = model.get_submodule(block.consumer.rpartition(".")[0])
+        for unit in range(block.units):
+            rows = [layer.weight[unit].double() for layer in (mlp.gate_proj, mlp.up_proj)]
+            expected = sum((row.max() + row.min().abs()).item() for row in rows)
+            assert float(found[block.name][unit]) == pytest.approx(expected, rel=1e-6)

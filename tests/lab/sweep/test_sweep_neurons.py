@@ -1,10 +1,13 @@
 """Sweeps over heads and neurons: rows against runs of their own, baselines by hand, times, and what is refused."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.models import causal_lm, save_stories
 from support.sweeps import save_sweep_project
 
 from hies_export import PlanError, PruningRecipe, RecipeError, RequestError, compensate, count_flops, prune_units
@@ -17,6 +20,7 @@ from hies_export.lab.sweep.grid import COMPENSATIONS, SweepGrid, compensation_of
 from hies_export.lab.sweep.latency import LatencyRequest
 from hies_export.lab.sweep.sweep import sweep
 from hies_export.pipeline.choose import choose
+from hies_export.pipeline.cut import cut_beside
 from hies_export.pipeline.resolve import resolve
 from hies_export.progress import Silent
 
@@ -169,3 +173,44 @@ def test_the_command_takes_flops_modules_and_a_runtime(
     assert "kwon differs from the original" in printed
     assert main(["sweep", str(recipe_file), "--flops", "0.8", "--sparsities", "0.5", "--no-figures"]) == 2
     assert "a sweep takes sparsities or flops, got both" in capsys.readouterr().err
+
+
+def test_a_llama_without_biases_is_judged_with_those_that_flap_adds(tmp_path: Path) -> None:
+    prune = {"modules": ["attention", "mlp"], "compensation": {"samples": 12}, "budget": {"flops": 0.8}}
+    drawn: dict[str, Any] = {"calibration": {"samples": 8}, "evaluation": {"split": "train", "samples": 8}}
+    recipe = PruningRecipe.from_yaml(save_stories(tmp_path, lines=120, prune=prune, **drawn))
+    names = ("flap", "wanda-sp", "martra")
+    some: dict[str, Any] = {"flops": (0.8,), "seeds": (0,), "calibration_sizes": (8,), "modules": ("both", "mlp")}
+    grid = SweepGrid(**some, criteria=names, compensations=("none", "bias"))
+    with cut_models() as cut:
+        rows = sweep(recipe, grid, tmp_path / "swept").rows
+    # Martra scores neurons alone.
+    assert [(r["criterion"], r["modules"]) for r in rows[:5]] == [
+        *(("flap", "attention+mlp"), ("flap", "mlp"), ("wanda-sp", "attention+mlp"), ("wanda-sp", "mlp")),
+        ("martra", "mlp"),
+    ]
+    assert all(r["flops_ratio"] <= 0.8 for r in rows)
+    assert {r["calibration_samples"] for r in rows} == {0, 12}
+    plain, biased = rows[:5], rows[5:]
+    assert [r["neurons_removed"] for r in plain] == [r["neurons_removed"] for r in biased]
+    assert all(one["quality"] != other["quality"] for one, other in zip(plain, biased, strict=True))
+    # Without a compensation they are masked, not cut.
+    layers = [[layer for name, layer in of.named_modules() if name.endswith("down_proj")] for of in cut]
+    assert [{layer.bias is not None for layer in of} for of in layers] == [{True}] * 5
+    # Under the last three, every block loses the same share.
+    assert [len({layer.in_features for layer in of}) for of in layers[2:]] == [1, 1, 1]
+    assert all(module.bias is None for module in causal_lm().modules() if hasattr(module, "in_features"))
+
+
+@contextmanager
+def cut_models() -> Iterator[list[Any]]:
+    """Collect the slim models that sweeps evaluate inside the block."""
+    found: list[Any] = []
+
+    def keep(model: Any, *args: Any, **options: Any) -> Any:
+        found.append(cut_beside(model, *args, **options))
+        return found[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hies_export.pipeline.search.cut_beside", keep)
+        yield found
