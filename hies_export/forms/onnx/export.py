@@ -144,24 +144,33 @@ def export_onnx(
             programs, batches = _trace(kind, traced, given, FUSIONS[provider])
             size = sum(save_program(program, staging / name) for name, program in programs.items())
         _write_companions(staging, traced, processor)
+        facts = _facts(programs)
+        programs.clear()  # a graph has copies of the weights, transposed or joined, and the comparison reads the files
         with quiet(verbose=logger.isEnabledFor(logging.DEBUG)), exact_products():
             check = check_parity if kind == "encoder" else check_generation
             max_abs, checked_on = check(staging, reference, batches, dtype, compared_on(provider))
-    main = next(reversed(programs))
-    nodes = [node for program in programs.values() for node in program.graph.all_nodes()]
     return OnnxExport(
         folder=target,
-        file=target / main,
-        files=tuple(programs),
+        file=target / facts["files"][-1],
         bytes=size,
         max_abs=max_abs,
         provider=provider,
         dtype=dtype,
         checked_on=checked_on,
-        inputs=tuple(value.name for value in programs[main].graph.inputs),
-        outputs=tuple(value.name for value in programs[main].graph.outputs),
-        fused_ops=dict(Counter(node.op_type for node in nodes if node.domain == "com.microsoft")),
+        **facts,
     )
+
+
+def _facts(programs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what an `OnnxExport` says of graphs, of which the last is the main one."""
+    *_, main = (program.graph for program in programs.values())
+    nodes = [node for program in programs.values() for node in program.graph.all_nodes()]
+    return {
+        "files": tuple(programs),
+        "inputs": tuple(value.name for value in main.inputs),
+        "outputs": tuple(value.name for value in main.outputs),
+        "fused_ops": dict(Counter(node.op_type for node in nodes if node.domain == "com.microsoft")),
+    }
 
 
 def _check_request(provider: str, dtype: str) -> None:
