@@ -579,5 +579,31 @@ def exported_program(
     options: dict[str, Any] = {"dynamic": True, "dynamic_shapes": shapes}
     if "ort_fusions" in inspect.signature(OnnxConfig).parameters:
         options["ort_fusions"] = fusions
-    exported: Any = OnnxExporter().export(module, dict(sample), OnnxConfig(**options))
+    with _matching_last_nodes():
+        exported: Any = OnnxExporter().export(module, dict(sample), OnnxConfig(**options))
     return exported.program if hasattr(exported, "program") else exported.model
+
+
+@contextmanager
+def _matching_last_nodes() -> Iterator[None]:
+    """Let onnxscript try a pattern only at nodes of the operator that the pattern ends in, while the block runs.
+
+    For a pattern with two last nodes it lists all nodes of the graph, and all pairs, before it compares the first node.
+    The time grows with the square of the layers.
+    """
+    from onnxscript.rewriter import _basics, _matcher
+
+    matcher: Any = _matcher.SimplePatternMatcher
+    match = matcher.match
+
+    def match_last(self: Any, model: Any, graph: Any, node: Any, **options: Any) -> Any:
+        last = self.pattern.output_nodes[0]
+        if last.op.matches(node.op_type) and last.domain.matches(node.domain):
+            return match(self, model, graph, node, **options)
+        return _basics.MatchResult().fail("the node has another operator than the pattern's last one", node)
+
+    matcher.match = match_last
+    try:
+        yield
+    finally:
+        matcher.match = match

@@ -8,9 +8,11 @@ import torch
 from support.models import llama
 from torch import Tensor, nn
 
+from hies_export.calibrate import rounding
 from hies_export.calibrate.ridge import Spread
 from hies_export.calibrate.rounding import DAMPING, Blocks, fit_blocks
 from hies_export.calibrate.spreads import read_layers, spreads
+from hies_export.model.threads import torch_threads
 
 SIZE, COUNT, OUTPUTS = 4, 3, 5
 GENERATOR = torch.Generator().manual_seed(0)
@@ -93,6 +95,15 @@ def test_padding_and_inputs_that_are_always_zero_do_no_harm() -> None:
     assert (silent.values - matrix).square().sum() <= (start.values - matrix).square().sum()
     nothing = Blocks.nearest(torch.zeros_like(matrix), torch.full_like(start.scale, 1e-38), start.zero)
     assert torch.isfinite(fit_blocks(torch.zeros_like(matrix), nothing, moments).values).all()
+
+
+def test_the_descent_takes_one_thread_and_puts_the_number_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    damped = rounding._damped
+    monkeypatch.setattr(rounding, "_damped", lambda *given: seen.append(torch.get_num_threads()) or damped(*given))
+    with torch_threads(2):
+        fit_blocks(*example())
+        assert (seen, torch.get_num_threads()) == ([1], 2)
 
 
 def test_fixed_levels_and_their_scales_stay() -> None:

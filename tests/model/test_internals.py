@@ -5,9 +5,13 @@ import logging
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+import onnx
+import onnx_ir
 import pytest
 import torch
 import transformers
+from onnxscript.rewriter import pattern
+from onnxscript.rewriter._matcher import SimplePatternMatcher
 from support.models import vit
 from torch import nn
 
@@ -75,6 +79,34 @@ def test_exporters_that_fuse_nothing_are_not_asked_to(monkeypatch: pytest.Monkey
     module = nn.Linear(2, 2)
     assert internals.exported_program(module, {"x": 1}, "cpu", {"x": {0: "batch"}}) == "graph"
     assert asked == [(module, {"x": 1}, OlderOnnxConfig(True, {"x": {0: "batch"}}))]
+
+
+def test_a_pattern_is_tried_where_it_ends_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = """<ir_version: 10, opset_import: ["" : 20, "other" : 1]>
+    g (float[2] x) => (float[2] a, float[2] b, float[2] c) { m = Neg(x) a = Abs(m) b = Exp(m) c = other.Abs(m) }"""
+    rule = pattern.RewriteRule(
+        lambda op, x: (op.Abs(x), op.Exp(x)), lambda op, x: (op.Sin(x), op.Cos(x)), name="two last nodes"
+    )
+    tried = []
+    match = SimplePatternMatcher.match
+
+    def recorded(self: object, model: object, graph: object, node: onnx_ir.Node, **options: object) -> object:
+        tried.append((node.domain, node.op_type))
+        return match(self, model, graph, node, **options)
+
+    monkeypatch.setattr(SimplePatternMatcher, "match", recorded)
+    programs = [onnx_ir.from_proto(onnx.parser.parse_model(text)) for _ in range(2)]
+    pattern.RewriteRuleSet([rule]).apply_to_model(programs[0])
+    assert ("", "Neg") in tried
+    assert ("other", "Abs") in tried
+    tried.clear()
+    with internals._matching_last_nodes():
+        pattern.RewriteRuleSet([rule]).apply_to_model(programs[1])
+    assert tried == [("", "Abs")]
+    assert SimplePatternMatcher.match is recorded
+    ops = [[node.op_type for node in program.graph] for program in programs]
+    assert ops[0] == ops[1]
+    assert {"Sin", "Cos"} <= {*ops[0]}
 
 
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])

@@ -20,9 +20,10 @@ import hies_export
 from hies_export import OnnxGenerator, find_modules, masked_units, prune_units
 from hies_export.errors import DataError, ParityError, UnsupportedModelError
 from hies_export.forms.onnx import export as export_module
-from hies_export.forms.onnx.export import OnnxExport, export_onnx
+from hies_export.forms.onnx import parity
+from hies_export.forms.onnx.export import OnnxExport, export_onnx, save_program
 from hies_export.forms.onnx.multimodal import image_text_batch
-from hies_export.forms.onnx.parity import _real_tokens, compare_outputs
+from hies_export.forms.onnx.parity import _real_tokens, check_generation, compare_outputs
 from hies_export.forms.onnx.rewrites import count_from_past, flatten_gemm_inputs, share_tied_weights
 
 
@@ -164,6 +165,38 @@ def test_a_decoder_that_differs_is_a_parity_error_and_nothing_is_kept(
     with pytest.raises(ParityError, match="differs by .* on the given batch; nothing was kept"):
         export_onnx(other, tmp_path / "onnx", batch=padded_prompts())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_written_one_by_one_are_what_onnx_writes(
+    uneven: tuple[PreTrainedModel, OnnxExport], tmp_path: Path
+) -> None:
+    program = onnx_ir.load(uneven[1].file)
+    assert save_program(program, tmp_path / "ours.onnx") == (tmp_path / "ours.onnx").stat().st_size
+    onnx_ir.save(program, tmp_path / "theirs.onnx")  # after ours, which puts the weights back
+    ours, theirs = (onnx.load(tmp_path / name) for name in ("ours.onnx", "theirs.onnx"))
+    assert ours == theirs
+    assert sum(len(tensor.raw_data) > 127 for tensor in ours.graph.initializer) > 9
+
+
+def test_rows_are_compared_in_groups_and_none_is_left_out(
+    uneven: tuple[PreTrainedModel, OnnxExport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, exported = uneven
+    batch = {"input_ids": torch.randint(3, 50, (5, 8)), "attention_mask": torch.ones(5, 8, dtype=torch.int64)}
+    batch["input_ids"][4, 2] = 77
+    monkeypatch.setattr(parity, "LOGITS_BYTES", 2 * 4 * 12 * model.config.vocab_size)
+    rows = []
+    step = OnnxGenerator.step
+    monkeypatch.setattr(OnnxGenerator, "step", lambda self, *args: rows.append(len(args[1])) or step(self, *args))
+    assert check_generation(exported.folder, model, {"x": batch}, "float32")[0] < 1e-4
+    assert rows == [2] * 4 + [2] * 4 + [1] * 4
+    other = copy.deepcopy(model)
+    other.model.embed_tokens = copy.deepcopy(model.model.embed_tokens)  # no longer that of the head
+    other.model.embed_tokens.weight = torch.nn.Parameter(model.model.embed_tokens.weight.detach().clone())
+    with torch.no_grad():
+        other.model.embed_tokens.weight[77] += 1
+    with pytest.raises(ParityError, match="on x"):
+        check_generation(exported.folder, other, {"x": batch}, "float32")
 
 
 def test_padding_is_not_compared_and_of_a_window_the_end() -> None:

@@ -28,6 +28,9 @@ RUNTIMES: dict[str, type[OnnxRuntime]] = {
 # Positions that the comparison adds to the given prompts: 3 in front and 4 generated.
 SPARE_POSITIONS = 7
 
+# Bytes of logits that are compared at once. Torch's, the graph's and copies of them lie in memory together.
+LOGITS_BYTES = 2**27
+
 
 def parity_batches(
     given: Mapping[str, torch.Tensor], sample: Mapping[str, torch.Tensor], *, end: int | None = None
@@ -113,10 +116,28 @@ def check_generation(
         further = text_tokens(batch["input_ids"], 4, image_token_id=exported.image_token_id)
         tokens = torch.cat([batch["input_ids"], further], dim=1)
         mask = torch.cat([batch["attention_mask"], torch.ones_like(further)], dim=1)
-        want = dense.compute({**batch, "input_ids": tokens, "attention_mask": mask})
-        got = _in_pieces(exported, tokens, mask, batch.get("pixel_values"))
-        worst = max(worst, compare_outputs(*_real_tokens(want, got, mask), label=label, dtype=dtype))
+        whole = {**batch, "input_ids": tokens, "attention_mask": mask}
+        for rows in _in_groups(whole, 4 * tokens.shape[1] * exported.vocabulary):
+            want = dense.compute(rows)
+            got = _in_pieces(exported, rows["input_ids"], rows["attention_mask"], rows.get("pixel_values"))
+            worst = max(
+                worst, compare_outputs(*_real_tokens(want, got, rows["attention_mask"]), label=label, dtype=dtype)
+            )
     return worst, exported.decoder.provider
+
+
+def _in_groups(batch: Mapping[str, torch.Tensor], row_bytes: int) -> list[dict[str, torch.Tensor]]:
+    """Split a batch into groups of rows whose logits, of `row_bytes` a row, fit the limit; with images it stays whole.
+
+    Images belong to rows by the order of their tokens, and prompts with them are short.
+    """
+    if "pixel_values" in batch:
+        return [dict(batch)]
+    count = max(1, LOGITS_BYTES // row_bytes)
+    return [
+        {name: tensor[start : start + count] for name, tensor in batch.items()}
+        for start in range(0, len(batch["input_ids"]), count)
+    ]
 
 
 def _in_pieces(
@@ -141,12 +162,15 @@ def _real_tokens(
     """
     real = mask.bool().numpy()
 
+    def zeroed(array: np.ndarray, kept: np.ndarray) -> np.ndarray:
+        return array if kept.all() else np.where(kept, array, 0)
+
     def cleaned(outputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        kept = {"logits": np.where(real[:, :, None], outputs["logits"], 0)}
+        kept = {"logits": zeroed(outputs["logits"], real[:, :, None])}
         for name, array in outputs.items():
             if name.startswith("present."):  # (batch, key/value heads, sequence, width)
                 end = array[:, :, -want[name].shape[2] :] if name in want else array
-                kept[name] = np.where(real[:, None, -end.shape[2] :, None], end.astype(np.float32), 0)
+                kept[name] = zeroed(end.astype(np.float32, copy=False), real[:, None, -end.shape[2] :, None])
         return kept
 
     return cleaned(want), cleaned(got)
