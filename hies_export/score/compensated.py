@@ -266,19 +266,26 @@ class _Greedy:
 
         Both in one pass over the tokens, whose numbers are then still in the cache.
         """
-        diagonal = self._inverse.diagonal().where(self._left, 1.0).to(self._read)
-        size = diagonal.new_zeros(len(diagonal), dtype=torch.float64)
-        of_sample = self._read.new_zeros(self._samples, len(diagonal)) if self._per_sample else None
+        # With p = h r, D the diagonal of the inverse and d the effects so far: sum_t (p_t / D + d_t)^2, term by term.
+        width = self._read.shape[1]
+        squares, cross = self._inverse.new_zeros(width), self._inverse.new_zeros(width)
+        of_sample = self._read.new_zeros(self._samples, width) if self._per_sample else None
         at_once = TOKENS_AT_ONCE.get(self._read.device.type, TOKENS_AT_ONCE_ELSEWHERE)
         for start in range(0, len(self._read), at_once):
             tokens = slice(start, start + at_once)
             if gone:
                 self._move(tokens, *gone)
-            moved = (self._gradient[tokens] * self._read[tokens]).div_(diagonal).add_(self._of_token[tokens, None])
+            moved = self._gradient[tokens] * self._read[tokens]
             if of_sample is not None:
                 of_sample.index_add_(0, self._sample[tokens], moved)
-            size += moved.square_().sum(0)
-        return (size if of_sample is None else size + of_sample.square_().sum(0)) / self._samples
+            cross += self._of_token[tokens] @ moved
+            squares += moved.square_().sum(0)
+        diagonal = self._inverse.diagonal().where(self._left, 1.0)
+        size = squares / diagonal**2 + 2 * cross / diagonal + self._of_token.double().square().sum()
+        if of_sample is not None:
+            before = self._of_token.new_zeros(self._samples).index_add_(0, self._sample, self._of_token)
+            size += (of_sample / diagonal + before[:, None]).square().sum(0)
+        return size / self._samples
 
     def _heads(self) -> Tensor:
         """Return the effect after the removal of each group alone, (groups,) float64; meaningless for removed ones."""

@@ -153,6 +153,20 @@ def test_what_follows_from_the_inputs_equals_what_is_added_up() -> None:
                 torch.testing.assert_close(getattr(one, name), getattr(other, name), rtol=1e-5, atol=1e-5)
 
 
+def test_moments_need_no_logits() -> None:
+    """The head of a language model, which may cost as much as many layers, computes one token a row."""
+    model, batch = causal_lm(), padded([9, 12], "right")
+    seen: list[tuple[int, ...]] = []
+    with model.lm_head.register_forward_hook(lambda layer, args, output: seen.append(tuple(output.shape))):
+        for _ in MomentStream(model, both_kinds(model, batch), [batch] * 3):
+            pass
+        assert {shape[1] for shape in seen} == {1}
+        seen.clear()
+        for _ in EffectStream(model, [batch], both_kinds(model, batch)):
+            pass
+    assert batch["input_ids"].shape[1] in {shape[1] for shape in seen}
+
+
 @pytest.mark.parametrize("selected", [False, True])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_groups_of_modules_give_the_same_moments_in_more_passes(selected: bool, weighted: bool) -> None:

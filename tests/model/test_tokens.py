@@ -7,7 +7,14 @@ from support.models import SIX_HEADS, bert, causal_lm, llama, llava
 
 from hies_export import RecipeError, RequestError, find_modules
 from hies_export.forms.measure.shapes import model_shapes
-from hies_export.model.tokens import longest_sequence, sample_batch, sequence_length, synthetic_batch
+from hies_export.model.tokens import (
+    SHORT,
+    longest_sequence,
+    sample_batch,
+    sequence_length,
+    short_samples,
+    synthetic_batch,
+)
 
 SMALL = SIX_HEADS | {"vocab_size": 50, "max_position_embeddings": 20}
 # All of them begin to number positions behind the padding token's, at another place each.
@@ -137,3 +144,35 @@ def test_models_of_sound_are_refused() -> None:
     )
     with pytest.raises(RequestError, match="models of text and of images, and Wav2Vec2Model takes input_values"):
         synthetic_batch(model, batch=2, sequence=8)
+
+
+LONG = 3 * SHORT
+
+
+def test_of_long_texts_tokens_that_are_padding_in_no_row_are_enough() -> None:
+    ids, mask = torch.arange(3 * LONG).view(3, LONG), torch.ones(3, LONG, dtype=torch.int64)
+    mask[0, : SHORT + 7] = 0  # on the left
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": torch.tensor([0, 1, 0])}
+    found = short_samples(causal_lm(), batch)
+    assert torch.equal(found["input_ids"], ids[:2, SHORT + 7 : 2 * SHORT + 7])
+    assert found["attention_mask"].shape == (2, SHORT)
+    assert found["attention_mask"].all()
+    assert found["labels"].tolist() == [0, 1]
+    assert torch.equal(short_samples(bert(), {"input_ids": ids})["input_ids"], ids[:2, :SHORT])
+
+
+def test_what_is_not_by_token_and_what_has_too_few_tokens_stays_whole() -> None:
+    ids, mask = torch.ones(2, LONG, dtype=torch.int64), torch.ones(2, LONG, dtype=torch.int64)
+    images = {"input_ids": ids, "pixel_values": torch.rand(2, 3, 8, 8)}
+    assert short_samples(llava(), images)["input_ids"].shape == (2, LONG)
+    mask[1, SHORT - 1 :] = 0
+    assert short_samples(bert(), {"input_ids": ids, "attention_mask": mask})["input_ids"].shape == (2, LONG)
+    # A classifier of this family reads the end of the text.
+    bart = transformers.BartForSequenceClassification(transformers.BartConfig(**BART))
+    assert short_samples(bart, {"input_ids": ids})["input_ids"].shape == (2, LONG)
+
+
+BART = {
+    **{"vocab_size": 50, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16},
+    **{"decoder_ffn_dim": 16, "encoder_attention_heads": 2, "decoder_attention_heads": 2},
+}
