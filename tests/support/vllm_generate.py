@@ -4,7 +4,7 @@
 
 FOLDER holds prompts.json, lists of token ids, and options.json, for `vllm.LLM`; it gets answers.json. With "times"
 among the options, all prompts are answered as many times again, and seconds.json says how long each time took. A
-pooling model ("runner": "pooling") gives the state of every token instead.
+pooling model ("runner": "pooling") gives the state of every token instead, of length 1.
 """
 
 import json
