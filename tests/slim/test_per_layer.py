@@ -203,3 +203,10 @@ def test_the_first_key_alone_stops_transformers(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(RuntimeError, match="is a per-layer attribute"):
         AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
+
+
+def test_a_field_that_means_something_else_is_not_named() -> None:
+    """In a mixture of experts, `intermediate_size` may be that of an expert while another block was cut."""
+    dense = wide()
+    dense.config.intermediate_size += 1
+    assert "per_layer_config" not in cut(dense, MLP, seed=2).config.hies_export
