@@ -16,7 +16,8 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from ..errors import MERGE, RequestError, did_you_mean, listed, quoted, refusing
 from ..files import Rule, Schema, read_json
 from ..model.classes import check_id2label
-from ..model.internals import configs_in, file_of, use_torch_attention
+from ..model.internals import configs_in, file_of, layers_unwarned, use_torch_attention
+from ..model.modeling_hies import keep_layers_for_files
 from ..model.online import hub_or_cache
 from ..slim.config import slim_class
 from .contents import MUST, Contents, refuse_other
@@ -156,11 +157,12 @@ def load_config(path: str | Path, **hub: Any) -> Any:
             f"of {path} has {quoted(model_type)}; {_of_newer(config)}give the type of the class that the model was "
             f"trained with{did_you_mean(model_type, CONFIG_MAPPING)}"
         )
-    with refusing(_VALUES.format(file), CORRECT):
+    with refusing(_VALUES.format(file), CORRECT), layers_unwarned():
         # The class reads the file itself: there, infinity is {"__float__": "Infinity"}.
         found = config_class.from_json_file(file)
         if model_type is None:  # null hides that of the class
             vars(found).pop("model_type", None)
+        keep_layers_for_files(found)
         check_text_config(found)
         use_torch_attention(found)
     _warn_of_lost_names(config, found, path)
@@ -183,8 +185,14 @@ def _warn_of_lost_names(written: Mapping[str, Any], read: Any, path: str | Path)
 def config_of_class(model_class: Any, path: str | Path, **hub: Any) -> Any:
     """Return the `PreTrainedConfig` of a folder or Hub id as a model class reads it."""
     offline = hub.get("local_files_only", False)
-    with refusing(_VALUES.format(path), CORRECT), hub_or_cache(path, "model", local_files_only=offline):
-        return model_class.config_class.from_pretrained(path, **hub)
+    with (
+        refusing(_VALUES.format(path), CORRECT),
+        hub_or_cache(path, "model", local_files_only=offline),
+        layers_unwarned(),
+    ):
+        config = model_class.config_class.from_pretrained(path, **hub)
+        keep_layers_for_files(config)
+        return config
 
 
 def is_quantised(config: Any) -> bool:

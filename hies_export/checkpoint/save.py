@@ -24,6 +24,7 @@ from ..model.internals import (
     dtypes_in,
     exact_products,
     has_auto_base,
+    layers_unwarned,
     saved_state,
 )
 from ..model.modes import evaluating
@@ -118,6 +119,7 @@ def save_slim(
         return check_reload(model, written, batch)
 
 
+@layers_unwarned()
 def check_reload(model: PreTrainedModel, folder: str | Path, batch: Mapping[str, Tensor]) -> float:
     """Load a folder by this package, by the Auto classes of its task and as `AutoModel`, and compare the outputs."""
     if isinstance(model, TextEncoder):

@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from ..model.internals import layers_unwarned
 from ..model.sentence import TextEncoder
 from ..slim.config import is_slim
 
@@ -67,7 +68,8 @@ def _keep_labels(config: Any, file: Path) -> None:
     of labels by default, such as three in `BartConfig`. The head would then be loaded with that number of outputs. It
     also leaves out a `label2id` that was never set beside an `id2label` that was.
     """
-    read = type(config).from_json_file(file)
+    with layers_unwarned():
+        read = type(config).from_json_file(file)
     if config.id2label and (read.num_labels != config.num_labels or not read.label2id):
         labels = {
             "id2label": {str(number): label for number, label in config.id2label.items()},

@@ -18,7 +18,14 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from ..errors import RequestError, listed, refusing
-from ..model.internals import auto_classes, empty_model, file_of, load_report, use_torch_attention
+from ..model.internals import (
+    auto_classes,
+    empty_model,
+    file_of,
+    layers_unwarned,
+    load_report,
+    use_torch_attention,
+)
 from ..model.online import hub_or_cache
 from .classes import AGAIN, FLOATING, check_text_config, config_of_class, hub_options, is_quantised, refuse_adapter
 
@@ -110,6 +117,7 @@ def load_weights(model_class: Any, path: str | Path, *, shapes: Shapes | None = 
         load_report() as report,
         refusing(f"the model at {path} must load, but does not", FLOATING if quantised else AGAIN, report=report),
         hub_or_cache(path, "model", local_files_only=offline),
+        layers_unwarned(),
     ):
         check_text_config(config)
         shapes = stored_shapes(path) if shapes is None else shapes

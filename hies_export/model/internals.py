@@ -105,6 +105,32 @@ def model_class_of(config: PreTrainedConfig, *auto_names: str) -> type[PreTraine
     return None
 
 
+# Layers that differ
+
+
+def layers_differ(config: PreTrainedConfig) -> bool:
+    """Return whether a config has other numbers for some of its layers, as Gemma 4's; none has before 5.15."""
+    return bool(getattr(config, "is_heterogeneous", False))
+
+
+@contextmanager
+def layers_unwarned() -> Iterator[None]:
+    """Let code read from a config the number for all layers where they differ, inside the block, without a warning.
+
+    transformers warns once of each such field. It cannot know that a slim class gives each layer its own size.
+    """
+    of_configs = logging.getLogger("transformers.integrations.heterogeneity.configuration_utils")
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return "per-layer attribute" not in record.getMessage()
+
+    of_configs.addFilter(is_other)
+    try:
+        yield
+    finally:
+        of_configs.removeFilter(is_other)
+
+
 # Load and save
 
 

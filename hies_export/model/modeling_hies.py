@@ -1,8 +1,8 @@
 """Model classes of transformers with pruned layers: a stock class, resized to the shapes that config.json names.
 
 hies_export writes this file into every checkpoint whose config cannot describe its shapes otherwise. It works for every
-architecture, and needs torch and transformers only. It reads five entries of `config.hies_export`, by dotted names
-under the base model:
+architecture, and needs torch and transformers only. It reads six entries of `config.hies_export`, five of them by
+dotted names under the base model:
 
 linear       resized Linear or Conv1D -> [out_features, in_features]
 parameters   resized parameter of another layer -> its shape
@@ -11,6 +11,9 @@ narrowed     module -> argument with values for every head of the stock model, s
              -> [axis of the heads, their number, those that the module has]
 skipped      attention without heads -> {"outputs": how many values it returns, "consumer": the layer in it that would
              read its heads, or nothing}
+
+The sixth, `per_layer_config`, says the numbers of heads and neurons again, in transformers' schema for layers that
+differ. A copy of it stands at the top of config.json, where servers read it.
 
 A linear layer without inputs or outputs computes nothing: a module without heads or neurons gives the bias of the layer
 that would read them, for every token.
@@ -140,14 +143,40 @@ def skip(module, skipped):
     module.skipped = skipped
 
 
+def describe_layers(config, layers):
+    """Let the file of a config say what each layer has, in transformers' schema; None or nothing takes it out.
+
+    In memory the config has one number for all layers, which the code of a stock class reads before its layers are
+    resized. transformers would refuse such reads of a config whose layers differ, or warn of them if the second key
+    allows them.
+    """
+    own = vars(config)
+    if layers:
+        if getattr(config, "is_heterogeneous", False):  # as it is when it was read from a file
+            config.per_layer_config = None
+        # Not by `setattr`, by which the layers of the config would differ in memory too.
+        own.update(per_layer_config=layers, allow_global_per_layer_attribute_access=True)
+    elif "per_layer_config" in own:
+        del own["per_layer_config"]
+        own.pop("allow_global_per_layer_attribute_access", None)
+
+
+def keep_layers_for_files(config):
+    """Let a config that was read from a slim folder have one number for all layers in memory; its file keeps them."""
+    layers = (getattr(config, "hies_export", None) or {}).get("per_layer_config")
+    if layers and getattr(config, "is_heterogeneous", False):
+        describe_layers(config, layers)
+
+
 class SlimModel:
     """A mixin in front of a stock class, which builds the stock model and then resizes its pruned layers."""
 
     def __init__(self, config, *args, **kwargs):
         """Build the stock model of `config`, and resize the layers that `config.hies_export` names."""
-        super().__init__(config, *args, **kwargs)
         # transformers keeps a class that it loaded with its code, and may build a model without the block from it.
         block = getattr(config, "hies_export", None) or {"linear": {}, "attributes": {}}
+        keep_layers_for_files(config)
+        super().__init__(config, *args, **kwargs)
         own = [self.base_model.get_submodule(name) for name in block["linear"]]
         for name, (out_features, in_features) in block["linear"].items():
             old = self.base_model.get_submodule(name)

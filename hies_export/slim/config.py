@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from ..errors import UnsupportedModelError
 from ..model import modeling_hies
 from ..model.internals import auto_classes, has_auto_base, heads_on
-from .per_layer import PerLayer
+from .per_layer import PerLayer, set_layers
 
 
 def slim_class(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
@@ -78,6 +78,7 @@ def become_slim(model: PreTrainedModel, shapes: Shapes, layers: PerLayer | None)
             block["per_layer_config"].setdefault(layer, {}).update(fields)
     stock = stock_class(type(model))
     model.config.hies_export = block
+    set_layers(model.config, block.get("per_layer_config"))
     model.config.auto_map = _auto_map(stock, model)
     model.__class__ = slim_class(stock)
 

@@ -1,20 +1,26 @@
 """What the config of an uneven cut says of its layers, in the schema of transformers."""
 
 import json
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.cuts import random_cut, random_neurons
-from support.families import decoder
+from support.families import architecture, decoder, gpt2
 from support.models import bert, causal_lm, text_batch
-from transformers import AutoConfig, BertForSequenceClassification, LlamaForCausalLM, PreTrainedModel
+from support.tolerance import assert_near
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers.utils import logging as of_transformers
 
-from hies_export import find_modules, load, prune_units
+from hies_export import PruningPlan, find_modules, load, prune_units, save_slim
 from hies_export.kinds import ATTENTION, KINDS, MLP
+from hies_export.model.internals import layers_differ
+from hies_export.slim.check import first_output
 
+TOP = ("per_layer_config", "allow_global_per_layer_attribute_access")
 BATCH = {"input_ids": torch.arange(5, 27).view(2, 11)}
 
 
@@ -37,17 +43,15 @@ def layers_of(model: Any) -> list[tuple[int, int, int]]:
     ]
 
 
-def test_a_config_that_is_given_it_says_what_every_layer_has(tmp_path: Path) -> None:
-    dense = causal_lm(hidden_size=64, num_attention_heads=8, num_key_value_heads=4, num_hidden_layers=4)
-    once = cut(dense, *KINDS, seed=2)
+def test_a_saved_config_says_what_every_layer_has(tmp_path: Path) -> None:
+    once = cut(wide(), *KINDS, seed=2)
     neurons_again = cut(once, MLP, seed=3)
     heads_again = cut(neurons_again, ATTENTION, seed=4)
     for number, slim in enumerate((once, neurons_again, heads_again)):
         slim.save_pretrained(tmp_path / str(number))
-        config = AutoConfig.from_pretrained(tmp_path / str(number))
-        config.per_layer_config = config.hies_export["per_layer_config"]
-        said = [(c.num_attention_heads, c.num_key_value_heads, c.intermediate_size) for c in config.per_layer_config]
-        assert said == layers_of(slim) == layers_of(load(tmp_path / str(number)))
+        layers = AutoConfig.from_pretrained(tmp_path / str(number)).per_layer_config
+        read = [(c.num_attention_heads, c.num_key_value_heads, c.intermediate_size) for c in layers]
+        assert read == layers_of(slim) == layers_of(load(tmp_path / str(number)))
     assert len(set(layers_of(heads_again))) > 1
     assert layers_of(heads_again) != layers_of(once)
 
@@ -61,23 +65,148 @@ def test_only_what_differs_is_said() -> None:
     assert slim.config.hies_export["per_layer_config"] == {"1": {"intermediate_size": 5}}
 
 
+def said(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
+    """Save a model, and return its config as the file has it."""
+    model.save_pretrained(folder)
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return config
+
+
+def wide(**options: object) -> PreTrainedModel:
+    return causal_lm(hidden_size=64, num_attention_heads=8, num_key_value_heads=4, num_hidden_layers=4, **options)
+
+
+def test_every_save_says_it_where_servers_read_it(tmp_path: Path) -> None:
+    slim = cut(wide(), *KINDS, seed=2)
+    once = said(slim, tmp_path / "once")
+    assert [once[key] for key in TOP] == [once["hies_export"]["per_layer_config"], True]
+    assert {key for fields in once["per_layer_config"].values() for key in fields} == {
+        *("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    }
+    trusted = AutoModelForCausalLM.from_pretrained(tmp_path / "once", trust_remote_code=True)
+    for number, loaded in enumerate((load(tmp_path / "once"), trusted)):
+        assert_near(first_output(loaded, BATCH), first_output(slim, BATCH))
+        assert said(loaded, tmp_path / str(number)) == once
+        loaded.config.save_pretrained(tmp_path / "config")
+        assert json.loads((tmp_path / "config" / "config.json").read_text())["per_layer_config"] == once[TOP[0]]
+    again = cut(load(tmp_path / "once"), MLP, seed=3)
+    assert said(again, tmp_path / "again")["per_layer_config"] == again.config.hies_export["per_layer_config"]
+    assert again.config.hies_export["per_layer_config"] != once["per_layer_config"]
+
+
+def test_a_uniform_cut_says_nothing(tmp_path: Path) -> None:
+    dense = wide()
+    modules = find_modules(dense, BATCH, kinds=KINDS)
+    config = said(prune_units(dense, random_neurons(modules, uniform=True), modules), tmp_path)
+    assert not {*TOP, "hies_export"} & config.keys()
+
+
+@pytest.fixture
+def warnings_of_reads() -> Iterator[list[str]]:
+    """What transformers warns of while fields are read; it warns of each once in a process."""
+    logger = logging.getLogger("transformers.integrations.heterogeneity.configuration_utils")
+    found: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.WARNING)
+    of_transformers.warning_once.cache_clear()
+    yield found
+    logger.removeHandler(handler)
+    logger.setLevel(before)
+    of_transformers.warning_once.cache_clear()
+
+
+def test_only_transformers_itself_warns_of_reads(warnings_of_reads: list[str], tmp_path: Path) -> None:
+    slim = cut(wide(), *KINDS, seed=2)
+    kept = {module.name: module.kept(range(module.units)) for module in find_modules(slim, BATCH, kinds=KINDS)}
+    save_slim(slim, tmp_path / "slim", plan=PruningPlan(kept=kept, criterion="random"), batch=BATCH)
+    loaded = load(tmp_path / "slim")
+    generated = loaded.generate(BATCH["input_ids"], max_new_tokens=4, do_sample=False)
+    cut(loaded, *KINDS, seed=3).save_pretrained(tmp_path / "again")
+    assert not layers_differ(loaded.config)
+    assert loaded.config.num_attention_heads == 8
+    assert warnings_of_reads == []
+
+    of_transformers.warning_once.cache_clear()
+    trusted = AutoModelForCausalLM.from_pretrained(tmp_path / "slim", trust_remote_code=True)
+    assert all("per-layer attribute" in message for message in warnings_of_reads)
+    count = len(warnings_of_reads)
+    assert count == len(set(warnings_of_reads)) <= 3
+    of_transformers.warning_once.cache_clear()
+    again = trusted.generate(BATCH["input_ids"], max_new_tokens=4, do_sample=False)
+    trusted.save_pretrained(tmp_path / "trusted")
+    assert len(warnings_of_reads) == count
+    assert again.tolist() == generated.tolist()
+
+
+def test_layers_that_differed_before_are_left_as_they_are(tmp_path: Path) -> None:
+    own = {"1": {"attention_dropout": 0.1}}
+    dense = wide(per_layer_config=own, allow_global_per_layer_attribute_access=True)
+    slim = cut(dense, *KINDS, seed=2)
+    assert "per_layer_config" not in slim.config.hies_export
+    assert said(slim, tmp_path / "once")["per_layer_config"] == own
+    assert said(load(tmp_path / "once"), tmp_path / "twice")["per_layer_config"] == own
+
+
+def test_a_config_that_refuses_it_does_not_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(cls: type, fields: dict[str, Any], **options: Any) -> None:
+        raise ValueError("heads must be alike" if "per_layer_config" in fields else "unexpected")
+
+    monkeypatch.setattr(LlamaConfig, "from_dict", classmethod(refuse))
+    config = said(cut(wide(), *KINDS, seed=2), tmp_path)
+    assert not {*TOP} & config.keys()
+    assert config["hies_export"]["per_layer_config"]
+
+
+def test_neurons_have_the_name_that_the_config_gives_them() -> None:
+    dense = architecture("DistilBert", hidden_dim=64)()
+    modules = find_modules(dense, text_batch(labels=False), kinds=(MLP,))
+    slim = prune_units(dense, random_neurons(modules, uniform=False), modules)
+    assert {name for fields in slim.config.to_dict()["per_layer_config"].values() for name in fields} == {"hidden_dim"}
+
+
 @pytest.mark.parametrize("make", [bert, decoder("Qwen2")], ids=["bert", "qwen2"])
-def test_a_config_without_a_width_of_heads_says_nothing(make: Callable[[], PreTrainedModel]) -> None:
-    """By default it is hidden size / heads, so that fewer heads would be wider ones."""
-    slim, _, _ = random_cut(make(), text_batch(labels=False))
+def test_a_config_without_a_width_of_heads_gets_the_dense_one(
+    make: Callable[[], PreTrainedModel], tmp_path: Path
+) -> None:
+    """Without one, readers divide the width of the model by the number of heads: fewer heads would be wider."""
+    dense, batch = make(), text_batch(labels=False)
+    width = dense.config.hidden_size // dense.config.num_attention_heads
+    slim, _, modules = random_cut(dense, batch)
+    assert getattr(dense.config, "head_dim", None) is None
+    config = said(slim, tmp_path)
+    assert config["head_dim"] == width
+    layers = AutoConfig.from_pretrained(tmp_path).per_layer_config
+    heads = [slim.get_submodule(m.producers[0]).out_features // width for m in modules]
+    assert [layer.num_attention_heads for layer in layers] == heads
+    assert len(set(heads)) > 1
+
+
+def test_a_config_whose_fields_say_less_says_nothing() -> None:
+    """A GPT-2 has four neurons for each feature of its width, unless its config says otherwise."""
+    dense, batch = gpt2(), text_batch(labels=False)
+    modules = find_modules(dense, batch, kinds=KINDS)
+    slim = prune_units(dense, random_neurons(modules, uniform=False), modules)
     assert "per_layer_config" not in slim.config.hies_export
     # Nor after a cut that could be said, because the first one was not.
-    modules = find_modules(slim, text_batch(labels=False), kinds=(MLP,))
+    modules = find_modules(slim, batch, kinds=(ATTENTION,))
     again = prune_units(slim, random_neurons(modules, uniform=False), modules)
-    assert "per_layer_config" not in again.config.hies_export
+    assert not {*TOP} & {*again.config.to_dict(), *again.config.hies_export}
 
 
-@pytest.mark.parametrize(("make", "stock"), [(causal_lm, LlamaForCausalLM), (bert, BertForSequenceClassification)])
-def test_why_it_does_not_stand_in_the_config_itself(make: Any, stock: Any, tmp_path: Path) -> None:
+def test_the_first_key_alone_stops_transformers(tmp_path: Path) -> None:
     """Where this fails, transformers has learnt to build such a model: then the stock class should be used."""
-    make(num_hidden_layers=2).save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["per_layer_config"] = {"1": {"num_attention_heads": 2}}
+    config = said(cut(wide(), *KINDS, seed=2), tmp_path)
+    del config["allow_global_per_layer_attribute_access"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(RuntimeError, match="'num_attention_heads' is a per-layer attribute"):
-        stock.from_pretrained(tmp_path)
+    with pytest.raises(RuntimeError, match="is a per-layer attribute"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
+
+
+def test_a_field_that_means_something_else_is_not_named() -> None:
+    """In a mixture of experts, `intermediate_size` may be that of an expert while another block was cut."""
+    dense = wide()
+    dense.config.intermediate_size += 1
+    assert "per_layer_config" not in cut(dense, MLP, seed=2).config.hies_export
