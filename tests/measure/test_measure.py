@@ -13,6 +13,8 @@ from transformers import (
     BertConfig,
     BertForMaskedLM,
     BertForSequenceClassification,
+    DebertaV2Config,
+    DebertaV2ForTokenClassification,
     ViTConfig,
     ViTForImageClassification,
 )
@@ -102,6 +104,22 @@ def test_flops_of_a_forward_that_reads_values_are_counted_for_real(copies):
     batch = {"input_ids": torch.ones(2, 5, dtype=torch.long)}
     assert count_flops(model, batch) == bert_flops((4, 4, 4), rows=2, tokens=5)
     assert copies == ["meta", None]
+
+
+def test_flops_of_a_model_to_train_whose_code_takes_views_of_parameters() -> None:
+    """The counter follows gradients, and a view of a trainable parameter asks for one even under `no_grad`."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    relative = {
+        "relative_attention": True,
+        "pos_att_type": ["p2c", "c2p"],
+        "position_buckets": 8,
+        "norm_rel_ebd": "none",
+    }
+    model = DebertaV2ForTokenClassification(DebertaV2Config(vocab_size=60, **sizes, **relative))
+    batch = {"input_ids": torch.randint(5, 60, (2, 12))}
+    trainable = count_flops(model, batch)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert trainable == count_flops(model.requires_grad_(False), batch) > 0
 
 
 def test_parameters_count_tied_weights_once():
