@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ from hies_export.calibrate import ridge, sums
 from hies_export.calibrate.effects import EffectStream
 from hies_export.calibrate.moments import MomentStream, bytes_of
 from hies_export.calibrate.ridge import Moments
-from hies_export.calibrate.stream import Stream
+from hies_export.calibrate.stream import LIMIT_BYTES, Stream, usual_limit
 
 Batches = list[dict[str, Tensor]]
 SUMS = ("x", "y", "xx", "yx", "yy")
@@ -218,6 +219,16 @@ def test_a_limit_below_the_largest_module_is_said(caplog: pytest.LogCaptureFixtu
         "the effects of bert.encoder.layer.0",
     ]
     assert "more than the limit of 9.3e-07 GiB: going on with one module at a time" in caplog.text
+
+
+def test_on_a_gpu_half_of_what_is_free_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpu: Any = SimpleNamespace(parameters=lambda: iter([SimpleNamespace(device=torch.device("cuda", 1))]))
+    free = {1: 100 << 30}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[device.index], 141 << 30))
+    assert usual_limit(on_gpu) == 50 << 30
+    free[1] = LIMIT_BYTES
+    assert usual_limit(on_gpu) == LIMIT_BYTES
+    assert usual_limit(bert()) == LIMIT_BYTES
 
 
 def test_a_consumer_that_the_prediction_does_not_read_gets_equal_weights() -> None:
