@@ -243,49 +243,10 @@ def save_program(program: Any, file: Path) -> int:
     weight_bytes = sum(v.const_value.nbytes for v in program.graph.initializers.values() if v.const_value is not None)
     if weight_bytes < PROTOBUF_LIMIT_BYTES:
         # Of a graph that was read from a file, they may still be in a file beside that one.
-        _save_whole(onnx_ir.external_data.load_to_model(program), file)
+        onnx_ir.save(onnx_ir.external_data.load_to_model(program), file)
     else:
         onnx_ir.save(program, file, external_data=f"{file.name}{WEIGHTS_SUFFIX}")
     return sum(part.stat().st_size for part in file.parent.glob(f"{file.name}*"))
-
-
-def _save_whole(program: Any, file: Path) -> None:
-    """Write a graph with its weights inside, one weight at a time: protobuf's writer holds all of them twice.
-
-    The fields of a message may come in any order, so the weights follow all else.
-    Source: https://protobuf.dev/programming-guides/encoding/
-    """
-    import onnx_ir
-
-    weights = {value: value.const_value for value in program.graph.initializers.values()}
-    try:
-        for value in weights:
-            value.const_value = onnx_ir.tensor([0.0], name=value.name)
-        proto = onnx_ir.to_proto(program)
-    finally:
-        for value, tensor in weights.items():
-            value.const_value = tensor
-            tensor.name = value.name
-    sizes = [onnx_ir.to_proto(tensor).ByteSize() for tensor in weights.values()]
-    heads = [_field(proto.graph.DESCRIPTOR.fields_by_name["initializer"].number, size) for size in sizes]
-    graph_field = proto.DESCRIPTOR.fields_by_name["graph"].number
-    proto.graph.ClearField("initializer")
-    graph = proto.graph.SerializeToString()
-    proto.ClearField("graph")
-    with file.open("wb") as out:
-        out.write(proto.SerializeToString())
-        out.write(_field(graph_field, len(graph) + sum(map(len, heads)) + sum(sizes)) + graph)
-        for head, tensor in zip(heads, weights.values(), strict=True):
-            out.write(head + onnx_ir.to_proto(tensor).SerializeToString())
-
-
-def _field(number: int, size: int) -> bytes:
-    """Return what protobuf writes in front of a message of some bytes that is a field of another one."""
-    found = bytearray([number << 3 | 2])
-    while size > 127:
-        found.append(size & 127 | 128)
-        size >>= 7
-    return bytes([*found, size])
 
 
 def copy_beside(exported: OnnxExport, folder: Path) -> None:
