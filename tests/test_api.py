@@ -1,5 +1,6 @@
 """The public names: documented in full, with examples that run."""
 
+import copy
 import doctest
 import inspect
 import re
@@ -47,7 +48,8 @@ def examples() -> list[doctest.DocTest]:
 def test_examples_run(example: doctest.DocTest, stages: dict[str, Any], tmp_path: Path) -> None:
     if example.name in NEEDED:
         pytest.importorskip(NEEDED[example.name])
-    example.globs = PUBLIC | stages | {"folder": tmp_path, "torch": torch}
+    own = {"slim": copy.deepcopy(stages["slim"])}  # which some refit in place, in any order
+    example.globs = PUBLIC | stages | own | {"folder": tmp_path, "torch": torch}
     said: list[str] = []
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     with registries_restored():

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from inspect import signature
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -51,7 +51,7 @@ def reading(model: PreTrainedModel, modules: Sequence[PrunableModule], *, gradie
 
         # Without gradients nothing reads the prediction, and the head of a language model costs as much as many layers.
         headless = not gradients and "logits_to_keep" in signature(model.forward).parameters
-        one_token = {"logits_to_keep": torch.zeros(1, dtype=torch.int64)} if headless else {}
+        one_token: dict[str, Any] = {"logits_to_keep": 1} if headless else {}
 
         def read(batch: Mapping[str, Tensor], index: int) -> list[Reading]:
             seen.clear()

@@ -214,20 +214,20 @@ def first_samples(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def short_samples(model: torch.nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the first two samples of a batch, and of longer texts `SHORT` tokens that are padding in neither.
+    """Return of a batch of longer texts the first two, and `SHORT` tokens that are padding in neither.
 
-    That is enough for what depends on a model's code and not on its rows. Inputs that are not by token, and texts whose
-    end a model looks for, stay whole.
+    That is enough for what depends on a model's code and not on its rows. A batch with inputs that are not by token, or
+    for a model that looks for the end of a text, stays whole.
     """
-    samples = first_samples(batch)
-    tokens = samples["input_ids"].shape if "input_ids" in samples else ()
-    by_token = [name for name, tensor in samples.items() if tensor.dim() > 1]
+    tokens = batch["input_ids"].shape if "input_ids" in batch else ()
+    by_token = [name for name, tensor in batch.items() if tensor.dim() > 1]
     ends = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    if ends or len(tokens) != 2 or any(samples[name].shape[:2] != tokens for name in by_token):
-        return samples
+    if ends or len(tokens) != 2 or any(batch[name].shape[:2] != tokens for name in by_token):
+        return dict(batch)
+    samples = first_samples(batch)
     real = samples.get("attention_mask", torch.ones(tokens)).bool().all(0)
     if len(columns := real.nonzero()[:SHORT, 0]) < SHORT:
-        return samples
+        return dict(batch)
     return {name: t[:, columns.to(t.device)] if name in by_token else t for name, t in samples.items()}
 
 

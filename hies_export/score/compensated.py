@@ -278,7 +278,7 @@ class _Greedy:
             moved = self._gradient[tokens] * self._read[tokens]
             if of_sample is not None:
                 of_sample.index_add_(0, self._sample[tokens], moved)
-            cross += self._of_token[tokens] @ moved
+            cross += moved.T @ self._of_token[tokens]
             squares += moved.square_().sum(0)
         diagonal = self._inverse.diagonal().where(self._left, 1.0)
         size = squares / diagonal**2 + 2 * cross / diagonal + self._of_token.double().square().sum()

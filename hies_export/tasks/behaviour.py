@@ -86,7 +86,8 @@ class Behaviour(ABC):
         from ..data.targets import inputs_of
 
         device = next(model.parameters()).device
-        return self.output(model(**{key: value.to(device) for key, value in inputs_of(batch).items()}))
+        inputs = {key: value.to(device) if hasattr(value, "to") else value for key, value in inputs_of(batch).items()}
+        return self.output(model(**inputs))
 
     def canonical(self, model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return a batch that a user gave as readers give it: what is to be predicted is in `labels`."""
