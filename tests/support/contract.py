@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from hies_export import PruningPlan, export_onnx, find_modules, load, masked_units, prune_units, quantize_onnx
 from hies_export.calibrate.collect import collect_statistics
 from hies_export.checkpoint.save import check_reload, save_slim
+from hies_export.equal import Difference
 from hies_export.errors import ReloadMismatchError, UnsupportedModelError
 from hies_export.forms.onnx.multimodal import is_vision_language
 from hies_export.kinds import ATTENTION, KINDS, UNIT_NAMES
@@ -30,7 +31,6 @@ from hies_export.units import PrunableModule
 from support.architectures import tiny
 from support.cuts import random_neurons, random_plan
 from support.references import NotApplicable, naive_statistics
-from support.tolerance import max_abs
 
 
 class Broken(AssertionError):
@@ -115,7 +115,7 @@ def cut(subject: Subject) -> None:
         plan = subject.plan(uniform)
         with masked_units(model, plan, subject.modules):
             masked = first_output(model, batch)
-        if max_abs(masked, dense_output) < 1e-4:
+        if Difference.of(masked, dense_output).max_abs < 1e-4:
             raise Broken(f"removed {subject.units} do not change the output, so that nothing is proved")
         compare_cut(model, slim, plan, subject.modules, batch)
         counts = [(name, len(k.units), len(k.kept_groups)) for name, k in plan.kept.items()]
@@ -123,7 +123,7 @@ def cut(subject: Subject) -> None:
             raise Broken(f"the slim model does not have the {subject.units} of the plan")
         if not parameters(slim) < parameters(model):
             raise Broken("the slim model has no fewer parameters")
-    if max_abs(first_output(model, batch), dense_output) != 0:
+    if Difference.of(first_output(model, batch), dense_output).max_abs != 0:
         raise Broken("the dense model was changed")
 
 
