@@ -85,8 +85,9 @@ def alone(model_type: str) -> None:
     from support.contract import Broken, Subject
 
     from hies_export.checkpoint.save import save_slim
+    from hies_export.equal import SAME_CODE, Difference
     from hies_export.model.internals import auto_classes
-    from hies_export.slim.check import first_output, max_abs
+    from hies_export.slim.check import first_output
 
     subject = Subject.of(model_type)
     slim = subject.slim[False]
@@ -98,9 +99,9 @@ def alone(model_type: str) -> None:
         done = subprocess.run([sys.executable, "-c", ALONE, folder, loader], capture_output=True, text=True)
         if done.returncode:
             raise Broken(done.stderr.splitlines()[-1])
-        difference = max_abs(torch.load(folder / "output.pt"), first_output(slim, subject.batch))
-    if not difference < 1e-4:
-        raise Broken(f"the outputs differ by {difference:.3g}")
+        difference = Difference.of(torch.load(folder / "output.pt"), first_output(slim, subject.batch))
+    if not difference.within(SAME_CODE):
+        raise Broken(f"the outputs differ by {difference}")
 
 
 def processor(model_type: str) -> None:
