@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -39,7 +40,7 @@ class QuestionsReader(Reader):
     - `context` (batch, characters) int32: the context, as code points, -1 fills;
     - with answers, `labels` (batch, 2) int64, the first and the last token of the first answer or, if it is not whole
       in the window, twice the token that stands for no answer; and `answers` (batch, answers, 2) int64, the characters
-      where each answer begins and ends, -1 fills.
+      where each answer begins and ends, without the blanks around it, -1 fills.
     """
 
     def _check_targets(self, rows: datasets.Dataset) -> None:
@@ -72,6 +73,7 @@ class QuestionsReader(Reader):
                 f"answers must be dicts of the lists text and answer_start, of equal length, but {has} "
                 f"{quoted(answers)} in {column!r}; write them as {{'text': ['Ada'], 'answer_start': [0]}}"
             )
+        spans = []
         for text, start in zip(*parts, strict=True):
             given = context[start : start + len(text)] if text and isinstance(start, int) and start >= 0 else ""
             if not text or given != text:
@@ -80,7 +82,12 @@ class QuestionsReader(Reader):
                     f"{quoted(text)}; count the characters of the context from 0, and name the question before the "
                     "context in data.text"
                 )
-        return [(start, start + len(text)) for text, start in zip(*parts, strict=True)]
+            hidden = len(text) - len(_without_blanks(text))
+            if hidden == len(text):
+                raise DataError(f"an answer must have a word, but {has} {quoted(text)} in {column!r}; leave it out")
+            # Blanks and invisible characters belong to no token.
+            spans.append((start + hidden, start + len(_without_blanks(text[::-1])[::-1])))
+        return spans
 
     def _batches(self, samples: datasets.Dataset, batch_size: int) -> Iterator[Batch]:
         contexts = [_code_points(context) for context in samples[self.columns.text[1]][:]]
@@ -158,6 +165,11 @@ class QuestionsReader(Reader):
         special = (self.processor.cls_token_id, self.processor.bos_token_id)
         nowhere = next((ids.index(token) for token in special if token in ids), 0)
         return nowhere, nowhere
+
+
+def _without_blanks(text: str) -> str:
+    """Return a text without the blanks and invisible characters that it begins with."""
+    return "".join(itertools.dropwhile(lambda letter: letter.isspace() or not letter.isprintable(), text))
 
 
 def _code_points(text: str) -> torch.Tensor:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from datasets import Dataset
 from support.answers import LETTERS, letter_tokenizer, questions, reading_model
+from tokenizers.normalizers import BertNormalizer
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import BertConfig
@@ -118,6 +119,19 @@ def test_an_answer_that_a_window_cuts_off_is_not_in_it() -> None:
     assert batch["labels"].tolist() == [[0, 0], [5, 7]]
 
 
+@pytest.mark.parametrize("before", ["", " ", "\n\n ", "\u200b", "\ufeff\t"])
+@pytest.mark.parametrize("after", ["", "  ", "\r\n", "\u00a0", "\xad"])
+def test_blanks_around_an_answer_belong_to_no_token(before: str, after: str) -> None:
+    answers = {"text": [f"{before}d e{after}"], "answer_start": [2]}
+    rows = [{"question": "b", "context": f"c {before}d e{after} f", "answers": answers}]
+    tokenizer = letter_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = BertNormalizer(lowercase=False)
+    (batch,) = reader(processor=tokenizer).batches(Dataset.from_list(rows), batch_size=8)
+    assert batch["labels"].tolist() == [[4, 5]]
+    assert batch["input_ids"][0, 4:6].tolist() == [number("d"), number("e")]
+    assert batch["answers"][0].tolist() == [[2 + len(before), 5 + len(before)]]
+
+
 def test_characters_are_code_points_of_any_plane() -> None:
     context = "b \U0001f600\0 c 中d"
     rows = Dataset.from_list([{"question": "b", "context": context, "answers": {"text": ["c"], "answer_start": [5]}}])
@@ -181,6 +195,10 @@ GOOD = {"question": "b c", "context": "d e f", "answers": {"text": ["e"], "answe
         (
             {"answers": {"text": ["d"], "answer_start": [-5]}},
             "must stand in its context at answer_start, .* at -5, not",
+        ),
+        (
+            {"answers": {"text": [" "], "answer_start": [3]}},
+            "an answer must have a word, but row 1 .* has ' ' in 'answers'; leave it out",
         ),
         ({"answers": {"text": ["e", "f"], "answer_start": [2]}}, "of equal length, but row 1 .* has {.*} in 'answers'"),
         (
