@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import datasets
 
 from ..errors import DataError, quoted
-from ..model.classes import ClassNames
+from ..model.classes import ClassNames, places_in_entities
 from .batches import Batch
 from .labels import class_numbers, kind_of
 from .reader import Reader, batched
@@ -20,12 +20,14 @@ from .tokens import as_batch, tokenised
 
 
 class _Span(NamedTuple):
-    """Characters of a text, and the classes of the first word in them and of the others."""
+    """Characters of a text, and the classes of their words by place: of several words, and of an only one."""
 
     start: int
     end: int  # excluded
     first: int
     others: int
+    last: int
+    only: int
 
 
 class WordsReader(Reader):
@@ -33,8 +35,8 @@ class WordsReader(Reader):
 
     Words are lists of strings, and their labels a class number or name for each. In a text, the words are those that
     the tokenizer divides it into, and the labels are spans: dicts of `start`, `end` (characters, the end excluded) and
-    `label`. The words of a span have its class or, if the model's classes begin so, `B-` of it for the first word and
-    `I-` for the others; all other words have `O`.
+    `label`. The words of a span have its class, or the one of it for their place, such as `B-` for the first word and
+    `I-` for the others, if the model's classes are so named; see `places_in_entities`. All other words have `O`.
 
     Batches have `judged` (batch, tokens) bool, the first token of every word, where its class is read, and `labels`
     (batch, tokens) int64, -100 at all other tokens. Words beyond the length limit are cut off.
@@ -90,7 +92,8 @@ class WordsReader(Reader):
         classes = dict.fromkeys(places, ClassNames(self.config).find("O")[0])
         for span in spans:
             inside = [word for word, place in places.items() if place.start < span.end and place.end > span.start]
-            classes |= {word: span.others if number else span.first for number, word in enumerate(inside)}
+            several = [span.first, *[span.others] * (len(inside) - 2), span.last]
+            classes |= dict(zip(inside, [span.only] if len(inside) == 1 else several, strict=False))
         return classes
 
     def _space_belongs_to_words(self) -> bool:
@@ -177,14 +180,29 @@ def _span(span: Any, length: int, names: Sequence[str] | None, classes: ClassNam
             "characters from 0, the end excluded"
         )
     name = names[label] if names is not None and isinstance(label, int) else label
-    # Of a model without prefixes, all words of a span have the same class.
-    found = [(classes.find(f"{prefix}{name}") or classes.find(str(name)))[:1] for prefix in ("B-", "I-")]
-    if not all(found):
+    found = _by_place(str(name), classes)
+    if None in found:
         raise DataError(
             f"the label of a span must be a class of the model ({classes}), with or without B- and I-, but "
             f"{where.format(quoted(name))}"
         )
-    return _Span(start, end, found[0][0], found[1][0])
+    return _Span(start, end, *found)  # type: ignore[arg-type]
+
+
+def _by_place(name: str, classes: ClassNames) -> list[int | None]:
+    """Return the classes of a type for the first of several words, others, the last and an only one; None if unknown.
+
+    Of a class that is named as a whole, all are this class.
+    """
+    numbers = {(place, kind.casefold()): n for n, (place, kind) in enumerate(places_in_entities(classes.names))}
+    whole = next(iter(classes.find(name)), None)
+
+    def find(letters: str, other: int | None) -> int | None:
+        found = [numbers[letter, name.casefold()] for letter in letters if (letter, name.casefold()) in numbers]
+        return found[0] if found else other
+
+    first, others = find("BI", whole), find("IM", whole)
+    return [first, others, find("EL", others), find("SUW", first)]
 
 
 def _begun(words: Sequence[int | None]) -> list[int | None]:

@@ -3,13 +3,44 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import RequestError, listed, quoted
 
 logger = logging.getLogger(__name__)
+
+
+# How names of classes say which word of an entity they are for, and its type: B-PER, b_per, PER-B, or a letter alone.
+# The letters are those of IOB (B for the first word, I for others), IOBES and BILOU (E or L for the last, S or U for an
+# only one), BMES and BMEWO (M for others, W for an only one).
+_PLACED = [
+    re.compile(rf"{before}(?P<place>[BIMELSUW]){after}", re.IGNORECASE)
+    for before, after in (("", "-(?P<type>.+)"), ("", "_(?P<type>.+)"), ("(?P<type>.+)[-_]", ""), ("", "(?P<type>)"))
+]
+
+
+def places_in_entities(names: Sequence[str]) -> list[tuple[str, str]]:
+    """Return of each class of words the letter of its place in an entity, and the type of the entity.
+
+    The letter is one of `BIMELSUW`, and S for a name without one, whose words are entities by themselves. Of `O`, both
+    are empty. Of letters alone, the type is `_`, as in seqeval.
+    """
+    outside = [name.upper() == "O" for name in names]
+    for number, pattern in enumerate(_PLACED):
+        found = [pattern.fullmatch(name) for name in names]
+        whole = number < 2 or all(match or out for match, out in zip(found, outside, strict=True))
+        # Without words that begin or go on, a letter is a part of a name.
+        if whole and {match["place"].upper() for match in found if match} & set("BIM"):
+            break
+    else:
+        found = [None] * len(names)
+    return [
+        ("", "") if out else (match["place"].upper(), match["type"] or "_") if match else ("S", name)
+        for name, match, out in zip(names, found, outside, strict=True)
+    ]
 
 
 def check_id2label(id2label: Any) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
-from ..errors import DataError
+from ..errors import DataError, listed
+from ..model.classes import places_in_entities
 from .behaviour import Behaviour, Predicted
 from .task import Task, column_sets
 
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..data.reader import Reader
+
+logger = logging.getLogger(__name__)
 
 Entity = tuple[str, int, int]  # its type, its first word, and the word after its last one
 
@@ -68,27 +72,25 @@ class TagPredictions(Predicted):
     @cached_property
     def entities(self) -> list[set[Entity]]:
         """The entities of each sample."""
-        of_samples = self.classes.split(list(self.counts))
-        return [entities_of([self.names[number] for number in of_sample.tolist()]) for of_sample in of_samples]
+        of_samples, places = self.classes.split(list(self.counts)), places_in_entities(self.names)
+        return [entities_of([places[number] for number in of_sample.tolist()]) for of_sample in of_samples]
 
 
-def entities_of(tags: Sequence[str]) -> set[Entity]:
-    """Return the entities that the tags of words name.
+def entities_of(places: Sequence[tuple[str, str]]) -> set[Entity]:
+    """Return the entities of words, of each of which the place in an entity and its type are given.
 
-    Tags are `O`, or a type after a prefix: `B-` at the first word of an entity, `I-` inside, `E-` or `L-` at the last,
-    `S-` or `U-` at the only one. An entity ends where the type changes too, and `I-` without a word before it begins
-    one. This is the rule of CoNLL's `conlleval`, as in seqeval. A type without a prefix is an entity of a single word.
+    These are those of `places_in_entities`. An entity ends where the type changes too, and `I` without a word before it
+    begins one. This is the rule of CoNLL's `conlleval`, as in seqeval.
     """
     found, start, kind = set(), 0, ""
-    for place, tag in enumerate([*tags, "O"]):
-        prefix, name = (tag[0], tag[2:]) if tag[1:2] == "-" and tag[0] in "BIELSU" else ("S", "" if tag == "O" else tag)
-        if kind and (name != kind or prefix in "BSU"):
-            found.add((kind, start, place))
+    for word, (place, name) in enumerate([*places, ("", "")]):
+        if kind and (name != kind or place in "BSUW"):
+            found.add((kind, start, word))
             kind = ""
         if name and not kind:
-            start, kind = place, name
-        if kind and prefix in "ELSU":
-            found.add((kind, start, place + 1))
+            start, kind = word, name
+        if kind and place in "ELSUW":
+            found.add((kind, start, word + 1))
             kind = ""
     return found
 
@@ -184,6 +186,15 @@ def _judged(batch: Mapping[str, Tensor]) -> Tensor:
     return batch.get("attention_mask", torch.ones_like(batch["input_ids"])) != 0
 
 
+@cache
+def _warn_of_names(names: tuple[str, ...]) -> None:
+    logger.warning(
+        "the model's classes are named %s, which tells no entities: every word counts as one; name them in id2label of "
+        "its config as they were trained, such as O, B-PER and I-PER",
+        listed(names, most=3),
+    )
+
+
 _USAGE = """
 from transformers import pipeline
 
@@ -204,7 +215,10 @@ class TokenClassification(Task):
 
     def behaviour(self, config: Any) -> Tags:
         """Return that of a class for each word, with the names of the classes."""
-        return Tags(tuple(str(config.id2label[number]) for number in range(config.num_labels)))
+        names = tuple(str(config.id2label[number]) for number in range(config.num_labels))
+        if all(name.casefold().removeprefix("label_").isdecimal() for name in names):
+            _warn_of_names(names)
+        return Tags(names)
 
     def usual_columns(self, features: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the column of words and that of their labels, by the names that data sets on the Hub give them."""

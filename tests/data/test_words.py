@@ -142,6 +142,27 @@ def test_of_a_model_without_prefixes_all_words_of_a_span_have_one_class() -> Non
     assert read.batches(rows, batch_size=1)[0]["labels"].tolist() == [[-100, 2, 2, 0, -100]]
 
 
+@pytest.mark.parametrize(
+    ("letters", "wanted"),
+    [
+        ("BI", ["B-x", "I-x", "I-x", "B-x", "O"]),
+        ("I", ["I-x", "I-x", "I-x", "I-x", "O"]),
+        ("BIES", ["B-x", "I-x", "E-x", "S-x", "O"]),
+        ("BILU", ["B-x", "I-x", "L-x", "U-x", "O"]),
+        ("BMEW", ["B-x", "M-x", "E-x", "W-x", "O"]),
+    ],
+)
+def test_the_words_of_a_span_have_the_class_of_their_place(letters: str, wanted: list[str]) -> None:
+    names = ["O", *(f"{letter}-{kind}" for kind in "yx" for letter in letters)]
+    config = tagger(id2label=dict(enumerate(names)), label2id={name: n for n, name in enumerate(names)}).config
+    spans = [{"start": 0, "end": 5, "label": "x"}, {"start": 6, "end": 7, "label": "X"}]
+    rows = rows_of([{"text": "a b c d e", "ner_tags": spans}])
+    read = reader(text="text", config=config)
+    read.check(rows)
+    (batch,) = read.batches(rows, batch_size=1)
+    assert [names[number] for number in batch["labels"][batch["judged"]]] == wanted
+
+
 @pytest.mark.parametrize("prefix", [False, True])
 def test_a_tokenizer_of_bytes_reads_words_as_in_a_text(prefix: bool) -> None:
     backend = ByteLevelBPETokenizer(add_prefix_space=prefix)

@@ -31,7 +31,7 @@ from hies_export.recipe import PruningRecipe
 from hies_export.recipe.sections import EvaluationSection, HeldOutSection
 from hies_export.report.report import Report
 from hies_export.tasks import TASKS
-from hies_export.tasks.token_classification import TagPredictions, Tags, entities_of
+from hies_export.tasks.token_classification import TagPredictions, Tags
 from hies_export.units import PrunableModule
 
 TASK = TASKS["token-classification"]
@@ -52,27 +52,73 @@ def predictions(lines: Sequence[Sequence[str]], names: Sequence[str]) -> TagPred
     return TagPredictions(numbers, [*map(len, lines)], names)
 
 
-@pytest.mark.parametrize("prefixes", ["BI", "I", "BIES"])
-def test_entities_are_those_of_seqeval(prefixes: str) -> None:
+def entities(tags: Sequence[str], names: Sequence[str] = TAGS) -> set[tuple[str, int, int]]:
+    """Return the entities of a sentence in classes of these names."""
+    return predictions([tags], names).entities[0]
+
+
+# How a class is named -> its prefix and type in seqeval's words.
+WRITINGS = {
+    "{0}-{1}": lambda tag: tag,
+    "{0}_{1}": lambda tag: f"{tag[0]}-{tag[2:]}",
+    "{1}-{0}": lambda tag: f"{tag[-1]}-{tag[:-2]}",
+    "{1}_{0}": lambda tag: f"{tag[-1]}-{tag[:-2]}",
+    "{0}": lambda tag: tag,
+}
+
+
+@pytest.mark.parametrize("writing", WRITINGS)
+@pytest.mark.parametrize("lower", [False, True])
+@pytest.mark.parametrize("prefixes", ["BI", "I", "BIES", "BMES"])
+def test_entities_are_those_of_seqeval(prefixes: str, writing: str, lower: bool) -> None:
+    """seqeval knows no M: it is I in a scheme that has one only."""
     seqeval()
     from seqeval.metrics.sequence_labeling import get_entities
 
-    names = ["O", *(f"{prefix}-{kind}" for prefix in prefixes for kind in ("x", "y-z"))]
-    for tags in draw(names, 300):
-        assert entities_of(tags) == {(kind, start, end + 1) for kind, start, end in get_entities(tags)}, tags
+    given = prefixes.lower() if lower else prefixes
+    names = ["o" if lower else "O", *(writing.format(prefix, kind) for prefix in given for kind in ("x", "y-z"))]
+    for tags in draw(names, 150):
+        known = ["O" if tag in "oO" else WRITINGS[writing](tag) for tag in tags]
+        known = [tag[0].upper().replace("M", "I") + tag[1:] for tag in known]
+        wanted = {(kind, start, end + 1) for kind, start, end in get_entities(known)}
+        assert entities(tags, names) == wanted, tags
 
 
 @pytest.mark.parametrize(
-    ("tags", "entities"),
+    "names", [["O", "S", "VERB"], ["E-mail", "S-Bahn", "O"], ["S", "N", "B"], ["x-S", "I-x_y", "O"]]
+)
+def test_other_names_are_types_without_a_place(names: list[str]) -> None:
+    for tags in draw(names, 50):
+        kinds = ["x_y" if tag == "I-x_y" else tag for tag in tags]
+        wanted = [(kind, n, n + 1) for n, kind in enumerate(kinds) if kind != "O"]
+        found = entities(tags, names)
+        assert {(kind, n) for kind, start, end in found for n in range(start, end)} == {of[:2] for of in wanted}
+        assert "I-x_y" in names or found == set(wanted)
+
+
+@pytest.mark.parametrize(("name", "told"), [("LABEL_{}", True), ("{}", True), ("B-{}", False), ("NOUN{}", False)])
+def test_classes_without_names_are_told_once(name: str, told: bool, caplog: pytest.LogCaptureFixture) -> None:
+    config = tagger(
+        id2label={n: name.format(n) for n in range(7)}, label2id={name.format(n): n for n in range(7)}
+    ).config
+    for _ in range(2):
+        TASK.behaviour(config)
+    message = f"classes are named {name.format(0)}, {name.format(1)}, {name.format(2)}"
+    assert [message in record.getMessage() for record in caplog.records] == [True] * told
+
+
+@pytest.mark.parametrize(
+    ("tags", "wanted"),
     [
+        ("B-x W-x M-x", {("x", 0, 1), ("x", 1, 2), ("x", 2, 3)}),
         ("B-x L-x U-x U-y B-x", {("x", 0, 2), ("x", 2, 3), ("y", 3, 4), ("x", 4, 5)}),
         ("NOUN NOUN O VERB", {("NOUN", 0, 1), ("NOUN", 1, 2), ("VERB", 3, 4)}),
         ("O O", set()),
         ("", set()),
     ],
 )
-def test_entities_by_hand(tags: str, entities: set[tuple[str, int, int]]) -> None:
-    assert entities_of(tags.split()) == entities
+def test_entities_by_hand(tags: str, wanted: set[tuple[str, int, int]]) -> None:
+    assert entities(tags.split(), [*dict.fromkeys(tags.split())]) == wanted
 
 
 def test_f1_is_that_of_seqeval_and_two_sentences_are_the_same_if_their_entities_are() -> None:
@@ -91,7 +137,7 @@ def test_f1_is_that_of_seqeval_and_two_sentences_are_the_same_if_their_entities_
     assert found.metrics["entity_f1"] == pytest.approx(metrics.f1_score(wanted, slim))
     assert found.metrics["word_accuracy"] == pytest.approx(metrics.accuracy_score(wanted, slim))
     assert found.metrics["own_entity_f1"] == pytest.approx(metrics.f1_score(dense, slim))
-    same = [entities_of(one) == entities_of(two) for one, two in zip(dense, slim, strict=True)]
+    same = [entities(one) == entities(two) for one, two in zip(dense, slim, strict=True)]
     assert judge.agreement(predictions(slim, TAGS)).tolist() == same
     assert found.stability == sum(same) / 200
     assert 0.5 < found.stability < 1 > found.metrics["own_entity_f1"] > found.metrics["entity_f1"]
@@ -104,7 +150,7 @@ def test_a_share_of_entities_is_kept_by_an_interval_over_sentences() -> None:
     batches = [{"input_ids": torch.zeros(1, 1)}]
     judge = Judge(batches, predictions(dense, TAGS), METRICS[::-1], Tags(tuple(TAGS)))
     both, named = [], []
-    for one, two in zip(map(entities_of, dense), map(entities_of, slim), strict=True):
+    for one, two in zip(map(entities, dense), map(entities, slim), strict=True):
         both.append(2.0 * len(one & two))
         named.append(float(len(one) + len(two)))
     share, low = judge.kept(predictions(slim, TAGS))
@@ -177,7 +223,7 @@ def test_predictions_are_those_of_each_sentence_by_itself(labelled: bool) -> Non
     wanted = tags_of(model, batches)
     names = [TAGS[number] for number in dense.classes.tolist()]
     assert names == [tag for tags in wanted for tag in tags]
-    assert dense.entities == [entities_of(tags) for tags in wanted]
+    assert dense.entities == [entities(tags) for tags in wanted]
     in_order: Any = predict(model, by_length(batches, config=model.config))
     assert sorted(map(sorted, in_order.entities)) == sorted(map(sorted, dense.entities))
 
@@ -228,14 +274,14 @@ def test_what_training_reads_is_pruned_in_memory(given: str, labelled: bool) -> 
     ]
     assert not any("labels" in batch for batch in result.prepared.rows.compensation)
     dense, slim = (tags_of(one, held_out) for one in (model, result.model))
-    same = [entities_of(one) == entities_of(two) for one, two in zip(dense, slim, strict=True)]
+    same = [entities(one) == entities(two) for one, two in zip(dense, slim, strict=True)]
     found = result.held_out
     assert found is not None
     assert found.stability == pytest.approx(np.mean(same))
     assert list(found.metrics) == [*METRICS]
     assert "same entities (F1)" in str(result)
-    both = sum(len(entities_of(one) & entities_of(two)) for one, two in zip(dense, slim, strict=True))
-    named = sum(len(entities_of(one)) + len(entities_of(two)) for one, two in zip(dense, slim, strict=True))
+    both = sum(len(entities(one) & entities(two)) for one, two in zip(dense, slim, strict=True))
+    named = sum(len(entities(one)) + len(entities(two)) for one, two in zip(dense, slim, strict=True))
     assert found.metrics["own_entity_f1"].slim == pytest.approx(2 * both / named)
     assert found.metrics["own_entity_f1"].dense == 1.0
 
@@ -294,7 +340,7 @@ def test_a_run_judges_what_it_writes(out: Path) -> None:
     dense = AutoModelForTokenClassification.from_pretrained(out.parent / "model")
     slim = hies_export.load(out / "slim")
     before, after = tags_of(dense, batches), tags_of(slim, batches)
-    pairs = [(entities_of(one), entities_of(two)) for one, two in zip(before, after, strict=True)]
+    pairs = [(entities(one), entities(two)) for one, two in zip(before, after, strict=True)]
     assert report.stability == pytest.approx(np.mean([one == two for one, two in pairs]))
     shared = 2 * sum(len(one & two) for one, two in pairs) / sum(len(one) + len(two) for one, two in pairs)
     assert report.metrics["own_entity_f1"].slim == pytest.approx(shared)
@@ -322,9 +368,9 @@ def test_files_predict_what_the_report_says(out: Path, bits: str) -> None:
         if bits == "float32":
             torch.testing.assert_close(torch.from_numpy(logits)[real], wanted[real], rtol=1e-4, atol=1e-4)
         for row, judged in zip(logits, batch["judged"], strict=True):
-            found.append(entities_of([TAGS[number] for number in row.argmax(-1)[judged.numpy()]]))
+            found.append(entities([TAGS[number] for number in row.argmax(-1)[judged.numpy()]]))
     dense = AutoModelForTokenClassification.from_pretrained(out.parent / "model")
-    same = np.mean([one == entities_of(tags) for one, tags in zip(found, tags_of(dense, batches), strict=True)])
+    same = np.mean([one == entities(tags) for one, tags in zip(found, tags_of(dense, batches), strict=True)])
     form = next(of for of in Report.from_file(out).details.forms if (of.model, of.bits) == ("slim", bits))
     assert form.stability == pytest.approx(same)
 
@@ -340,7 +386,7 @@ def test_the_card_shows_how_to_find_entities(out: Path) -> None:
     encoded = tag_tokenizer()("ab cd efg", return_tensors="pt")
     (row,) = slim(**{key: encoded[key] for key in ("input_ids", "attention_mask")}).logits.argmax(-1).tolist()
     first = [encoded.word_ids().index(word) for word in range(3)]
-    wanted = [(kind, end - start) for kind, start, end in sorted(entities_of([TAGS[row[t]] for t in first]))]
+    wanted = [(kind, end - start) for kind, start, end in sorted(entities([TAGS[row[t]] for t in first]))]
     assert sorted((one["entity_group"], len(one["word"].split())) for one in known["found"]) == sorted(wanted)
 
 
