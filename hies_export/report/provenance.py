@@ -53,7 +53,7 @@ class RunRecord:
     @classmethod
     def of(cls, asked: Request, *, command: str | None = None, commit: str | None = None) -> RunRecord:
         """Return the record of a run, whose Hub model had a commit."""
-        found = {name: digest(files) for name, path in asked.inputs.items() if (files := _files(name, path))}
+        found = digests_of(asked.inputs)
         if "model" not in found and commit is not None:
             found["model"] = commit
         return cls(_with_paths(asked.fields, os.path.abspath), os.path.abspath(asked.output), found, command)
@@ -81,6 +81,11 @@ def dense_model(folder: Path) -> str | None:
         return TypeAdapter(RunRecord).validate_python(Report.from_file(folder).details.run).model_at(folder)
     except (RequestError, ValidationError):  # no report, or one without a record
         return None
+
+
+def digests_of(inputs: Mapping[str, str | Path]) -> dict[str, str]:
+    """Return one SHA-256 of the files of each of the `Request.inputs` that is on this machine."""
+    return {name: digest(files) for name, path in inputs.items() if (files := _files(name, path))}
 
 
 def digest(files: Mapping[str, Path]) -> str:

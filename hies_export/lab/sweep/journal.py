@@ -80,8 +80,8 @@ class Journal:
     """The journal in a sweep's folder, which one process writes inside a `with` block.
 
     The first line has a digest of every field that decides the results, `asked`. They must match: the journal of
-    another recipe is refused, and so is a non-empty folder without a journal. `rows` and `alphas` are by `Cell.key`,
-    `latency` by `Stopwatch.key`.
+    another recipe, or of other files, is refused, and so is a non-empty folder without a journal. `rows` and `alphas`
+    are by `Cell.key`, `latency` by `Stopwatch.key`.
     """
 
     def __init__(self, folder: Path, *, asked: Mapping[str, Any], overwrite: bool = False):

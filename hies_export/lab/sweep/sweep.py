@@ -22,6 +22,7 @@ from ...errors import RecipeError, StepError, first_line
 from ...forms.measure.machine import machine_facts
 from ...progress import SILENT, Progress
 from ...recipe import PruningRecipe
+from ...report.provenance import digests_of
 from ...tasks import TASKS
 from ...values import library_versions
 from ..baselines.names import JUDGED_ONLY
@@ -94,7 +95,7 @@ def sweep(
 
 
 def _asked(recipe: PruningRecipe) -> dict[str, Any]:
-    """Return the fields of the recipe that decide a row's result besides its cell, and the library versions.
+    """Return what decides a row's result besides its cell: fields of the recipe, contents of files, library versions.
 
     The grid is not among them, so it may change from one call to the next. Fields at their defaults are left out, so
     that a journal from before a field was added stays valid.
@@ -102,7 +103,8 @@ def _asked(recipe: PruningRecipe) -> dict[str, Any]:
     fields = recipe.model_dump(mode="json", exclude={"output", "export", "measure"}, exclude_defaults=True)
     for section, left_out in _GIVEN_BY_THE_GRID.items():
         fields[section] = {k: v for k, v in fields.get(section, {}).items() if k not in left_out}
-    return fields | {"versions": library_versions()}
+    contents = {f"content of {name}": digest for name, digest in digests_of(recipe.inputs).items()}
+    return fields | contents | {"versions": library_versions()}
 
 
 class _Runner:

@@ -188,6 +188,23 @@ def test_a_journal_serves_a_wider_grid_but_no_other_recipe(recipe_file: Path, tm
     assert again.evaluations == 1
 
 
+@pytest.mark.parametrize("name", ["data.files.validation", "model"])
+def test_a_journal_serves_no_other_files_of_the_same_names(name: str, tmp_path: Path) -> None:
+    recipe = PruningRecipe.from_yaml(save_sweep_project(tmp_path / "project", budget={"heads": 0.4}))
+    grid = SweepGrid(criteria=("his",), calibration_sizes=(8,), seeds=(0,), sparsities=(0.2,))
+    sweep(recipe, grid, tmp_path / "out")
+    changed = Path(recipe.inputs[name])
+    if name == "model":
+        model = AutoModelForSequenceClassification.from_pretrained(changed)
+        model.classifier.weight.data.neg_()
+        model.save_pretrained(changed)
+    else:
+        changed.write_text("".join(changed.read_text().splitlines(keepends=True)[::2]))
+    with pytest.raises(RequestError, match=f"but it has another content of {name}; choose another folder"):
+        sweep(recipe, grid, tmp_path / "out")
+    assert sweep(recipe, grid, tmp_path / "out", overwrite=True).evaluations == 1
+
+
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("")
     for overwrite in (False, True):
