@@ -10,7 +10,8 @@ import datasets
 import PIL.Image
 import torch
 
-from ..errors import DataError
+from ..errors import DataError, refusing
+from ..model.tokens import placeholders
 from .batches import Batch
 from .generation import GenerationReader, check_answer, with_positions
 from .images import as_images, image_of_row
@@ -47,7 +48,7 @@ class ImageTextReader(GenerationReader):
                 ids, count = tokenise(*pair, tokenizer, self.end)
                 check_answer(len(ids), count, row_name(samples, row), limit)
                 answer_tokens.append(count)
-            encoded = self._encode([image for _, image in part], pairs, tokenizer)
+            encoded = self._encoded(samples, part, pairs, tokenizer)
             for row, length in zip(rows, encoded["attention_mask"].sum(-1).tolist(), strict=True):
                 if limit is not None and length > limit:
                     raise DataError(
@@ -62,6 +63,32 @@ class ImageTextReader(GenerationReader):
         """Return the prompt of a row, with a place for the image, and its answer or the given choice."""
         prompt, answer = super().prompt_and_answer(row, choice)
         return with_image_token(prompt, self.processor), answer
+
+    def _encoded(
+        self,
+        samples: datasets.Dataset,
+        part: Sequence[tuple[int, PIL.Image.Image]],
+        pairs: Sequence[tuple[str, str]],
+        tokenizer: Any,
+    ) -> Batch:
+        """Return a batch of rows and images, after checking that each prompt has a place for its image.
+
+        Some processors look for it, and others leave that to the model.
+        """
+        must = "a row must have one place for its image, in the prompt, but"
+        remedy = "write the model's image token into data.prompt, and take it out of columns, or mend the chat template"
+        try:
+            encoded = self._encode([image for _, image in part], pairs, tokenizer)
+        except Exception:  # each processor raises its own kinds
+            for (row, image), pair in zip(part, pairs, strict=True):
+                with refusing(f"{must} the processor fails on {row_name(samples, row)}", remedy, DataError):
+                    self._encode([image], [pair], tokenizer)
+            raise
+        places = placeholders(self.config).to(encoded["input_ids"])
+        for (row, _), ids in zip(part, encoded["input_ids"] if len(places) else (), strict=False):
+            if not torch.isin(ids, places).any():
+                raise DataError(f"{must} {row_name(samples, row)} has none; {remedy}")
+        return encoded
 
     def _encode(self, images: Sequence[PIL.Image.Image], pairs: Sequence[tuple[str, str]], tokenizer: Any) -> Batch:
         texts = [prompt + answer_text(prompt, answer, self.end) for prompt, answer in pairs]

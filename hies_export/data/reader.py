@@ -92,7 +92,11 @@ class Reader(ABC):
         for column in inputs:
             feature = rows.features[column]
             if column == columns.image and not holds_images(feature):
-                raise DataError(f"the column {column!r} must hold images, but it holds {kind_of(feature)}")
+                raise DataError(
+                    f"the column {column!r} must hold images, but it holds {kind_of(feature)}; write one image in each "
+                    "row, its bytes and not its path or address, such as by datasets.Dataset.from_list([{'image': "
+                    "PIL.Image.open(path)}]).to_parquet('train.parquet')"
+                )
             if column != columns.image and not self._is_text(feature):
                 raise DataError(
                     f"the column {column!r} must hold text, but it holds {kind_of(feature)}; name a column of text"

@@ -95,10 +95,10 @@ def judged_tokens(model: PreTrainedModel, batch: Mapping[str, Tensor], like: Ten
     judged = real.clone()
     judged[:, 1:] &= real[:, :-1]  # with padding on the left, nothing real predicts the first token
     ids = own.get("input_ids")
-    return judged if ids is None else judged & ~torch.isin(ids, _placeholders(model.config).to(ids))
+    return judged if ids is None else judged & ~torch.isin(ids, placeholders(model.config).to(ids))
 
 
-def _placeholders(config: Any) -> Tensor:
+def placeholders(config: Any) -> Tensor:
     """Return the tokens that stand for features of an image, a video or a sound, int64."""
     named = (getattr(config, name, None) for name in _PLACEHOLDERS)
     return torch.tensor([token for token in named if isinstance(token, int)], dtype=torch.int64)
@@ -187,7 +187,7 @@ def _random_text(
     accepted = inspect.signature(model.forward).parameters
     vocabulary = getattr(config.get_text_config(), "vocab_size", 256)  # CANINE has none: it reads code points
     end = end_of_text(model)
-    never = [*([] if end is None else [end]), *_placeholders(config).tolist()]
+    never = [*([] if end is None else [end]), *placeholders(config).tolist()]
     instead = next(token for token in range(vocabulary) if token not in never)
 
     def draw() -> Tensor:

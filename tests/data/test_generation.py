@@ -301,6 +301,31 @@ def test_the_place_of_the_image() -> None:
     assert words(batch["input_ids"][0]) == f"<s> c {image} a b </s>"
 
 
+@pytest.mark.parametrize(
+    ("prompt", "answer", "template", "wrong"),
+    [
+        ("<image> a <image>", "b", None, "the processor fails on row 1 .*32 <image> tokens|2 <image> tokens"),
+        ("<image> a", "b <image>", None, "the processor fails on row 1"),
+        ("a", "b", "{% for m in messages %}{{ m.content }}{% endfor %}", "the processor fails on row 0"),
+        ("a", "b", "{% for m in messages %}a{% endfor %}", "the processor fails on row 0"),
+    ],
+)
+def test_a_row_without_one_place_for_its_image_is_named(
+    prompt: str, answer: str, template: str | None, wrong: str
+) -> None:
+    rows = rows_of(image=[png(0), png(1)], question=["a", prompt], answer=["b", answer])
+    with pytest.raises(DataError, match=f"must have one place for its image, in the prompt, but {wrong}"):
+        shown(rows, processor=llava_processor(chat_template=template))
+
+
+def test_a_processor_that_does_not_look_for_the_place_is_checked() -> None:
+    processor = llava_processor(chat_template="{% for m in messages %}a{% endfor %}")
+    processor.validate_inputs = lambda **given: None
+    rows = rows_of(image=[png(0)], question=["a"], answer=["b"])
+    with pytest.raises(DataError, match=r"but row 0 \(from 0\) has none; write the model's image token into data"):
+        shown(rows, processor=processor)
+
+
 def test_a_picture_with_several_questions() -> None:
     rows = rows_of(image=[png(0), png(1)], question=[["a", "b"], ["c"]], answer=[["yes", "no"], ["d"]])
     first, second = shown(rows, batch_size=2)
@@ -328,7 +353,7 @@ def test_bad_requests_with_images() -> None:
     rows = rows_of(image=[png(0)], question=["a b c"], answer=["b"])
     with pytest.raises(DataError, match=r"needs data\.image, data\.prompt and data\.answer"):
         shown(rows, columns=ASKED)
-    with pytest.raises(DataError, match="'question' must hold images, but it holds string"):
+    with pytest.raises(DataError, match="'question' must hold images, but it holds string; write one image in each"):
         shown(rows, columns=Columns(image="question", prompt="{question}", answer="answer"))
 
 
