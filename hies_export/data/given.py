@@ -18,7 +18,7 @@ from .batches import Batch, check_batches
 from .images import holds_images
 from .labels import STRINGS, read_labels
 from .reader import Columns
-from .targets import CLASSIFIED, predicts, size_of
+from .targets import CLASSIFIED, IGNORED, predicts, size_of
 
 if TYPE_CHECKING:
     from ..tasks import Task
@@ -130,7 +130,24 @@ def _of_texts(
 def _labelled(model: PreTrainedModel, task: Task, batches: Iterable[Mapping[str, Tensor]]) -> list[Batch]:
     """Return the batches as readers give them, with labels that say what is predicted, if they must."""
     behaviour = task.behaviour(model.config)
+    if behaviour.predicts in ("words", "tokens") and not model.config.is_encoder_decoder:
+        batches = [_padding_unlabelled(batch, shift=getattr(behaviour, "shift", 0)) for batch in batches]
     return [behaviour.canonical(model, batch) for batch in batches]
+
+
+def _padding_unlabelled(batch: Mapping[str, Tensor], *, shift: int) -> Mapping[str, Tensor]:
+    """Return a batch of text without labels that are predicted at its padding, where any output is arbitrary.
+
+    Labels that are a copy of the input have some there, and so have those that are padded with a class. A label is
+    predicted `shift` tokens before its own.
+    """
+    labels, mask = batch.get("labels"), batch.get("attention_mask")
+    if labels is None or mask is None or labels.shape != mask.shape:
+        return batch
+    real = mask != 0
+    before = real.roll(shift, -1)
+    before[:, :shift] = True  # the first label of a row is not predicted
+    return {**batch, "labels": labels.where(real & before, IGNORED)}
 
 
 def _of_inputs(model: PreTrainedModel, rows: datasets.Dataset, processor: Any, predicted: str) -> list[Batch]:

@@ -250,8 +250,14 @@ def _load_files(path: Path, cache: str) -> datasets.Dataset:
             options = {**options, **({"chunksize": None} if features is None else {"features": features})}
         rows = _build(builder, [glob.escape(str(part)) for part in parts], cache, **options)
     except Exception as error:  # pandas, pyarrow, gzip: each raises its own kind
+        reason = _reason(error)
+        mixed = builder == "json" and any(of in reason for of in ("changed from", "convert pandas DataFrame"))
+        remedy = (
+            "; all values of a column, and of a list, must be of one kind: write spans as {'start': 0, 'end': 3, "
+            "'label': 'name'}, not as [0, 3, 'name']"
+        )
         raise DataError(
-            f"{path} must be a readable {ending} file with at least one row, but: {_reason(error)}"
+            f"{path} must be a readable {ending} file with at least one row, but: {reason}{remedy if mixed else ''}"
         ) from error
     if builder == "json":
         _refuse_nested(rows, path)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..errors import DataError, listed
+from ..errors import DataError, listed, quoted
 from .behaviour import Behaviour, Predicted
 from .task import Task, column_sets
 
@@ -103,10 +103,15 @@ class Spans(Behaviour):
         tokens = next(value.shape[1] for value in rest.values() if value.dim() > 1)
         whole = len(ends) == 2 and first.dim() == last.dim() == 1 and first.dtype == last.dtype == torch.int64
         if not whole or not ((first >= 0) & (first <= last) & (last < tokens)).all():
-            given = listed(f"{name} {batch[name].tolist()}" for name in _POSITIONS if name in batch)
+            given = listed(
+                f"{name} {quoted(batch[name].tolist())}, {batch[name].dtype} {tuple(batch[name].shape)}"
+                for name in _POSITIONS
+                if name in batch
+            )
             raise DataError(
                 f"{' and '.join(_POSITIONS)} must be given together, as the int64 numbers of the first and the last of "
-                f"the {tokens} tokens, one of each for every row, got {given}"
+                f"the {tokens} tokens, one of each for every row, got {given}; where a row was cut before its answer, "
+                "give both the number of the token that stands for no answer, such as 0"
             )
         return {**rest, "labels": torch.stack(ends, 1)}
 

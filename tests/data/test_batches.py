@@ -6,14 +6,23 @@ import datasets
 import pytest
 import torch
 import transformers
-from support.models import bert, causal_lm, llava, vit, word_tokenizer
+from support.models import SIX_HEADS, bert, causal_lm, llava, shake, vit, word_tokenizer
 from torch.utils.data import DataLoader
-from transformers import BatchEncoding, BatchFeature, PreTrainedModel
+from transformers import (
+    BatchEncoding,
+    BatchFeature,
+    BertConfig,
+    BertForMaskedLM,
+    BertForTokenClassification,
+    PreTrainedModel,
+)
 
 from hies_export import DataError, find_modules
 from hies_export.data.batches import Batch, by_length, check_batches
 from hies_export.data.given import batches_of
 from hies_export.data.targets import batches_fingerprint, samples_of, size_of
+from hies_export.evaluate.judge import compute_metrics
+from hies_export.evaluate.predict import predict, references
 from hies_export.model.tokens import count_tokens, first_samples
 from hies_export.tasks import TASKS
 from hies_export.tasks.models import behaviour_of
@@ -137,6 +146,26 @@ def test_tokenised_rows_are_padded_with_the_models_token(models: dict[str, PreTr
         (batch,) = batches_of(model, rows, **asked)
         assert batch["input_ids"].tolist() == [[5, 6], [7, pad]]
         assert batch["attention_mask"].tolist() == [[1, 1], [1, 0]]
+
+
+@pytest.mark.parametrize("name", ["text-generation", "token-classification", "fill-mask"])
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_labels_at_padding_are_those_of_no_token(name: str, side: str) -> None:
+    config = BertConfig(**(SIX_HEADS | {"vocab_size": 100, "num_labels": 17}))
+    make = {"token-classification": BertForTokenClassification, "fill-mask": BertForMaskedLM}
+    model = shake(make[name](config)) if name in make else causal_lm()
+    behaviour, mask = behaviour_of(model), torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 0, 0]])
+    mask = mask if side == "right" else mask.flip(-1)
+    padded = {"input_ids": IDS * mask, "attention_mask": mask, "labels": IDS % 17 * mask}
+    padded["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
+    alone = [{key: value[row : row + 1, mask[row] != 0] for key, value in padded.items()} for row in range(3)]
+    found = []
+    for given in ([padded], alone):
+        options = {"task": TASKS[name], "processor": None, "columns": None}
+        batches = batches_of(model, given, what="batches", **options)
+        wanted, names = references(batches, behaviour), behaviour.metrics[:2]
+        found.append(compute_metrics(predict(model, batches), wanted, names=names, behaviour=behaviour))
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
 
 
 def test_a_regression_needs_floating_labels_and_names_the_batches_by_the_callers_word(

@@ -235,6 +235,17 @@ def test_what_names_no_file_is_refused(tmp_path):
             load_rows(**({"split": "train"} | options))
 
 
+@pytest.mark.parametrize("spans", [[[0, 3, "name"]], [[0, 3, "name"], [4, 5, "name"]]])
+@pytest.mark.parametrize("count", [1, 9])
+def test_spans_in_the_form_of_doccano_are_refused_with_the_form_that_is_read(tmp_path, spans, count):
+    path = tmp_path / "train.jsonl"
+    write_jsonl(path, [{"text": "ab c d", "label": spans}] * count)
+    with pytest.raises(
+        DataError, match=r"of a list, must be of one kind: write spans as {'start': 0, 'end': 3, 'label': "
+    ):
+        load_rows(split="train", files={"train": path})
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [
