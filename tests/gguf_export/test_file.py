@@ -218,6 +218,17 @@ def test_a_tokenizer_of_bytes_is_written_with_its_merges(tmp_path: Path) -> None
     assert field(reader, "tokenizer.chat_template") == "{{ messages }}"
 
 
+def test_chat_templates_are_written_by_their_names(tmp_path: Path) -> None:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    reader = written(qwen2(), tmp_path / "out", tokenizer)
+    assert field(reader, "tokenizer.chat_template") == "{{ messages }}"
+    assert field(reader, "tokenizer.chat_template.tool_use") == "{{ tools }}"
+    assert field(reader, "tokenizer.chat_templates") == ["tool_use"]
+    tokenizer.chat_template = None
+    assert field(written(qwen2(), tmp_path / "none", tokenizer), "tokenizer.chat_template") is None
+
+
 def test_a_tokenizer_like_sentence_pieces_is_written_with_scores(tmp_path: Path) -> None:
     tokenizer = sentence_piece_tokenizer()
     reader = written(llama(), tmp_path / "out", tokenizer)

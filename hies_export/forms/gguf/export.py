@@ -211,5 +211,5 @@ def _write_vocabulary(writer: Any, vocabulary: Vocabulary) -> None:
         getattr(writer, f"add_{name}_token_id")(number)
     writer.add_add_bos_token(vocabulary.adds["bos"])
     writer.add_add_eos_token(vocabulary.adds["eos"])
-    if vocabulary.chat_template is not None:
-        writer.add_chat_template(vocabulary.chat_template)
+    if vocabulary.chat_templates:
+        writer.add_chat_template([{"name": n, "template": text} for n, text in vocabulary.chat_templates.items()])

@@ -58,7 +58,7 @@ class Vocabulary:
     special: Mapping[str, int]  # numbers of the existing special tokens by name: bos, eos, unk, pad
     adds: Mapping[str, bool]  # whether bos and eos are put around a text
     space_prefix: bool = False  # whether a space is put in front of a text; for `llama`
-    chat_template: str | None = None  # in Jinja, or None
+    chat_templates: Mapping[str, str]  # in Jinja by name, of which llama.cpp takes `default`
 
 
 def find_vocabulary(tokenizer: Any, *, size: int) -> Vocabulary:
@@ -70,7 +70,7 @@ def find_vocabulary(tokenizer: Any, *, size: int) -> Vocabulary:
         raise _refused(f"it has token {max(known.values())}, but the model's embedding has {size} rows")
     by_number = {number: token for token, number in known.items()}
     tokens = tuple(by_number.get(number, f"[unused{number}]") for number in range(size))
-    sentence_piece = model.get("byte_fallback", False)
+    sentence_piece, template = model.get("byte_fallback", False), tokenizer.chat_template
     shared: dict[str, Any] = {
         "tokens": tokens,
         "types": tuple(_types(tokens, described, tokenizer, by_number, has_bytes=sentence_piece)),
@@ -80,7 +80,7 @@ def find_vocabulary(tokenizer: Any, *, size: int) -> Vocabulary:
             if (number := getattr(tokenizer, f"{name}_token_id", None)) is not None
         },
         "adds": _adds(tokenizer),
-        "chat_template": tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None,
+        "chat_templates": {"default": template} if isinstance(template, str) else template or {},
     }
     if sentence_piece:
         return Vocabulary(
