@@ -6,7 +6,6 @@ Scoring needs this, but none of the libraries that read rows.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
@@ -126,16 +125,13 @@ def samples_of(batches: Sequence[Mapping[str, torch.Tensor]]) -> int:
     return sum(map(size_of, batches))
 
 
-def shared_samples(
-    fitted: Sequence[Mapping[str, torch.Tensor]], judged: Sequence[Mapping[str, torch.Tensor]]
-) -> tuple[int, int]:
-    """Return how many samples of judged batches have all their inputs in fitted ones, and how many recur among judged.
+def sample_contents(batches: Sequence[Mapping[str, torch.Tensor]]) -> list[tuple[bytes, ...]]:
+    """Return digests of all inputs of each sample, see `samples_of`: equal for what a model reads alike.
 
-    Samples are those of `samples_of`. Of a question with choices, its right one counts, as models are fitted on that.
+    Of a question with choices, its right one counts, as models are fitted on that.
     """
-    known = {content for batch in fitted for content in _contents(batch)}
     samples: dict[Any, list[bytes]] = {}
-    for number, batch in enumerate(judged):
+    for number, batch in enumerate(batches):
         of = next((batch[key].tolist() for key in ("question", GROUP_KEY, "pair") if key in batch), None)
         counted = torch.ones(size_of(batch), dtype=torch.bool)
         if "question" in batch:
@@ -145,9 +141,7 @@ def shared_samples(
         for row, content in enumerate(_contents(batch)):
             if counted[row]:
                 samples.setdefault((number, row) if of is None else of[row], []).append(content)
-    times = Counter(map(tuple, samples.values()))
-    shared = sum(known.issuperset(contents) for contents in samples.values())
-    return shared, sum(count for count in times.values() if count > 1)
+    return list(map(tuple, samples.values()))
 
 
 def _contents(batch: Mapping[str, torch.Tensor]) -> Iterator[bytes]:

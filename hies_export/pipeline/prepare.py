@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from ..data.batches import Batch
-from ..data.targets import image_shape, inputs_of, samples_of, shared_samples, size_of
+from ..data.targets import image_shape, inputs_of, sample_contents, samples_of, size_of
 from ..errors import RecipeError, RequestError
 from ..evaluate.interval import CONFIDENCE
 from ..evaluate.metrics import METRICS
@@ -227,22 +228,22 @@ def check_apart(
 ) -> bool:
     """Refuse a promise about rows that the model is fitted on, and warn of such rows where nothing is promised.
 
-    Rows are told by what the model reads of them, whichever files they come from; where rows recur among those that
-    judge, as short texts do, as many are expected among the others. Returns whether more are shared.
+    Rows are told by what the model reads of them, whichever files they come from. Where rows recur among those drawn
+    from one split, as short texts do, as many are expected among those of another. Returns whether more are shared.
     """
     rows = prepared.rows
-    fitted = [*rows.calibration, *rows.compensation]
-    chosen = [*fitted, *rows.held_out, *rows.promised]
+    drawn = (rows.calibration, rows.compensation, rows.held_out, rows.promised, evaluation)
+    scored, refitted, held_out, promised, evaluated = map(sample_contents, drawn)
+    fitted, chosen = [*scored, *refitted], [*scored, *refitted, *held_out, *promised]
     for judged, name, others, of in (
-        (rows.held_out, "held-out", fitted, "scored or refitted on"),
-        (rows.promised, "held-out", fitted, "scored or refitted on"),
-        (evaluation, "evaluated", chosen, "scored, refitted or chosen on"),
+        (held_out, "held-out", fitted, "scored or refitted on"),
+        (promised, "held-out", fitted, "scored or refitted on"),
+        (evaluated, "evaluated", chosen, "scored, refitted or chosen on"),
     ):
-        if (count := samples_of(judged)) == 0:
-            continue
-        shared, recurring = shared_samples(others, judged)
-        expected = 1 - (1 - recurring / count) ** (sum(map(size_of, others)) / count)
-        if shared / count <= expected + MOST_SHARED:
+        known = {content for sample in others for content in sample}
+        count, shared = len(judged), sum(known.issuperset(sample) for sample in judged)
+        expected = max(_recurring(part, len(others)) for part in (scored, refitted, judged))
+        if shared <= (expected + MOST_SHARED) * count:
             continue
         what = f"{shared:,} of the {count:,} {name} rows are among those that units are {of}"
         how = "give files that share no rows, or slices such as train[:80%] and train[80%:]"
@@ -251,6 +252,14 @@ def check_apart(
         logger.warning("%s, and new rows may keep less; %s", what, how)
         return True
     return False
+
+
+def _recurring(samples: Sequence[Hashable], count: int) -> float:
+    """Return the share of samples that is expected to be among `count` others, by how many recur among themselves."""
+    if not samples:
+        return 0.0
+    once = sum(times for times in Counter(samples).values() if times == 1) / len(samples)
+    return float(1 - once ** (count / len(samples)))
 
 
 def _warn_without_compensation(options: PruneSection) -> None:

@@ -166,7 +166,7 @@ def test_a_cascade_and_a_choice_have_a_part_each(tmp_path: Path) -> None:
 
 def test_blocks_of_text_are_promised_on_and_judged(tmp_path: Path) -> None:
     recipe = save_stories(tmp_path, lines=60, prune={"budget": {"keep": 0.5}, "alpha": 0.5}, calibration={"samples": 4})
-    (tmp_path / "validation.txt").write_text((tmp_path / "text.txt").read_text())
+    (tmp_path / "validation.txt").write_text((tmp_path / "text.txt").read_text()[::-1])
     files = {"files": {"train": "text.txt", "validation": "validation.txt"}, "text": "text", "max_length": 24}
     asked = {"data": {**files, "files": {split: tmp_path / name for split, name in files["files"].items()}}}
     run = PruningRecipe.from_yaml(recipe, asked)

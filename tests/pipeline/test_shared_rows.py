@@ -10,7 +10,7 @@ import torch
 from support.models import WORDS, bert, save_regressor, text_batch
 
 from hies_export import RequestError, prune
-from hies_export.data.targets import shared_samples
+from hies_export.data.targets import sample_contents
 from hies_export.pipeline.resolve import resolve
 from hies_export.recipe import PruningRecipe
 
@@ -80,16 +80,16 @@ def test_in_memory_as_well() -> None:
 
 def test_samples_are_compared_by_their_real_tokens() -> None:
     one, two = torch.tensor([[5, 6, 0], [7, 8, 9]]), torch.tensor([[0, 0, 5, 6], [0, 7, 8, 1]])
-    fitted = [{"input_ids": one, "attention_mask": (one > 0).long()}]
-    judged = [{"input_ids": two, "attention_mask": (two > 0).long()}]
-    assert shared_samples(fitted, judged) == (1, 0)
-    # A pair is shared if both of its texts are, and documents are those of every split.
-    pair = {"pair": torch.tensor([0, 0]), "side": torch.tensor([0, 1])}
-    assert shared_samples(fitted, [judged[0] | pair]) == (0, 0)
-    assert shared_samples(fitted, [fitted[0] | pair]) == (1, 0)
-    assert shared_samples(fitted, [fitted[0] | {"query": torch.tensor([0, -1])}]) == (1, 0)
+    right, left = ({"input_ids": ids, "attention_mask": (ids > 0).long()} for ids in (one, two))
+    (first,), (second,) = sample_contents([right])
+    (same,), (other,) = sample_contents([left])
+    assert (same == first, other == second) == (True, False)
+    assert sample_contents([right | {"pair": torch.tensor([0, 0])}]) == [(first, second)]
+    # Documents are those of every split.
+    assert sample_contents([right | {"query": torch.tensor([0, -1])}]) == [(first,)]
     # The right choice of a question is what a model is fitted on.
-    asked = {"question": torch.tensor([3, 3]), "choice": torch.tensor([0, 1]), "right": torch.tensor([0, 0])}
-    assert shared_samples(fitted, [judged[0] | asked]) == (1, 0)
+    asked = {"question": torch.tensor([3, 3]), "choice": torch.tensor([0, 1]), "right": torch.tensor([1, 1])}
+    assert sample_contents([right | asked]) == [(second,)]
     images = torch.arange(24.0).reshape(2, 3, 2, 2)
-    assert shared_samples([{"pixel_values": images}], [{"pixel_values": images[[1, 1]]}]) == (2, 2)
+    one, two, three = sample_contents([{"pixel_values": images}, {"pixel_values": images[1:]}])
+    assert (one == two, two == three) == (False, True)

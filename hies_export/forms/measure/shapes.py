@@ -75,7 +75,7 @@ def model_shapes(
             raise RequestError(f"a shape must have at most {MOST_TOKENS:,} tokens or images, got {quoted(list(shape))}")
     if model.main_input_name == "pixel_values":
         one = synthetic_batch(model, batch=1, image=image)
-        check_runs(model, one, "one random image")
+        check_runs(model, one, f"one random image of {' x '.join(map(str, one['pixel_values'].shape[1:]))}")
         tokens = sequence_length(model, one)
         return [(batch, tokens) for batch in dict.fromkeys(shape[0] for shape in shapes or ((1,), (8,)))]
     for shape in shapes:
