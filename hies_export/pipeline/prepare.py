@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,8 +36,8 @@ from .accept import check_model
 
 logger = logging.getLogger(__name__)
 
-# Rows may be fitted and judge as well up to this share, beyond the texts that recur anyway: even if nothing is lost on
-# them, what is promised is too good by a tenth of what it lets go at most.
+# Rows may be fitted and judge as well up to this share: even if nothing is lost on them, what is promised is too good
+# by a tenth of what it lets go at most.
 MOST_SHARED = 0.1
 
 
@@ -228,22 +228,22 @@ def check_apart(
 ) -> bool:
     """Refuse a promise about rows that the model is fitted on, and warn of such rows where nothing is promised.
 
-    Rows are told by what the model reads of them, whichever files they come from. Where rows recur among those drawn
-    from one split, as short texts do, as many are expected among those of another. Returns whether more are shared.
+    Rows are told by what the model reads of them, whichever files they come from. Those that recur among rows drawn
+    from one split, as short texts do, say nothing: new rows may be like them too. Returns whether others are shared.
     """
     rows = prepared.rows
     drawn = (rows.calibration, rows.compensation, rows.held_out, rows.promised, evaluation)
-    scored, refitted, held_out, promised, evaluated = map(sample_contents, drawn)
-    fitted, chosen = [*scored, *refitted], [*scored, *refitted, *held_out, *promised]
-    for judged, name, others, of in (
-        (held_out, "held-out", fitted, "scored or refitted on"),
-        (promised, "held-out", fitted, "scored or refitted on"),
-        (evaluated, "evaluated", chosen, "scored, refitted or chosen on"),
+    parts = [sample_contents(part) for part in drawn]
+    times = [Counter(content for sample in part for content in sample) for part in parts]
+    recurring = {content for part in times for content, count in part.items() if count > 1}
+    fitted, chosen = (set().union(*part) - recurring for part in (times[:2], times[:4]))
+    for judged, name, known, of in (
+        (parts[2], "held-out", fitted, "scored or refitted on"),
+        (parts[3], "held-out", fitted, "scored or refitted on"),
+        (parts[4], "evaluated", chosen, "scored, refitted or chosen on"),
     ):
-        known = {content for sample in others for content in sample}
         count, shared = len(judged), sum(known.issuperset(sample) for sample in judged)
-        expected = max(_recurring(part, len(others)) for part in (scored, refitted, judged))
-        if shared <= (expected + MOST_SHARED) * count:
+        if shared <= MOST_SHARED * count:
             continue
         what = f"{shared:,} of the {count:,} {name} rows are among those that units are {of}"
         how = "give files that share no rows, or slices such as train[:80%] and train[80%:]"
@@ -252,14 +252,6 @@ def check_apart(
         logger.warning("%s, and new rows may keep less; %s", what, how)
         return True
     return False
-
-
-def _recurring(samples: Sequence[Hashable], count: int) -> float:
-    """Return the share of samples that is expected to be among `count` others, by how many recur among themselves."""
-    if not samples:
-        return 0.0
-    once = sum(times for times in Counter(samples).values() if times == 1) / len(samples)
-    return float(1 - once ** (count / len(samples)))
 
 
 def _warn_without_compensation(options: PruneSection) -> None:

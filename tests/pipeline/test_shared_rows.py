@@ -72,7 +72,7 @@ def test_slices_of_one_file_are_apart_if_they_do_not_overlap(folder: Path, caplo
 
 
 def test_in_memory_as_well() -> None:
-    batches = [text_batch(32, 30) for _ in range(4)]
+    batches = [text_batch(32, 30, padding=False) for _ in range(4)]
     asked = {"budget": {"keep": 0.5}, "criterion": "l2", "compensation": None}
     with pytest.raises(RequestError, match=r"128 of the 128 held-out rows are among"):
         prune(bert(), batches, held_out=batches, **asked)
