@@ -90,8 +90,9 @@ def print_answer(report: Report, recipe: PruningRecipe, options: Options) -> Non
     found = report.details.deployment
     if found is not None and found.file is not None:
         options.console.print(f"\ndeploy {Path(recipe.output) / found.file}")
+    served = ", served/ (for sentence-transformers)" if (Path(recipe.output) / "served").is_dir() else ""
     options.console.print(
-        f"written to {recipe.output}: slim/ (checkpoint), its exports, report.html, report.md, report.json"
+        f"written to {recipe.output}: slim/ (checkpoint), its exports{served}, report.html, report.md, report.json"
     )
 
 

@@ -75,6 +75,8 @@ def _export_graph(options: Options) -> dict[str, Any]:
 
     from ..checkpoint.loading import load
     from ..checkpoint.sentence import is_sentence_transformer, load_sentence
+    from ..data.processors import image_shape_of
+    from ..data.targets import image_shape
     from ..forms.exports import Exporter, ExportOptions
     from ..forms.onnx.multimodal import image_text_batch, is_vision_language
     from ..forms.openvino.export import check_calibrated
@@ -94,7 +96,13 @@ def _export_graph(options: Options) -> dict[str, Any]:
             model, options.output, asked, processor=processor, rows=rows, overwrite=options.overwrite
         )
     else:
-        sample = image_text_batch(model) if is_vision_language(model) else synthetic_batch(model, batch=2, sequence=16)
+        # ONNX Runtime takes images of the size that is traced.
+        image = image_shape(rows[0]) if rows else image_shape_of(processor, model)
+        sample = (
+            image_text_batch(model, image=image)
+            if is_vision_language(model)
+            else synthetic_batch(model, batch=2, sequence=16, image=image)
+        )
         made = Exporter(asked, sample, processor, rows).export(model, options.output, overwrite=options.overwrite)
         exported = cast("OnnxExport | OpenVinoExport", made)  # options.format is no gguf
     found = _report(options, exported)

@@ -139,13 +139,14 @@ def _print_units(
 def _print_flops(model: PreTrainedModel, found: Sequence[PrunableModule], options: Options) -> list[dict[str, Any]]:
     """Print the FLOPs of every layer, and return them for --json."""
     from ..forms.measure.counts import flops_per_layer
-    from ..forms.measure.shapes import model_shapes
+    from ..forms.measure.shapes import image_shape_at, model_shapes
     from ..model.tokens import synthetic_batch
     from ..report.rows import layer_table
     from ..report.terminal import PlainTable
 
-    size, sequence = model_shapes(model, ())[0]
-    batch = synthetic_batch(model, batch=size, sequence=sequence)
+    image = image_shape_at(options.model, model)
+    size, sequence = model_shapes(model, (), image=image)[0]
+    batch = synthetic_batch(model, batch=size, sequence=sequence, image=image)
     layers = flops_per_layer(model, batch, found)
     options.console.print(f"\nfloating-point operations at {size} x {sequence}")
     options.console.print(PlainTable(*layer_table(layers)))

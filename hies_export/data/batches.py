@@ -24,6 +24,7 @@ from .targets import (
     TEXT_KEYS,
     TOKEN_PLACES,
     are_tokens,
+    image_shape,
 )
 
 Batch = dict[str, torch.Tensor]
@@ -147,6 +148,16 @@ def _check_numbers(numbers: torch.Tensor, known: int, key: str, place: str, *, d
     if numbers.dtype not in dtypes or len(wrong):
         given = numbers.dtype if numbers.dtype not in dtypes else wrong[0].item()
         raise DataError(f"{key} must be {dtypes[-1]} in [0, {known}), which the model knows, but {place} has {given}")
+
+
+def check_one_size(batches: Iterable[Batch]) -> None:
+    """Refuse images that an image processor makes of several sizes: a graph is exported for one."""
+    shapes = list(dict.fromkeys(image_shape(batch) or () for batch in batches))
+    if len(shapes) > 1:
+        given = " and ".join(" x ".join(map(str, shape)) for shape in shapes[:2])
+        raise DataError(
+            f"the image processor must make all images of one size, got {given}; set its crop_size, or height and width"
+        )
 
 
 def by_length(batches: Sequence[Batch], *, config: Any) -> list[Batch]:

@@ -113,6 +113,6 @@ class ImageReader(ClassificationReader):
         column = str(self.columns.image)
         rows, channels = as_images(samples, column), getattr(self.config, "num_channels", 3)
         images = [image_of_row(rows, column, row, channels=channels) for row in part]
-        must = f"the image processor must take images of {channels} channels, which the model takes, and fails"
-        with refusing(must, "give the one that the model was trained with", DataError):
+        must = f"the image processor must take images of {channels} channels, as the model does, to one size, and fails"
+        with refusing(must, "give the one that the model was trained with, or set what it crops to", DataError):
             return dict(self.processor(images, return_tensors="pt"))

@@ -17,6 +17,9 @@ from .rows import row_name
 
 logger = logging.getLogger(__name__)
 
+# Channels of a model -> Pillow's mode, where that is not RGB.
+MODES = {1: "L", 4: "RGBA"}
+
 
 def holds_images(feature: Any) -> bool:
     """Tell whether a column may hold images: decoded, encoded, or a path."""
@@ -33,7 +36,7 @@ def as_images(rows: datasets.Dataset, column: str) -> datasets.Dataset:
 def image_of_row(rows: datasets.Dataset, column: str, row: int, *, channels: int = 3) -> PIL.Image.Image:
     """Decode the image of one row, upright: grey for one channel, with transparency for four, else as RGB."""
     refusal = f"every {column!r} must be an image, but {row_name(rows, row)} is not"
-    return _converted(lambda: rows[row][column], refusal, {1: "L", 4: "RGBA"}.get(channels, "RGB"))
+    return _converted(lambda: rows[row][column], refusal, MODES.get(channels, "RGB"))
 
 
 def image_of_file(file: str | Path) -> PIL.Image.Image:

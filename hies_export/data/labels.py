@@ -75,6 +75,8 @@ def class_numbers(
                 classes,
             )
         return _numbers_of_names([names[value] for value in values], column=column, classes=classes)
+    if isinstance(feature, datasets.ClassLabel) and not all(map(numbers.get, values)):
+        _check_numbering(feature.names, column=column, classes=classes)
     if not all(numbers.values()) and not classes.are_default:
         logger.warning(
             "the data's classes (%s) are not named as the model's (%s): they are matched by number",
@@ -88,6 +90,24 @@ def class_numbers(
                 f"but {place(index)} has {value} in {column!r}; number the classes as the model's id2label does"
             )
     return [int(value) for value in values]
+
+
+def _check_numbering(names: Sequence[str], *, column: str, classes: ClassNames) -> None:
+    """Refuse classes of other names than the model's, unless they are as many and their order can be the model's."""
+    given, own = (
+        f"the {len(names)} classes of {column!r} ({listed(names)})",
+        f"the model's {len(classes.names)} ({classes})",
+    )
+    remedy = (
+        "name them so, set id2label in the model's config to their names, or leave data.label out to run without labels"
+    )
+    if len(names) != len(classes.names):
+        raise DataError(f"{given} must have names of {own}, or be as many, to be matched by number; {remedy}")
+    if all(map(str.isdecimal, names)) and sorted(names, key=int) != [*names]:
+        raise DataError(
+            f"{given} must have names of {own}, or be in the order of their numbers: as text, {names[2]} comes before "
+            f"{names[3]}; {remedy}"
+        )
 
 
 def _names_of_values(values: Sequence[int], feature: Any, classes: ClassNames) -> dict[int, str]:
@@ -143,9 +163,10 @@ def _numbers_of_names(names: Sequence[str], *, column: str, classes: ClassNames)
     numbers = {name: classes.find(name) for name in names}
     if unknown := [quoted(name) for name, found in numbers.items() if not found]:
         given = ", ".join(unknown[:3]) + (", ..." if len(unknown) > 3 else "")
-        remedy = "" if classes.are_numbers else f", or give class numbers in [0, {len(classes.names)})"
+        remedy = "" if classes.are_numbers else f", give class numbers in [0, {len(classes.names)})"
         raise DataError(
-            f"the class names in {column!r} must be among the model's ({classes}), got {given}; rename them{remedy}"
+            f"the class names in {column!r} must be among the model's ({classes}), got {given}; rename them{remedy}, "
+            "or leave data.label out to run without labels"
         )
     for name, found in numbers.items():
         if len(found) > 1:

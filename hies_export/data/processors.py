@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import PIL.Image
 import torch
-from transformers import AutoProcessor, AutoTokenizer
+from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel
 
 from ..errors import DataError, refusing
 from ..model.internals import AutoImageProcessor, never_asking
 from ..model.online import hub_or_cache
+from .images import MODES
+from .targets import image_shape
 from .tokens import give_padding
 
 if TYPE_CHECKING:
@@ -24,6 +27,8 @@ LOADERS: dict[tuple[bool, bool], tuple[Any, str]] = {
     (False, True): (AutoImageProcessor, "an image processor"),
     (True, True): (AutoProcessor, "a processor of images and text"),
 }
+# Height and width of an image that shows in which size a processor gives images to a model.
+SQUARE = 224
 REMEDY = "save the one the model was trained with into that folder with save_pretrained"
 
 
@@ -62,6 +67,18 @@ def load_processor(path: str | Path, *, task: Task, revision: str | None = None,
         tokenizer.padding_side = "left"
         give_padding(tokenizer)
     return loaded
+
+
+def image_shape_of(processor: Any, model: PreTrainedModel) -> tuple[int, ...] | None:
+    """Return the shape, (channels, height, width), that a model's processor gives a square image.
+
+    None if there is no processor, or the model takes no images.
+    """
+    if processor is None or "pixel_values" not in inspect.signature(model.forward).parameters:
+        return None
+    mode = MODES.get(getattr(model.config, "num_channels", 3), "RGB")
+    image = PIL.Image.new(mode, (SQUARE, SQUARE))
+    return image_shape(getattr(processor, "image_processor", processor)(image, return_tensors="pt"))
 
 
 def _try_out(processor: Any, task: Task) -> None:

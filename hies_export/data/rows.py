@@ -12,7 +12,7 @@ import glob
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ import numpy as np
 import pandas
 import pyarrow as pa
 import pyarrow.dataset
+from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
+from pyarrow import parquet
 
 from ..errors import DataError, listed, quoted, refusing, root_cause
 from ..model.online import hub_or_cache
@@ -75,7 +77,8 @@ def load_rows(
 
     `name` ends in the configuration: `nyu-mll/glue/sst2`. `files` maps splits to paths: json (a list of objects),
     jsonl, csv, tsv (quotes are ordinary characters, as in GLUE's files) and txt (a row a line, column `text`), each
-    with or without `.gz`; parquet; or a folder with one sub-folder of images per class (columns `image` and `label`).
+    with or without `.gz`; parquet; a folder with one sub-folder of images per class (columns `image` and `label`); or
+    one that `save_to_disk` wrote, of a data set with this split or of its rows alone.
     Queries and documents in BEIR's layout are read as `beir.py` says. The last part of a path may be a pattern:
     `train-*.parquet` reads all parts in name order. All parts have the column types of the first one, csv and tsv those
     of all, and a jsonl file those of its first 10 MB. In csv and tsv only an empty cell is missing.
@@ -84,7 +87,7 @@ def load_rows(
     """
     with mapped_rows(name=name, files=files, split=split, numbered=numbered) as rows:
         path = None if files is None else Path(files[split.partition("[")[0]]).expanduser()
-        by_class = path is not None and path.is_dir() and judgements_of(path) is None
+        by_class = path is not None and _is_image_folder(path)
         if by_class and samples and shuffle_seed is None:
             shuffle_seed = 0
         if together is not None and not has_one_value(rows, together):
@@ -109,8 +112,11 @@ def mapped_rows(
             path = Path(files[split]).expanduser().absolute()
             if (judgements := judgements_of(path)) is not None:
                 rows = read_judgements(judgements, cache)
+            elif (saved := _saved(path, split)) is not None:
+                rows = saved
             else:
                 rows = _load_image_folder(path, cache) if path.is_dir() else _load_files(path, cache)
+            rows = _numbered_alike(rows, files)
             source = path.name
         if numbered:
             rows = number_rows(rows, source=source)
@@ -231,8 +237,13 @@ def _slice(text: str, lengths: dict[str, int]) -> range:
     return range(lengths[part.splitname])[part.from_ : part.to]
 
 
+def _parts(path: Path) -> list[Path]:
+    """Return the files that a path names, whose last part may be a pattern."""
+    return [path] if path.is_file() else sorted(part for part in path.parent.glob(path.name) if part.is_file())
+
+
 def _load_files(path: Path, cache: str) -> datasets.Dataset:
-    parts = [path] if path.is_file() else sorted(part for part in path.parent.glob(path.name) if part.is_file())
+    parts = _parts(path)
     if not parts:
         raise DataError(f"data.files must name files that are there, but there is no {path}")
     ending = path.name.lower().removesuffix(".gz").rpartition(".")[2]
@@ -314,6 +325,92 @@ def _reason(error: Exception) -> str:
     """Return why data does not load; if it has no rows, the errors of `datasets` do not say so."""
     cause = root_cause(error)
     return "it has none" if cause == "StopIteration" or "corresponds to no data" in cause else cause
+
+
+def _saved(path: Path, split: str) -> datasets.Dataset | None:
+    """Return the rows of a split that `save_to_disk` wrote to a folder; None if it did not write it."""
+    whole = path / "dataset_dict.json"
+    if not (whole.is_file() or (path / "state.json").is_file()):
+        return None
+    must = f"{path} must be a folder as save_to_disk writes it, but it does not load"
+    with refusing(must, "save the data set again", DataError), quiet():
+        found = datasets.load_from_disk(path)
+    if isinstance(found, datasets.DatasetDict):
+        if split not in found:
+            raise DataError(
+                f"{path} holds the splits {listed(found)}, and data.files has it as {quoted(split)}; name the split as "
+                f"there, or give the folder of one, such as {path / next(iter(found), 'train')}"
+            )
+        found = found[split]
+    return found.with_format(None)
+
+
+def _is_image_folder(path: Path) -> bool:
+    written = (path / name for name in ("dataset_dict.json", "state.json"))
+    return path.is_dir() and judgements_of(path) is None and not any(file.is_file() for file in written)
+
+
+def _numbered_alike(rows: datasets.Dataset, files: Mapping[str, str | Path]) -> datasets.Dataset:
+    """Return rows whose classes have the same numbers as in all other splits; their names, if nothing tells these.
+
+    A folder of images without one of the classes, or a split whose classes were numbered by itself, numbers them apart.
+    """
+    if not any(map(_classes, rows.features.values())):
+        return rows
+    others = [_stored_features(Path(file).expanduser().absolute(), split) for split, file in files.items()]
+    columns = rows.column_names
+    for column in columns:
+        if not (own := _classes(rows.features[column])):
+            continue
+        known = [own, *(names for other in others if (names := _classes(other.get(column))))]
+        if (together := _one_numbering(known)) == own:
+            continue
+        table: dict[Any, Any] = dict(enumerate(own))
+        classes: Any = datasets.Value("string")
+        if together:
+            # -1 hides a label.
+            table = {number: together.index(name) for number, name in table.items()} | {-1: -1}
+            classes = datasets.ClassLabel(names=together)
+        feature = classes if isinstance(rows.features[column], datasets.ClassLabel) else datasets.List(classes)
+        values = [_by_table(value, table) for value in column_values(rows, column)]
+        with quiet():
+            rows = rows.remove_columns(column).add_column(column, values, feature=feature)
+    return rows.select_columns(columns)
+
+
+def _by_table(value: Any, table: Mapping[Any, Any]) -> Any:
+    return [table.get(one) for one in value] if isinstance(value, list) else table.get(value)
+
+
+def _classes(feature: Any) -> list[str] | None:
+    """Return the names of the classes that a column holds, or holds lists of; None for other columns."""
+    inner = feature.feature if isinstance(feature, (datasets.List, datasets.LargeList)) else feature
+    return list(inner.names) if isinstance(inner, datasets.ClassLabel) else None
+
+
+def _one_numbering(known: Sequence[Sequence[str]]) -> list[str] | None:
+    """Return the classes of several lists in the one order that all of them keep; None if there is none.
+
+    It is that of a list with all classes, or else that of their names: so folders, and `class_encode_column`, number.
+    """
+    largest, names = max(known, key=len), {name for of_one in known for name in of_one}
+    order = list(largest) if names == set(largest) else sorted(names)
+    kept = all([*of_one] == [name for name in order if name in of_one] for of_one in known)
+    return order if kept else None
+
+
+def _stored_features(path: Path, split: str) -> Mapping[str, Any]:
+    """Return the columns of the rows of a path, as far as it tells without reading rows."""
+    if _is_image_folder(path):
+        images = (file for file in path.glob("[!.]*/[!.]*") if file.suffix.lower() in ImageFolder.EXTENSIONS)
+        named = {image.parent.name for image in images if not image.parent.name.startswith("__")}  # as `datasets` does
+        return {"label": datasets.ClassLabel(names=sorted(named))}
+    if (saved := _saved(path, split)) is not None:
+        return saved.features
+    if path.suffix.lower() == ".parquet" and (parts := _parts(path)):
+        with suppress(Exception):  # reading the split itself says what is wrong with it
+            return datasets.Features.from_arrow_schema(parquet.read_schema(parts[0]))
+    return {}
 
 
 def _load_image_folder(folder: Path, cache: str) -> datasets.Dataset:

@@ -6,7 +6,7 @@ Scoring needs this, but none of the libraries that read rows.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -98,6 +98,12 @@ def is_of_documents(batch: Mapping[str, torch.Tensor]) -> bool:
     return "query" in batch and bool((batch["query"] < 0).all())
 
 
+def image_shape(batch: Mapping[str, torch.Tensor]) -> tuple[int, ...] | None:
+    """Return the shape of a batch's images, such as (channels, height, width); None without images."""
+    pixels = batch.get("pixel_values")
+    return None if pixels is None else tuple(pixels.shape[1:])
+
+
 def size_of(batch: Mapping[str, torch.Tensor]) -> int:
     """Return how many rows a batch has."""
     return len(next(iter(batch.values())))
@@ -117,6 +123,41 @@ def samples_of(batches: Sequence[Mapping[str, torch.Tensor]]) -> int:
     if "query" in keys:
         return sum(int((batch["query"] >= 0).sum()) for batch in batches)
     return sum(map(size_of, batches))
+
+
+def sample_contents(batches: Sequence[Mapping[str, torch.Tensor]]) -> list[tuple[bytes, ...]]:
+    """Return digests of all inputs of each sample, see `samples_of`: equal for what a model reads alike.
+
+    Of a question with choices, its right one counts, as models are fitted on that.
+    """
+    samples: dict[Any, list[bytes]] = {}
+    for number, batch in enumerate(batches):
+        of = next((batch[key].tolist() for key in ("question", GROUP_KEY, "pair") if key in batch), None)
+        counted = torch.ones(size_of(batch), dtype=torch.bool)
+        if "question" in batch:
+            counted = batch["choice"] == batch["right"]
+        elif "query" in batch and of is None:
+            counted = batch["query"] >= 0
+        for row, content in enumerate(_contents(batch)):
+            if counted[row]:
+                samples.setdefault((number, row) if of is None else of[row], []).append(content)
+    return list(map(tuple, samples.values()))
+
+
+def _contents(batch: Mapping[str, torch.Tensor]) -> Iterator[bytes]:
+    """Yield a digest of the inputs of each row: tokens without padding, images and sounds."""
+    given = {key: batch[key] for key in ("input_ids", "pixel_values", "input_features") if key in batch}
+    mask = batch.get("attention_mask")
+    for row in range(size_of(batch)):
+        digest = hashlib.blake2b(digest_size=16)
+        for key, values in given.items():
+            if len(values) != size_of(batch):  # pieces of images, which no row tells apart
+                continue
+            value = values[row]
+            if key == "input_ids" and mask is not None and mask.shape == values.shape:
+                value = value[mask[row].bool()]
+            digest.update(value.flatten().contiguous().view(torch.uint8).numpy().tobytes())
+        yield digest.digest()
 
 
 def batches_fingerprint(batches: Sequence[Mapping[str, torch.Tensor]]) -> str:

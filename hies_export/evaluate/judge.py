@@ -119,6 +119,8 @@ class Judge:
         """
         dense = predict(model, batches, progress=progress)
         behaviour = behaviour or behaviour_of(model)
+        if behaviour.predicts in ("classes", "words") and "labels" in batches[0]:
+            _warn_if_no_better_than_commonest(behaviour.decided(dense), references(batches, behaviour))
         judge = cls(batches, dense, metrics, behaviour, confidence, as_of, index)
         return judge.on_dense_index() if index == "dense" else judge
 
@@ -308,6 +310,18 @@ class Judge:
 
     def _stability(self, predictions: Predictions) -> float:
         return self.agreement(predictions).double().mean().item()
+
+
+def _warn_if_no_better_than_commonest(decided: torch.Tensor, labels: torch.Tensor) -> None:
+    """Warn of a model that is right no more often than the commonest class: its labels are mostly another model's."""
+    right, commonest = (decided == labels).sum().item(), labels.mode().values.item()
+    most = (labels == commonest).sum().item()
+    if right <= most < len(labels):
+        logger.warning(
+            "the dense model is right on %s of %s labels, and always answering the commonest class, %d, on %s: check "
+            "that the labels are those that it was trained with, numbered as in its id2label",
+            *(f"{right:,}", f"{len(labels):,}", commonest, f"{most:,}"),
+        )
 
 
 def compute_metrics(

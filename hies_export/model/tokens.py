@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -115,22 +115,28 @@ def _reads_text(model: PreTrainedModel, name: str) -> bool:
 
 
 def synthetic_batch(
-    model: PreTrainedModel, *, batch: int, sequence: int | None = None, seed: int = 0
+    model: PreTrainedModel,
+    *,
+    batch: int,
+    sequence: int | None = None,
+    image: Sequence[int] | None = None,
+    seed: int = 0,
 ) -> dict[str, torch.Tensor]:
     """Make random inputs of one shape, as the model's task takes them.
 
-    They are `input_ids` and a mask of ones, both (batch, sequence), or `pixel_values`, (batch, channels, height,
-    width), or all three for a model of images that also reads text. Multiple choice has one choice per row, so its
-    tokens are (batch, 1, sequence). An encoder-decoder has `decoder_input_ids`, (batch, sequence), unless its head
-    makes them from the text. Classifiers with a decoder, such as BART, read the last end-of-text token: it ends every
-    row and is nowhere else. Tokens that stand for images, videos or audio are not drawn.
+    They are `input_ids` and a mask of ones, both (batch, sequence), or `pixel_values`, (batch, *image), or all three
+    for a model of images that also reads text. An `image`, (channels, height, width), has by default the size of the
+    config, which many a processor does not keep. Multiple choice has one choice per row, so its tokens are (batch, 1,
+    sequence). An encoder-decoder has `decoder_input_ids`, (batch, sequence), unless its head makes them from the text.
+    Classifiers with a decoder, such as BART, read the last end-of-text token: it ends every row and is nowhere else.
+    Tokens that stand for images, videos or audio are not drawn.
     """
     if batch < 1:
         raise RecipeError(f"batch must be at least 1, got {batch}")
     generator = torch.Generator().manual_seed(seed)
     accepted = inspect.signature(model.forward).parameters
     if model.main_input_name == "pixel_values":
-        images = {"pixel_values": random_images(model.config, batch, generator)}
+        images = {"pixel_values": random_images(model.config, batch, generator, image)}
         if sequence is None or not {"input_ids", "decoder_input_ids"} & set(accepted):
             return images
         return images | _random_text(model, batch, sequence, generator)
@@ -165,8 +171,10 @@ def _heads(model: PreTrainedModel) -> list[str]:
     return auto_classes(type(model).__name__, model.config.model_type)
 
 
-def random_images(config: Any, batch: int, generator: torch.Generator) -> Tensor:
-    """Return normal values, (batch, channels, height, width), in the size of a model of images or of a tower of one."""
+def random_images(config: Any, batch: int, generator: torch.Generator, image: Sequence[int] | None = None) -> Tensor:
+    """Return normal values, (batch, *image), by default in the size in the config of a model of images or its tower."""
+    if image is not None:
+        return torch.randn((batch, *image), generator=generator, dtype=torch.float32)
     towers = (config, *(getattr(config, name, None) for name in ("vision_config", "encoder")))
     vision = next((tower for tower in towers if hasattr(tower, "image_size")), config)
     size = getattr(vision, "image_size", 224)

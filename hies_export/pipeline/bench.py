@@ -15,13 +15,14 @@ from ..checkpoint.contents import Contents, contents
 from ..checkpoint.loading import load
 from ..data.batches import Batch
 from ..data.processors import load_processor
+from ..data.targets import image_shape
 from ..errors import RequestError, refusing
 from ..forms.compare import time_on
 from ..forms.exports import Exporter, ExportOptions, require_exporters
 from ..forms.form import Form, Forms
 from ..forms.measure.counts import FlopCount, Shape, count_both_flops
 from ..forms.measure.rows import LatencyRow
-from ..forms.measure.shapes import check_shapes, model_shapes
+from ..forms.measure.shapes import check_shapes, image_shape_at, model_shapes
 from ..forms.measure.timing import Timing
 from ..forms.on_rows import time_on_rows
 from ..forms.onnx.multimodal import is_vision_language
@@ -83,9 +84,10 @@ def bench(
     runtimes = runtimes or _default_runtimes(folders)
     _check_request(folders, runtimes, dtypes)
     skeletons = [_skeleton(folder) for folder in folders]
-    _check_inputs(skeletons)
+    images = [image_shape_at(_described(folder), model) for folder, model in zip(folders, skeletons, strict=True)]
+    _check_inputs(skeletons, images)
     evaluated = None if rows is None else rows_in_order(rows)
-    batches = _random_batches(skeletons, shapes) if evaluated is None else {}
+    batches = _random_batches(skeletons, shapes, images[0]) if evaluated is None else {}
     flops = _flops(folders, skeletons, batches) if batches else {}
     asked = [(name, dtype) for name in runtimes for dtype in dtypes or ("float32",) if dtype in RUNTIMES[name].dtypes]
     measured: list[LatencyRow] = []
@@ -107,14 +109,14 @@ def bench(
 
 
 def _random_batches(
-    skeletons: Sequence[PreTrainedModel], shapes: Sequence[Sequence[int]]
+    skeletons: Sequence[PreTrainedModel], shapes: Sequence[Sequence[int]], image: Sequence[int] | None
 ) -> dict[Shape, dict[str, torch.Tensor]]:
     """Return a batch for each shape that both models take."""
     # The second model may have fewer positions than the first.
-    wanted, _ = (model_shapes(model, shapes) for model in skeletons)
+    wanted, _ = (model_shapes(model, shapes, image=image) for model in skeletons)
     # The tokens of the smaller vocabulary are tokens of both.
     smaller = min(skeletons, key=lambda model: getattr(model.config.get_text_config(), "vocab_size", 0))
-    return {shape: synthetic_batch(smaller, batch=shape[0], sequence=shape[1]) for shape in wanted}
+    return {shape: synthetic_batch(smaller, batch=shape[0], sequence=shape[1], image=image) for shape in wanted}
 
 
 def _on_rows(forms: Sequence[Form], batches: Mapping[int, Sequence[Batch]], progress: Progress) -> list[LatencyRow]:
@@ -123,11 +125,15 @@ def _on_rows(forms: Sequence[Form], batches: Mapping[int, Sequence[Batch]], prog
     return [LatencyRow.on_rows(*both, runtime=forms[0].runtime, batch=size) for size, both in timed.items()]
 
 
-def _check_inputs(models: Sequence[PreTrainedModel]) -> None:
+def _check_inputs(models: Sequence[PreTrainedModel], images: Sequence[Sequence[int] | None]) -> None:
     """Refuse models that cannot read the same batch: text and images, or images of another size."""
     kinds = [model.main_input_name for model in models]
     if kinds[0] == kinds[1] == "pixel_values":
-        kinds = [f"images of {model.config.num_channels} x {model.config.image_size}" for model in models]
+        shapes = [
+            shape or image_shape(synthetic_batch(model, batch=1)) or ()
+            for shape, model in zip(images, models, strict=True)
+        ]
+        kinds = [f"images of {' x '.join(map(str, shape))}" for shape in shapes]
     if kinds[0] != kinds[1]:
         raise RequestError(f"two models must take the same kind of input to be compared, got {' and '.join(kinds)}")
 
@@ -194,7 +200,8 @@ def _exports(folder: Path, place: Path, ways: Sequence[tuple[str, str]]) -> dict
     model = load(folder, dtype=torch.float32)
     of_gguf = any(RUNTIMES[runtime].format == "gguf" for runtime, _ in ways)
     tokenizer = load_processor(folder, task=TASKS["text-generation"]) if of_gguf else None
-    exporter = Exporter(ExportOptions(), synthetic_batch(model, batch=2, sequence=16), tokenizer)
+    sample = synthetic_batch(model, batch=2, sequence=16, image=image_shape_at(folder, model))
+    exporter = Exporter(ExportOptions(), sample, tokenizer)
     forms = Forms({str(folder): model}, exporter, place)
     return {way: forms.form(str(folder), *way, ExportOptions.best_for(*way)) for way in ways}
 

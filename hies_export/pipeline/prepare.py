@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..data.batches import Batch
-from ..data.targets import inputs_of, samples_of, size_of
+from ..data.targets import image_shape, inputs_of, sample_contents, samples_of, size_of
 from ..errors import RecipeError, RequestError
 from ..evaluate.interval import CONFIDENCE
 from ..evaluate.metrics import METRICS
@@ -34,6 +35,10 @@ from ..units import PrunableModule
 from .accept import check_model
 
 logger = logging.getLogger(__name__)
+
+# Rows may be fitted and judge as well up to this share: even if nothing is lost on them, what is promised is too good
+# by a tenth of what it lets go at most.
+MOST_SHARED = 0.1
 
 
 @dataclass(frozen=True)
@@ -122,7 +127,7 @@ def prepare(
     length = None
     if not task.in_parts and ((deploys and not shapes) or (timed is not None and timed.sequence is None)):
         length = row_length(model, rows.held_out or rows.calibration)
-    shapes = _shapes(model, shapes, task, timed, length)
+    shapes = _shapes(model, shapes, task, timed, length, image_shape(rows.calibration[0]))
     measured = _measured(model, shapes, rows.calibration[0], task)
     check_model(model, rows.calibration, judged.behaviour)
     check_shapes(model, measured)
@@ -155,24 +160,28 @@ def _shapes(
     task: Task,
     timed: TimedSection | None,
     length: RowLength | None,
+    image: Sequence[int] | None,
 ) -> list[tuple[int, ...]]:
     """Return the shapes for which a request needs batches: those given, or the usual ones, and its budget's."""
     if task.in_parts:
         return [*(shapes or ((1,), (8,))), *([] if timed is None else [timed.shape])]
     tokens = None if length is None else length.tokens
-    found = model_shapes(model, shapes, sequence=tokens)
+    found = model_shapes(model, shapes, sequence=tokens, image=image)
     if timed is None:
         return [*found]
     shape = timed.shape if timed.sequence or tokens is None else (timed.batch, tokens)
-    return [*found, *model_shapes(model, [shape])]
+    return [*found, *model_shapes(model, [shape], image=image)]
 
 
 def _measured(
     model: PreTrainedModel, shapes: Sequence[tuple[int, ...]], calibration: Batch, task: Task
 ) -> dict[tuple[int, int], Batch]:
-    """Return a batch for each shape: random tokens or pixels, or copies of the longest calibration sample."""
+    """Return a batch for each shape: random tokens or pixels in the rows' size, or copies of their longest sample."""
     if not task.in_parts:
-        return {(size, tokens): synthetic_batch(model, batch=size, sequence=tokens) for size, tokens in shapes}
+        image = image_shape(calibration)
+        return {
+            (size, tokens): synthetic_batch(model, batch=size, sequence=tokens, image=image) for size, tokens in shapes
+        }
     # Random tokens would contain no image tokens, and say nothing of how long targets are beside their sources.
     masks = [calibration[name].sum(-1) for name in ("attention_mask", "decoder_attention_mask") if name in calibration]
     longest = max(range(size_of(calibration)), key=lambda row: sum(int(mask[row]) for mask in masks))
@@ -212,6 +221,37 @@ def _check_enough_rows(prepared: Prepared, options: PruneSection) -> None:
             f"keep: {keep.predictions:g} can be promised with {100 * CONFIDENCE:g} % confidence from {needed:,} "
             f"held-out {what} or more, and there are {count:,}; raise keep.samples, give more rows, or ask for less"
         )
+
+
+def check_apart(
+    prepared: Prepared, options: PruneSection | None, evaluation: Sequence[Batch] = (), *, cascades: bool = False
+) -> bool:
+    """Refuse a promise about rows that the model is fitted on, and warn of such rows where nothing is promised.
+
+    Rows are told by what the model reads of them, whichever files they come from. Those that recur among rows drawn
+    from one split, as short texts do, say nothing: new rows may be like them too. Returns whether others are shared.
+    """
+    rows = prepared.rows
+    drawn = (rows.calibration, rows.compensation, rows.held_out, rows.promised, evaluation)
+    parts = [sample_contents(part) for part in drawn]
+    times = [Counter(content for sample in part for content in sample) for part in parts]
+    recurring = {content for part in times for content, count in part.items() if count > 1}
+    fitted, chosen = (set().union(*part) - recurring for part in (times[:2], times[:4]))
+    for judged, name, known, of in (
+        (parts[2], "held-out", fitted, "scored or refitted on"),
+        (parts[3], "held-out", fitted, "scored or refitted on"),
+        (parts[4], "evaluated", chosen, "scored, refitted or chosen on"),
+    ):
+        count, shared = len(judged), sum(known.issuperset(sample) for sample in judged)
+        if shared <= MOST_SHARED * count:
+            continue
+        what = f"{shared:,} of the {count:,} {name} rows are among those that units are {of}"
+        how = "give files that share no rows, or slices such as train[:80%] and train[80%:]"
+        if cascades or (options is not None and options.goal.kind in ("keep", "max_drop")):
+            raise RequestError(f"a promise must be judged on rows of its own, but {what}; {how}")
+        logger.warning("%s, and new rows may keep less; %s", what, how)
+        return True
+    return False
 
 
 def _warn_without_compensation(options: PruneSection) -> None:

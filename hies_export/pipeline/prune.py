@@ -60,7 +60,7 @@ from ..values import PruningPlan, Scores
 from .choose import choose
 from .cut import Choice, Slim, cut, save
 from .objects import Unwrapped, unwrap
-from .prepare import Judged, Prepared, Rows, check_options, prepare
+from .prepare import Judged, Prepared, Rows, check_apart, check_options, prepare
 from .push import push_folder
 from .search import Evaluation, confirm, evaluate
 
@@ -397,6 +397,7 @@ def prune(
         )
         if isinstance(asked, PruneSection):
             check_options(prepared, asked)
+            check_apart(prepared, asked)
         cut_by = asked if isinstance(asked, PruneSection) else asked.plan
         result = prune_prepared(prepared, cut_by, compensation=asked.compensation, progress=progress)
         result = replace(result, given=given)

@@ -6,6 +6,8 @@ its own sections of it, and what was decided here.
 
 from __future__ import annotations
 
+import filecmp
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +21,8 @@ from transformers import PreTrainedModel
 from ..checkpoint.classes import load_config, refuse_quantised
 from ..checkpoint.dense import Source, check_device_map, load_dense, source_of, task_class
 from ..checkpoint.sentence import encoder_class, load_encoder, settings_of
-from ..data.batches import Batch, by_length
+from ..data.batches import Batch, by_length, check_one_size
+from ..data.facts import may_overlap, whole_split
 from ..data.generation import GenerationReader
 from ..data.processors import load_processor
 from ..data.reader import Columns, Reader
@@ -45,7 +48,9 @@ from ..recipe.draws import Drawn, Draws, Splits, draw, evaluated
 from ..recipe.promise import Promise, hold_out
 from ..report.provenance import Request
 from ..tasks import COLUMNS, TASKS, Behaviour
-from .prepare import Judged, Prepared, Rows, check_options, prepare
+from .prepare import Judged, Prepared, Rows, check_apart, check_options, prepare
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -131,6 +136,11 @@ def resolve(
     options = _aligned(options, prepared, recipe.export.options)
     check_options(prepared, options, criteria=criteria)
     cascade = _cascade(recipe, prepared)
+    evaluation = loaded.evaluation if loaded else _shortest_first(judging, rows, splits.evaluation.batch_size)
+    if task.images and not task.text:
+        check_one_size([*prepared.rows.calibration, *prepared.rows.held_out, *prepared.rows.compensation, *evaluation])
+    if not check_apart(prepared, options, evaluation, cascades=recipe.cascade is not None):
+        _warn_of_one_source(recipe, splits)
     if loaded is not None:
         return replace(loaded, prepared=prepared, options=options)
     return Resolved(
@@ -138,7 +148,7 @@ def resolve(
         splits=splits,
         prepared=prepared,
         options=options,
-        evaluation=_shortest_first(judging, rows, splits.evaluation.batch_size),
+        evaluation=evaluation,
         evaluation_of=taken_from(rows),
         in_order=_in_order(judging, rows),
         measure=measure,
@@ -173,6 +183,26 @@ def _batches(recipe: PruningRecipe, reader: Reader, judging: Reader, drawn: Draw
         # The cascades of `deploy` keep the promise that its cuts keep.
         promised=_shortest_first(judging, drawn.promised, size) if recipe.deploy is None else held_out,
     )
+
+
+def _warn_of_one_source(recipe: PruningRecipe, splits: Splits) -> None:
+    """Warn if what is scored and what is evaluated may be the same rows, although few were drawn for both."""
+    scored, evaluated = splits.calibration.split, splits.evaluation.split
+    one, other, files = whole_split(scored), whole_split(evaluated), recipe.data.files
+    if one != other and files is not None and _same_file(files[one], files[other]):
+        evaluated = one + evaluated.removeprefix(other)
+    if may_overlap(scored, evaluated):
+        logger.warning(
+            "calibration.split %r and evaluation.split %r are of the same rows, so that some may both be fitted and "
+            "judge; give other files, or slices such as train[:80%%] and train[80%%:]",
+            scored,
+            splits.evaluation.split,
+        )
+
+
+def _same_file(one: Path, other: Path) -> bool:
+    one, other = one.expanduser(), other.expanduser()
+    return one == other or (one.is_file() and other.is_file() and filecmp.cmp(one, other, shallow=False))
 
 
 def splits_of(recipe: PruningRecipe) -> Splits:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import datasets
 
-from ..data.facts import may_overlap, whole_split
+from ..data.facts import whole_split
 from ..data.rows import common_values, taken_from
 from ..evaluate.interval import FAILURES, confidence_of_each, queries_needed, rate_rows_needed, rows_needed
 from ..forms.deployment import SEARCHED
@@ -117,14 +117,6 @@ def hold_out(splits: Splits, promise: Promise | None, load: Callable[..., datase
         return splits
     split = evaluation.split
     if whole_split(split) == whole_split(scored):
-        if may_overlap(split, scored):
-            logger.warning(
-                "calibration.split %r and evaluation.split %r share rows, so some of the evaluated rows are those that "
-                "%s is promised on; name two slices, such as train[:80%%] and train[80%%:]",
-                scored,
-                split,
-                promise.words,
-            )
         return splits
     if evaluation.rows == "first":
         _warn(promise, splits, f"evaluation.rows: first leaves no rows of {split!r} to draw", "leave it out")

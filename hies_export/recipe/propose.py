@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,22 @@ import datasets
 from ..checkpoint.classes import load_config
 from ..checkpoint.sentence import is_sentence_transformer
 from ..data.given import LABELS, numbers_column, queries_and_documents, usual_columns
+from ..data.reader import Columns
 from ..data.rows import hub_splits, load_rows, taken_from
+from ..data.targets import CLASSIFIED
 from ..errors import DataError, RequestError, listed
 from ..tasks import TASKS, Task
 from ..tasks.models import embedding_task, task_by_class
 from .recipe import PruningRecipe
 
+logger = logging.getLogger(__name__)
+
 # Splits to evaluate on, the best first; without "train", the first split is scored on and the others are evaluated.
 _EVALUATED = ("validation", "validation_matched", "dev", "test")
 # Rows to score on; a row of a decoder is a block of text, of which a corpus may have few, and each has many tokens.
 _SCORED, _SCORED_BLOCKS = 256, 64
+# Rows that show whether labels are those of the model.
+_LOOKED_AT = 1000
 # If a data set has no such split, its last fifth is evaluated.
 _FIRST, _LAST = "[:80%]", "[80%:]"
 # Text columns of data sets that have others too.
@@ -76,7 +83,8 @@ def propose_recipe(
     evaluated = next((split for split in _EVALUATED if split in splits and split != first), None)
     calibration, evaluation = (f"{first}{_FIRST}", f"{first}{_LAST}") if evaluated is None else (first, evaluated)
     source: dict[str, Any] = {"name": name} if files is None else {"files": dict(files)}
-    rows, evaluated = (load_rows(name=name, files=files, split=split, samples=1) for split in (calibration, evaluation))
+    both = [load_rows(name=name, files=files, split=split, samples=_LOOKED_AT) for split in (calibration, evaluation)]
+    rows, evaluated = both
     given = {"text": tuple(text), "image": image, "label": label, "query": query, "document": document, "group": group}
     columns: dict[str, Any] = {key: value for key, value in given.items() if value}
     if not text and image is None and query is None:
@@ -85,12 +93,16 @@ def propose_recipe(
         found = next((name for name in _GROUPS if name in rows.column_names), None)
         columns |= {} if found is None else {"group": found}
 
+    if label is None and task.behaviour(config).predicts in CLASSIFIED and columns.get("label"):
+        columns = _labels_that_are_known(columns, both, task, config)
+
     def at_most(count: int, rows: datasets.Dataset) -> int:
         """Return `count`, or the number of rows if that is smaller: no run should warn of a count nobody chose."""
         # What a decoder reads are blocks of text, whose number is known only when all of it is read.
         return count if task.generative else min(count, taken_from(rows))
 
-    scored = _SCORED_BLOCKS if task.generative else at_most(_SCORED, rows)
+    # Two thirds of few rows are left for the promise, which may have to be made on them.
+    scored = _SCORED_BLOCKS if task.generative else max(1, min(_SCORED, taken_from(rows) // 3))
     refitted = {} if task.generative else {"samples": max(5, at_most(1024, rows))}
     return PruningRecipe(
         model=model,
@@ -106,6 +118,21 @@ def propose_recipe(
         deploy={},
         output=output,
     )
+
+
+def _labels_that_are_known(
+    columns: dict[str, Any], both: Sequence[datasets.Dataset], task: Task, config: Any
+) -> dict[str, Any]:
+    """Return the columns without that of the labels, which nobody named, if they are no labels of the model."""
+    text = {"text": tuple(columns["text"])} if "text" in columns else {}
+    try:
+        for rows in both:
+            task.reader(columns=Columns(**{**columns, **text}), config=config).check(rows)
+    except DataError as error:
+        why = str(error).partition(";")[0]
+        logger.warning("the column %r is not read, as answers are kept without labels: %s", columns["label"], why)
+        return {name: column for name, column in columns.items() if name != "label"}
+    return columns
 
 
 def _task_of(model: str, config: Any) -> Task:

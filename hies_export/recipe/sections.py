@@ -93,8 +93,9 @@ class DataSection(Section):
 
     Attributes:
         name: Hub data set, its configuration last ("nyu-mll/glue/sst2"); or
-        files: split -> file (jsonl, csv, tsv, parquet, txt, gzipped or not) or image folder. In BEIR's layout, it
-            is the file in `qrels`, and the columns are query, document and label.
+        files: split -> file (jsonl, csv, tsv, parquet, txt, gzipped or not), image folder, or folder that
+            `save_to_disk` wrote. In BEIR's layout, it is the file in `qrels`, and the columns are query, document and
+            label.
         text: One or two text columns; one for text-generation.
         image: Image column.
         prompt: What to ask, with the columns it reads in braces: "Question: {question}"; instead of `text` in

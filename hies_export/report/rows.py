@@ -246,7 +246,7 @@ def forms_table(report: Report) -> Table | None:
     }
     labelled, first = report.details.data.evaluation_labelled, report.quality.metric
     told = [name for name in dict.fromkeys((first, *forms[0].metrics)) if labelled or text.is_own(name)]
-    columns |= {title_of(name): partial(_form_metric, name=name, first=first) for name in told or [first]}
+    columns |= {title_of(name): partial(_form_metric, name=name, first=first) for name in told}
     if any(form.at_least is not None for form in forms):
         columns["held out ≥"] = lambda form: "" if form.at_least is None else f"{form.at_least:.2%}"
     columns |= {

@@ -94,7 +94,11 @@ def classes(number, **options):
         (of_labels("yes", "no"), {}, r"must be among the model's \(LABEL_0, LABEL_1\), got 'yes', 'no'"),
         (rows_of(of_labels(1), CLASSES), classes(1), "regression must be numbers"),
         (of_labels("US", "Us"), {"config": named_config(us=0, US=1)}, "'Us' is the name of classes 0, 1 in"),
-        (of_labels(0, 1), {"config": named_config(**{"1": 0, "2": 1})}, r"model's \(1, 2\), got '0'; rename them$"),
+        (
+            of_labels(0, 1),
+            {"config": named_config(**{"1": 0, "2": 1})},
+            r"model's \(1, 2\), got '0'; rename them, or leave",
+        ),
         (
             of_labels([0], [1]),
             {},
@@ -337,6 +341,19 @@ def test_other_class_names_are_matched_by_number(caplog):
     assert "(no, yes) are not named as the model's (bad, good): they are matched by number" in caplog.text
     assert labels_of([True, False], named_config(bad=0, good=1)) == [1, 0]
     assert "(False, True) are not named as the model's (bad, good)" in caplog.text
+
+
+def test_other_class_names_must_be_as_many_as_the_models_and_in_its_order(caplog):
+    five = BertConfig(num_labels=5)
+    with pytest.raises(
+        DataError, match=r"the 2 classes of 'label' \(no, yes\) must have names of the model's 3 .* or be as"
+    ):
+        labels_of([0, 1], BertConfig(num_labels=3), names=["no", "yes"])
+    with pytest.raises(DataError, match="or be in the order of their numbers: as text, 10 comes before 2"):
+        labels_of([0, 1], five, names=["0", "1", "10", "2", "3"])
+    assert labels_of([4, 1], five, names=["0", "1", "2", "3", "10"]) == [4, 1]
+    # Names that the model knows need not be all of its own.
+    assert labels_of([0, 1], classes_named({0: "a", 1: "b", 2: "c"}), names=["b", "c"]) == [1, 2]
 
 
 # ---- image batches ---------------------------------------------------------------------------------------

@@ -303,3 +303,70 @@ def test_real_files():
     images = load(SHARED / "data/cifar10/test-*.parquet", samples=10)
     assert images[3]["image"].size == (32, 32)
     assert images["label"][:] == list(range(10))
+
+
+def test_what_save_to_disk_wrote_is_read(tmp_path):
+    rows = rows_of({key: [record[key] for record in RECORDS] for key in ("text", "label")})
+    rows.with_format("torch").save_to_disk(tmp_path / "rows")
+    datasets.DatasetDict(train=rows.select([0, 1]), test=rows.select([2, 3, 4])).save_to_disk(tmp_path / "whole")
+    assert load(tmp_path / "rows").to_list() == RECORDS
+    assert load(tmp_path / "whole" / "train").to_list() == RECORDS[:2]
+    files = {split: tmp_path / "whole" for split in ("train", "test", "validation")}
+    assert load_rows(files=files, split="test[1:]").to_list() == RECORDS[3:]
+    with pytest.raises(DataError, match="holds the splits train, test, and data.files has it as 'validation'; name"):
+        load_rows(files=files, split="validation")
+    (tmp_path / "rows" / "state.json").write_text("{")
+    with pytest.raises(DataError, match="must be a folder as save_to_disk writes it, but it does not load: "):
+        load(tmp_path / "rows")
+
+
+def names_and_labels(files, split):
+    """Return the class names of a split's column `label`, and the name of each row's class."""
+    rows = load_rows(files=files, split=split)
+    feature = rows.features["label"]
+    if not isinstance(feature, datasets.ClassLabel):
+        return None, rows["label"][:]
+    return feature.names, [feature.names[number] for number in rows["label"]]
+
+
+@pytest.mark.parametrize("kind", ["folder", "parquet", "disk"])
+@pytest.mark.parametrize(
+    ("first", "second", "together"),
+    [
+        (["a", "b", "c"], ["b", "c"], ["a", "b", "c"]),
+        (["a", "b"], ["b", "c"], ["a", "b", "c"]),
+        (["c", "a", "b"], ["c", "b"], ["c", "a", "b"]),
+        (["b", "a"], ["a", "b"], None),
+        (["c", "a"], ["b", "c"], None),
+    ],
+)
+def test_splits_that_number_their_classes_apart_are_numbered_alike(tmp_path, kind, first, second, together):
+    if kind == "folder" and first != sorted(first):
+        pytest.skip("folders are numbered by their names")
+    files = {}
+    for split, names in (("train", first), ("validation", second)):
+        files[split] = path = tmp_path / (f"{split}.parquet" if kind == "parquet" else split)
+        if kind == "folder":
+            for name in names:
+                (path / name).mkdir(parents=True)
+                PIL.Image.new("RGB", (2, 2)).save(path / name / "0.png")
+                (tmp_path / split / ".hidden").mkdir(exist_ok=True)
+                PIL.Image.new("RGB", (2, 2)).save(tmp_path / split / ".hidden" / "0.png")
+            continue
+        features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=names)})
+        rows = rows_of({"text": names, "label": list(range(len(names)))}, features)
+        rows.to_parquet(path) if kind == "parquet" else rows.save_to_disk(path)
+    assert names_and_labels(files, "train") == (together, first)
+    assert names_and_labels(files, "validation") == (together, second)
+
+
+def test_hidden_labels_and_lists_of_classes_are_numbered_alike_too(tmp_path):
+    names = {"train": ["O", "A", "B"], "test": ["O", "B"]}
+    files = {split: tmp_path / f"{split}.parquet" for split in names}
+    for split, of_split in names.items():
+        classes = datasets.ClassLabel(names=of_split)
+        features = datasets.Features({"tags": datasets.List(classes), "label": classes})
+        rows_of({"tags": [[0, 1], []], "label": [-1, 1]}, features).to_parquet(files[split])
+    rows = load_rows(files=files, split="test")
+    assert (rows["tags"][:], rows["label"][:]) == ([[0, 2], []], [-1, 2])
+    assert rows.features["tags"].feature.names == ["O", "A", "B"]

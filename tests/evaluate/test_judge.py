@@ -10,7 +10,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 from support.generative import padded
-from support.models import causal_lm
+from support.models import bert, causal_lm, text_batch
 from support.runs import registries_restored
 from torch import Tensor
 
@@ -46,6 +46,21 @@ def test_classes_are_judged_by_labels_and_by_the_dense_model() -> None:
         found.metrics["accuracy"], standard_error(other, labels, name="accuracy"), sum(same) / 20
     )
     assert judge.of(dense).stability == 1.0
+
+
+def test_a_dense_model_that_is_no_better_than_the_commonest_class_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    model, batch = bert(num_labels=3).eval(), text_batch(12, 30, padding=False, labels=False)
+    right = model(**batch).logits.argmax(-1)
+    one_class, wrong = torch.zeros_like(right), (right + 1) % 3
+    wrong[0] = (right[0] + 2) % 3
+    for labels in (right, one_class, None):
+        Judge.on(model, [batch if labels is None else batch | {"labels": labels}], metrics=("accuracy",))
+    # Rows of one class say nothing.
+    assert not caplog.messages
+    Judge.on(model, [batch | {"labels": wrong}], metrics=("accuracy",))
+    most = max(int((wrong == label).sum()) for label in range(3))
+    assert f"is right on 0 of 12 labels, and always answering the commonest class, {wrong.mode().values}" in caplog.text
+    assert f", on {most}: check that the labels are those that it was trained with" in caplog.text
 
 
 def test_a_registered_metric_says_what_a_share_of_it_is_and_how_it_is_worded() -> None:

@@ -27,6 +27,7 @@ from hies_export import (
     deploy,
 )
 from hies_export.cli.deploy import minutes
+from hies_export.data.targets import samples_of
 from hies_export.forms import deployment
 from hies_export.forms.deployment import DenseForms, try_dense
 from hies_export.forms.form import Form
@@ -293,6 +294,30 @@ def test_a_model_and_its_rows_are_enough_for_a_recipe(folder: Path, tmp_path: Pa
     assert (found.data.text, found.data.label) == (("sentence1", "sentence2"), None)
     named = propose_recipe(str(folder / "model"), files={"train": pair}, text=["genre"], label="score", output=tmp_path)
     assert (named.data.text, named.data.label) == (("genre",), "score")
+
+
+@pytest.mark.parametrize(("rows", "scored", "held_out"), [(150, 40, 80), (30, 8, 16)])
+def test_of_few_rows_most_are_left_for_the_promise(
+    folder: Path, tmp_path: Path, rows: int, scored: int, held_out: int
+) -> None:
+    file = tmp_path / "few.jsonl"
+    file.write_text("".join((folder / "train.jsonl").read_text().splitlines(keepends=True)[:rows]))
+    recipe = propose_recipe(str(folder / "model"), files={"train": file}, output=tmp_path)
+    found = resolve(recipe.to_deploy(keep=0.3)).prepared.rows
+    assert (samples_of(found.calibration), samples_of(found.held_out)) == (scored, held_out)
+
+
+def test_labels_of_other_names_that_nobody_asked_for_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, file = save_text_model(tmp_path / "model"), tmp_path / "rows.jsonl"
+    asked: dict[str, Any] = {"files": {"train": file}, "output": tmp_path}
+    for labels, read in ((("LABEL_0", "LABEL_1"), "label"), (("no", "yes"), None), ((0, -1), None)):
+        rows = [{"text": f"good {number}", "label": labels[number % 2]} for number in range(20)]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        assert propose_recipe(str(model), **asked).data.label == read
+    assert "'label' is not read, as answers are kept without labels: the class names in 'label' must" in caplog.text
+    assert propose_recipe(str(model), **asked, label="label").data.label == "label"
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from hies_export.report.html import render_html
 from hies_export.report.jinja import render_markdown
 from hies_export.report.lead import asked_row, lead_text
 from hies_export.report.report import FirstMetric, Report
+from hies_export.report.rows import forms_table
 from hies_export.report.text import alpha_text, budget_text, si, tried_text
 
 LATENCY = {"kind": "latency", "target": 0.85, "predicted": 0.84, "measured": 0.83, "noisy": False}
@@ -350,3 +351,9 @@ def test_one_scale_with_round_ticks_for_all_bars() -> None:
     assert [text for _, text in wide.ticks] == ["0", "0.5", "1", "1.5", "2", "2.5", "3"]
     assert len(Scale(123456.0).ticks) <= 9
     assert latency_scale([])(1.0) < 100
+
+
+def test_without_labels_forms_have_no_metric() -> None:
+    shown = [forms_table(make_report(data=DATA | {"evaluation_labelled": known}, **SERVED)) for known in (True, False)]
+    labelled, unlabelled = ([*table.header] for table in shown if table is not None)
+    assert [name for name in labelled if name not in unlabelled] == ["accuracy"]

@@ -6,13 +6,16 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from ...errors import RequestError, quoted, root_cause
+from ...data.processors import image_shape_of, load_processor
+from ...errors import DataError, RequestError, quoted, root_cause
 from ...model.tokens import longest_sequence, sequence_length, synthetic_batch
+from ...tasks import TASKS
 from .counts import Shape, count_flops
 
 # More tokens than any machine runs at once; a larger batch would fill the memory before a model sees it.
@@ -53,12 +56,16 @@ def row_length(model: PreTrainedModel, batches: Sequence[Mapping[str, Any]]) -> 
 
 
 def model_shapes(
-    model: PreTrainedModel, shapes: Sequence[Sequence[int]], *, sequence: int | None = None
+    model: PreTrainedModel,
+    shapes: Sequence[Sequence[int]],
+    *,
+    sequence: int | None = None,
+    image: Sequence[int] | None = None,
 ) -> list[Shape]:
-    """Return the (batch, sequence) pairs to measure. For an image model, the sequence follows from the image size.
+    """Return the (batch, sequence) pairs to measure. For an image model, the sequence follows from the image's shape.
 
-    Without shapes, they are a batch of 1 and of 8, of `sequence` tokens, by default 128 or the most that the model
-    takes.
+    An `image`, (channels, height, width), has by default the size of the config. Without shapes, they are a batch of 1
+    and of 8, of `sequence` tokens, by default 128 or the most that the model takes.
 
     Raises RequestError if the shape of a text model has no sequence, or one longer than its positions, or a shape has
     more than `MOST_TOKENS`.
@@ -67,9 +74,9 @@ def model_shapes(
         if math.prod(shape) > MOST_TOKENS:
             raise RequestError(f"a shape must have at most {MOST_TOKENS:,} tokens or images, got {quoted(list(shape))}")
     if model.main_input_name == "pixel_values":
-        image = synthetic_batch(model, batch=1)
-        check_runs(model, image, "one random image")
-        tokens = sequence_length(model, image)
+        one = synthetic_batch(model, batch=1, image=image)
+        check_runs(model, one, f"one random image of {' x '.join(map(str, one['pixel_values'].shape[1:]))}")
+        tokens = sequence_length(model, one)
         return [(batch, tokens) for batch in dict.fromkeys(shape[0] for shape in shapes or ((1,), (8,)))]
     for shape in shapes:
         if len(shape) != 2:
@@ -79,6 +86,16 @@ def model_shapes(
         return [(shape[0], shape[1]) for shape in shapes]
     sequence = sequence or min(128, longest_sequence(model.config) or 128)
     return [(1, sequence), (8, sequence)]
+
+
+def image_shape_at(folder: str | Path, model: PreTrainedModel) -> tuple[int, ...] | None:
+    """Return the `image_shape_of` the processor that a model's folder holds; None if it holds none."""
+    if model.main_input_name != "pixel_values":
+        return None
+    try:
+        return image_shape_of(load_processor(folder, task=TASKS["image-classification"]), model)
+    except DataError:
+        return None
 
 
 def check_runs(model: PreTrainedModel, batch: Mapping[str, Any], what: str) -> None:

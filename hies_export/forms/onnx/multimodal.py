@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,18 +24,21 @@ def is_vision_language(model: PreTrainedModel) -> bool:
     return takes_images and all(part is not None and part is not model for part in parts)
 
 
-def image_text_batch(model: PreTrainedModel, *, batch: int = 2, text: int = 8, seed: int = 0) -> dict[str, Tensor]:
+def image_text_batch(
+    model: PreTrainedModel, *, batch: int = 2, text: int = 8, image: Sequence[int] | None = None, seed: int = 0
+) -> dict[str, Tensor]:
     """Make random images and prompts of `text` tokens, half before the image tokens, half after.
 
-    Returns `pixel_values` (batch, channels, height, width), `input_ids` and `attention_mask` (batch, sequence). Raises
-    UnsupportedModelError if image features need more than `pixel_values`.
+    Returns `pixel_values` (batch, *image), by default in the size of the config, and `input_ids` and `attention_mask`
+    (batch, sequence). Raises UnsupportedModelError if image features need more than `pixel_values`.
     """
-    pixels = random_images(model.config, batch, torch.Generator().manual_seed(seed)).to(model.device, model.dtype)
+    pixels = random_images(model.config, batch, torch.Generator().manual_seed(seed), image)
+    pixels = pixels.to(model.device, model.dtype)
     with torch.no_grad():
         tokens = _image_features(model, pixels).shape[1]
     ids = synthetic_batch(model, batch=batch, sequence=text, seed=seed)["input_ids"]
-    image = torch.full((batch, tokens), model.config.image_token_id)
-    ids = torch.cat([ids[:, : text // 2], image, ids[:, text // 2 :]], dim=1)
+    places = torch.full((batch, tokens), model.config.image_token_id)
+    ids = torch.cat([ids[:, : text // 2], places, ids[:, text // 2 :]], dim=1)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels}
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ...data.targets import image_shape
 from ...errors import RequestError
 from ...forms.compare import compare_two
 from ...forms.cost.cut import cut_bundles
@@ -59,8 +60,9 @@ class Stopwatch:
             self._shape, self._batch = next(iter(shared.base.measured.items()))
         else:
             longest = longest_sequence(model.config) or request.shape[1]
-            (self._shape,) = model_shapes(model, [(request.shape[0], min(request.shape[1], longest))])
-            self._batch = synthetic_batch(model, batch=self._shape[0], sequence=self._shape[1])
+            image = image_shape(shared.base.rows.calibration[0])
+            (self._shape,) = model_shapes(model, [(request.shape[0], min(request.shape[1], longest))], image=image)
+            self._batch = synthetic_batch(model, batch=self._shape[0], sequence=self._shape[1], image=image)
 
     def key(self, lost: Mapping[str, int]) -> str:
         """Return the name of a timing in the journal."""
