@@ -101,7 +101,7 @@ def test_every_module_and_file_is_kept_in_the_slim_folder(tmp_path: Path) -> Non
     (folder / "onnx" / "model.onnx").write_text("of the dense model")
     settings = settings_of(folder)
     assert (settings.max_length, settings.lower, settings.encoder) == (12, True, folder)
-    assert settings.prompts == {"query": "q: ", "document": "p: ", "text": "q: "}
+    assert settings.prompts == {"query": "q: ", "text": "q: "}  # as sentence-transformers, which reads no "passage"
 
     model = load_encoder(settings, dtype="float32")
     batch = text_batch(labels=False)
@@ -270,7 +270,7 @@ def test_a_transformer_in_a_folder_of_its_own(tmp_path: Path) -> None:
 def test_the_files_of_a_cross_encoder_come_along(tmp_path: Path) -> None:
     model = bert(num_labels=1)
     model.save_pretrained(tmp_path / "dense")
-    files = cross_encoder_files("torch.nn.modules.linear.Identity", 32, {})
+    files = cross_encoder_files({"activation_fn": "torch.nn.modules.linear.Identity", "prompts": {}}, 32)
     for name, content in files.items():
         (tmp_path / "dense" / name).write_text(json.dumps(content))
     modules = find_modules(model, text_batch(labels=False), kinds=("attention",))
