@@ -333,7 +333,9 @@ class _Found:
             config = load_config(recipe.model, **hub)
             refuse_quantised(config, recipe.model)
             model_class = task_class(recipe.model, config, task=recipe.task, **hub)
-            return cls(recipe.model, config, model_class, hub, pairs=cross_encoder_of(recipe.model, config, **hub))
+            classifies = recipe.task == "text-classification"
+            pairs = cross_encoder_of(recipe.model, config, **hub) if classifies else None
+            return cls(recipe.model, config, model_class, hub, pairs=pairs)
         settings = settings_of(recipe.model, pooling=recipe.pooling, normalize=recipe.normalize, **hub)
         assert settings.encoder is not None
         config = load_config(settings.encoder)
@@ -356,11 +358,10 @@ class _Found:
 
     def check(self, model: PreTrainedModel, processor: Any) -> None:
         """Refuse a folder of sentence-transformers that gives other numbers there, where it is installed."""
-        folder = self.settings.folder if self.settings is not None else Path(self.encoder)
+        folder = Path(self.encoder) if self.pairs is not None else self.settings and self.settings.folder
+        # A slim one was checked when it was written, and needs the code in its folder.
         encoder = model.auto_model if isinstance(model, TextEncoder) else model
-        if (
-            folder is not None and folder.is_dir() and not is_slim(encoder)
-        ):  # whose code would run, and which was checked
+        if folder and folder.is_dir() and not is_slim(encoder):
             processes.on_main(lambda: check_in_sentence_transformers(model, folder, processor, written=False))
 
     def load(self, *, dtype: str | None, device_map: str | None) -> PreTrainedModel:
