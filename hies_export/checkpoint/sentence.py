@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 import transformers
@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..errors import RequestError, listed, quoted, refusing
+from ..errors import RequestError, listed, quoted, refusing, shortened
 from ..files import Rule, Schema, check, read_json
 from ..model.internals import auto_classes, file_of, model_class_of, never_asking
 from ..model.online import hub_or_cache
@@ -234,7 +234,7 @@ class _Layer(Schema):
     module_output_name: str | None = None
     use_residual: bool = False
     dimension: int | None = None
-    dropout: float = 0.2
+    dropout: float = Field(0.2, ge=0, le=1)
 
 
 # Read
@@ -434,7 +434,7 @@ def check_modules(types: Sequence[str], *, where: str) -> list[str]:
     if names[:2] != ["Transformer", "Pooling"] or set(names[2:]) - set(_LAYERS):
         raise RequestError(
             f"an embedding model must be a Transformer, a Pooling, and then any of {', '.join(_LAYERS)}, but {where} "
-            f"is {listed(names) or 'empty'}; give a model of these modules"
+            f"is {shortened(listed(names)) or 'empty'}; give a model of these modules"
         )
     return names
 
@@ -477,7 +477,9 @@ def text_settings(
     _check_output(text, task, where)
     for name, value in (text.config_kwargs or {}).items():
         if name != "trust_remote_code" and getattr(config, name, ...) != value:
-            raise _TEXT.refused(f"{_TEXT_FILES[0]} of {where} has config_kwargs with {name}: {quoted(value)}")
+            raise _TEXT.refused(
+                f"{_TEXT_FILES[0]} of {where} has config_kwargs with {shortened(name)}: {quoted(value)}"
+            )
     processing, tokenizer = text.processing_kwargs or _Processing(), text.processor_kwargs or _Tokenizer()
     called: dict[str, Any] = {}
     for part in (processing.text, processing.common):
@@ -509,13 +511,14 @@ def _check_output(text: _Text, task: str, where: str) -> None:
     if (text.transformer_task, text.module_output_name or output) != (task, output) or any(
         reads.get(key) != value for key, value in wanted.items()
     ):
+        must = {
+            "feature-extraction": "the Transformer of an embedding model must give the embeddings of its tokens (task "
+            "feature-extraction, output last_hidden_state)",
+            "sequence-classification": "the Transformer of a CrossEncoder must give the logits of its classes",
+        }
         raise RequestError(
-            f"the Transformer of an embedding model must give the embeddings of its tokens (task feature-extraction, "
-            f"output last_hidden_state), but that of {where} is for {text.transformer_task} and gives "
+            f"{must[task]}, but that of {where} is for {shortened(text.transformer_task)} and gives "
             f"{quoted(reads.get('method_output_name'))}; give a model that does"
-            if task == "feature-extraction"
-            else f"the Transformer of a CrossEncoder must give the logits of its classes, but that of {where} is for "
-            f"{text.transformer_task} and gives {quoted(reads.get('method_output_name'))}; give a model that does"
         )
 
 
@@ -596,7 +599,7 @@ def _modes(pooling: _Pooling, where: str) -> list[PoolingMode]:
     modes: list[PoolingMode] = [mode for name in asked for mode in get_args(PoolingMode) if mode == name]
     if not modes or len(modes) != len(asked):
         raise _SENTENCE.refused(
-            f"{where} pools by {listed(asked) or 'nothing'}, and known are {', '.join(POOLING_MODES)}"
+            f"{where} pools by {shortened(listed(asked)) or 'nothing'}, and known are {', '.join(POOLING_MODES)}"
         )
     return modes
 
@@ -607,7 +610,7 @@ def _check_layer(layer: _Layer, kind: str, where: str) -> None:
     if (layer.module_input_name, output) != ("sentence_embedding", "sentence_embedding"):
         raise RequestError(
             f"{kind} must turn sentence_embedding into sentence_embedding, but that of {where} turns "
-            f"{layer.module_input_name} into {output}; give a model of one embedding per text"
+            f"{shortened(layer.module_input_name)} into {shortened(output)}; give a model of one embedding per text"
         )
     if layer.use_residual:
         raise RequestError(f"a Dense must have no residual, but that of {where} has one; give a model without it")
@@ -626,18 +629,21 @@ def _load_bin(file: Path) -> dict[str, Tensor]:
     return found
 
 
-def _filled(layer: nn.Module, under: str, weights: Weights, where: str) -> None:
-    """Load the weights of a module's layer, which has a name there."""
+def _filled(layer: Callable[[], nn.Module], under: str, weights: Weights, where: str) -> Any:
+    """Return a module's layer, which has a name there, with its weights; without memory for other ones."""
     named = {name.removeprefix(f"{under}."): tensor for name, tensor in weights().items()}
     with refusing(f"the weights of {where} must be those that its config describes, but are not", AGAIN):
-        layer.load_state_dict(named)
+        with torch.device("meta"):
+            made = layer()
+        made.load_state_dict(named, assign=True)
+    return made
 
 
 def _dense(config: _Layer, weights: Weights, where: str) -> nn.Module:
     if config.in_features is None or config.out_features is None:
         raise _SENTENCE.refused(f"{where} has no in_features and out_features")
-    linear = nn.Linear(config.in_features, config.out_features, bias=config.bias)
-    _filled(linear, "linear", weights, where)
+    sizes = config.in_features, config.out_features
+    linear = _filled(lambda: nn.Linear(*sizes, bias=config.bias), "linear", weights, where)
     return Dense(linear, _activation(config.activation_function, where))
 
 
@@ -663,9 +669,8 @@ def _normalize(config: _Layer, weights: Weights, where: str) -> nn.Module:
 def _layer_norm(config: _Layer, weights: Weights, where: str) -> nn.Module:
     if config.dimension is None:
         raise _SENTENCE.refused(f"{where} has no dimension")
-    norm = nn.LayerNorm(config.dimension)
-    _filled(norm, "norm", weights, where)
-    return norm
+    size = config.dimension
+    return cast(nn.Module, _filled(lambda: nn.LayerNorm(size), "norm", weights, where))
 
 
 def _dropout(config: _Layer, weights: Weights, where: str) -> nn.Module:
@@ -754,7 +759,7 @@ def check_cross_encoder_modules(names: Sequence[str], *, where: str) -> None:
     if [*names] != ["Transformer"]:
         raise RequestError(
             f"a CrossEncoder must be a single Transformer with its own head, but {where} is "
-            f"{listed(names) or 'empty'}; give one of a model for sequence classification"
+            f"{shortened(listed(names)) or 'empty'}; give one of a model for sequence classification"
         )
 
 
@@ -774,8 +779,8 @@ def cross_encoder_settings(
     default = options.get("default_prompt_name")
     if default is not None and (options.get("prompts") or {}).get(default):
         raise RequestError(
-            f"a CrossEncoder must read its pairs without a prompt, but {where} has {default!r} by default; set its "
-            "default_prompt_name to None, and put the prompt into the texts"
+            f"a CrossEncoder must read its pairs without a prompt, but {where} has {quoted(default)} by default; set "
+            "its default_prompt_name to None, and put the prompt into the texts"
         )
     found = SentenceSettings((), **text_settings(fields, config, where=where, task="sequence-classification"))
     if not found.special_tokens:
