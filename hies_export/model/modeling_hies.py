@@ -24,6 +24,7 @@ Licence: Apache-2.0.
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import os
 import shutil
@@ -230,10 +231,7 @@ def _module():
 
     That of encoder-decoders loads a stock class by itself, whose layers have other sizes.
     """
-    try:
-        from sentence_transformers.base.modules import Transformer as module
-    except ImportError:  # version 5
-        from sentence_transformers.models import Transformer as module
+    module = importlib.import_module("sentence_transformers.models").Transformer  # which alone asks for this
 
     def load(self, path, config, *args, **kwargs):
         self.auto_model = __getattr__(config.architectures[0]).from_pretrained(path, config=config, **kwargs)
