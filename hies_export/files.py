@@ -74,7 +74,8 @@ def check(value: Any, schema: Any, rule: Rule, *, where: str) -> Any:
         first, *more = error.errors(include_url=False)
         # A validator of ours has quoted what it got.
         got = "" if first["type"] in ("missing", "value_error") else f", got {quoted(first['input'])}"
-        problem = shortened(": ".join([".".join(map(str, first["loc"])), first["msg"] + got]).removeprefix(": "))
+        says = "is not known" if first["type"] == "extra_forbidden" else first["msg"]
+        problem = shortened(": ".join([".".join(map(str, first["loc"])), says + got]).removeprefix(": "))
         raise rule.refused(f"in {where} {problem}" + (f" (and {len(more)} more)" if more else "")) from error
 
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import normalizers
 from transformers import AutoTokenizer
 
 try:
@@ -25,6 +24,7 @@ except ImportError:  # version 5
     from sentence_transformers.models import InputModule
 
 from .checkpoint.served import SERVED_FILE, read_served
+from .data.tokens import read_as_asked
 from .forms.runtimes.base import Runtime
 from .forms.runtimes.registry import load_runtime
 
@@ -40,11 +40,17 @@ class OnnxEncoder(InputModule):  # type: ignore[misc, unused-ignore]
         threads: Threads of the CPU; None for as many as torch has.
         max_seq_length: Longest text in tokens; longer ones are cut.
         do_lower_case: Whether texts are lowercased before the tokenizer's own rules.
+        lengths: Longest query, document or other text ("text"), where it is not `max_seq_length`.
+        special_tokens: Whether the tokenizer adds its special tokens.
+        attributes: What the tokenizer is given, such as `truncation_side`.
         dimension: Width of the embeddings.
     """
 
     config_file_name = SERVED_FILE
-    config_keys = ("file", "runtime", "dtype", "threads", "max_seq_length", "do_lower_case", "dimension")
+    config_keys = (
+        *("file", "runtime", "dtype", "threads", "max_seq_length", "do_lower_case", "lengths", "special_tokens"),
+        *("attributes", "dimension"),
+    )
     save_in_root = True
 
     def __init__(
@@ -58,18 +64,19 @@ class OnnxEncoder(InputModule):  # type: ignore[misc, unused-ignore]
         threads: int | None = None,
         max_seq_length: int | None = None,
         do_lower_case: bool = False,
+        lengths: Mapping[str, int] | None = None,
+        special_tokens: bool = True,
+        attributes: Mapping[str, Any] | None = None,
     ):
         super().__init__()
         self.folder, self.file, self.dimension = Path(folder), file, dimension
         self.runtime, self.dtype, self.threads = runtime, dtype, threads
-        self.do_lower_case = do_lower_case
+        self.do_lower_case, self.special_tokens = do_lower_case, special_tokens
+        self.lengths, self.attributes = dict(lengths or {}), dict(attributes or {})
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         if max_seq_length is not None:
             self.tokenizer.model_max_length = max_seq_length
-        if do_lower_case:
-            backend = self.tokenizer.backend_tokenizer
-            rules = [normalizers.Lowercase(), *([] if backend.normalizer is None else [backend.normalizer])]
-            backend.normalizer = normalizers.Sequence(rules)
+        read_as_asked(self.tokenizer, self.attributes, lower=do_lower_case)
         self._loaded: Runtime | None = None
         self._runtime()  # refused now, not at the first text
 
@@ -92,10 +99,14 @@ class OnnxEncoder(InputModule):  # type: ignore[misc, unused-ignore]
         """Leave out the session, which cannot be copied or sent to another process: it is opened there."""
         return {**self.__dict__, "_loaded": None}
 
-    def preprocess(self, inputs: Sequence[str], prompt: str | None = None, **kwargs: Any) -> dict[str, Any]:
-        """Return the tokens of texts, padded to the longest."""
+    def preprocess(
+        self, inputs: Sequence[str], prompt: str | None = None, task: str | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Return the tokens of texts, padded to the longest; `task` is "query", "document" or none."""
         texts = [f"{prompt or ''}{text}" for text in inputs]
-        return dict(self.tokenizer(texts, padding=True, truncation=True, return_tensors="pt"))
+        options: dict[str, Any] = {"max_length": self.lengths.get(task or "text")}
+        options |= {"add_special_tokens": self.special_tokens, "return_tensors": "pt"}
+        return dict(self.tokenizer(texts, padding=True, truncation=True, **options))
 
     def tokenize(self, texts: Sequence[str], **kwargs: Any) -> dict[str, Any]:
         """Return the tokens of texts: the name of `preprocess` in version 5."""

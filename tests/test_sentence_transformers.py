@@ -1,5 +1,7 @@
 """sentence-transformers itself, where it is installed: it loads our folders, and gives our embeddings."""
 
+import copy
+import json
 import pickle
 import random
 from pathlib import Path
@@ -7,17 +9,31 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from support.cuts import random_neurons
 from support.models import WORDS as GOOD
 from support.models import save_text_model
 from support.runs import hies
-from support.sentences import MEAN, WIDTH, WORDS, dense, sentence_folder
+from support.sentences import MEAN, WIDTH, WORDS, dense, sentence_folder, t5_encoder
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from hies_export import RequestError, find_modules, prune, prune_units, save_slim
-from hies_export.checkpoint.sentence import load_sentence
+from hies_export import (
+    PruningRecipe,
+    ReloadMismatchError,
+    RequestError,
+    find_modules,
+    prune,
+    prune_units,
+    save_slim,
+)
+from hies_export.checkpoint import sentence
+from hies_export.checkpoint.sentence import load_sentence, write_json, write_text_settings
+from hies_export.data.embedding import EmbeddingReader
+from hies_export.data.reader import Columns
+from hies_export.data.targets import inputs_of
 from hies_export.model.sentence import TextEncoder
+from hies_export.pipeline.resolve import resolve
 from hies_export.values import PruningPlan
 
 st = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
@@ -76,6 +92,82 @@ def test_lowercase_and_prompts(tmp_path: Path) -> None:
     expected = encode(slim, tokenizer, [slim.settings.prompts["query"] + text for text in TEXTS])
     found = torch.tensor(theirs.encode_query([text.upper() for text in TEXTS]))
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+ASKED = {
+    "query_length": {"query_length": 6},
+    "document_length": {"document_length": 6},
+    "call": {"processing_kwargs": {"common": {"max_length": 7}, "text": {"add_special_tokens": False}}},
+    "tokenizer": {"tokenizer_args": {"model_max_length": 8, "truncation_side": "left"}, "do_lower_case": True},
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_what_a_folder_asks_for_is_told_kept_and_served(name: str, tmp_path: Path) -> None:
+    options = {"prompts": {"query": "w1 w2 ", "passage": "w3 "}, "similarity_fn_name": "euclidean", "truncate_dim": 7}
+    text = {"max_seq_length": 16} | ASKED[name]
+    source = sentence_folder(tmp_path / "dense", text=text, options=options)
+    slim, tokenizer = slim_folder(source, tmp_path / "slim")
+    assert hies("export", tmp_path / "slim", "-o", tmp_path / "served") == 0
+    rows = Dataset.from_dict({"query": TEXTS, "document": TEXTS, "text": TEXTS})
+    kinds = (Columns(query="query", document="document"), Columns(text=("text",)))
+    readers = [EmbeddingReader(c, slim.config, copy.deepcopy(tokenizer), **slim.settings.reading) for c in kinds]
+    batches = [batch for reader in readers for batch in reader.as_they_come().batches(rows, batch_size=9)]
+    with torch.no_grad():
+        expected = [slim(**inputs_of(batch)).sentence_embedding for batch in batches]
+    for folder in ("slim", "served"):
+        theirs = st.SentenceTransformer(str(tmp_path / folder), device="cpu", trust_remote_code=True)
+        assert theirs.similarity_fn_name == slim.settings.similarity == "euclidean"
+        for encode_by, ours in zip((theirs.encode_query, theirs.encode_document, theirs.encode), expected, strict=True):
+            torch.testing.assert_close(torch.tensor(encode_by(TEXTS)), ours, atol=1e-4, rtol=0)
+
+
+def test_a_folder_that_gives_other_numbers_there_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = sentence_folder(tmp_path / "dense", text={"query_length": 6})
+    written = write_text_settings
+    monkeypatch.setattr(
+        sentence, "write_text_settings", lambda m, f: written(m, f) or write_json(f / "sentence_bert_config.json", {})
+    )
+    with pytest.raises(ReloadMismatchError, match="must give in sentence-transformers what it gives here, but it diff"):
+        slim_folder(source, tmp_path / "slim")
+    assert not (tmp_path / "slim").exists()
+
+
+def test_a_given_folder_that_gives_other_numbers_there_is_refused_before_the_work(tmp_path: Path) -> None:
+    source = sentence_folder(tmp_path / "dense", options={"requirements": {"transformers": ">=99"}})
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    recipe = PruningRecipe(
+        model=str(source),
+        task="feature-extraction",
+        data={"text": ["text"], "files": {"train": str(rows)}},
+        calibration={"split": "train", "samples": 4},
+        evaluation={"split": "train"},
+        prune={"budget": {"heads": 0.5}},
+        output=str(tmp_path / "out"),
+    )
+    with pytest.raises(
+        RequestError, match=r"fails with: .*requires.*transformers>=99.*correct the settings in its files"
+    ):
+        resolve(recipe)
+
+
+def test_the_encoder_of_a_t5_loads_by_a_class_of_its_own(tmp_path: Path) -> None:
+    source = sentence_folder(tmp_path / "dense", encoder=t5_encoder("T5"))
+    slim, tokenizer = slim_folder(source, tmp_path / "slim")
+    theirs = st.SentenceTransformer(str(tmp_path / "slim"), device="cpu", trust_remote_code=True)
+    expected = encode(slim, tokenizer, TEXTS)
+    torch.testing.assert_close(torch.tensor(theirs.encode(TEXTS)), expected, atol=1e-5, rtol=0)
+    theirs.save_pretrained(str(tmp_path / "again"))
+    again = st.SentenceTransformer(str(tmp_path / "again"), device="cpu", trust_remote_code=True)
+    torch.testing.assert_close(torch.tensor(again.encode(TEXTS)), expected, atol=1e-5, rtol=0)
+
+
+def test_a_layer_that_no_file_describes_is_refused(tmp_path: Path) -> None:
+    given = st.SentenceTransformer(str(sentence_folder(tmp_path / "dense", [dense(WIDTH, 12)])), device="cpu")
+    given[2].activation_function = torch.nn.LeakyReLU(0.5)
+    with pytest.raises(RequestError, match="it differs by .*; save it, load it again, and prune that"):
+        prune(given, TEXTS * 4, budget={"heads": 0.5})
 
 
 def test_prune_gives_back_a_sentence_transformer(tmp_path: Path) -> None:

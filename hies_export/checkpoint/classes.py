@@ -171,7 +171,8 @@ def load_config(path: str | Path, **hub: Any) -> Any:
 
 def _warn_of_lost_names(written: Mapping[str, Any], read: Any, path: str | Path) -> None:
     """Warn if a config names classes, but transformers gives them other names."""
-    names = list((written.get("id2label") or {}).values()) or list(written.get("label2id") or ())
+    numbers = written.get("label2id")  # which decides nothing, and may be anything
+    names = list((written.get("id2label") or {}).values()) or list(numbers if isinstance(numbers, dict) else ())
     if names and set(map(str, names)) != set(map(str, read.id2label.values())):
         logger.warning(
             "the config of %s names classes (%s), but not by an id2label of as many classes as its num_labels: "

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import datasets
 import torch
 import transformers
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoModel, PreTrainedModel
+from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 
+from ..data.classification import TextReader
+from ..data.embedding import EmbeddingReader
+from ..data.reader import Columns
 from ..data.targets import inputs_of
+from ..data.tokens import read_as_asked
 from ..equal import SAME_CODE, Difference
-from ..errors import ReloadMismatchError, refusing
+from ..errors import ReloadMismatchError, RequestError, refusing
 from ..model.copies import convert
 from ..model.internals import (
     attention_undecided,
@@ -25,19 +32,28 @@ from ..model.internals import (
     exact_products,
     has_auto_base,
     layers_unwarned,
+    never_asking,
     saved_state,
 )
 from ..model.modes import evaluating
-from ..model.sentence import TextEncoder
+from ..model.sentence import SentenceSettings, TextEncoder
 from ..slim.check import first_output
 from ..slim.config import is_slim
+from ..tasks.models import behaviour_of
 from ..values import PruningPlan
 from .cards import under_licence
 from .classes import find_model_class
 from .companions import CARD, DOCUMENTS, PROCESSORS, VOCABULARIES, copy_companions, documents_of
 from .folders import new_folder
 from .refits import REFIT
-from .sentence import cross_encoder_in, load_sentence, write_json, write_modules
+from .sentence import (
+    MODULES_FILE,
+    cross_encoder_in,
+    cross_encoder_settings,
+    load_sentence,
+    write_json,
+    write_modules,
+)
 from .settings import complete_settings
 
 HALF = (torch.float16, torch.bfloat16)
@@ -116,7 +132,9 @@ def save_slim(
         card = under_licence(card, source)
         if card is not None:
             (written / CARD).write_text(card, encoding="utf-8")
-        return check_reload(model, written, batch)
+        worst = check_reload(model, written, batch)
+        check_in_sentence_transformers(model, written, processor)
+        return worst
 
 
 @layers_unwarned()
@@ -206,6 +224,104 @@ def _check_embeddings(model: TextEncoder, folder: str | Path, batch: Mapping[str
             f"a loaded model must give the saved model's embeddings, but they differ by {difference}; nothing was kept"
         )
     return difference.max_abs
+
+
+@layers_unwarned()
+@never_asking()
+def check_in_sentence_transformers(
+    model: PreTrainedModel, folder: Path, processor: Any = None, *, written: bool = True, limit: float = SAME_CODE
+) -> None:
+    """Compare a model with its folder in sentence-transformers, where that is installed and the folder is one of it.
+
+    A few texts of the tokenizer's words, one of them too long, go through the reader and the model here, and through
+    `encode_query`, `encode_document` and `encode`, or of a CrossEncoder `predict`, there.
+
+    Args:
+        model: What is in the folder.
+        folder: A SentenceTransformer or CrossEncoder.
+        processor: The tokenizer; by default that of the folder.
+        written: Whether the folder was written here: its code may run then, and nothing of it is kept if it differs.
+        limit: Largest difference, as a share of the largest number.
+
+    Raises:
+        ReloadMismatchError: The folder does not load there, or gives other numbers; a RequestError if it was given.
+    """
+    if find_spec("sentence_transformers") is None or not (folder / MODULES_FILE).is_file():
+        return
+    if next(folder.glob("**/tokenizer_config.json"), None) is None:
+        return
+    error: Any = ReloadMismatchError if written else RequestError
+    remedy = "nothing was kept" if written else "correct the settings in its files, or uninstall sentence-transformers"
+    with refusing(f"{_THERE} there it fails with", remedy, error):
+        import sentence_transformers as there
+
+        of: Any = there.SentenceTransformer if isinstance(model, TextEncoder) else there.CrossEncoder
+        computing = {"dtype": torch.float32, "attn_implementation": "eager"}
+        options = {"device": str(model.device), "local_files_only": True, "model_kwargs": computing}
+        loaded = of(str(folder), trust_remote_code=written, **options)
+    tokenizer = processor or AutoTokenizer.from_pretrained(folder)
+    compare_in_sentence_transformers(convert(model, dtype=torch.float32), loaded, tokenizer, error, remedy, limit)
+
+
+_THERE = "a model must give in sentence-transformers what it gives here, but"
+
+
+def compare_in_sentence_transformers(
+    model: PreTrainedModel, loaded: Any, tokenizer: Any, error: Any, remedy: str, limit: float = SAME_CODE
+) -> None:
+    """Compare a model with an object of sentence-transformers, as `check_in_sentence_transformers` does."""
+    if isinstance(model, TextEncoder):
+        settings = model.settings
+    else:
+        fields = {**loaded[0].get_config_dict(), "max_seq_length": loaded.max_seq_length}
+        settings = cross_encoder_settings({}, fields, model.config, "the CrossEncoder")
+    texts = _texts(tokenizer, settings)
+    if len(texts) < 2:  # a tokenizer of special tokens alone
+        return
+    with refusing(f"{_THERE} there it fails with", remedy, error):
+        # One at a time: with padding on the left, some models embed a text by the others of its batch.
+        if isinstance(model, TextEncoder):
+            ways = (loaded.encode_query, loaded.encode_document, loaded.encode)
+            found = [encode(texts, batch_size=1) for encode in ways]
+        else:
+            pairs = [*zip(texts, reversed(texts), strict=True)]
+            found = [loaded.predict(pairs, batch_size=1, activation_fn=nn.Identity())]
+    if isinstance(model, TextEncoder) and loaded.similarity_fn_name != settings.similarity:
+        by = f"compares embeddings by {loaded.similarity_fn_name}, and here by {settings.similarity}"
+        raise error(f"{_THERE} there it {by}; {remedy}")
+    for one, other in zip(found, _here(model, settings, copy.deepcopy(tokenizer), texts), strict=True):
+        difference = Difference.of(torch.as_tensor(one).reshape(len(texts), -1), other)
+        if not difference.within(limit):
+            raise error(f"{_THERE} it differs by {difference}; {remedy}")
+
+
+def _texts(tokenizer: Any, settings: SentenceSettings) -> list[str]:
+    """Return a few texts of a tokenizer's words, the last one longer than any may be, if that is not too long."""
+    longest = max(length for length in (8, settings.max_length, *settings.lengths.values()) if length and length <= 512)
+    generator = torch.Generator().manual_seed(0)
+    texts = []
+    for count in (2, 7, longest + 8):
+        tokens = torch.randint(len(tokenizer), (count,), generator=generator).tolist()
+        texts.append(tokenizer.decode([t for t in tokens if t not in tokenizer.all_special_ids]).strip())
+    return [text for text in dict.fromkeys([texts[0], texts[1].title(), texts[2]]) if text]
+
+
+def _here(model: PreTrainedModel, settings: SentenceSettings, tokenizer: Any, texts: list[str]) -> list[Tensor]:
+    """Return the embeddings of texts as queries, as documents and as others, or the logits of pairs, as runs do."""
+    rows = datasets.Dataset.from_dict({"text": texts, "query": texts, "document": texts[::-1]})
+    if isinstance(model, TextEncoder):
+        kinds = (Columns(query="query", document="text"), Columns(text=("text",)))
+        readers: list[Any] = [
+            EmbeddingReader(c, model.config, copy.deepcopy(tokenizer), **settings.reading).as_they_come() for c in kinds
+        ]
+    else:
+        read_as_asked(tokenizer, settings.tokenizer, lower=settings.lower)
+        columns = Columns(text=("text", "document"))
+        readers = [TextReader(columns, model.config, tokenizer, max_length=settings.max_length)]
+    behaviour = behaviour_of(model)
+    with evaluating(model), exact_products(), torch.inference_mode():
+        batches = [batch for reader in readers for batch in reader.batches(rows, batch_size=len(texts))]
+        return [behaviour.prediction(model, batch).cpu() for batch in batches]
 
 
 def _computing_dtype(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> torch.dtype:

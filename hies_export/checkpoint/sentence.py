@@ -8,17 +8,21 @@ from __future__ import annotations
 import copy
 import importlib
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
+import transformers
+from pydantic import ConfigDict, Field
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..errors import RequestError, listed, quoted, refusing
+from ..errors import RequestError, listed, quoted, refusing, shortened
 from ..files import Rule, Schema, check, read_json
 from ..model.internals import auto_classes, file_of, model_class_of, never_asking
 from ..model.online import hub_or_cache
@@ -29,23 +33,30 @@ from ..model.sentence import (
     Pooling,
     PoolingMode,
     SentenceSettings,
+    Similarity,
     TextEncoder,
 )
 from ..model.tokens import longest_sequence
-from .classes import AGAIN, find_model_class, load_config, read_config
-from .companions import COMPANIONS, copy_companions, fetch_files
+from ..slim.config import is_slim, slim_class
+from .classes import AGAIN, CORRECT, find_model_class, load_config, read_config
+from .companions import COMPANIONS, SENTENCE_FILES, copy_companions, fetch_files
 from .dense import load_dense
 from .weights import load_weights, weight_files
+
+logger = logging.getLogger(__name__)
 
 MODULES_FILE = "modules.json"
 OPTIONS_FILE = "config_sentence_transformers.json"
 # The settings of the module Transformer; older folders name the file after the kind of encoder.
 _TEXT_FILES = (
     "sentence_bert_config.json",
-    *(f"sentence_{kind}_config.json" for kind in ("roberta", "distilbert", "camembert", "albert", "xlm-roberta")),
+    *(f"sentence_{kind}_config.json" for kind in ("roberta", "distilbert", "camembert", "albert")),
+    *(f"sentence_{kind}_config.json" for kind in ("xlm-roberta", "xlnet")),
 )
 # Where sentence-transformers 5 has its modules; 6 still finds them there.
 _MODULES = "sentence_transformers.models"
+# The module in a slim folder whose encoder sentence-transformers would load by a stock class; see `modeling_hies`.
+_SLIM_ENCODER = "modeling_hies.Transformer"
 # What pooling may be asked for of an encoder without modules.json -> the name of the mode.
 POOLINGS: dict[str, PoolingMode] = {"mean": "mean", "cls": "cls", "last": "lasttoken", "max": "max"}
 # Mode of pooling -> its flag in the older configs, in the order in which several modes are joined.
@@ -57,9 +68,34 @@ _FLAGS: dict[PoolingMode, str] = {
     "weightedmean": "pooling_mode_weightedmean_tokens",
     "lasttoken": "pooling_mode_lasttoken",
 }
-# Name of a prompt in the folder -> the kind of text that it precedes.
-_PROMPTS = {"query": "query", "passage": "document", "document": "document"}
+# Types of encoder-decoders -> the class that sentence-transformers loads in place of that of `AutoModel`.
+_ENCODERS = {
+    **{"t5": "T5EncoderModel", "mt5": "MT5EncoderModel", "umt5": "UMT5EncoderModel", "longt5": "LongT5EncoderModel"},
+    **{"switch_transformers": "SwitchTransformersEncoderModel", "t5gemma": "T5GemmaEncoderModel"},
+    "prophetnet": "ProphetNetEncoder",
+}
+# Types whose encoders it loads by classes that transformers keeps to itself.
+_NO_ENCODERS = (
+    *("blenderbot", "blenderbot-small", "m2m_100", "pegasus", "pegasus_x", "marian"),
+    *("t5gemma2", "t5gemma2_encoder", "t5gemma2_text"),
+)
+# Kinds of text whose prompts have their names.
+_KINDS = ("query", "document")
+# Older names of fields in the settings of the module Transformer.
+_OLDER = {"model_args": "model_kwargs", "tokenizer_args": "processor_kwargs", "config_args": "config_kwargs"}
+# Those of its fields that a slim folder has too; the others are said by its other files, or by `SentenceSettings`.
+_KEPT = ("query_length", "document_length", "unpad_inputs", "processing_kwargs", "processor_kwargs", "model_kwargs")
+# Task of a Transformer -> what its module gives, and which output of its model that is.
+_OUTPUTS = {
+    "feature-extraction": ("token_embeddings", "last_hidden_state"),
+    "sequence-classification": ("scores", "logits"),
+}
 _SENTENCE = Rule("a SentenceTransformer folder must hold what sentence-transformers wrote", AGAIN)
+_OPTIONS = Rule(f"{OPTIONS_FILE} must ask for what sentence-transformers knows", CORRECT)
+_TEXT = Rule(
+    "what the settings of a Transformer ask for must be known here, as it may change the embeddings",
+    "take it out if they are the same without, or write what is the model's or the tokenizer's into its own config",
+)
 _WHY_NOT = {
     "Router": "routes texts through several encoders; load one of them, and save it as a folder of its own",
     "Asym": "routes texts through several encoders; load one of them, and save it as a folder of its own",
@@ -100,21 +136,83 @@ class _Options(Schema):
     prompts: dict[str, str | None] | None = None
     default_prompt_name: str | None = None
     model_type: str | None = None
+    similarity_fn_name: Similarity | None = None
+    truncate_dim: int | None = Field(None, ge=1)
 
 
-class _Text(Schema):
-    """The fields of sentence_bert_config.json that matter here."""
+class _Known(Schema):
+    """Base of what may have the fields below and no other; those of any value change no embedding."""
 
-    max_seq_length: int | None = None
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class _Called(_Known):
+    """How the tokenizer is called."""
+
+    max_length: int | None = Field(None, ge=1)
+    add_special_tokens: bool = True
+    truncation: Literal[True, "longest_first"] = True
+    padding: Literal[True, "longest", "max_length"] = True
+    pad_to_multiple_of: Any = None
+    return_tensors: Literal["pt"] = "pt"
+    verbose: Any = None
+
+
+class _Processing(Schema):
+    """How processors are called, of which only the tokenizer meets a text."""
+
+    text: _Called | None = None
+    common: _Called | None = None
+
+
+class _Tokenizer(_Known):
+    """How the tokenizer is made."""
+
+    model_max_length: float | None = Field(None, ge=1)
+    padding_side: Literal["left", "right"] | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    use_fast: Any = None
+    clean_up_tokenization_spaces: Any = None
+    trust_remote_code: Any = None
+
+
+class _Model(_Known):
+    """How the encoder is loaded."""
+
+    dtype: Any = None
+    torch_dtype: Any = None
+    attn_implementation: Any = None
+    device_map: Any = None
+    low_cpu_mem_usage: Any = None
+    use_safetensors: Any = None
+    add_pooling_layer: Any = None
+    trust_remote_code: Any = None
+
+
+class _Text(_Known):
+    """The settings of the module Transformer, all that sentence-transformers 6 knows: it fails with others."""
+
+    max_seq_length: int | None = Field(None, ge=1)
     do_lower_case: bool = False
+    query_length: int | None = Field(None, ge=1)
+    document_length: int | None = Field(None, ge=1)
+    query_expansion: None = None  # of models with a vector per token
+    tokenizer_name_or_path: None = None
+    unpad_inputs: Any = None
     transformer_task: str = "feature-extraction"
-    module_output_name: str = "token_embeddings"
+    module_output_name: str | None = None
     modality_config: dict[str, dict[str, Any]] | None = None
+    processing_kwargs: _Processing | None = None
+    processor_kwargs: _Tokenizer | None = None
+    config_kwargs: dict[str, Any] | None = None
+    model_kwargs: _Model | None = None
 
 
-class _Pooling(Schema):
+class _Pooling(_Known):
     """The config of a module Pooling: the mode's name, or a flag for each mode."""
 
+    embedding_dimension: Any = None
+    word_embedding_dimension: Any = None
     pooling_mode: str | list[str] | None = None
     pooling_mode_cls_token: bool = False
     pooling_mode_max_tokens: bool = False
@@ -136,7 +234,7 @@ class _Layer(Schema):
     module_output_name: str | None = None
     use_residual: bool = False
     dimension: int | None = None
-    dropout: float = 0.2
+    dropout: float = Field(0.2, ge=0, le=1)
 
 
 # Read
@@ -163,7 +261,7 @@ def _file(path: str | Path, name: str, **hub: Any) -> Path | None:
 
 def _options(path: str | Path, **hub: Any) -> dict[str, Any]:
     file = _file(path, OPTIONS_FILE, **hub)
-    return {} if file is None else _read(file, _Options)
+    return {} if file is None else _read(file, _Options, _OPTIONS)
 
 
 def settings_of(
@@ -199,17 +297,10 @@ def settings_of(
         weight_files(path, revision=revision)
     folder = fetch_files(path, patterns, revision)
     encoder = folder / first
-    text = _text_settings(encoder, path)
+    text = text_settings(_text_fields(encoder), load_config(encoder), where=str(path))
     readout = _readout(folder, modules, options)
-    return SentenceSettings(
-        readout=readout,
-        folder=folder,
-        encoder=encoder,
-        max_length=_max_length(encoder, text.get("max_seq_length")),
-        prompts=prompts_by_kind(options, str(path)),
-        lower=text.get("do_lower_case", False),
-        options=options,
-    )
+    settings = SentenceSettings(readout, folder, encoder, **text, **of_options(options, str(path)))
+    return replace(settings, max_length=_max_length(encoder, settings.max_length))
 
 
 def load_encoder(settings: SentenceSettings, *, dtype: str | None = None, device_map: str | None = None) -> TextEncoder:
@@ -257,12 +348,20 @@ def encoder_class(path: str | Path, **hub: Any) -> type[PreTrainedModel]:
 
 def _base_class(path: str | Path, **hub: Any) -> type[PreTrainedModel]:
     config = load_config(path, **hub)
+    if config.model_type in _NO_ENCODERS:
+        raise RequestError(
+            f"the encoder of an embedding model must be a class of its own that transformers exports, but that of "
+            f"{config.model_type}, which {path} is, is none; give another model"
+        )
+    if (own := _ENCODERS.get(config.model_type)) is not None:
+        stock = getattr(transformers, own)
+        return stock if getattr(config, "hies_export", None) is None else slim_class(stock)
     if not config.architectures and (base := model_class_of(config, "AutoModel")) is not None:
         return base
     named = find_model_class(path, **hub)
-    if "AutoModel" in auto_classes(named.__name__, config.model_type) and not config.is_encoder_decoder:
+    if "AutoModel" in auto_classes(named.__name__, config.model_type):
         return named
-    found = model_class_of(config, "AutoModelForTextEncoding" if config.is_encoder_decoder else "AutoModel")
+    found = model_class_of(config, "AutoModel")
     if found is None or getattr(config, "hies_export", None) is not None:
         return named
     return found
@@ -322,7 +421,7 @@ def check_modules(types: Sequence[str], *, where: str) -> list[str]:
     names = []
     for full in types:
         package, _, name = full.rpartition(".")
-        if not package.startswith("sentence_transformers."):
+        if not package.startswith("sentence_transformers.") and full != _SLIM_ENCODER:
             raise RequestError(
                 f"the modules of an embedding model must be of sentence-transformers, as code in a checkpoint is "
                 f"never run, but {where} has {quoted(full)}; give a model without it"
@@ -335,7 +434,7 @@ def check_modules(types: Sequence[str], *, where: str) -> list[str]:
     if names[:2] != ["Transformer", "Pooling"] or set(names[2:]) - set(_LAYERS):
         raise RequestError(
             f"an embedding model must be a Transformer, a Pooling, and then any of {', '.join(_LAYERS)}, but {where} "
-            f"is {listed(names) or 'empty'}; give a model of these modules"
+            f"is {shortened(listed(names)) or 'empty'}; give a model of these modules"
         )
     return names
 
@@ -345,29 +444,82 @@ def _refuse_type(model_type: str | None, path: str | Path) -> None:
         raise RequestError(f"{path} must be a SentenceTransformer, but is a {model_type}: {_OTHER_TYPES[model_type]}")
 
 
-def _read(file: Path, schema: type[Schema]) -> dict[str, Any]:
+def _read(file: Path, schema: type[Schema], rule: Rule = _SENTENCE) -> dict[str, Any]:
     """Return the content of a JSON file, empty if there is none."""
-    found: dict[str, Any] = read_json(file, schema, _SENTENCE) if file.is_file() else {}
+    found: dict[str, Any] = read_json(file, schema, rule) if file.is_file() else {}
     return found
 
 
-def _text_settings(encoder: Path, path: str | Path) -> dict[str, Any]:
-    """Return the settings of the module Transformer, which must embed the tokens of texts."""
-    file = next((encoder / name for name in _TEXT_FILES if (encoder / name).is_file()), encoder / _TEXT_FILES[0])
-    found = _read(file, _Text)
-    text = _Text.model_validate(found)
-    _refuse_others({*(text.modality_config or {})}, path)
-    wanted = {"method": "forward", "method_output_name": "last_hidden_state"}
-    reads = (text.modality_config or {"text": wanted}).get("text", {})
-    if (text.transformer_task, text.module_output_name) != ("feature-extraction", "token_embeddings") or any(
+def _text_fields(encoder: Path) -> dict[str, Any]:
+    """Return the settings of the module Transformer: those of the first file that has any."""
+    found = (read_json(encoder / name, dict[str, Any], _SENTENCE) for name in _TEXT_FILES if (encoder / name).is_file())
+    return next(filter(None, found), {})
+
+
+def text_settings(
+    fields: Mapping[str, Any], config: Any, *, where: str, task: str = "feature-extraction"
+) -> dict[str, Any]:
+    """Return what the settings of a module Transformer ask for, by the fields of `SentenceSettings`.
+
+    Args:
+        fields: The content of sentence_bert_config.json, or as much of it as a module in memory has.
+        config: The encoder's.
+        where: Name of the folder or the object, for refusals.
+        task: What the module must be for.
+
+    Raises:
+        RequestError: A field or its value is not known here, or the module is for something else.
+    """
+    fields = {name: value for name, value in fields.items() if value is not None}
+    named = {name: value for name, value in fields.items() if name not in _OLDER}
+    named |= {_OLDER[name]: value for name, value in fields.items() if name in _OLDER}
+    text: _Text = check(named, _Text, _TEXT, where=f"{_TEXT_FILES[0]} of {where}")
+    _check_output(text, task, where)
+    for name, value in (text.config_kwargs or {}).items():
+        if name != "trust_remote_code" and getattr(config, name, ...) != value:
+            raise _TEXT.refused(
+                f"{_TEXT_FILES[0]} of {where} has config_kwargs with {shortened(name)}: {quoted(value)}"
+            )
+    processing, tokenizer = text.processing_kwargs or _Processing(), text.processor_kwargs or _Tokenizer()
+    called: dict[str, Any] = {}
+    for part in (processing.text, processing.common):
+        called |= {} if part is None else part.model_dump(exclude_unset=True)
+    own = {"query": text.query_length, "document": text.document_length, "text": None}
+    lengths, most = {kind: called.get("max_length") or n for kind, n in own.items()}, longest_sequence(config)
+    return {
+        "max_length": tokenizer.model_max_length or text.max_seq_length,
+        "lower": text.do_lower_case,
+        "lengths": {kind: min(length, most or length) for kind, length in lengths.items() if length},
+        "special_tokens": called.get("add_special_tokens", True),
+        "tokenizer": tokenizer.model_dump(include={"padding_side", "truncation_side"}, exclude_none=True),
+        "text": {name: value for name, value in fields.items() if _OLDER.get(name, name) in _KEPT},
+    }
+
+
+def _check_output(text: _Text, task: str, where: str) -> None:
+    """Refuse a Transformer that is not for a task, or reads more than the tokens of texts as they are."""
+    modalities = text.modality_config or {}
+    _refuse_others({*modalities}, where)
+    if "message" in modalities:
+        raise RequestError(
+            f"texts must be read as they are, but {where} puts them into a chat template (modality_config: message); "
+            f"if it was not trained so, leave text alone in the modality_config of {_TEXT_FILES[0]}"
+        )
+    output, method_output = _OUTPUTS[task]
+    wanted = {"method": "forward", "method_output_name": method_output}
+    reads = modalities.get("text", wanted)
+    if (text.transformer_task, text.module_output_name or output) != (task, output) or any(
         reads.get(key) != value for key, value in wanted.items()
     ):
+        must = {
+            "feature-extraction": "the Transformer of an embedding model must give the embeddings of its tokens (task "
+            "feature-extraction, output last_hidden_state)",
+            "sequence-classification": "the Transformer of a CrossEncoder must give the logits of its classes",
+        }
         raise RequestError(
-            f"the Transformer of an embedding model must give the embeddings of its tokens (task feature-extraction, "
-            f"output last_hidden_state), but that of {path} is for {text.transformer_task} and gives "
+            f"{must[task]}, but that of {where} is for {shortened(text.transformer_task)} and gives "
             f"{quoted(reads.get('method_output_name'))}; give a model that does"
         )
-    return found
 
 
 def _max_length(encoder: Path, asked: int | None) -> int | None:
@@ -380,14 +532,29 @@ def _max_length(encoder: Path, asked: int | None) -> int | None:
     return min(lengths, default=None)
 
 
-def prompts_by_kind(options: Mapping[str, Any], where: str) -> dict[str, str]:
-    """Return the prompts by the kind of text; empty ones are left out."""
+def of_options(options: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return what config_sentence_transformers.json asks for, by the fields of `SentenceSettings`."""
+    return {
+        "prompts": _prompts_by_kind(options, where),
+        "similarity": options.get("similarity_fn_name") or "cosine",
+        "truncate_dim": options.get("truncate_dim"),
+        "options": options,
+    }
+
+
+def _prompts_by_kind(options: Mapping[str, Any], where: str) -> dict[str, str]:
+    """Return the prompts by the kind of text, as `encode_query`, `encode_document` and `encode` choose them."""
     prompts = options.get("prompts") or {}
-    found = {kind: prompts[name] for name, kind in _PROMPTS.items() if prompts.get(name)}
+    found = {kind: prompts[kind] for kind in _KINDS if prompts.get(kind)}
+    if other := [name for name in ("passage", "corpus") if prompts.get(name) and "document" not in found]:
+        logger.warning(
+            "the prompt %r of %s is read by no document, as in sentence-transformers: name it document if it should be",
+            *(other[0], where),
+        )
     default = options.get("default_prompt_name")
-    if default is not None and default not in prompts:
-        raise _SENTENCE.refused(f"{where} has no prompt named {quoted(default)}, its default")
-    return found | ({"text": prompts[default]} if default is not None and prompts[default] else {})
+    if default is not None and default not in (*prompts, *_KINDS):
+        raise _OPTIONS.refused(f"{where} has no prompt named {quoted(default)}, its default")
+    return found | ({"text": prompts[default]} if default is not None and prompts.get(default) else {})
 
 
 Weights = Callable[[], dict[str, Tensor]]
@@ -432,7 +599,7 @@ def _modes(pooling: _Pooling, where: str) -> list[PoolingMode]:
     modes: list[PoolingMode] = [mode for name in asked for mode in get_args(PoolingMode) if mode == name]
     if not modes or len(modes) != len(asked):
         raise _SENTENCE.refused(
-            f"{where} pools by {listed(asked) or 'nothing'}, and known are {', '.join(POOLING_MODES)}"
+            f"{where} pools by {shortened(listed(asked)) or 'nothing'}, and known are {', '.join(POOLING_MODES)}"
         )
     return modes
 
@@ -443,7 +610,7 @@ def _check_layer(layer: _Layer, kind: str, where: str) -> None:
     if (layer.module_input_name, output) != ("sentence_embedding", "sentence_embedding"):
         raise RequestError(
             f"{kind} must turn sentence_embedding into sentence_embedding, but that of {where} turns "
-            f"{layer.module_input_name} into {output}; give a model of one embedding per text"
+            f"{shortened(layer.module_input_name)} into {shortened(output)}; give a model of one embedding per text"
         )
     if layer.use_residual:
         raise RequestError(f"a Dense must have no residual, but that of {where} has one; give a model without it")
@@ -462,18 +629,21 @@ def _load_bin(file: Path) -> dict[str, Tensor]:
     return found
 
 
-def _filled(layer: nn.Module, under: str, weights: Weights, where: str) -> None:
-    """Load the weights of a module's layer, which has a name there."""
+def _filled(layer: Callable[[], nn.Module], under: str, weights: Weights, where: str) -> Any:
+    """Return a module's layer, which has a name there, with its weights; without memory for other ones."""
     named = {name.removeprefix(f"{under}."): tensor for name, tensor in weights().items()}
     with refusing(f"the weights of {where} must be those that its config describes, but are not", AGAIN):
-        layer.load_state_dict(named)
+        with torch.device("meta"):
+            made = layer()
+        made.load_state_dict(named, assign=True)
+    return made
 
 
 def _dense(config: _Layer, weights: Weights, where: str) -> nn.Module:
     if config.in_features is None or config.out_features is None:
         raise _SENTENCE.refused(f"{where} has no in_features and out_features")
-    linear = nn.Linear(config.in_features, config.out_features, bias=config.bias)
-    _filled(linear, "linear", weights, where)
+    sizes = config.in_features, config.out_features
+    linear = _filled(lambda: nn.Linear(*sizes, bias=config.bias), "linear", weights, where)
     return Dense(linear, _activation(config.activation_function, where))
 
 
@@ -499,9 +669,8 @@ def _normalize(config: _Layer, weights: Weights, where: str) -> nn.Module:
 def _layer_norm(config: _Layer, weights: Weights, where: str) -> nn.Module:
     if config.dimension is None:
         raise _SENTENCE.refused(f"{where} has no dimension")
-    norm = nn.LayerNorm(config.dimension)
-    _filled(norm, "norm", weights, where)
-    return norm
+    size = config.dimension
+    return cast(nn.Module, _filled(lambda: nn.LayerNorm(size), "norm", weights, where))
 
 
 def _dropout(config: _Layer, weights: Weights, where: str) -> nn.Module:
@@ -526,7 +695,9 @@ def write_modules(model: TextEncoder, folder: Path) -> None:
     These are modules.json, a folder for every module of the readout, the length of texts and the prompts, and the
     tokenizer and the documents of the folder that the model comes from, without what is there already.
     """
-    entries = [{"idx": 0, "name": "0", "path": "", "type": f"{_MODULES}.Transformer"}]
+    encoder = model.auto_model
+    by_own = is_slim(encoder) and encoder.config.model_type in _ENCODERS
+    entries = [{"idx": 0, "name": "0", "path": "", "type": _SLIM_ENCODER if by_own else f"{_MODULES}.Transformer"}]
     for index, (name, config, weights) in enumerate(_written(model), start=1):
         path = f"{index}_{name}"
         entries.append({"idx": index, "name": str(index), "path": path, "type": f"{_MODULES}.{name}"})
@@ -542,43 +713,80 @@ def write_modules(model: TextEncoder, folder: Path) -> None:
 
 
 def write_text_settings(model: TextEncoder, folder: Path) -> None:
-    """Write how texts are read: the longest one, in sentence_bert_config.json, and the prompts."""
+    """Write how texts are read, in sentence_bert_config.json, and the prompts."""
     settings = model.settings
-    write_json(folder / _TEXT_FILES[0], {"max_seq_length": settings.max_length, "do_lower_case": settings.lower})
+    lengths = {"max_seq_length": settings.max_length, "do_lower_case": settings.lower}
+    write_json(folder / _TEXT_FILES[0], lengths | dict(settings.text))
     none: dict[str, Any] = {"prompts": {}, "default_prompt_name": None, "similarity_fn_name": "cosine"}
     write_json(folder / OPTIONS_FILE, dict(settings.options) or none)
 
 
-def cross_encoder_files(activation: str, length: int | None, prompts: Mapping[str, str]) -> dict[str, Any]:
+def cross_encoder_files(
+    options: Mapping[str, Any], length: int | None, settings: SentenceSettings | None = None
+) -> dict[str, Any]:
     """Return the JSON files, by name, that make the folder of a sequence classifier that of a CrossEncoder.
 
     They are those of sentence-transformers 6; version 5 reads the folder without them.
     """
     text = {"transformer_task": "sequence-classification"} | ({} if length is None else {"max_seq_length": length})
+    text |= {} if settings is None else {"do_lower_case": settings.lower, **settings.text}
     return {
         MODULES_FILE: [
             {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.base.modules.transformer.Transformer"}
         ],
         _TEXT_FILES[0]: text,
-        OPTIONS_FILE: {
-            "model_type": "CrossEncoder",
-            "activation_fn": activation,
-            "prompts": dict(prompts),
-            "default_prompt_name": None,
-        },
+        OPTIONS_FILE: {"model_type": "CrossEncoder", **options},
     }
 
 
 def cross_encoder_in(folder: Path) -> dict[str, Any]:
-    """Return the JSON files, by name, that make a checkpoint's folder that of a CrossEncoder; none if it is not."""
+    """Return the JSON files, by name, that make a checkpoint's folder that of a CrossEncoder; none if it is not.
+
+    Raises a RequestError if it has further modules, which would be a head of its own.
+    """
     names = (MODULES_FILE, _TEXT_FILES[0], OPTIONS_FILE)
-    if not all((folder / name).is_file() for name in names):
+    if not all((folder / name).is_file() for name in (MODULES_FILE, OPTIONS_FILE)):
         return {}
-    if _read(folder / OPTIONS_FILE, _Options).get("model_type") != "CrossEncoder":
+    if _read(folder / OPTIONS_FILE, _Options, _OPTIONS).get("model_type") != "CrossEncoder":
         return {}
-    # Further modules would be a head of its own, with weights.
-    modules = read_json(folder / MODULES_FILE, list[_Module], _SENTENCE)
-    return {name: read_json(folder / name, Any, _SENTENCE) for name in names} if len(modules) == 1 else {}
+    types = [entry["type"].rpartition(".")[2] for entry in read_json(folder / MODULES_FILE, list[_Module], _SENTENCE)]
+    check_cross_encoder_modules(types, where=str(folder))
+    return {name: read_json(folder / name, Any, _SENTENCE) for name in names if (folder / name).is_file()}
+
+
+def check_cross_encoder_modules(names: Sequence[str], *, where: str) -> None:
+    """Refuse a CrossEncoder whose modules, given by their classes, are not a single Transformer."""
+    if [*names] != ["Transformer"]:
+        raise RequestError(
+            f"a CrossEncoder must be a single Transformer with its own head, but {where} is "
+            f"{shortened(listed(names)) or 'empty'}; give one of a model for sequence classification"
+        )
+
+
+def cross_encoder_of(path: str | Path, config: Any, **hub: Any) -> SentenceSettings | None:
+    """Return how the texts of a CrossEncoder, a folder or Hub id, become tokens; None if it is none."""
+    if _options(path, **hub).get("model_type") != "CrossEncoder":
+        return None
+    folder = fetch_files(path, SENTENCE_FILES, hub.get("revision"))
+    files = cross_encoder_in(folder)
+    return None if not files else cross_encoder_settings(files[OPTIONS_FILE], _text_fields(folder), config, str(path))
+
+
+def cross_encoder_settings(
+    options: Mapping[str, Any], fields: Mapping[str, Any], config: Any, where: str
+) -> SentenceSettings:
+    """Return how the texts of a CrossEncoder become tokens, by the settings of the object and of its Transformer."""
+    default = options.get("default_prompt_name")
+    if default is not None and (options.get("prompts") or {}).get(default):
+        raise RequestError(
+            f"a CrossEncoder must read its pairs without a prompt, but {where} has {quoted(default)} by default; set "
+            "its default_prompt_name to None, and put the prompt into the texts"
+        )
+    found = SentenceSettings((), **text_settings(fields, config, where=where, task="sequence-classification"))
+    if not found.special_tokens:
+        raise _TEXT.refused(f"{_TEXT_FILES[0]} of {where}, a CrossEncoder, has add_special_tokens: false")
+    # `predict` says of no text that it is a query.
+    return replace(found, max_length=found.lengths.get("text", found.max_length), options=options)
 
 
 def _written(model: TextEncoder) -> Iterator[tuple[str, dict[str, Any], dict[str, Tensor]]]:

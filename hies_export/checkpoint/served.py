@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field
+
 from ..files import Rule, Schema, read_json
 from ..model.sentence import TextEncoder
 from .sentence import MODULES_FILE, write_json, write_text_settings
@@ -24,6 +26,9 @@ class _Served(Schema):
     threads: int | None = None
     max_seq_length: int | None = None
     do_lower_case: bool = False
+    lengths: dict[str, int] = Field(default_factory=dict)
+    special_tokens: bool = True
+    attributes: dict[str, Any] = Field(default_factory=dict)
 
 
 def write_served(
@@ -55,6 +60,9 @@ def write_served(
         threads=threads,
         max_seq_length=settings.max_length,
         do_lower_case=settings.lower,
+        lengths=dict(settings.lengths),
+        special_tokens=settings.special_tokens,
+        attributes=dict(settings.tokenizer),
     )
     write_json(folder / SERVED_FILE, served.model_dump())
     write_text_settings(model, folder)

@@ -15,7 +15,7 @@ from .batches import Batch, by_length
 from .labels import STRINGS, is_number, kind_of, read_numbers
 from .reader import Reader, batched
 from .rows import row_name
-from .tokens import encoded
+from .tokens import encoded, read_as_asked
 
 logger = logging.getLogger(__name__)
 
@@ -35,15 +35,23 @@ class EmbeddingReader(Reader):
 
     Attributes:
         prompts: What is written before a text, by its kind: "query", "document", or "text" for any other.
-        lower: Whether texts are in lower case, whatever the tokenizer does.
+        lower, lengths, special_tokens, tokenizer: As in `SentenceSettings`.
         judged: Whether batches describe their rows.
         sorts: Whether the shortest texts come first, and not those of the first rows.
     """
 
     prompts: Mapping[str, str] = field(default_factory=dict)
     lower: bool = False
+    lengths: Mapping[str, int] = field(default_factory=dict)
+    special_tokens: bool = True
+    tokenizer: Mapping[str, Any] = field(default_factory=dict)
     judged: bool = False
     sorts: bool = True
+
+    def __post_init__(self) -> None:
+        """Let the processor, which is the reader's own, read as the settings ask."""
+        if self.tokenizer or self.lower:
+            read_as_asked(self.processor, self.tokenizer, lower=self.lower)
 
     def judging(self) -> EmbeddingReader:
         """Return the reader of the same samples whose batches say how texts belong together."""
@@ -153,9 +161,8 @@ class EmbeddingReader(Reader):
 
     def _encoded(self, kind: str, texts: Sequence[str]) -> Batch:
         prompted = [self.prompts.get(kind, "") + text for text in texts]
-        if self.lower:
-            prompted = [text.lower() for text in prompted]
-        return encoded(self.processor, self.config, prompted, max_length=self.max_length)
+        length, special = self.lengths.get(kind, self.max_length), self.special_tokens
+        return encoded(self.processor, self.config, prompted, max_length=length, add_special_tokens=special)
 
 
 def _described(texts: int, most: int, kind: str) -> Batch:

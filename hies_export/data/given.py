@@ -63,7 +63,7 @@ def batches_of(
         RequestError: The processor is missing, or columns are given where there are none.
     """
     if isinstance(model, TextEncoder) and settings is None:
-        settings = {name: getattr(model.settings, name) for name in ("prompts", "lower", "max_length")}
+        settings = model.settings.reading
     predicted = task.behaviour(model.config).predicts
     if isinstance(given, (datasets.DatasetDict, datasets.IterableDatasetDict)):
         raise DataError(f"{what} must be one split of a data set, got {listed(list(given))}; pass one of these")

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from tokenizers import normalizers
 from transformers import PreTrainedModel
 
 from ..errors import DataError, quoted, refusing
@@ -49,6 +50,20 @@ def give_padding(tokenizer: Any) -> None:
     """
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
+
+
+def read_as_asked(tokenizer: Any, attributes: Mapping[str, Any], *, lower: bool) -> None:
+    """Give a tokenizer attributes, and let it make texts lower case before its own rules.
+
+    Source: the module Transformer of sentence-transformers, which does the same.
+    """
+    for name, value in attributes.items():
+        setattr(tokenizer, name, value)
+    own: Any = tokenizer.backend_tokenizer.normalizer if lower else None
+    several = isinstance(own, normalizers.Sequence)
+    rules = [*own] if several else [] if own is None else [own]
+    if lower and not any(isinstance(rule, normalizers.Lowercase) for rule in rules):
+        tokenizer.backend_tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *rules])
 
 
 def settle_padding(model: PreTrainedModel, tokenizer: Any) -> None:
@@ -100,9 +115,11 @@ def token_limit(tokenizer: Any, config: Any, max_length: int | None) -> int | No
     return min(limits) if limits else None
 
 
-def encoded(tokenizer: Any, config: Any, *texts: Sequence[str], max_length: int | None) -> dict[str, torch.Tensor]:
+def encoded(
+    tokenizer: Any, config: Any, *texts: Sequence[str], max_length: int | None, **options: Any
+) -> dict[str, torch.Tensor]:
     """Return a batch of texts, or of pairs of texts in two sequences, cut to the limit and padded to the longest."""
-    return as_batch(tokenised(tokenizer, config, *texts, max_length=max_length), tokenizer, config)
+    return as_batch(tokenised(tokenizer, config, *texts, max_length=max_length, **options), tokenizer, config)
 
 
 def tokenised(tokenizer: Any, config: Any, *texts: Sequence[Any], max_length: int | None, **options: Any) -> Any:

@@ -132,7 +132,7 @@ class Judge:
         if self._kind != "queries" or self.ranked is not None:
             return self
         assert isinstance(self.dense, torch.Tensor)
-        rows = RankedTexts.of(self.dense, self.batches).of_queries()
+        rows = RankedTexts.of(self.dense, self.batches, self.behaviour.similarity).of_queries()
         batches = [batch for batch in self.batches if not is_of_documents(batch)]
         return replace(self, batches=batches, dense=self.dense[rows.queries], index="dense", ranked=rows)
 
@@ -270,7 +270,7 @@ class Judge:
         if self.ranked is not None or self._kind is None:
             return self.ranked
         assert isinstance(self.dense, torch.Tensor)
-        return ranked(self.dense, self.batches)
+        return ranked(self.dense, self.batches, self.behaviour.similarity)
 
     @property
     def _kind(self) -> RowsKind | None:

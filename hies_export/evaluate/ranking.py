@@ -20,6 +20,7 @@ from torch.nn.functional import cosine_similarity, normalize
 from ..data.batches import Batch
 from ..data.targets import GROUP_KEY, size_of
 from ..errors import DataError
+from ..model.sentence import Similarity
 
 # What the rows of batches are to each other: queries and the documents that they should find; pairs of texts with the
 # score of their similarity; texts alone, each of which is a query and a document of the others; or the candidates of
@@ -118,10 +119,15 @@ class RankedTexts(Ranked):
     pairs: Tensor | None = None  # (2, pairs) int64, rows of the texts whose similarity is known
     scores: Tensor | None = None  # (pairs,) float32, that similarity
     only_queries: bool = False  # whether predictions are of the rows of queries alone, in their order
+    similarity: Similarity = "cosine"  # by which embeddings are compared
 
     @classmethod
-    def of(cls, dense: Tensor, batches: Sequence[Batch]) -> RankedTexts:
+    def of(cls, dense: Tensor, batches: Sequence[Batch], similarity: Similarity = "cosine") -> RankedTexts:
         """Return what the dense model ranks in batches, given its embeddings of their rows."""
+        return replace(cls._of(dense, batches), similarity=similarity)
+
+    @classmethod
+    def _of(cls, dense: Tensor, batches: Sequence[Batch]) -> RankedTexts:
         kind = kind_of_rows(batches, embeds=True)
         rows = torch.arange(sum(map(size_of, batches)))
         if len(dense) != len(rows):
@@ -178,19 +184,30 @@ class RankedTexts(Ranked):
             raise DataError(
                 f"an embedding must be as wide as the dense model's, {self.dense.shape[-1]}, got {queries.shape[-1]}"
             )
-        ours, theirs = normalize(queries.float(), dim=-1), normalize(self.dense[self.queries].float(), dim=-1)
-        new, old = (normalize(of[self.documents].float(), dim=-1).T for of in (documents, self.dense))
+        ours, theirs = queries.float(), self.dense[self.queries].float()
+        cosine = cosine_similarity(ours.double(), theirs.double())
+        new, old = (of[self.documents].float() for of in (documents, self.dense))
+        if self.similarity == "cosine":
+            ours, theirs, new, old = (normalize(of, dim=-1) for of in (ours, theirs, new, old))
         size = max(1, _AT_ONCE // len(self.documents))
         parts = []
         for start in range(0, len(self.queries), size):
             rows = slice(start, start + size)
-            found, dense = ours[rows] @ new, theirs[rows] @ old  # (chunk, documents)
+            found, dense = (self._similar(*of) for of in ((ours[rows], new), (theirs[rows], old)))  # (chunk, documents)
             if self.itself:
                 own = torch.arange(len(found)), torch.arange(len(found)) + start
                 found[own], dense[own] = -torch.inf, -torch.inf
             parts.append(_compared(found, dense, self._grades(rows), DEPTH))
         whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-        return Rankings(**whole, cosine=(ours * theirs).double().sum(-1))
+        return Rankings(**whole, cosine=cosine)
+
+    def _similar(self, queries: Tensor, documents: Tensor) -> Tensor:
+        """Return similarities, (queries, documents); of a cosine, the embeddings have length 1."""
+        if self.similarity in ("cosine", "dot"):
+            return queries @ documents.T
+        # By products, distances of near texts would be rounding errors.
+        exact = "donot_use_mm_for_euclid_dist"
+        return -torch.cdist(queries, documents, p=1.0 if self.similarity == "manhattan" else 2.0, compute_mode=exact)
 
     def _grades(self, rows: slice) -> Tensor | None:
         """Return the grades of all documents for some queries, (chunk, documents)."""
@@ -203,11 +220,16 @@ class RankedTexts(Ranked):
         return table[:, :-1]
 
     def similarities(self, predictions: Tensor, *, old_index: bool = False) -> Tensor:
-        """Return the cosine of both texts of every pair, (pairs,) float64; the second is the dense one's if asked."""
+        """Return how similar both texts of every pair are, (pairs,) float64; the second is the dense one's if asked."""
         assert self.pairs is not None
         predictions = self._whole(predictions)
         second = self.dense if old_index else predictions
-        return cosine_similarity(predictions[self.pairs[0]].double(), second[self.pairs[1]].double())
+        one, two = predictions[self.pairs[0]].double(), second[self.pairs[1]].double()
+        if self.similarity == "cosine":
+            return cosine_similarity(one, two)
+        if self.similarity == "dot":
+            return (one * two).sum(-1)
+        return -(one - two).norm(p=1 if self.similarity == "manhattan" else 2, dim=-1)
 
     def told(self, predictions: Tensor) -> dict[str, dict[str, float]]:
         """Return the means on the dense model's index, and on the model's own if all rows are predicted.
@@ -282,10 +304,11 @@ class RankedGroups(Ranked):
         return {"candidates": self.rankings(predictions).means}
 
 
-def ranked(dense: Tensor, batches: Sequence[Batch]) -> Ranked:
+def ranked(dense: Tensor, batches: Sequence[Batch], similarity: Similarity = "cosine") -> Ranked:
     """Return what a dense model ranked in batches, given its predictions of their rows: logits or embeddings."""
-    of = RankedGroups if GROUP_KEY in batches[0] else RankedTexts
-    return of.of(dense, batches)
+    if GROUP_KEY in batches[0]:
+        return RankedGroups.of(dense, batches)
+    return RankedTexts.of(dense, batches, similarity)
 
 
 def _joined(batches: Sequence[Batch], key: str) -> Tensor:

@@ -10,7 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from ..checkpoint.folders import new_folder
+from ..checkpoint.save import check_in_sentence_transformers
 from ..checkpoint.served import write_served
+from ..equal import OTHER_PROGRAM
 from ..model.sentence import TextEncoder
 from ..model.tokens import synthetic_batch
 from .exports import Exporter, ExportOptions
@@ -41,5 +43,7 @@ def export_served(
             file.rename(written / file.name)
         exported.folder.rmdir()
         write_served(written, model, file=exported.file.name, runtime=exported.runtime)
+        if (options.provider, options.dtype, options.quantize) == ("cpu", "float32", None):
+            check_in_sentence_transformers(model, written, processor, limit=OTHER_PROGRAM["float32"])
     folder = Path(folder)
     return replace(exported, folder=folder, file=folder / exported.file.name)

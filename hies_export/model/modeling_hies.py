@@ -24,6 +24,7 @@ Licence: Apache-2.0.
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import os
 import shutil
@@ -225,8 +226,27 @@ class SlimModel:
         return super().save_pretrained(save_directory, *args, **kwargs)
 
 
+def _module():
+    """Return the module Transformer of sentence-transformers, made to load the class that config.json names.
+
+    That of encoder-decoders loads a stock class by itself, whose layers have other sizes.
+    """
+    module = importlib.import_module("sentence_transformers.models").Transformer  # which alone asks for this
+
+    def load(self, path, config, *args, **kwargs):
+        self.auto_model = __getattr__(config.architectures[0]).from_pretrained(path, config=config, **kwargs)
+
+    def encoder(self, path, config, **kwargs):
+        return __getattr__(config.architectures[0]).from_pretrained(path, config=config, **kwargs)
+
+    own = {"__module__": __name__, "__doc__": module.__doc__, "_load_encoder_only_model": encoder}
+    return type("Transformer", (module,), own | dict.fromkeys(("_load_t5_model", "_load_mt5_model"), load))
+
+
 def __getattr__(name):
     """Return the slim class of a model class of transformers, which has the same name."""
+    if name == "Transformer":
+        return globals().setdefault(name, _module())
     stock = getattr(transformers, name, None) if not name.startswith("_") else None
     if not (isinstance(stock, type) and issubclass(stock, transformers.PreTrainedModel)):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

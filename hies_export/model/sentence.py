@@ -15,6 +15,8 @@ from transformers.utils import ModelOutput
 # The names that sentence-transformers gives its ways of pooling.
 PoolingMode = Literal["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"]
 POOLING_MODES: tuple[PoolingMode, ...] = get_args(PoolingMode)
+# And those by which embeddings are compared; distances are negative there.
+Similarity = Literal["cosine", "dot", "euclidean", "manhattan"]
 
 
 @dataclass
@@ -88,6 +90,12 @@ class SentenceSettings:
         max_length: Longest text in tokens, special tokens included; None for no limit.
         prompts: What precedes a text: of kind "query", "document" and "text" (any other), where there is one.
         lower: Whether texts are lowercased before the tokenizer's own rules.
+        lengths: Longest text of a kind, by the names of prompts, where it is not `max_length`.
+        special_tokens: Whether the tokenizer adds its special tokens.
+        tokenizer: Attributes that the tokenizer is given, such as `truncation_side`.
+        similarity: By what embeddings are compared.
+        truncate_dim: How many numbers of an embedding are kept, from the first; None for all.
+        text: Fields of `sentence_bert_config.json` that are written again as they were.
         options: The content of `config_sentence_transformers.json`.
     """
 
@@ -97,7 +105,21 @@ class SentenceSettings:
     max_length: int | None = None
     prompts: Mapping[str, str] = field(default_factory=dict)
     lower: bool = False
+    lengths: Mapping[str, int] = field(default_factory=dict)
+    special_tokens: bool = True
+    tokenizer: Mapping[str, Any] = field(default_factory=dict)
+    similarity: Similarity = "cosine"
+    truncate_dim: int | None = None
+    text: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def reading(self) -> dict[str, Any]:
+        """How texts become tokens, by the fields of their reader."""
+        return {name: getattr(self, name) for name in _READING}
+
+
+_READING = ("max_length", "prompts", "lower", "lengths", "special_tokens", "tokenizer")
 
 
 class TextEncoder(PreTrainedModel):
@@ -132,7 +154,7 @@ class TextEncoder(PreTrainedModel):
                 width *= len(module.modes)
             elif isinstance(module, Dense):
                 width = module.linear.out_features
-        return width
+        return min(width, self.settings.truncate_dim or width)
 
     def hold(self, auto_model: PreTrainedModel) -> None:
         """Take an encoder in place of the one there is."""
@@ -152,4 +174,6 @@ class TextEncoder(PreTrainedModel):
         embedding = pooling(tokens, attention_mask)
         for module in rest:
             embedding = module(embedding)
+        if self.settings.truncate_dim is not None:
+            embedding = embedding[..., : self.settings.truncate_dim]
         return EmbeddingOutput(last_hidden_state=tokens, sentence_embedding=embedding)

@@ -6,23 +6,30 @@ sentence-transformers is not imported: the objects are known by the names of the
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..checkpoint.save import compare_in_sentence_transformers
 from ..checkpoint.sentence import (
+    check_cross_encoder_modules,
     check_modules,
     check_prompts,
     cross_encoder_files,
+    cross_encoder_settings,
     encoder_with,
     make_readout,
-    prompts_by_kind,
+    of_options,
     readout_module,
+    text_settings,
 )
 from ..errors import RequestError, listed
+from ..model.modes import evaluating
 from ..model.sentence import SentenceSettings, TextEncoder
 from ..model.tokens import longest_sequence
 
@@ -38,7 +45,7 @@ class Unwrapped:
         model: The model to prune, which shares its weights with what was given.
         processor: The tokenizer of what was given; None for a plain model.
         wrap: Turns a slim model into a new object of the class that was given.
-        reading: How its texts are read, by the fields of a reader: max_length, and of embeddings prompts and lower.
+        reading: How its texts are read, by the fields of a reader, as `SentenceSettings.reading`.
         files: JSON files to save beside the slim model, by name.
     """
 
@@ -91,11 +98,7 @@ def _of_encoder(encoder: PreTrainedModel, embedding: Mapping[str, Any]) -> Unwra
         )
     readout = make_readout(embedding["pooling"], normalize=bool(embedding.get("normalize")))
     settings = SentenceSettings(tuple(readout), max_length=longest_sequence(encoder.config))
-    return Unwrapped(encoder_with(encoder, settings), wrap=_encoder, reading=_reading(settings))
-
-
-def _reading(settings: SentenceSettings) -> dict[str, Any]:
-    return {"max_length": settings.max_length, "prompts": settings.prompts, "lower": settings.lower}
+    return Unwrapped(encoder_with(encoder, settings), wrap=_encoder, reading=settings.reading)
 
 
 def _encoder(slim: PreTrainedModel) -> PreTrainedModel:
@@ -117,49 +120,65 @@ def _of_sentence_transformer(given: Any) -> Unwrapped:
         "prompts": dict(given.prompts),
         "default_prompt_name": given.default_prompt_name,
         "similarity_fn_name": given.similarity_fn_name,
+        **({} if given.truncate_dim is None else {"truncate_dim": given.truncate_dim}),
     }
     check_prompts(readout[0], options["prompts"], where=where)
-    length = given.max_seq_length
-    limits = [int(limit) for limit in (length, longest_sequence(first.config)) if limit is not None and limit < 1e9]
-    settings = SentenceSettings(
-        readout=tuple(readout),
-        max_length=min(limits, default=None),
-        prompts=prompts_by_kind(options, where),
-        lower=bool(getattr(modules[0], "do_lower_case", False)),
-        options=options,
-    )
+    text = text_settings(_fields(modules[0]), first.config, where=where)
+    settings = SentenceSettings(tuple(readout), **text, **of_options(options, where))
+    settings = replace(settings, max_length=_longest(given, first))
 
     def wrap(slim: PreTrainedModel) -> Any:
         return _with_another(given, first, _encoder(slim))
 
-    return Unwrapped(encoder_with(first, settings), given.tokenizer, wrap, _reading(settings))
+    model = encoder_with(first, settings)
+    return Unwrapped(model, _checked(given, model), wrap, settings.reading)
 
 
 def _of_cross_encoder(given: Any) -> Unwrapped:
     where = f"this {type(given).__name__}"
     inner = _inner(given, where)
-    layers = [type(module).__name__ for module in given] if isinstance(given, nn.Sequential) else []
-    if len(layers) > 1:
-        raise RequestError(
-            f"a CrossEncoder must be a single Transformer with its own head, but {where} is {listed(layers)}; give one "
-            "of a model for sequence classification"
-        )
-    prompts, default = getattr(given, "prompts", None) or {}, getattr(given, "default_prompt_name", None)
-    if default is not None and prompts.get(default):
-        raise RequestError(
-            f"a CrossEncoder must read its pairs without a prompt, but {where} has {default!r} by default; set its "
-            "default_prompt_name to None, and put the prompt into the texts"
-        )
-    length = getattr(given, "max_seq_length", None) or getattr(given.tokenizer, "model_max_length", None)
-    limits = [int(limit) for limit in (length, longest_sequence(inner.config)) if limit is not None and limit < 1e9]
-    activation = type(given.activation_fn)
+    modules = [*given] if isinstance(given, nn.Sequential) else []
+    if modules:  # version 5 has none
+        check_cross_encoder_modules([type(module).__name__ for module in modules], where=where)
+    options = {
+        "activation_fn": _full_name(given.activation_fn),
+        "prompts": dict(getattr(given, "prompts", None) or {}),
+        "default_prompt_name": getattr(given, "default_prompt_name", None),
+    }
+    if in_float32 := getattr(given, "keep_in_fp32_modules", None):
+        options["keep_in_fp32_modules"] = list(in_float32)
+    settings = cross_encoder_settings(options, _fields(modules[0]) if modules else {}, inner.config, where)
+    length = _longest(given, inner)
     return Unwrapped(
         inner,
-        given.tokenizer,
+        _checked(given, inner) if modules else given.tokenizer,
         lambda slim: _with_another(given, inner, slim),
-        {"max_length": min(limits, default=None)},
-        cross_encoder_files(f"{activation.__module__}.{activation.__name__}", length, prompts),
+        {"max_length": settings.lengths.get("text", length)},
+        cross_encoder_files(options, length, settings),
     )
+
+
+def _checked(given: Any, model: PreTrainedModel) -> Any:
+    """Return the tokenizer of an object, after refusing one that gives other numbers than what was read of it."""
+    # A copy, as a tokenizer keeps how it was last called, and saves that.
+    tokenizer, kinds = copy.deepcopy(given.tokenizer), sys.modules["sentence_transformers"]
+    if model.dtype == torch.float32 and isinstance(given, (kinds.SentenceTransformer, kinds.CrossEncoder)):
+        remedy = "save it, load it again, and prune that"
+        with evaluating(given):
+            compare_in_sentence_transformers(model, given, tokenizer, RequestError, remedy)
+    return tokenizer
+
+
+def _fields(transformer: Any) -> dict[str, Any]:
+    """Return the settings of a module Transformer; its tokenizer has what it was made with."""
+    return {**transformer.get_config_dict(), "do_lower_case": bool(getattr(transformer, "do_lower_case", False))}
+
+
+def _longest(given: Any, inner: PreTrainedModel) -> int | None:
+    """Return the longest text in tokens that an object of sentence-transformers reads; None for no limit."""
+    length = getattr(given, "max_seq_length", None) or getattr(given.tokenizer, "model_max_length", None)
+    limits = [int(limit) for limit in (length, longest_sequence(inner.config)) if limit is not None and limit < 1e9]
+    return min(limits, default=None)
 
 
 def _full_name(module: nn.Module) -> str:

@@ -55,7 +55,7 @@ from ..report.terminal import PlainTable, map_text
 from ..report.text import is_own
 from ..slim.refit import LayerFit
 from ..tasks import Behaviour, Task
-from ..tasks.models import task_of
+from ..tasks.models import behaviour_of, task_of
 from ..values import PruningPlan, Scores
 from .choose import choose
 from .cut import Choice, Slim, cut, save
@@ -371,9 +371,7 @@ def prune(
     model, processor = given.model, processor or given.processor
     task = task_of(model)
     check_in_memory(model)
-    behaviour = task.behaviour(model.config).options(
-        tolerance=comparison.stability_tolerance, threshold=comparison.threshold
-    )
+    behaviour = behaviour_of(model).options(tolerance=comparison.stability_tolerance, threshold=comparison.threshold)
     read: dict[str, Any] = {"task": task, "processor": processor, "columns": columns, "settings": given.reading}
     rows = _rows(model, asked, batches, held_out, compensation_batches, read)
     judged = Judged(_metrics(task, behaviour, comparison, asked, rows.held_out), behaviour)

@@ -18,9 +18,11 @@ import datasets
 import torch
 from transformers import PreTrainedModel
 
+from .. import processes
 from ..checkpoint.classes import load_config, refuse_quantised
 from ..checkpoint.dense import Source, check_device_map, load_dense, source_of, task_class
-from ..checkpoint.sentence import encoder_class, load_encoder, settings_of
+from ..checkpoint.save import check_in_sentence_transformers
+from ..checkpoint.sentence import cross_encoder_of, encoder_class, load_encoder, settings_of
 from ..data.batches import Batch, by_length, check_one_size
 from ..data.facts import may_overlap, whole_split
 from ..data.generation import GenerationReader
@@ -28,7 +30,7 @@ from ..data.processors import load_processor
 from ..data.reader import Columns, Reader
 from ..data.rows import taken_from
 from ..data.targets import is_of_documents, samples_of
-from ..data.tokens import settle_padding
+from ..data.tokens import read_as_asked, settle_padding
 from ..evaluate.interval import confidence_of_each
 from ..evaluate.lm_eval import check_benchmarks
 from ..evaluate.metrics import METRICS, check_metrics
@@ -42,12 +44,14 @@ from ..forms.on_rows import ROWS
 from ..forms.runtimes.base import GPU_HALF_STEP
 from ..forms.runtimes.registry import RUNTIMES, check_dtypes, check_one_graph, check_runtime
 from ..kinds import MLP
-from ..model.sentence import SentenceSettings
+from ..model.sentence import SentenceSettings, TextEncoder
 from ..recipe import PruneSection, PruningRecipe
 from ..recipe.draws import Drawn, Draws, Splits, draw, evaluated
 from ..recipe.promise import Promise, hold_out
 from ..report.provenance import Request
-from ..tasks import COLUMNS, TASKS, Behaviour
+from ..slim.config import is_slim
+from ..tasks import COLUMNS, TASKS, Behaviour, Task
+from ..tasks.feature_extraction import Embeddings
 from .prepare import Judged, Prepared, Rows, check_apart, check_options, prepare
 
 logger = logging.getLogger(__name__)
@@ -96,12 +100,12 @@ def resolve(
     options = options or recipe.options
     found = _Found.of(recipe)
     task, config = TASKS[recipe.task], found.config
-    behaviour = _behaviour(recipe, config)
+    behaviour = _behaviour(recipe, found)
     judged = Judged(_metrics(recipe, behaviour), behaviour)
     names = _checked_runtimes(recipe, runtimes_of(recipe, runtimes))
     measure = MeasureOptions(_ways(recipe, names), recipe.measure.timing)
     check_device_map(recipe.device_map)
-    processor = load_processor(found.encoder, task=task, **found.hub)
+    processor = found.processor(task)
     reader = _reader(recipe, found, processor)
     promised = 0 if recipe.cascade is None else recipe.cascade.samples
     load = partial(reader.load, name=recipe.data.name, files=recipe.data.files)
@@ -112,6 +116,7 @@ def resolve(
     if loaded is None:
         rows = evaluated(splits, load)
         model = found.load(dtype=recipe.dtype, device_map=recipe.device_map)
+        found.check(model, processor)
     else:
         model = loaded.prepared.model
     if task.text:
@@ -245,7 +250,7 @@ def _cascade(recipe: PruningRecipe, prepared: Prepared) -> CascadeOptions | None
 def rows_in_order(recipe: PruningRecipe) -> Callable[[int], list[Batch]]:
     """Return a function of a batch size that gives batches of the first 512 evaluation rows, in their order."""
     found = _Found.of(recipe)
-    reader = _reader(recipe, found, load_processor(found.encoder, task=TASKS[recipe.task], **found.hub))
+    reader = _reader(recipe, found, found.processor(TASKS[recipe.task]))
     rows = evaluated(splits_of(recipe), partial(reader.load, name=recipe.data.name, files=recipe.data.files))
     return _in_order(reader, rows)
 
@@ -253,7 +258,7 @@ def rows_in_order(recipe: PruningRecipe) -> Callable[[int], list[Batch]]:
 def refit_rows(recipe: PruningRecipe) -> list[Batch]:
     """Return batches of the rows that a recipe refits on if it holds none out, without loading its model."""
     found = _Found.of(recipe)
-    reader = _reader(recipe, found, load_processor(found.encoder, task=TASKS[recipe.task], **found.hub))
+    reader = _reader(recipe, found, found.processor(TASKS[recipe.task]))
     load = partial(reader.load, name=recipe.data.name, files=recipe.data.files)
     draws = replace(Draws.of(recipe.options, recipe.calibration), held_out=0, apart=False)
     drawn = draw(splits_of(recipe), load, recipe.options, draws)
@@ -266,10 +271,12 @@ def _in_order(reader: Reader, rows: datasets.Dataset) -> Callable[[int], list[Ba
     return lambda size: [batch for batch in reader.batches(first, batch_size=size) if not is_of_documents(batch)]
 
 
-def _behaviour(recipe: PruningRecipe, config: Any) -> Behaviour:
-    """Return what a model of a configuration predicts, and which predictions a recipe takes for the same."""
+def _behaviour(recipe: PruningRecipe, found: _Found) -> Behaviour:
+    """Return what a model predicts, and which predictions a recipe takes for the same."""
     asked = recipe.evaluation
-    behaviour = TASKS[recipe.task].behaviour(config)
+    if found.settings is not None:
+        return Embeddings(found.settings.similarity)
+    behaviour = TASKS[recipe.task].behaviour(found.config)
     return behaviour.options(tolerance=asked.stability_tolerance, threshold=asked.threshold)
 
 
@@ -346,6 +353,7 @@ class _Found:
     model_class: type[PreTrainedModel]
     hub: Mapping[str, Any]
     settings: SentenceSettings | None = None
+    pairs: SentenceSettings | None = None  # how a CrossEncoder reads them
 
     @classmethod
     def of(cls, recipe: PruningRecipe) -> _Found:
@@ -354,12 +362,37 @@ class _Found:
         if not TASKS[recipe.task].embeds:
             config = load_config(recipe.model, **hub)
             refuse_quantised(config, recipe.model)
-            return cls(recipe.model, config, task_class(recipe.model, config, task=recipe.task, **hub), hub)
+            model_class = task_class(recipe.model, config, task=recipe.task, **hub)
+            classifies = recipe.task == "text-classification"
+            pairs = cross_encoder_of(recipe.model, config, **hub) if classifies else None
+            return cls(recipe.model, config, model_class, hub, pairs=pairs)
         settings = settings_of(recipe.model, pooling=recipe.pooling, normalize=recipe.normalize, **hub)
         assert settings.encoder is not None
         config = load_config(settings.encoder)
         refuse_quantised(config, settings.encoder)
         return cls(settings.encoder, config, encoder_class(settings.encoder), {}, settings)
+
+    @property
+    def reading(self) -> dict[str, Any]:
+        """How texts are read, by the fields of the reader."""
+        if self.pairs is not None:
+            return {"max_length": self.pairs.max_length}
+        return {} if self.settings is None else self.settings.reading
+
+    def processor(self, task: Task) -> Any:
+        """Load the tokenizer or processor; of a CrossEncoder, it reads as that asks."""
+        loaded = load_processor(self.encoder, task=task, **self.hub)
+        if self.pairs is not None:
+            read_as_asked(loaded, self.pairs.tokenizer, lower=self.pairs.lower)
+        return loaded
+
+    def check(self, model: PreTrainedModel, processor: Any) -> None:
+        """Refuse a folder of sentence-transformers that gives other numbers there, where it is installed."""
+        folder = Path(self.encoder) if self.pairs is not None else self.settings and self.settings.folder
+        # A slim one was checked when it was written, and needs the code in its folder.
+        encoder = model.auto_model if isinstance(model, TextEncoder) else model
+        if folder and folder.is_dir() and not is_slim(encoder):
+            processes.on_main(lambda: check_in_sentence_transformers(model, folder, processor, written=False))
 
     def load(self, *, dtype: str | None, device_map: str | None) -> PreTrainedModel:
         """Load the dense model."""
@@ -369,18 +402,17 @@ class _Found:
 
 
 def _reader(recipe: PruningRecipe, found: _Found, processor: Any) -> Reader:
-    data, settings = recipe.data, found.settings
-    of_texts: dict[str, Any] = {}
-    if settings is not None:
-        of_texts = {"prompts": settings.prompts, "lower": settings.lower}
+    data, asked = recipe.data, dict(found.reading)
+    if data.max_length is not None:
+        asked["max_length"] = data.max_length
+        asked |= {"lengths": {kind: min(n, data.max_length) for kind, n in asked.get("lengths", {}).items()}}
     return TASKS[recipe.task].reader(
         columns=Columns(**{name: getattr(data, name) for name in COLUMNS}),
         config=found.config,
         processor=processor,
-        max_length=data.max_length or (settings and settings.max_length),
         packing=data.packing,
         bos=data.bos,
-        **of_texts,
+        **asked,
     )
 
 

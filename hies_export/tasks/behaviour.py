@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+    from ..model.sentence import Similarity
     from .predictions import Predictions
 
 
@@ -68,6 +69,7 @@ class Behaviour(ABC):
         word: A report's word for one prediction.
         output_names: The outputs that are the prediction; if there are several, they are stacked on axis 1.
         repeats: How often every sample is scored, each time by another loss.
+        similarity: By what embeddings are compared.
     """
 
     predicts: ClassVar[str]
@@ -76,6 +78,7 @@ class Behaviour(ABC):
     word: ClassVar[str] = "prediction"
     output_names: ClassVar[tuple[str, ...]] = ("logits",)
     repeats: ClassVar[int] = 1
+    similarity: Similarity = "cosine"
 
     def output(self, found: Any) -> Tensor:
         """Return, of the outputs of a model, the one that is its prediction."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..errors import DataError
@@ -14,10 +15,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..data.reader import Reader
+    from ..model.sentence import Similarity
 
 
+@dataclass(frozen=True)
 class Embeddings(Behaviour):
     """Embeddings, (batch, dimension), which are judged by what they rank. They need no labels."""
+
+    similarity: Similarity = "cosine"
 
     predicts = "embeddings"
     of_rows: ClassVar[Mapping[str, tuple[str, ...]]] = {

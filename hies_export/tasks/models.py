@@ -11,6 +11,7 @@ from ..model.internals import auto_classes
 from ..model.sentence import TextEncoder
 from .behaviour import Behaviour
 from .by_shape import BY_SHAPE
+from .feature_extraction import Embeddings
 from .registry import TASKS
 from .task import Task
 
@@ -58,6 +59,8 @@ def refuse_adapters(model: PreTrainedModel) -> None:
 
 def behaviour_of(model: Any) -> Behaviour:
     """Return how a model behaves: as those of its task and problem type, or as its shapes tell if it has none."""
+    if isinstance(model, TextEncoder):
+        return Embeddings(model.settings.similarity)
     task = _task_of(model)
     return BY_SHAPE if task is None else task.behaviour(model.config)
 

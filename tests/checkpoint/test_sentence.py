@@ -13,13 +13,20 @@ from support.cuts import random_neurons
 from support.hub import Hub
 from support.models import bert, text_batch
 from support.runs import hies
-from support.sentences import MEAN, WIDTH, bert_encoder, dense, sentence_folder
+from support.sentences import MEAN, WIDTH, bert_encoder, dense, sentence_folder, t5_batch, t5_encoder
 from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM, BertModel
 
 from hies_export import RequestError, apply_plan, find_modules, load, prune_units, save_slim
 from hies_export.checkpoint.contents import Contents, contents
-from hies_export.checkpoint.sentence import cross_encoder_files, load_encoder, load_sentence, settings_of
+from hies_export.checkpoint.sentence import (
+    cross_encoder_files,
+    cross_encoder_of,
+    encoder_class,
+    load_encoder,
+    load_sentence,
+    settings_of,
+)
 from hies_export.model.sentence import TextEncoder
 from hies_export.values import PruningPlan
 
@@ -101,7 +108,7 @@ def test_every_module_and_file_is_kept_in_the_slim_folder(tmp_path: Path) -> Non
     (folder / "onnx" / "model.onnx").write_text("of the dense model")
     settings = settings_of(folder)
     assert (settings.max_length, settings.lower, settings.encoder) == (12, True, folder)
-    assert settings.prompts == {"query": "q: ", "document": "p: ", "text": "q: "}
+    assert settings.prompts == {"query": "q: ", "text": "q: "}  # as sentence-transformers, which reads no "passage"
 
     model = load_encoder(settings, dtype="float32")
     batch = text_batch(labels=False)
@@ -223,11 +230,72 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         "must embed texts alone, but .* also takes image",
     ),
     "no default prompt": (
-        {"options": {"prompts": {}, "default_prompt_name": "query"}},
-        "has no prompt named 'query', its default",
+        {"options": {"prompts": {}, "default_prompt_name": "other"}},
+        "has no prompt named 'other', its default; correct it there",
     ),
     "damaged": ({"text": {"max_seq_length": "long"}}, "max_seq_length: .* got 'long'"),
+    "similarity": ({"options": {"similarity_fn_name": "maxsim"}}, "'manhattan', got 'maxsim'; correct it there"),
+    "chat": (
+        {"text": {"modality_config": {"message": {}, "text": {}}}},
+        "must be read as they are, but .* puts them into a chat template",
+    ),
+    "unknown field": (
+        {"text": {"pooling": "x"}},
+        "may change the embeddings, but in .* pooling: is not known, got 'x'",
+    ),
+    "expansion": ({"text": {"query_expansion": {"strategy": "fixed"}}}, "query_expansion: Input should be None"),
+    "other tokenizer": ({"text": {"tokenizer_name_or_path": "a/b"}}, "tokenizer_name_or_path: Input should be None"),
+    "other config": (
+        {"text": {"config_args": {"num_hidden_layers": 1}}},
+        "has config_kwargs with num_hidden_layers: 1; take it out .*, or write what is the model's",
+    ),
+    "tokenizer's class": (
+        {"text": {"tokenizer_args": {"do_lower_case": True}}},
+        "do_lower_case: is not known, got True",
+    ),
+    "tokenizer's call": (
+        {"text": {"processing_kwargs": {"text": {"truncation": "only_first"}}}},
+        "processing_kwargs.text.truncation: Input should be True or 'longest_first'",
+    ),
+    "model's class": ({"text": {"model_args": {"rope_theta": 7}}}, "model_kwargs.rope_theta: is not known, got 7"),
+    "pooling": ({"pooling": MEAN | {"weights": [1]}}, r"1_Pooling/config.json weights: is not known, got \[1\]"),
 }
+
+
+def test_what_a_folder_asks_of_texts_is_read_and_kept(tmp_path: Path) -> None:
+    kept = {
+        "query_length": 9,
+        "document_length": 700,
+        "tokenizer_args": {"model_max_length": 14, "truncation_side": "left", "use_fast": True},
+        "model_args": {"dtype": "float32"},
+        "processing_kwargs": {"text": {"add_special_tokens": False}, "image": {"size": 2}},
+    }
+    nothing = {"config_args": {"hidden_size": WIDTH}, "modality_config": None}
+    options = {"similarity_fn_name": "manhattan", "truncate_dim": 5}
+    text = {"max_seq_length": 16} | kept | nothing
+    model = load_sentence(sentence_folder(tmp_path / "dense", [], text=text, options=options))
+    asked = model.settings
+    assert asked.lengths == {"query": 9, "document": 64}  # what the model takes
+    assert (asked.max_length, asked.special_tokens, asked.tokenizer) == (14, False, {"truncation_side": "left"})
+    assert (asked.similarity, asked.truncate_dim, model.dimension) == ("manhattan", 5, 5)
+    batch = text_batch(labels=False)
+    pooled = torch.stack([row.mean(0) for row in tokens_of(tmp_path / "dense", batch)])
+    torch.testing.assert_close(embed(model, batch), pooled[:, :5], atol=1e-6, rtol=1e-5)
+    slim, plan = cut(model)
+    save_slim(slim, tmp_path / "slim", plan=plan, batch=batch)
+    written = {"max_seq_length": 14, "do_lower_case": False} | kept
+    assert json.loads((tmp_path / "slim/sentence_bert_config.json").read_text()) == written
+    assert json.loads((tmp_path / "slim/config_sentence_transformers.json").read_text()) == options
+    again = settings_of(tmp_path / "slim")
+    assert again.reading == asked.reading
+    assert every_length(tmp_path / "every") == dict.fromkeys(("query", "document", "text"), 8)
+
+
+def every_length(folder: Path) -> dict[str, int]:
+    """Return the lengths that a folder asks for by arguments of the tokenizer's call, of which the common ones win."""
+    called = {"text": {"max_length": 9}, "common": {"max_length": 8}}
+    found = settings_of(sentence_folder(folder, text={"query_length": 5, "processing_kwargs": called}))
+    return dict(found.lengths)
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -270,13 +338,72 @@ def test_a_transformer_in_a_folder_of_its_own(tmp_path: Path) -> None:
 def test_the_files_of_a_cross_encoder_come_along(tmp_path: Path) -> None:
     model = bert(num_labels=1)
     model.save_pretrained(tmp_path / "dense")
-    files = cross_encoder_files("torch.nn.modules.linear.Identity", 32, {})
+    files = cross_encoder_files({"activation_fn": "torch.nn.modules.linear.Identity", "prompts": {}}, 32)
     for name, content in files.items():
         (tmp_path / "dense" / name).write_text(json.dumps(content))
     modules = find_modules(model, text_batch(labels=False), kinds=("attention",))
     plan = PruningPlan(kept=random_neurons(modules, uniform=False), criterion="random")
     apply_plan(plan, tmp_path / "dense", tmp_path / "slim")
     assert {name: json.loads((tmp_path / "slim" / name).read_text()) for name in files} == files
+
+
+def test_what_a_cross_encoder_asks_for_is_read_or_refused(tmp_path: Path) -> None:
+    model = bert(num_labels=1)
+    model.save_pretrained(tmp_path / "dense")
+    options = {"prompts": {"q": "query: "}, "default_prompt_name": None}
+
+    def ask(options: dict[str, Any], **text: Any) -> Any:
+        files = cross_encoder_files(options, 32)
+        files["sentence_bert_config.json"] |= text
+        for name, content in files.items():
+            (tmp_path / "dense" / name).write_text(json.dumps(content))
+        return cross_encoder_of(tmp_path / "dense", model.config)
+
+    found = ask(options, processing_kwargs={"text": {"max_length": 9}}, do_lower_case=True, query_length=3)
+    assert (found.max_length, found.lower) == (9, True)
+    with pytest.raises(RequestError, match="must read its pairs without a prompt, but .* has 'q' by default; set its"):
+        ask(options | {"default_prompt_name": "q"})
+    with pytest.raises(RequestError, match="a CrossEncoder, has add_special_tokens: false; take it out"):
+        ask(options, processing_kwargs={"text": {"add_special_tokens": False}})
+    with pytest.raises(RequestError, match="must give the logits of its classes, but .* is for fill-mask"):
+        ask(options, transformer_task="fill-mask")
+    ask(options)
+    entry = json.loads((tmp_path / "dense/modules.json").read_text())[0]
+    head = entry | {"path": "1_Dense", "type": "sentence_transformers.base.modules.dense.Dense"}
+    (tmp_path / "dense/modules.json").write_text(json.dumps([entry, head]))
+    with pytest.raises(
+        RequestError, match="must be a single Transformer with its own head, but .* is Transformer, Den"
+    ):
+        cross_encoder_of(tmp_path / "dense", model.config)
+
+
+@pytest.mark.parametrize("decodes", [False, True])
+@pytest.mark.parametrize("kind", ["T5", "MT5", "UMT5", "LongT5"])
+def test_the_encoder_of_an_encoder_decoder(kind: str, decodes: bool, tmp_path: Path) -> None:
+    encoder = t5_encoder(kind)
+    folder = sentence_folder(tmp_path / "dense", [], encoder=encoder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"is_encoder_decoder": decodes}))
+    model, batch = load_sentence(folder), t5_batch()
+    assert type(model.auto_model) is type(encoder)
+    with torch.no_grad():
+        hidden, mask = encoder(**batch).last_hidden_state, batch["attention_mask"][..., None]
+    torch.testing.assert_close(embed(model, batch), (hidden * mask).sum(1) / mask.sum(1), atol=1e-5, rtol=1e-5)
+    modules = find_modules(model, batch, kinds=("attention", "mlp"))
+    kept = random_neurons(modules, uniform=False)
+    slim = prune_units(model, kept, modules)
+    save_slim(slim, tmp_path / "slim", plan=PruningPlan(kept=kept, criterion="random"), batch=batch)
+    # sentence-transformers would load the stock class, whose layers are of one size.
+    assert json.loads((tmp_path / "slim/modules.json").read_text())[0]["type"] == "modeling_hies.Transformer"
+    assert isinstance(slim, TextEncoder)
+    torch.testing.assert_close(embed(load_sentence(tmp_path / "slim"), batch), embed(slim, batch))
+
+
+def test_an_encoder_whose_class_is_not_exported_is_refused(tmp_path: Path) -> None:
+    folder = sentence_folder(tmp_path / "dense")
+    (folder / "config.json").write_text(json.dumps({"model_type": "marian", "architectures": ["MarianModel"]}))
+    with pytest.raises(RequestError, match="a class of its own that transformers exports, but that of marian, which"):
+        encoder_class(folder)
 
 
 FROM_THE_HUB = """

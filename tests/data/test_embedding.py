@@ -105,6 +105,18 @@ def test_each_kind_of_text_has_its_prompt() -> None:
     assert texts_of(read(reader(text=("text",), prompts=prompts, lower=True), rows_of(text=["a"]))) == ["b a"]
 
 
+def test_each_kind_of_text_has_its_length() -> None:
+    asked = rows_of(query=["a b c d e f"], document=["g h i j k"])
+    of = reader(query="query", document="document", max_length=5, lengths={"query": 4})
+    assert texts_of(read(of, asked)) == ["a b", "g h i"]  # beside two special tokens
+    of = reader(query="query", document="document", lengths={"query": 4}, special_tokens=False)
+    batches = read(of, asked)
+    assert [batch["input_ids"].shape[1] for batch in batches] == [4, 5]
+    assert texts_of(batches) == ["a b c d", "g h i j k"]
+    of = reader(text=("text",), max_length=5, tokenizer={"truncation_side": "left"})
+    assert texts_of(read(of, rows_of(text=["a b c d e f"]))) == ["d e f"]
+
+
 # ---- pairs -----------------------------------------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ from hies_export.evaluate import ranking
 from hies_export.evaluate.judge import Judge, Judgement
 from hies_export.evaluate.metrics import METRICS, check_metrics
 from hies_export.evaluate.ranking import RankedGroups, RankedTexts, kind_of_rows
+from hies_export.model.sentence import Similarity
 from hies_export.tasks.classes import Numbers
 from hies_export.tasks.feature_extraction import Embeddings
 
@@ -154,6 +155,41 @@ def test_texts_alone_are_ranked_among_the_others(old_index: bool) -> None:
         expected.append(loops(scores, cosines(dense[row : row + 1], dense[others])[0], None, 100))
     check(found, expected)
     assert found.ndcg is None
+
+
+SIMILARITIES: dict[Similarity, Any] = {
+    "dot": lambda a, b: a @ b,
+    "euclidean": lambda a, b: -np.sqrt(((a - b) ** 2).sum()),
+    "manhattan": lambda a, b: -np.abs(a - b).sum(),
+}
+
+
+@pytest.mark.parametrize("similarity", SIMILARITIES)
+def test_embeddings_are_compared_by_the_similarity_of_their_model(similarity: Similarity) -> None:
+    alike = SIMILARITIES[similarity]
+    batches = cut_up(torch.arange(60), 50)
+    dense, slim = vectors(60)
+    for of in (dense, slim):  # lengths do matter
+        of *= torch.linspace(0.2, 3, 60)[:, None]
+    judge = Judge(batches, dense, ("own_ndcg@10",), behaviour=Embeddings(similarity), index="slim")
+    expected = []
+    for row in range(60):
+        others = [other for other in range(60) if other != row]
+        one, two = (
+            [alike(m[row].double().numpy(), m[other].double().numpy()) for other in others] for m in (slim, dense)
+        )
+        expected.append(loops(np.array(one), np.array(two), None, 100))
+    check(judge.rankings(slim), expected)
+
+    batches = pairs()
+    rows = column(batches, "input_ids")[:, 0]
+    numbers = zip(column(batches, "pair").tolist(), column(batches, "side").tolist(), strict=True)
+    places = {number: row for row, number in enumerate(numbers)}
+    dense, slim = (of[rows] * torch.linspace(0.2, 3, len(rows))[:, None] for of in vectors(80))
+    found = Judge(batches, dense, ("pearson",), behaviour=Embeddings(similarity)).of(slim).metrics["pearson"]
+    wanted = [column(batches, "score")[places[p, 0]].item() for p in range(40)]
+    scores = [alike(slim[places[p, 0]].double().numpy(), slim[places[p, 1]].double().numpy()) for p in range(40)]
+    assert found == pytest.approx(np.corrcoef(scores, wanted)[0, 1])
 
 
 def pairs(count: int = 40) -> Batches:

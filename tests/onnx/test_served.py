@@ -34,7 +34,7 @@ def test_the_graph_embeds_texts_and_the_folder_names_the_module(tmp_path: Path) 
     ]
     assert read_served(served) == {
         **{"file": "model.onnx", "dimension": 12, "runtime": "onnxruntime-cpu", "dtype": None, "threads": None},
-        **{"max_seq_length": 16, "do_lower_case": False},
+        **{"max_seq_length": 16, "do_lower_case": False, "lengths": {}, "special_tokens": True, "attributes": {}},
     }
     assert json.loads((served / "config_sentence_transformers.json").read_text()) == options
     assert json.loads((served / "config.json").read_text())["architectures"] == ["BertModel"]

@@ -25,6 +25,8 @@ FOREIGN = (
     *("chat_template", "added_tokens_decoder", "extra_special_tokens", "additional_special_tokens", "vocab_file"),
     *("processor_class", "image_processor_type", "feature_extractor_type", "do_pad", "crop_size", "size_divisor"),
     *("cache_implementation", "num_beams", "do_sample", "temperature", "top_k", "suppress_tokens", "watermark"),
+    *("query_expansion", "tokenizer_name_or_path", "processor_kwargs", "model_kwargs", "config_kwargs", "backend"),
+    *("use_residual", "module_output_name", "pooling_mode_cls_token", "keep_in_fp32_modules", "requirements"),
 )
 ODD_TEXT = (
     *(b"\0", b"\xff", b"\xc3", b"\xef\xbb\xbf", b"[" * 3000, b'{"a":' * 3000, b"9" * 5000, b"1e999", b"NaN"),
@@ -58,11 +60,13 @@ def _json(data: bytes, chance: random.Random) -> bytes:
 def _fields(data: bytes, chance: random.Random) -> bytes:
     """Return JSON with up to three fields changed, or with a field that other models and tokenizers have."""
     value = json.loads(data)
-    if chance.random() < 0.25:
+    if chance.random() < 0.25 and isinstance(value, dict):
         foreign = {chance.choice(FOREIGN): chance.choice(ODD)}
         return json.dumps(value | foreign).encode()
     owners = [owner for owner, _ in _nodes(value) if isinstance(owner, dict)]
     for _ in range(chance.choice((1, 1, 1, 2, 3))):
+        if not any(owners):
+            break
         owner = chance.choice([owner for owner in owners if owner])
         key = chance.choice(list(owner))
         if chance.random() < 0.2:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import save_file
 from torch import nn
 from transformers import BertConfig, BertModel, PreTrainedModel
@@ -22,6 +23,22 @@ def bert_encoder(**options: object) -> PreTrainedModel:
     """Return a tiny encoder without a head."""
     config = SIX_HEADS | {"vocab_size": 100, "max_position_embeddings": 64}
     return shake(BertModel(BertConfig(**(config | options))))
+
+
+def t5_encoder(kind: str) -> PreTrainedModel:
+    """Return a tiny encoder of an encoder-decoder: T5, MT5, UMT5 or LongT5."""
+    sizes = {"vocab_size": 100, "d_model": WIDTH, "d_kv": 8, "d_ff": 40, "num_layers": 2, "num_heads": 6}
+    buckets = {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 16, "local_radius": 5}
+    config = getattr(transformers, f"{kind}Config")(**sizes, **buckets, pad_token_id=0)
+    return shake(getattr(transformers, f"{kind}EncoderModel")(config))
+
+
+def t5_batch() -> dict[str, torch.Tensor]:
+    """Return two texts, of which one is padded."""
+    mask = torch.ones(2, 9, dtype=torch.int64)
+    mask[1, 5:] = 0
+    tokens = torch.randint(4, 90, (2, 9), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": tokens * mask, "attention_mask": mask}
 
 
 def dense(inputs: int, outputs: int, activation: type[nn.Module] = nn.Tanh, **config: Any) -> Layer:
