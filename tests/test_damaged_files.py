@@ -16,6 +16,8 @@ from support.models import bert, causal_lm, generative_tokenizer, save_project, 
 from support.reads import Read, outcome
 from support.reports import make_report
 from support.runs import hies
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from hies_export import OnnxGenerator, PlanError, PruningPlan, Report, RequestError, load
 from hies_export.lab.sweep.journal import Journal
@@ -136,6 +138,73 @@ def test_weights_that_do_not_fit_the_config(saved: str, tmp_path: Path) -> None:
     del weights["classifier.bias"]
     save()
     with pytest.raises(RequestError, match=r"parameter must be in the files, but .* has no classifier.bias; they"):
+        load(tmp_path)
+
+
+def save_with(model: PreTrainedModel, folder: Path, *, config: dict[str, Any], weights: dict[str, Tensor]) -> Path:
+    """Save a model, and change its config and add weights afterwards."""
+    model.save_pretrained(folder)
+    for name, value in config.items():
+        change(folder / "config.json", name, to=value)
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | weights, file, metadata={"format": "pt"})
+    return folder
+
+
+RELATIVE = "bert.encoder.layer.0.attention.self.distance_embedding.weight"
+KEYS = "model.layers.1.self_attn.k_proj."
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "weights", "lacking"),
+    [
+        # What the class was trained with and computes without.
+        (bert, {"num_hidden_layers": 1}, {}, "bert.encoder.layer.1, bert.encoder.layer.2,"),
+        (bert, {"position_embedding_type": "relative_key"}, {RELATIVE: torch.ones(63, 8)}, ".*distance_embedding,"),
+        (causal_lm, {}, {KEYS + "bias": torch.ones(16)}, ".*k_proj.bias,"),
+        (causal_lm, {}, {KEYS + "lora_A.weight": torch.ones(2, 32)}, ".*k_proj.lora_A,"),
+        (bert, {}, {"bert.embeddings.other_embeddings.weight": torch.ones(2, 32)}, "bert.embeddings.other_embeddings,"),
+        # What changes nothing.
+        (causal_lm, {}, {KEYS + "bias": torch.zeros(16)}, None),
+        (
+            bert,
+            {},
+            {"bert.embeddings.position_ids": torch.arange(64)[None], "cls.predictions.bias": torch.ones(9)},
+            None,
+        ),
+        (causal_lm, {"num_nextn_predict_layers": 1}, {"model.layers.2.eh_proj.weight": torch.ones(32, 64)}, None),
+        (causal_lm, {}, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, None),
+    ],
+)
+def test_weights_that_the_class_does_not_read(
+    model: Callable[[], PreTrainedModel],
+    config: dict[str, Any],
+    weights: dict[str, Tensor],
+    lacking: str | None,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    folder = save_with(model(), tmp_path, config=config, weights=weights)
+    if lacking is not None:
+        with pytest.raises(RequestError, match=f"all of its tensors, but the files of .* hold {lacking} which .* does"):
+            load(folder)
+    else:
+        load(folder)
+        assert not caplog.records
+
+
+def test_a_part_beside_the_model_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = save_with(causal_lm(), tmp_path, config={}, weights={"model.vision_tower.x.weight": torch.ones(2)})
+    load(folder)
+    assert "also hold model.vision_tower, which LlamaForCausalLM does not read" in caplog.text
+
+
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "model."])
+def test_names_with_a_prefix(prefix: str, tmp_path: Path) -> None:
+    bert().save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file({prefix + name: weight for name, weight in load_file(file).items()}, file, metadata={"format": "pt"})
+    with pytest.raises(RequestError, match=f"those in .* begin with '{prefix}', as of a model that torch.compile"):
         load(tmp_path)
 
 

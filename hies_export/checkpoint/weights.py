@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
+import re
 from collections.abc import Iterable, Iterator
 from math import prod
 from pathlib import Path
@@ -14,12 +16,14 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from ..errors import RequestError, listed, refusing
 from ..model.internals import (
     auto_classes,
+    configs_in,
     empty_model,
     file_of,
     layers_unwarned,
@@ -39,6 +43,15 @@ _OTHERS = ("*.h5", "*.msgpack", "*.gguf", "*.onnx", "*.ckpt*")
 _WITH_CLASSES = {f"AutoModelFor{kind}Classification" for kind in ("Sequence", "Token", "Image")}
 # A config that describes this many times the parameters in the files is damaged.
 TIMES = 10
+# What older releases saved of constants, and what only training reads.
+_UNUSED = re.compile(
+    r"(^|\.)(\w*inv_freq|(cos|sin)_cached|freqs_cis|rope\.freqs|masked_bias|causal_mask|attn_mask|_float_tensor|version|"
+    r"mask_token|masked_spec_embed)$"
+)
+# Fields of configs that count layers behind the last one, which predict further tokens and which no class builds.
+_FURTHER = re.compile(r"nextn|mtp")
+
+logger = logging.getLogger(__name__)
 
 
 def weight_files(path: str | Path, **hub: Any) -> list[Path]:
@@ -131,12 +144,104 @@ def load_weights(model_class: Any, path: str | Path, *, shapes: Shapes | None = 
     if lacks_pooler(model, info["missing_keys"]) and "add_pooling_layer" not in kwargs:
         return load_weights(model_class, path, shapes=shapes, add_pooling_layer=False, **kwargs)
     if info["missing_keys"]:
+        _refuse_prefix(path, info["missing_keys"], info["unexpected_keys"])
         raise RequestError(
             f"every parameter must be in the files, but {path} has no {listed(sorted(info['missing_keys']), most=3)}; "
             f"they would be random: if the model was trained as another class than {model_class.__name__}, write that "
             "one into 'architectures' in its config.json; otherwise save the checkpoint again from that model"
         )
+    if not quantised:  # the scales and zero points of quantised layers are read by their quantisers
+        _check_surplus(model, path, info["unexpected_keys"], **hub_options(kwargs))
     return model.eval()
+
+
+def _refuse_prefix(path: str | Path, missing: Iterable[str], unexpected: Iterable[str]) -> None:
+    """Refuse files whose names have something in front, such as of a wrapper that the model was trained in."""
+    names, found = sorted(missing), set(unexpected)
+    for prefix in (name.removesuffix(names[0]) for name in sorted(found) if name.endswith(f".{names[0]}")):
+        if all(f"{prefix}{name}" in found for name in names):
+            raise RequestError(
+                f"tensors must have the names that the model gives them, but those in {path} begin with {prefix!r}, as "
+                "of a model that torch.compile, DistributedDataParallel or a trainer wraps; save the model inside of "
+                f"it, or write the files again with names without {prefix!r} (name.removeprefix)"
+            )
+
+
+def _check_surplus(model: PreTrainedModel, path: str | Path, unread: Iterable[str], **hub: Any) -> None:
+    """Refuse tensors that a layer was trained with and its class computes without, and name parts that are not built.
+
+    What lies inside of a part that the class builds, such as a layer or an embedding, changes the answers. What lies
+    beside such parts, such as a pooler or a vision tower, is a part that a class may do without.
+    """
+    found = {name: place for name in sorted(unread) if (place := _surplus(model, name)) is not None}
+    inside = {name: lacking for name, (lacking, is_inside) in found.items() if is_inside}
+    for name in _constants(inside, path, **hub):
+        del inside[name]
+    if inside:
+        raise RequestError(
+            f"a layer must compute with all of its tensors, but the files of {path} hold "
+            f"{listed(dict.fromkeys(inside.values()), most=3)}, which {type(model).__name__} does not read, so its "
+            "answers are not the saved model's; write the values that it was trained with into its config.json, such "
+            "as num_hidden_layers or attention_bias; if they are there, this release of transformers lacks the layer: "
+            "should its answers be right all the same, load and save the model with transformers first"
+        )
+    beside = dict.fromkeys(lacking for lacking, is_inside in found.values() if not is_inside)
+    if beside:
+        what = listed(beside, most=3)
+        logger.warning("the files of %s also hold %s, which %s does not read", path, what, type(model).__name__)
+
+
+def _surplus(model: PreTrainedModel, name: str) -> tuple[str, bool] | None:
+    """Return the beginning of a tensor's name that a model lacks, and whether it lies inside of what the model builds.
+
+    None for what nobody misses: constants, heads of other tasks, and layers that predict further tokens.
+    """
+    parts, base = name.split("."), model.base_model
+    if parts[0] == model.base_model_prefix and base is model:  # saved with a head, and loaded without
+        parts = parts[1:]
+    # The base model is named in front, unless it was saved alone.
+    place: nn.Module = model if hasattr(model, parts[0]) or not hasattr(base, parts[0]) else base
+    in_base = in_layer = False
+    path: list[str] = []
+    for part in parts:
+        path.append(part)
+        in_base, in_layer = in_base or place is base, in_layer or isinstance(place, nn.ModuleList)
+        inner = getattr(place, part, None)
+        if not isinstance(inner, nn.Module) or isinstance(inner, nn.Identity):
+            break
+        place = inner
+    lacking = ".".join(path)
+    if _UNUSED.search(name) or isinstance(getattr(place, part, None), Tensor):  # the latter is a buffer
+        return None
+    if isinstance(place, nn.ModuleList):
+        numbers = (item for config in configs_in(model.config) for item in vars(config).items())
+        further = max((n for field, n in numbers if _FURTHER.search(field) and isinstance(n, int)), default=0)
+        return None if part.isdigit() and int(part) < len(place) + further else (lacking, True)
+    of_itself = path == parts and not any(place.children())  # such as the bias of a projection
+    if in_layer or of_itself or (in_base and not isinstance(place, PreTrainedModel)):
+        return lacking, True
+    return (lacking, False) if in_base else None
+
+
+def _constants(names: Iterable[str], path: str | Path, **hub: Any) -> list[str]:
+    """Return which tensors add nothing to a layer: those of integers, biases of zeros, and masks that are called so."""
+    wanted = set(names)
+    return [
+        name
+        for file in (weight_files(path, **hub) if wanted else ())
+        for name, tensor in _held(file, wanted)
+        if not tensor.is_floating_point() or (name.endswith("bias") and (tensor.dim() == 4 or not tensor.any()))
+    ]
+
+
+def _held(file: Path, names: set[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield those tensors of a file that have one of the names."""
+    if file.suffix == ".safetensors":
+        with safe_open(file, "pt") as tensors:
+            yield from ((name, tensors.get_tensor(name)) for name in names.intersection(tensors.keys()))
+    else:
+        tensors = torch.load(file, map_location="cpu", weights_only=True)
+        yield from ((name, tensors[name]) for name in names.intersection(tensors))
 
 
 def _check_classes(model: PreTrainedModel, path: str | Path, shapes: Shapes) -> None:

@@ -14,7 +14,7 @@ from ..errors import ExportError, RequestError
 from ..model.internals import require_onnx_exporter
 from .gguf.export import GgufExport, check_exportable, export_gguf, require_gguf
 from .onnx.export import DTYPES as ONNX_DTYPES
-from .onnx.export import OnnxExport
+from .onnx.export import OnnxExport, check_traceable
 from .onnx.quantize import Quantize, check_quantizable, export_in_bits, quantize_onnx
 from .openvino.export import OpenVinoExport, check_calibrated, export_openvino, quantize_openvino, require_nncf
 from .runtimes.base import RUNTIMES, Format, Provider
@@ -130,6 +130,7 @@ def check_exports(
     formats: Iterable[Format],
     model: PreTrainedModel,
     processor: Any,
+    sample: Mapping[str, Tensor],
     *,
     uneven: bool,
     skips: bool = False,
@@ -137,9 +138,11 @@ def check_exports(
 ) -> None:
     """Refuse, before anything is computed, a dense model or tokenizer that cannot be exported as requested.
 
-    `uneven` says whether layers may keep different numbers of units, and `skips` whether they may keep none. Raises
-    RequestError.
+    `sample` is the batch that ONNX graphs are traced on. `uneven` says whether layers may keep different numbers of
+    units, and `skips` whether they may keep none. Raises RequestError.
     """
+    if "onnx" in formats:
+        check_traceable(model, sample)
     if "gguf" in formats:
         check_exportable(model, processor, uneven=uneven, skips=skips)
     if "openvino" in formats:

@@ -116,8 +116,7 @@ def _details(done: Finished, command: str | None) -> Details:
         alpha_curve=choice.alpha_curve,
         tried=choice.tried,
         stability_of=FIRST_HIT if evaluation.ranking else _prediction_name(prepared, answers=answers),
-        # Rankings are compared by their order, whatever the logits.
-        stability_tolerance=None if evaluation.ranking else getattr(prepared.judged.behaviour, "tolerance", None),
+        stability_tolerance=evaluation.tolerance,
         custom_code=is_slim(done.result.model),
         family=families(prepared.model.config, done.result.model.config),
         other_work=done.other_work,

@@ -97,6 +97,7 @@ def run(
             formats,
             prepared.model,
             prepared.processor,
+            prepared.exporter.sample,
             uneven=uneven,
             skips=bool(constraints.skippable),
             quantize=recipe.export.quantize if recipe.export.format == "onnx" else None,

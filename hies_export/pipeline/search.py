@@ -336,6 +336,7 @@ class Evaluation:
     uncompensated: Quality | None  # of the cut model without compensation; None if the run does not compensate
     benchmarks: Mapping[str, Both[float]]
     ranking: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # of the slim model, as in `Judge.ranking`
+    tolerance: float | None = None  # largest difference of numbers of a regression that are the same
 
 
 def evaluate(
@@ -364,7 +365,9 @@ def evaluate(
         progress.stage("run the benchmarks of lm-eval on both models")
         benchmarks = _side_by_side(benchmark(model), benchmark(slim))
     metrics, ranking = _side_by_side(dense.metrics, pruned.metrics), judge.ranking(predictions)
-    return Evaluation(metrics, pruned.stability, masked, benchmarks, ranking)
+    # Rankings are compared by their order, whatever the logits.
+    tolerance = None if ranking else judge.behaviour.tolerance_on(judge.dense)
+    return Evaluation(metrics, pruned.stability, masked, benchmarks, ranking, tolerance)
 
 
 def _side_by_side(dense: Mapping[str, float], slim: Mapping[str, float]) -> dict[str, Both[float]]:

@@ -201,12 +201,13 @@ class ComparisonSection(Section):
     Attributes:
         metrics: Names of metrics, as `evaluate/metrics.py` lists them, or for `evaluate.load`: `owner/name` on the Hub,
             or a local script. The first one leads the report. By default the usual ones for the task.
-        stability_tolerance: How far a regression output may move and still count as the same prediction.
+        stability_tolerance: How far a regression output may move and still count as the same prediction; by default a
+            sixth of the standard deviation of the dense model's outputs.
         threshold: Probability above which a label of a multi-label classifier applies.
     """
 
     metrics: tuple[PathOrName, ...] = ()
-    stability_tolerance: float = Field(0.25, gt=0)
+    stability_tolerance: float | None = Field(None, gt=0)
     threshold: float = Field(0.5, gt=0, lt=1)
 
 

@@ -132,9 +132,13 @@ class Behaviour(ABC):
 
     # How predictions are judged.
 
-    def options(self, *, tolerance: float, threshold: float) -> Behaviour:
+    def options(self, *, tolerance: float | None, threshold: float) -> Behaviour:
         """Return the same with the options of a recipe's `evaluation`; only numbers and label sets have any."""
         return self
+
+    def tolerance_on(self, dense: Any) -> float | None:
+        """Return how far predictions may be from the dense model's and be the same; None if they must be equal."""
+        return None
 
     def check(self, batches: Sequence[Mapping[str, Tensor]]) -> None:
         """Refuse, by a DataError, batches in which there is nothing to predict; by default, every row is predicted."""

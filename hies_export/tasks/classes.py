@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ..equal import SAME_CODE
 from ..errors import DataError
 from .behaviour import Behaviour
 
@@ -14,6 +15,11 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
     from transformers import PreTrainedModel
+
+
+# How far two numbers of a regression may be apart and count as the same, as a share of the standard deviation of the
+# dense model's. On STS-B, whose labels go from 0 to 5 with a standard deviation of 1.5, it is 0.25.
+SHARE_OF_SPREAD = 1 / 6
 
 
 class Classes(Behaviour):
@@ -56,10 +62,10 @@ class Classes(Behaviour):
                 f"stability compares logits of the same samples, got shapes {tuple(dense.shape)} and "
                 f"{tuple(other.shape)}"
             )
-        return self._equal(self.decided(dense), self.decided(other))
+        return self._equal(dense, other)
 
-    def _equal(self, one: Tensor, two: Tensor) -> Tensor:
-        return one == two
+    def _equal(self, dense: Tensor, other: Tensor) -> Tensor:
+        return self.decided(dense) == self.decided(other)
 
     def table(self, predictions: Tensor, references: Tensor) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
         """Return classes, label sets or numbers, and how many classes the model knows."""
@@ -85,7 +91,7 @@ class Labels(Classes):
     word = "label set"
     threshold: float = 0.5  # probability, in (0, 1)
 
-    def options(self, *, tolerance: float, threshold: float) -> Labels:
+    def options(self, *, tolerance: float | None, threshold: float) -> Labels:
         """Return the same with another threshold."""
         return replace(self, threshold=threshold)
 
@@ -103,8 +109,8 @@ class Labels(Classes):
         """Return which labels apply, (samples, labels) bool."""
         return predictions > math.log(self.threshold / (1 - self.threshold))
 
-    def _equal(self, one: Tensor, two: Tensor) -> Tensor:
-        return (one == two).all(-1)
+    def _equal(self, dense: Tensor, other: Tensor) -> Tensor:
+        return (self.decided(dense) == self.decided(other)).all(-1)
 
     def _compared(self, decided: Tensor, references: Tensor) -> tuple[np.ndarray, np.ndarray]:
         return decided.numpy(), references.bool().numpy()
@@ -128,11 +134,24 @@ class Numbers(Classes):
 
     predicts = "numbers"
     metrics = ("pearson", "spearman")
-    tolerance: float = 0.25  # largest absolute difference, in units of the label, of two numbers that are the same
+    # Largest absolute difference, in units of the label, of two numbers that are the same; None for a share of the
+    # dense model's spread.
+    tolerance: float | None = None
 
-    def options(self, *, tolerance: float, threshold: float) -> Numbers:
+    def options(self, *, tolerance: float | None, threshold: float) -> Numbers:
         """Return the same with another tolerance."""
         return Numbers(tolerance)
+
+    def tolerance_on(self, dense: Tensor) -> float:
+        """Return the largest difference from the dense model's numbers, (samples, 1), of numbers that are the same.
+
+        By default it is a sixth of their standard deviation, to three digits, but no less than what rounding moves.
+        """
+        if self.tolerance is not None:
+            return self.tolerance
+        numbers = dense.double()
+        spread = numbers.std(correction=0).item() * SHARE_OF_SPREAD
+        return float(f"{max(spread, SAME_CODE * numbers.abs().max().item()):.3g}")
 
     def replaces_labels(self, model: PreTrainedModel, batch: Mapping[str, Tensor]) -> bool:
         """Return False."""
@@ -146,8 +165,8 @@ class Numbers(Classes):
         """Return the numbers, (samples,)."""
         return predictions.flatten()
 
-    def _equal(self, one: Tensor, two: Tensor) -> Tensor:
-        return (one - two).abs() <= self.tolerance
+    def _equal(self, dense: Tensor, other: Tensor) -> Tensor:
+        return (self.decided(dense) - self.decided(other)).abs() <= self.tolerance_on(dense)
 
     def _compared(self, decided: Tensor, references: Tensor) -> tuple[np.ndarray, np.ndarray]:
         return decided.double().numpy(), references.double().numpy()

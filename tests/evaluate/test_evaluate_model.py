@@ -217,7 +217,15 @@ def test_stability_is_the_share_of_equal_classes_or_of_numbers_within_the_tolera
     dense, other = torch.tensor([[1.0], [2.0], [3.0], [4.0]]), torch.tensor([[1.25], [1.75], [3.0], [4.5]])
     for tolerance, share in ((0.25, 0.75), (0.1, 0.25), (1.0, 1.0)):
         assert stability(dense, other, Numbers(tolerance=tolerance)) == share
-    assert stability(dense[:1], other[:1], Numbers()) == 1.0
+    # By default, within a sixth of the standard deviation of the dense model's, of numbers of any size.
+    for size in (1.0, 1e-3, 2e5):
+        for shift, share in ((np.std([1, 2, 3, 4]) / 6 - 1e-3, 1.0), (np.std([1, 2, 3, 4]) / 6 + 1e-3, 0.0)):
+            assert stability(size * dense, size * (dense + shift), Numbers()) == share
+    assert stability(size * dense, size * dense.mean().expand_as(dense), Numbers()) == 0.0
+    # A constant may move by what rounding does.
+    constant = torch.full((4, 1), 7.0)
+    assert stability(constant, constant + 1e-4, Numbers()) == 1.0
+    assert stability(constant, constant + 1e-3, Numbers()) == 0.0
     for one, two in ((torch.zeros(3, 2), torch.zeros(2, 2)), (torch.zeros(0, 2), torch.zeros(0, 2))):
         with pytest.raises(DataError, match="same samples, got shapes"):
             stability(one, two)

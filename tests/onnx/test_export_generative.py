@@ -2,6 +2,7 @@
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -13,15 +14,16 @@ import transformers
 from support.cuts import random_cut, random_neurons
 from support.exported import TEXT, VISION, endless_llama, endless_llava, padded_prompts
 from support.families import architecture, decoder
+from support.models import causal_lm
 from support.tolerance import assert_near
-from transformers import PreTrainedModel
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedModel
 
 import hies_export
 from hies_export import OnnxGenerator, find_modules, masked_units, prune_units
-from hies_export.errors import DataError, ParityError, UnsupportedModelError
+from hies_export.errors import DataError, ExportError, ParityError, RequestError, UnsupportedModelError
 from hies_export.forms.onnx import export as export_module
 from hies_export.forms.onnx import parity
-from hies_export.forms.onnx.export import OnnxExport, export_onnx
+from hies_export.forms.onnx.export import OnnxExport, check_traceable, export_onnx
 from hies_export.forms.onnx.multimodal import image_text_batch
 from hies_export.forms.onnx.parity import _real_tokens, check_generation, compare_outputs
 from hies_export.forms.onnx.rewrites import count_from_past, flatten_gemm_inputs, share_tied_weights
@@ -377,3 +379,37 @@ def test_images_that_cannot_be_exported_are_refused_before_any_work(
     model.model.multi_modal_projector.forward = lambda states: states[0]
     refused(UnsupportedModelError, r"its projector returns shape \(4, 16\)")
     assert list(tmp_path.iterdir()) == []
+
+
+PROMPTS = {"input_ids": torch.arange(3, 19).view(2, 8)}
+
+
+def test_a_model_without_an_onnx_form_is_refused_by_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    model = causal_lm(rope_parameters=rope)
+    with pytest.raises(RequestError, match="prune it by the command prune, which needs no export: .*GuardOnData"):
+        check_traceable(model, PROMPTS)
+    # A type that is known to pass is not traced.
+    monkeypatch.setattr(export_module, "_trace", None)
+    check_traceable(causal_lm(), PROMPTS)
+
+
+def test_of_an_unknown_type_the_first_layers_of_every_kind_are_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = [*["sliding_attention"] * 3, "full_attention"] * 3
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "head_dim": 8}
+    config = Gemma3TextConfig(**sizes, num_key_value_heads=1, num_hidden_layers=12, layer_types=kinds)
+    model = Gemma3ForCausalLM(config).eval()
+    traced: list[int] = []
+
+    def trace(kind: str, model: Any, *_: object) -> None:
+        traced.append(len(model.model.layers))
+        if len(traced) < 3:
+            raise ExportError("no")
+
+    monkeypatch.setattr(export_module, "_is_known", lambda model: False)
+    monkeypatch.setattr(export_module, "_trace", trace)
+    with pytest.raises(RequestError, match="which needs no export: no"):
+        check_traceable(model, PROMPTS)
+    check_traceable(model, PROMPTS)
+    assert traced == [4, 12, 4]
+    assert len(model.model.layers) == 12

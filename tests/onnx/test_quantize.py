@@ -22,7 +22,7 @@ from hies_export.cli.main import main
 from hies_export.forms.onnx import export as export_module
 from hies_export.forms.onnx import quantize as quantize_module
 from hies_export.forms.onnx.export import OnnxExport, export_onnx
-from hies_export.forms.onnx.quantize import Quantize, export_in_bits, quantize_onnx
+from hies_export.forms.onnx.quantize import Quantize, export_in_bits, largest_difference, quantize_onnx
 from hies_export.forms.runtimes.bits import quantize_blocks
 from hies_export.forms.runtimes.ort import OnnxRuntime
 
@@ -271,3 +271,24 @@ def test_an_existing_folder_and_a_graph_too_far_away_are_refused(
         quantize_onnx(exported, tmp_path / "out", batch=batch)
     assert isinstance(refused.value, HiesError)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "padding"),
+    [
+        ("last_hidden_state", (2, 3, 4), (0, 2)),
+        ("start_logits", (2, 3), (0, 2)),
+        ("present.0.key", (2, 5, 3, 4), (0, slice(None), 2)),
+    ],
+)
+def test_graphs_are_compared_at_real_tokens(name: str, shape: tuple[int, ...], padding: Any) -> None:
+    batch = {"attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]])}
+    dense = {name: np.ones(shape, np.float32)}
+    other = {name: dense[name].copy()}
+    other[name][padding] = 9.0
+    assert largest_difference(dense, other, batch) == 0
+    with pytest.raises(ParityError, match=f"its {name} are"):
+        largest_difference(dense, other, {"attention_mask": torch.ones(2, 3)})
+    other[name][1] = 9.0
+    with pytest.raises(ParityError, match=f"its {name} are"):
+        largest_difference(dense, other, batch)

@@ -129,7 +129,7 @@ def export_cascade(
         found = logits(sure)
         largest = max(1.0, certain.abs().max().item(), found.abs().max().item())
         exact = options.dtype in (None, "float32")
-        resolution = RESOLUTION if exact else RESOLUTION_BITS * largest
+        resolution = (RESOLUTION if exact else RESOLUTION_BITS) * largest
         promise = choose_threshold(
             found,
             answers,

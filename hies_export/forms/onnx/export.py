@@ -16,12 +16,19 @@ from transformers import PreTrainedModel
 from ...checkpoint.companions import copy_documents
 from ...checkpoint.folders import new_folder, refuse_existing
 from ...checkpoint.settings import name_tokenizer, write_config
-from ...errors import DataError, RecipeError
-from ...model.copies import convert
-from ...model.internals import exact_products, fused_attention_fits, note_newer_release, require_onnx_exporter
+from ...errors import DataError, ExportError, RecipeError, RequestError, UnsupportedModelError
+from ...model.copies import convert, share_weights
+from ...model.internals import (
+    configs_in,
+    exact_products,
+    fused_attention_fits,
+    note_newer_release,
+    require_onnx_exporter,
+)
 from ...model.modes import output_alone
-from ...model.tokens import end_of_text, forward_inputs, longest_sequence
+from ...model.tokens import end_of_text, forward_inputs, longest_sequence, short_samples
 from ...progress import quiet
+from ...prunable.architectures import holds, read_table
 from ..runtimes.base import Provider
 from ..runtimes.ort import ONNX_FILE, require_onnxruntime
 from .decoder import check_decoder, left_padded, trace_decoder
@@ -159,6 +166,58 @@ def export_onnx(
         checked_on=checked_on,
         **facts,
     )
+
+
+def check_traceable(model: PreTrainedModel, batch: Mapping[str, Any]) -> None:
+    """Refuse a model that has no ONNX form, by a trace of two short rows, before anything is computed with it.
+
+    A model whose type passes in the table of model types is not traced. Of any other, the first layers of every kind
+    are, and if the exporter refuses them, the whole model. Raises RequestError.
+    """
+    if _is_known(model):
+        return
+    given = {name: tensor.cpu() for name, tensor in forward_inputs(model, short_samples(model, batch)).items()}
+    try:
+        kind, given = _kind(model, given)
+        try:
+            _try_to_trace(kind, _first_layers(model), given)
+        except Exception as error:  # layers may need those that were left out
+            logger.debug("the first layers cannot be traced: %s", error)
+            _try_to_trace(kind, model, given)
+    except (ExportError, UnsupportedModelError) as error:
+        raise RequestError(
+            "a run writes its models in ONNX, too, which this one cannot be in; prune it by the command prune, which "
+            f"needs no export: {error}"
+        ) from error
+
+
+def _is_known(model: PreTrainedModel) -> bool:
+    """Return whether models of this type were exported, and this one's positions are no numbers that its inputs set."""
+    entry = read_table()["types"].get(model.config.model_type, {})
+    return holds(entry, "onnx") and not any(
+        "dynamic" in str(getattr(config, "rope_parameters", None)) for config in configs_in(model.config)
+    )
+
+
+def _try_to_trace(kind: Kind, model: PreTrainedModel, given: dict[str, torch.Tensor]) -> None:
+    traced = _traceable_copy(_float32_copy(model), "cpu", torch.float32)
+    with quiet(verbose=logger.isEnabledFor(logging.DEBUG)), output_alone(traced, cache=kind != "encoder"):
+        _trace(kind, traced, given, FUSIONS["cpu"])
+
+
+def _first_layers(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a copy that shares the weights of the first layers of every kind, two at least, and has no others."""
+    copied = share_weights(model)
+    for config in configs_in(copied.config):
+        count = getattr(config, "num_hidden_layers", None)
+        types = getattr(config, "layer_types", None) or [None] * (count or 0)
+        for module in copied.modules():
+            for name, layers in module.named_children():
+                if isinstance(layers, torch.nn.ModuleList) and len(layers) == count == len(types):
+                    parts = [[type(part) for part in layer.modules()] for layer in layers]
+                    kinds = list(zip(types, parts, strict=True))
+                    setattr(module, name, layers[: max(2, 1 + max(kinds.index(kind) for kind in kinds))])
+    return copied
 
 
 def _facts(programs: Mapping[str, Any]) -> dict[str, Any]:

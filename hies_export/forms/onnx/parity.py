@@ -72,23 +72,34 @@ def check_parity(
     dense = TorchRuntime(reference, threads=torch.get_num_threads())
     worst = max(
         compare_outputs(
-            *(_without_padding(r.compute(batch), batch) for r in (dense, exported)), label=label, dtype=dtype
+            *(without_padding(r.compute(batch), batch) for r in (dense, exported)), label=label, dtype=dtype
         )
         for label, batch in batches.items()
     )
     return worst, exported.provider
 
 
-def _without_padding(outputs: Mapping[str, np.ndarray], batch: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
-    """Return outputs with zeros at the padding of those by token, (batch, sequence, width), which is arbitrary there.
+def without_padding(outputs: Mapping[str, np.ndarray], batch: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Return outputs with zeros at the padding of those by token, where nobody reads them.
 
-    In front of a text that is read from left to right, padding sees no token at all.
+    By token are outputs of shape (batch, sequence, width), the scores of where an answer starts and ends, (batch,
+    sequence), and the cache of a decoder, (batch, key/value heads, sequence, width). In front of a text that is read
+    from left to right, padding sees no token at all, and in 8 bits its values are rounded apart from all others.
     """
     if "attention_mask" not in batch:
         return dict(outputs)
-    real = batch["attention_mask"].bool().cpu().numpy()
-    by_token = {name for name, array in outputs.items() if array.ndim == 3 and array.shape[:2] == real.shape}
-    return {name: np.where(real[..., None], v, 0) if name in by_token else v for name, v in outputs.items()}
+    real = np.asarray(batch["attention_mask"].cpu(), dtype=bool)
+    if real.all():
+        return dict(outputs)
+
+    def zeroed(name: str, array: np.ndarray) -> np.ndarray:
+        if name.startswith("present."):
+            return np.where(real[:, None, -array.shape[2] :, None], array, 0)
+        if array.shape[:2] == real.shape and (array.ndim == 3 or name in ("start_logits", "end_logits")):
+            return np.where(real[..., None] if array.ndim == 3 else real, array, 0)
+        return array
+
+    return {name: zeroed(name, array) for name, array in outputs.items()}
 
 
 def generation_batches(given: Mapping[str, torch.Tensor], padded: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -160,20 +171,16 @@ def _real_tokens(
 
     With a sliding window, torch keeps only the last tokens in the cache and the graph all, so the graph's is cut.
     """
-    real = mask.bool().numpy()
 
-    def zeroed(array: np.ndarray, kept: np.ndarray) -> np.ndarray:
-        return array if kept.all() else np.where(kept, array, 0)
-
-    def cleaned(outputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        kept = {"logits": zeroed(outputs["logits"], real[:, :, None])}
+    def real(outputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        found = {"logits": outputs["logits"]}
         for name, array in outputs.items():
-            if name.startswith("present."):  # (batch, key/value heads, sequence, width)
+            if name.startswith("present."):
                 end = array[:, :, -want[name].shape[2] :] if name in want else array
-                kept[name] = zeroed(end.astype(np.float32, copy=False), real[:, None, -end.shape[2] :, None])
-        return kept
+                found[name] = end.astype(np.float32, copy=False)
+        return without_padding(found, {"attention_mask": mask})
 
-    return cleaned(want), cleaned(got)
+    return real(want), real(got)
 
 
 def compare_outputs(want: Mapping[str, np.ndarray], got: Mapping[str, np.ndarray], *, label: str, dtype: str) -> float:

@@ -24,6 +24,7 @@ from ..runtimes.ort import QUANTIZED_FILE, OnnxRuntime
 from .export import OnnxExport, copy_beside, export_onnx, save_program
 from .inputs import read_values
 from .multimodal import is_vision_language
+from .parity import without_padding
 
 Quantize = Literal["int8", "int4"]
 
@@ -86,7 +87,8 @@ def quantize_onnx(
         size = save_program(program, staging / QUANTIZED_FILE)
         (staging / "ort_config.json").write_text(json.dumps(_ort_config(bits), indent=2) + "\n", encoding="utf-8")
         runtimes = (OnnxRuntime(f, threads=torch.get_num_threads()) for f in (exported.file, staging / QUANTIZED_FILE))
-        max_abs = largest_difference(*(runtime.compute(batch) for runtime in runtimes))
+        one, other = (runtime.compute(batch) for runtime in runtimes)
+        max_abs = largest_difference(one, other, batch)
     return replace(
         exported,
         folder=folder,
@@ -154,8 +156,14 @@ def _check(quantize: str, provider: str, dtype: str, *, decodes: bool, parts: in
         )
 
 
-def largest_difference(dense: Mapping[str, np.ndarray], quantised: Mapping[str, np.ndarray]) -> float:
-    """Return the largest absolute difference between the outputs of two graphs, if within the tolerance."""
+def largest_difference(
+    dense: Mapping[str, np.ndarray], quantised: Mapping[str, np.ndarray], batch: Mapping[str, Any]
+) -> float:
+    """Return the largest absolute difference between the outputs of two graphs on a batch, if within the tolerance.
+
+    Padding is not compared, see `without_padding`.
+    """
+    dense, quantised = (without_padding(outputs, batch) for outputs in (dense, quantised))
     for name, wanted in dense.items():
         apart = float(np.sqrt(np.mean((wanted - quantised[name]) ** 2)))
         size = float(np.sqrt(np.mean(wanted**2)))

@@ -231,4 +231,4 @@ def _compared(dense: Path, quantised: Path, batch: Mapping[str, Any]) -> float:
     threads = torch.get_num_threads()
     one = OnnxRuntime(dense, threads=threads).compute(batch)
     other = OpenVinoRuntime(quantised, threads=threads).compute(batch)
-    return largest_difference(one, other)
+    return largest_difference(one, other, batch)
