@@ -56,6 +56,7 @@ from hies_export.pipeline.cut import cut_beside
 
 METHODS = (
     "compensated+least_squares:both",
+    "compensated+sequential:both",
     "fisher+least_squares:both",
     "flap+bias:both",
     "wanda-sp+none:mlp",

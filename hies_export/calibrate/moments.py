@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -31,10 +32,9 @@ class MomentStream(Stream[LayerMoments]):
     A module takes 16 bytes for each pair of inputs, and with a `selection` as many for each pair of an input and an
     output (else those products follow from the others); twice that if `weighted`.
 
-    With a `selection`, the moments cover only the inputs of the kept units. With `slim`, a model cut by it, the inputs
-    come from that model and the outputs from the dense one. If `weighted`, tokens are also added up weighted by the
-    gradient of the prediction; this takes a backward pass, and uses a language model's labels if the batches have them.
-    A module that `owners` leaves out is added up in all processes.
+    With a `selection`, the moments cover only the inputs of the kept units. If `weighted`, tokens are also added up
+    weighted by the gradient of the prediction; this takes a backward pass, and uses a language model's labels if the
+    batches have them.
     """
 
     def __init__(
@@ -44,37 +44,30 @@ class MomentStream(Stream[LayerMoments]):
         batches: Sequence[dict[str, Tensor]],
         *,
         selection: Selection | None = None,
-        slim: PreTrainedModel | None = None,
         limit_bytes: float | None = None,
         weighted: bool = False,
-        owners: Mapping[str, int] | None = None,
         progress: Progress = SILENT,
     ):
         check_samples(batches)
         self.selection, self.weighted = selection, weighted
-        self._dense, self._slim, self._batches, self._progress = dense, slim, batches, progress
+        self._dense, self._batches, self._progress = dense, batches, progress
         sizes = [bytes_of(dense, module, selection=selection, weighted=weighted) for module in modules]
         limit = usual_limit(dense) if limit_bytes is None else limit_bytes
-        super().__init__(modules, sizes, limit, what="the moments", owners=owners)
+        super().__init__(modules, sizes, limit, what="the moments")
 
     def _collect(self, group: Sequence[PrunableModule]) -> dict[str, LayerMoments]:
-        selection, slim = self.selection, self._slim
-        by_name = {module.name: module for module in group}
-        sums = {m.name: _new_sums(self._dense, m, selection, weighted=self.weighted) for m in group}
+        selection, by_name = self.selection, {module.name: module for module in group}
+        sums = {m.name: new_sums(self._dense, m, selection, weighted=self.weighted) for m in group}
         first = [0, *accumulate(map(size_of, self._batches))]
         with ExitStack() as stack:
             stack.enter_context(threads_for(self._dense, self._batches))
             read = stack.enter_context(reading(self._dense, group, gradients=self.weighted))
-            read_slim = None if slim is None else stack.enter_context(reading(slim, group))
             for index, batch in self._progress.track(processes.share(self._batches), "moments"):
-                held = torch.arange(first[index], first[index + 1]) % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
-                readings = read(batch, index)
-                slim_readings = readings if read_slim is None else read_slim(batch, index)
-                for one, other in zip(readings, slim_readings, strict=True):
-                    x = other.inputs
-                    if selection is not None and slim is None:
+                for one in read(batch, index):
+                    x = one.inputs
+                    if selection is not None:
                         x = x.index_select(-1, by_name[one.name].columns(selection[one.name].units).to(x.device))
-                    _add(sums[one.name], one, x, held.to(x.device))
+                    add_reading(sums[one.name], replace(one, inputs=x), first[index])
         for name, found in sums.items():
             found.finish(self.owners.get(name))
         return {name: found for name, found in sums.items() if self.owners.get(name) in (None, processes.rank())}
@@ -99,8 +92,8 @@ def _shape(dense: PreTrainedModel, module: PrunableModule, selection: Selection 
     return len(selection[module.name].units) * module.unit_width, outputs, False
 
 
-def _new_sums(
-    dense: PreTrainedModel, module: PrunableModule, selection: Selection | None, *, weighted: bool
+def new_sums(
+    dense: PreTrainedModel, module: PrunableModule, selection: Selection | None, *, weighted: bool = False
 ) -> LayerMoments:
     """Return sums of zero for the inputs of a consumer, or with a selection for those of the kept units."""
     layer = dense.get_submodule(module.consumer)
@@ -113,11 +106,13 @@ def _new_sums(
     return LayerMoments((new(), new()), (new(), new()) if weighted else None)
 
 
-def _add(sums: LayerMoments, read: Reading, x: Tensor, held: Tensor) -> None:
-    """Add a consumer's inputs in one batch to the sums for fitting, or for judging if their samples are held out.
+def add_reading(sums: LayerMoments, read: Reading, first: int) -> None:
+    """Add a consumer's tokens in one batch to the sums for fitting, or for judging if their samples are held out.
 
-    `x` has the inputs to add up, (batch, tokens, inputs), and `held` says which samples are held out, (batch,).
+    `first` is the number of the batch's first sample.
     """
+    x = read.inputs
+    held = torch.arange(first, first + len(x), device=x.device) % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
     # Sums over targets that follow from those over inputs need no y.
     y = read.outputs if isinstance(sums.uniform[0], TargetSums) else read.outputs[..., :0]
     for part, samples in enumerate((~held, held)):

@@ -417,8 +417,8 @@ class CompensationSection(Section):
         samples: How many rows of the calibration split to use, without their labels.
         ridge: Strength of the ridge, relative to the mean of the diagonal of the inputs' covariance. By default the
             one with the smallest error on held-out tokens is chosen for every layer.
-        sequential: Fit layer by layer, with inputs from the layers already cut and refitted. This takes one pass of
-            both models for each layer instead of one for all.
+        sequential: Fit layer by layer, with inputs from the layers already cut and refitted, so that later layers make
+            up for what earlier ones lack. It pays in deep models. All rows are held in memory at once where they are.
         token_weights: How evenly least squares weighs tokens, in (0, 1]. 1 weighs all alike. Below 1, the rest of the
             weight follows the squared gradient of the prediction at each token, which helps if the prediction reads few
             tokens, as in a ViT with a class token. By default 1, but `criterion: auto` then chooses it on held-out

@@ -5,13 +5,14 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from support.architectures import tiny
 from support.cuts import random_cut, random_plan
-from support.models import bert, image_batch, llama, text_batch, vit
+from support.models import bert, image_batch, llama, opt, text_batch, vit
 from support.references import assert_least_squares, kept_columns, read_tokens
-from support.tolerance import max_abs
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from hies_export import Kept, PruningPlan, find_attention, prune_units
+from hies_export import Kept, PruningPlan, find_attention, find_modules, prune_units
 from hies_export.calibrate.moments import MomentStream
 from hies_export.calibrate.ridge import Moments
 from hies_export.errors import DataError, NonFiniteError, RecipeError, RequestError
@@ -70,24 +71,69 @@ def test_it_brings_the_slim_model_nearer_to_the_dense_one(method: str) -> None:
         np.testing.assert_allclose(layer.bias.detach().numpy(), expected, atol=1e-5)
 
 
-def test_sequential_takes_inputs_from_the_layers_already_refitted() -> None:
-    dense = bert()
-    batches = [text_batch(8, 40, labels=False) for _ in range(10)]
-    slim, plan, sites = random_cut(dense, batches[0])
+def stream_read_by(model: PreTrainedModel, layer: str, batches: list[dict[str, Tensor]]) -> np.ndarray:
+    """What a layer reads at the real tokens of all samples."""
+    read: list[Tensor] = []
+    hook = model.get_submodule(layer).register_forward_pre_hook(lambda _, args: read.append(args[0].detach()))
+    with torch.no_grad():
+        real = [model(**batch) and batch["attention_mask"].bool() for batch in batches]
+    hook.remove()
+    return torch.cat([x.view(*mask.shape, -1)[mask] for x, mask in zip(read, real, strict=True)]).double().numpy()
+
+
+@pytest.mark.parametrize(
+    ("make", "streams"),
+    [
+        (bert, ["bert.encoder.layer.{}", "bert.encoder.layer.{}.intermediate"]),
+        (llama, ["model.layers.{}", "model.layers.{}.post_attention_layernorm"]),
+        (opt, ["model.decoder.layers.{}.self_attn_layer_norm", "model.decoder.layers.{}.final_layer_norm"]),
+    ],
+    ids=["normalised after the sum", "normalised before", "tokens of all samples in one axis"],
+)
+def test_sequential_makes_up_for_half_of_what_the_stream_lacks(
+    make: Callable[[], PreTrainedModel], streams: list[str]
+) -> None:
+    dense = make().eval()
+    batches = [text_batch(8, 40, padding=make is bert, labels=False) for _ in range(10)]
+    modules = find_modules(dense, batches[0], kinds=("attention", "mlp"))
+    plan = random_plan(modules, uniform=False)
+    slim = prune_units(dense, plan, modules)
     one_shot = copy.deepcopy(slim)
-    compensate(dense, one_shot, plan, sites, batches, Compensation(ridge=0.01))
-    compensate(dense, slim, plan, sites, batches, Compensation(ridge=0.01, sequential=True))
-    first, last = sites[0].consumer, sites[-1].consumer
+    compensate(dense, one_shot, plan, modules, batches, Compensation(ridge=0.01))
+    compensate(dense, slim, plan, modules, batches, Compensation(ridge=0.01, sequential=True))
+    # Attention modules come first, and the blocks of neurons after them, but each layer runs one of both.
+    half = len(modules) // 2
+    in_order = [module for pair in zip(modules[:half], modules[half:], strict=True) for module in pair]
+    cut = [module for module in in_order if plan.kept[module.name].removed]
+    first = cut[0].consumer
     torch.testing.assert_close(slim.get_submodule(first).weight, one_shot.get_submodule(first).weight)
-    assert max_abs(slim.get_submodule(last).weight, one_shot.get_submodule(last).weight) > 1e-4
-    # Nothing fits the dense outputs better, at the inputs that layer now has, than what it was given.
-    x, y = read_tokens(slim, sites[-1], batches)[0], read_tokens(dense, sites[-1], batches)[1]
-    moments = Moments.of(torch.from_numpy(x), torch.from_numpy(y))
-    original = prune_units(dense, plan, sites).get_submodule(last).weight.detach().double()
-    expected, bias = next(moments.fits(original, ridges=[0.01], centred=True))
-    torch.testing.assert_close(slim.get_submodule(last).weight.detach().double(), expected, atol=1e-5, rtol=1e-4)
-    assert bias is not None
-    torch.testing.assert_close(slim.get_submodule(last).bias.detach().double(), bias, atol=1e-5, rtol=1e-4)
+    original = prune_units(dense, plan, modules)
+    for module in cut:
+        number = in_order.index(module)
+        # Nothing fits this target better, at the inputs that the layer now has, than what it was given.
+        layer = streams[number % 2].format(number // 2)
+        there, here = (stream_read_by(model, layer, batches) for model in (dense, slim))
+        x, y = read_tokens(slim, module, batches)[0], read_tokens(dense, module, batches)[1] + 0.5 * (there - here)
+        moments, consumer = (
+            Moments.of(torch.from_numpy(x), torch.from_numpy(y)),
+            original.get_submodule(module.consumer),
+        )
+        weight, bias = next(
+            moments.fits(consumer.weight.detach().double(), ridges=[0.01], centred=consumer.bias is not None)
+        )
+        refitted = slim.get_submodule(module.consumer)
+        torch.testing.assert_close(refitted.weight.detach().double(), weight, atol=1e-5, rtol=1e-4)
+        if bias is not None:
+            torch.testing.assert_close(refitted.bias.detach().double(), bias, atol=1e-5, rtol=1e-4)
+
+
+def test_sequential_is_refused_where_a_layer_runs_several_times() -> None:
+    dense, batches = tiny("albert")[0], [text_batch(8, 20, labels=False)]
+    modules = find_attention(dense, batches[0])
+    plan = random_plan(modules, uniform=False)
+    slim = prune_units(dense, plan, modules)
+    with pytest.raises(RequestError, match=r"needs every layer to run once, but .* runs 2 times; leave out compens"):
+        compensate(dense, slim, plan, modules, batches, Compensation(sequential=True))
 
 
 def test_a_fit_that_does_not_carry_over_is_not_kept() -> None:

@@ -23,7 +23,7 @@ from ...progress import SILENT, Clock, Progress
 from ...recipe import PruningRecipe
 from ...score.criteria import COMPENSATED_NAMES
 from ...select.bundles import bundles_lost
-from ...slim.refit import LayerFit, refit
+from ...slim.refit import LayerFit, compensate, refit
 from ...units import Selection
 from ...values import library_versions
 from ..baselines.channels import check_channels, masked_channels, select_channels
@@ -152,12 +152,15 @@ class Evaluator:
             return None
         # The bias needs no moments, which take longer to collect, and models without biases get them only here.
         averages = self.shared.averages(cell.seed) if how.method == "bias" else None
-        moments = None if averages else self.shared.moments(cell.seed)
+        moments = None if averages or how.sequential else self.shared.moments(cell.seed)
 
         def refitted(slim: PreTrainedModel, selection: Selection) -> list[LayerFit]:
             with self.clock("refit"):
                 if moments is not None:
                     return refit(slim, selection, base.modules, moments, how)
+                if how.sequential:
+                    rows = self.shared.unlabelled(cell.seed)
+                    return compensate(base.model, slim, selection, base.modules, rows, how)
                 assert averages is not None
                 add_means(slim, base.model, selection, base.modules, averages)
                 return []

@@ -19,7 +19,8 @@ SPARSITIES = (0.1, 0.3, 0.5, 0.7)
 MODULES = {ATTENTION: (ATTENTION,), MLP: (MLP,), "both": KINDS}
 # Least squares in which tokens weigh this + (1 - this) times the relative squared gradient of the prediction there.
 WEIGHTED, TOKEN_WEIGHTS = "weighted", 0.3
-COMPENSATIONS = ("none", *METHODS, WEIGHTED)
+SEQUENTIAL = "sequential"
+COMPENSATIONS = ("none", *METHODS, WEIGHTED, SEQUENTIAL)
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,9 @@ class SweepGrid:
         sparsities: Shares of heads to remove; by default `SPARSITIES`, unless `flops` is given.
         seeds: Seeds of the draw of calibration rows.
         calibration_sizes: Numbers of calibration rows to score on.
-        compensations: "none", "bias", "scalars", "least_squares" or "weighted" (least squares with token weights of
-            `TOKEN_WEIGHTS`); always "none" for criteria that do not remove whole units.
+        compensations: "none", "bias", "scalars", "least_squares", "weighted" (least squares with token weights of
+            `TOKEN_WEIGHTS`) or "sequential" (least squares layer by layer); always "none" for criteria that do not
+            remove whole units.
         flops: Instead of sparsities, largest shares of the dense model's FLOPs that may be left.
         modules: Modules that lose units: "attention", "mlp" or "both"; by default the recipe's. A criterion that scores
             heads only has no cells with "mlp" alone, and one that scores neurons only has cells with "mlp" alone.
@@ -184,4 +186,6 @@ def compensation_of(name: str, ridge: float | None) -> Compensation | None:
         return None
     if name == WEIGHTED:
         return Compensation(ridge=ridge, token_weights=TOKEN_WEIGHTS)
+    if name == SEQUENTIAL:
+        return Compensation(ridge=ridge, sequential=True)
     return Compensation(method=name, ridge=ridge)

@@ -29,6 +29,7 @@ COMPENSATIONS = {
     "scalars": "scalars",
     "least_squares": "least squares",
     "weighted": "weighted least squares",
+    "sequential": "least squares layer by layer",
 }
 # Characters with a special meaning in LaTeX.
 LATEX = str.maketrans(

@@ -1,0 +1,186 @@
+"""Run a model on many batches abreast: all of them wait in front of a layer until it has been changed.
+
+So layers can be refitted one after the other, each by what the layers before it give now, in one pass over the rows. A
+batch runs in a coroutine (a greenlet) that the hook of a layer leaves, so the model's own code stays as it is. What a
+forward pass holds at one layer is held for all batches at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from inspect import signature
+from typing import Any
+
+import torch
+from greenlet import getcurrent, greenlet
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..data.targets import inputs_of, size_of
+from ..equal import SAME_CODE, Difference
+from ..errors import RequestError
+from ..model.modes import evaluating, output_alone
+from ..model.tokens import real_tokens, short_samples
+from ..units import PrunableModule
+from .readings import by_sample
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the residual stream is that a consumer's output is added to: what a layer last read, or returned."""
+
+    layer: str
+    returned: bool
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A batch in front of a consumer."""
+
+    inputs: Tensor  # (batch, tokens, inputs)
+    stream: Tensor | None  # (batch, tokens, outputs), what the output will be added to; None if that is not known
+    real: Tensor  # (batch, tokens) bool, the tokens that are not padding
+
+
+def residual_places(
+    model: PreTrainedModel, modules: Sequence[PrunableModule], batch: Mapping[str, Tensor]
+) -> dict[str, Place | None]:
+    """Return where the stream is that each module's output is added to, in the order in which a model calls them.
+
+    A sum of the output and an earlier tensor is recognised by its numbers: without the output, what the next layers
+    read is that tensor. The place is None if no layer reads such a sum, as where the output is normalised first.
+
+    Raises:
+        RequestError: A module is called more than once, or never.
+    """
+    consumers = {module.consumer: module.name for module in modules}
+    names = {layer: name for name, layer in model.named_modules() if name}
+    earlier: list[tuple[Place, Tensor]] = []  # what layers read and returned since the last consumer
+    last: tuple[str, Tensor, list[tuple[Place, Tensor]]] | None = (
+        None  # that consumer's module, its output, its earlier
+    )
+    calls: list[str] = []
+    found: dict[str, Place | None] = {}
+
+    def before(layer: nn.Module, args: tuple[Any, ...]) -> None:
+        nonlocal last
+        if not args or not isinstance(x := args[0], Tensor):
+            return
+        if last is not None and x is not last[1] and x.shape == last[1].shape:
+            name, y, before_it = last
+            found[name] = next((at for at, t in before_it if t.shape == x.shape and _same(x - y, t)), None)
+            last = None if found[name] else last
+        earlier.append((Place(names[layer], returned=False), x))
+
+    def after(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        nonlocal last, earlier
+        name = names[layer]
+        if name in consumers:
+            calls.append(consumers[name])
+            found.setdefault(consumers[name], None)
+            last, earlier = (consumers[name], output, earlier), []
+        elif isinstance(output, Tensor):
+            earlier.append((Place(name, returned=True), output))
+
+    with ExitStack() as stack:
+        for layer in names:
+            stack.enter_context(layer.register_forward_pre_hook(before))
+            stack.enter_context(layer.register_forward_hook(after))
+        stack.enter_context(_forward_alone(model))
+        _forward(model, short_samples(model, batch))
+    for module in modules:
+        if calls.count(module.name) != 1:
+            raise RequestError(
+                f"a refit layer by layer needs every layer to run once, but {module.name} runs "
+                f"{calls.count(module.name)} times; leave out compensation.sequential"
+            )
+    return found
+
+
+class Abreast:
+    """Batches that run through a model up to one consumer after the other.
+
+    Use `abreast` to make one.
+    """
+
+    def __init__(self, model: PreTrainedModel, batches: Sequence[Mapping[str, Tensor]]):
+        self._model, self._batches = model, batches
+        self._runs = [greenlet(partial(_forward, model, batch)) for batch in batches]
+        self._streams: list[Tensor | None] = [None] * len(batches)  # in front of the consumer that comes next
+        self._running = 0
+
+    def at(self, module: PrunableModule) -> Iterator[Waiting]:
+        """Let every batch run to a module's consumer, and yield it there; modules come in the order of their calls."""
+        for number, (batch, run) in enumerate(zip(self._batches, self._runs, strict=True)):
+            self._running = number
+            name, x = run.switch()
+            assert name == module.name, (name, module.name)
+            x = by_sample(x, size_of(batch))
+            # None also where the layer that shows it was removed as a whole.
+            stream, self._streams[number] = self._streams[number], None
+            stream = None if stream is None else by_sample(stream, size_of(batch))
+            yield Waiting(x, stream, real_tokens(self._model, module.name, batch, x))
+
+    def pause(self, name: str, layer: nn.Module, args: tuple[Tensor, ...]) -> None:
+        """Leave the batch that runs in front of a consumer."""
+        getcurrent().parent.switch((name, args[0]))
+
+    def keep(self, place: Place, layer: nn.Module, args: tuple[Any, ...], output: Any = None) -> None:
+        """Keep what the batch that runs has in its stream."""
+        self._streams[self._running] = output if place.returned else args[0]
+
+    def stop(self) -> None:
+        """End all batches where they are."""
+        for run in self._runs:
+            if run:  # it was started, and has not ended
+                run.throw()
+
+
+@contextmanager
+def abreast(
+    model: PreTrainedModel,
+    modules: Sequence[PrunableModule],
+    batches: Sequence[Mapping[str, Tensor]],
+    places: Mapping[str, Place | None],
+) -> Iterator[Abreast]:
+    """Run a model on batches abreast inside the block; they wait at the consumers of `modules`.
+
+    Args:
+        model: The model; its mode is restored.
+        modules: The modules whose consumers batches wait at.
+        batches: Inputs of the model.
+        places: From `residual_places`.
+    """
+    runs = Abreast(model, batches)
+    with ExitStack() as stack:
+        stack.enter_context(_forward_alone(model))
+        for place in dict.fromkeys(filter(None, places.values())):
+            layer, keep = model.get_submodule(place.layer), partial(runs.keep, place)
+            hook = layer.register_forward_hook if place.returned else layer.register_forward_pre_hook
+            stack.enter_context(hook(keep))
+        # After the hooks that keep: a layer may be both.
+        for module in modules:
+            consumer = model.get_submodule(module.consumer)
+            stack.enter_context(consumer.register_forward_pre_hook(partial(runs.pause, module.name)))
+        stack.callback(runs.stop)
+        yield runs
+
+
+@contextmanager
+def _forward_alone(model: PreTrainedModel) -> Iterator[None]:
+    with evaluating(model), output_alone(model), torch.no_grad():
+        yield
+
+
+def _forward(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
+    """Run a batch without its labels, and without the head of a language model as far as it can be left out."""
+    device = next(model.parameters()).device
+    one_token = {"logits_to_keep": 1} if "logits_to_keep" in signature(model.forward).parameters else {}
+    model(**{key: value.to(device) for key, value in inputs_of(batch).items()}, **one_token)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return Difference.of(one, other).within(SAME_CODE)
