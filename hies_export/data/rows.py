@@ -25,7 +25,6 @@ import pyarrow.dataset
 from ..errors import DataError, listed, quoted, refusing, root_cause
 from ..model.online import hub_or_cache
 from ..progress import quiet
-from .beir import judgements_of, read_judgements
 
 # Only empty cells are missing values: "None", "NA" and "null" are words that texts contain. Without index_col, a row
 # wider than the header shifts all columns.
@@ -76,7 +75,7 @@ def load_rows(
     `name` ends in the configuration: `nyu-mll/glue/sst2`. `files` maps splits to paths: json (a list of objects),
     jsonl, csv, tsv (quotes are ordinary characters, as in GLUE's files) and txt (a row a line, column `text`), each
     with or without `.gz`; parquet; or a folder with one sub-folder of images per class (columns `image` and `label`).
-    Queries and documents in BEIR's layout are read as `beir.py` says. The last part of a path may be a pattern:
+    The last part of a path may be a pattern:
     `train-*.parquet` reads all parts in name order. All parts have the column types of the first one, csv and tsv those
     of all, and a jsonl file those of its first 10 MB. In csv and tsv only an empty cell is missing.
 
@@ -84,8 +83,7 @@ def load_rows(
     """
     with mapped_rows(name=name, files=files, split=split, numbered=numbered) as rows:
         path = None if files is None else Path(files[split.partition("[")[0]]).expanduser()
-        by_class = path is not None and path.is_dir() and judgements_of(path) is None
-        if by_class and samples and shuffle_seed is None:
+        if path is not None and path.is_dir() and samples and shuffle_seed is None:
             shuffle_seed = 0
         if together is not None and not has_one_value(rows, together):
             together = None  # what reads the rows refuses it
@@ -107,10 +105,7 @@ def mapped_rows(
             rows, source = splits[split], f"the split {split!r}"
         else:
             path = Path(files[split]).expanduser().absolute()
-            if (judgements := judgements_of(path)) is not None:
-                rows = read_judgements(judgements, cache)
-            else:
-                rows = _load_image_folder(path, cache) if path.is_dir() else _load_files(path, cache)
+            rows = _load_image_folder(path, cache) if path.is_dir() else _load_files(path, cache)
             source = path.name
         if numbered:
             rows = number_rows(rows, source=source)
