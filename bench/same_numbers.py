@@ -80,6 +80,14 @@ def recipe(model: str, *, prune: Mapping[str, Any], **sections: Any) -> dict[str
             "data": {"files": files, "image": "image", "label": "label"},
             "measure": {"runtimes": [], "shapes": [[2]]},
         },
+        "tagger": {
+            "task": "token-classification",
+            "data": {"files": files, "text": "tokens", "label": "tags"},
+        },
+        "embedder": {
+            "task": "feature-extraction",
+            "data": {"files": files, "query": "query", "document": "document"},
+        },
         "llama": {
             "task": "text-generation",
             "data": {"files": files, "text": "text", "max_length": 24},
@@ -96,6 +104,7 @@ def recipe(model: str, *, prune: Mapping[str, Any], **sections: Any) -> dict[str
 
 SPLITS = {"train": 192, "validation": 64}
 LEAST_SQUARES = {"method": "least_squares", "samples": 64}
+BOTH_KINDS = {"modules": ["attention", "mlp"], "criterion": "compensated", "compensation": LEAST_SQUARES}
 
 RECIPES: dict[str, dict[str, Any]] = {
     "bert-hies": recipe("bert", prune={"alpha": "auto", "budget": {"heads": 0.4}, "compensation": LEAST_SQUARES}),
@@ -158,6 +167,26 @@ RECIPES: dict[str, dict[str, Any]] = {
             "multiple_of": 2,
         },
     ),
+    "bert-both-kinds-auto": recipe(
+        "bert",
+        prune={**BOTH_KINDS, "criterion": "auto", "budget": {"flops": 0.7}},
+    ),
+    "bert-keep-torch": recipe("bert", prune={**BOTH_KINDS, "budget": {"keep": 0.8}}),
+    "bert-keep-onnxruntime-int8": recipe(
+        "bert",
+        prune={**BOTH_KINDS, "budget": {"keep": {"predictions": 0.8, "runtime": "onnxruntime-cpu-int8"}}},
+        export={"quantize": "int8"},
+    ),
+    "bert-cascade": recipe(
+        "bert",
+        prune={**BOTH_KINDS, "budget": {"flops": 0.6}},
+        export={},
+        cascade={"disagreement": 0.2},
+    ),
+    "tagger-entities": recipe("tagger", prune={**BOTH_KINDS, "budget": {"flops": 0.7}}),
+    "embedder-keep-ndcg": recipe(
+        "embedder", prune={**BOTH_KINDS, "budget": {"keep": {"metric": "ndcg@10", "predictions": 0.8}}}
+    ),
     # A number instead of a class, so that the quality is a fine measure.
     "bert-number": recipe(
         "bert-number", prune={"alpha": "auto", "budget": {"heads": 0.4}, "compensation": LEAST_SQUARES}
@@ -183,9 +212,15 @@ def build(model: str, folder: Path) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     folder.mkdir()
-    {"bert": build_bert, "vit": build_vit, "llama": build_llama, "llava": build_llava}[model.partition("-")[0]](
-        folder, model
-    )
+    builders = {
+        "bert": build_bert,
+        "vit": build_vit,
+        "tagger": build_tagger,
+        "embedder": build_embedder,
+        "llama": build_llama,
+        "llava": build_llava,
+    }
+    builders[model.partition("-")[0]](folder, model)
 
 
 def build_bert(folder: Path, name: str) -> None:
@@ -216,6 +251,70 @@ def build_bert(folder: Path, name: str) -> None:
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     write_jsonl(folder, [{"text": text, "label": value} for text, value in zip(texts, values, strict=True)])
+
+
+def build_tagger(folder: Path, name: str) -> None:
+    """Make a BERT that tells begins and insides of 2 kinds of entities from other words, and sentences in words."""
+    import torch
+    from transformers import BertConfig, BertForTokenClassification
+
+    tokenizer = word_tokenizer(["[PAD]", "[UNK]", "[CLS]", "[SEP]"], BERT_WORDS, template="[CLS] $A [SEP]")
+    tags = ["O", "B-one", "I-one", "B-two", "I-two"]
+    config = BertConfig(**encoder_fields(tokenizer), id2label=dict(enumerate(tags)))
+    model = with_unlike_heads(BertForTokenClassification(config))
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    generator = random.Random(0)
+    rows = []
+    for _ in range(sum(SPLITS.values())):
+        words = generator.choices(BERT_WORDS, k=generator.randint(4, 12))
+        with torch.no_grad():
+            predicted = model(**tokenizer(" ".join(words), return_tensors="pt")).logits[0, 1:-1].argmax(-1).tolist()
+        noisy = [generator.randrange(len(tags)) if generator.random() < 0.2 else tag for tag in predicted]
+        rows.append({"tokens": words, "tags": [tags[tag] for tag in noisy]})
+    write_jsonl(folder, rows)
+
+
+def build_embedder(folder: Path, name: str) -> None:
+    """Make a SentenceTransformer of a BERT with mean pooling, and queries that are words of their documents."""
+    from transformers import BertConfig, BertModel
+
+    tokenizer = word_tokenizer(["[PAD]", "[UNK]", "[CLS]", "[SEP]"], STORY_WORDS, template="[CLS] $A [SEP]")
+    config = BertConfig(**encoder_fields(tokenizer))
+    model = folder / "model"
+    with_unlike_heads(BertModel(config)).save_pretrained(model)
+    tokenizer.save_pretrained(model)
+    prefix = "sentence_transformers.models"
+    modules = [
+        {"idx": 0, "name": "0", "path": "", "type": f"{prefix}.Transformer"},
+        {"idx": 1, "name": "1", "path": "1_Pooling", "type": f"{prefix}.Pooling"},
+    ]
+    pooling = {"word_embedding_dimension": config.hidden_size, "pooling_mode_mean_tokens": True}
+    (model / "1_Pooling").mkdir()
+    for file, content in (
+        ("modules.json", modules),
+        ("1_Pooling/config.json", pooling),
+        ("sentence_bert_config.json", {"max_seq_length": 64}),
+    ):
+        (model / file).write_text(json.dumps(content))
+    generator = random.Random(0)
+    rows = []
+    for _ in range(sum(SPLITS.values())):
+        words = generator.choices(STORY_WORDS, k=generator.randint(8, 20))
+        rows.append({"query": " ".join(generator.sample(words, 4)), "document": " ".join(words)})
+    write_jsonl(folder, rows)
+
+
+def encoder_fields(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
+    """Return the sizes of a BERT of 3 layers of 6 narrow heads."""
+    return {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 6 * HEAD_WIDTH,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "intermediate_size": 64,
+        "max_position_embeddings": 64,
+    }
 
 
 def build_vit(folder: Path, name: str) -> None:
@@ -529,7 +628,7 @@ def kept_heads(plan: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             heads, groups = kept["heads"], kept["key_value_heads"]
         else:
             query, heads, groups = kept["units"], kept["total"], kept["groups"]
-            key_value = sorted({unit // (heads // groups) for unit in query})
+            key_value = sorted({unit // (heads // groups) for unit in query}) if groups else []
         found[module] = {
             "query": list(query),
             "key_value": list(key_value),

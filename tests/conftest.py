@@ -27,7 +27,6 @@ from support.runs import without_tracing
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from hies_export.forms.measure import contention
 from hies_export.model import online
 
 
@@ -36,14 +35,6 @@ def _calm() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     disturbed.disturb()
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _alone() -> Iterator[None]:
-    """A system that does not tell what else it runs, so that no test is told of other work, however busy it is."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(contention, "STAT", Path("/nowhere"))
-        yield
 
 
 @pytest.fixture(autouse=True, scope="module")

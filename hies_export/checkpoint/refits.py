@@ -32,7 +32,7 @@ were **not** refitted here: the files hold the weights of the dense model, witho
 Measurements of the refitted model do not hold for this one.
 
 `hies-export apply PLAN MODEL -o DIR --refit FILE` cuts and uses the refitted layers, which a compensated run writes
-beside its plan as `refit.safetensors`; `hies-export prune RECIPE --plan PLAN -o DIR` refits them anew.
+beside its plan as `refit.safetensors`. `prune(model, batches, plan=PLAN, compensation=...)` in Python refits them anew.
 """
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser
 from typing import Any
 
-from .arguments import Options, a_path, add_model, add_output, add_plan_options, find_refit
+from .arguments import Options, a_path, add_model, add_output
 from .paths import checkpoint_in, plan_in
 
 
@@ -13,7 +13,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Add the plan, the checkpoint and the folder."""
     parser.add_argument("plan", metavar="PLAN", type=a_path, help="a plan.json, or the folder of a run")
     add_model(parser)
-    add_plan_options(parser)
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument(
+        "--refit", metavar="FILE", type=a_path, help="the plan's refitted layers (default: refit.safetensors beside it)"
+    )
+    choice.add_argument("--no-refit", action="store_true", help="cut without the plan's refitted layers")
+    parser.add_argument("--force", action="store_true", help="allow a plan that was made for other weights")
     add_output(parser, required=True)
 
 
@@ -21,6 +26,7 @@ def run(options: Options) -> dict[str, Any]:
     """Write the slim checkpoint, and return its sizes in bytes and the time it took."""
     from ..checkpoint.apply import apply_plan
     from ..checkpoint.folders import refuse_existing
+    from ..checkpoint.refits import refit_beside
     from ..values import PruningPlan
     from .terminal import plan_text, plan_totals
 
@@ -29,7 +35,10 @@ def run(options: Options) -> dict[str, Any]:
     inputs = {"plan": options.plan, "model": options.model}
     refuse_existing(options.output, overwrite=options.overwrite, inputs=inputs)
     plan = PruningPlan.from_file(options.plan)
-    refit = find_refit(options, plan, options.plan)
+    refit = options.refit
+    # Layers beside the plan belong to the weights that it was made for.
+    if refit is None and not options.no_refit and not options.force:
+        refit = refit_beside(plan, options.plan)
     applied = apply_plan(
         plan,
         options.model,

@@ -15,7 +15,6 @@ from ..progress import Progress
 
 if TYPE_CHECKING:
     from ..recipe import PruningRecipe
-    from ..values import PruningPlan
 
 
 class Options(Namespace):
@@ -27,10 +26,7 @@ class Options(Namespace):
 
 # Names that help texts list, because the command line starts without the libraries behind them; tests/cli/test_help.py
 # compares them with the package.
-RUNTIMES = (
-    "torch, torch-compile, onnxruntime-cpu, onnxruntime-cpu-int8, onnxruntime-cuda, onnxruntime-tensorrt, openvino, "
-    "llamacpp"
-)
+RUNTIMES = "torch, torch-compile, onnxruntime-cpu, onnxruntime-cpu-int8, onnxruntime-cuda, openvino, llamacpp"
 CRITERIA = (
     "hies, his, fisher, ad, l2, random, activation-l2, activation, output-norm, obs, llm-pruner-block, "
     "ae + activation-l2, compensated, hies-compensated, kwon, flap, wanda-sp, martra, llm-pruner-channel, "
@@ -140,27 +136,6 @@ def read_data(data: Sequence[str]) -> dict[str, Any]:
     if named:
         return {"name": named[0]}
     return {"files": {split: Path(file) for split, _, file in (text.partition("=") for text in data)}}
-
-
-def add_plan_options(parser: ArgumentParser) -> None:
-    """Add the options for a plan's refitted layers, and for a plan that was made for other weights."""
-    choice = parser.add_mutually_exclusive_group()
-    choice.add_argument(
-        "--refit", metavar="FILE", type=a_path, help="the plan's refitted layers (default: refit.safetensors beside it)"
-    )
-    choice.add_argument("--no-refit", action="store_true", help="cut without the plan's refitted layers")
-    parser.add_argument("--force", action="store_true", help="allow a plan that was made for other weights")
-
-
-def find_refit(options: Options, plan: PruningPlan, file: Path) -> Path | None:
-    """Return the refitted layers to use with a plan, by `add_plan_options`; None for none.
-
-    Those beside the plan belong to the weights that it was made for, so `--force` ignores them.
-    """
-    from ..checkpoint.refits import refit_beside
-
-    given: Path | None = options.refit
-    return given if given is not None or options.no_refit or options.force else refit_beside(plan, file)
 
 
 def read_recipe(options: Options, *, proposed: PruningRecipe | None = None) -> PruningRecipe:

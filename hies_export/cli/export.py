@@ -24,7 +24,7 @@ def add_arguments(parser: ArgumentParser, *, output: str | None = None) -> None:
         add_output(parser, output)
     formats = "onnx (the default), openvino (encoders in 8 bits), or gguf for llama.cpp (decoders)"
     add("--format", choices=("onnx", "openvino", "gguf"), default="onnx", help=formats)
-    add("--provider", help="execution provider to fuse the ONNX graph for: cpu (the default), cuda or tensorrt")
+    add("--provider", help="execution provider to fuse the ONNX graph for: cpu (the default) or cuda")
     add("--dtype", default="float32", help="float32 (the default) or float16; gguf also bfloat16, q8_0, q4_0")
     add("--quantize", choices=("int8", "int4"), help="write the model with its linear layers in 8 or 4 bits")
     rows = "rows to round 4 bits by (default: to nearest), or to calibrate openvino on"

@@ -22,7 +22,6 @@ from ..errors import HiesError, memory_failure, system_failure
 from ..progress import SILENT
 from . import (
     apply,
-    architectures,
     bench,
     deploy,
     export,
@@ -44,11 +43,11 @@ from .terminal import TerminalProgress, in_flags, print_json, show_messages
 # In the order of --help.
 COMMANDS: tuple[ModuleType, ...] = (
     *(run, deploy, quickstart, score, prune, apply, export, bench, sweep, generate, push, upgrade, inspect),
-    *(architectures, ui, report),
+    *(ui, report),
 )
 
-# These use neither transformers nor datasets, so they skip the seconds it takes to import and silence them.
-WITHOUT_LIBRARIES = (architectures, report)
+# It uses neither transformers nor datasets, so it skips the seconds it takes to import and silence them.
+WITHOUT_LIBRARIES = (report,)
 
 # These share their work among the processes that accelerate or torchrun started.
 SHARED = (run, score, prune)

@@ -31,7 +31,7 @@ _FLAGS = {
     "base_model=": "--base-model",
     "refit=None": "--no-refit",
     "refit=": "--refit",
-    "anew with compensate": "anew with 'hies-export prune RECIPE --plan PLAN', where the recipe compensates",
+    "anew with compensate": "anew in Python, by prune(model, batches, plan=PLAN, compensation=...)",
     "with apply_plan": "with 'hies-export apply'",
 }
 

@@ -3,7 +3,7 @@
 The input is the name of a Hub dataset or local files, the columns to read, the model's configuration and its tokenizer
 or image processor; the output is dictionaries of tensors for `model(**batch)`. In the order of reading:
 
-- `rows.py` loads a split and remembers the number of each row in its file, with `beir.py` for data sets in that layout;
+- `rows.py` loads a split and remembers the number of each row in its file;
   `processors.py` loads tokenizers and image processors.
 - `reader.py` has the steps of every task: check rows, draw samples, make batches. A task (`hies_export/tasks/`) names
   its reader: `classification.py` for texts and images, `embedding.py` for texts to embed, `generation.py` for text to

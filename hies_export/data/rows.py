@@ -27,7 +27,6 @@ from pyarrow import parquet
 from ..errors import DataError, listed, quoted, refusing, root_cause
 from ..model.online import hub_or_cache
 from ..progress import quiet
-from .beir import judgements_of, read_judgements
 
 # Only empty cells are missing values: "None", "NA" and "null" are words that texts contain. Without index_col, a row
 # wider than the header shifts all columns.
@@ -78,17 +77,15 @@ def load_rows(
     `name` ends in the configuration: `nyu-mll/glue/sst2`. `files` maps splits to paths: json (a list of objects),
     jsonl, csv, tsv (quotes are ordinary characters, as in GLUE's files) and txt (a row a line, column `text`), each
     with or without `.gz`; parquet; a folder with one sub-folder of images per class (columns `image` and `label`); or
-    one that `save_to_disk` wrote, of a data set with this split or of its rows alone.
-    Queries and documents in BEIR's layout are read as `beir.py` says. The last part of a path may be a pattern:
-    `train-*.parquet` reads all parts in name order. All parts have the column types of the first one, csv and tsv those
-    of all, and a jsonl file those of its first 10 MB. In csv and tsv only an empty cell is missing.
+    one that `save_to_disk` wrote, of a data set with this split or of its rows alone. The last part of a path may be a
+    pattern: `train-*.parquet` reads all parts in name order. All parts have the column types of the first one, csv and
+    tsv those of all, and a jsonl file those of its first 10 MB. In csv and tsv only an empty cell is missing.
 
     The rows of an image folder are sorted by class, so there `samples` without a seed uses seed 0.
     """
     with mapped_rows(name=name, files=files, split=split, numbered=numbered) as rows:
         path = None if files is None else Path(files[split.partition("[")[0]]).expanduser()
-        by_class = path is not None and _is_image_folder(path)
-        if by_class and samples and shuffle_seed is None:
+        if path is not None and _is_image_folder(path) and samples and shuffle_seed is None:
             shuffle_seed = 0
         if together is not None and not has_one_value(rows, together):
             together = None  # what reads the rows refuses it
@@ -110,9 +107,7 @@ def mapped_rows(
             rows, source = splits[split], f"the split {split!r}"
         else:
             path = Path(files[split]).expanduser().absolute()
-            if (judgements := judgements_of(path)) is not None:
-                rows = read_judgements(judgements, cache)
-            elif (saved := _saved(path, split)) is not None:
+            if (saved := _saved(path, split)) is not None:
                 rows = saved
             else:
                 rows = _load_image_folder(path, cache) if path.is_dir() else _load_files(path, cache)
@@ -347,7 +342,7 @@ def _saved(path: Path, split: str) -> datasets.Dataset | None:
 
 def _is_image_folder(path: Path) -> bool:
     written = (path / name for name in ("dataset_dict.json", "state.json"))
-    return path.is_dir() and judgements_of(path) is None and not any(file.is_file() for file in written)
+    return path.is_dir() and not any(file.is_file() for file in written)
 
 
 def _numbered_alike(rows: datasets.Dataset, files: Mapping[str, str | Path]) -> datasets.Dataset:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ..progress import SILENT, Progress
 from .form import Form
-from .measure.contention import CpuWatch
 from .measure.counts import FlopCount, Shape
 from .measure.latency import LatencyComparison, compare_rounds
 from .measure.rows import LatencyRow, with_contradictions
@@ -38,19 +37,20 @@ def time_on(
     shape gives one row, with times in ms and ratios to `dense`; for models that generate it gives two, "prefill" and
     "decode".
     """
-    watch, runtime = CpuWatch(), dense.runtime
     found = compare_two(dense, slim, batches, timing=timing, progress=progress)
-    others = watch.seen()
-    if others is not None and others.matters:
-        logger.warning("%s while %s was timed; measure again on an idle machine", others, runtime)
     # The time of a decode step depends on memory rather than FLOPs: it reads all weights to compute one token.
-    rows = [
-        LatencyRow.of(
-            comparison, runtime=runtime, shape=shape, phase=phase, flops=None if phase == "decode" else flops[shape]
-        )
-        for (shape, phase), comparison in found.items()
-    ]
-    return with_contradictions([replace(row, other_work=others) for row in rows])
+    return with_contradictions(
+        [
+            LatencyRow.of(
+                comparison,
+                runtime=dense.runtime,
+                shape=shape,
+                phase=phase,
+                flops=None if phase == "decode" else flops[shape],
+            )
+            for (shape, phase), comparison in found.items()
+        ]
+    )
 
 
 def compare_two(

@@ -25,7 +25,6 @@ WAYS = {
     "onnxruntime-cpu-int8": ("int8",),
     "openvino": ("float32", "bfloat16", "int8"),
     "onnxruntime-cuda": ("float32", "float16"),
-    "onnxruntime-tensorrt": ("float16",),
     "llamacpp": ("q8_0", "q4_0"),
 }
 # A cut is searched for in at most this many forms, the fastest of the dense model; the cut model is then tried in all.

@@ -590,14 +590,12 @@ def require_onnx_exporter() -> None:
             raise MissingRuntimeError(f"ONNX export needs what its exporter asks for: {error}") from error
 
 
-def exported_program(
-    module: Any, sample: Mapping[str, Any], fusions: str | None, shapes: Mapping[str, Any] | None
-) -> Any:
+def exported_program(module: Any, sample: Mapping[str, Any], fusions: str, shapes: Mapping[str, Any] | None) -> Any:
     """Return a module as an `onnx_ir.Model`, from transformers' exporter; older releases do not fuse operators.
 
     Args:
         sample: Inputs by keyword: tensors, a cache, or flags, which do not become inputs of the graph.
-        fusions: The provider whose fused operators may be used, "cpu" or "cuda"; None for ONNX's own only.
+        fusions: The provider whose fused operators may be used, "cpu" or "cuda".
         shapes: The dynamic axes of each input; None makes all axes dynamic that can be.
     """
     from transformers.exporters import OnnxConfig, OnnxExporter

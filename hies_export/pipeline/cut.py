@@ -18,7 +18,7 @@ from .. import processes
 from ..calibrate.collect import DEFAULT_NEEDS
 from ..calibrate.moments import MomentStream
 from ..checkpoint.dense import Source
-from ..checkpoint.refits import RefittedLayers, digest_tensors, load_refit
+from ..checkpoint.refits import digest_tensors
 from ..checkpoint.save import save_slim
 from ..checkpoint.weights import weight_bytes
 from ..errors import NonFiniteError
@@ -206,7 +206,6 @@ def cut(
     given: Choice | PruningPlan,
     *,
     compensation: CompensationSection | None = None,
-    refitted: RefittedLayers | None = None,
     dtype: torch.dtype | None = None,
     progress: Progress,
 ) -> Slim:
@@ -218,19 +217,16 @@ def cut(
     slim = prune_units(model, plan.kept if isinstance(given, Choice) else plan, modules)
     cut_max_abs = compare_cut(model, slim, plan, modules, prepared.sample)
     fits: list[LayerFit] = []
-    if refitted is not None:
-        load_refit(slim, refitted)
-    elif compensation is not None:
+    if compensation is not None:
         progress.stage("refit the output projections")
         fits = _refit(prepared, compensation, slim, given, progress)
     dtypes = _round(slim, dtype or slim.dtype)
-    if refitted is None and compensation is None:
+    if compensation is None:
         # The plan was made for a compensated model, but only the cut was done.
         return Slim(slim, replace(plan, compensation={}), None, fits, cut_max_abs)
-    names = changed_by(slim, modules, fits) if refitted is None else refitted.tensors
+    names = changed_by(slim, modules, fits)
     stored = {name: _as_stored(slim.get_parameter(name), dtypes.get(name)) for name in names}
-    method = plan.compensation["method"] if compensation is None else compensation.method
-    plan = replace(plan, compensation={"method": method, "refit": digest_tensors(stored)})
+    plan = replace(plan, compensation={"method": compensation.method, "refit": digest_tensors(stored)})
     return Slim(slim, plan, stored, fits, cut_max_abs)
 
 

@@ -1,28 +1,23 @@
-"""Find the cut, or the cascade, that keeps a promise in the least time; an interrupted search can resume."""
+"""Find the cut, or the cascade, that keeps a promise in the least time."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import math
-import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
-from pydantic import FiniteFloat, TypeAdapter, ValidationError
 from transformers import PreTrainedModel
 
 from .. import processes
 from ..data.targets import samples_of
-from ..errors import HiesError, OutputExistsError, PlanError, RequestError
+from ..errors import HiesError, PlanError
 from ..evaluate.judge import Judge
 from ..evaluate.predict import predict
 from ..evaluate.ranking import kind_of_rows
@@ -32,7 +27,6 @@ from ..forms.deployment import SEARCHED, DenseForms, DeployWay, find_ways, try_d
 from ..forms.exports import Exporter
 from ..forms.form import Form, Forms
 from ..forms.judged import FormTime, ratios, time_forms, time_forms_on_rows
-from ..forms.measure.machine import machine_facts
 from ..forms.on_rows import mixed
 from ..forms.onnx.quantize import Quantize
 from ..forms.runtimes.base import RUNTIMES
@@ -41,8 +35,6 @@ from ..progress import Progress
 from ..recipe import FLOPS_TO_TRY, BudgetSection, DeploySection, KeepBudget, PruneSection, TimedSection
 from ..recipe.promise import Looks, all_looks
 from ..report.outcomes import KeepOutcome
-from ..report.provenance import Request, RunRecord
-from ..units import Selection
 from .choose import Chooser
 from .cut import Choice, cut_beside
 from .prepare import Prepared
@@ -125,9 +117,7 @@ class _Found:
     form: Form | None = None  # of the cascade
 
 
-def find_answer(
-    resolved: Resolved, asked: DeploySection, folder: Path, journal: CutJournal, began: float, progress: Progress
-) -> Answer:
+def find_answer(resolved: Resolved, asked: DeploySection, folder: Path, began: float, progress: Progress) -> Answer:
     """Try the dense model in all forms, and search for a cut in the fastest; exports are written to a folder.
 
     The time of the search counts from `began`, of `time.monotonic`. The options of `resolved` have the promise.
@@ -139,7 +129,7 @@ def find_answer(
     forms = Forms({"dense": prepared.model}, prepared.exporter, folder, progress)
     dense = try_dense(forms, judge, find_ways(prepared.task, asked.runtimes), partial(_quick_times, resolved, progress))
     limit = math.inf if asked.minutes is None else began + 60 * asked.minutes
-    return Search(resolved, promise, dense, journal, limit, progress).answer(began, looks)
+    return Search(resolved, promise, dense, limit, progress).answer(began, looks)
 
 
 def _quick_times(
@@ -165,12 +155,12 @@ class Search:
         resolved: Resolved,
         promise: KeepBudget,
         dense: DenseForms,
-        journal: CutJournal,
         limit: float,  # of time.monotonic, after which no cut is judged
         progress: Progress,
     ):
         self._promise, self._dense = promise, dense
-        self._journal, self._limit, self._progress = journal, limit, progress
+        self._limit, self._progress = limit, progress
+        self._judged: dict[Any, tuple[float, float]] = {}
         self._resolved, self._prepared, self._options = resolved, resolved.prepared, resolved.options
         self._chooser = Chooser(self._prepared, self._options, progress, resolved.source.dtype)
         self._confidence = dense.judge.confidence
@@ -246,18 +236,21 @@ class Search:
         return _Found(way, BudgetSection(keep=self._promise), choice, self._chooser.flops_left(choice.plan.kept))
 
     def judge(self, trial: Trial, way: DeployWay) -> tuple[float, float]:
-        """Return the numbers of a cut in one way; the journal may know them, and those that are new are told of.
+        """Return the numbers of a cut in one way; those that are new are told of.
 
         Raises _TooSlow if the cut breaks the promise, and a smaller one would take longer than one that was found.
         """
-        served, known = not trial.guess, len(self._journal)
-        how = trial.runtime, way.bits if served else None, trial.token_weights, self._confidence
-        found, low = self._journal.recall(trial.selection, how, trial.judge)
+        served, kept = not trial.guess, tuple(kept.units for kept in trial.selection.values())
+        key = kept, trial.runtime, way.bits if served else None, trial.token_weights
+        if new := key not in self._judged:
+            found, low = trial.judge()
+            self._judged[key] = found, low
+        found, low = self._judged[key]
         left = self._chooser.flops_left(trial.selection)
         takes, met = (way.dense_ratio or 1.0) * left, trial.promise.having(found, low).met
         if served and met:
             self._best = min(self._best, takes)
-        if len(self._journal) > known:  # and not for the way before this one, or before an interruption
+        if new:  # and not for the way before this one
             best = "" if self._best == math.inf else f"; best so far: about {self._best:.2f} of the time"
             assert isinstance(trial.promise, KeepOutcome)
             shown = f"{100 * found:.2f} % {trial.promise.stays}, at least {100 * low:.2f} %"
@@ -400,89 +393,3 @@ def _cuts(
         return choice, cut_beside(prepared.model, kept, prepared.modules, choice.refit), chooser.flops_left(kept)
 
     return cut
-
-
-_FIRST = TypeAdapter(dict[str, str])
-_LINE = TypeAdapter(tuple[str, FiniteFloat, FiniteFloat])
-
-
-class CutJournal:
-    """The results of judged cuts, in a file beside an output; used as a context manager.
-
-    The file is `NAME.unfinished.jsonl`. It is deleted when the block ends, and when the request is refused; an
-    interruption or a failed stage leaves it for the next attempt. Its first line has a digest of everything that a
-    cut's result depends on: the recipe without promise and output, model, data, machine and versions. A file with
-    another digest is started again.
-    """
-
-    def __init__(self, asked: Request, commit: str | None = None):
-        self.path = asked.output.with_name(f"{asked.output.name}.unfinished.jsonl")
-        record = RunRecord.of(asked, commit=commit)
-        fields = {name: value for name, value in record.recipe.items() if name not in ("deploy", "prune")}
-        fields["prune"] = {name: value for name, value in record.recipe["prune"].items() if name != "budget"}
-        whole = json.dumps([fields, dict(record.digests), machine_facts()], sort_keys=True, default=str)
-        self._digest = hashlib.sha256(whole.encode()).hexdigest()
-        self._known = self._read()
-        self.found = len(self._known)
-
-    def __enter__(self) -> CutJournal:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None or isinstance(error, RequestError):
-            self.path.unlink(missing_ok=True)
-        elif self._known:
-            logger.warning(
-                "the results of %d judged cuts are kept in %s; run the same command again to resume",
-                len(self._known),
-                self.path,
-            )
-
-    def __len__(self) -> int:
-        return len(self._known)
-
-    def recall(
-        self, selection: Selection, how: tuple[Any, ...], judge: Callable[[], tuple[float, ...]]
-    ) -> tuple[float, float]:
-        """Return the two numbers of a cut, by how it is refitted and served; judge it if they are not known."""
-        kept = json.dumps([how, [list(kept.units) for kept in selection.values()]])
-        key = hashlib.sha256(kept.encode()).hexdigest()
-        if key not in self._known:
-            found, end = judge()
-            self._add(key, found, end)
-        return self._known[key]
-
-    def _read(self) -> dict[str, tuple[float, float]]:
-        """Return the results in the file of an earlier attempt; an incomplete last line is ignored."""
-        try:
-            content = self.path.read_bytes()
-        except FileNotFoundError:
-            return {}
-        first, *lines = content[: content.rfind(b"\n") + 1].splitlines() or [b""]
-        try:
-            digest = _FIRST.validate_json(first)["hies_export.deploy"]
-            if digest == self._digest:
-                return {key: (found, end) for key, found, end in map(_LINE.validate_json, lines)}
-        except (ValidationError, KeyError):
-            raise OutputExistsError(
-                f"deploy must keep its results in {self.path}, but that is a file of something else; move it away, or "
-                "choose another output"
-            ) from None
-        logger.warning("%s is of another model, recipe or machine; its cuts are judged again", self.path)
-        return {}
-
-    def _add(self, key: str, found: float, end: float) -> None:
-        """Write the numbers of a cut to disk."""
-        if not self._known:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_text(json.dumps({"hies_export.deploy": self._digest}) + "\n", encoding="utf-8")
-        self._known[key] = (found, end)
-        with self.path.open("rb+") as file:
-            # After a killed attempt, the last line may lack its end.
-            file.truncate(file.read().rfind(b"\n") + 1)
-            file.seek(0, os.SEEK_END)
-            file.write((json.dumps([key, found, end]) + "\n").encode())
-            file.flush()
-            os.fsync(file.fileno())

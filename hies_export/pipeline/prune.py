@@ -17,7 +17,6 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from ..checkpoint.in_memory import check_in_memory
-from ..checkpoint.refits import RefittedLayers
 from ..data.batches import Batch
 from ..data.given import batches_of, first_rows, split_held_out, unlabelled
 from ..data.targets import has_references, samples_of
@@ -170,7 +169,7 @@ class PruneResult:
         Args:
             folder: Where to write; appears only when everything is written and checked.
             processor: Tokenizer or image processor to save with the graph; by default the one given to `prune`.
-            provider: Execution provider that the graph is fused for: cpu, cuda or tensorrt.
+            provider: Execution provider that the graph is fused for: cpu or cuda.
             dtype: float32 or float16.
             quantize: "int8" writes the linear layers in 8 bits, as `model_quantized.onnx`, "int4" those of a decoder in
                 4 bits, rounded by the rows that it was refitted or scored on; for the CPU.
@@ -514,7 +513,6 @@ def prune_prepared(
     choice: Choice | None = None,
     compensation: CompensationSection | None = None,
     served: TimedSection | None = None,
-    refit: RefittedLayers | None = None,
     dtype: torch.dtype | None = None,
     clock: Clock | None = None,
     progress: Progress = SILENT,
@@ -531,7 +529,7 @@ def prune_prepared(
     with clock("cut"):
         given = choice or asked
         assert not isinstance(given, PruneSection)
-        slim = cut(prepared, given, compensation=compensation, refitted=refit, dtype=dtype, progress=progress)
+        slim = cut(prepared, given, compensation=compensation, dtype=dtype, progress=progress)
         budget = None
         if choice is not None and isinstance(asked, PruneSection):
             by = prepared.predictor(served or asked.goal.timed)

@@ -16,7 +16,6 @@ from ..forms.exports import Exported
 from ..forms.files import ExportedFile
 from ..forms.gguf.export import GgufExport
 from ..forms.judged import JudgedForm
-from ..forms.measure.contention import OtherWork
 from ..forms.measure.machine import machine_facts
 from ..forms.measured import Measurements
 from ..forms.onnx.export import OnnxExport
@@ -60,7 +59,6 @@ class Finished:
     deployed: Deployed
     measured: Measurements
     processes: int
-    other_work: OtherWork | None
 
 
 def build_report(done: Finished, seconds: dict[str, float], command: str | None) -> Report:
@@ -119,7 +117,6 @@ def _details(done: Finished, command: str | None) -> Details:
         stability_tolerance=evaluation.tolerance,
         custom_code=is_slim(done.result.model),
         family=families(prepared.model.config, done.result.model.config),
-        other_work=done.other_work,
         flops_per_layer=done.measured.flops_per_layer,
         auto_class=prepared.task.auto_class,
         **_export_details(done.exported),

@@ -29,7 +29,6 @@ from ..forms.files import CASCADE, add_graphs, judge_exported, keep_file, link_f
 from ..forms.form import Form, Forms
 from ..forms.gguf.export import GgufExport
 from ..forms.judged import judge_forms, time_forms, time_forms_on_rows
-from ..forms.measure.contention import CpuWatch, OtherWork
 from ..forms.measure.counts import Both
 from ..forms.measured import Measurements, measure_both
 from ..forms.runtimes.base import RUNTIMES
@@ -40,7 +39,7 @@ from ..report.outcomes import CostOutcome
 from ..report.report import Report
 from ..units import Selection
 from .cut import Saved, save, warn_if_larger
-from .fastest import Answer, CutJournal, Decided, answers_of, choose_size, find_answer
+from .fastest import Answer, Decided, answers_of, choose_size, find_answer
 from .prepare import Prepared
 from .prune import PruneResult, prune_prepared
 from .reporting import Deployed, Finished, build_report, write_report
@@ -50,8 +49,6 @@ from .targets import timed_on
 
 logger = logging.getLogger(__name__)
 
-# Shorter runs do not warn of other work.
-LONG_SECONDS = 10.0
 # Sizes of the batches in which a cascade is timed on the rows.
 BATCHES = (1, 8, 32)
 
@@ -125,8 +122,6 @@ def deploy(
     beside the dense model; a cascade is timed on the evaluation rows. Statistics, moments and orders are computed once.
     If no cut keeps the promise, nothing is cut, and the answer is the fastest dense form that keeps it.
 
-    After an interruption, the same call judges no cut again: see `CutJournal`.
-
     Args:
         recipe: Model, data, and how units are scored and refitted; its budget is ignored. If it holds out no rows, the
             promise is made on part of the evaluated split, see `recipe.promise`.
@@ -163,11 +158,8 @@ def _run_found(
     with (
         output_folder(recipe.output, overwrite=overwrite) as folder,
         tempfile.TemporaryDirectory(dir=folder) as temporary,
-        CutJournal(resolved.request, resolved.source.commit) as journal,
     ):
-        if journal.found:
-            progress.stage(f"resume: {journal.found} cuts were judged before; their results are in {journal.path}")
-        answer = find_answer(resolved, asked, Path(temporary), journal, began, progress)
+        answer = find_answer(resolved, asked, Path(temporary), began, progress)
         prepared = replace(resolved.prepared, exporter=answer.exporter)
         resolved = replace(resolved, prepared=prepared, options=answer.options)
         return run_stages(resolved, folder, command, progress, answer=answer)
@@ -187,7 +179,7 @@ def run_stages(
     answer: Answer | None = None,
 ) -> Report:
     """Run all stages, and write their results into the folder; an `answer` is a choice that was already made."""
-    clock, watch = Clock(), CpuWatch()
+    clock = Clock()
     if answer is not None:
         clock.seconds["score"] = time.monotonic() - answer.began  # its search has scored the units
     prepared, options, dtype = resolved.prepared, resolved.options, resolved.source.dtype
@@ -210,7 +202,7 @@ def run_stages(
     judge = Judge.on(prepared.model, resolved.evaluation, **vars(prepared.judged), index=None, progress=progress)
     evaluation = evaluate_run(resolved, judge, result.model, uncompensated=uncompensated, progress=progress)
     answers = None if decided.cascade is None else answers_of(prepared)
-    count, others = processes.world(), _other_work(watch)
+    count = processes.world()
 
     def finish() -> Report:
         assert result.choice is not None
@@ -240,7 +232,6 @@ def run_stages(
             deployed=deployed,
             measured=measured,
             processes=count,
-            other_work=others,
         )
         report = build_report(done, clock.seconds, command)
         write_report(folder, report)
@@ -382,14 +373,6 @@ def _with_cost(
         timed = compare_with_full(result.model, prepared.model, timed_on(prepared, options), progress=progress)
         budget = replace(budget, measured=timed.ratio.median, noisy=timed.noisy)
     return replace(result, budget=budget)
-
-
-def _other_work(watch: CpuWatch) -> OtherWork | None:
-    """Return the processor time of other work in a long run of one process, and warn if it matters; else None."""
-    seen = watch.seen() if processes.world() == 1 and watch.seconds >= LONG_SECONDS else None
-    if seen is not None and seen.matters:
-        logger.warning("%s while this run computed, which took longer than it does on an idle machine", seen)
-    return seen
 
 
 def evaluate_run(

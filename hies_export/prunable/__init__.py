@@ -15,5 +15,4 @@ reads.py            one run of the copy: inputs of every linear layer, and which
 blocks.py           find the two linear layers of feed-forward blocks from these inputs
 rehearse.py         runs with fewer units, to find the attributes that must change
 follow.py           kept units -> kept rows and columns, and new values of attributes
-architectures.py    the table of tested model types, architectures.json
 """

@@ -94,8 +94,7 @@ class DataSection(Section):
     Attributes:
         name: Hub data set, its configuration last ("nyu-mll/glue/sst2"); or
         files: split -> file (jsonl, csv, tsv, parquet, txt, gzipped or not), image folder, or folder that
-            `save_to_disk` wrote. In BEIR's layout, it is the file in `qrels`, and the columns are query, document and
-            label.
+            `save_to_disk` wrote.
         text: One or two text columns; one for text-generation.
         image: Image column.
         prompt: What to ask, with the columns it reads in braces: "Question: {question}"; instead of `text` in
@@ -621,7 +620,7 @@ class ExportSection(Section):
     """
 
     format: Literal["onnx", "openvino", "gguf"] = "onnx"
-    provider: Literal["cpu", "cuda", "tensorrt"] = "cpu"
+    provider: Literal["cpu", "cuda"] = "cpu"
     dtype: Literal["float32", "float16", "bfloat16", "q8_0", "q4_0"] = "float32"
     quantize: Literal["int8", "int4"] | None = None
 

@@ -11,7 +11,6 @@ from ..evaluate.judge import AlphaPoint, Quality, Tried
 from ..forms.cascade.facts import CascadeFacts
 from ..forms.deployment import Deployment
 from ..forms.judged import JudgedForm
-from ..forms.measure.contention import OtherWork
 from ..forms.measure.counts import Both, FlopsByLayer
 from ..forms.measure.shapes import RowLength
 from ..slim.refit import LayerFit
@@ -59,7 +58,6 @@ class Details(BaseModel):
     stability_tolerance: float | None = None
     custom_code: bool = False
     family: Family | None = None
-    other_work: OtherWork | None = None
     flops_per_layer: FlopsByLayer | None = None
     auto_class: str = "AutoModel"
     onnx: dict[str, Any] | None = None

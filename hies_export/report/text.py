@@ -271,8 +271,7 @@ def method_text(report: Report) -> str:
         lines.append(f"These have no labels: metrics compare with the dense model's own {what}.")
     if data.compensation_samples:
         lines.append(f"The output projections were refitted on {data.compensation_samples:,} samples.")
-    lines += [_held_out_note(report), _other_work_note(report)]
-    return " ".join(filter(None, lines))
+    return " ".join(filter(None, [*lines, _held_out_note(report)]))
 
 
 def alpha_text(report: Report) -> str:
@@ -339,12 +338,6 @@ def _held_out_note(report: Report) -> str:
     )
 
 
-def _other_work_note(report: Report) -> str:
-    """Return how much processor time other work took while the run computed, if that matters; else nothing."""
-    others = report.details.other_work
-    return f"{str(others).capitalize()} while the run computed." if others and others.matters else ""
-
-
 def _evaluation_rows(data: DataFacts) -> str:
     """Return how many samples quality was measured on, and which: "600 samples, drawn from the 1,500"."""
     used, there = data.evaluation_samples, data.evaluation_of
@@ -385,8 +378,6 @@ def latency_text(rows: Sequence[LatencyRow], names: tuple[str, str] = ("dense", 
             "A row is noisy if the control's interval misses 1 by more than 2 % or is wider than 10 %, or if it took "
             "longer than a row with more to compute. Its ratio means nothing; measure again on an idle machine."
         )
-    busy = {row.runtime: row.other_work for row in rows if row.other_work and row.other_work.matters}
-    sentences += [f"{str(others).capitalize()} while {runtime} was timed." for runtime, others in busy.items()]
     if any(row.phase == "decode" for row in rows):
         sentences.append("Decode: the step that computes a row's last token, with the tokens before it in the cache.")
     if any(row.realised is not None and not row.noisy for row in rows):

@@ -33,7 +33,7 @@ def said(told: Any) -> Any:
 
 
 PATHS = (
-    *("run {} -o o", "score recipe.yaml -o {}", "prune recipe.yaml --plan {} -o o", "sweep recipe.yaml -o {}"),
+    *("run {} -o o", "score recipe.yaml -o {}", "prune {} -o o", "sweep recipe.yaml -o {}"),
     *("apply {} model -o o", "apply plan.json {} -o o", "apply plan.json model -o {}"),
     *("export {} -o o", "export model -o {}", "bench {}", "bench model {}", "quickstart -o {}"),
     *("generate {} --prompt a", "generate model --prompt a --image {}"),

@@ -47,14 +47,10 @@ def test_generate_takes_the_slim_model(tmp_path: Path, told: Any) -> None:
         hies_export.generate_text(tmp_path / "run", ["a"])
 
 
-def test_apply_and_prune_take_the_plan(ran: Path, tmp_path: Path, told: Any) -> None:
+def test_apply_takes_the_plan(ran: Path, tmp_path: Path, told: Any) -> None:
     code, err, shown = told("apply", ran, ran.parent / "model", "-o", tmp_path / "slim", "--json")
     assert (code, shown["heads"]["removed"]) == (0, 7)
     assert TAKEN.format("plan.json") in err
-    code, err, _ = told("prune", ran.parent / "recipe.yaml", "--plan", ran, "-o", tmp_path / "again")
-    assert code == 0
-    assert TAKEN.format("plan.json") in err
-    assert (tmp_path / "again" / "hies_plan.json").read_bytes() == (ran / "slim" / "hies_plan.json").read_bytes()
     # A plan of the dense model is not one of the slim model.
     assert told("apply", ran, ran, "-o", tmp_path / "more")[0] == 2
 

@@ -376,7 +376,7 @@ def test_a_row_has_the_keys_of_report_json_in_their_order(clock):
     assert " ".join(row) == (
         "runtime provider dtype phase batch sequence dense_ms slim_ms ratio ratio_low ratio_high realised flops_ratio "
         "tokens_per_second dense_p90_ms dense_p99_ms slim_p90_ms slim_p99_ms control_ratio control_low control_high "
-        "noisy repeats loads threads cuda_graph peak_bytes gpu_clock_mhz other_work"
+        "noisy repeats loads threads cuda_graph peak_bytes gpu_clock_mhz"
     )
     assert (row["provider"], row["dtype"], row["phase"]) == ("fake", "float32 / float16", "decode")
     assert (row["batch"], row["sequence"], row["dense_ms"], row["slim_ms"], row["ratio"]) == (4, 128, 10.0, 5.0, 0.5)

@@ -13,17 +13,15 @@ from scipy.stats import binomtest
 from support.hub import TOKEN, Hub
 from support.models import save_regressor, save_text_model
 from support.references import same_in_onnxruntime
-from support.runs import hies, without_other_work
+from support.runs import hies
 from transformers import BertForNextSentencePrediction, BertModel
 
 from hies_export import (
     DataError,
     ExportError,
-    OutputExistsError,
     PlanError,
     RecipeError,
     RequestError,
-    StepError,
     deploy,
 )
 from hies_export.cli.deploy import minutes
@@ -33,15 +31,14 @@ from hies_export.forms.deployment import DenseForms, try_dense
 from hies_export.forms.form import Form
 from hies_export.pipeline import fastest, prepare, targets
 from hies_export.pipeline import run as running
-from hies_export.pipeline.fastest import Answer, CutJournal
-from hies_export.pipeline.resolve import requested, resolve
+from hies_export.pipeline.fastest import Answer
+from hies_export.pipeline.resolve import resolve
 from hies_export.pipeline.search import Trial
 from hies_export.recipe import PruningRecipe
 from hies_export.recipe.promise import Looks
 from hies_export.recipe.propose import propose_recipe
 from hies_export.report.report import Report
 from hies_export.tasks import COLUMNS
-from hies_export.units import Units
 
 
 @pytest.fixture(scope="module")
@@ -183,62 +180,6 @@ def test_a_form_that_cannot_become_the_fastest_is_searched_no_further(
     assert judged.count("openvino") == 1 < judged.count("onnxruntime-cpu")
 
 
-@pytest.mark.slow
-def test_an_interrupted_search_judges_no_cut_twice(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(targets, "SIZES", 6)
-    monkeypatch.setattr(deployment, "WAYS", {"onnxruntime-cpu": ("float32",)})
-    judged: list[tuple[float, ...]] = []
-    judge = Trial.judge
-
-    def counted(self: Trial) -> tuple[float, ...]:
-        if len(judged) == 2 and not again:
-            raise KeyboardInterrupt("by a person")
-        judged.append(judge(self))
-        return judged[-1]
-
-    again = False
-    monkeypatch.setattr(Trial, "judge", counted)
-    recipe = recipe_of(folder, tmp_path / "out")
-    with pytest.raises(KeyboardInterrupt, match="by a person"):
-        deploy(recipe, keep=0.4)
-    journal = tmp_path / "out.unfinished.jsonl"
-    assert [path.name for path in tmp_path.iterdir()] == [journal.name]
-    assert f"the results of 2 judged cuts are kept in {journal}; run the same command again to resume" in caplog.text
-    # Killed while it wrote a line.
-    journal.write_text(journal.read_text() + '["half of a')
-    again = True
-    # What was judged does not depend on the promise.
-    (way,) = searched(recipe, monkeypatch, keep=0.3).dense.ways
-    assert not journal.exists()
-    known = [(row["kept"], row["at_least"]) for row in way.judged]
-    assert set(judged) == set(known)
-    assert len(judged) == len(known) > 2
-
-
-def test_a_journal_of_something_else_is_not_used(
-    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    recipe = recipe_of(folder, tmp_path / "out")
-    whole = {"layer": Units(name="layer", units=2).kept([0, 1])}
-
-    def fail_after_one_cut() -> None:
-        with CutJournal(requested(recipe)) as journal:
-            assert journal.recall(whole, ("here",), lambda: (0.5, 0.25)) == (0.5, 0.25)
-            raise StepError("far enough")
-
-    with pytest.raises(StepError, match="far enough"):
-        fail_after_one_cut()
-    assert CutJournal(requested(recipe)).found == 1
-    assert CutJournal(requested(recipe.with_overrides({"prune.budget.keep": 0.9}))).found == 1
-    assert CutJournal(requested(recipe.with_overrides({"calibration.seed": 7}))).found == 0
-    assert "is of another model, recipe or machine" in caplog.text
-    (tmp_path / "out.unfinished.jsonl").write_text("notes of mine\n")
-    with pytest.raises(OutputExistsError, match="but that is a file of something else; move it away"):
-        CutJournal(requested(recipe))
-
-
 def test_the_promise_of_a_recipe_is_its_goal(folder: Path) -> None:
     asked = {"keep": 0.5, "minutes": 0, "runtimes": ["onnxruntime-cpu"]}
     recipe = PruningRecipe.from_yaml(folder / "recipe.yaml", {"prune.budget": None, "deploy": asked})
@@ -377,7 +318,7 @@ def test_ids_of_a_model_and_of_a_data_set_are_enough(folder: Path, tmp_path: Pat
         )
     assert done.returncode == 0, done.stderr
     # Nothing that was not asked for is missed.
-    assert "warning" not in without_other_work(done.stderr)
+    assert "warning" not in done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["model"] == "user/model"
     report = Report.from_file(tmp_path / "out")
     data, deployment = report.details.data, report.details.deployment

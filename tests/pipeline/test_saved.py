@@ -11,7 +11,7 @@ from huggingface_hub import metadata_load
 from safetensors.torch import load_file
 from support.models import save_project
 from support.runs import hies, without_tracing
-from support.tolerance import assert_near, assert_same_plan
+from support.tolerance import assert_near
 from transformers import PreTrainedModel
 
 from hies_export.checkpoint.loading import load
@@ -139,24 +139,17 @@ def test_prune_writes_the_refitted_layers_with_its_plan(project: Path, tmp_path:
     assert weights(tmp_path / "again").read_bytes() == weights(tmp_path / "slim").read_bytes()
 
 
-def test_prune_by_a_plan(project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A recipe that compensates refits anew; another takes the layers that were written with the plan, or says so."""
-    whole = weights(project / "out" / "slim").read_bytes()
-    recipe, plan = project / "recipe.yaml", project / "out" / "plan.json"
-    assert hies("prune", recipe, "--plan", plan, "-o", tmp_path / "anew") == 0
-    assert_near(load_file(weights(tmp_path / "anew")), load_file(weights(project / "out" / "slim")), within=ROUNDED)
-    plain = ["--set", "prune.compensation=null"]
-    assert hies("prune", recipe, "--plan", plan, "-o", tmp_path / "taken", *plain) == 0
-    assert weights(tmp_path / "taken").read_bytes() == whole
-    assert_same_plan(PruningPlan.from_file(tmp_path / "taken" / "hies_plan.json"), PruningPlan.from_file(plan))
-    assert "NOT refitted" not in capsys.readouterr().err
-    shutil.copy(plan, tmp_path / "plan.json")
-    assert hies("prune", recipe, "--plan", tmp_path / "plan.json", "-o", tmp_path / "cut", *plain) == 0
+def test_apply_without_the_refitted_layers_says_so(
+    project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = tmp_path / "plan.json"
+    shutil.copy(project / "out" / "plan.json", plan)
+    assert hies("apply", plan, project / "model", "-o", tmp_path / "cut") == 0
     assert "NOT refitted" in " ".join(capsys.readouterr().err.split())
     assert not PruningPlan.from_file(tmp_path / "cut" / "hies_plan.json").compensation
-    assert weights(tmp_path / "cut").read_bytes() != whole
+    assert weights(tmp_path / "cut").read_bytes() != weights(project / "out" / "slim").read_bytes()
     (tmp_path / REFIT).write_bytes(weights(project / "model").read_bytes())
-    assert hies("prune", recipe, "--plan", tmp_path / "plan.json", "-o", tmp_path / "other", *plain) == 2
+    assert hies("apply", plan, project / "model", "-o", tmp_path / "other") == 2
     assert "must be those of the plan" in " ".join(capsys.readouterr().err.split())
 
 

@@ -9,8 +9,6 @@ import dataclasses
 import json
 import re
 import runpy
-import subprocess
-import sys
 import warnings
 from collections.abc import Container, Iterable, Iterator
 
@@ -20,15 +18,15 @@ import transformers
 from support.architectures import model_types
 from support.contract import MORE_STEPS, NEURON_STEPS, STEPS, Broken, Subject, cut, score, train
 from support.representatives import CUT, DECODERS, EXPORTED, NEURONS, NEURONS_REFUSED, QUANTISED, REFUSED
+from support.table_of_types import NEURON_STEPS as NEURONS_DESCRIBED
+from support.table_of_types import STEPS as DESCRIBED
+from support.table_of_types import TABLE, counts, holds, neurons_of, read_table
 from torch import nn
 
-from hies_export.cli.main import main
-from hies_export.errors import CutMismatchError, RequestError
+from hies_export.errors import CutMismatchError
+from hies_export.forms.onnx import export as onnx_export
 from hies_export.kinds import MLP
 from hies_export.model import kernels
-from hies_export.prunable.architectures import NEURON_STEPS as NEURONS_DESCRIBED
-from hies_export.prunable.architectures import STEPS as DESCRIBED
-from hies_export.prunable.architectures import TABLE, counts, holds, neurons_of, read_table
 
 ENTRIES = json.loads(TABLE.read_text(encoding="utf-8"))["types"]
 
@@ -145,6 +143,7 @@ def test_the_table_is_whole() -> None:
     number = counts(table)
     assert number["cut"] >= 100
     assert number["onnx"] >= 60
+    assert all(holds(table["types"][name], "onnx") for name in onnx_export.EXPORTED)
     assert all(number[f"neurons {step}"] >= 200 for step in ("cut", "reload", "train"))
     # Most are not run yet: scripts/architectures --units neurons --steps onnx
     assert number["neurons onnx"] >= 100
@@ -191,26 +190,3 @@ def test_a_layer_that_learns_nothing_breaks_the_contract() -> None:
     subject.slim[False].bert.encoder.layer[0].attention.output.dense.__class__ = Detached
     with pytest.raises(Broken, match="takes no gradient any more"):
         train(subject)
-
-
-def test_architectures_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["architectures", "bert", "falcon", "--json"]) == 0
-    out = capsys.readouterr().out
-    assert "BertForSequenceClassification" in out
-    assert "computes its own" in out
-    assert json.loads(out.splitlines()[-1]) == read_table(["bert", "falcon"])
-    assert main(["architectures"]) == 0
-    assert str(counts(read_table())["cut"]) in capsys.readouterr().out
-    assert main(["architectures", "brt"]) == 2
-    assert "did you mean 'bert' or 'bart'?" in capsys.readouterr().err.replace("\n", " ")
-    with pytest.raises(RequestError, match="must be one of transformers .*, got 'brt'"):
-        read_table(["brt"])
-
-
-def test_architectures_command_imports_nothing_heavy() -> None:
-    code = (
-        "import sys; from hies_export.cli.main import main; main(['architectures', 'bert']); "
-        "print([m for m in ('torch', 'transformers', 'datasets') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"

@@ -1,15 +1,11 @@
 """Tables on terminals of any width: no cell is lost, cut short or folded where it can stand whole."""
 
 import io
-import re
 
 import pytest
 from rich.console import Console
 from rich.text import Text
 
-from hies_export.cli import architectures
-from hies_export.cli.arguments import Options
-from hies_export.progress import SILENT
 from hies_export.report.maps import CUT, KEPT, Line, UnitMap
 from hies_export.report.terminal import PlainTable, map_text
 
@@ -66,15 +62,6 @@ def test_a_layer_of_a_map_is_one_line_and_its_name_keeps_its_end(width: int) -> 
     assert all(line.count(KEPT) == 15 and "15 of 16" in line for line in lines)
     assert all(line.endswith(name[-9:]) for line, name in zip(lines, names, strict=True))
     assert (width < 90) is ("…" in lines[0])
-
-
-def test_the_classes_of_architectures_are_whole() -> None:
-    out = io.StringIO()
-    architectures.run(Options(model_types=["xlm-roberta"], console=Console(file=out, width=80), progress=SILENT))
-    table, *_ = out.getvalue().partition("xlm-roberta:")
-    cells = re.findall(r"^xlm-roberta +(\S+)|^ {2,20}(\S+) *$", table, re.MULTILINE)
-    assert "…" not in table
-    assert "".join(first + rest for first, rest in cells) == "XLMRobertaForSequenceClassification"
 
 
 def test_brackets_are_text_and_marks_stay() -> None:

@@ -190,7 +190,7 @@ def test_figures_of_a_run_are_drawn_the_same_twice() -> None:
 
 
 def test_names_of_rows_are_whole_in_the_figure_of_times() -> None:
-    long = latency_row("onnxruntime-tensorrt", 0.78, phase="prefill", dtype="bfloat16", batch=128, sequence=1024)
+    long = latency_row("onnxruntime-cpu-int8", 0.78, phase="prefill", dtype="bfloat16", batch=128, sequence=1024)
     for rows in ([long], [long, latency_row("torch", 0.9)], make_report().latency):
         svg = draw_report(dataclasses.replace(make_report(), latency=rows))["latency.svg"]
         names = re.findall(r'<text x="([\d.]+)"[^>]*>(\S+ \d+ x \d+[^<]*)<', svg)

@@ -1,6 +1,5 @@
 """ONNX Runtime on a GPU, where there is none: its code on the CPU's provider, and its refusals."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -15,7 +14,7 @@ from hies_export import MissingRuntimeError, export_onnx, load_runtime
 from hies_export.forms.onnx import parity
 from hies_export.forms.runtimes import ort_gpu as gpu_runtimes
 from hies_export.forms.runtimes.ort import OnnxRuntime
-from hies_export.forms.runtimes.ort_gpu import CudaOnnxRuntime, TensorRtOnnxRuntime
+from hies_export.forms.runtimes.ort_gpu import CudaOnnxRuntime
 from hies_export.forms.runtimes.registry import check_runtime
 
 
@@ -50,7 +49,7 @@ def folders(tmp_path_factory):
         ids = torch.randint(5, 30, (2, 9))
         sample = batch or {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         folder = tmp_path_factory.mktemp(name) / "onnx"
-        found[name] = (export_onnx(model, folder, batch=sample, provider="tensorrt").folder, sample)
+        found[name] = (export_onnx(model, folder, batch=sample, provider="cuda").folder, sample)
     return found
 
 
@@ -79,34 +78,12 @@ def test_a_feed_keeps_its_memory_and_computes_what_the_cpu_does(folders, session
         np.testing.assert_allclose(step["logits"], want["logits"], atol=1e-5)
 
 
-def test_what_the_session_is_asked_for(folders, sessions, tmp_path, monkeypatch):
+def test_what_the_session_is_asked_for(folders, sessions):
     opened, _ = sessions
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     OnTheCpu(folders["bert"][0], threads=1)
-
-    class TensorRt(TensorRtOnnxRuntime):
-        requested, device = "CPUExecutionProvider", "cpu"
-
-    TensorRt(folders["bert"][0], threads=1)
-    assert opened[0] == (
-        [
-            (
-                "CUDAExecutionProvider",
-                {"arena_extend_strategy": "kSameAsRequested", "enable_cuda_graph": "1", "use_tf32": "0"},
-            ),
-            "CPUExecutionProvider",
-        ],
-        {"record_ep_graph_assignment_info": "1"},
-    )
-    (name, options), (cuda, cuda_options), last = opened[1][0]
-    assert (name, cuda, last) == ("TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider")
-    assert (options["trt_cuda_graph_enable"], cuda_options["enable_cuda_graph"]) == ("1", "0")
-    assert options["trt_fp16_enable"] == "0"
-    assert Path(options["trt_engine_cache_path"]).parent == tmp_path / "hies_export" / "tensorrt"
-    # Other weights in the same graph are another engine.
-    other = tmp_path / "model.onnx"
-    other.write_bytes((folders["bert"][0] / "model.onnx").read_bytes() + b"\0")
-    assert gpu_runtimes._digest(other) != Path(options["trt_engine_cache_path"]).name
+    options = {"arena_extend_strategy": "kSameAsRequested", "enable_cuda_graph": "1", "use_tf32": "0"}
+    providers = [("CUDAExecutionProvider", options), "CPUExecutionProvider"]
+    assert opened == [(providers, {"record_ep_graph_assignment_info": "1"})]
 
 
 def test_tf32_is_what_torch_was_told(folders, sessions):
@@ -163,26 +140,6 @@ def test_a_cache_is_not_in_memory_that_replays_overwrite(folders, sessions, monk
     assert not written & {value.data_ptr() for value in feed.values}
 
 
-def test_tensorrt_builds_one_engine_for_all_shapes(folders):
-    text = gpu_runtimes._profiles(folders["bert"][0] / "model.onnx")
-    assert text == {
-        "trt_profile_min_shapes": "input_ids:1x1,attention_mask:1x1,token_type_ids:1x1",
-        "trt_profile_opt_shapes": "input_ids:8x64,attention_mask:8x64,token_type_ids:8x64",  # 64 positions
-        "trt_profile_max_shapes": "input_ids:64x64,attention_mask:64x64,token_type_ids:64x64",
-    }
-    least = gpu_runtimes._profiles(folders["llama"][0] / "model.onnx")["trt_profile_min_shapes"].split(",")
-    assert {"input_ids:1x1", "attention_mask:1x1", "past_key_values.0.key:1x2x0x8"} <= set(least)
-
-
-def test_an_axis_of_unknown_size_leaves_the_shapes_to_tensorrt(tmp_path):
-    from onnx import TensorProto, helper
-
-    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", "frames"]) for name in "xy")
-    graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "graph", [x], [y])
-    onnx.save(helper.make_model(graph), tmp_path / "model.onnx")
-    assert gpu_runtimes._profiles(tmp_path / "model.onnx") == {}
-
-
 def test_a_part_that_falls_back_is_named(folders, sessions, caplog):
     class Both(OnTheCpu):
         """A session whose operators are on two providers."""
@@ -217,7 +174,6 @@ def test_an_export_is_compared_on_its_own_provider(folders, sessions, tmp_path, 
     monkeypatch.setitem(parity.RUNTIMES, "cuda", Watched)
     export_onnx(vit(num_hidden_layers=1), tmp_path / "onnx", batch=image_batch(labels=False), provider="cuda")
     assert len(seen) == 3
-    assert parity.compared_on("tensorrt") is OnnxRuntime, "which this machine does not have"
 
 
 def test_a_graph_that_cannot_be_captured_is_timed_without(folders, sessions, caplog):
@@ -267,20 +223,18 @@ def test_the_loader_says_which_library_is_missing(tmp_path, monkeypatch):
     (package / "libonnxruntime_providers_cuda.so").write_bytes(b"")
     monkeypatch.setattr(onnxruntime, "__file__", str(tmp_path / "__init__.py"))
     for message, found in {
-        "libnvinfer.so.10: cannot open shared object file: No such file or directory": True,
+        "libcublasLt.so.13: cannot open shared object file: No such file or directory": True,
         "undefined symbol: Provider_GetHost": False,
     }.items():
         with mock.patch.object(gpu_runtimes.ctypes, "CDLL", side_effect=OSError(message)):
             assert gpu_runtimes._missing_library("CUDAExecutionProvider") == (message if found else None)
-    assert gpu_runtimes._missing_library("TensorrtExecutionProvider") is None
 
 
-@pytest.mark.parametrize("name", ["onnxruntime-cuda", "onnxruntime-tensorrt"])
-def test_a_machine_without_the_provider_is_told_what_to_install(folders, name):
+def test_a_machine_without_the_provider_is_told_what_to_install(folders):
     if "CUDAExecutionProvider" in onnxruntime.get_available_providers():
         pytest.skip("this machine has it")
     with pytest.raises(MissingRuntimeError, match=r'offers .*CPU.*pip install "hies-export\[gpu\]"'):
-        load_runtime(name, folders["bert"][0])
+        load_runtime("onnxruntime-cuda", folders["bert"][0])
 
 
 def test_a_provider_that_falls_back_silently_is_an_error(folders, monkeypatch):
@@ -308,12 +262,6 @@ def test_operators_that_all_fall_back_are_an_error(folders, sessions, monkeypatc
     monkeypatch.setattr(gpu_runtimes, "_refusal", lambda provider: None)
     with pytest.raises(MissingRuntimeError, match="every operator fell back to CPUExecutionProvider"):
         Elsewhere(folders["bert"][0], threads=1)
-
-
-def test_a_graph_for_tensorrt_has_standard_operators_only(folders):
-    for folder, _ in folders.values():
-        graph = onnx.load(folder / "model.onnx").graph
-        assert {node.domain for node in graph.node} <= {"", "ai.onnx"}
 
 
 def test_a_graph_for_a_gpu_gathers_no_booleans(folders):

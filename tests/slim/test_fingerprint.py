@@ -87,26 +87,20 @@ def test_another_fine_tuning_of_one_base_is_refused(
             check_weights(mine, fingerprint(type(one).from_pretrained(tmp_path / "saved"), modules))
 
 
-def test_both_commands_take_a_plan_of_other_weights_only_by_force(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_apply_takes_a_plan_of_other_weights_only_by_force(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_project(tmp_path, train=12, validation=12, prune={"alpha": 0.5, "budget": {"heads": 0.4}})
     dense = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
     modules = find_modules(dense, text_batch(labels=False))
     plan = replace(random_plan(modules, uniform=False), model=fingerprint(tuned(dense, 1), modules))
     (tmp_path / "plan.json").write_text(plan.to_json())
-    commands = {
-        "apply": ("apply", str(tmp_path / "plan.json"), str(tmp_path / "model")),
-        "prune": ("prune", str(tmp_path / "recipe.yaml"), "--plan", str(tmp_path / "plan.json")),
-    }
-    for name, command in commands.items():
-        arguments = [*command, "-o", str(tmp_path / name)]
-        assert main(arguments) == 2
-        said = capsys.readouterr().err
-        assert "make a plan for this model, or pass --force to cut it all the same" in said
-        assert not (tmp_path / name).exists()
-        assert main([*arguments, "--force"]) == 0
-        # The plan that is kept with the checkpoint is one of these weights.
-        kept = PruningPlan.from_file(tmp_path / name / "hies_plan.json")
-        assert kept == replace(plan, model=kept.model)
-        check_weights(kept.model, fingerprint(dense, modules))
+    slim = tmp_path / "slim"
+    arguments = ["apply", str(tmp_path / "plan.json"), str(tmp_path / "model"), "-o", str(slim)]
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert "make a plan for this model, or pass --force to cut it all the same" in said
+    assert not slim.exists()
+    assert main([*arguments, "--force"]) == 0
+    # The plan that is kept with the checkpoint is one of these weights.
+    kept = PruningPlan.from_file(slim / "hies_plan.json")
+    assert kept == replace(plan, model=kept.model)
+    check_weights(kept.model, fingerprint(dense, modules))

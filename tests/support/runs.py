@@ -1,6 +1,5 @@
 """Run the command line and scripts in this process, because a new process takes seconds to import torch."""
 
-import re
 import runpy
 import sys
 import warnings
@@ -28,14 +27,6 @@ from support.models import save_project
 def hies(*arguments: object) -> int:
     """Run a command as a user types it, and return its exit code."""
     return main([str(a) for a in arguments])
-
-
-def without_other_work(stderr: str) -> str:
-    """Return what a command printed, but for its warnings that the machine was busy meanwhile.
-
-    In this process no command gives them, see conftest.py; one in a process of its own sees the machine as it is.
-    """
-    return re.sub(r"^warning: other work used \d+\.\d of \d+ cores? while .*\n", "", stderr, flags=re.MULTILINE)
 
 
 def run_project(folder: Path, **sections: Any) -> Path:

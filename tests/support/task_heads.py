@@ -11,10 +11,10 @@ from transformers import PreTrainedModel
 from hies_export import UnsupportedModelError, find_modules
 from hies_export.kinds import KINDS
 from hies_export.model.tokens import sample_batch
-from hies_export.prunable.architectures import holds, neurons_of, read_table
 from hies_export.tasks import TASKS
 from support.architectures import NoTinyModel, tiny, tiny_batch
 from support.contract import Subject, cut, reload, short_reason
+from support.table_of_types import holds, neurons_of, read_table
 
 SEQUENCE = 8
 TASK_CLASSES = {name: task.auto_class for name, task in TASKS.items()}

@@ -28,7 +28,6 @@ from ...units import PrunableModule, Units
 from ..compare import compare_two
 from ..exports import Exporter
 from ..form import Forms
-from ..measure.contention import CpuWatch
 from ..measure.counts import Shape
 from ..measure.latency import LatencyComparison
 from ..measure.machine import machine_facts
@@ -124,17 +123,14 @@ def latency_table(
     file = (cache or user_cache("latency")) / f"{name}.json"
     cuts = _read(file, key)
     if cuts is None:
-        watch = CpuWatch()
         cuts = _time_cuts(model, modules, where, unit=unit, skippable=skippable, progress=progress)
-        others = watch.seen()
         if all(cut.sharp for cut in cuts):
             replace_file(file, json.dumps({"key": key, "points": [asdict(cut) for cut in cuts]}, indent=1))
         else:
             logger.warning(
                 "the machine is too busy to time cuts precisely: a ratio has an interval wider than %g points, or the "
-                "dense model differs from itself; the predicted time may be off, and is not cached%s",
+                "dense model differs from itself; the predicted time may be off, and is not cached",
                 100 * WIDEST_INTERVAL,
-                f" ({others})" if others is not None and others.matters else "",
             )
     flops = flops_table(model, modules, batch=where.batch, unit=unit).saved
     saved: dict[str, tuple[float, ...]] = {}

@@ -12,6 +12,5 @@ In the order of reading:
 - `latency.py`: `compare_latency`, timing and statistics for two loaded models.
 - `rows.py`: `LatencyRow`, a comparison as a row of report.json, and which rows contradict others.
 - `record.py`: dataclasses that read like that file.
-- `contention.py`: how many cores other work used at the same time, on Linux.
 - `machine.py`: processor, GPU and library versions, to be read beside the times.
 """

@@ -8,7 +8,6 @@ from typing import ClassVar
 
 from pydantic import ConfigDict
 
-from .contention import OtherWork
 from .counts import Both, FlopCount, Ratio, Shape, Size
 from .latency import LatencyComparison, RowsTime
 from .ratios import WIDEST_CONTROL, realised_share
@@ -39,8 +38,6 @@ class LatencyRow(Record):
         cuda_graph: Whether replays of CUDA graphs were timed.
         peak_bytes: Peak device memory during a run; None on the CPU.
         gpu_clock_mhz: The GPU's clock right after the last run; None on the CPU.
-        other_work: Cores that other work used while the rows of this runtime were timed; None if the system does not
-            tell.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(allow_inf_nan=False)
@@ -73,7 +70,6 @@ class LatencyRow(Record):
     cuda_graph: bool = False
     peak_bytes: Both[Size] | None = None
     gpu_clock_mhz: float | None = None
-    other_work: OtherWork | None = None
 
     @classmethod
     def of(

@@ -14,7 +14,8 @@ from transformers import DynamicCache, PreTrainedModel
 from ...errors import ExportError, UnsupportedModelError, refusing
 from ...model.internals import cache_name, keeps_recurrent_state
 from ...model.tokens import positions_of
-from .trace import BATCH, SEQUENCE, TOKEN_AXES, Fusions, export_program, fixed_size, name_axes
+from ..runtimes.base import Provider
+from .trace import BATCH, SEQUENCE, TOKEN_AXES, export_program, fixed_size, name_axes
 
 PAST = "past_sequence_length"
 TOTAL = f"{PAST} + {SEQUENCE}"
@@ -81,7 +82,7 @@ def decoder_sample(model: PreTrainedModel, prompt: Mapping[str, Tensor]) -> dict
     return {**inputs(length - 2, length), **cache}
 
 
-def trace_decoder(model: PreTrainedModel, prompt: Mapping[str, Tensor], fusions: Fusions) -> Any:
+def trace_decoder(model: PreTrainedModel, prompt: Mapping[str, Tensor], fusions: Provider) -> Any:
     """Trace a decoder to an `onnx_ir.Model`, fused, under Optimum's names; the prompt is as for `decoder_sample`.
 
     The heads and the width of every layer's cache are numbers: transformers.js makes the empty cache of a prompt from

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from transformers import PreTrainedModel
@@ -28,21 +28,72 @@ from ...model.internals import (
 from ...model.modes import output_alone
 from ...model.tokens import end_of_text, forward_inputs, longest_sequence, short_samples
 from ...progress import quiet
-from ...prunable.architectures import holds, read_table
 from ..runtimes.base import Provider
 from ..runtimes.ort import ONNX_FILE, require_onnxruntime
 from .decoder import check_decoder, left_padded, trace_decoder
 from .multimodal import check_vision_language, is_vision_language, trace_vision_language
 from .parity import SPARE_POSITIONS, check_generation, check_parity, compared_on, generation_batches, parity_batches
-from .trace import Fusions, trace_onnx, trace_sample
+from .trace import trace_onnx, trace_sample
 
 # model.onnx_data is the only name under which older Optimum fetches weights from the Hub.
 WEIGHTS_SUFFIX = "_data"
 PROTOBUF_LIMIT_BYTES = 2**31 - 2**24
 
-# Provider -> the fused operators to use. TensorRT fuses by itself, and does not know ONNX Runtime's operators.
-FUSIONS: dict[str, Fusions] = {"cpu": "cpu", "cuda": "cuda", "tensorrt": None}
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
+# Common model types that are known to be exported; others are tried before a run (tests/prunable/test_architectures.py).
+EXPORTED = frozenset(
+    [
+        "albert",
+        "beit",
+        "bert",
+        "bloom",
+        "camembert",
+        "clip",
+        "cohere",
+        "data2vec-text",
+        "data2vec-vision",
+        "deberta",
+        "deberta-v2",
+        "deit",
+        "dinov2",
+        "distilbert",
+        "electra",
+        "ernie",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "gpt2",
+        "gpt_neo",
+        "gpt_neox",
+        "gptj",
+        "granite",
+        "llama",
+        "llava",
+        "ministral",
+        "mistral",
+        "mixtral",
+        "modernbert",
+        "mpnet",
+        "nomic_bert",
+        "olmo",
+        "opt",
+        "phi",
+        "phi3",
+        "qwen2",
+        "qwen3",
+        "roberta",
+        "roberta-prelayernorm",
+        "siglip",
+        "smollm3",
+        "stablelm",
+        "starcoder2",
+        "swin",
+        "vit",
+        "wav2vec2",
+        "xlm-roberta",
+        "xlm-roberta-xl",
+    ]
+)
 
 Kind = Literal["encoder", "decoder", "vision-language"]
 
@@ -59,7 +110,7 @@ class OnnxExport:
     files: tuple[str, ...]
     bytes: int  # size of graphs and weights in bytes
     max_abs: float  # largest absolute difference from torch over all outputs of all checked batches
-    provider: str  # the provider that the graphs are fused for, `cpu`, `cuda` or `tensorrt`
+    provider: str  # the provider that the graphs are fused for, `cpu` or `cuda`
     dtype: str  # dtype of weights and activations that are not quantised, `float32` or `float16`
     checked_on: str  # the execution provider that the comparison ran on
     inputs: tuple[str, ...]  # names of the inputs of `file`
@@ -111,7 +162,7 @@ def export_onnx(
         batch: A sample of shape (batch, sequence) for text or (batch, channels, height, width) for images. A
             vision-language model needs both, with one image per row. Labels are ignored.
         processor: Tokenizer or image processor to save beside the graph.
-        provider: The execution provider to fuse the graphs for, `cpu`, `cuda` or `tensorrt`.
+        provider: The execution provider to fuse the graphs for, `cpu` or `cuda`.
         dtype: Dtype of weights and of floating inputs and outputs, `float32` or `float16`. Outputs must agree with
             torch in float32 within 1e-3, or for `float16` within 2e-2 times max(1, largest output).
         overwrite: Replace an existing folder.
@@ -148,7 +199,7 @@ def export_onnx(
     traced = _traceable_copy(reference, provider, DTYPES[dtype])
     with new_folder(target, overwrite=overwrite) as staging:
         with quiet(verbose=logger.isEnabledFor(logging.DEBUG)), output_alone(traced, cache=kind != "encoder"):
-            programs, batches = _trace(kind, traced, given, FUSIONS[provider])
+            programs, batches = _trace(kind, traced, given, provider)
             size = sum(save_program(program, staging / name) for name, program in programs.items())
         _write_companions(staging, traced, processor)
         facts = _facts(programs)
@@ -171,7 +222,7 @@ def export_onnx(
 def check_traceable(model: PreTrainedModel, batch: Mapping[str, Any]) -> None:
     """Refuse a model that has no ONNX form, by a trace of two short rows, before anything is computed with it.
 
-    A model whose type passes in the table of model types is not traced. Of any other, the first layers of every kind
+    A model of one of the common types in `EXPORTED` is not traced. Of any other, the first layers of every kind
     are, and if the exporter refuses them, the whole model. Raises RequestError.
     """
     if _is_known(model):
@@ -193,8 +244,7 @@ def check_traceable(model: PreTrainedModel, batch: Mapping[str, Any]) -> None:
 
 def _is_known(model: PreTrainedModel) -> bool:
     """Return whether models of this type were exported, and this one's positions are no numbers that its inputs set."""
-    entry = read_table()["types"].get(model.config.model_type, {})
-    return holds(entry, "onnx") and not any(
+    return model.config.model_type in EXPORTED and not any(
         "dynamic" in str(getattr(config, "rope_parameters", None)) for config in configs_in(model.config)
     )
 
@@ -202,7 +252,7 @@ def _is_known(model: PreTrainedModel) -> bool:
 def _try_to_trace(kind: Kind, model: PreTrainedModel, given: dict[str, torch.Tensor]) -> None:
     traced = _traceable_copy(_float32_copy(model), "cpu", torch.float32)
     with quiet(verbose=logger.isEnabledFor(logging.DEBUG)), output_alone(traced, cache=kind != "encoder"):
-        _trace(kind, traced, given, FUSIONS["cpu"])
+        _trace(kind, traced, given, "cpu")
 
 
 def _first_layers(model: PreTrainedModel) -> PreTrainedModel:
@@ -234,8 +284,8 @@ def _facts(programs: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_request(provider: str, dtype: str) -> None:
     problems = []
-    if provider not in FUSIONS:
-        problems.append(f"export.provider must be one of {', '.join(FUSIONS)}, got {provider!r}")
+    if provider not in get_args(Provider):
+        problems.append(f"export.provider must be one of {', '.join(get_args(Provider))}, got {provider!r}")
     if dtype not in DTYPES:
         problems.append(f"export.dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     if problems:
@@ -262,7 +312,7 @@ def _kind(model: PreTrainedModel, given: dict[str, torch.Tensor]) -> tuple[Kind,
 
 
 def _trace(
-    kind: Kind, model: PreTrainedModel, given: dict[str, torch.Tensor], fusions: Fusions
+    kind: Kind, model: PreTrainedModel, given: dict[str, torch.Tensor], fusions: Provider
 ) -> tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]:
     """Trace the model; return the graphs by file name, the decoder last, and the batches to compare them on."""
     if kind == "encoder":

@@ -12,9 +12,10 @@ from transformers import PreTrainedModel
 
 from ...errors import DataError, UnsupportedModelError, root_cause
 from ...model.tokens import random_images, synthetic_batch
+from ..runtimes.base import Provider
 from ..runtimes.ort import DECODER_FILE, EMBED_FILE, VISION_FILE
 from .decoder import trace_decoder
-from .trace import TOKEN_AXES, Fusions, export_program
+from .trace import TOKEN_AXES, export_program
 
 
 def is_vision_language(model: PreTrainedModel) -> bool:
@@ -87,7 +88,7 @@ def merge_images(embeds: Tensor, input_ids: Tensor, features: Tensor, image_toke
     return embeds.masked_scatter(mask, features.to(embeds.dtype))
 
 
-def trace_vision_language(model: PreTrainedModel, given: Mapping[str, Tensor], fusions: Fusions) -> dict[str, Any]:
+def trace_vision_language(model: PreTrainedModel, given: Mapping[str, Tensor], fusions: Provider) -> dict[str, Any]:
     """Trace the parts of a vision-language model, each to an `onnx_ir.Model`, fused; return them by file name.
 
     They are the image encoder from pixel_values to image_features (images, tokens, hidden), the embedding from

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from ...equal import OTHER_PROGRAM, Difference
 from ...errors import MissingRuntimeError, ParityError
 from ..runtimes.ort import OnnxRuntime
-from ..runtimes.ort_gpu import CudaOnnxRuntime, TensorRtOnnxRuntime
+from ..runtimes.ort_gpu import CudaOnnxRuntime
 from ..runtimes.pytorch import TorchRuntime
 from .decoder import text_tokens
 from .generator import OnnxGenerator
@@ -22,7 +22,6 @@ from .generator import OnnxGenerator
 RUNTIMES: dict[str, type[OnnxRuntime]] = {
     "cpu": OnnxRuntime,
     "cuda": CudaOnnxRuntime,
-    "tensorrt": TensorRtOnnxRuntime,
 }
 
 # Positions that the comparison adds to the given prompts: 3 in front and 4 generated.

@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from ...errors import ExportError, refusing
 from ...model.internals import exported_program
+from ..runtimes.base import Provider
 from .rewrites import (
     add_biases_of_skipped,
     arrange_for_cpu,
@@ -22,7 +23,6 @@ from .rewrites import (
 )
 
 # The provider whose fused operators the exporter may use; None for operators of the ONNX standard only.
-Fusions = Literal["cpu", "cuda"] | None
 # Names of axes as Optimum writes them; transformers.js reads the size of a batch by this one.
 BATCH, SEQUENCE = "batch_size", "sequence_length"
 TOKEN_AXES = {0: BATCH, 1: SEQUENCE}
@@ -50,7 +50,7 @@ def trace_sample(model: PreTrainedModel, given: Mapping[str, torch.Tensor]) -> d
     return {name: rows[name] for name in accepted if name in rows}
 
 
-def trace_onnx(model: PreTrainedModel, sample: dict[str, torch.Tensor], fusions: Fusions) -> Any:
+def trace_onnx(model: PreTrainedModel, sample: dict[str, torch.Tensor], fusions: Provider) -> Any:
     """Trace an encoder to an `onnx_ir.Model`, fused, with named dynamic axes."""
     axes: dict[str, dict[int, str]] = {
         name: {0: BATCH} if name in ("pixel_values", "input_features") or tensor.ndim < 2 else TOKEN_AXES
@@ -62,7 +62,7 @@ def trace_onnx(model: PreTrainedModel, sample: dict[str, torch.Tensor], fusions:
 def export_program(
     module: torch.nn.Module,
     sample: Mapping[str, Any],
-    fusions: Fusions,
+    fusions: Provider,
     *,
     axes: Mapping[str, Mapping[int, str]] | None = None,
 ) -> Any:

@@ -9,7 +9,7 @@ In the order of reading:
 - `base.py`: the interface, `Runtime`, and `RUNTIMES`, the names that recipes and `--runtime` may use.
 - `pytorch.py`: `torch` and `torch-compile`.
 - `ort.py`: `onnxruntime-cpu` and `onnxruntime-cpu-int8`; also the names of the files in an ONNX folder.
-- `ort_gpu.py`: `onnxruntime-cuda` and `onnxruntime-tensorrt`.
+- `ort_gpu.py`: `onnxruntime-cuda`.
 - `openvino.py`: `openvino`.
 - `llamacpp.py`: `llamacpp`, with `llamacpp.mjs`, which runs the model in Node and times it there.
 - `registry.py`: import these modules, which registers them; `load_runtime`.

@@ -13,7 +13,7 @@ import torch
 from ...tasks.behaviour import stacked
 
 # The execution provider that an ONNX graph is exported for.
-Provider = Literal["cpu", "cuda", "tensorrt"]
+Provider = Literal["cpu", "cuda"]
 # Formats of exports.
 Format = Literal["onnx", "gguf", "openvino"]
 

@@ -3,36 +3,28 @@
 Runs are timed with the host's clock. That is valid because ONNX Runtime synchronises at the end of every run. CUDA
 events of torch would not see its work, which is on a stream of its own.
 
-Sources: https://onnxruntime.ai/docs/execution-providers/CUDA-ExecutionProvider.html and
-https://onnxruntime.ai/docs/execution-providers/TensorRT-ExecutionProvider.html
+Source: https://onnxruntime.ai/docs/execution-providers/CUDA-ExecutionProvider.html
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
-from ...checkpoint.classes import load_config
-from ...checkpoint.folders import user_cache
 from ...errors import ExportError, MissingRuntimeError, first_line
 from ...model.internals import products_in_tf32
-from ...model.tokens import longest_sequence
 from .base import GPU_WIDTH_STEP, Provider, register_runtime
 from .ort import BoundFeed, OnnxRuntime
 
 logger = logging.getLogger(__name__)
-
-# Rows and tokens of the largest batch that a TensorRT engine is built for; fewer tokens if a model has fewer positions.
-LARGEST = (64, 512)
 
 
 @register_runtime("onnxruntime-cuda")
@@ -47,12 +39,10 @@ class CudaOnnxRuntime(OnnxRuntime):
     requested: ClassVar[str] = "CUDAExecutionProvider"
     device: ClassVar[str] = "cuda"
     extra: ClassVar[str] = "gpu"
-    # Loading is slow (it captures a graph or builds an engine), and copies are not known to differ in time on a GPU.
+    # Loading is slow (it captures a graph), and copies are not known to differ in time on a GPU.
     loads: ClassVar[int] = 1
     fused_for: ClassVar[Provider] = "cuda"
     width_step: ClassVar[int] = GPU_WIDTH_STEP
-    # What to install if libraries of the provider are missing.
-    remedy: ClassVar[str] = "install the libraries of the CUDA that it is built for, as guides/onnxruntime-gpu says"
 
     @classmethod
     def require(cls) -> None:
@@ -61,7 +51,7 @@ class CudaOnnxRuntime(OnnxRuntime):
         if (reason := _refusal(cls.requested)) is not None:
             raise MissingRuntimeError(
                 f"runtime {cls.name!r} must run on {cls.requested}, which this ONNX Runtime knows, but cannot start: "
-                f"{reason}; {cls.remedy}"
+                f"{reason}; install the libraries of the CUDA that it is built for, as guides/onnxruntime-gpu says"
             )
 
     def __init__(self, source: str | Path, *, threads: int):
@@ -82,7 +72,7 @@ class CudaOnnxRuntime(OnnxRuntime):
         if self.requested not in placed:
             raise self._missing(f"every operator fell back to {' and '.join(sorted(placed))}")
         for provider, operators in placed.items():
-            if provider != self.requested and not (self.cuda_graph and self.requested == "CUDAExecutionProvider"):
+            if provider != self.requested and not self.cuda_graph:
                 counts = ", ".join(f"{count} {name}" for name, count in operators.most_common())
                 logger.warning("%s runs a part of %s on %s: %s", self.name, self._file.name, provider, counts)
 
@@ -99,14 +89,11 @@ class CudaOnnxRuntime(OnnxRuntime):
         logger.warning("%s times %s without a CUDA graph: %s", self.name, self._file.name, first_line(error))
 
     def _open_with(self, file: Path, *, cuda_graph: bool) -> Any:
-        providers = [*self._providers(file, cuda_graph=cuda_graph), "CPUExecutionProvider"]
-        return self._session_on(file, providers, record_ep_graph_assignment_info="1")
-
-    def _providers(self, file: Path, *, cuda_graph: bool) -> list[Any]:
         # Grow the arena by the requested size, not by powers of two, so that measured memory is the memory needed.
         options = {"arena_extend_strategy": "kSameAsRequested", "enable_cuda_graph": str(int(cuda_graph))}
         options["use_tf32"] = str(int(products_in_tf32()))
-        return [("CUDAExecutionProvider", options)]
+        providers = [("CUDAExecutionProvider", options), "CPUExecutionProvider"]
+        return self._session_on(file, providers, record_ep_graph_assignment_info="1")
 
     def prepare(self, batch: Mapping[str, Any]) -> BoundFeed:
         """Bind the inputs, run once to fix the outputs' addresses, and once more to capture the CUDA graph."""
@@ -142,35 +129,6 @@ class CudaOnnxRuntime(OnnxRuntime):
     def peak_memory_bytes(self, feed: BoundFeed) -> int | None:
         """Return the device bytes that the session holds: weights, and memory of its largest run so far."""
         return self._memory_bytes if torch.cuda.is_available() else None
-
-
-@register_runtime("onnxruntime-tensorrt")
-class TensorRtOnnxRuntime(CudaOnnxRuntime):
-    """An ONNX file in TensorRT. An engine for a new graph takes minutes to build, and is cached on disk.
-
-    One engine serves all shapes up to `LARGEST`; TensorRT builds it anew for a larger one. Export with provider
-    "tensorrt": TensorRT does not run ONNX Runtime's own operators, which would fall to CUDA.
-    """
-
-    requested: ClassVar[str] = "TensorrtExecutionProvider"
-    fused_for: ClassVar[Provider] = "tensorrt"
-    remedy: ClassVar[str] = "install the libraries of that release of TensorRT, as guides/onnxruntime-gpu says"
-
-    def _providers(self, file: Path, *, cuda_graph: bool) -> list[Any]:
-        # TensorRT identifies cached engines by graph, not by weights, so each file needs a folder of its own.
-        folder = user_cache("tensorrt") / _digest(file)
-        folder.mkdir(parents=True, exist_ok=True)
-        options = {
-            "trt_engine_cache_enable": "1",
-            "trt_engine_cache_path": str(folder),
-            "trt_timing_cache_enable": "1",
-            "trt_timing_cache_path": str(folder.parent),
-            "trt_cuda_graph_enable": str(int(cuda_graph)),
-            # Half precision only for a graph in float16: with this option TensorRT would use it for float32 too.
-            "trt_fp16_enable": str(int(_is_half(file))),
-            **_profiles(file),
-        }
-        return [("TensorrtExecutionProvider", options), *super()._providers(file, cuda_graph=False)]
 
 
 @functools.cache
@@ -211,7 +169,7 @@ def _missing_library(provider: str) -> str | None:
 
 
 def _one_node() -> bytes:
-    """Return a graph of one operator, which TensorRT does not know, so that it builds no engine."""
+    """Return a graph of one operator."""
     from onnx import TensorProto, helper
 
     x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 8]) for name in ("x", "y"))
@@ -219,44 +177,6 @@ def _one_node() -> bytes:
     opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
     model: bytes = helper.make_model(graph, opset_imports=opsets, ir_version=8).SerializeToString()
     return model
-
-
-def _profiles(file: Path) -> dict[str, str]:
-    """Return the options that say for which shapes TensorRT builds an engine; none if an axis has no known size.
-
-    Source: https://onnxruntime.ai/docs/execution-providers/TensorRT-ExecutionProvider.html#explicit-shape-range
-    """
-    import onnx
-
-    program = onnx.load(str(file), load_external_data=False)
-    inputs = {value.name: [d.dim_param or d.dim_value for d in _dims(value)] for value in program.graph.input}
-    config = file.parent / "config.json"
-    longest = (longest_sequence(load_config(file.parent)) if config.is_file() else None) or LARGEST[1]
-    shapes: list[list[str]] = [[], [], []]
-    for name, axes in ((name, axes) for name, axes in inputs.items() if axes):
-        ranges = [_range(axis, min(longest, LARGEST[1])) for axis in axes]
-        if None in ranges:
-            return {}
-        for shape, part in zip(shapes, zip(*filter(None, ranges), strict=True), strict=True):
-            shape.append(f"{name}:{'x'.join(map(str, part))}")
-    return {f"trt_profile_{which}_shapes": ",".join(s) for which, s in zip(("min", "opt", "max"), shapes, strict=True)}
-
-
-def _dims(value: Any) -> Sequence[Any]:
-    dims: Sequence[Any] = value.type.tensor_type.shape.dim
-    return dims
-
-
-def _range(axis: str | int, longest: int) -> tuple[int, int, int] | None:
-    """Return the least, the usual and the largest size of an axis, by its name or its known size; None for others."""
-    if isinstance(axis, int):
-        return axis, axis, axis
-    usual = min(128, longest)
-    if axis.startswith("batch"):
-        return 1, 8, LARGEST[0]
-    if axis in ("past_sequence", "past_sequence_length"):
-        return 0, usual - 1, longest - 1
-    return (1, usual, longest) if "sequence" in axis else None
 
 
 def _graph_number(number: int) -> Any:
@@ -271,20 +191,3 @@ def _graph_number(number: int) -> Any:
 def _free_bytes() -> int:
     """Return the free device memory in bytes, counting all processes; 0 without a GPU."""
     return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
-
-
-def _digest(file: Path) -> str:
-    """Return a hash of a graph and of the weights beside it, as 16 hexadecimal digits."""
-    digest = hashlib.sha256()
-    for part in sorted(file.parent.glob(f"{file.name}*")):
-        with part.open("rb") as opened:
-            while chunk := opened.read(1 << 24):
-                digest.update(chunk)
-    return digest.hexdigest()[:16]
-
-
-def _is_half(file: Path) -> bool:
-    import onnx
-
-    graph = onnx.load(str(file), load_external_data=False).graph
-    return graph.output[0].type.tensor_type.elem_type == onnx.TensorProto.FLOAT16

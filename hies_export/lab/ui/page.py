@@ -225,11 +225,11 @@ def save(exploration: Exploration, folder: Path, *values: Any) -> str:
     file = folder / f"plan-{name}.json"
     replace_file(file, plan.to_json())
     name, model = shlex.quote(str(file)), shlex.quote(exploration.model or "MODEL")
-    commands = f"hies-export apply {name} {model} -o SLIM\nhies-export prune RECIPE.yaml --plan {name} -o SLIM"
+    command = f"hies-export apply {name} {model} -o SLIM"
     return _render(
         "message.html.j2",
         text=f"Saved: {removed_text(*plan_counts(plan))}. To apply it:",
-        commands=commands,
+        commands=command,
         warning=_compensation_note(exploration, plan),
     )
 

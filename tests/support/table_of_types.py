@@ -1,4 +1,4 @@
-"""Read the table of model types: which of them pass the contract in tests/support/contract.py, and why others do not.
+"""Read the table of model types: which of them pass the contract in contract.py, and why others do not.
 
 `scripts/architectures` runs the contract on a tiny random model of every type and writes the results to
 architectures.json.
@@ -7,13 +7,11 @@ architectures.json.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import RequestError, did_you_mean
-
-TABLE = Path(__file__).parent / "architectures.json"
+TABLE = Path(__file__).with_name("architectures.json")
 
 STEPS = {
     "score": "HIS and entropy equal those computed from eager attention maps, one sample at a time",
@@ -38,8 +36,8 @@ Table = Mapping[str, Any]
 Entry = Mapping[str, Any]
 
 
-def read_table(model_types: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the table, or its entries for the given model types: `versions` of libraries, and `types` by name.
+def read_table() -> dict[str, Any]:
+    """Return the table: `versions` of libraries, and `types` by name.
 
     An entry has these keys:
 
@@ -52,14 +50,6 @@ def read_table(model_types: Sequence[str] = ()) -> dict[str, Any]:
     - `neurons`: The same for the neurons of feed-forward blocks, with `units`, their number over all blocks.
     """
     table: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
-    for name in model_types:
-        if name not in table["types"]:
-            raise RequestError(
-                f"a model type must be one of transformers {table['versions']['transformers']}, got {name!r}"
-                f"{did_you_mean(name, table['types'])}"
-            )
-    if model_types:
-        table["types"] = {name: table["types"][name] for name in model_types}
     return table
 
 
