@@ -40,60 +40,15 @@ WEIGHTS_SUFFIX = "_data"
 PROTOBUF_LIMIT_BYTES = 2**31 - 2**24
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
-# Common model types that are known to be exported; others are tried before a run (tests/prunable/test_architectures.py).
-EXPORTED = frozenset(
-    [
-        "albert",
-        "beit",
-        "bert",
-        "bloom",
-        "camembert",
-        "clip",
-        "cohere",
-        "data2vec-text",
-        "data2vec-vision",
-        "deberta",
-        "deberta-v2",
-        "deit",
-        "dinov2",
-        "distilbert",
-        "electra",
-        "ernie",
-        "gemma",
-        "gemma2",
-        "gemma3_text",
-        "gpt2",
-        "gpt_neo",
-        "gpt_neox",
-        "gptj",
-        "granite",
-        "llama",
-        "llava",
-        "ministral",
-        "mistral",
-        "mixtral",
-        "modernbert",
-        "mpnet",
-        "nomic_bert",
-        "olmo",
-        "opt",
-        "phi",
-        "phi3",
-        "qwen2",
-        "qwen3",
-        "roberta",
-        "roberta-prelayernorm",
-        "siglip",
-        "smollm3",
-        "stablelm",
-        "starcoder2",
-        "swin",
-        "vit",
-        "wav2vec2",
-        "xlm-roberta",
-        "xlm-roberta-xl",
-    ]
-)
+# Common types that are known to be exported; a model of another type is tried before a run.
+EXPORTED = {
+    *("albert", "beit", "bert", "bloom", "camembert", "clip", "cohere", "data2vec-text", "data2vec-vision"),
+    *("deberta", "deberta-v2", "deit", "dinov2", "distilbert", "electra", "ernie", "gemma", "gemma2"),
+    *("gemma3_text", "gpt2", "gpt_neo", "gpt_neox", "gptj", "granite", "llama", "llava", "ministral"),
+    *("mistral", "mixtral", "modernbert", "mpnet", "nomic_bert", "olmo", "opt", "phi", "phi3", "qwen2"),
+    *("qwen3", "roberta", "roberta-prelayernorm", "siglip", "smollm3", "stablelm", "starcoder2", "swin"),
+    *("vit", "wav2vec2", "xlm-roberta", "xlm-roberta-xl"),
+}
 
 Kind = Literal["encoder", "decoder", "vision-language"]
 
