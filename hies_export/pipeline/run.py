@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +31,7 @@ from ..forms.gguf.export import GgufExport
 from ..forms.judged import judge_forms, time_forms, time_forms_on_rows
 from ..forms.measure.counts import Both
 from ..forms.measured import Measurements, measure_both
-from ..forms.runtimes.base import RUNTIMES
+from ..forms.runtimes.base import RUNTIMES, Format
 from ..model.sentence import TextEncoder
 from ..progress import SILENT, Clock, Progress
 from ..recipe import DeploySection, PruneSection, PruningRecipe
@@ -87,18 +87,7 @@ def run(
         require_exporters(formats)
         progress.stage("load the model and the data")
         resolved = resolve(recipe)
-        prepared, constraints = resolved.prepared, resolved.options.constraints
-        parts = constraints.parts(prepared.scored)
-        uneven = bool(constraints.keep_layers) or not all(constraints.uniform(part) for part in parts)
-        check_exports(
-            formats,
-            prepared.model,
-            prepared.processor,
-            prepared.exporter.sample,
-            uneven=uneven,
-            skips=bool(constraints.skippable),
-            quantize=recipe.export.quantize if recipe.export.format == "onnx" else None,
-        )
+        _check_exports(resolved, recipe, formats)
         with output_folder(recipe.output, overwrite=overwrite) as folder:
             return run_stages(resolved, folder, command, progress)
 
@@ -146,6 +135,21 @@ def deploy(
     return run(recipe, overwrite=overwrite, command=command, progress=progress)
 
 
+def _check_exports(resolved: Resolved, recipe: PruningRecipe, formats: Iterable[Format]) -> None:
+    """Refuse a model that has no form in some formats, by the layers that a cut may leave; see `check_exports`."""
+    prepared, constraints = resolved.prepared, resolved.options.constraints
+    parts = constraints.parts(prepared.scored)
+    check_exports(
+        formats,
+        prepared.model,
+        prepared.processor,
+        prepared.exporter.sample,
+        uneven=bool(constraints.keep_layers) or not all(constraints.uniform(part) for part in parts),
+        skips=bool(constraints.skippable),
+        quantize=recipe.export.quantize if recipe.export.format == "onnx" else None,
+    )
+
+
 def _run_found(
     recipe: PruningRecipe, asked: DeploySection, overwrite: bool, command: str | None, progress: Progress
 ) -> Report:
@@ -155,6 +159,7 @@ def _run_found(
     refuse_existing(recipe.output, overwrite=overwrite, inputs=recipe.inputs)
     progress.stage("load the model and the data")
     resolved = resolve(recipe)
+    _check_exports(resolved, recipe, export_formats(recipe.export.options, ()))
     with (
         output_folder(recipe.output, overwrite=overwrite) as folder,
         tempfile.TemporaryDirectory(dir=folder) as temporary,
