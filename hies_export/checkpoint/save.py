@@ -37,6 +37,7 @@ from ..model.internals import (
 )
 from ..model.modes import evaluating
 from ..model.sentence import SentenceSettings, TextEncoder
+from ..model.tokens import longest_sequence
 from ..slim.check import first_output
 from ..slim.config import is_slim
 from ..tasks.models import behaviour_of
@@ -275,7 +276,7 @@ def compare_in_sentence_transformers(
     else:
         fields = {**loaded[0].get_config_dict(), "max_seq_length": loaded.max_seq_length}
         settings = cross_encoder_settings({}, fields, model.config, "the CrossEncoder")
-    texts = _texts(tokenizer, settings)
+    texts = _texts(model, tokenizer, settings)
     if len(texts) < 2:  # a tokenizer of special tokens alone
         return
     with refusing(f"{_THERE} there it fails with", remedy, error):
@@ -295,12 +296,15 @@ def compare_in_sentence_transformers(
             raise error(f"{_THERE} it differs by {difference}; {remedy}")
 
 
-def _texts(tokenizer: Any, settings: SentenceSettings) -> list[str]:
+def _texts(model: PreTrainedModel, tokenizer: Any, settings: SentenceSettings) -> list[str]:
     """Return a few texts of a tokenizer's words, the last one longer than any may be, if that is not too long."""
     longest = max(length for length in (8, settings.max_length, *settings.lengths.values()) if length and length <= 512)
+    # Where a folder asks for longer texts than its model takes, sentence-transformers fails on these.
+    most, asked = longest_sequence(model.config), [n for n in settings.text.values() if isinstance(n, int)]
+    cut = most is None or max(asked, default=0) <= most
     generator = torch.Generator().manual_seed(0)
     texts = []
-    for count in (2, 7, longest + 8):
+    for count in (2, 7, longest + 8 if cut else longest // 2):
         tokens = torch.randint(len(tokenizer), (count,), generator=generator).tolist()
         texts.append(tokenizer.decode([t for t in tokens if t not in tokenizer.all_special_ids]).strip())
     return [text for text in dict.fromkeys([texts[0], texts[1].title(), texts[2]]) if text]

@@ -74,7 +74,10 @@ GENERATE: dict[str, Any] = {
     "config": LlamaConfig(vocab_size=32, pad_token_id=0, max_position_embeddings=64),
     "processor": generative_tokenizer(),
 }
-LLAVA = {"config": LlavaConfig(text_config=GENERATE["config"], pad_token_id=0), "processor": llava_processor()}
+LLAVA = {
+    "config": LlavaConfig(text_config=GENERATE["config"], image_token_index=4, pad_token_id=0),
+    "processor": llava_processor(),
+}
 VIT = {"config": ViTConfig(), "processor": lambda images, **_: {}}
 TEXT, PLAIN, PICTURE = Columns(text=("text",), label="label"), Columns(text=("text",)), Columns(image="image")
 ASKED = Columns(prompt="Q {question} A", answer="answer")
