@@ -10,9 +10,10 @@ held to digits that nobody reads.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Largest differences as a share of the largest expected number.
 # The same operations on the same weights, up to the order of sums: a cut model and the masked one, a reloaded model.
@@ -43,6 +44,8 @@ class Difference:
     @classmethod
     def of(cls, found: Tensor, expected: Tensor) -> Difference:
         """Compare two tensors of any floating dtype on one device, element by element."""
+        import torch
+
         if found.shape != expected.shape:
             return cls(float("inf"), 0.0)
         if not expected.numel():

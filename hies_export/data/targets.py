@@ -134,7 +134,7 @@ def sample_contents(batches: Sequence[Mapping[str, torch.Tensor]]) -> list[tuple
     for number, batch in enumerate(batches):
         of = next((batch[key].tolist() for key in ("question", GROUP_KEY, "pair") if key in batch), None)
         counted = torch.ones(size_of(batch), dtype=torch.bool)
-        if "question" in batch:
+        if "choice" in batch:
             counted = batch["choice"] == batch["right"]
         elif "query" in batch and of is None:
             counted = batch["query"] >= 0

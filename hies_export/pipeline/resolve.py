@@ -405,7 +405,8 @@ def _reader(recipe: PruningRecipe, found: _Found, processor: Any) -> Reader:
     data, asked = recipe.data, dict(found.reading)
     if data.max_length is not None:
         asked["max_length"] = data.max_length
-        asked |= {"lengths": {kind: min(n, data.max_length) for kind, n in asked.get("lengths", {}).items()}}
+        if "lengths" in asked:
+            asked["lengths"] = {kind: min(n, data.max_length) for kind, n in asked["lengths"].items()}
     return TASKS[recipe.task].reader(
         columns=Columns(**{name: getattr(data, name) for name in COLUMNS}),
         config=found.config,

@@ -41,7 +41,7 @@ class SweepRow(Schema):
     sparsity: FiniteFloat | None
     seed: int
     calibration_samples: Count
-    compensation: Literal["none", "bias", "scalars", "least_squares", "weighted"]
+    compensation: Literal["none", "bias", "scalars", "least_squares", "weighted", "sequential"]
     metric: str
     quality: float
     quality_dense: float

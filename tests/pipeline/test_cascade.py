@@ -167,8 +167,8 @@ def test_in_memory(tmp_path: Path) -> None:
     assert cascade.promise.rows == 40
     exported = cascade.export_onnx(tmp_path / "onnx")
     assert (exported.folder / "tokenizer.json").is_file()
-    # The file's is higher by what a margin may move.
-    assert exported.promise.threshold == pytest.approx(cascade.promise.threshold + 1e-4, abs=1e-5)
+    # The file's is higher by what a margin may move, 1e-4 of the largest logit.
+    assert 0.9e-4 < exported.promise.threshold - cascade.promise.threshold < 1e-3
     with pytest.raises(RequestError, match=r"from 299 held-out rows or more, and there are 40"):
         result.cascade(batches[2:], disagreement=0.01)
 

@@ -242,7 +242,10 @@ def test_of_few_rows_most_are_left_for_the_promise(
     folder: Path, tmp_path: Path, rows: int, scored: int, held_out: int
 ) -> None:
     file = tmp_path / "few.jsonl"
-    file.write_text("".join((folder / "train.jsonl").read_text().splitlines(keepends=True)[:rows]))
+    given = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()[:rows]]
+    # No two alike: the first word says the number in binary.
+    apart = [{**row, "text": " ".join("ab"[int(bit)] for bit in f"{n:08b}")} for n, row in enumerate(given)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in apart))
     recipe = propose_recipe(str(folder / "model"), files={"train": file}, output=tmp_path)
     found = resolve(recipe.to_deploy(keep=0.3)).prepared.rows
     assert (samples_of(found.calibration), samples_of(found.held_out)) == (scored, held_out)

@@ -494,7 +494,7 @@ def test_a_checkpoint_is_loaded_once_for_all_exports(tmp_path: Path, monkeypatch
 def test_images_must_be_of_one_size(tmp_path: Path) -> None:
     vit().save_pretrained(tmp_path / "small")
     vit(image_size=32).save_pretrained(tmp_path / "large")
-    with pytest.raises(RequestError, match="same kind of input .* got images of 3 x 16 and images of 3 x 32"):
+    with pytest.raises(RequestError, match="same kind of input .* got images of 3 x 16 x 16 and images of 3 x 32 x 32"):
         bench(tmp_path / "small", tmp_path / "large")
 
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from safetensors.torch import save_file
 from transformers import ViTImageProcessorPil
 
-from hies_export import Kept, PruningPlan, PruningRecipe, Report, apply_plan, load, prune_units
+from hies_export import Kept, PruningPlan, Report, apply_plan, load, prune_units
 from hies_export.checkpoint.cards import read_card
 from hies_export.checkpoint.loading import load_version4
 from hies_export.checkpoint.refits import REFIT, digest_tensors, read_refit
@@ -29,8 +29,6 @@ from hies_export.lab.studies.explore import estimate, lost_share, read_explorati
 from hies_export.lab.sweep.figures import draw_sweep
 from hies_export.lab.sweep.journal import Journal
 from hies_export.lab.sweep.page import read_sweep, render_sweep
-from hies_export.pipeline.fastest import CutJournal
-from hies_export.pipeline.resolve import requested
 from hies_export.report.bench import print_bench, read_report, render_bench
 from hies_export.report.card import render_card
 from hies_export.report.figures import draw_report
@@ -331,10 +329,6 @@ def _recipes(folder: Path) -> list[Read]:
         + "held_out: {split: validation, samples: 4}\nexport: {quantize: int8}\n"
         "cascade: {disagreement: 0.9, samples: 4, flops: [0.7, 0.5]}\n"
     )
-    asked = requested(PruningRecipe.from_yaml(recipe))
-    journal = CutJournal(asked)
-    cut = {"a": Kept((0, 2), 4)}
-    journal.recall(cut, ("torch", None, "float32"), lambda: (0.99, 0.98))
 
     def read(file: Path, *overrides: str) -> None:
         read_recipe(argparse.Namespace(recipe=str(file), overrides=overrides, output=None))
@@ -342,15 +336,10 @@ def _recipes(folder: Path) -> list[Read]:
     def override() -> None:
         read(recipe, setting.read_bytes().decode(errors="replace"))
 
-    def resume() -> None:
-        found, low = CutJournal(asked).recall(cut, ("torch", None, "float32"), lambda: (0.99, 0.98))
-        float(found), float(low)
-
     return [
         Read("recipe", "yaml", recipe, lambda: read(recipe), 25),
         Read("recipe of a cascade", "yaml", served, lambda: read(served), 10),
         Read("--set", "setting", setting, override, 20),
-        Read("journal of deploy", "lines", journal.path, resume, 5),
     ]
 
 

@@ -25,7 +25,10 @@ from hies_export.tasks import TASKS, Task, column_sets
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "custom_task.py"
 WORDS = [f"w{number}" for number in range(20)]
-TEXTS = [" ".join(WORDS[(start * 7 + place) % 20] for place in range(2 + start % 9)) for start in range(240)]
+TEXTS = [
+    " ".join(WORDS[(start * 7 + place * (1 + start // 180)) % 20] for place in range(2 + start % 9))
+    for start in range(240)
+]
 
 
 @pytest.fixture(autouse=True, scope="module")
