@@ -10,6 +10,7 @@ inputs.py     "activation_l2", "output_norm" and "obs": sums over the inputs of 
 weights.py    "weight_l2", "taylor" and "channel_taylor": sums over weights and their gradients
 effects.py    `EffectStream`, for `score_compensated`
 moments.py    `MomentStream`, for `compensate`
+abreast.py    `abreast`: many batches that wait at one layer after the other, for refits layer by layer
 ridge.py      `Moments`, and the ridge regression that they allow
 sums.py       `LayerMoments`: running sums, from which moments follow for any weight of the tokens
 readings.py   inputs of the consumers in a batch, and the gradients of each sample's prediction there
