@@ -172,10 +172,10 @@ RECIPES: dict[str, dict[str, Any]] = {
         prune={**BOTH_KINDS, "criterion": "auto", "budget": {"flops": 0.7}},
     ),
     "bert-keep-torch": recipe("bert", prune={**BOTH_KINDS, "budget": {"keep": 0.8}}),
-    "bert-keep-onnxruntime-int8": recipe(
+    "bert-keep-onnxruntime": recipe(
         "bert",
-        prune={**BOTH_KINDS, "budget": {"keep": {"predictions": 0.8, "runtime": "onnxruntime-cpu-int8"}}},
-        export={"quantize": "int8"},
+        prune={**BOTH_KINDS, "budget": {"keep": {"predictions": 0.8, "runtime": "onnxruntime-cpu"}}},
+        export={},
     ),
     "bert-cascade": recipe(
         "bert",

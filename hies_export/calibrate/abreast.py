@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from inspect import signature
 from typing import Any
 
 import torch
@@ -19,13 +18,14 @@ from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..data.targets import inputs_of, size_of
+from ..data.targets import size_of
 from ..equal import SAME_CODE, Difference
 from ..errors import RequestError
 from ..model.modes import evaluating, output_alone
 from ..model.tokens import real_tokens, short_samples
+from ..tasks.models import behaviour_of
 from ..units import PrunableModule
-from .readings import by_sample
+from .readings import by_sample, least_logits
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,8 @@ def residual_places(
     consumers = {module.consumer: module.name for module in modules}
     names = {layer: name for name, layer in model.named_modules() if name}
     earlier: list[tuple[Place, Tensor]] = []  # what layers read and returned since the last consumer
-    last: tuple[str, Tensor, list[tuple[Place, Tensor]]] | None = (
-        None  # that consumer's module, its output, its earlier
-    )
+    # That consumer's module, its output, and what was earlier than it.
+    last: tuple[str, Tensor, list[tuple[Place, Tensor]]] | None = None
     calls: list[str] = []
     found: dict[str, Place | None] = {}
 
@@ -180,9 +179,7 @@ def _forward_alone(model: PreTrainedModel) -> Iterator[None]:
 
 def _forward(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
     """Run a batch without its labels, and without the head of a language model as far as it can be left out."""
-    device = next(model.parameters()).device
-    one_token = {"logits_to_keep": 1} if "logits_to_keep" in signature(model.forward).parameters else {}
-    model(**{key: value.to(device) for key, value in inputs_of(batch).items()}, **one_token)
+    behaviour_of(model).prediction(model, {**batch, **least_logits(model)})
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

@@ -49,13 +49,11 @@ def reading(model: PreTrainedModel, modules: Sequence[PrunableModule], *, gradie
         seen = stack.enter_context(watch(model, consumers, outputs=True, gradients=gradients))
         stack.enter_context(torch.enable_grad() if gradients else torch.no_grad())
 
-        # Without gradients nothing reads the prediction, and the head of a language model costs as much as many layers.
-        headless = not gradients and "logits_to_keep" in signature(model.forward).parameters
-        one_token: dict[str, Any] = {"logits_to_keep": 1} if headless else {}
+        more = {} if gradients else least_logits(model)  # without gradients nothing reads the prediction
 
         def read(batch: Mapping[str, Tensor], index: int) -> list[Reading]:
             seen.clear()
-            output = behaviour.prediction(model, {**batch, **one_token})
+            output = behaviour.prediction(model, {**batch, **more})
             calls = [(module.name, call) for module in modules for call in range(len(seen.inputs[module.name]))]
             found: list[Tensor | None] = [None] * len(calls)
             if gradients:
@@ -69,6 +67,14 @@ def reading(model: PreTrainedModel, modules: Sequence[PrunableModule], *, gradie
             return read_by_call
 
         yield read
+
+
+def least_logits(model: PreTrainedModel) -> dict[str, Any]:
+    """Return what lets a model compute the logits of one token at most, if it knows how.
+
+    The head of a language model costs as much as many layers.
+    """
+    return {"logits_to_keep": 1} if "logits_to_keep" in signature(model.forward).parameters else {}
 
 
 def by_sample(x: Tensor, samples: int) -> Tensor:
