@@ -39,9 +39,9 @@ from hies_export.forms.onnx.export import export_onnx
 from hies_export.forms.onnx.quantize import quantize_onnx
 from hies_export.forms.openvino.export import export_openvino, quantize_openvino
 from hies_export.pipeline.prepare import Prepared
+from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.pipeline.resolve import resolve
 from hies_export.pipeline.run import run
-from hies_export.recipe import PruningRecipe
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 SHAPED = {

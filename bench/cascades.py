@@ -21,8 +21,8 @@ from hies_export.evaluate.predict import predict_by
 from hies_export.forms.cascade.promise import choose_threshold, margins
 from hies_export.forms.onnx.export import export_onnx
 from hies_export.forms.runtimes.registry import load_runtime
+from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.pipeline.resolve import resolve
-from hies_export.recipe import PruningRecipe
 from hies_export.tasks.classes import Classes
 
 

@@ -33,9 +33,9 @@ from hies_export.forms.measure.timing import Timing
 from hies_export.forms.onnx.export import export_onnx
 from hies_export.kinds import ATTENTION, KINDS
 from hies_export.model.copies import share_weights
+from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.pipeline.resolve import Resolved, resolve
 from hies_export.pipeline.targets import timed_on
-from hies_export.recipe import PruningRecipe
 from hies_export.score.compensated import score_compensated
 from hies_export.select.budget import CostTable
 from hies_export.select.constraints import Constraints

@@ -34,8 +34,8 @@ from hies_export.forms.onnx.export import OnnxExport, export_onnx
 from hies_export.forms.onnx.quantize import quantize_onnx
 from hies_export.forms.runtimes.bits import SMALLEST
 from hies_export.forms.runtimes.ort import OnnxRuntime
+from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.pipeline.resolve import resolve
-from hies_export.recipe import PruningRecipe
 
 RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "stories-llama.yaml"
 

@@ -29,8 +29,8 @@ from hies_export.forms.measure.counts import count_parameters
 from hies_export.forms.measure.machine import machine_facts
 from hies_export.pipeline.cut import save
 from hies_export.pipeline.prune import prune_prepared
+from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.pipeline.resolve import resolve
-from hies_export.recipe import PruningRecipe
 
 T = TypeVar("T")
 
@@ -146,7 +146,7 @@ def main() -> None:
         "parameters": {"dense": count_parameters(prepared.model), "slim": count_parameters(done.model)},
         "heads": [plan.heads, plan.heads - plan.removed],
         "neurons": [plan.neurons, plan.neurons - plan.removed_neurons],
-        "flops": done.budget.predicted,
+        "flops": done.outcome.predicted,
         "refitted": len(done.fits),
         "cut_max_abs": done.slim.cut_max_abs,
         "reload_max_abs": saved.reload_max_abs,

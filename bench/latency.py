@@ -30,7 +30,7 @@ from rich.console import Console
 from hies_export import PruningPlan, find_attention, load
 from hies_export.checkpoint.folders import replace_file
 from hies_export.forms.compare import time_on
-from hies_export.forms.exports import Exporter, ExportOptions
+from hies_export.forms.exports import Exporter, best_for
 from hies_export.forms.form import Forms
 from hies_export.forms.measure.counts import count_both_flops
 from hies_export.forms.measure.latency import compare_latency
@@ -39,6 +39,7 @@ from hies_export.forms.measure.timing import Timing
 from hies_export.forms.runtimes.base import Runtime
 from hies_export.forms.runtimes.registry import check_runtime
 from hies_export.model.tokens import synthetic_batch
+from hies_export.recipe.sections import ExportSection
 from hies_export.report.bench import Bench, print_bench
 
 RESULTS = Path(__file__).with_name("results")
@@ -114,14 +115,14 @@ def main() -> None:
     console, rows = Console(highlight=False, markup=False, width=140), []
     cost_us = overhead_us()
     with tempfile.TemporaryDirectory() as folder:
-        exporter = Exporter(ExportOptions(), synthetic_batch(dense, batch=2, sequence=16))
+        exporter = Exporter(ExportSection(), synthetic_batch(dense, batch=2, sequence=16))
         forms = Forms({"dense": dense}, exporter, Path(folder))
         for what, cut in cuts.items():
             forms.add(what, slim := cut())
             flops = count_both_flops(dense, slim, batches)
             for runtime in options.runtimes:
                 console.print(f"{name}, {what}, {runtime}")
-                best = ExportOptions.best_for(runtime, "float32")
+                best = best_for(runtime, "float32")
                 both = [forms.form(one, runtime, options=best) for one in ("dense", what)]
                 timing = Timing(repeats=options.repeats)
                 found = time_on(*both, batches=batches, flops=flops, timing=timing)

@@ -30,9 +30,9 @@ from hies_export.forms.measure.timing import Timing
 from hies_export.forms.onnx.export import export_onnx
 from hies_export.forms.onnx.quantize import quantize_onnx
 from hies_export.forms.runtimes.registry import load_runtime
+from hies_export.pipeline.draw import Draws
+from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.pipeline.resolve import Resolved, resolve
-from hies_export.recipe import PruningRecipe
-from hies_export.recipe.draws import Draws
 
 ROWS = 100_000  # of the calibration split at most; each tool takes as many from the start as it does by default
 

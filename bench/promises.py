@@ -26,13 +26,13 @@ from hies_export.evaluate import judge as judging
 from hies_export.evaluate.interval import lower_share
 from hies_export.evaluate.judge import Judge
 from hies_export.evaluate.predict import predict
+from hies_export.pipeline import draw as draws
 from hies_export.pipeline import search
 from hies_export.pipeline.choose import Chooser
 from hies_export.pipeline.cut import cut_beside
+from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.pipeline.resolve import Resolved, resolve
 from hies_export.progress import SILENT
-from hies_export.recipe import PruningRecipe, draws
-from hies_export.report.outcomes import KeepOutcome
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 SPLITS = {"calibration.split": "train[:60%]", "evaluation.split": "train[60%:]"}
@@ -120,15 +120,14 @@ def row_of(name: str, chooser: Chooser, resolved: Resolved, judge: Judge) -> flo
     assert keep is not None
     choice = chooser.by_keep(keep)
     found = search.predict_pruned(prepared.model, choice.plan.kept, prepared.modules, judge.batches, refit=choice.refit)
-    same, budget = judge.agreement(found), choice.budget
-    assert isinstance(budget, KeepOutcome)
+    same, outcome = judge.agreement(found), choice.outcome
     kept = same.double().mean().item()
     # A search ends at the last cut that passed.
-    *_, chosen = (row for row in budget.judged if "guess" not in row and row["at_least"] >= keep.predictions)
+    *_, chosen = (row for row in outcome.judged if "guess" not in row and row["at_least"] >= keep.predictions)
     flops_left = chooser.flops_left(choice.plan.kept)
     shares = [flops_left, chosen["kept"], chosen["at_least"], kept, lower_share(same)]
     flops, *shown = (f"{100 * share:.2f} %" for share in shares)
-    cells = [name, flops, f"{budget.samples:,}", *shown[:2], f"{len(same):,}", *shown[2:]]
+    cells = [name, flops, f"{outcome.samples:,}", *shown[:2], f"{len(same):,}", *shown[2:]]
     print(f"| {' | '.join(cells)} |", flush=True)
     return kept
 

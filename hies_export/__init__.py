@@ -17,6 +17,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .version import __version__ as __version__
+
 if TYPE_CHECKING:
     from .calibrate.collect import collect_statistics
     from .checkpoint.apply import apply_plan
@@ -55,10 +57,10 @@ if TYPE_CHECKING:
     from .pipeline.bench import bench
     from .pipeline.prune import PruneResult, prune
     from .pipeline.push import push_to_hub
+    from .pipeline.recipe import PruningRecipe
     from .pipeline.run import deploy, run
     from .prunable.attention import find_attention
     from .prunable.find import find_modules
-    from .recipe import PruningRecipe
     from .report.report import Report
     from .score.compensated import score_compensated
     from .score.criteria import CRITERIA, criterion, score_units
@@ -72,7 +74,6 @@ if TYPE_CHECKING:
     from .units import Kept, PrunableModule, Selection
     from .values import Provenance, PruningPlan, Scores, Statistics
 
-__version__ = "0.1.0"
 
 # Where each public name lives. Names are resolved on first use: importing this package imports no torch.
 _HOMES = {
@@ -97,7 +98,7 @@ _HOMES = {
     "PrunableModule": "units",
     "PruneResult": "pipeline.prune",
     "PruningPlan": "values",
-    "PruningRecipe": "recipe",
+    "PruningRecipe": "pipeline.recipe",
     "PushError": "errors",
     "RecipeError": "errors",
     "ReloadMismatchError": "errors",

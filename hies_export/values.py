@@ -19,11 +19,11 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, FailFast, Field, FiniteFloat, model_validator
 from torch import Tensor
 
-from . import __version__
 from .errors import PlanError
 from .files import Rule, Schema, parse_json, read_json
 from .kinds import ATTENTION, MLP
 from .units import Kept, Selection, check_indices
+from .version import __version__
 
 PLAN_FORMAT = 2
 

@@ -7,8 +7,8 @@ from support.models import save_project, write_rows
 from support.runs import held_out_and_evaluated
 
 from hies_export.errors import RecipeError, RequestError
+from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.pipeline.resolve import resolve
-from hies_export.recipe import PruningRecipe
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").rglob("*.yaml"))
 

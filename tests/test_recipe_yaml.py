@@ -9,8 +9,7 @@ import pytest
 import yaml
 
 from hies_export.errors import RecipeError
-from hies_export.recipe import PruningRecipe
-from hies_export.recipe.reading import MOST_BYTES, parse_yaml, read_yaml
+from hies_export.pipeline.recipe import MOST_BYTES, PruningRecipe, parse_yaml, read_yaml
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").rglob("*.yaml"))
 BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(

@@ -14,7 +14,7 @@ from ..errors import RecipeError, RequestError, check_path, quoted
 from ..progress import Progress
 
 if TYPE_CHECKING:
-    from ..recipe import PruningRecipe
+    from ..pipeline.recipe import PruningRecipe
 
 
 class Options(Namespace):
@@ -140,7 +140,7 @@ def read_data(data: Sequence[str]) -> dict[str, Any]:
 
 def read_recipe(options: Options, *, proposed: PruningRecipe | None = None) -> PruningRecipe:
     """Return the recipe that `add_recipe`'s options name, or a proposed one, with `--set` and `--output` applied."""
-    from ..recipe import PruningRecipe
+    from ..pipeline.recipe import PruningRecipe
 
     overrides = read_overrides(options.overrides)
     if options.output is not None:
@@ -152,7 +152,7 @@ def read_recipe(options: Options, *, proposed: PruningRecipe | None = None) -> P
 
 def read_overrides(texts: Sequence[str]) -> dict[str, Any]:
     """Return the fields of `--set KEY=VALUE`, with their values read as YAML; a RecipeError refuses other texts."""
-    from ..recipe.reading import parse_yaml
+    from ..pipeline.recipe import parse_yaml
 
     overrides = {}
     for text in texts:

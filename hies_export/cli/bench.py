@@ -54,7 +54,7 @@ def run(options: Options) -> dict[str, Any]:
     """Time both, print the comparison, and return it as `hies-export report` reads it."""
     from ..forms.measure.machine import machine_facts
     from ..pipeline.bench import bench
-    from ..recipe import PruningRecipe
+    from ..pipeline.recipe import PruningRecipe
     from ..report.bench import Bench, print_bench
 
     first, second = _models(options)

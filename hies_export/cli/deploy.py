@@ -20,7 +20,7 @@ from .arguments import (
 )
 
 if TYPE_CHECKING:
-    from ..recipe import PruningRecipe
+    from ..pipeline.recipe import PruningRecipe
     from ..report.report import Report
 
 
@@ -98,7 +98,7 @@ def print_answer(report: Report, recipe: PruningRecipe, options: Options) -> Non
 
 def propose(options: Options) -> PruningRecipe:
     """Return a recipe for a model and the data that the options name."""
-    from ..recipe.propose import propose_recipe
+    from ..pipeline.propose import propose_recipe
 
     if not options.data:
         raise RequestError(

@@ -77,13 +77,13 @@ def _export_graph(options: Options) -> dict[str, Any]:
     from ..checkpoint.sentence import is_sentence_transformer, load_sentence
     from ..data.processors import image_shape_of
     from ..data.targets import image_shape
-    from ..forms.exports import Exporter, ExportOptions
+    from ..forms.exports import Exporter, export_options
     from ..forms.onnx.multimodal import image_text_batch, is_vision_language
     from ..forms.openvino.export import check_calibrated
     from ..forms.served import export_served
     from ..model.tokens import synthetic_batch
 
-    asked = ExportOptions(options.format, options.provider or "cpu", options.dtype, options.quantize)
+    asked = export_options(options.format, options.provider or "cpu", options.dtype, options.quantize)
     embeds = is_sentence_transformer(options.model)
     model: Any = (load_sentence if embeds else load)(options.model, dtype=torch.float32)
     if asked.format == "openvino":
@@ -119,8 +119,8 @@ def in_4_bits(options: Options) -> bool:
 
 def calibration_rows(options: Options) -> list[Any]:
     """Return batches of the rows that weights in 4 bits are rounded by; say so if there are none."""
+    from ..pipeline.propose import propose_recipe
     from ..pipeline.resolve import refit_rows
-    from ..recipe.propose import propose_recipe
 
     if options.data:
         options.progress.stage("read the rows")

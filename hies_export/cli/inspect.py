@@ -155,8 +155,8 @@ def _print_flops(model: PreTrainedModel, found: Sequence[PrunableModule], option
 
 def _inspect_theory(options: Options) -> dict[str, Any]:
     from ..lab.studies.theory import theory
+    from ..pipeline.recipe import PruningRecipe
     from ..pipeline.resolve import resolve
-    from ..recipe import PruningRecipe
     from ..report.terminal import PlainTable
     from ..values import dump_json
 

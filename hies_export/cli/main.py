@@ -17,9 +17,10 @@ from typing import Any
 
 from rich.console import Console
 
-from .. import __version__, processes
+from .. import processes
 from ..errors import HiesError, memory_failure, system_failure
 from ..progress import SILENT
+from ..version import __version__
 from . import (
     apply,
     bench,

@@ -23,8 +23,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(options: Options) -> dict[str, Any]:
     """Train, run a recipe on the trained model, say what to try next, and return the report's summary."""
     from ..checkpoint.folders import new_folder
+    from ..pipeline.recipe import PruningRecipe
     from ..pipeline.run import run as run_recipe
-    from ..recipe import PruningRecipe
     from ..report.terminal import print_report
     from ..report.text import removed_text
     from .digits import MODEL, prepare_quickstart

@@ -28,7 +28,7 @@ def run(options: Options) -> dict[str, Any]:
         print_answer(report, recipe, options)
         return report.summary()
     written = f"{recipe.export.format}-{recipe.export.quantize}"
-    exports = f"{recipe.export.options.unquantized.format}/" + (f", {written}/" if recipe.export.quantize else "")
+    exports = f"{recipe.export.unquantized.format}/" + (f", {written}/" if recipe.export.quantize else "")
     exports += ", onnx-cascade/" if recipe.cascade else ""
     refit = "" if recipe.prune.compensation is None else ", refit.safetensors"
     if TASKS[recipe.task].embeds:

@@ -16,6 +16,7 @@ from pydantic import FiniteFloat
 from ..data.batches import Batch
 from ..data.targets import is_of_documents, samples_of
 from ..progress import SILENT, Progress
+from ..recipe.budget import Budget, Found
 from ..tasks import Behaviour
 from ..tasks.by_shape import BY_SHAPE
 from ..tasks.models import behaviour_of
@@ -164,6 +165,14 @@ class Judge:
         percentile bootstrap's.
         """
         return self._kept(predictions, self._scale)[:2]
+
+    def found(self, budget: Budget, predictions: Predictions) -> Found:
+        """Return what decides about a promise: the share that stays, or the loss, and the end of its interval."""
+        if budget.max_drop is not None:
+            name = budget.max_drop.metric
+            dense, slim = (_value(name, *self._inputs(name, of)) for of in (self.dense, predictions))
+            return Found(quality_loss(name, dense, slim))
+        return Found(*(self.lost(predictions) if budget.share is None else self.kept(predictions)))
 
     def kept_ends(self, predictions: Predictions) -> tuple[float, float]:
         """Return both ends of the interval of that share."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,53 +12,48 @@ from transformers import PreTrainedModel
 
 from ..errors import ExportError, RequestError
 from ..model.internals import require_onnx_exporter
+from ..recipe.sections import ExportSection
 from .gguf.export import GgufExport, check_exportable, export_gguf, require_gguf
 from .onnx.export import DTYPES as ONNX_DTYPES
 from .onnx.export import OnnxExport, check_traceable
 from .onnx.quantize import Quantize, check_quantizable, export_in_bits, quantize_onnx
 from .openvino.export import OpenVinoExport, check_calibrated, export_openvino, quantize_openvino, require_nncf
-from .runtimes.base import RUNTIMES, Format, Provider
+from .runtimes.base import RUNTIMES, Format
 from .runtimes.ort import require_onnxruntime
 
 Exported = OnnxExport | GgufExport | OpenVinoExport
 
 
-@dataclass(frozen=True)
-class ExportOptions:
-    """Options of an export; the fields are those of a recipe's `export` section."""
-
-    format: Format = "onnx"
-    provider: Provider = "cpu"
-    dtype: str = "float32"
-    quantize: Quantize | None = None
-
-    @property
-    def unquantized(self) -> ExportOptions:
-        """The options of the export that is quantised; OpenVINO's own format is made from ONNX."""
-        return replace(self, format="onnx" if self.format == "openvino" else self.format, quantize=None)
-
-    @classmethod
-    def best_for(cls, runtime: str, dtype: str) -> ExportOptions:
-        """Return the options of the export that a runtime computes fastest in a dtype."""
-        known = RUNTIMES[runtime]
-        if dtype in known.calibrated:
-            return _CALIBRATED
-        return cls(known.format, known.fused_for, known.exported_in(dtype))
-
-    def read_by(self, runtime: str, dtype: str | None = None) -> ExportOptions:
-        """Return the options of the export that a runtime reads to compute in `dtype`, by default the export's own.
-
-        It is stored in float32 if the runtime's format does not know the dtype.
-        """
-        if dtype in RUNTIMES[runtime].calibrated:
-            return _CALIBRATED
-        format = RUNTIMES[runtime].format
-        stored = self.dtype if dtype is None else RUNTIMES[runtime].exported_in(dtype)
-        known = format != "onnx" or stored in ONNX_DTYPES
-        return ExportOptions(format, self.provider, stored if known else "float32")
+_CALIBRATED = ExportSection(format="openvino", quantize="int8")
 
 
-_CALIBRATED = ExportOptions("openvino", quantize="int8")
+def export_options(
+    format: str = "onnx", provider: str = "cpu", dtype: str = "float32", quantize: str | None = None
+) -> ExportSection:
+    """Return the options of an export that no recipe asks for; what writes it refuses those that it does not know."""
+    fields: dict[str, Any] = {"format": format, "provider": provider, "dtype": dtype, "quantize": quantize}
+    return ExportSection.model_construct(**fields)
+
+
+def best_for(runtime: str, dtype: str) -> ExportSection:
+    """Return the options of the export that a runtime computes fastest in a dtype."""
+    known = RUNTIMES[runtime]
+    if dtype in known.calibrated:
+        return _CALIBRATED
+    return export_options(known.format, known.fused_for, known.exported_in(dtype))
+
+
+def read_by(options: ExportSection, runtime: str, dtype: str | None = None) -> ExportSection:
+    """Return the options of the export that a runtime reads to compute in `dtype`, by default the export's own.
+
+    It is stored in float32 if the runtime's format does not know the dtype.
+    """
+    if dtype in RUNTIMES[runtime].calibrated:
+        return _CALIBRATED
+    format = RUNTIMES[runtime].format
+    stored = options.dtype if dtype is None else RUNTIMES[runtime].exported_in(dtype)
+    known = format != "onnx" or stored in ONNX_DTYPES
+    return export_options(format, options.provider, stored if known else "float32")
 
 
 @dataclass(frozen=True)
@@ -73,13 +68,13 @@ class Exporter:
             calibrated on.
     """
 
-    options: ExportOptions
+    options: ExportSection
     sample: Mapping[str, Tensor]
     processor: Any = None
     rows: Sequence[Mapping[str, Tensor]] = ()
 
     def export(
-        self, model: PreTrainedModel, folder: Path, options: ExportOptions | None = None, *, overwrite: bool = False
+        self, model: PreTrainedModel, folder: Path, options: ExportSection | None = None, *, overwrite: bool = False
     ) -> Exported:
         """Export a model into a folder, by other options if they are given."""
         options = options or self.options
@@ -93,7 +88,7 @@ class Exporter:
             model, folder, provider=options.provider, dtype=options.dtype, quantize=options.quantize, **given
         )
 
-    def quantize(self, exported: Exported, folder: Path, options: ExportOptions) -> OnnxExport | OpenVinoExport:
+    def quantize(self, exported: Exported, folder: Path, options: ExportSection) -> OnnxExport | OpenVinoExport:
         """Quantise an ONNX export into a new folder; an ExportError where the cut has left only small layers."""
         assert isinstance(exported, OnnxExport)
         assert options.quantize is not None
@@ -105,7 +100,7 @@ class Exporter:
             raise ExportError(f"the slim model has no form in fewer bits: {error}") from error
 
 
-def export_formats(options: ExportOptions, runtimes: Iterable[str], dtypes: Iterable[str | None] = ()) -> set[Format]:
+def export_formats(options: ExportSection, runtimes: Iterable[str], dtypes: Iterable[str | None] = ()) -> set[Format]:
     """Return the formats that a run exports to, for itself or for a runtime that computes in some dtypes."""
     found: set[Format] = {options.format, options.unquantized.format}
     for runtime in (RUNTIMES[name] for name in runtimes if not RUNTIMES[name].reads_models):

@@ -16,10 +16,11 @@ from ..errors import HiesError
 from ..evaluate.predict import Predictions, Predictor, predict_by
 from ..model.copies import convert
 from ..progress import SILENT, Progress
+from ..recipe.sections import ExportSection
 from ..tasks import Behaviour
 from ..tasks.models import behaviour_of
 from .cascade.export import CascadeExport, CascadeOptions
-from .exports import Exported, Exporter, ExportOptions
+from .exports import Exported, Exporter, read_by
 from .onnx.export import OnnxExport
 from .runtimes.base import RUNTIMES, Runtime
 from .runtimes.registry import load_runtime
@@ -72,9 +73,9 @@ class Forms:
         self.exporter, self.folder, self.progress = exporter, folder, progress
         self._models = dict(models)
         # An export that failed is not tried again: what it raised is raised again.
-        self._exports: dict[tuple[str, ExportOptions], Exported | HiesError] = {}
+        self._exports: dict[tuple[str, ExportSection], Exported | HiesError] = {}
 
-    def add(self, name: str, model: PreTrainedModel, exports: Mapping[ExportOptions, Exported] | None = None) -> None:
+    def add(self, name: str, model: PreTrainedModel, exports: Mapping[ExportSection, Exported] | None = None) -> None:
         """Add a model, with the exports that there are of it already."""
         self._models[name] = model
         self._exports.update({(name, options): exported for options, exported in (exports or {}).items()})
@@ -83,7 +84,7 @@ class Forms:
         """Return a model by its name."""
         return self._models[name]
 
-    def exports_of(self, name: str) -> dict[ExportOptions, Exported]:
+    def exports_of(self, name: str) -> dict[ExportSection, Exported]:
         """Return the exports that were made of a model, by their options."""
         return {
             options: exported
@@ -91,16 +92,16 @@ class Forms:
             if made == name and not isinstance(exported, HiesError)
         }
 
-    def read_by(self, runtime: str, bits: str | None = None) -> ExportOptions:
+    def read_by(self, runtime: str, bits: str | None = None) -> ExportSection:
         """Return the options of the export that a runtime reads to compute in some bits, by default the export's own.
 
         The bits of the run's own quantised ONNX export are served by that export.
         """
         options = self.exporter.options
         own = bits is not None and bits == options.quantize and bits not in RUNTIMES[runtime].calibrated
-        return options if own and options.format == "onnx" else options.unquantized.read_by(runtime, bits)
+        return options if own and options.format == "onnx" else read_by(options.unquantized, runtime, bits)
 
-    def export(self, name: str, options: ExportOptions) -> Exported:
+    def export(self, name: str, options: ExportSection) -> Exported:
         """Return the export of a model; a quantised one is made from the plain one, if there is one."""
         key = name, options
         if key not in self._exports:
@@ -114,7 +115,7 @@ class Forms:
             raise found
         return found
 
-    def _exported(self, name: str, options: ExportOptions) -> Exported:
+    def _exported(self, name: str, options: ExportSection) -> Exported:
         place = self.folder / f"{Path(name).name}-{sum(made == name for made, _ in self._exports)}"
         plain = self._exports.get((name, options.unquantized))
         if options.quantize and isinstance(plain, OnnxExport):
@@ -133,7 +134,7 @@ class Forms:
             for name in () if RUNTIMES[runtime].reads_models else names:
                 self.export(name, self.read_by(runtime, bits))
 
-    def form(self, name: str, runtime: str, bits: str | None = None, options: ExportOptions | None = None) -> Form:
+    def form(self, name: str, runtime: str, bits: str | None = None, options: ExportSection | None = None) -> Form:
         """Return a model on a runtime: itself, copied in these bits, or its export, by default that of `read_by`."""
         if RUNTIMES[runtime].reads_models:
             dtype = None if bits is None else getattr(torch, bits)

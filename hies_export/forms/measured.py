@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ..recipe.sections import ExportSection
 from ..units import PrunableModule
 from .cascade.export import CascadeOptions
 from .compare import time_on
-from .exports import ExportOptions
 from .form import Forms
 from .gguf.export import GgufExport
 from .measure import counts
@@ -34,7 +34,7 @@ class MeasureOptions:
     ways: tuple[tuple[str, str | None], ...]
     timing: Timing
 
-    def ways_to_judge(self, export: ExportOptions, cascade: CascadeOptions | None) -> list[tuple[str, str]]:
+    def ways_to_judge(self, export: ExportSection, cascade: CascadeOptions | None) -> list[tuple[str, str]]:
         """Return the runtimes and bits to judge both models in: those measured, those exported, and float32.
 
         Empty if all are float32, unless a cascade is compared with them.

@@ -15,7 +15,8 @@ from ..checkpoint.served import write_served
 from ..equal import OTHER_PROGRAM
 from ..model.sentence import TextEncoder
 from ..model.tokens import synthetic_batch
-from .exports import Exporter, ExportOptions
+from ..recipe.sections import ExportSection
+from .exports import Exporter
 from .onnx.export import OnnxExport
 from .openvino.export import OpenVinoExport
 
@@ -23,7 +24,7 @@ from .openvino.export import OpenVinoExport
 def export_served(
     model: TextEncoder,
     folder: str | Path,
-    options: ExportOptions,
+    options: ExportSection,
     *,
     processor: Any = None,
     rows: Sequence[Mapping[str, Tensor]] = (),

@@ -7,7 +7,8 @@ In the order of reading:
 
 - `prune.py`: `prune`, which chooses, cuts, compensates and judges.
 - `run.py`: `run`, which loads, prunes, saves, exports, measures and reports; `deploy`, a run whose cut is searched for.
-- `resolve.py`: a recipe with its loaded model and rows.
+- `recipe.py`: the whole recipe, read from YAML or keywords; `propose.py`: a recipe for a model and a data set alone.
+- `resolve.py`: a recipe with its loaded model and rows; `draw.py`: which rows are for what.
 - `prepare.py`: find the units that a model can lose, and check the request; `accept.py`: check the model on its rows.
 - `choose.py`: calibrate, score (`candidates.py`) and select within the budget (`targets.py`), which gives the plan.
 - `search.py`: judge pruned models, and find the largest cut that keeps a promise.

@@ -18,7 +18,7 @@ from ..data.processors import load_processor
 from ..data.targets import image_shape
 from ..errors import RequestError, refusing
 from ..forms.compare import time_on
-from ..forms.exports import Exporter, ExportOptions, require_exporters
+from ..forms.exports import Exporter, best_for, require_exporters
 from ..forms.form import Form, Forms
 from ..forms.measure.counts import FlopCount, Shape, count_both_flops
 from ..forms.measure.rows import LatencyRow
@@ -33,8 +33,9 @@ from ..forms.runtimes.registry import check_dtypes, check_runtime
 from ..model.internals import empty_model, never_asking
 from ..model.tokens import synthetic_batch
 from ..progress import SILENT, Progress
-from ..recipe import PruningRecipe
+from ..recipe.sections import ExportSection
 from ..tasks import TASKS
+from .recipe import PruningRecipe
 from .resolve import rows_in_order
 
 # What an export is called, and a runtime that reads it.
@@ -201,9 +202,9 @@ def _exports(folder: Path, place: Path, ways: Sequence[tuple[str, str]]) -> dict
     of_gguf = any(RUNTIMES[runtime].format == "gguf" for runtime, _ in ways)
     tokenizer = load_processor(folder, task=TASKS["text-generation"]) if of_gguf else None
     sample = synthetic_batch(model, batch=2, sequence=16, image=image_shape_at(folder, model))
-    exporter = Exporter(ExportOptions(), sample, tokenizer)
+    exporter = Exporter(ExportSection(), sample, tokenizer)
     forms = Forms({str(folder): model}, exporter, place)
-    return {way: forms.form(str(folder), *way, ExportOptions.best_for(*way)) for way in ways}
+    return {way: forms.form(str(folder), *way, best_for(*way)) for way in ways}
 
 
 def _flops(

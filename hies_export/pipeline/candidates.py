@@ -16,12 +16,12 @@ from ..evaluate.judge import Judgement, Tried, clearly_better
 from ..evaluate.metrics import higher_is_better
 from ..model.tokens import count_tokens
 from ..progress import SILENT, Progress
-from ..recipe import PruneSection
 from ..score.compensated import score_compensated
 from ..score.criteria import AUTO, COMPENSATED, COMPENSATED_NAMES, needs_of, score_units, uses_alpha
 from ..units import Selection
 from ..values import Scores, Statistics
 from .prepare import Prepared
+from .recipe import PruneSection
 from .search import HeldOut
 
 logger = logging.getLogger(__name__)

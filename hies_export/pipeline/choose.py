@@ -19,8 +19,7 @@ from ..evaluate.predict import Predictor, predict
 from ..evaluate.ranking import RowsKind, keeps_predictions, kind_of_rows
 from ..progress import Progress
 from ..prunable.find import find_modules
-from ..recipe import BudgetSection, DropBudget, KeepBudget, PruneSection, TimedSection
-from ..report.outcomes import BudgetOutcome, KeepOutcome, MaxDropOutcome
+from ..recipe.budget import Budget, DropBudget, KeepBudget, Outcome, TimedSection
 from ..score.criteria import AUTO, COMPENSATED
 from ..select.iterative import filled_in
 from ..slim.fingerprint import fingerprint
@@ -29,7 +28,8 @@ from ..values import Provenance, PruningPlan, Scores, Statistics, library_versio
 from .candidates import Candidates, choose_alpha, choose_by_agreement, criterion_of
 from .cut import Choice, Refitting, cut_beside
 from .prepare import Prepared
-from .search import Guess, HeldOut, Judged, Search, Trial, Watch
+from .recipe import PruneSection
+from .search import Guess, HeldOut, Judged, Search, Trial, Watch, judging
 from .targets import Round, Targets
 
 # Below this share of the dense cost, removal in steps is the default of `criterion: auto`. Above, steps cost quality.
@@ -90,7 +90,7 @@ class Chooser:
 
         The scores and the weights of tokens are those of a choice, if one is given.
         """
-        options = self._options.model_copy(update={"budget": BudgetSection(flops=share)})
+        options = self._options.model_copy(update={"budget": Budget(flops=share)})
         targets = Targets(self._prepared, options, self._progress)
         if like is None:
             return self._within(targets)
@@ -186,14 +186,14 @@ class Chooser:
         names = {module.name for module in prepared.scored}
         return replace(prepared, model=slim, modules=modules, scored=tuple(m for m in modules if m.name in names))
 
-    def _choice(self, picked: _Picked, outcome: BudgetOutcome) -> Choice:
+    def _choice(self, picked: _Picked, outcome: Outcome) -> Choice:
         return Choice(
             statistics=picked.statistics,
             scores=picked.scores,
             plan=self._plan(picked),
             alpha_curve=picked.curve,
             tried=picked.tried,
-            budget=outcome,
+            outcome=outcome,
             compensation=self._refitting.compensation(picked.token_weights),
             refit=self._refitting.by(picked.token_weights) if self._refitting.collected else None,
         )
@@ -240,19 +240,14 @@ class Chooser:
     def by_max_drop(self, asked: DropBudget) -> Choice:
         """Choose the scores, and remove as much as the held-out metric allows."""
         rows = self._prepared.rows.held_out
-        held_out = self._held_out(self._judge(rows, metrics=(asked.metric,)))
-        promise = MaxDropOutcome(metric=asked.metric, by=asked.by, dense=held_out.dense(), samples=samples_of(rows))
+        judge = self._judge(rows, metrics=(asked.metric,))
+        held_out, dense = self._held_out(judge), judge.of(judge.dense).metrics[asked.metric]
+        promise = Outcome(Budget(max_drop=asked), samples=samples_of(rows), dense=dense)
         scored = self.score()
         self._progress.stage("choose how much to remove, on held-out rows")
         search = Search(promise, {self._refitting.tried[0]: held_out}, self._targets.sizes())
         found = _found(search.largest(self._progress.track(scored, "choose how much to remove")), search)
-        value = found.outcome.slim
-        outcome = replace(
-            promise,
-            refitted=value if held_out.refit else None,
-            masked=None if held_out.refit else value,
-            judged=tuple(one.row for one in search.judged),
-        )
+        outcome = replace(found.outcome, judged=tuple(one.row for one in search.judged))
         return self._choice(self._picked(found.trial), outcome)
 
     def by_keep(
@@ -283,19 +278,19 @@ class Chooser:
         self._progress.stage(
             f"judge cuts near that size on held-out rows{'' if runtime is None else f', on {runtime}'}"
         )
-        judge = self._judge(self._prepared.rows.held_out, **promise.judging)
+        judge = self._judge(self._prepared.rows.held_out, **judging(promise))
         held_out = self._held_out(judge, guess.token_weights, self._prepared.predictor(served))
         search = Search(promise, {guess.token_weights: held_out}, sizes, runtime=runtime, watch=watch)
         found = _found(search.near(guess), search)
         outcome = replace(
             promise,
+            budget=self._targets.filled_in(promise.budget, served),
             judged=tuple(one.row for one in (*guess.judged, *search.judged)),
             predicted=self._targets.predicted(found.trial.selection),
-            **({} if served is None else self._targets.where(served)),
         )
         return self._choice(self._picked(found.trial), outcome)
 
-    def _guess(self, promise: KeepOutcome, sizes: list[Round], runtime: str | None, watch: Watch | None) -> Guess:
+    def _guess(self, promise: Outcome, sizes: list[Round], runtime: str | None, watch: Watch | None) -> Guess:
         """Choose the scores and the weights of tokens, and guess the size, on other rows than the promise is made on.
 
         Without such rows, the guess is the smallest size, by the first scores.
@@ -307,10 +302,12 @@ class Chooser:
         self._progress.stage("guess how much to remove, on rows that are not held out")
         by_own = self._kind(rows) in ("texts", "groups")
         own = {"metrics": ("own_ndcg@10",)} if by_own else {}
-        by_weights = self._by_weights(self._judge(rows, **promise.judging | own))
+        by_weights = self._by_weights(self._judge(rows, **judging(promise) | own))
         guessed = promise
-        if by_own and promise.metric != "own_ndcg@10" and promise.predictions is not None:
-            guessed = replace(promise, predictions=1 - OWN_LOSS * (1 - promise.predictions))
+        keep = promise.budget.keep
+        if by_own and keep is not None and keep.metric != "own_ndcg@10" and keep.predictions is not None:
+            asked = keep.model_copy(update={"predictions": 1 - OWN_LOSS * (1 - keep.predictions)})
+            guessed = replace(promise, budget=Budget(keep=asked))
         search = Search(guessed, by_weights, sizes, runtime=runtime, guess=True, watch=watch)
         best = search.largest(self._progress.track(scored, "guess how much to remove"))
         if not search.judged:
@@ -325,7 +322,7 @@ class Chooser:
         picked = _Picked(self._of_dense.statistics, self.score()[0], whole)
         return replace(self._choice(picked, self.promise(asked, confidence)), refit=None)
 
-    def promise(self, asked: KeepBudget, confidence: float = CONFIDENCE) -> KeepOutcome:
+    def promise(self, asked: KeepBudget, confidence: float = CONFIDENCE) -> Outcome:
         """Return what is promised on the held-out rows: of rankings or entities, the share of a metric."""
         rows = self._prepared.rows.held_out
         kind, index = self._kind(rows), asked.index
@@ -335,11 +332,10 @@ class Chooser:
                 "keep.index says which vectors of documents queries search, and only embeddings of queries and "
                 "documents, or of texts alone, have these; leave it out"
             )
-        return KeepOutcome(
-            predictions=asked.predictions,
-            metric=self._prepared.judged.promised(asked.metric, kind),
-            by=asked.by,
-            index=index or ("dense" if searched else None),
+        metric = self._prepared.judged.promised(asked.metric, kind)
+        left_open = {"metric": metric, "index": index or ("dense" if searched else None)}
+        return Outcome(
+            Budget(keep=asked.model_copy(update=left_open)),
             samples=samples_of(rows),
             confidence=confidence,
             # What a language model predicts may be answers or choices.
@@ -349,13 +345,13 @@ class Chooser:
     def _kind(self, rows: Sequence[Batch]) -> RowsKind | None:
         return kind_of_rows(rows, embeds=self._prepared.task.embeds)
 
-    def _choosing_rows(self, promise: KeepOutcome) -> list[Batch] | None:
+    def _choosing_rows(self, promise: Outcome) -> list[Batch] | None:
         """Return rows that nothing is promised on: those refitted on or, for a metric, those scored on, with labels.
 
         Rankings are guessed from unlabelled texts, or candidates, which are ranked as the dense model does. None for a
         metric of choices, which none of these rows have, and for candidates of which too few are of one query.
         """
-        rows, metric = self._prepared.rows, promise.metric
+        rows, metric = self._prepared.rows, promise.budget.metric
         unlabelled = rows.compensation or rows.calibration
         if keeps_predictions(self._kind(rows.held_out)):
             if metric is None or METRICS[metric].own:

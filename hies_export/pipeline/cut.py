@@ -27,8 +27,8 @@ from ..model.copies import round_each, share_weights
 from ..model.internals import dtypes_in
 from ..model.threads import threads_for
 from ..progress import Progress
-from ..recipe import CompensationSection, PruneSection
-from ..report.outcomes import BudgetOutcome
+from ..recipe.budget import Outcome
+from ..recipe.sections import CompensationSection
 from ..score.criteria import AUTO
 from ..slim.check import compare_cut
 from ..slim.cut import prune_units
@@ -36,6 +36,7 @@ from ..slim.refit import Compensation, LayerFit, compensate, refit
 from ..units import PrunableModule, Selection
 from ..values import PruningPlan, Scores, Statistics, dump_json
 from .prepare import Prepared
+from .recipe import PruneSection
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ class Refitting:
 
     def compensation(self, token_weights: float | None = None) -> Compensation | None:
         """Return how to compensate; None not to."""
-        return None if self._how is None else self._how.compensation(token_weights or self.tried[0])
+        return None if self._how is None else compensation_of(self._how, token_weights or self.tried[0])
 
     def by(self, token_weights: float | None = None) -> Refit | None:
         """Return what refits a cut model with the given weights of tokens; None without compensation."""
@@ -159,7 +160,7 @@ class Choice:
     plan: PruningPlan
     alpha_curve: tuple[Mapping[str, Any], ...]  # one entry per alpha under `alpha: auto`, see `AlphaPoint`
     tried: tuple[Tried, ...]  # what `criterion: auto` judged
-    budget: BudgetOutcome  # with what is predicted for the plan
+    outcome: Outcome  # the budget, with what is predicted for the plan
     compensation: Compensation | None = None
     refit: Refit | None = None  # from moments that were collected in choosing; None if there are none
 
@@ -230,6 +231,12 @@ def cut(
     return Slim(slim, plan, stored, fits, cut_max_abs)
 
 
+def compensation_of(asked: CompensationSection, token_weights: float = 1.0) -> Compensation:
+    """Return how a section asks to compensate, with the given weights of tokens where it leaves them open."""
+    weights = asked.token_weights or token_weights
+    return Compensation(asked.method, ridge=asked.ridge, sequential=asked.sequential, token_weights=weights)
+
+
 def _refit(
     prepared: Prepared,
     asked: CompensationSection,
@@ -239,7 +246,7 @@ def _refit(
 ) -> list[LayerFit]:
     """Refit a cut model in place, from the moments that choosing collected, if any."""
     rows, modules = prepared.rows.compensation, prepared.modules
-    how = asked.compensation()
+    how = compensation_of(asked)
     plan: Any = given
     if isinstance(given, Choice):
         if given.refit and not asked.sequential:

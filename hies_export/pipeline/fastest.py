@@ -32,12 +32,14 @@ from ..forms.onnx.quantize import Quantize
 from ..forms.runtimes.base import RUNTIMES
 from ..forms.sizes import cut_sizes, join_sizes
 from ..progress import Progress
-from ..recipe import FLOPS_TO_TRY, BudgetSection, DeploySection, KeepBudget, PruneSection, TimedSection
-from ..recipe.promise import Looks, all_looks
-from ..report.outcomes import KeepOutcome
+from ..recipe.budget import Budget, Found, KeepBudget, TimedSection
+from ..recipe.sections import DeploySection
+from ..report.outcomes import asked_words, stays_words
 from .choose import Chooser
 from .cut import Choice, cut_beside
+from .draw import Looks, all_looks
 from .prepare import Prepared
+from .recipe import FLOPS_TO_TRY, PruneSection
 from .resolve import Resolved
 from .search import Trial, Watch
 
@@ -110,7 +112,7 @@ class _Found:
     """A cut whose model, or whose cascade, keeps the promise in one way, and the share of the FLOPs that it leaves."""
 
     way: DeployWay
-    budget: BudgetSection
+    budget: Budget
     choice: Choice
     flops: float
     cascade: CascadeOptions | None = None
@@ -160,7 +162,7 @@ class Search:
     ):
         self._promise, self._dense = promise, dense
         self._limit, self._progress = limit, progress
-        self._judged: dict[Any, tuple[float, float]] = {}
+        self._judged: dict[Any, Found] = {}
         self._resolved, self._prepared, self._options = resolved, resolved.prepared, resolved.options
         self._chooser = Chooser(self._prepared, self._options, progress, resolved.source.dtype)
         self._confidence = dense.judge.confidence
@@ -176,7 +178,7 @@ class Search:
         )
         if not order:
             best = max((way for way in tried if way.at_least is not None), key=lambda way: way.at_least or 0.0)
-            asked = self._chooser.promise(self._promise).asked
+            asked = asked_words(self._chooser.promise(self._promise))
             raise PlanError(
                 f"keep asks for {asked}, and the dense model itself keeps at least "
                 f"{100 * (best.at_least or 0.0):.2f} % in its best form ({best.runtime}, {best.bits}); ask for less, "
@@ -196,20 +198,19 @@ class Search:
                 logger.warning("no cut is deployed on %s in %s: %s", way.runtime, way.bits, error)
                 tried[tried.index(way)] = replace(way, search=str(error))
                 continue
-            assert isinstance(one.choice.budget, KeepOutcome)
-            tried[tried.index(way)] = replace(way, judged=one.choice.budget.judged, flops=one.flops)
+            tried[tried.index(way)] = replace(way, judged=one.choice.outcome.judged, flops=one.flops)
             found.append(one)
         sizes = self._add_cascades(found) if looks.cascades else {}
         quantize: Quantize | None = "int8" if any(_in_onnx_int8(way) and not way.problem for way in tried) else None
         exporter = self._prepared.exporter
-        exporter = replace(exporter, options=replace(exporter.options, quantize=quantize))
+        exporter = replace(exporter, options=exporter.options.model_copy(update={"quantize": quantize}))
         if found:
             fastest = self._fastest(found)
             budget, choice, how = fastest.budget, fastest.choice, self._options.compensation
             cascade, way = fastest.cascade, fastest.way
         else:
             self._progress.stage("nothing is cut: the fastest dense form that keeps the promise is the answer")
-            budget, how, cascade, way = BudgetSection(keep=self._promise), None, None, order[0]
+            budget, how, cascade, way = Budget(keep=self._promise), None, None, order[0]
             choice = self._chooser.nothing(self._promise, confidence=self._confidence)
         return Answer(
             choice=choice,
@@ -233,31 +234,29 @@ class Search:
         """Find the largest cut that keeps the promise in one way."""
         how: dict[str, Any] = {"served": self._served(way), "confidence": self._confidence, "watch": _Follow(self, way)}
         choice = self._chooser.by_keep(self._promise, **how)
-        return _Found(way, BudgetSection(keep=self._promise), choice, self._chooser.flops_left(choice.plan.kept))
+        return _Found(way, Budget(keep=self._promise), choice, self._chooser.flops_left(choice.plan.kept))
 
-    def judge(self, trial: Trial, way: DeployWay) -> tuple[float, float]:
-        """Return the numbers of a cut in one way; those that are new are told of.
+    def judge(self, trial: Trial, way: DeployWay) -> Found:
+        """Return what a cut keeps in one way; what is new is told of.
 
         Raises _TooSlow if the cut breaks the promise, and a smaller one would take longer than one that was found.
         """
         served, kept = not trial.guess, tuple(kept.units for kept in trial.selection.values())
         key = kept, trial.runtime, way.bits if served else None, trial.token_weights
         if new := key not in self._judged:
-            found, low = trial.judge()
-            self._judged[key] = found, low
-        found, low = self._judged[key]
+            self._judged[key] = trial.judge()
+        found = self._judged[key]
         left = self._chooser.flops_left(trial.selection)
-        takes, met = (way.dense_ratio or 1.0) * left, trial.promise.having(found, low).met
+        takes, met = (way.dense_ratio or 1.0) * left, trial.promise.budget.met(found)
         if served and met:
             self._best = min(self._best, takes)
         if new:  # and not for the way before this one
             best = "" if self._best == math.inf else f"; best so far: about {self._best:.2f} of the time"
-            assert isinstance(trial.promise, KeepOutcome)
-            shown = f"{100 * found:.2f} % {trial.promise.stays}, at least {100 * low:.2f} %"
+            shown = f"{100 * found.value:.2f} % {stays_words(trial.promise)}, at least {100 * found.decides:.2f} %"
             self._progress.stage(f"{left:.2f} of the FLOPs on {trial.runtime}: {shown}{best}")
         if served and not met and takes > UNSURE * self._best:
             raise _TooSlow(f"with {left:.2f} of the FLOPs it breaks the promise, and with more it takes too long")
-        return found, low
+        return found
 
     @property
     def late(self) -> bool:
@@ -300,7 +299,7 @@ class Search:
             for one in joined:
                 if one.cut is not None and one.form is not None:
                     left = one.tried.flops
-                    found.append(_Found(way, BudgetSection(flops=left), one.cut, left, asked, one.form))
+                    found.append(_Found(way, Budget(flops=left), one.cut, left, asked, one.form))
         return tried
 
     def _fastest(self, found: Sequence[_Found]) -> _Found:
@@ -327,8 +326,8 @@ class _Follow(Watch):
     def __init__(self, search: Search, way: DeployWay):
         self._search, self._way = search, way
 
-    def judge(self, trial: Trial) -> tuple[float, ...]:
-        """Return the numbers of a cut; see `Search.judge`."""
+    def judge(self, trial: Trial) -> Found:
+        """Return what a cut keeps; see `Search.judge`."""
         return self._search.judge(trial, self._way)
 
     def stops(self) -> bool:

@@ -17,7 +17,7 @@ from ..evaluate.interval import CONFIDENCE
 from ..evaluate.metrics import METRICS
 from ..evaluate.predict import Predictor, predict
 from ..evaluate.ranking import RowsKind, keeps_predictions, kind_of_rows
-from ..forms.exports import Exporter, ExportOptions
+from ..forms.exports import Exporter
 from ..forms.form import predictor
 from ..forms.measure.shapes import RowLength, check_shapes, model_shapes, row_length
 from ..forms.measure.timing import Timing
@@ -25,14 +25,16 @@ from ..kinds import ATTENTION
 from ..model.tokens import first_samples, synthetic_batch
 from ..prunable.attention import tower_of
 from ..prunable.find import find_modules
-from ..recipe import PruneSection, TimedSection
-from ..recipe.promise import Looks
+from ..recipe.budget import TimedSection
+from ..recipe.sections import ExportSection
 from ..score.criteria import AUTO, COMPENSATED, COMPENSATED_NAMES, CRITERIA
 from ..select.constraints import check_budget, check_constraints
 from ..slim.skip import how_to_skip
 from ..tasks import Behaviour, Task
 from ..units import PrunableModule
 from .accept import check_model
+from .draw import Looks
+from .recipe import PruneSection
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +114,7 @@ def prepare(
     shapes: Sequence[tuple[int, ...]] = (),
     timed: TimedSection | None = None,
     deploys: bool = False,
-    export: ExportOptions | None = None,
+    export: ExportSection | None = None,
     timing: Timing | None = None,
     seed: int = 0,
 ) -> Prepared:
@@ -137,7 +139,7 @@ def prepare(
         if kind not in {module.kind for module in scored}:
             raise RequestError(f"prune.modules names {kind}, but the towers to prune have none; change prune.modules")
     sample, refitted_on = first_samples(rows.calibration[0]), rows.compensation or rows.calibration
-    exporter = Exporter(export or ExportOptions(), sample, processor, refitted_on)
+    exporter = Exporter(export or ExportSection(), sample, processor, refitted_on)
     return Prepared(
         model=model,
         processor=processor,

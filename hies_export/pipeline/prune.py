@@ -25,7 +25,7 @@ from ..evaluate.judge import Judge
 from ..evaluate.metrics import check_metrics
 from ..evaluate.ranking import kind_of_rows
 from ..forms.cascade.cascade import Cascade
-from ..forms.exports import Exported, Exporter, ExportOptions
+from ..forms.exports import Exported, Exporter, export_options
 from ..forms.measure.counts import Both, FlopCount, count_both_flops, count_parameters
 from ..forms.onnx.export import OnnxExport
 from ..forms.onnx.quantize import Quantize
@@ -36,18 +36,9 @@ from ..model.internals import uncompiled, without_compiler
 from ..model.modes import evaluating
 from ..model.sentence import TextEncoder
 from ..progress import SILENT, Clock, Progress, without_reports
-from ..recipe import (
-    Allocation,
-    BudgetSection,
-    ComparisonSection,
-    CompensationSection,
-    MultipleOf,
-    PruneSection,
-    TimedSection,
-    sentences,
-)
+from ..recipe.budget import Budget, Outcome, TimedSection
+from ..recipe.sections import ComparisonSection, CompensationSection, MultipleOf
 from ..report.maps import plan_maps
-from ..report.outcomes import BudgetOutcome
 from ..report.report import plan_counts
 from ..report.rows import Table, change, metric_name, own_rows, quality_row, ranking_rows, shown_metrics, si
 from ..report.terminal import PlainTable, map_text
@@ -61,6 +52,7 @@ from .cut import Choice, Slim, cut, save
 from .objects import Unwrapped, unwrap
 from .prepare import Judged, Prepared, Rows, check_apart, check_options, prepare
 from .push import push_folder
+from .recipe import Allocation, PruneSection, sentences
 from .search import Evaluation, confirm, evaluate
 
 # Width of the table of a result, in characters.
@@ -77,7 +69,7 @@ class PruneResult:
         prepared: The dense model, its modules, and the batches.
         slim: The slim model, its plan and its checks.
         choice: Scores and statistics that the plan was chosen from; None for a given plan.
-        budget: The budget, with the prediction for the plan; None for a given plan.
+        outcome: The budget, with the prediction for the plan; None for a given plan.
         parameters: Number of parameters of both models.
         flops: Floating-point operations of one forward pass of both models at `flops.shape`.
         held_out: Metrics of both models and the share of equal predictions on the held-out batches; None without.
@@ -87,7 +79,7 @@ class PruneResult:
     prepared: Prepared
     slim: Slim
     choice: Choice | None
-    budget: BudgetOutcome | None
+    outcome: Outcome | None
     parameters: Both[int]
     flops: FlopCount
     held_out: Evaluation | None = None
@@ -184,7 +176,7 @@ class PruneResult:
             ParityError: ONNX Runtime and torch disagree; nothing is kept.
             RequestError: The model has no such form here.
         """
-        options, processor = ExportOptions("onnx", provider, dtype, quantize), processor or self.prepared.processor
+        options, processor = export_options("onnx", provider, dtype, quantize), processor or self.prepared.processor
         if isinstance(self.slim.model, TextEncoder):
             exported: Exported = export_served(
                 self.slim.model, folder, options, processor=processor, overwrite=overwrite
@@ -263,7 +255,7 @@ def prune(
     model: Any,
     batches: Any,
     *,
-    budget: BudgetSection | Mapping[str, Any] | None = None,
+    budget: Budget | Mapping[str, Any] | None = None,
     modules: Sequence[Literal["attention", "mlp"]] = ("attention",),
     criterion: str = "hies",
     alpha: float | Literal["auto"] = 0.9,
@@ -308,7 +300,7 @@ def prune(
         batches: Batches that units are scored on.
         budget: How much is removed; required without `plan`. Exactly one of `{"heads": share removed}`, `{"flops":
             share left}`, `{"parameters": share left}`, `{"latency": {...}}`, `{"max_drop": {...}}` and `{"keep": ...}`;
-            see `BudgetSection`. This and the next twelve are the fields of a recipe's `prune` section.
+            see `Budget`. This and the next twelve are the fields of a recipe's `prune` section.
         modules: Kinds of units: heads ("attention"), feed-forward neurons ("mlp"), or both.
         criterion: How units are ranked; "auto" judges several on the held-out batches.
         alpha: Weight of importance against focus in HIES, in [0, 1); "auto" judges twelve values.
@@ -530,13 +522,13 @@ def prune_prepared(
         given = choice or asked
         assert not isinstance(given, PruneSection)
         slim = cut(prepared, given, compensation=compensation, dtype=dtype, progress=progress)
-        budget = None
+        outcome = None
         if choice is not None and isinstance(asked, PruneSection):
             by = prepared.predictor(served or asked.goal.timed)
-            budget = confirm(prepared, slim, choice.budget, by, progress=progress)
+            outcome = confirm(prepared, slim, choice.outcome, by, progress=progress)
     if choice is not None:
         choice = replace(choice, plan=slim.plan, refit=None)  # its moments may be gigabytes
     shape, batch = next(iter(prepared.measured.items()))
     flops = count_both_flops(prepared.model, slim.model, {shape: batch})[shape]
     parameters = Both(count_parameters(prepared.model), count_parameters(slim.model))
-    return PruneResult(prepared, slim, choice, budget, parameters, flops)
+    return PruneResult(prepared, slim, choice, outcome, parameters, flops)

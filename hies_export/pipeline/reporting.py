@@ -96,7 +96,7 @@ def build_report(done: Finished, seconds: dict[str, float], command: str | None)
 def _details(done: Finished, command: str | None) -> Details:
     """Return the part of a report beyond the summary, for its renderings."""
     prepared, plan, evaluation = done.resolved.prepared, done.result.plan, done.evaluation
-    choice, budget, deployed = done.result.choice, done.result.budget, done.deployed
+    choice, deployed = done.result.choice, done.deployed
     asked, answers = done.resolved.request, done.resolved.splits.data.answer is not None
     assert choice is not None
     neurons = neuron_counts(plan)
@@ -106,7 +106,7 @@ def _details(done: Finished, command: str | None) -> Details:
         # The statistics of all neurons would fill megabytes.
         heads={name: of for name, of in choice.head_numbers().items() if plan.kept[name].kind == ATTENTION},
         **({"neurons": neurons} if neurons else {}),
-        budget=budget,
+        outcome=done.result.outcome,
         metrics=evaluation.metrics,
         benchmarks=evaluation.benchmarks,
         uncompensated=evaluation.uncompensated,

@@ -38,21 +38,21 @@ from ..evaluate.ranking import RowsKind
 from ..forms.cascade.cascade import check_classes
 from ..forms.cascade.export import CascadeOptions
 from ..forms.cascade.promise import check_rows
-from ..forms.exports import ExportOptions
+from ..forms.measure.timing import Timing
 from ..forms.measured import MeasureOptions
 from ..forms.on_rows import ROWS
 from ..forms.runtimes.base import GPU_HALF_STEP
 from ..forms.runtimes.registry import RUNTIMES, check_dtypes, check_one_graph, check_runtime
 from ..kinds import MLP
 from ..model.sentence import SentenceSettings, TextEncoder
-from ..recipe import PruneSection, PruningRecipe
-from ..recipe.draws import Drawn, Draws, Splits, draw, evaluated
-from ..recipe.promise import Promise, hold_out
+from ..recipe.sections import ExportSection
 from ..report.provenance import Request
 from ..slim.config import is_slim
 from ..tasks import COLUMNS, TASKS, Behaviour, Task
 from ..tasks.feature_extraction import Embeddings
+from .draw import Drawn, Draws, Promise, Splits, draw, evaluated, hold_out
 from .prepare import Judged, Prepared, Rows, check_apart, check_options, prepare
+from .recipe import PruneSection, PruningRecipe
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ def resolve(
     behaviour = _behaviour(recipe, found)
     judged = Judged(_metrics(recipe, behaviour), behaviour)
     names = _checked_runtimes(recipe, runtimes_of(recipe, runtimes))
-    measure = MeasureOptions(_ways(recipe, names), recipe.measure.timing)
+    measure = MeasureOptions(_ways(recipe, names), _timing(recipe))
     check_device_map(recipe.device_map)
     processor = found.processor(task)
     reader = _reader(recipe, found, processor)
@@ -134,11 +134,11 @@ def resolve(
         shapes=recipe.measure.shapes,
         timed=options.goal.timed,
         deploys=recipe.deploy is not None,
-        export=recipe.export.options,
-        timing=recipe.measure.timing,
+        export=recipe.export,
+        timing=_timing(recipe),
         seed=recipe.calibration.seed,
     )
-    options = _aligned(options, prepared, recipe.export.options)
+    options = _aligned(options, prepared, recipe.export)
     check_options(prepared, options, criteria=criteria)
     cascade = _cascade(recipe, prepared)
     evaluation = loaded.evaluation if loaded else _shortest_first(judging, rows, splits.evaluation.batch_size)
@@ -164,7 +164,7 @@ def resolve(
     )
 
 
-def _aligned(options: PruneSection, prepared: Prepared, export: ExportOptions) -> PruneSection:
+def _aligned(options: PruneSection, prepared: Prepared, export: ExportSection) -> PruneSection:
     """Return options that keep the widths that a GPU multiplies fast in half precision, unless they say which."""
     model, half = prepared.model, (torch.float16, torch.bfloat16)
     on_gpu = model.device.type == "cuda" and model.dtype in half
@@ -306,6 +306,10 @@ def _kind_of_rows(recipe: PruningRecipe) -> RowsKind | None:
     if not TASKS[recipe.task].embeds:
         return None
     return "queries" if data.query is not None else "texts" if data.label is None else "pairs"
+
+
+def _timing(recipe: PruningRecipe) -> Timing:
+    return Timing(repeats=recipe.measure.repeats, min_seconds=recipe.measure.min_seconds)
 
 
 def runtimes_of(recipe: PruningRecipe, wanted: tuple[str, ...] | None = None) -> tuple[str, ...]:

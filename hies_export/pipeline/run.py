@@ -24,7 +24,7 @@ from ..forms.cascade.export import export_cascade
 from ..forms.cascade.facts import cascade_facts
 from ..forms.cost.latency import compare_with_full
 from ..forms.deployment import Deployment, fastest_kept
-from ..forms.exports import Exported, Exporter, ExportOptions, check_exports, export_formats, require_exporters
+from ..forms.exports import Exported, Exporter, check_exports, export_formats, require_exporters
 from ..forms.files import CASCADE, add_graphs, judge_exported, keep_file, link_files
 from ..forms.form import Form, Forms
 from ..forms.gguf.export import GgufExport
@@ -34,14 +34,15 @@ from ..forms.measured import Measurements, measure_both
 from ..forms.runtimes.base import RUNTIMES, Format
 from ..model.sentence import TextEncoder
 from ..progress import SILENT, Clock, Progress
-from ..recipe import DeploySection, PruneSection, PruningRecipe
-from ..report.outcomes import CostOutcome
+from ..recipe.budget import Found
+from ..recipe.sections import DeploySection, ExportSection
 from ..report.report import Report
 from ..units import Selection
 from .cut import Saved, save, warn_if_larger
 from .fastest import Answer, Decided, answers_of, choose_size, find_answer
 from .prepare import Prepared
 from .prune import PruneResult, prune_prepared
+from .recipe import PruneSection, PruningRecipe
 from .reporting import Deployed, Finished, build_report, write_report
 from .resolve import Resolved, resolve, runtimes_of
 from .search import Evaluation, evaluate
@@ -83,7 +84,7 @@ def run(
         refuse_existing(recipe.output, overwrite=overwrite, inputs=recipe.inputs)
         timed = recipe.goal.timed
         dtypes = (*recipe.measure.dtypes, None if timed is None else timed.dtype)
-        formats = export_formats(recipe.export.options, runtimes_of(recipe), dtypes)
+        formats = export_formats(recipe.export, runtimes_of(recipe), dtypes)
         require_exporters(formats)
         progress.stage("load the model and the data")
         resolved = resolve(recipe)
@@ -159,7 +160,7 @@ def _run_found(
     refuse_existing(recipe.output, overwrite=overwrite, inputs=recipe.inputs)
     progress.stage("load the model and the data")
     resolved = resolve(recipe)
-    _check_exports(resolved, recipe, export_formats(recipe.export.options, ()))
+    _check_exports(resolved, recipe, export_formats(recipe.export, ()))
     with (
         output_folder(recipe.output, overwrite=overwrite) as folder,
         tempfile.TemporaryDirectory(dir=folder) as temporary,
@@ -265,7 +266,7 @@ def _decide(resolved: Resolved, clock: Clock, progress: Progress) -> Decided:
 
 def _export(
     exporter: Exporter, model: PreTrainedModel, folder: Path, clock: Clock, progress: Progress
-) -> dict[ExportOptions, Exported]:
+) -> dict[ExportSection, Exported]:
     """Export the slim model into the folder of a run, and quantise the export if asked."""
     options = exporter.options
     plain = options.unquantized
@@ -336,7 +337,7 @@ def _judge_deployed(
         file = None if best is None else keep_file(forms, judged[best], folder, same=same)
         deployment = Deployment(answer.promise, best, step, answer.dense.ways, seconds, file, ranking)
     if asked is not None and joined is not None:
-        part = forms.export("slim", replace(options.unquantized, quantize=asked.quantize))
+        part = forms.export("slim", options.unquantized.model_copy(update={"quantize": asked.quantize}))
         cascade = cascade_facts(
             asked,
             joined,
@@ -349,7 +350,7 @@ def _judge_deployed(
     return Deployed(exported, judged, deployment, cascade)
 
 
-def _serve(model: TextEncoder, exports: Mapping[ExportOptions, Exported], deployed: Deployed, folder: Path) -> None:
+def _serve(model: TextEncoder, exports: Mapping[ExportSection, Exported], deployed: Deployed, folder: Path) -> None:
     """Write `served/`, which sentence-transformers runs: the form to deploy, or else the last of the exports."""
     found = deployed.deployment
     if found is None:
@@ -370,14 +371,22 @@ def _with_cost(
     result: PruneResult, prepared: Prepared, options: PruneSection, measured: Measurements, progress: Progress
 ) -> PruneResult:
     """Fill in the measured result of a budget of cost; other budgets stay as they are."""
-    budget = result.budget
-    if not isinstance(budget, CostOutcome):
+    outcome = result.outcome
+    if outcome is None or outcome.budget.ratio is None:
         return result
-    budget = budget.with_measured(flops=measured.flops, parameters=measured.parameters, latency=measured.latency)
-    if budget.of == "float32":
+    asked = outcome.budget.latency
+    if asked is None:
+        counted = measured.flops.ratio if outcome.budget.flops is not None else measured.parameters.ratio
+        found, noisy = Found(counted), None
+    elif asked.of == "float32":
         timed = compare_with_full(result.model, prepared.model, timed_on(prepared, options), progress=progress)
-        budget = replace(budget, measured=timed.ratio.median, noisy=timed.noisy)
-    return replace(result, budget=budget)
+        found, noisy = Found(timed.ratio.median), timed.noisy
+    else:
+        where = (asked.runtime, asked.batch, asked.sequence)
+        rows = (row for row in measured.latency if row.phase != "decode" and asked.dtype in (None, row.dtype))
+        row = next(row for row in rows if (row.runtime, row.batch, row.sequence) == where)
+        found, noisy = Found(row.ratio), row.noisy
+    return replace(result, outcome=replace(outcome, found=found, noisy=noisy))
 
 
 def evaluate_run(

@@ -18,7 +18,8 @@ from ..evaluate.judge import Judge, Judgement, Quality
 from ..evaluate.predict import Predictions, Predictor, predict
 from ..forms.measure.counts import Both
 from ..progress import Progress
-from ..report.outcomes import BudgetOutcome, PromiseOutcome
+from ..recipe.budget import Found, Outcome
+from ..report.outcomes import asked_words, found_words
 from ..slim.mask import masked_units
 from ..units import PrunableModule, Selection
 from ..values import Scores
@@ -34,6 +35,16 @@ _Key = tuple[tuple[int, ...], ...]
 
 def _key(selection: Selection) -> _Key:
     return tuple(kept.units for kept in selection.values())
+
+
+def judging(promise: Outcome) -> dict[str, Any]:
+    """Return the options of the `Judge` that decides about a promise, beside those of the run."""
+    budget = promise.budget
+    metrics = {} if budget.metric is None else {"metrics": (budget.metric,)}
+    if budget.keep is None:
+        return metrics
+    index = {} if budget.keep.index is None else {"index": budget.keep.index}
+    return {**metrics, **index, "confidence": promise.confidence, "as_of": promise.samples}
 
 
 def predict_pruned(
@@ -84,10 +95,6 @@ class HeldOut:
         """Sample of every prediction; None if each has its own."""
         return self.judge.samples
 
-    def dense(self) -> float:
-        """Return the metric of the dense model."""
-        return self.judge.of(self.judge.dense).metrics[self.metric]
-
     def judgement(self, selection: Selection) -> Judgement:
         """Return a selection's metric with its standard error, and its stability."""
         key = _key(selection)
@@ -115,7 +122,7 @@ class Trial:
     other rows than the promise is made on.
     """
 
-    promise: PromiseOutcome
+    promise: Outcome
     rows: HeldOut
     scores: Scores
     token_weights: float
@@ -124,29 +131,41 @@ class Trial:
     runtime: str | None = None
     guess: bool = False
 
-    def judge(self) -> tuple[float, ...]:
-        """Return the numbers that decide whether the cut keeps the promise."""
-        return self.promise.numbers(self.rows.judge, self.rows.predict(self.selection))
+    def judge(self) -> Found:
+        """Return what decides whether the cut keeps the promise."""
+        return self.rows.judge.found(self.promise.budget, self.rows.predict(self.selection))
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A cut, and the promise with what the cut has."""
+    """A cut, and what it has of what is promised."""
 
     trial: Trial
-    outcome: PromiseOutcome
+    found: Found
+
+    @property
+    def outcome(self) -> Outcome:
+        """The promise with what the cut has."""
+        return replace(self.trial.promise, found=self.found)
+
+    @property
+    def met(self) -> bool:
+        """Whether the cut keeps the promise."""
+        return self.outcome.met
 
     @property
     def row(self) -> dict[str, Any]:
         """The cut in a report: criterion, alpha, number of units removed, how it was judged, and what it has."""
-        trial, scores = self.trial, self.trial.scores
+        trial, scores, found = self.trial, self.trial.scores, self.found
+        value, bound = ("lost", "at_most") if trial.promise.budget.share is None else ("kept", "at_least")
         return {
             "criterion": scores.criterion,
             "alpha": scores.parameters.get("alpha"),
             "removed": sum(len(kept.removed) for kept in trial.selection.values()),
             **({} if trial.runtime is None else {"runtime": trial.runtime}),
             **({"guess": True} if trial.guess else {}),
-            **self.outcome.row,
+            value: found.value,
+            **({} if found.bound is None else {bound: found.bound}),
         }
 
 
@@ -163,8 +182,8 @@ class Guess:
 class Watch:
     """Follows a search. A subclass may know cuts from before, tell of them, or stop the search."""
 
-    def judge(self, trial: Trial) -> tuple[float, ...]:
-        """Return the numbers of a cut."""
+    def judge(self, trial: Trial) -> Found:
+        """Return what a cut has of what is promised."""
         return trial.judge()
 
     def stops(self) -> bool:
@@ -186,7 +205,7 @@ class Search:
 
     def __init__(
         self,
-        promise: PromiseOutcome,
+        promise: Outcome,
         rows: Mapping[float, HeldOut],
         sizes: Sequence[Round],
         *,
@@ -231,7 +250,23 @@ class Search:
     @property
     def problem(self) -> str:
         """Why no cut keeps the promise."""
-        return self._promise.problem([one.outcome for one in self.judged])
+        judged, promise = self.judged, self._promise
+        budget = promise.budget
+        if budget.max_drop is not None:
+            least = min((one.found.value for one in judged), default=0.0)
+            return (
+                f"max_drop allows {budget.metric} to get worse by {budget.by:g}, but on the held-out rows even the "
+                f"smallest cut makes it worse by {least:.4g} (dense {promise.dense:.4g}); allow more, or use "
+                "compensation with a budget of heads"
+            )
+        if not judged:
+            return "keep needs time to judge a cut, and there was none; allow more"
+        # The mildest cut is judged last.
+        return (
+            f"keep asks for {asked_words(promise)} on {promise.samples:,} held-out rows, and the mildest cut has "
+            f"{found_words(judged[-1].outcome)}; ask for less, compensate, or give more held-out rows, which narrow "
+            "the interval"
+        )
 
     def _holds(self, scores: Scores, weights: float, size: int) -> bool:
         selection = self._sizes[size - 1].select(scores)
@@ -242,11 +277,11 @@ class Search:
             trial = Trial(
                 self._promise, self._rows[weights], scores, weights, size, selection, self._runtime, self._guess
             )
-            self._known[key] = Judged(trial, self._promise.having(*self._watch.judge(trial)))
-        return self._known[key].outcome.met
+            self._known[key] = Judged(trial, self._watch.judge(trial))
+        return self._known[key].met
 
     def _stops(self) -> bool:
-        return self._watch.stops() and (self._guess or any(one.outcome.met for one in self.judged))
+        return self._watch.stops() and (self._guess or any(one.met for one in self.judged))
 
     def _at(self, scores: Scores, weights: float, size: int) -> Judged:
         known = self._known[weights, _key(self._sizes[size - 1].select(scores))]
@@ -308,21 +343,21 @@ def _step(sizes: int, failures: int) -> int:
 
 
 def confirm(
-    prepared: Prepared, slim: Slim, budget: BudgetOutcome, by: Predictor = predict, *, progress: Progress
-) -> BudgetOutcome:
+    prepared: Prepared, slim: Slim, outcome: Outcome, by: Predictor = predict, *, progress: Progress
+) -> Outcome:
     """Evaluate a slim model on the held-out rows that its promise was made on; `by` predicts."""
-    if not isinstance(budget, PromiseOutcome):
-        return budget
+    if not outcome.budget.searched:
+        return outcome
     progress.stage("evaluate the slim model on the held-out rows")
-    judge = Judge.on(prepared.model, prepared.rows.held_out, **vars(prepared.judged) | budget.judging)
-    confirmed = budget.having(*budget.numbers(judge, by(slim.model, judge.batches)))
+    judge = Judge.on(prepared.model, prepared.rows.held_out, **vars(prepared.judged) | judging(outcome))
+    confirmed = replace(outcome, found=judge.found(outcome.budget, by(slim.model, judge.batches)))
     if not confirmed.met:
         what, remedy = "compensated", "compensate on more samples, or not at all"
         if slim.refitted is None:
             what, remedy = "rounded", "set save_dtype: float32"
         raise DropError(
-            f"{budget.kind} asks for {budget.asked} on the held-out rows. The model that was judged kept to it, but "
-            f"the {what} one has {confirmed.found}; {remedy}"
+            f"{outcome.budget.kind} asks for {asked_words(outcome)} on the held-out rows. The model that was judged "
+            f"kept to it, but the {what} one has {found_words(confirmed)}; {remedy}"
         )
     return confirmed
 

@@ -6,17 +6,15 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from .. import processes
 from ..errors import PlanError
 from ..forms.cost.flops import flops_table
 from ..forms.cost.latency import TimedOn, compare_with_full, latency_table
 from ..forms.cost.parameters import parameters_table
-from ..kinds import MLP
+from ..kinds import ATTENTION, MLP
 from ..progress import Progress
-from ..recipe import PruneSection, TimedSection
-from ..report.outcomes import BudgetOutcome, CostOutcome, HeadsOutcome
+from ..recipe.budget import Budget, Found, Outcome, TimedSection
 from ..select import iterative
 from ..select.budget import CostTable, check_reachable, lowest_ratio, shares_to_try
 from ..select.bundles import bundles_lost
@@ -25,6 +23,7 @@ from ..select.select import select_units
 from ..units import Selection
 from ..values import Scores
 from .prepare import Prepared
+from .recipe import PruneSection
 
 # If held-out rows decide how much to remove, the removable cost is divided into this many sizes.
 SIZES = 100
@@ -185,30 +184,23 @@ class Targets:
         """Return the share of the dense model's FLOPs that a selection leaves."""
         return self._flops_table.ratio(self._lost(selection))
 
-    def where(self, timed: TimedSection) -> dict[str, Any]:
-        """Return where a model is served, by the fields of a budget's outcome."""
+    def filled_in(self, budget: Budget, served: TimedSection | None = None) -> Budget:
+        """Return a budget with where it is timed, by default as it says itself; the same if nothing is timed."""
+        timed = served or budget.timed
+        if timed is None:
+            return budget
         batch, sequence = _budget_shape(self._prepared, timed)
-        return {"runtime": timed.runtime, "batch": batch, "sequence": sequence, "dtype": timed.dtype}
+        where = {"runtime": timed.runtime, "batch": batch, "sequence": sequence, "dtype": timed.dtype}
+        return budget.model_copy(update={budget.kind: getattr(budget, budget.kind).model_copy(update=where)})
 
-    def outcome(self, selection: Selection) -> BudgetOutcome:
+    def outcome(self, selection: Selection) -> Outcome:
         """Return the budget with what the cost table predicts; `run` adds what is measured."""
-        budget, table = self._options.goal, self._table
+        budget, table = self.filled_in(self._options.goal), self._table
         if table is None or self.ratio is None:
-            return HeadsOutcome("heads", budget.heads)
+            heads = [kept for kept in selection.values() if kept.kind == ATTENTION]
+            return Outcome(budget, found=Found(sum(len(of.removed) for of in heads) / sum(of.total for of in heads)))
         predicted = table.ratio(self._lost(selection))
-        if budget.latency is None:
-            return CostOutcome("parameters" if budget.flops is None else "flops", self.ratio, predicted)
-        asked = budget.latency
-        return CostOutcome(
-            "latency",
-            asked.ratio,
-            predicted * self._full,
-            asked.runtime,
-            *_budget_shape(self._prepared, asked),
-            table.measured,
-            dtype=asked.dtype,
-            of=None if asked.of == "same" else asked.of,
-        )
+        return Outcome(budget, predicted=predicted * self._full, table=table.measured or ())
 
 
 def timed_on(prepared: Prepared, options: PruneSection) -> TimedOn:

@@ -1,21 +1,18 @@
-"""The sections of a recipe: their fields, defaults, and the rules for their values."""
+"""The sections of a recipe: their fields, defaults, and the rules for their values.
+
+A section is also the options of the stage that it is about. So this file imports errors only, and `recipe.py` checks
+the names that stages register: tasks, criteria, metrics and runtimes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from ..errors import check_path, did_you_mean, quoted
-from ..kinds import ATTENTION, KINDS
-
-if TYPE_CHECKING:
-    from ..forms.exports import ExportOptions
-    from ..forms.measure.timing import Timing
-    from ..select.constraints import Constraints
-    from ..slim.refit import Compensation
+from ..errors import check_path, quoted
 
 # Above every number of rows, heads or seconds that a run gets through, and below what libraries cannot hold.
 MOST = 2**31 - 1
@@ -30,37 +27,8 @@ def _share_of_dense(value: float, info: ValidationInfo) -> float:
     return value
 
 
-def _known(name: str, known: Iterable[str], *, what: str) -> str:
-    known = tuple(known)
-    if name not in known:
-        raise ValueError(f"{what} must be one of {', '.join(known)}, got {name!r}{did_you_mean(name, known)}")
-    return name
-
-
-def _known_runtime(name: str) -> str:
-    from ..forms.runtimes.registry import RUNTIMES
-
-    return _known(name, RUNTIMES, what="a runtime")
-
-
-def _known_metric(name: str) -> str:
-    from ..evaluate.metrics import METRICS
-
-    return _known(name, METRICS, what="metric")
-
-
-def _may_be_shared(metric: Any) -> bool:
-    """Return whether a share of a metric may be promised."""
-    from ..evaluate.metrics import METRICS
-
-    found = METRICS.get(metric) if isinstance(metric, str) else None
-    return found is not None and (found.ranks or found.terms is not None)
-
-
 ShareOfDense = Annotated[float, AfterValidator(_share_of_dense)]
-Runtime = Annotated[str, AfterValidator(_known_runtime)]
 PathOrName = Annotated[str, AfterValidator(check_path)]
-Allocation = Literal["global", "uniform"]
 
 
 class Section(BaseModel):
@@ -230,170 +198,6 @@ class EvaluationSection(ComparisonSection):
     lm_eval: tuple[PathOrName, ...] = ()
 
 
-class TimedSection(Section):
-    """What a budget times.
-
-    Attributes:
-        runtime: Name of the runtime.
-        batch: Rows in a batch.
-        sequence: Tokens in a row; by default the median of the held-out rows, or without these of the calibration rows,
-            rounded up to a multiple of 8 (of an embedding model with queries, of the queries). For image models it
-            follows from the image size, and for vision-language models from the prompts: leave it out.
-        dtype: Dtype that the runtime computes in, such as "bfloat16" or "int8" on openvino or "q8_0" on llamacpp; by
-            default that of the export.
-    """
-
-    runtime: Runtime = "onnxruntime-cpu"
-    batch: int = Field(8, ge=1)
-    sequence: int | None = Field(None, ge=1)
-    dtype: Literal["float32", "float16", "bfloat16", "int8", "q8_0", "q4_0"] | None = None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """(batch, sequence), or (batch,)."""
-        return (self.batch,) if self.sequence is None else (self.batch, self.sequence)
-
-
-class LatencyBudget(TimedSection):
-    """At most a share of the dense model's time, on a runtime and at a shape.
-
-    Attributes:
-        ratio: Time of the slim model divided by that of the dense one, in (0, 1).
-        of: Reference of the ratio: "same" is the dense model in the same bits, "float32" the dense model in float32, on
-            the same runtime (for onnxruntime-cpu-int8, on onnxruntime-cpu).
-    """
-
-    ratio: ShareOfDense
-    of: Literal["same", "float32"] = "same"
-
-
-class KeepBudget(TimedSection):
-    """Remove as much as possible while the held-out rows keep a promise with 95 % confidence.
-
-    Attributes:
-        predictions: Share of the predictions that must stay the dense model's, in (0, 1). The lower end of the interval
-            must reach it, so all predictions of 477 rows must stay for 0.99, or all but 2 of 1,024. Of an embedding
-            model or a reranker, it is the share of a metric that must stay: of `metric`, by default the first one.
-        metric: In place of a share of predictions, the name of a metric. If it is of rankings, such as ndcg@10, or
-            own_entity_f1, a share of it is kept, 0.99 unless `predictions` says otherwise, or it gets worse `by` so
-            much.
-        by: How much worse the metric may get at most, in its own unit.
-        index: What embeddings of queries are compared with: "dense", the documents' vectors of the dense model, which
-            is the default, or "slim", all texts embedded again.
-        runtime: Save time on this runtime in place of FLOPs, and judge the files that it runs; with `batch`, `sequence`
-            and `dtype` as for `latency`.
-        samples: How many rows to hold out at most.
-    """
-
-    predictions: float | None = Field(None, gt=0, lt=1)
-    metric: Annotated[str, AfterValidator(_known_metric)] | None = None
-    by: float | None = Field(None, ge=0)
-    index: Literal["dense", "slim"] | None = None
-    runtime: Runtime | None = None  # type: ignore[assignment]
-    samples: int = Field(1024, ge=1)
-
-    @property
-    def timed(self) -> TimedSection | None:
-        """Where models are judged and timed; None where torch judges them, and FLOPs are saved."""
-        return None if self.runtime is None else self
-
-    @model_validator(mode="before")
-    @classmethod
-    def _may_be_a_number(cls, value: Any) -> Any:
-        if isinstance(value, (int, float)):
-            return {"predictions": value}
-        if isinstance(value, dict) and _may_be_shared(value.get("metric")) and {"by", "predictions"}.isdisjoint(value):
-            return {**value, "predictions": 0.99}
-        return value
-
-    @model_validator(mode="after")
-    def _is_one_promise(self) -> KeepBudget:
-        given = [name for name in ("predictions", "metric", "by") if getattr(self, name) is not None]
-        shares = given == ["predictions", "metric"] and _may_be_shared(self.metric)
-        if not shares and given not in (["predictions"], ["metric", "by"]):
-            raise ValueError(f"keep needs predictions, or metric and by, got {' and '.join(given) or 'none'}")
-        timed = [name for name in ("batch", "sequence", "dtype") if name in self.model_fields_set]
-        if self.runtime is None and timed:
-            raise ValueError(f"keep.{timed[0]} says what is timed, and no runtime is named; name one, or leave it out")
-        return self
-
-
-class DropBudget(Section):
-    """Remove as many heads as a metric allows on held-out rows.
-
-    Attributes:
-        metric: Name of the metric.
-        by: How much worse the metric may get, in its own unit: 0.01 allows an accuracy of 0.88 to become 0.87.
-    """
-
-    metric: Annotated[str, AfterValidator(_known_metric)]
-    by: float
-
-    @field_validator("by")
-    @classmethod
-    def _is_not_negative(cls, value: float) -> float:
-        if value < 0:
-            raise ValueError(f"by must be at least 0, got {value:g}; 0.01 allows an accuracy of 0.88 to become 0.87")
-        return value
-
-
-class BudgetSection(Section):
-    """How much is removed: exactly one of these.
-
-    Attributes:
-        heads: Share of heads to remove, in (0, 1), if only heads are removed. The other budgets cover all kinds of
-            units.
-        flops: Largest share of the dense model's FLOPs that may be left, at the first measured shape.
-        parameters: Largest share of the dense model's parameters that may be left.
-        latency: Largest share of the dense model's time that may be left.
-        max_drop: Largest loss of a metric.
-        keep: See `KeepBudget`. A number is short for its `predictions`.
-    """
-
-    heads: float | None = None
-    flops: ShareOfDense | None = None
-    parameters: ShareOfDense | None = None
-    latency: LatencyBudget | None = None
-    max_drop: DropBudget | None = None
-    keep: KeepBudget | None = None
-
-    @property
-    def kind(self) -> str:
-        """Name of the field that is given."""
-        return next(name for name in type(self).model_fields if getattr(self, name) is not None)
-
-    @property
-    def ratio(self) -> float | None:
-        """Largest share of the dense model's cost that may be left; None for `heads`, `max_drop` and `keep`."""
-        return self.latency.ratio if self.latency is not None else self.flops or self.parameters
-
-    @property
-    def timed(self) -> TimedSection | None:
-        """What the budget times; None for one that times nothing."""
-        return self.latency if self.keep is None else self.keep.timed
-
-    @property
-    def metric(self) -> str | None:
-        """Name of the metric that the budget limits; None if it limits none."""
-        asked = self.max_drop or self.keep
-        return None if asked is None else asked.metric
-
-    @field_validator("heads")
-    @classmethod
-    def _is_a_share(cls, value: float | None) -> float | None:
-        if value is not None and not 0 < value < 1:
-            raise ValueError(f"sparsity must be in (0, 1), got {value:g}; 0.3 removes 30 % of the heads")
-        return value
-
-    @model_validator(mode="after")
-    def _is_one(self) -> BudgetSection:
-        names = list(type(self).model_fields)
-        given = [name for name in names if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise ValueError(f"exactly one of {', '.join(names)} must be given, got {' and '.join(given) or 'none'}")
-        return self
-
-
 class MultipleOf(Section):
     """Divisors of the number of units that a layer keeps, if it loses any.
 
@@ -438,169 +242,11 @@ class CompensationSection(Section):
         """`memory_gb` in bytes."""
         return None if self.memory_gb is None else round(self.memory_gb * (1 << 30))
 
-    def compensation(self, token_weights: float | None = None) -> Compensation:
-        """Return the `Compensation`, with the given weights of tokens if the section leaves them open."""
-        from ..slim.refit import Compensation
-
-        weights = self.token_weights or token_weights or 1.0
-        return Compensation(self.method, ridge=self.ridge, sequential=self.sequential, token_weights=weights)
-
     @model_validator(mode="after")
     def _weighs_tokens_in_one_pass(self) -> CompensationSection:
         if self.sequential and self.token_weights not in (None, 1):
             raise ValueError(
                 f"sequential refits weigh all tokens alike, got token_weights: {self.token_weights:g}; leave out one"
-            )
-        return self
-
-
-class PruneSection(Section):
-    """How units are scored, selected and compensated; see `score_units`, `select_units` and `compensate`.
-
-    Attributes:
-        modules: Which modules lose units: "attention" (heads), "mlp" (feed-forward neurons), or both under one budget.
-        criterion: How units are ranked. HIES and other criteria of attention rank only heads; neurons are then ranked
-            by `fisher`. `compensated` assumes `compensation`, and uses neither alpha nor labels. If the calibration
-            rows have fewer than 16,384 tokens, it also reads compensation rows; see `score_compensated`. `auto` tries
-            several criteria: it cuts, refits and judges the choice of each on held-out rows.
-        alpha: Weight of importance against focus in HIES, in [0, 1): score = alpha * importance + (1 - alpha) * focus,
-            where focus is one minus the attention's entropy. "auto" tries twelve values on held-out rows.
-        normalize: Over which heads the two terms of HIES are scaled to [0, 1] before they are blended. "model": over
-            all heads, so a layer of weak heads may lose most of them. "layer": over the heads of each layer, so that
-            every layer has a head with 0 and one with 1.
-        budget: See `BudgetSection`. A recipe's `deploy` or `cascade` may choose how much is removed in place of it.
-        allocation: "uniform" removes the same number of heads from every layer, "global" those that score lowest
-            anywhere. Or one for each kind, as in {attention: uniform, mlp: global}: the config's own fields, if it has
-            them, then describe the heads beside uneven neurons. Each uniform kind loses its own share; a kind that is
-            not named is "global".
-        unit: With grouped-query attention, "group" removes whole key/value groups, with their part of the cache, and
-            "query" the same number of query heads from each group, so that the cache keeps its size. Without groups the
-            two are the same: every head is its own group, and takes its part of the cache along.
-        towers: The parts of a composite model that lose heads; by default the language model if there is one, and of an
-            encoder-decoder both.
-        min_heads: Query heads that every layer keeps, however low they score. With 0, an attention module may lose all
-            of them: it then computes nothing, and its output is the same for all tokens.
-        min_neurons: Neurons that every feed-forward block keeps; with 0, it may lose all of them.
-        keep_layers: Layers that lose neither heads nor neurons, counted from 0; -1 is the last.
-        multiple_of: Divisor of the number of units left in a layer: a number, for heads, or see `MultipleOf`.
-        steps: Number of rounds in which the heads are removed; the remaining ones are scored anew in between.
-        compensation: See `CompensationSection`; None for no compensation.
-    """
-
-    modules: tuple[Literal["attention", "mlp"], ...] = (ATTENTION,)
-    criterion: str = "hies"
-    alpha: float | Literal["auto"] = 0.9
-    normalize: Literal["model", "layer"] = "model"
-    budget: BudgetSection | None = None
-    allocation: Allocation | dict[str, Allocation] = "global"
-    unit: Literal["group", "query"] = "group"
-    towers: tuple[str, ...] = ()
-    min_heads: int = Field(1, ge=0)
-    min_neurons: int = Field(1, ge=0)
-    keep_layers: tuple[int, ...] = ()
-    multiple_of: MultipleOf = MultipleOf()
-    steps: int = Field(1, ge=1)
-    compensation: CompensationSection | None = None
-
-    @property
-    def goal(self) -> BudgetSection:
-        """The budget, where it is given; `PruningRecipe.options` always has one."""
-        assert self.budget is not None
-        return self.budget
-
-    @property
-    def constraints(self) -> Constraints:
-        """The limits on a selection, whatever the budget."""
-        from ..select.constraints import Constraints
-
-        return Constraints(
-            allocation=self.allocation,
-            unit=self.unit,
-            min_heads=self.min_heads,
-            min_neurons=self.min_neurons,
-            keep_layers=self.keep_layers,
-            multiple_of=self.multiple_of.heads,
-            neurons_multiple_of=self.multiple_of.neurons or 1,
-        )
-
-    @property
-    def judged_on_held_out(self) -> str | None:
-        """What is chosen on held-out rows, for messages; None if nothing is."""
-        from ..score.criteria import AUTO, uses_alpha
-
-        if self.goal.max_drop is not None or self.goal.keep is not None:
-            return self.goal.kind
-        if self.criterion == AUTO:
-            return "criterion: auto"
-        return "alpha: auto" if self.alpha == AUTO and uses_alpha(self.criterion) else None
-
-    @field_validator("modules")
-    @classmethod
-    def _are_kinds(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        if not value or len(set(value)) < len(value):
-            raise ValueError(f"modules must be attention, mlp or both, each once, got {list(value)}")
-        return tuple(kind for kind in KINDS if kind in value)
-
-    @field_validator("allocation", mode="before")
-    @classmethod
-    def _is_an_allocation(cls, value: Any) -> Any:
-        by_kind = value if isinstance(value, dict) else dict.fromkeys(KINDS, value)
-        if any(kind not in KINDS or of_kind not in get_args(Allocation) for kind, of_kind in by_kind.items()):
-            raise ValueError(
-                f"allocation must be global or uniform, or one for each of attention and mlp, as in {{attention: "
-                f"uniform, mlp: global}}, got {value!r}"
-            )
-        return value
-
-    @field_validator("multiple_of", mode="before")
-    @classmethod
-    def _of_heads(cls, value: Any) -> Any:
-        return {"heads": value} if isinstance(value, int) and not isinstance(value, bool) else value
-
-    @field_validator("criterion")
-    @classmethod
-    def _is_known(cls, value: str) -> str:
-        from ..score.criteria import criterion_names
-
-        return _known(value, criterion_names(), what="criterion")
-
-    @field_validator("alpha", mode="before")
-    @classmethod
-    def _is_a_weight(cls, value: Any) -> Any:
-        if value == "auto":
-            return value
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise ValueError(f"alpha must be a number in [0, 1) or auto, got {value!r}")
-        if not 0 <= value < 1:
-            raise ValueError(f"alpha must be in [0, 1), got {value:g}; for importance alone use criterion: his")
-        return value
-
-    @model_validator(mode="after")
-    def _budget_covers_modules(self) -> PruneSection:
-        if self.budget is not None and self.budget.heads is not None and self.modules != (ATTENTION,):
-            raise ValueError(
-                f"budget.heads is for modules: [attention], got modules: [{', '.join(self.modules)}]; "
-                "set budget.flops, parameters, latency, max_drop or keep, which cover neurons too"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _can_take_steps(self) -> PruneSection:
-        kind = None if self.budget is None else self.budget.kind
-        given = {
-            f"a budget of {kind}": kind in ("max_drop", "keep"),
-            f"multiple_of {self.multiple_of.heads}": kind == "heads" and self.multiple_of.heads > 1,
-            # With one query head left in each group, the next step would remove whole groups.
-            "unit query": self.unit == "query",
-            # The next step would not find a module that is skipped.
-            "min_heads 0": self.min_heads == 0,
-            "min_neurons 0": self.min_neurons == 0,
-        }
-        if self.steps > 1 and any(given.values()):
-            reasons = " and ".join(name for name, is_given in given.items() if is_given)
-            raise ValueError(
-                f"steps: {self.steps} needs a budget of heads or of cost in units of groups, got {reasons}; "
-                "set steps: 1"
             )
         return self
 
@@ -625,11 +271,11 @@ class ExportSection(Section):
     quantize: Literal["int8", "int4"] | None = None
 
     @property
-    def options(self) -> ExportOptions:
-        """The same for an `Exporter`."""
-        from ..forms.exports import ExportOptions
-
-        return ExportOptions(self.format, self.provider, self.dtype, self.quantize)
+    def unquantized(self) -> ExportSection:
+        """The export that is quantised; OpenVINO's own format is made from ONNX."""
+        return self.model_copy(
+            update={"format": "onnx" if self.format == "openvino" else self.format, "quantize": None}
+        )
 
     @model_validator(mode="after")
     def _fits_the_format(self) -> ExportSection:
@@ -695,18 +341,11 @@ class MeasureSection(Section):
         min_seconds: Continue beyond `repeats` until the runs of a shape have taken this many seconds together.
     """
 
-    runtimes: tuple[Runtime, ...] = ("torch", "onnxruntime-cpu")
+    runtimes: tuple[str, ...] = ("torch", "onnxruntime-cpu")
     dtypes: tuple[Literal["float32", "float16", "bfloat16", "int8", "q8_0", "q4_0"], ...] = ()
     shapes: tuple[tuple[int, ...], ...] = ()
     repeats: int = Field(30, ge=2)
     min_seconds: float = Field(0.0, ge=0)
-
-    @property
-    def timing(self) -> Timing:
-        """How often models run."""
-        from ..forms.measure.timing import Timing
-
-        return Timing(repeats=self.repeats, min_seconds=self.min_seconds)
 
     @field_validator("shapes")
     @classmethod
@@ -727,5 +366,5 @@ class DeploySection(Section):
     """
 
     keep: float = Field(0.99, gt=0, lt=1)
-    runtimes: tuple[Runtime, ...] = ()
+    runtimes: tuple[str, ...] = ()
     minutes: float | None = Field(None, ge=0)

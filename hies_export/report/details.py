@@ -13,10 +13,10 @@ from ..forms.deployment import Deployment
 from ..forms.judged import JudgedForm
 from ..forms.measure.counts import Both, FlopsByLayer
 from ..forms.measure.shapes import RowLength
+from ..recipe.budget import Outcome
 from ..slim.refit import LayerFit
 from ..slim.siblings import Family
 from .maps import NeuronCount
-from .outcomes import BudgetOutcome, CostOutcome, KeepOutcome, MaxDropOutcome, Outcome
 
 Marks = Annotated[str, Field(pattern="^[■·]{1,16384}$")]
 Numbers = dict[str, Annotated[list[FiniteFloat], FailFast()]]
@@ -47,7 +47,7 @@ class Details(BaseModel):
     head_map: dict[str, Marks] = Field(default_factory=dict)
     heads: dict[str, Numbers] = Field(default_factory=dict)
     neurons: dict[str, NeuronCount] = Field(default_factory=dict)
-    budget: Annotated[Outcome, Field(discriminator="kind")] | None = None
+    outcome: Outcome | None = None
     metrics: dict[str, Both[float]] = Field(default_factory=dict)
     benchmarks: dict[str, Both[float]] = Field(default_factory=dict)
     uncompensated: Quality | None = None
@@ -69,18 +69,14 @@ class Details(BaseModel):
     data: DataFacts
     run: dict[str, Any] | None = None
 
-    @field_serializer("budget")
-    def _known(self, budget: BudgetOutcome | None) -> dict[str, Any] | None:
-        return None if budget is None else budget.details()
+    @field_serializer("outcome")
+    def _known(self, outcome: Outcome | None) -> dict[str, Any] | None:
+        return None if outcome is None else outcome.to_json()
 
     @model_validator(mode="after")
     def _measured(self) -> Details:
-        if isinstance(self.budget, CostOutcome) and self.budget.measured is None:
-            raise ValueError("budget.measured is missing")
-        if isinstance(self.budget, MaxDropOutcome | KeepOutcome) and self.budget.slim is None:
-            raise ValueError("budget.slim is missing")
-        if isinstance(self.budget, KeepOutcome) and self.budget.slim_end is None:
-            raise ValueError("budget.slim_end is missing")
+        if self.outcome is not None and self.outcome.found is None:
+            raise ValueError("outcome.found is missing")
         return self
 
     @model_validator(mode="after")

@@ -9,7 +9,8 @@ from typing import Any
 from ..evaluate.metrics import METRICS, counted_by, quality_loss, title_of
 from ..forms.judged import deciding_step, relative_times
 from ..forms.measure.rows import LatencyRow
-from .outcomes import CostOutcome, HeadsOutcome, KeepOutcome, MaxDropOutcome
+from ..recipe.budget import Budget, KeepBudget, Outcome
+from .outcomes import asked_words, found_words
 from .report import Report
 from .rows import form_step
 from .text import evaluated_share, keeps_metric, runtime_name, samples_word
@@ -70,9 +71,10 @@ def asked_row(report: Report) -> LatencyRow | None:
     its ratio.
     """
     rows = [row for row in report.latency if row.phase != "decode"]
-    budget = report.details.budget
-    if isinstance(budget, CostOutcome) and budget.kind == "latency":
-        asked = (budget.runtime, budget.batch, budget.sequence)
+    outcome = report.details.outcome
+    timed = None if outcome is None else outcome.budget.latency
+    if timed is not None:
+        asked = (timed.runtime, timed.batch, timed.sequence)
         found = [row for row in rows if (row.runtime, row.batch, row.sequence) == asked]
     else:
         at_shape = [row for row in rows if (row.batch, row.sequence) == tuple(report.flops.shape)]
@@ -163,21 +165,22 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3f}" if abs(value) < 1 else f"{value:.3g}"
 
 
-def _promised(report: Report) -> KeepOutcome | None:
+def _promised(report: Report) -> Outcome | None:
     """Return the promise about the model that the sentence names; None if there is none."""
-    found, budget, word = report.details.deployment, report.details.budget, report.details.stability_of
+    found, outcome, word = report.details.deployment, report.details.outcome, report.details.stability_of
     if found is not None and found.form is not None:
         metric = report.quality.metric if keeps_metric(report) and report.quality.dense > 0 else None
         index: Any = "dense" if metric and "dense_index" in (report.ranking or {}) else None
-        return KeepOutcome(predictions=found.promise, metric=metric, index=index, samples=0, word=word)
+        return Outcome(Budget(keep=KeepBudget(predictions=found.promise, metric=metric, index=index)), word=word)
     if report.cascade is not None:
-        return KeepOutcome(predictions=1 - report.cascade.disagreement, samples=report.cascade.rows, word=word)
-    return budget if isinstance(budget, KeepOutcome) and budget.met else None
+        keep = KeepBudget(predictions=1 - report.cascade.disagreement)
+        return Outcome(Budget(keep=keep), samples=report.cascade.rows, word=word)
+    return outcome if outcome is not None and outcome.budget.keep is not None and outcome.met else None
 
 
 def _promises_predictions(report: Report) -> bool:
     promised = _promised(report)
-    return promised is not None and promised.metric is None
+    return promised is not None and promised.budget.metric is None
 
 
 def _promise(report: Report) -> str:
@@ -186,19 +189,19 @@ def _promise(report: Report) -> str:
     if promised is None:
         return ""
     tolerance = report.details.stability_tolerance
-    within = "" if promised.metric or tolerance is None else f" within {tolerance:g}"
-    loss = "" if promised.by is None else "a loss of "
+    within = "" if promised.budget.metric or tolerance is None else f" within {tolerance:g}"
+    loss = "" if promised.budget.by is None else "a loss of "
     on, others = _promised_on(report, promised)
-    text = f"promised {loss}{promised.asked}{within}{on}"
+    text = f"promised {loss}{asked_words(promised)}{within}{on}"
     result = _result(report, promised)
     return f"{text}; {result} {others}" if result else text
 
 
-def _promised_on(report: Report, promised: KeepOutcome) -> tuple[str, str]:
+def _promised_on(report: Report, promised: Outcome) -> tuple[str, str]:
     """Return which rows a promise was made on, if they are not like those that judge it, and which judge it."""
     data, word = report.details.data, samples_word(report)
     # A row has many tokens, and many entities.
-    of = "on" if promised.metric or report.details.stability_of == "next token" else "of"
+    of = "on" if promised.budget.metric or report.details.stability_of == "next token" else "of"
     if not data.alike:
         held_out = f" on {promised.samples or data.held_out_samples:,} {word} of {data.held_out_split}"
         return held_out, f"{of} {data.evaluation_samples:,} {word} of {data.evaluation_split}"
@@ -207,13 +210,14 @@ def _promised_on(report: Report, promised: KeepOutcome) -> tuple[str, str]:
     return "", f"{of} {data.evaluation_samples:,} other {word}"
 
 
-def _result(report: Report, promised: KeepOutcome) -> str:
+def _result(report: Report, promised: Outcome) -> str:
     """Return what the evaluated rows keep, or lose, of what was promised; empty if the evaluation does not know."""
-    metric, share = promised.metric, promised.predictions
+    metric, share = promised.budget.metric, promised.budget.share
     if share is None:
         found = report.metrics.get(str(metric))
         return "" if found is None else f"lost {_number(quality_loss(str(metric), found.dense, found.slim))}"
-    kept = _kept(report, metric, promised.index)
+    keep = promised.budget.keep
+    kept = _kept(report, metric, None if keep is None else keep.index)
     if kept is None:
         return ""
     if kept >= 1:
@@ -235,28 +239,27 @@ def _kept(report: Report, metric: str | None, index: str | None) -> float | None
 
 def _budget(report: Report) -> str:
     """Return whether a budget that promises nothing was kept; empty if the report does not know."""
-    budget, heads, deployed = report.details.budget, report.heads, report.details.deployment
+    outcome, heads, deployed = report.details.outcome, report.heads, report.details.deployment
     if deployed is not None and deployed.form is not None:
         return ""
-    if isinstance(budget, KeepOutcome):
-        return "" if budget.met else f"{budget.asked} promised, and held-out rows have {budget.found}"
-    if isinstance(budget, MaxDropOutcome):
-        assert budget.slim is not None
-        lost = quality_loss(budget.metric, budget.dense, budget.slim)
-        return "budget kept" if lost <= budget.by else f"budget missed by {lost - budget.by:.3g}"
-    if budget is None or budget.target is None:
+    if outcome is None:
         return ""
-    if isinstance(budget, HeadsOutcome):
-        if abs(heads.removed - budget.target * heads.total) < 1:
+    budget, found = outcome.budget, outcome.found
+    assert found is not None
+    if budget.keep is not None:
+        return "" if outcome.met else f"{asked_words(outcome)} promised, and held-out rows have {found_words(outcome)}"
+    if budget.heads is not None:
+        if abs(heads.removed - budget.heads * heads.total) < 1:
             return "budget kept"
         removed = 100 * heads.removed / heads.total
-        return f"{removed:.3g}% of the heads removed for a budget of {100 * budget.target:.3g}%"
-    if budget.noisy:
+        return f"{removed:.3g}% of the heads removed for a budget of {100 * budget.heads:.3g}%"
+    if outcome.noisy:
         return "budget too noisy to confirm"
-    assert budget.measured is not None
-    if budget.measured <= budget.target:
+    if outcome.met:
         return "budget kept"
+    if budget.max_drop is not None:
+        return f"budget missed by {found.value - budget.max_drop.by:.3g}"
     asked = asked_row(report)
-    if budget.kind == "latency" and asked is not None and asked.ratio_low <= budget.target:
-        return f"budget of {budget.target:g} within the interval of the measurement"
-    return f"budget missed, {budget.measured:.3f} where {budget.target:g} was allowed"
+    if budget.latency is not None and asked is not None and asked.ratio_low <= budget.latency.ratio:
+        return f"budget of {budget.ratio:g} within the interval of the measurement"
+    return f"budget missed, {found.value:.3f} where {budget.ratio:g} was allowed"

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import Annotated, NamedTuple
 
 from pydantic import Field
 
 from ..forms.measure.counts import Count
 from ..kinds import ATTENTION, MLP, UNIT_NAMES
 from ..values import PruningPlan
-
-if TYPE_CHECKING:
-    from .report import Report
 
 KEPT, CUT = "■", "·"
 BAR_WIDTH = 24
@@ -61,17 +58,13 @@ def neuron_counts(plan: PruningPlan) -> dict[str, NeuronCount]:
     return {name: NeuronCount(len(kept.units), kept.total) for name, kept in plan.of_kind(MLP).items()}
 
 
-def unit_maps(report: Report) -> list[UnitMap]:
-    """Return a map for every kind of unit that the run could remove. Every rendering draws all of them."""
-    return _maps(report.details.head_map, report.details.neurons)
-
-
 def plan_maps(plan: PruningPlan) -> list[UnitMap]:
     """Return a map for every kind of unit that a plan covers."""
-    return _maps(head_map(plan), neuron_counts(plan))
+    return unit_maps(head_map(plan), neuron_counts(plan))
 
 
-def _maps(marks: Mapping[str, str], neurons: Mapping[str, NeuronCount]) -> list[UnitMap]:
+def unit_maps(marks: Mapping[str, str], neurons: Mapping[str, NeuronCount]) -> list[UnitMap]:
+    """Return a map for every kind of unit that could be removed. Every rendering draws all of them."""
     heads = [Line(name, " ".join(line), line.count(KEPT), len(line)) for name, line in marks.items()]
     blocks = [Line(name, bar(of), of.kept, of.total) for name, of in neurons.items()]
     return [UnitMap(UNIT_NAMES[kind], lines) for kind, lines in ((ATTENTION, heads), (MLP, blocks)) if lines]

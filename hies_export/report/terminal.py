@@ -20,7 +20,7 @@ GAP = 2
 def print_report(report: Report, console: Console) -> None:
     """Print the first sentence, the maps of what was cut, and the tables."""
     console.print(f"\n{lead_text(report)}", markup=False, style="bold", soft_wrap=True)
-    for units in unit_maps(report):
+    for units in unit_maps(report.details.head_map, report.details.neurons):
         console.print()
         console.print(map_text(units, console.width))
     parts = report_parts(report)

@@ -10,8 +10,9 @@ from typing import Any
 from ..data.facts import DataFacts
 from ..evaluate.metrics import METRICS, higher_is_better, title_of
 from ..forms.measure.rows import LatencyRow
+from ..recipe.budget import KeepBudget, Outcome
 from ..tasks import TASKS
-from .outcomes import CostOutcome, KeepOutcome, MaxDropOutcome
+from .outcomes import asked_words, found_words, stays_words
 from .report import Report, UnitCounts
 
 # A metric on the rows that a plan was chosen on is suspicious if it is better by more than this share.
@@ -122,49 +123,50 @@ def sentence_class(report: Report) -> str | None:
 
 def budget_text(report: Report) -> str:
     """Return what the budget allowed and what was measured, in a sentence; empty for a share of the heads."""
-    budget = report.details.budget
-    if isinstance(budget, MaxDropOutcome):
-        judged, value = ("masked", budget.masked) if budget.refitted is None else ("refitted", budget.refitted)
-        rows = held_out_rows(report, otherwise=f"{budget.samples} held-out samples")
-        return (
-            f"Budget: {budget.metric} may get worse by {budget.by:g} on {rows}. Dense {budget.dense:.4f}, "
-            f"{judged} {value:.4f}, slim {budget.slim:.4f}; {_tried(len(budget.judged), 'plan')}."
-        )
-    if isinstance(budget, KeepOutcome):
-        return _keep_text(report, budget)
-    if not isinstance(budget, CostOutcome):
+    outcome = report.details.outcome
+    if outcome is None or outcome.budget.heads is not None:
         return ""
-    assert budget.measured is not None
+    budget, found = outcome.budget, outcome.found
+    assert found is not None
+    if budget.max_drop is not None:
+        rows = held_out_rows(report, otherwise=f"{outcome.samples} held-out samples")
+        return (
+            f"Budget: {budget.metric} may get worse by {budget.by:g} on {rows}. Dense {outcome.dense:.4f}, which the "
+            f"slim model loses {found.value:.4f} of; {_tried(len(outcome.judged), 'plan')}."
+        )
+    if budget.keep is not None:
+        return _keep_text(report, outcome, budget.keep)
     of = {"flops": "the FLOPs", "parameters": "the parameters", "latency": "the time"}[budget.kind]
-    timed = budget.kind == "latency"
-    bits = f" in {budget.dtype}" if budget.dtype else ""
-    where = f" on {budget.runtime}{bits} at {budget.batch} x {budget.sequence}" if timed else ""
-    dense = "dense model in float32" if budget.of == "float32" else "dense model"
-    off = abs(budget.measured - budget.predicted)
-    measured = "too noisy to measure" if budget.noisy else f"measured {budget.measured:.3f}"
-    apart = f", {100 * off:.1f} points apart" if timed and not budget.noisy else ""
+    timed, dense, where, apart = budget.latency, "dense model", "", ""
+    if timed is not None:
+        dense = "dense model in float32" if timed.of == "float32" else dense
+        bits = f" in {timed.dtype}" if timed.dtype else ""
+        where = f" on {timed.runtime}{bits} at {timed.batch} x {timed.sequence}"
+        assert outcome.predicted is not None
+        apart = "" if outcome.noisy else f", {100 * abs(found.value - outcome.predicted):.1f} points apart"
+    measured = "too noisy to measure" if outcome.noisy else f"measured {found.value:.3f}"
     return (
-        f"Budget: at most {budget.target:g} of {of} of the {dense}{where}. "
-        f"Predicted {budget.predicted:.3f}, {measured}{apart}."
+        f"Budget: at most {budget.ratio:g} of {of} of the {dense}{where}. "
+        f"Predicted {outcome.predicted:.3f}, {measured}{apart}."
     )
 
 
-def _keep_text(report: Report, budget: KeepOutcome) -> str:
+def _keep_text(report: Report, outcome: Outcome, keep: KeepBudget) -> str:
     """Return the promise, the result on the held-out rows, and the difference on the evaluated rows."""
-    rows = held_out_rows(report, otherwise=f"{budget.samples:,} held-out {samples_word(report)}")
-    tried = _tried(len(budget.judged), "cut") if budget.judged else "no cut was found that keeps it"
-    text = f"Budget: {budget.asked}, promised on {rows}: {budget.found}; {tried}."
-    if budget.predicted is not None:
-        text += f" {budget.predicted:.3f} of the time on {runtime_name(str(budget.runtime))} was predicted."
-    if budget.predictions is None:
+    rows = held_out_rows(report, otherwise=f"{outcome.samples:,} held-out {samples_word(report)}")
+    tried = _tried(len(outcome.judged), "cut") if outcome.judged else "no cut was found that keeps it"
+    text = f"Budget: {asked_words(outcome)}, promised on {rows}: {found_words(outcome)}; {tried}."
+    if outcome.predicted is not None:
+        text += f" {outcome.predicted:.3f} of the time on {runtime_name(str(keep.runtime))} was predicted."
+    if keep.predictions is None:
         return text
-    kept = evaluated_share(report, budget.metric, budget.index)
+    kept = evaluated_share(report, keep.metric, keep.index)
     if kept is None:
         return text
-    apart, data = kept - budget.predictions, report.details.data
+    apart, data = kept - keep.predictions, report.details.data
     side = "above" if apart >= 0 else "below"
     text = (
-        f"{text} On the evaluated {samples_word(report)}, {100 * kept:.2f} % {budget.stays}, "
+        f"{text} On the evaluated {samples_word(report)}, {100 * kept:.2f} % {stays_words(outcome)}, "
         f"{100 * abs(apart):.2f} points {side} the promise."
     )
     if data.held_out_further and not data.alike:

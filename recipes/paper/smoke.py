@@ -13,7 +13,7 @@ from PIL import Image
 
 from hies_export.cli.digits import MODEL, prepare_quickstart
 from hies_export.evaluate.metrics import METRICS
-from hies_export.recipe import PruningRecipe
+from hies_export.pipeline.recipe import PruningRecipe
 
 WORDS = ["<pad>", "<unk>", "<s>", "</s>", "<image>", "USER:", "ASSISTANT:", *"abcdefghij", "yes", "no"]
 SMALL = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 32}

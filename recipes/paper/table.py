@@ -20,8 +20,8 @@ from hies_export.lab.sweep.grid import SweepGrid
 from hies_export.lab.sweep.sweep import sweep
 from hies_export.pipeline.choose import choose
 from hies_export.pipeline.prepare import prepare
+from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.progress import Silent
-from hies_export.recipe import PruningRecipe
 from hies_export.slim.mask import masked_units
 
 HERE = Path(__file__).parent

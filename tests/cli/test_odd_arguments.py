@@ -9,7 +9,7 @@ import pytest
 from support.models import save_project
 
 from hies_export.cli.arguments import add_recipe, read_recipe
-from hies_export.recipe import PruningRecipe
+from hies_export.pipeline.recipe import PruningRecipe
 
 LONG, SURROGATE = "x" * 300, "a\udcff"
 

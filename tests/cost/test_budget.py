@@ -21,12 +21,13 @@ from hies_export.evaluate.metrics import quality_loss
 from hies_export.forms.cost.cut import cut_bundles
 from hies_export.forms.cost.flops import flops_table
 from hies_export.forms.cost.latency import TimedCut, TimedOn, latency_table
-from hies_export.forms.exports import Exporter, ExportOptions
+from hies_export.forms.exports import Exporter
 from hies_export.forms.form import Form
 from hies_export.forms.measure.counts import count_flops
 from hies_export.forms.measure.timing import Timing
+from hies_export.pipeline.recipe import PruneSection, PruningRecipe
 from hies_export.pipeline.search import most_by_few_failures, most_within
-from hies_export.recipe import BudgetSection, PruningRecipe
+from hies_export.recipe.sections import ExportSection
 from hies_export.select.budget import CostTable
 from hies_export.select.bundles import bundle_count
 from hies_export.select.select import select_units
@@ -141,7 +142,7 @@ def test_a_timed_table_is_kept_unless_it_is_noisy(
     monkeypatch.setattr("hies_export.forms.cost.latency.compare_two", compare)
     model, batch = bert(), text_batch(2, 12, padding=False, labels=False)
     sites = find_attention(model, batch)
-    where = TimedOn("torch", batch, Timing(repeats=6), Exporter(ExportOptions(), batch))
+    where = TimedOn("torch", batch, Timing(repeats=6), Exporter(ExportSection(), batch))
     table = latency_table(model, sites, where, cache=tmp_path)
     assert [(round(6 * point["kept"]), point["ratio"]) for point in table.measured] == [
         *((4, 0.9), (3, 0.8), (2, 0.65), (1, 0.6))
@@ -164,7 +165,7 @@ def test_a_kept_table_is_read_for_the_same_model_and_shape_only(
 
     def table(tokens: int, dtype: str = "float32") -> CostTable:
         batch = text_batch(2, tokens, padding=False, labels=False)
-        where = TimedOn("torch", batch, Timing(repeats=2), Exporter(ExportOptions(dtype=dtype), batch))
+        where = TimedOn("torch", batch, Timing(repeats=2), Exporter(ExportSection(dtype=dtype), batch))
         return latency_table(model, sites, where, cache=tmp_path)
 
     first, kept = table(12), [(12,), (13,), (13, "float16")]
@@ -196,7 +197,7 @@ def test_budgets_that_cannot_be_are_refused(budget: dict[str, Any], message: str
     with pytest.raises(RecipeError, match=message):
         PruningRecipe(model="m", task="text-classification", data=data, prune={"budget": budget})
     with pytest.raises(ValueError, match=message):
-        BudgetSection(**budget)
+        PruneSection(budget=budget)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -219,16 +220,17 @@ def run(project: Path, budget: dict[str, Any], *settings: str) -> int:
 
 def report_of(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     report = json.loads((folder / "report.json").read_text())
-    return report, report["details"]["budget"]
+    return report, report["details"]["outcome"]
 
 
 @pytest.mark.usefixtures("untraced")
 def test_a_run_by_flops_with_alpha_chosen(project: Path) -> None:
     assert run(project, {"flops": 0.9}, "prune.alpha=auto") == 0
-    report, budget = report_of(project / "out")
-    assert budget["measured"] == pytest.approx(budget["predicted"], abs=1e-9)
-    assert budget["measured"] == report["flops"]["slim"] / report["flops"]["dense"]
-    assert 0.86 < budget["measured"] <= 0.9
+    report, outcome = report_of(project / "out")
+    found = outcome["found"]["value"]
+    assert found == pytest.approx(outcome["predicted"], abs=1e-9)
+    assert found == report["flops"]["slim"] / report["flops"]["dense"]
+    assert 0.86 < found <= 0.9
 
 
 @pytest.mark.usefixtures("untraced")
@@ -240,10 +242,10 @@ def test_a_run_by_time_says_predicted_and_measured(project: Path, monkeypatch: p
     monkeypatch.setattr("hies_export.forms.cost.latency._read", lambda file, key: cuts)
     latency = {"ratio": 0.85, "runtime": "torch", "batch": 3, "sequence": 20}
     assert run(project, {"latency": latency}) == 0
-    report, budget = report_of(project / "out")
-    assert 0.8 < budget["predicted"] <= 0.85
+    report, outcome = report_of(project / "out")
+    assert 0.8 < outcome["predicted"] <= 0.85
     row = next(r for r in report["latency"] if (r["batch"], r["sequence"]) == (3, 20))
-    assert budget["measured"] == row["ratio"]
+    assert outcome["found"] == {"value": row["ratio"]}
     assert run(project, {"latency": latency | {"ratio": 0.6}}, f"output={project / 'other'}") == 2
     assert not (project / "other").exists()
 
@@ -268,10 +270,11 @@ def test_a_ratio_to_float32_counts_what_fewer_bits_save(
         monkeypatch.setattr(f"hies_export.pipeline.{module}.compare_with_full", compare)
     latency = {"runtime": "torch", "batch": 3, "sequence": 20, "dtype": "bfloat16", "of": "float32"}
     assert run(project, {"latency": latency | {"ratio": 0.75}}) == 0
-    report, budget = report_of(project / "out")
+    report, outcome = report_of(project / "out")
     # 0.8333 of the time in the same bits, which the table has between cuts to 0.8 and to all heads.
-    assert 0.9 * 0.8 < budget["predicted"] <= 0.75
-    assert (budget["measured"], budget["of"], budget["dtype"]) == (0.71, "float32", "bfloat16")
+    assert 0.9 * 0.8 < outcome["predicted"] <= 0.75
+    timed = outcome["budget"]["latency"]
+    assert (outcome["found"]["value"], timed["of"], timed["dtype"]) == (0.71, "float32", "bfloat16")
     assert ("torch", "bfloat16") in {(row["runtime"], row["dtype"]) for row in report["latency"]}
     assert compared == [("torch", "torch", "bfloat16")] * 2
     assert "0.75 of the time of the dense model in float32 on torch in bfloat16" in capsys.readouterr().out
@@ -286,10 +289,9 @@ def test_a_ratio_to_float32_counts_what_fewer_bits_save(
 @pytest.mark.usefixtures("untraced")
 def test_a_run_by_drop_keeps_the_metric_on_held_out_rows(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(project, {"max_drop": {"metric": "accuracy", "by": 0.05}}) == 0
-    report, budget = report_of(project / "out")
-    assert budget["samples"] == 52
-    assert budget["dense"] - budget["slim"] <= 0.05 + 1e-9
-    assert budget["slim"] == pytest.approx(budget["masked"])
+    report, outcome = report_of(project / "out")
+    assert outcome["samples"] == 52
+    assert outcome["found"]["value"] <= 0.05
     # Where heads are compensated, that is what was judged: the cut model keeps to it again, by the same moments.
     passes, collect = [], MomentStream._collect
     monkeypatch.setattr(MomentStream, "_collect", lambda stream, group: passes.append(1) or collect(stream, group))
@@ -297,10 +299,10 @@ def test_a_run_by_drop_keeps_the_metric_on_held_out_rows(project: Path, monkeypa
     assert run(project, {"max_drop": {"metric": "accuracy", "by": 0.05}}, *compensated) == 0
     assert len(passes) == 1
     _, refitted = report_of(project / "compensated")
-    assert refitted["slim"] == pytest.approx(refitted["refitted"])
-    assert refitted["dense"] == budget["dense"]
-    more = [row for row in budget["judged"] if row["removed"] == report["heads"]["removed"] + 1]
-    assert all(budget["dense"] - row["accuracy"] > 0.05 for row in more)
+    assert any(refitted["found"]["value"] == pytest.approx(row["lost"]) for row in refitted["judged"])
+    assert refitted["dense"] == outcome["dense"]
+    more = [row for row in outcome["judged"] if row["removed"] == report["heads"]["removed"] + 1]
+    assert all(row["lost"] > 0.05 for row in more)
     # The dense value, by hand: all rows but the eight that heads were scored on.
     rows = [json.loads(line) for line in (project / "train.jsonl").read_text().splitlines()]
     tokenizer = AutoTokenizer.from_pretrained(project / "model")
@@ -308,7 +310,7 @@ def test_a_run_by_drop_keeps_the_metric_on_held_out_rows(project: Path, monkeypa
     right = AutoModelForSequenceClassification.from_pretrained(project / "model")(**batch).logits.argmax(
         -1
     ) == torch.tensor([r["label"] for r in rows])
-    assert int(right.sum()) - 8 <= round(52 * budget["dense"]) <= int(right.sum())
+    assert int(right.sum()) - 8 <= round(52 * outcome["dense"]) <= int(right.sum())
     assert load(project / "out" / "slim").config.model_type == "bert"
 
 

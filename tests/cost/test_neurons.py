@@ -16,12 +16,12 @@ from hies_export.forms.cost.cut import cut_bundles
 from hies_export.forms.cost.flops import flops_table
 from hies_export.forms.cost.latency import TimedCut, TimedOn, latency_table
 from hies_export.forms.cost.parameters import parameters_table
-from hies_export.forms.exports import Exporter, ExportOptions
-from hies_export.forms.measure.counts import Both, FlopCount, count_flops
+from hies_export.forms.exports import Exporter
+from hies_export.forms.measure.counts import count_flops
 from hies_export.forms.measure.timing import Timing
 from hies_export.forms.runtimes.base import RUNTIMES
 from hies_export.model.copies import share_weights
-from hies_export.report.outcomes import CostOutcome
+from hies_export.recipe.sections import ExportSection
 from hies_export.select.bundles import bundle_count
 from hies_export.units import PrunableModule
 
@@ -122,7 +122,7 @@ def timed_table(
     monkeypatch.setattr(RUNTIMES["torch"], "width_step", step)
     model, modules, batch = case
     return latency_table(
-        model, modules, TimedOn("torch", batch, Timing(repeats=1), Exporter(ExportOptions(), batch)), unit=unit
+        model, modules, TimedOn("torch", batch, Timing(repeats=1), Exporter(ExportSection(), batch)), unit=unit
     )
 
 
@@ -187,7 +187,7 @@ def test_cuts_are_timed_for_each_kind_alone(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("hies_export.forms.cost.latency.cut_bundles", spy)
     monkeypatch.setattr(RUNTIMES["torch"], "width_step", 24)
     model, modules, batch = bert_case()
-    where = TimedOn("torch", batch, Timing(repeats=1), Exporter(ExportOptions(), batch))
+    where = TimedOn("torch", batch, Timing(repeats=1), Exporter(ExportSection(), batch))
     table = latency_table(model, modules, where, cache=tmp_path)
     assert widths == [({4}, {64}), ({3}, {64}), ({2}, {64}), ({1}, {64}), ({6}, {48}), ({6}, {24})]
     assert latency_table(model, modules, where, cache=tmp_path) == table
@@ -198,10 +198,3 @@ def test_cuts_are_timed_for_each_kind_alone(tmp_path: Path, monkeypatch: pytest.
     table = latency_table(model, modules, where, skippable=["mlp"], cache=tmp_path)
     assert widths[17:] == [({6}, {48}), ({6}, {32}), ({6}, {16}), ({6}, {64, 0})]
     assert [len(row) for row in table.saved.values()] == [6] * 3 + [65] * 3
-
-
-def test_a_budget_of_parameters_is_measured_in_parameters() -> None:
-    outcome = CostOutcome("parameters", 0.8, 0.79)
-    done = outcome.with_measured(flops=FlopCount(10, 6, (1, 2)), parameters=Both(1000, 785), latency=[])
-    assert done.measured == 0.785
-    assert done.details() == {"kind": "parameters", "target": 0.8, "predicted": 0.79, "measured": 0.785}

@@ -2,7 +2,6 @@
 
 import logging
 import math
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,8 +17,9 @@ from hies_export.evaluate.interval import ratio_ends
 from hies_export.evaluate.judge import Judge, Judgement, Quality, clearly_better, standard_error
 from hies_export.evaluate.metrics import register_metric
 from hies_export.evaluate.predict import predict
-from hies_export.recipe import KeepBudget
-from hies_export.report.outcomes import KeepOutcome
+from hies_export.pipeline.recipe import PruneSection
+from hies_export.recipe.budget import Budget, KeepBudget, Outcome
+from hies_export.report.outcomes import asked_words, stays_words
 from hies_export.tasks.classes import Classes, Numbers
 from hies_export.tasks.predictions import TokenPredictions
 
@@ -80,12 +80,12 @@ def test_a_registered_metric_says_what_a_share_of_it_is_and_how_it_is_worded() -
         assert 0 < sum(both) < sum(ones) < 40
         assert share == pytest.approx(sum(both) / sum(ones)) == judge.of(other).metrics[name]
         assert low == ratio_ends(torch.tensor(both), torch.tensor(ones), 0.9)[0]
-        asked = KeepBudget(metric=name)
-        outcome = KeepOutcome(metric=name, predictions=asked.predictions, samples=40)
-        assert (outcome.asked, outcome.stays) == ("99 % of the ones", "of the ones stay")
-        assert replace(outcome, predictions=None, by=0.1).asked == "at most 0.1 of same ones"
+        asked = PruneSection(budget={"keep": {"metric": name}}).goal
+        outcome = Outcome(asked)
+        assert (asked_words(outcome), stays_words(outcome)) == ("99 % of the ones", "of the ones stay")
+        assert asked_words(Outcome(Budget(keep=KeepBudget(metric=name, by=0.1)))) == "at most 0.1 of same ones"
         with pytest.raises(ValidationError, match="keep needs predictions, or metric and by, got metric"):
-            KeepBudget(metric="accuracy")
+            PruneSection(budget={"keep": {"metric": "accuracy"}})
 
 
 def test_numbers_are_judged_within_the_tolerance() -> None:

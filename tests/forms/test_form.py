@@ -11,22 +11,23 @@ from support.models import bert, text_batch
 
 from hies_export.errors import ExportError
 from hies_export.forms import compare, measured
-from hies_export.forms.exports import Exporter, ExportOptions
+from hies_export.forms.exports import Exporter
 from hies_export.forms.form import Form, Forms
 from hies_export.forms.measure.counts import Both
 from hies_export.forms.measure.timing import Timing
 from hies_export.forms.measured import MeasureOptions, measure_both
+from hies_export.recipe.sections import ExportSection
 
 
 class Recording(Exporter):
     """Write nothing, and remember what was asked for; a dtype in `failing` fails."""
 
     def __init__(self, failing: str = ""):
-        super().__init__(ExportOptions(), text_batch(2, 6))
+        super().__init__(ExportSection(), text_batch(2, 6))
         object.__setattr__(self, "made", [])
         object.__setattr__(self, "failing", failing)
 
-    def export(self, model: Any, folder: Path, options: ExportOptions | None = None) -> Any:
+    def export(self, model: Any, folder: Path, options: ExportSection | None = None) -> Any:
         assert options is not None
         self.made.append((folder.name, options.dtype))  # type: ignore[attr-defined]
         if options.dtype == self.failing:  # type: ignore[attr-defined]

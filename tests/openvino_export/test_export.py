@@ -14,7 +14,7 @@ from support.models import vit as tiny_vit
 from transformers import BertConfig, BertForSequenceClassification
 
 from hies_export import MissingRuntimeError, OutputExistsError, RequestError, quantize_openvino
-from hies_export.forms.exports import Exporter, ExportOptions
+from hies_export.forms.exports import Exporter, read_by
 from hies_export.forms.onnx.export import OnnxExport, export_onnx
 from hies_export.forms.openvino import export as export_module
 from hies_export.forms.openvino.apart import readers, set_apart
@@ -159,10 +159,10 @@ def test_loud_neurons_are_computed_apart_and_cost_the_others_no_levels(
 
 
 def test_an_exporter_makes_it_from_a_model_as_from_its_onnx_export(rows: list[Batch], tmp_path: Path) -> None:
-    options = ExportOptions.read_by(ExportOptions(), "openvino", "int8")
-    assert options == ExportOptions("openvino", "cpu", "float32", "int8")
-    assert options.unquantized == ExportOptions()
-    exporter = Exporter(ExportOptions(), rows[0], rows=rows)
+    options = read_by(ExportSection(), "openvino", "int8")
+    assert options == ExportSection(format="openvino", quantize="int8")
+    assert options.unquantized == ExportSection()
+    exporter = Exporter(ExportSection(), rows[0], rows=rows)
     one = exporter.export(encoder(), tmp_path / "one", options)
     two = exporter.quantize(exporter.export(encoder(), tmp_path / "onnx"), tmp_path / "two", options)
     results = [load_runtime("openvino", made.folder, threads=1).compute(rows[0])["logits"] for made in (one, two)]

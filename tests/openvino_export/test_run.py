@@ -13,7 +13,7 @@ from hies_export import RecipeError
 from hies_export.checkpoint.served import read_served
 from hies_export.forms import deployment
 from hies_export.forms.runtimes.registry import load_runtime
-from hies_export.recipe import PruningRecipe
+from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.tasks import TASKS
 
 

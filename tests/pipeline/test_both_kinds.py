@@ -27,18 +27,18 @@ from hies_export.forms.cost.parameters import parameters_table
 from hies_export.forms.measure.counts import count_flops
 from hies_export.lab.studies.explore import read_exploration
 from hies_export.pipeline import candidates as candidates_module
+from hies_export.pipeline import draw as draws_module
 from hies_export.pipeline import resolve as resolve_module
 from hies_export.pipeline import targets
 from hies_export.pipeline.candidates import Candidates
 from hies_export.pipeline.choose import choose
 from hies_export.pipeline.cut import Choice, cut, save
 from hies_export.pipeline.prepare import Prepared
+from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.pipeline.resolve import resolve
 from hies_export.pipeline.search import predict_pruned
 from hies_export.progress import Silent
 from hies_export.prunable.find import find_modules
-from hies_export.recipe import PruningRecipe
-from hies_export.recipe import draws as draws_module
 from hies_export.report.report import Report
 from hies_export.score.compensated import score_compensated
 from hies_export.score.criteria import score_units
@@ -120,12 +120,9 @@ def test_a_run_cuts_both_kinds_and_counts_them(done: Run) -> None:
         assert layer.intermediate.dense.out_features == layer.output.dense.in_features == neurons
     (batch,) = done.prepared.measured.values()
     flops = count_flops(slim, batch) / count_flops(done.prepared.model, batch)
-    assert report.details.budget.details() == {
-        "kind": "flops",
-        "target": BUDGET,
-        "predicted": pytest.approx(flops),
-        "measured": pytest.approx(flops),
-    }
+    outcome = report.details.outcome
+    assert outcome.budget.flops == BUDGET
+    assert (outcome.predicted, outcome.found.value) == pytest.approx((flops, flops))
     assert BUDGET - 0.01 < flops <= BUDGET
     assert sum(p.numel() for p in slim.parameters()) == report.parameters["slim"]
 
@@ -304,9 +301,8 @@ def test_a_budget_of_parameters_covers_both_kinds(folder: Path) -> None:
     slim = prune_units(prepared.model, choice.plan, prepared.modules)
     dense, left = (sum(p.numel() for p in model.parameters()) for model in (prepared.model, slim))
     assert left / dense <= 0.7
-    outcome = choice.budget.details()
-    assert (outcome["kind"], outcome["target"]) == ("parameters", 0.7)
-    assert outcome["predicted"] == pytest.approx(left / dense)
+    assert choice.outcome.budget.parameters == 0.7
+    assert choice.outcome.predicted == pytest.approx(left / dense)
     assert {len(kept.units) % 2 for kept in choice.plan.of_kind("attention").values()} == {0}
     assert {len(kept.units) % 16 for kept in choice.plan.of_kind("mlp").values()} == {0}
     assert choice.plan.removed > 0
@@ -370,11 +366,12 @@ def test_the_most_that_a_metric_allows_of_both_kinds(folder: Path, monkeypatch: 
     assert dense - quality(selections[size]) <= 0.03 + 1e-9
     if size < 11:
         assert dense - quality(selections[size + 1]) > 0.03
-    outcome = choice.budget.details()
-    assert outcome["masked"] == pytest.approx(quality(selections[size]), abs=CLOSE)
+    outcome = choice.outcome
+    assert outcome.found is not None
+    assert outcome.found.value == pytest.approx(dense - quality(selections[size]), abs=CLOSE)
     removed = choice.plan.removed + choice.plan.removed_neurons
-    found = {"criterion": "fisher", "alpha": None, "removed": removed, "pearson": outcome["masked"]}
-    assert found in [dict(row) for row in outcome["judged"]]
+    found = {"criterion": "fisher", "alpha": None, "removed": removed, "lost": outcome.found.value}
+    assert found in [dict(row) for row in outcome.judged]
     totals = [sum(len(kept.removed) for kept in one.values()) for one in selections]
     assert totals == sorted(totals)
 
@@ -400,7 +397,7 @@ def test_two_steps_score_the_refitted_model(folder: Path) -> None:
     )
     assert choice.plan.kept == compose(first, second)
     assert [kept.kind for kept in choice.plan.kept.values()] == ["attention"] * 3 + ["mlp"] * 3
-    assert BUDGET - 0.01 < choice.budget.details()["predicted"] <= BUDGET
+    assert BUDGET - 0.01 < choice.outcome.predicted <= BUDGET
     once = select_units(scores, prepared.modules, table=table, ratio=BUDGET)
     assert once != choice.plan.kept
     # Numbers of units that left in the first step are those of the first step.

@@ -24,9 +24,9 @@ from hies_export.forms.runtimes.ort import OnnxRuntime
 from hies_export.pipeline import fastest, targets
 from hies_export.pipeline.fastest import choose_size
 from hies_export.pipeline.push import _contents
+from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.pipeline.resolve import resolve, rows_in_order
 from hies_export.progress import SILENT
-from hies_export.recipe import PruningRecipe
 from hies_export.report.report import Report
 
 SHAPE = {"hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 192, "initializer_range": 0.1}
@@ -133,7 +133,7 @@ def test_the_size_is_chosen_by_the_time_of_the_cascade(tmp_path: Path, monkeypat
     again = [size.flops for size in tried.sizes]
     assert again == sorted(again, reverse=True)
     assert all(flops <= share + 1e-9 for flops, share in zip(again, resolved.shares, strict=True))
-    assert tried.choice.budget.details()["predicted"] == pytest.approx(best.flops)
+    assert tried.choice.outcome.predicted == pytest.approx(best.flops)
     assert kept < sum(kept.total for part in (heads, neurons) for kept in part.values())
 
 

@@ -31,12 +31,12 @@ from hies_export.forms.deployment import DenseForms, try_dense
 from hies_export.forms.form import Form
 from hies_export.pipeline import fastest, prepare, targets
 from hies_export.pipeline import run as running
+from hies_export.pipeline.draw import Looks
 from hies_export.pipeline.fastest import Answer
+from hies_export.pipeline.propose import propose_recipe
+from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.pipeline.resolve import resolve
 from hies_export.pipeline.search import Trial
-from hies_export.recipe import PruningRecipe
-from hies_export.recipe.promise import Looks
-from hies_export.recipe.propose import propose_recipe
 from hies_export.report.report import Report
 from hies_export.tasks import COLUMNS
 
@@ -112,7 +112,7 @@ def test_where_no_cut_keeps_the_promise_the_dense_form_is_the_answer(
     times = report.details.forms[0].times
     # No shapes are given, so rows are timed as they come.
     assert [(time.batch, time.phase) for time in times] == [(1, "rows"), (8, "rows"), (32, "rows")]
-    assert found.promise == report.details.budget.predictions == 0.5
+    assert found.promise == report.details.outcome.budget.share == 0.5
     assert (found.form, [form.model for form in report.details.forms]) == (0, ["dense"])
     assert "keep needs time" in found.ways[0].search
     assert (report.neurons.removed, report.heads.removed, report.stability) == (0, 0, 1.0)

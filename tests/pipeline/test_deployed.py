@@ -20,8 +20,8 @@ from hies_export.forms.measure.timing import Timing
 from hies_export.forms.runtimes import base
 from hies_export.forms.runtimes.base import Runtime
 from hies_export.pipeline.push import _contents
+from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.pipeline.run import run
-from hies_export.recipe import PruningRecipe
 from hies_export.report.report import Report
 
 ROWS = 24

@@ -15,17 +15,10 @@ from transformers import BertConfig
 from hies_export.data.reader import Columns
 from hies_export.data.rows import load_rows
 from hies_export.errors import RequestError
+from hies_export.pipeline.draw import Draws, Promise, Splits, draw, evaluated, hold_out
+from hies_export.pipeline.recipe import PruneSection, PruningRecipe
 from hies_export.pipeline.resolve import resolve
-from hies_export.recipe import PruningRecipe
-from hies_export.recipe.draws import Draws, Splits, draw, evaluated
-from hies_export.recipe.promise import Promise, hold_out
-from hies_export.recipe.sections import (
-    CalibrationSection,
-    DataSection,
-    EvaluationSection,
-    HeldOutSection,
-    PruneSection,
-)
+from hies_export.recipe.sections import CalibrationSection, DataSection, EvaluationSection, HeldOutSection
 from hies_export.tasks import TASKS
 
 OPTIONS = PruneSection.model_validate({"budget": {"flops": 0.5}})

@@ -23,8 +23,8 @@ from hies_export.errors import DataError, RecipeError, RequestError
 from hies_export.forms import deployment
 from hies_export.pipeline import run as running
 from hies_export.pipeline import targets
+from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.pipeline.resolve import rows_in_order
-from hies_export.recipe import PruningRecipe
 from hies_export.report.report import Report
 
 Row = dict[str, Any]

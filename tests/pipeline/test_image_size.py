@@ -13,8 +13,8 @@ from transformers import Dinov2Config, Dinov2ForImageClassification
 from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPil
 
 from hies_export import DataError, RequestError
+from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.pipeline.resolve import resolve
-from hies_export.recipe import PruningRecipe
 from hies_export.report.report import Report
 
 # Patches of 14 x 14 in a picture of 28 x 42, and the token of the class.

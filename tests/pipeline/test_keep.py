@@ -24,13 +24,14 @@ from hies_export.forms.cost.flops import flops_table
 from hies_export.pipeline import targets
 from hies_export.pipeline.choose import Chooser, choose
 from hies_export.pipeline.cut import cut
+from hies_export.pipeline.draw import Draws, Splits, draw
 from hies_export.pipeline.prepare import Judged
+from hies_export.pipeline.recipe import PruneSection, PruningRecipe
 from hies_export.pipeline.resolve import resolve
 from hies_export.pipeline.search import confirm
 from hies_export.progress import Silent
-from hies_export.recipe import KeepBudget, PruningRecipe
-from hies_export.recipe.draws import Draws, Splits, draw
-from hies_export.report.outcomes import KeepOutcome
+from hies_export.recipe.budget import Budget, KeepBudget, Outcome
+from hies_export.report.outcomes import asked_words
 from hies_export.score.criteria import score_units
 from hies_export.select.select import select_units
 from hies_export.slim.cut import prune_units
@@ -86,18 +87,17 @@ def test_the_most_that_a_promise_allows(folder: Path, asked: dict[str, Any], mon
     assert keeps(size)
     assert size < 12
     assert not keeps(size + 1)
-    assert isinstance(choice.budget, KeepOutcome)
-    guessed = [row for row in choice.budget.judged if row.get("guess")]
+    guessed = [row for row in choice.outcome.judged if row.get("guess")]
     assert 2 <= len(guessed) <= 5
-    assert choice.budget.judged[: len(guessed)] == tuple(guessed)
-    assert 2 <= len(choice.budget.judged) - len(guessed) <= 7
-    assert choice.budget.confidence == confidence
+    assert choice.outcome.judged[: len(guessed)] == tuple(guessed)
+    assert 2 <= len(choice.outcome.judged) - len(guessed) <= 7
+    assert choice.outcome.confidence == confidence
     slim = cut(prepared, choice, compensation=options.compensation, progress=Silent())
-    confirmed = confirm(prepared, slim, choice.budget, progress=Silent())
-    assert isinstance(confirmed, KeepOutcome)
+    confirmed = confirm(prepared, slim, choice.outcome, progress=Silent())
     assert confirmed.met
+    all_of_them = Budget(keep=KeepBudget.model_construct(predictions=1.0))
     with pytest.raises(DropError, match=r"keep asks for .* on the held-out rows. The model that was judged kept to it"):
-        confirm(prepared, slim, replace(choice.budget, predictions=1.0, metric=None, by=None), progress=Silent())
+        confirm(prepared, slim, replace(choice.outcome, budget=all_of_them), progress=Silent())
 
 
 def test_a_run_says_what_was_promised_and_what_came_of_it(folder: Path, tmp_path: Path) -> None:
@@ -105,10 +105,10 @@ def test_a_run_says_what_was_promised_and_what_came_of_it(folder: Path, tmp_path
         recipe = recipe_of(folder, prune__compensation={"samples": 60}, output=str(tmp_path / "out"))
         report = recipe.run()
     found = json.loads((tmp_path / "out" / "report.json").read_text())
-    budget = found["details"]["budget"]
-    assert (budget["kind"], budget["predictions"], budget["samples"]) == ("keep", 0.8, 26)
-    assert budget["slim"] >= budget["slim_end"] >= 0.8
-    assert budget["slim"] in [row["kept"] for row in budget["judged"]]
+    outcome = found["details"]["outcome"]
+    assert (outcome["budget"], outcome["samples"]) == ({"keep": {"predictions": 0.8}}, 26)
+    assert outcome["found"]["value"] >= outcome["found"]["bound"] >= 0.8
+    assert outcome["found"]["value"] in [row["kept"] for row in outcome["judged"]]
     text = (tmp_path / "out" / "report.md").read_text()
     apart = 100 * abs(report.stability - 0.8)
     assert "80 % of the predictions, promised on 26 rows of validation: " in text
@@ -133,10 +133,11 @@ def test_a_promise_of_time_removes_what_saves_time(folder: Path, monkeypatch: py
     choice = choose(prepared, recipe.prune, progress=Silent())
     assert choice.plan.removed_neurons
     assert not choice.plan.removed
-    assert isinstance(choice.budget, KeepOutcome)
-    assert (choice.budget.runtime, choice.budget.batch, choice.budget.sequence) == ("torch", 3, 9)
-    assert choice.budget.predicted is not None
-    assert 0 < choice.budget.predicted < 1
+    where = choice.outcome.budget.keep
+    assert where is not None
+    assert (where.runtime, where.batch, where.sequence) == ("torch", 3, 9)
+    assert choice.outcome.predicted is not None
+    assert 0 < choice.outcome.predicted < 1
 
 
 @pytest.mark.slow
@@ -153,9 +154,9 @@ def test_a_promise_of_a_runtime_is_judged_on_its_files(
     recipe.run()
     rows = resolve(recipe).prepared.rows.held_out
     same = same_in_onnxruntime(folder / "model", tmp_path / "out" / "onnx" / "model.onnx", rows, tolerance=0.02)
-    budget = json.loads((tmp_path / "out" / "report.json").read_text())["details"]["budget"]
-    assert budget["slim"] == pytest.approx(sum(same) / len(same), abs=1.5 / len(same))
-    assert budget["runtime"] == "onnxruntime-cpu"
+    outcome = json.loads((tmp_path / "out" / "report.json").read_text())["details"]["outcome"]
+    assert outcome["found"]["value"] == pytest.approx(sum(same) / len(same), abs=1.5 / len(same))
+    assert outcome["budget"]["keep"]["runtime"] == "onnxruntime-cpu"
 
 
 @pytest.mark.parametrize(("refitted", "held_out"), [(20, 130), (40, 110), (60, 100), (150, 100)])
@@ -200,25 +201,32 @@ def _model_and_rows(folder: Path) -> tuple[Any, Any]:
     return prepared.model, prepared.rows.held_out
 
 
+def asked_of(fields: dict[str, Any]) -> KeepBudget:
+    """Return the promise of a recipe's section `prune`."""
+    asked = PruneSection(budget={"keep": fields}).goal.keep  # type: ignore[arg-type]
+    assert asked is not None
+    return asked
+
+
 def test_a_metric_of_rankings_is_kept_to_99_percent_unless_it_is_said() -> None:
-    assert KeepBudget(metric="ndcg@10", index="dense").predictions == 0.99
-    assert KeepBudget(metric="mrr@10", predictions=0.9).predictions == 0.9
-    assert KeepBudget(metric="own_ndcg@10", by=0.01).predictions is None
-    dumped = KeepBudget(metric="ndcg@10").model_dump(exclude_unset=True)
-    assert KeepBudget(**dumped) == KeepBudget(metric="ndcg@10", predictions=0.99)
+    assert asked_of({"metric": "ndcg@10", "index": "dense"}).predictions == 0.99
+    assert asked_of({"metric": "mrr@10", "predictions": 0.9}).predictions == 0.9
+    assert asked_of({"metric": "own_ndcg@10", "by": 0.01}).predictions is None
+    dumped = asked_of({"metric": "ndcg@10"}).model_dump(exclude_unset=True)
+    assert asked_of(dumped) == KeepBudget(metric="ndcg@10", predictions=0.99)
 
 
 def queries(count: int) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": torch.zeros(count, 2), "query": torch.arange(count)}]
 
 
-def promise_of(asked: dict[str, Any], rows: Any, task: Any, metrics: tuple[str, ...]) -> KeepOutcome:
+def promise_of(asked: dict[str, Any], rows: Any, task: Any, metrics: tuple[str, ...]) -> Outcome:
     """Return the promise for held-out rows of sentences."""
     chooser = Chooser.__new__(Chooser)
     judged = Judged(metrics, SimpleNamespace(word="sentence"))  # type: ignore[arg-type]
     given = SimpleNamespace(held_out=rows)
     chooser._prepared = SimpleNamespace(judged=judged, task=task, rows=given)  # type: ignore[assignment]
-    return chooser.promise(KeepBudget(**asked), 0.98)
+    return chooser.promise(asked_of(asked), 0.98)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +240,7 @@ def promise_of(asked: dict[str, Any], rows: Any, task: Any, metrics: tuple[str, 
 )
 def test_a_promise_over_entities_is_asked_for(asked: dict[str, Any], metrics: tuple[str, ...], what: str) -> None:
     task = SimpleNamespace(embeds=False, generative=False)
-    assert promise_of(asked, [{"input_ids": torch.zeros(7, 2)}], task, metrics).asked == what
+    assert asked_words(promise_of(asked, [{"input_ids": torch.zeros(7, 2)}], task, metrics)) == what
 
 
 @pytest.mark.parametrize(
@@ -251,5 +259,7 @@ def test_a_share_of_rankings_is_that_of_a_metric(
 ) -> None:
     metrics = ("accuracy",) if metric is None else ("mrr@10", "ndcg@10")
     found = promise_of(asked, rows, SimpleNamespace(embeds=embeds, generative=False), metrics)
-    assert (found.metric, found.index, found.samples) == (metric, index, 7)
-    assert (found.predictions, found.confidence) == (0.99, 0.98)
+    keep = found.budget.keep
+    assert keep is not None
+    assert (keep.metric, keep.index, found.samples) == (metric, index, 7)
+    assert (keep.predictions, found.confidence) == (0.99, 0.98)

@@ -16,13 +16,13 @@ from hies_export.data.rows import take
 from hies_export.data.targets import samples_of
 from hies_export.errors import RequestError
 from hies_export.evaluate.interval import FAILURES, confidence_of_each, lower_share, queries_needed, rows_needed
+from hies_export.pipeline.draw import Draws, Looks, Promise, Splits, all_looks, draw, evaluated, hold_out
 from hies_export.pipeline.fastest import looks_of
+from hies_export.pipeline.recipe import PruneSection, PruningRecipe
 from hies_export.pipeline.resolve import Resolved, resolve
 from hies_export.pipeline.search import most_by_few_failures
-from hies_export.recipe import BudgetSection, KeepBudget, PruningRecipe
-from hies_export.recipe.draws import Draws, Splits, draw, evaluated
-from hies_export.recipe.promise import Looks, Promise, all_looks, hold_out
-from hies_export.recipe.sections import CalibrationSection, DataSection, EvaluationSection, PruneSection
+from hies_export.recipe.budget import Budget, KeepBudget
+from hies_export.recipe.sections import CalibrationSection, DataSection, EvaluationSection
 
 FEW = "too few to promise 99 % on some and to judge it on the others, which takes 636"
 
@@ -196,7 +196,7 @@ def promised(truth: Truth, divide: Callable[[Splits], Splits]) -> tuple[int, flo
     splits = divide(
         Splits(DataSection(files={"train": Path("x")}, text="t"), CalibrationSection(), EvaluationSection())
     )
-    options = PruneSection(budget=BudgetSection(keep=KeepBudget(predictions=0.95)))
+    options = PruneSection(budget=Budget(keep=KeepBudget(predictions=0.95)))
     rows = draw(splits, truth.load, options, Draws.of(options, splits.calibration)).held_out
     held_out, others = (torch.tensor(of["last"][:]) for of in (rows, evaluated(splits, truth.load)))
     confidence = confidence_of_each(FAILURES)

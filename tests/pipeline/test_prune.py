@@ -35,8 +35,8 @@ from transformers.utils import logging
 import hies_export
 from hies_export import HiesError, PruningPlan, PruningRecipe, prune
 from hies_export.pipeline import choose as choosing
+from hies_export.pipeline.recipe import PruneSection
 from hies_export.pipeline.resolve import resolve
-from hies_export.recipe import PruneSection
 from hies_export.slim import cut as cutting
 
 BOTH = ["attention", "mlp"]

@@ -11,9 +11,9 @@ from support.models import bert, image_batch, save_project, vit
 from support.reports import SERVED, make_report, terminal
 
 from hies_export.forms.measure.shapes import row_length
+from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.pipeline.resolve import resolve
 from hies_export.pipeline.targets import timed_on
-from hies_export.recipe import PruningRecipe
 
 
 def masked(*lengths: int) -> dict[str, torch.Tensor]:

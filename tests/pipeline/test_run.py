@@ -26,13 +26,12 @@ import hies_export
 from hies_export.errors import RequestError
 from hies_export.evaluate.judge import stability
 from hies_export.evaluate.predict import predict
-from hies_export.forms.exports import ExportOptions
 from hies_export.forms.runtimes.pytorch import TorchRuntime
 from hies_export.pipeline import bench as benching
 from hies_export.pipeline.bench import bench
+from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.pipeline.resolve import resolve
-from hies_export.recipe import PruningRecipe
-from hies_export.recipe.sections import HeldOutSection
+from hies_export.recipe.sections import ExportSection, HeldOutSection
 from hies_export.report.maps import CUT, KEPT
 from hies_export.report.report import Report
 from hies_export.values import PruningPlan
@@ -478,7 +477,7 @@ def test_a_checkpoint_is_loaded_once_for_all_exports(tmp_path: Path, monkeypatch
         loaded.append(folder)
         return bert()
 
-    def export(self: Any, model: Any, folder: Path, options: ExportOptions) -> SimpleNamespace:
+    def export(self: Any, model: Any, folder: Path, options: ExportSection) -> SimpleNamespace:
         exported.append((folder.parent.name, options.dtype))
         return SimpleNamespace(folder=folder, bytes=1)
 

@@ -21,9 +21,9 @@ from hies_export.evaluate.judge import Judge
 from hies_export.evaluate.predict import predict
 from hies_export.forms.onnx.export import export_onnx
 from hies_export.pipeline import run as stages
+from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.pipeline.resolve import resolve
 from hies_export.pipeline.run import run
-from hies_export.recipe import PruningRecipe
 from hies_export.report.report import Report
 from hies_export.values import PruningPlan
 

@@ -11,8 +11,8 @@ from support.models import WORDS, bert, save_regressor, text_batch
 
 from hies_export import RequestError, prune
 from hies_export.data.targets import sample_contents
+from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.pipeline.resolve import resolve
-from hies_export.recipe import PruningRecipe
 
 SHARED = "of the .* rows are among those that units are"
 

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import pytest
-from support.reports import CASCADE, DATA, SERVED, TRIED, latency_row, make_report, terminal
+from support.reports import CASCADE, DATA, SERVED, TRIED, latency_row, make_report, outcome, terminal
 
 from hies_export.report.card import render_card
 from hies_export.report.drawing import Scale, latency_scale
@@ -17,10 +17,10 @@ from hies_export.report.report import FirstMetric, Report
 from hies_export.report.rows import forms_table
 from hies_export.report.text import alpha_text, budget_text, si, tried_text
 
-LATENCY = {"kind": "latency", "target": 0.85, "predicted": 0.84, "measured": 0.83, "noisy": False}
-MAX_DROP = {"kind": "max_drop", "masked": 0.5, "samples": 8, "judged": []}
-LATENCY |= {"runtime": "torch", "batch": 1, "sequence": 128}
-KEEP: dict[str, Any] = {"kind": "keep", "predictions": 0.97, "samples": 436, "slim": 0.99, "slim_end": 0.975}
+TIMED = {"ratio": 0.85, "runtime": "torch", "batch": 1, "sequence": 128}
+LATENCY = outcome({"latency": TIMED}, 0.83, predicted=0.84, noisy=False)
+FLOPS = outcome({"flops": 0.8}, 0.8, predicted=0.8)
+KEEP = outcome({"keep": {"predictions": 0.97}}, 0.99, 0.975, samples=436)
 # Held-out rows are of the evaluated split.
 DIVIDED: dict[str, Any] = DATA | {"held_out_samples": 436, "held_out_split": "validation", "held_out_further": False}
 
@@ -30,7 +30,7 @@ def with_rows(*rows: dict[str, Any], **details: Any) -> Report:
 
 
 def test_every_rendering_leads_with_the_sentence() -> None:
-    report = make_report(budget={"kind": "flops", "target": 0.8, "predicted": 0.8, "measured": 0.8})
+    report = make_report(outcome=FLOPS)
     time, stay = "0.81 of the time on ONNX Runtime at 8 x 128", "97 % of the predictions stay"
     lead = f"{time}; {stay}; accuracy 0.900 → 0.890; budget kept."
     assert lead_text(report) == lead
@@ -79,31 +79,30 @@ def test_a_decode_step_alone_says_nothing_of_noise() -> None:
 
 def test_a_budget_of_time_names_its_own_row() -> None:
     asked = latency_row("torch", 0.83, batch=1)
-    report = with_rows(latency_row("onnxruntime-cpu", 0.7), asked, budget=LATENCY)
+    report = with_rows(latency_row("onnxruntime-cpu", 0.7), asked, outcome=LATENCY)
     assert asked_row(report) is report.latency[1]
     assert lead_text(report).startswith("0.83 of the time on torch at 1 x 128;")
 
 
 @pytest.mark.parametrize(
-    ("budget", "said"),
+    ("found", "said"),
     [
-        ({"kind": "heads", "target": 0.25}, "budget kept"),
-        ({"kind": "heads", "target": 0.5}, "25% of the heads removed for a budget of 50%"),
+        (outcome({"heads": 0.25}, 0.25), "budget kept"),
+        (outcome({"heads": 0.5}, 0.25), "25% of the heads removed for a budget of 50%"),
         # A difference of a head or more is never rounded away.
-        ({"kind": "heads", "target": 0.336}, "25% of the heads removed for a budget of 33.6%"),
-        ({"kind": "flops", "target": 0.8, "predicted": 0.8, "measured": 0.801}, "missed, 0.801 where 0.8 was allowed"),
+        (outcome({"heads": 0.336}, 0.25), "25% of the heads removed for a budget of 33.6%"),
+        (outcome({"flops": 0.8}, 0.801, predicted=0.8), "missed, 0.801 where 0.8 was allowed"),
         (LATENCY, "budget kept"),
-        (LATENCY | {"measured": 0.86}, "budget of 0.85 within the interval of the measurement"),
-        (LATENCY | {"measured": 0.9, "target": 0.7}, "budget missed, 0.900 where 0.7 was allowed"),
+        (outcome({"latency": TIMED}, 0.86), "budget of 0.85 within the interval of the measurement"),
+        (outcome({"latency": TIMED | {"ratio": 0.7}}, 0.9), "budget missed, 0.900 where 0.7 was allowed"),
         (LATENCY | {"noisy": True}, "budget too noisy to confirm"),
-        (MAX_DROP | {"metric": "accuracy", "by": 0.01, "dense": 0.9, "slim": 0.89}, "budget kept"),
-        (MAX_DROP | {"metric": "accuracy", "by": 0.01, "dense": 0.9, "slim": 0.88}, "budget missed by 0.01"),
-        (MAX_DROP | {"metric": "perplexity", "by": 1.0, "dense": 6.0, "slim": 6.9}, "budget kept"),
+        (outcome({"max_drop": {"metric": "accuracy", "by": 0.01}}, 0.01, dense=0.9), "budget kept"),
+        (outcome({"max_drop": {"metric": "accuracy", "by": 0.01}}, 0.02, dense=0.9), "budget missed by 0.01"),
         (None, "0.890"),
     ],
 )
-def test_a_budget_is_kept_or_it_says_by_how_much_not(budget: dict[str, Any] | None, said: str) -> None:
-    report = with_rows(latency_row("torch", 0.86, ratio_low=0.845, batch=1), budget=budget)
+def test_a_budget_is_kept_or_it_says_by_how_much_not(found: dict[str, Any] | None, said: str) -> None:
+    report = with_rows(latency_row("torch", 0.86, ratio_low=0.845, batch=1), outcome=found)
     assert lead_text(report).endswith(f"{said}.")
 
 
@@ -139,27 +138,31 @@ def test_a_budget_is_kept_or_it_says_by_how_much_not(budget: dict[str, Any] | No
     ],
 )
 def test_what_was_promised_stands_beside_what_was_kept(data: dict[str, Any], kept: float, said: str) -> None:
-    report = dataclasses.replace(make_report(budget=KEEP, data=data), stability=kept)
+    report = dataclasses.replace(make_report(outcome=KEEP, data=data), stability=kept)
     for text in (render_card(report), render_html(report), render_markdown(report), terminal(report)):
         assert f"; {said}; accuracy 0.900 → 0.890." in text
 
 
 def test_a_promise_says_of_what_it_is() -> None:
-    def lead(budget: dict[str, Any], **details: Any) -> str:
-        return lead_text(make_report(budget=KEEP | budget, data=DIVIDED, **details))
+    def lead(changed: dict[str, Any], **details: Any) -> str:
+        return lead_text(make_report(outcome=KEEP | changed, data=DIVIDED, **details))
 
     within = "; promised 97 % of the predictions within 0.25; kept 97.0 % of 64 other rows;"
     assert within in lead({}, stability_tolerance=0.25)
     tokens = "; promised 97 % of the next tokens; kept 97.0 % on 64 other rows;"
     assert tokens in lead({"word": "next token"}, stability_of="next token")
-    loss = {"predictions": None, "metric": "accuracy", "by": 0.02, "slim": 0.01, "slim_end": 0.02}
-    assert lead(loss).endswith("; promised a loss of at most 0.02 of accuracy; lost 0.010 on 64 other rows.")
-    # Where the evaluation does not compute the metric, or nothing was promised.
-    assert lead(loss | {"metric": "matthews_correlation"}).endswith(
-        "; promised a loss of at most 0.02 of Matthews correlation."
+
+    def loss(metric: str) -> dict[str, Any]:
+        return outcome({"keep": {"metric": metric, "by": 0.02}}, 0.01, 0.02)
+
+    assert lead(loss("accuracy")).endswith(
+        "; promised a loss of at most 0.02 of accuracy; lost 0.010 on 64 other rows."
     )
-    assert "held-out rows have 99.00 % (at least 96.00 %" in lead({"slim_end": 0.96})
-    assert "97 % of the predictions stay; accuracy" in lead({"slim_end": 0.96})
+    # Where the evaluation does not compute the metric, or nothing was promised.
+    assert lead(loss("matthews_correlation")).endswith("; promised a loss of at most 0.02 of Matthews correlation.")
+    broken = {"found": {"value": 0.99, "bound": 0.96}}
+    assert "held-out rows have 99.00 % (at least 96.00 %" in lead(broken)
+    assert "97 % of the predictions stay; accuracy" in lead(broken)
 
 
 @pytest.mark.parametrize(
@@ -195,8 +198,7 @@ def test_one_sentence_speaks_of_one_model(form: int | None, said: str) -> None:
 def test_a_deployed_cascade_is_judged_by_the_promise_and_not_by_the_size_of_its_cut() -> None:
     served = copy.deepcopy(SERVED)
     served["deployment"]["form"] = 2
-    budget = {"kind": "flops", "target": 0.75, "predicted": 0.75, "measured": 0.75}
-    report = make_report(**served | {"budget": budget, "data": DIVIDED})
+    report = make_report(**served | {"outcome": outcome({"flops": 0.75}, 0.75, predicted=0.75), "data": DIVIDED})
     assert lead_text(report).endswith(
         "; promised 99 % of the predictions; kept 99.9 % of 64 other rows; accuracy 0.900 → 0.900."
     )
@@ -204,8 +206,8 @@ def test_a_deployed_cascade_is_judged_by_the_promise_and_not_by_the_size_of_its_
 
 @pytest.mark.parametrize(("share", "said"), [(0.9471, "94.7 % of the entities"), (0.99999, "99.9 %"), (1.0, "all ent")])
 def test_entities_that_stay_are_told_beside_the_sentences(share: float, said: str) -> None:
-    keep = {"kind": "keep", "predictions": 0.9, "metric": "own_entity_f1", "samples": 8, "slim": 0.95, "slim_end": 0.91}
-    details = {"stability_of": "sentence", "budget": keep, "metrics": {"own_entity_f1": {"dense": 1.0, "slim": share}}}
+    keep = outcome({"keep": {"predictions": 0.9, "metric": "own_entity_f1"}}, 0.95, 0.91, samples=8)
+    details = {"stability_of": "sentence", "outcome": keep, "metrics": {"own_entity_f1": {"dense": 1.0, "slim": share}}}
     details |= {"uncompensated": None, "data": DIVIDED}
     first = FirstMetric("own_entity_f1", 1.0, share)
     report = dataclasses.replace(make_report(**details), quality=first)
@@ -324,10 +326,9 @@ def test_what_was_chosen_of_criteria_says_why() -> None:
 
 
 def test_a_single_cut_was_tried_and_two_were() -> None:
-    budget = {"kind": "keep", "predictions": 0.9, "samples": 8, "slim": 0.95, "slim_end": 0.91}
-    assert "; no cut was found that keeps it." in budget_text(make_report(budget=budget | {"judged": []}))
-    assert "; 1 cut was tried." in budget_text(make_report(budget=budget | {"judged": [{}]}))
-    assert "; 2 cuts were tried." in budget_text(make_report(budget=budget | {"judged": [{}, {}]}))
+    assert "; no cut was found that keeps it." in budget_text(make_report(outcome=KEEP | {"judged": []}))
+    assert "; 1 cut was tried." in budget_text(make_report(outcome=KEEP | {"judged": [{}]}))
+    assert "; 2 cuts were tried." in budget_text(make_report(outcome=KEEP | {"judged": [{}, {}]}))
 
 
 def test_a_form_slower_than_the_dense_one_has_a_longer_bar() -> None:

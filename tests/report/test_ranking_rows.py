@@ -7,11 +7,13 @@ import pytest
 import yaml
 from support.reports import SERVED, make_report, terminal
 
+from hies_export.pipeline.search import judging
+from hies_export.recipe.budget import Budget, Found, KeepBudget, Outcome
 from hies_export.report.card import render_card
 from hies_export.report.html import render_html
 from hies_export.report.jinja import render_markdown
 from hies_export.report.lead import lead_text
-from hies_export.report.outcomes import KeepOutcome
+from hies_export.report.outcomes import asked_words
 from hies_export.report.report import Report
 from hies_export.report.rows import comparison_table, kept_bars, quality_table
 from hies_export.report.text import budget_text
@@ -21,8 +23,8 @@ NDCG = {
     "dense_index": {"ndcg": 0.893, "own_ndcg": 0.96, "top1": 0.93, "top10": 0.92, "cosine": 0.96},
 }
 PROMISE: dict[str, Any] = {
-    **{"kind": "keep", "predictions": 0.99, "metric": "ndcg@10", "index": "dense", "samples": 900},
-    **{"slim": 0.996, "slim_end": 0.991},
+    "budget": {"keep": {"predictions": 0.99, "metric": "ndcg@10", "index": "dense"}},
+    **{"found": {"value": 0.996, "bound": 0.991}, "samples": 900},
 }
 
 
@@ -63,28 +65,25 @@ def test_a_report_tells_both_indices() -> None:
     ],
 )
 def test_a_promise_names_the_metric_and_the_index(changed: dict[str, Any], asked: str, there: str) -> None:
-    report = ranking_report(budget=PROMISE | changed)
+    report = ranking_report(outcome=PROMISE | {"budget": {"keep": PROMISE["budget"]["keep"] | changed}})
     assert f"Budget: {asked}" in budget_text(report)
     assert "99.60 % (at least 99.10 % with 95 % confidence)" in budget_text(report)
     assert f"On the evaluated queries, {there}" in budget_text(report)
     kept = "only 97.7" if changed.get("index") == "slim" else "99.2"
-    assert f"; promised {report.details.budget.asked} on 900 queries of train; kept {kept} % on 64 qu" in lead_text(
-        report
+    assert (
+        f"; promised {asked_words(report.details.outcome)} on 900 queries of train; kept {kept} % on 64 qu"
+        in lead_text(report)
     )
     assert "99.2 % of nDCG@10 stays with your index as it is (0.900 → 0.893, 0.880 re-embedded)" in lead_text(report)
 
 
 def test_a_loss_of_a_metric_of_rankings_names_the_index() -> None:
-    promise = KeepOutcome(metric="ndcg@10", by=0.01, index="slim", samples=9).having(0.002, 0.011)
-    assert promise.asked == "at most 0.01 of nDCG@10 with everything re-embedded"
-    assert promise.judging == {"metrics": ("ndcg@10",), "index": "slim", "confidence": 0.95, "as_of": 9}
+    keep = KeepBudget(metric="ndcg@10", by=0.01, index="slim")
+    promise = Outcome(Budget(keep=keep), found=Found(0.002, 0.011), samples=9, confidence=0.95)
+    assert asked_words(promise) == "at most 0.01 of nDCG@10 with everything re-embedded"
+    assert judging(promise) == {"metrics": ("ndcg@10",), "index": "slim", "confidence": 0.95, "as_of": 9}
     assert not promise.met
-    assert promise.row == {"lost": 0.002, "at_most": 0.011}
-    kept = KeepOutcome(predictions=0.99, metric="ndcg@10", samples=9).having(1.002, 0.9901)
-    assert kept.met
-    assert kept.row == {"kept": 1.002, "at_least": 0.9901}
-    with pytest.raises(ValueError, match="keep must have predictions, or metric and by"):
-        KeepOutcome(metric="ndcg@10", samples=9)
+    assert Outcome(Budget(keep=KeepBudget(predictions=0.99, metric="ndcg@10")), found=Found(1.002, 0.9901)).met
 
 
 def test_bars_are_shares_of_the_first_metric() -> None:

@@ -14,7 +14,7 @@ from huggingface_hub import metadata_load
 from markdown_it import MarkdownIt
 from rich.console import Console
 from support.browser import Browser
-from support.reports import DATA, SERVED, latency_row, make_report, terminal
+from support.reports import DATA, SERVED, latency_row, make_report, outcome, terminal
 
 from hies_export import OutputExistsError, Report, RequestError
 from hies_export.forms.files import ExportedFile
@@ -89,24 +89,33 @@ def test_layers_that_stay_in_float_are_counted(small: int, words: str) -> None:
     assert f"37 linear layers are in int8, {words} in float32." in forms_text(report)
 
 
-COST = {"target": 0.85, "predicted": 0.84, "measured": 0.86}
-DROP = {"metric": "accuracy", "by": 0.01, "samples": 256, "dense": 0.9, "masked": 0.895, "slim": 0.897}
+TIMED = {"ratio": 0.85, "runtime": "torch", "batch": 8, "sequence": 128}
+DROP = {"max_drop": {"metric": "accuracy", "by": 0.01}}
 
 
 @pytest.mark.parametrize(
-    ("budget", "sentence"),
+    ("found", "sentence"),
     [
         (
-            COST | {"kind": "latency", "runtime": "torch", "batch": 8, "sequence": 128, "noisy": False},
+            outcome({"latency": TIMED}, 0.86, predicted=0.84, noisy=False),
             "of the time of the dense model on torch at 8 x 128. Predicted 0.840, measured 0.860, 2.0",
         ),
-        (COST | {"kind": "flops"}, "at most 0.85 of the FLOPs of the dense model. Predicted 0.840, measured 0.860."),
-        (COST | {"kind": "parameters"}, "at most 0.85 of the parameters of the dense model. Predicted 0.840, m"),
-        (DROP | {"kind": "max_drop", "judged": [{}, {}]}, "Dense 0.9000, masked 0.8950, slim 0.8970; 2 plans"),
+        (
+            outcome({"flops": 0.85}, 0.86, predicted=0.84),
+            "at most 0.85 of the FLOPs of the dense model. Predicted 0.840, measured 0.860.",
+        ),
+        (
+            outcome({"parameters": 0.85}, 0.86, predicted=0.84),
+            "at most 0.85 of the parameters of the dense model. Predicted 0.840, m",
+        ),
+        (
+            outcome(DROP, 0.003, dense=0.9, samples=256, judged=[{}, {}]),
+            "Dense 0.9000, which the slim model loses 0.0030 of; 2 plans",
+        ),
     ],
 )
-def test_every_rendering_shows_the_budget(budget: dict[str, Any], sentence: str) -> None:
-    report = make_report(budget=budget)
+def test_every_rendering_shows_the_budget(found: dict[str, Any], sentence: str) -> None:
+    report = make_report(outcome=found)
     assert sentence in "".join(Page(render_html(report)).words)
     assert sentence in render_markdown(report)
     assert sentence in render_card(report)
@@ -221,7 +230,7 @@ EVIL = "</script><img src=x>|`"
 
 def evil_report() -> Report:
     """A report in which every name that a recipe, a model or a machine can choose is an HTML element."""
-    budget = {"kind": "latency", "runtime": EVIL, "batch": 8, "sequence": 128, "noisy": False}
+    timed = {"latency": TIMED | {"runtime": EVIL}}
     layers = [{"layer": EVIL, "projections": 3e6, "products": 1e6, "other": 8e6}]
     pair = {EVIL: {"dense": 0.9, "slim": 0.89}}
     details = {
@@ -230,7 +239,7 @@ def evil_report() -> Report:
         "metrics": pair,
         "benchmarks": pair,
         "uncompensated": {"metrics": {EVIL: 0.85}, "stability": 0.8},
-        "budget": {**budget, "target": 0.85, "predicted": 0.84, "measured": 0.86},
+        "outcome": outcome(timed, 0.86, predicted=0.84, noisy=False),
         "flops_per_layer": {"dense": layers, "slim": layers, "shape": [8, 128]},
         "stability_of": EVIL,
         "data": DATA | {"evaluation_split": EVIL},

@@ -161,7 +161,7 @@ def _runs(folder: Path) -> list[Read]:
     run.mkdir()
     report = make_report(
         neurons=16,
-        budget={"kind": "flops", "target": 0.8, "predicted": 0.79, "measured": 0.8},
+        outcome={"budget": {"flops": 0.8}, "predicted": 0.79, "found": {"value": 0.8}},
         flops_per_layer={
             side: [{"layer": f"l{i}", "projections": 10**6, "products": 10, "other": 7} for i in range(2)]
             for side in ("dense", "slim")

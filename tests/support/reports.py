@@ -55,12 +55,20 @@ SERVED: dict[str, Any] = {
         **{"shared_bytes": 900, "held_out_passed_on": 0.06, "differ": 9, "bound": 0.0098, "max_abs": 1e-6},
         "tried": [{"flops": 0.7, "passed_on": 0.06, "differ": 9, "time": 0.48}, {"flops": 0.5, "problem": "too many"}],
     },
-    "budget": {
-        **{"kind": "keep", "target": 0.99, "predictions": 0.99, "samples": 581, "judged": [_JUDGED]},
-        **{"slim": 0.997, "slim_end": 0.991, "predicted": 0.45, "runtime": "onnxruntime-cpu", "batch": 8},
-        **{"sequence": 128, "dtype": "float32"},
+    "outcome": {
+        "budget": {
+            "keep": {
+                **{"predictions": 0.99, "runtime": "onnxruntime-cpu", "batch": 8, "sequence": 128, "dtype": "float32"}
+            }
+        },
+        **{"found": {"value": 0.997, "bound": 0.991}, "predicted": 0.45, "samples": 581, "judged": [_JUDGED]},
     },
 }
+
+
+def outcome(budget: dict[str, Any], value: float, bound: float | None = None, **other: Any) -> dict[str, Any]:
+    """Return `details.outcome` of a report: a budget, what was found of it, and other fields."""
+    return {"budget": budget, "found": {"value": value} | ({} if bound is None else {"bound": bound}), **other}
 
 
 def latency_row(runtime: str, ratio: float, **other: Any) -> dict[str, Any]:

@@ -27,10 +27,10 @@ from hies_export.evaluate.judge import compute_metrics
 from hies_export.evaluate.predict import predict, predict_by, references
 from hies_export.forms import deployment
 from hies_export.pipeline import targets
+from hies_export.pipeline.propose import propose_recipe
+from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.pipeline.resolve import resolve
 from hies_export.prunable.find import find_modules
-from hies_export.recipe import PruningRecipe
-from hies_export.recipe.propose import propose_recipe
 from hies_export.report.report import Report
 from hies_export.tasks import TASKS
 from hies_export.tasks.question_answering import LONGEST, Spans

@@ -34,7 +34,7 @@ from hies_export.tasks.tokens import Tokens
 def test_a_recipe_is_checked_against_its_task_before_torch_is_imported() -> None:
     code = """
 import sys
-from hies_export.recipe import PruningRecipe
+from hies_export.pipeline.recipe import PruningRecipe
 try:
     PruningRecipe(model="m", task="text-classification", data={"name": "glue/sst2"}, prune={"budget": {"heads": 0.5}})
 except Exception as error:

@@ -25,9 +25,9 @@ from hies_export.data.given import batches_of
 from hies_export.evaluate.interval import ratio_ends
 from hies_export.evaluate.judge import Judge
 from hies_export.evaluate.predict import predict
+from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.pipeline.resolve import resolve
 from hies_export.prunable.attention import find_attention
-from hies_export.recipe import PruningRecipe
 from hies_export.recipe.sections import EvaluationSection, HeldOutSection
 from hies_export.report.report import Report
 from hies_export.tasks import TASKS

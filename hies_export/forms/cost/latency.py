@@ -26,7 +26,7 @@ from ...select.budget import CostTable
 from ...select.bundles import bundle_count
 from ...units import PrunableModule, Units
 from ..compare import compare_two
-from ..exports import Exporter
+from ..exports import Exporter, read_by
 from ..form import Forms
 from ..measure.counts import Shape
 from ..measure.latency import LatencyComparison
@@ -250,7 +250,7 @@ def _key(
 ) -> dict[str, Any]:
     """Return everything that the times depend on, as values for JSON."""
     shapes = [[name, list(parameter.shape)] for name, parameter in model.named_parameters()]
-    export = where.exporter.options.read_by(where.runtime, where.dtype)
+    export = read_by(where.exporter.options, where.runtime, where.dtype)
     return {
         "format": TABLE_FORMAT,
         "environment": machine_facts(),

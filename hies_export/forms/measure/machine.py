@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from ... import __version__
 from ...model.threads import threads_of_small_work
+from ...version import __version__
 from ..runtimes.llamacpp import installed_version as node_llama_cpp_version
 
 

@@ -21,7 +21,6 @@ from ...calibrate.collect import DEFAULT_NEEDS
 from ...errors import RequestError, root_cause
 from ...files import read_json
 from ...kinds import ATTENTION, MLP
-from ...report.outcomes import HeadsOutcome
 from ...report.report import Report
 from ...report.schemas import REMOVES, SCORES, SWEEP, SWEEP_DETAILS, ScoresFile, SweepAbout, SweepDetails, SweepFile
 from ...report.text import held_out_rows
@@ -281,8 +280,8 @@ def _of_run(folder: Path) -> Exploration:
         dense[how] = report.quality["dense"]
     result = Result(how, _finite(report.quality["slim"]), report.stability)
     trials = [Trial(plan, "this run's plan", (result,), report.flops.slim / report.flops.dense)]
-    curve, budget = report.details.alpha_curve, report.details.budget
-    share = budget.target if isinstance(budget, HeadsOutcome) else None
+    curve, outcome = report.details.alpha_curve, report.details.outcome
+    share = None if outcome is None else outcome.budget.heads
     plans = [found.plan_at(p.alpha, share, found.allocation) for p in curve if share is not None]
     # The folder does not record all constraints (min_heads, keep_layers, ...). If they changed the run's own plan, the
     # plans computed here are not those that were evaluated.

@@ -18,9 +18,9 @@ from ...evaluate.judge import Judge, Quality
 from ...evaluate.predict import Predictions, predict
 from ...kinds import ATTENTION, KINDS, MLP
 from ...pipeline.cut import Refit
+from ...pipeline.recipe import PruningRecipe
 from ...pipeline.search import predict_pruned
 from ...progress import SILENT, Clock, Progress
-from ...recipe import PruningRecipe
 from ...score.criteria import COMPENSATED_NAMES
 from ...select.bundles import bundles_lost
 from ...slim.refit import LayerFit, compensate, refit

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 
 from ...errors import RecipeError, did_you_mean
 from ...kinds import ATTENTION, KINDS, MLP
-from ...recipe import MOST
+from ...recipe.sections import MOST
 from ...score.criteria import CRITERIA, uses_alpha
 from ...slim.refit import METHODS, Compensation
 from ..baselines.names import JUDGED_ONLY, MARTRA, OWN_SAMPLES, sweep_names

@@ -16,11 +16,13 @@ from ...evaluate.predict import Predictions, predict
 from ...forms.measure.counts import count_flops
 from ...model.copies import share_weights
 from ...pipeline.candidates import Candidates
+from ...pipeline.draw import HELD_OUT_SAMPLES, Draws
 from ...pipeline.prepare import Prepared
+from ...pipeline.recipe import PruningRecipe
 from ...pipeline.resolve import Resolved, resolve
 from ...progress import SILENT, Clock
-from ...recipe import BudgetSection, CompensationSection, PruningRecipe
-from ...recipe.draws import HELD_OUT_SAMPLES, Draws
+from ...recipe.budget import Budget
+from ...recipe.sections import CompensationSection
 from ...score.criteria import COMPENSATED_NAMES, needs_of, uses_alpha
 from ...slim.cut import prune_units
 from ...units import PrunableModule, Selection
@@ -61,7 +63,7 @@ class Shared:
     def __init__(self, recipe: PruningRecipe, grid: SweepGrid, clock: Clock):
         by_grid: dict[str, Any] = {"modules": grid.kinds}
         if grid.flops:
-            by_grid["budget"] = BudgetSection(flops=min(grid.flops))
+            by_grid["budget"] = Budget(flops=min(grid.flops))
         self.options = recipe.options.model_copy(update=by_grid)
         self._recipe = recipe
         self._grid, self._clock = grid, clock

@@ -20,8 +20,8 @@ from typing import Any
 from ...data.targets import samples_of
 from ...errors import RecipeError, StepError, first_line
 from ...forms.measure.machine import machine_facts
+from ...pipeline.recipe import PruningRecipe
 from ...progress import SILENT, Progress
-from ...recipe import PruningRecipe
 from ...report.provenance import digests_of
 from ...tasks import TASKS
 from ...values import library_versions

@@ -1,0 +1,642 @@
+"""The whole recipe: how to prune, the rules between sections, and how a recipe is read from YAML.
+
+The input is the fields of a YAML file, or the same as keyword arguments. The output is a `PruningRecipe`, frozen and
+consistent, or one `RecipeError` that names all problems at once. Nothing is loaded: `pipeline.resolve` finds out
+whether model, data and recipe fit together.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, get_args, get_origin
+
+from pydantic import AfterValidator, BaseModel, Field, ValidationError, field_validator, model_validator
+from ruamel.yaml import YAML
+from ruamel.yaml.composer import MaxDepthExceededError
+from ruamel.yaml.constructor import ConstructorError, SafeConstructor
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.reader import ReaderError
+
+from ..errors import RecipeError, did_you_mean, quoted, shortened
+from ..kinds import ATTENTION, KINDS
+from ..progress import SILENT, Progress
+from ..recipe.budget import Budget, KeepBudget
+from ..recipe.sections import (
+    CalibrationSection,
+    CascadeSection,
+    CompensationSection,
+    DataSection,
+    DeploySection,
+    EvaluationSection,
+    ExportSection,
+    HeldOutSection,
+    MeasureSection,
+    MultipleOf,
+    PathOrName,
+    Section,
+)
+from ..tasks import TASKS
+
+if TYPE_CHECKING:
+    from ..report.report import Report
+    from ..select.constraints import Constraints
+
+Allocation = Literal["global", "uniform"]
+
+# Shares of the FLOPs that `cascade` tries if there is no budget.
+FLOPS_TO_TRY = (0.75, 0.55, 0.35)
+
+
+def _known(name: str, known: Iterable[str], *, what: str) -> str:
+    known = tuple(known)
+    if name not in known:
+        raise ValueError(f"{what} must be one of {', '.join(known)}, got {name!r}{did_you_mean(name, known)}")
+    return name
+
+
+def _known_runtime(name: str) -> str:
+    from ..forms.runtimes.registry import RUNTIMES
+
+    return _known(name, RUNTIMES, what="a runtime")
+
+
+def _with_known_metric(budget: Budget) -> Budget:
+    """Return a budget whose metric is known; a share of a metric that may be shared is 0.99 by default."""
+    from ..evaluate.metrics import METRICS
+
+    keep, metric = budget.keep, METRICS[_known(str(budget.metric), METRICS, what="metric")]
+    if keep is None or keep.by is not None:
+        return budget
+    if not (metric.ranks or metric.terms is not None):
+        given = "metric" if keep.predictions is None else "predictions and metric"
+        raise ValueError(f"keep needs predictions, or metric and by, got {given}")
+    share = 0.99 if keep.predictions is None else keep.predictions
+    return budget.model_copy(update={"keep": keep.model_copy(update={"predictions": share})})
+
+
+def _known_task(task: str) -> str:
+    if task not in TASKS:
+        raise ValueError(f"must be one of {', '.join(TASKS)}, got {task!r}")
+    return task
+
+
+class PruneSection(Section):
+    """How units are scored, selected and compensated; see `score_units`, `select_units` and `compensate`.
+
+    Attributes:
+        modules: Which modules lose units: "attention" (heads), "mlp" (feed-forward neurons), or both under one budget.
+        criterion: How units are ranked. HIES and other criteria of attention rank only heads; neurons are then ranked
+            by `fisher`. `compensated` assumes `compensation`, and uses neither alpha nor labels. If the calibration
+            rows have fewer than 16,384 tokens, it also reads compensation rows; see `score_compensated`. `auto` tries
+            several criteria: it cuts, refits and judges the choice of each on held-out rows.
+        alpha: Weight of importance against focus in HIES, in [0, 1): score = alpha * importance + (1 - alpha) * focus,
+            where focus is one minus the attention's entropy. "auto" tries twelve values on held-out rows.
+        normalize: Over which heads the two terms of HIES are scaled to [0, 1] before they are blended. "model": over
+            all heads, so a layer of weak heads may lose most of them. "layer": over the heads of each layer, so that
+            every layer has a head with 0 and one with 1.
+        budget: See `Budget`. A recipe's `deploy` or `cascade` may choose how much is removed in place of it.
+        allocation: "uniform" removes the same number of heads from every layer, "global" those that score lowest
+            anywhere. Or one for each kind, as in {attention: uniform, mlp: global}: the config's own fields, if it has
+            them, then describe the heads beside uneven neurons. Each uniform kind loses its own share; a kind that is
+            not named is "global".
+        unit: With grouped-query attention, "group" removes whole key/value groups, with their part of the cache, and
+            "query" the same number of query heads from each group, so that the cache keeps its size. Without groups the
+            two are the same: every head is its own group, and takes its part of the cache along.
+        towers: The parts of a composite model that lose heads; by default the language model if there is one, and of an
+            encoder-decoder both.
+        min_heads: Query heads that every layer keeps, however low they score. With 0, an attention module may lose all
+            of them: it then computes nothing, and its output is the same for all tokens.
+        min_neurons: Neurons that every feed-forward block keeps; with 0, it may lose all of them.
+        keep_layers: Layers that lose neither heads nor neurons, counted from 0; -1 is the last.
+        multiple_of: Divisor of the number of units left in a layer: a number, for heads, or see `MultipleOf`.
+        steps: Number of rounds in which the heads are removed; the remaining ones are scored anew in between.
+        compensation: See `CompensationSection`; None for no compensation.
+    """
+
+    modules: tuple[Literal["attention", "mlp"], ...] = (ATTENTION,)
+    criterion: str = "hies"
+    alpha: float | Literal["auto"] = 0.9
+    normalize: Literal["model", "layer"] = "model"
+    budget: Budget | None = None
+    allocation: Allocation | dict[str, Allocation] = "global"
+    unit: Literal["group", "query"] = "group"
+    towers: tuple[str, ...] = ()
+    min_heads: int = Field(1, ge=0)
+    min_neurons: int = Field(1, ge=0)
+    keep_layers: tuple[int, ...] = ()
+    multiple_of: MultipleOf = MultipleOf()
+    steps: int = Field(1, ge=1)
+    compensation: CompensationSection | None = None
+
+    @property
+    def goal(self) -> Budget:
+        """The budget, where it is given; `PruningRecipe.options` always has one."""
+        assert self.budget is not None
+        return self.budget
+
+    @property
+    def constraints(self) -> Constraints:
+        """The limits on a selection, whatever the budget."""
+        from ..select.constraints import Constraints
+
+        return Constraints(
+            allocation=self.allocation,
+            unit=self.unit,
+            min_heads=self.min_heads,
+            min_neurons=self.min_neurons,
+            keep_layers=self.keep_layers,
+            multiple_of=self.multiple_of.heads,
+            neurons_multiple_of=self.multiple_of.neurons or 1,
+        )
+
+    @property
+    def judged_on_held_out(self) -> str | None:
+        """What is chosen on held-out rows, for messages; None if nothing is."""
+        from ..score.criteria import AUTO, uses_alpha
+
+        if self.goal.searched:
+            return self.goal.kind
+        if self.criterion == AUTO:
+            return "criterion: auto"
+        return "alpha: auto" if self.alpha == AUTO and uses_alpha(self.criterion) else None
+
+    @field_validator("modules")
+    @classmethod
+    def _are_kinds(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not value or len(set(value)) < len(value):
+            raise ValueError(f"modules must be attention, mlp or both, each once, got {list(value)}")
+        return tuple(kind for kind in KINDS if kind in value)
+
+    @field_validator("allocation", mode="before")
+    @classmethod
+    def _is_an_allocation(cls, value: Any) -> Any:
+        by_kind = value if isinstance(value, dict) else dict.fromkeys(KINDS, value)
+        if any(kind not in KINDS or of_kind not in get_args(Allocation) for kind, of_kind in by_kind.items()):
+            raise ValueError(
+                f"allocation must be global or uniform, or one for each of attention and mlp, as in {{attention: "
+                f"uniform, mlp: global}}, got {value!r}"
+            )
+        return value
+
+    @field_validator("multiple_of", mode="before")
+    @classmethod
+    def _of_heads(cls, value: Any) -> Any:
+        return {"heads": value} if isinstance(value, int) and not isinstance(value, bool) else value
+
+    @field_validator("criterion")
+    @classmethod
+    def _is_known(cls, value: str) -> str:
+        from ..score.criteria import criterion_names
+
+        return _known(value, criterion_names(), what="criterion")
+
+    @field_validator("alpha", mode="before")
+    @classmethod
+    def _is_a_weight(cls, value: Any) -> Any:
+        if value == "auto":
+            return value
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise ValueError(f"alpha must be a number in [0, 1) or auto, got {value!r}")
+        if not 0 <= value < 1:
+            raise ValueError(f"alpha must be in [0, 1), got {value:g}; for importance alone use criterion: his")
+        return value
+
+    @field_validator("budget")
+    @classmethod
+    def _names_what_there_is(cls, value: Budget | None) -> Budget | None:
+        if value is None:
+            return value
+        if value.timed is not None:
+            _known_runtime(value.timed.runtime)
+        return value if value.metric is None else _with_known_metric(value)
+
+    @model_validator(mode="after")
+    def _budget_covers_modules(self) -> PruneSection:
+        if self.budget is not None and self.budget.heads is not None and self.modules != (ATTENTION,):
+            raise ValueError(
+                f"budget.heads is for modules: [attention], got modules: [{', '.join(self.modules)}]; "
+                "set budget.flops, parameters, latency, max_drop or keep, which cover neurons too"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _can_take_steps(self) -> PruneSection:
+        kind = None if self.budget is None else self.budget.kind
+        given = {
+            f"a budget of {kind}": self.budget is not None and self.budget.searched,
+            f"multiple_of {self.multiple_of.heads}": kind == "heads" and self.multiple_of.heads > 1,
+            # With one query head left in each group, the next step would remove whole groups.
+            "unit query": self.unit == "query",
+            # The next step would not find a module that is skipped.
+            "min_heads 0": self.min_heads == 0,
+            "min_neurons 0": self.min_neurons == 0,
+        }
+        if self.steps > 1 and any(given.values()):
+            reasons = " and ".join(name for name, is_given in given.items() if is_given)
+            raise ValueError(
+                f"steps: {self.steps} needs a budget of heads or of cost in units of groups, got {reasons}; "
+                "set steps: 1"
+            )
+        return self
+
+
+class PruningRecipe(Section):
+    """A whole run: model, data, how to prune, what to measure. The fields are those of the YAML recipe.
+
+    Attributes:
+        model: Folder or Hub id of a fine-tuned model.
+        revision: Revision of a Hub model.
+        dtype: Dtype for loading, scoring and, unless `save_dtype` is given, saving: float32 (default on CPU), float16,
+            bfloat16, or "auto" for the checkpoint's own (default on GPU).
+        save_dtype: Dtype of the slim checkpoint, as for `dtype`. By default `dtype` if it is given, and else the
+            checkpoint's own, so that the slim one is not larger. Evaluation, export and timing use weights rounded to
+            it.
+        device_map: Where the layers go, as in `from_pretrained`: "auto" spreads a model over all GPUs. By default the
+            GPU if there is one.
+        task: What the model predicts: one of the [tasks](tasks.md), such as text-classification.
+        pooling: For feature-extraction with a bare encoder: what makes one embedding of those of the tokens. A folder
+            of sentence-transformers says so itself.
+        normalize: Likewise, whether embeddings are scaled to length 1; by default they are not.
+        data: See `DataSection`.
+        calibration: See `CalibrationSection`.
+        held_out: See `HeldOutSection`.
+        evaluation: See `EvaluationSection`.
+        prune: See `PruneSection`.
+        export: See `ExportSection`.
+        cascade: See `CascadeSection`.
+        measure: See `MeasureSection`.
+        deploy: See `DeploySection`. With it, `prune` has no budget.
+        output: Folder to write; must not exist.
+
+    Raises:
+        RecipeError: Fields are unknown, missing or impossible; all problems at once.
+
+    Examples:
+        >>> PruningRecipe(model="m", task="text-classification", data={"name": "glue/sst2", "text": "sentence"},
+        ...               prune={"budget": {"heads": 1.5}})
+        Traceback (most recent call last):
+        hies_export.errors.RecipeError: prune.budget.heads: sparsity must be in (0, 1), got 1.5; ...
+    """
+
+    model: PathOrName
+    revision: str | None = None
+    dtype: Literal["float32", "float16", "bfloat16", "auto"] | None = None
+    save_dtype: Literal["float32", "float16", "bfloat16", "auto"] | None = None
+    device_map: str | None = None
+    task: Annotated[str, AfterValidator(_known_task)]
+    pooling: Literal["mean", "cls", "last", "max"] | None = None
+    normalize: bool | None = None
+    data: DataSection
+    calibration: CalibrationSection = CalibrationSection()
+    held_out: HeldOutSection | None = None
+    evaluation: EvaluationSection = EvaluationSection()
+    prune: PruneSection
+    export: ExportSection = ExportSection()
+    cascade: CascadeSection | None = None
+    measure: MeasureSection = MeasureSection()
+    deploy: DeploySection | None = None
+    output: Path = Path("runs/hies")
+
+    def __init__(self, **fields: Any):
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            raise RecipeError(list(sentences(error, type(self)))) from None
+
+    @field_validator("measure", "deploy")
+    @classmethod
+    def _names_what_there_is(cls, value: MeasureSection | DeploySection | None) -> Any:
+        for name in () if value is None else value.runtimes:
+            _known_runtime(name)
+        return value
+
+    @model_validator(mode="after")
+    def _columns_fit_the_task(self) -> PruningRecipe:
+        task = TASKS[self.task]
+        if self.evaluation.lm_eval and not task.decodes_text:
+            raise ValueError(f"evaluation.lm_eval judges language models (text-generation), got task: {self.task}")
+        if refusal := task.refusal(self.data):
+            raise ValueError(refusal)
+        return self
+
+    @model_validator(mode="after")
+    def _one_field_says_how_much(self) -> PruningRecipe:
+        given, cascade = self.prune.budget is not None, self.cascade
+        if self.deploy is not None and given:
+            raise ValueError("deploy chooses how much to remove, and prune.budget sets it too; leave out one of them")
+        if cascade is not None and cascade.flops and given:
+            raise ValueError("cascade.flops chooses how much to remove, and prune.budget sets it too; leave out one")
+        if self.deploy is None and cascade is None and not given:
+            raise ValueError("prune.budget must be given")
+        return self
+
+    @model_validator(mode="after")
+    def _deploy_chooses_the_form(self) -> PruningRecipe:
+        if self.deploy is None:
+            return self
+        export = self.export
+        if self.cascade is not None:
+            raise ValueError("deploy tries cascades by itself, got a section cascade; leave it out")
+        if TASKS[self.task].in_parts:
+            raise ValueError(
+                f"deploy compares models that are one graph, got task: {self.task}, which is exported as several; "
+                "prune it with hies-export run, and a budget of keep"
+            )
+        if (export.format, export.provider, export.dtype) != ("onnx", "cpu", "float32"):
+            raise ValueError(
+                f"deploy exports what each runtime reads, got export: {export.format}, {export.provider}, "
+                f"{export.dtype}; leave it out"
+            )
+        if self.prune.steps > 1:
+            raise ValueError(
+                f"deploy finds the largest cut in one step, got prune.steps: {self.prune.steps}; set it to 1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_cascade_is_of_encoders(self) -> PruningRecipe:
+        if self.cascade is None:
+            return self
+        export = self.export
+        if not TASKS[self.task].cascades:
+            raise ValueError(f"cascade is for classifiers, got task: {self.task}; leave it out")
+        if (export.format, export.provider, export.dtype) != ("onnx", "cpu", "float32"):
+            raise ValueError(
+                f"cascade needs export: onnx for provider cpu in float32, got {export.format}, {export.provider}, "
+                f"{export.dtype}; leave them out"
+            )
+        if export.quantize and self.cascade.runtime == "openvino":
+            raise ValueError(
+                f"a cascade in 8 bits needs runtime: onnxruntime-cpu, whose operators it has, got "
+                f"{self.cascade.runtime}; leave out export.quantize, and set cascade.dtype: bfloat16"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_latency_budget_has_one_dtype(self) -> PruningRecipe:
+        if self.goal.timed is not None and self.measure.dtypes:
+            raise ValueError(
+                "a budget of time is met in the dtype of the model or of the export, so measure.dtypes must not be "
+                f"given, got {', '.join(self.measure.dtypes)}; time other dtypes with hies-export bench"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _gguf_is_of_a_decoder(self) -> PruningRecipe:
+        if self.export.format == "gguf" and not TASKS[self.task].decodes_text:
+            raise ValueError(f"export.format gguf is for text-generation, got task: {self.task}; set it to onnx")
+        return self
+
+    @model_validator(mode="after")
+    def _calibrated_is_an_encoder(self) -> PruningRecipe:
+        if self.export.format == "openvino" and (TASKS[self.task].generative or TASKS[self.task].in_parts):
+            raise ValueError(f"export.format openvino is for encoders, got task: {self.task}; set it to onnx")
+        return self
+
+    @model_validator(mode="after")
+    def _rows_are_apart(self) -> PruningRecipe:
+        held_out, evaluation = self.held_out, self.evaluation
+        if held_out is not None and held_out.split == evaluation.split and evaluation.rows == "first":
+            raise ValueError(
+                f"held_out draws rows of the split that is evaluated, {quoted(evaluation.split)}, so "
+                "evaluation.rows must be drawn from the others, got first; leave it out, or hold out another split's"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _only_texts_are_pooled(self) -> PruningRecipe:
+        given = [name for name in ("pooling", "normalize") if getattr(self, name) is not None]
+        if given and not TASKS[self.task].embeds:
+            raise ValueError(f"{given[0]} is for feature-extraction, got task: {self.task}; leave it out")
+        return self
+
+    @classmethod
+    def from_yaml(cls, path: str | Path, overrides: dict[str, Any] | None = None) -> PruningRecipe:
+        """Read a recipe file; relative paths in it are relative to the file.
+
+        Args:
+            path: The YAML file.
+            overrides: Dotted field -> value, e.g. {"prune.alpha": 0.5}; their relative paths are relative to the
+                working folder.
+
+        Raises:
+            RecipeError: No such file, no valid YAML, or fields that are unknown, missing or impossible.
+        """
+        return cls(**read_fields(path, overrides or {}))
+
+    def with_overrides(self, overrides: dict[str, Any]) -> PruningRecipe:
+        """Return the recipe with other values of some fields: dotted field -> value, as for `from_yaml`."""
+        return type(self)(**overridden(self.model_dump(exclude_unset=True), overrides))
+
+    def to_deploy(
+        self, *, keep: float | None = None, runtimes: Sequence[str] | None = None, minutes: float | None = None
+    ) -> PruningRecipe:
+        """Return the recipe with a section `deploy`, some of its fields given, in place of the budget."""
+        fields = self.model_dump(exclude_unset=True)
+        fields["prune"].pop("budget", None)
+        given = {"keep": keep, "runtimes": runtimes, "minutes": minutes}
+        asked = {name: value for name, value in given.items() if value is not None}
+        return type(self)(**{**fields, "deploy": {**(fields.get("deploy") or {}), **asked}})
+
+    @property
+    def goal(self) -> Budget:
+        """How much is removed: the budget, the promise of `deploy`, or the smallest cut that a cascade tries."""
+        if self.prune.budget is not None:
+            return self.prune.budget
+        if self.deploy is not None:
+            return Budget(keep=KeepBudget(predictions=self.deploy.keep))
+        return Budget(flops=max(self.shares))
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Shares of the dense model's FLOPs to choose the size of a cascade among; empty if that is not asked."""
+        if self.cascade is None or self.prune.budget is not None:
+            return ()
+        return self.cascade.flops or FLOPS_TO_TRY
+
+    @property
+    def options(self) -> PruneSection:
+        """How to prune: the section `prune`, whose budget is the goal."""
+        return self.prune.model_copy(update={"budget": self.goal})
+
+    @property
+    def inputs(self) -> dict[str, str | Path]:
+        """The inputs of the recipe by field: the model and the data files. A Hub id stays as it is."""
+        return {"model": self.model, **{f"data.files.{split}": path for split, path in (self.data.files or {}).items()}}
+
+    def run(self, *, progress: Progress = SILENT) -> Report:
+        """Run the whole line and write `output`; see `hies_export.run`."""
+        # By its name: a run reads the recipe, and the recipe nothing of a run.
+        run = import_module("hies_export").run
+        report: Report = run(self, progress=progress)
+        return report
+
+
+# Far above any real recipe; they bound the time and the memory that reading takes.
+MOST_BYTES = 1 << 16
+DEEPEST = 20
+LONGEST_NUMBER = 40
+
+# pydantic's kinds of errors that name Python's types -> what a recipe calls them.
+_KINDS = {"model_type": "a mapping of fields", "dict_type": "a mapping", "tuple_type": "a list", "path_type": "a path"}
+
+
+def read_fields(path: str | Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a recipe file, its relative paths made relative to the file, with dotted overrides."""
+    path = Path(path)
+    if not os.path.isfile(path):
+        raise RecipeError([f"a recipe must be a YAML file, but there is no file {path}"])
+    fields = read_yaml(path)
+    if not isinstance(fields, dict):
+        raise RecipeError([f"a recipe must be a mapping of fields, but {path} holds {type(fields).__name__}"])
+    _resolve_paths(fields, path.parent)
+    return overridden(fields, overrides)
+
+
+def read_yaml(path: Path) -> Any:
+    """Return what a YAML file holds; errors name the file and the line."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise RecipeError([f"{path} must be a file that can be read, but: {error.strerror}"]) from None
+    _check_size(len(content), source=str(path))
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        _refuse(str(path), content.count(b"\n", 0, error.start), "a byte is not UTF-8")
+    return parse_yaml(text, source=str(path))
+
+
+def parse_yaml(text: str, *, source: str) -> Any:
+    """Return the value of a text in YAML 1.2, which errors call `source`: text, numbers, lists and mappings."""
+    _check_size(len(text), source=source)
+    reader = YAML(typ="safe", pure=True)
+    reader.Constructor = _Constructor
+    reader.max_depth = DEEPEST
+    reader.composer.warn_double_anchors = False  # they are refused
+    try:
+        return reader.load(text)
+    except ReaderError as error:
+        _refuse(source, text.count("\n", 0, error.position), f"the character {error.character:#x} is not allowed")
+    except MaxDepthExceededError as error:
+        _refuse(source, error.problem_mark.line, f"values may be at most {DEEPEST} levels deep")
+    except MarkedYAMLError as error:
+        problem = ", ".join(filter(None, [error.context, error.problem]))
+        mark = error.problem_mark or error.context_mark
+        _refuse(source, mark.line if mark else 0, shortened(problem))
+    except YAMLError as error:
+        _refuse(source, 0, shortened(str(error)))
+
+
+def _check_size(size: int, *, source: str) -> None:
+    if size > MOST_BYTES:
+        raise RecipeError([f"{source} must have at most {MOST_BYTES >> 10} KiB, got more"])
+
+
+def _refuse(source: str, line: int, problem: str) -> NoReturn:
+    raise RecipeError([f"{source} must be plain YAML, but in line {line + 1}: {problem}"]) from None
+
+
+class _Constructor(SafeConstructor):
+    """Builds plain values, with dates as text.
+
+    A few lines of aliases can stand for gigabytes, and tags ask for other types: both are refused.
+    """
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        kind = node.tag.removeprefix("tag:yaml.org,2002:")
+        if node.anchor is not None:
+            _raise("anchors (&) and aliases (*) are not allowed; write the value out, in quotes if it is text", node)
+        if kind not in ("str", "int", "float", "bool", "null", "seq", "map", *_AS_TEXT):
+            _raise("tags (!) are not allowed; leave it out, or put text in quotes", node)
+        if kind in ("int", "float") and len(node.value) > LONGEST_NUMBER:
+            _raise(f"a number may have at most {LONGEST_NUMBER} characters; put text in quotes", node)
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, IndexError):  # of an empty one
+            _raise(f"{quoted(node.value)} is no number; put text in quotes", node)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        for key, _ in node.value:
+            if key.tag != "tag:yaml.org,2002:str" or not key.value.isprintable():
+                given = quoted(key.value) if isinstance(key.value, str) else "a list or a mapping"
+                _raise(f"a key must be printable text, in quotes if it looks like something else, got {given}", key)
+        return super().construct_mapping(node, deep)
+
+
+_AS_TEXT = ("timestamp", "value", "merge")
+for _kind in _AS_TEXT:
+    _Constructor.add_constructor(f"tag:yaml.org,2002:{_kind}", SafeConstructor.construct_yaml_str)
+
+
+def _raise(problem: str, at: Any) -> NoReturn:
+    raise ConstructorError(None, None, problem, at.start_mark)
+
+
+def overridden(fields: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Set dotted fields, in place, and return all."""
+    for key, value in overrides.items():
+        _override(fields, key, value)
+    return fields
+
+
+def _resolve_paths(fields: dict[str, Any], folder: Path) -> None:
+    """Make relative paths relative to the recipe's folder; a model that is no folder there is a Hub id."""
+    # os.path.exists, unlike Path.exists, is false for names that no file system takes.
+    if isinstance(fields.get("model"), str) and os.path.exists(folder / fields["model"]):
+        fields["model"] = os.path.normpath(folder / fields["model"])
+    if isinstance(fields.get("output"), str):
+        fields["output"] = folder / fields["output"]
+    evaluation = fields.get("evaluation")
+    if isinstance(evaluation, dict) and isinstance(evaluation.get("lm_eval"), list):
+        files = [folder / str(task) for task in evaluation["lm_eval"]]
+        named = zip(evaluation["lm_eval"], files, strict=True)
+        evaluation["lm_eval"] = [str(file) if file.suffix in (".yaml", ".yml") else task for task, file in named]
+    if isinstance(evaluation, dict) and isinstance(evaluation.get("metrics"), list):
+        evaluation["metrics"] = [
+            str(folder / name) if "/" in str(name) and os.path.exists(folder / str(name)) else name
+            for name in evaluation["metrics"]
+        ]
+    data = fields.get("data")
+    if isinstance(data, dict) and isinstance(data.get("files"), dict):
+        data["files"] = {k: folder / v if isinstance(v, str) else v for k, v in data["files"].items()}
+
+
+def _override(fields: dict[str, Any], dotted: str, value: Any) -> None:
+    *sections, last = dotted.split(".")
+    for section in sections:
+        child = fields.setdefault(section, {})
+        if not isinstance(child, dict):
+            raise RecipeError([f"{dotted} cannot be set: {section} is a plain value in this recipe"])
+        fields = child
+    fields[last] = value
+
+
+def sentences(error: ValidationError, recipe: type[BaseModel]) -> Iterator[str]:
+    """Yield a sentence for each problem that pydantic found with the fields of a recipe, or of a section of one."""
+    for problem in error.errors():
+        where = ".".join(str(part) for part in problem["loc"])
+        if problem["type"] == "extra_forbidden":
+            known = list(_section_at(recipe, problem["loc"][:-1]).model_fields)
+            nearest = did_you_mean(str(problem["loc"][-1]), known) or f"; the fields here are {', '.join(known)}"
+            yield f"{where} is not a field of the recipe{nearest}"
+        elif problem["type"] == "missing":
+            yield f"{where} must be given"
+        elif problem["type"] == "value_error":
+            reason = str(problem["ctx"]["error"])
+            yield f"{where}: {reason}" if where else reason
+        else:
+            message = _KINDS.get(problem["type"], problem["msg"].removeprefix("Input should be "))
+            yield f"{where} must be {message}, got {quoted(problem['input'])}"
+
+
+def _section_at(section: type[BaseModel], location: tuple[int | str, ...]) -> type[BaseModel]:
+    for part in location:
+        annotation = section.model_fields[str(part)].annotation
+        candidates = get_args(annotation) if get_origin(annotation) else (annotation,)
+        section = next(c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel))
+    return section

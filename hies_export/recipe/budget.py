@@ -1,0 +1,260 @@
+"""Say how much a model may lose, and how a run met it.
+
+A `Budget` is what is asked, and `Found` is what a model has of it. `Budget.met` alone decides whether that is enough.
+An `Outcome` is a budget with everything that a run found out about it; it is written to report.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from .sections import Section, ShareOfDense
+
+
+class TimedSection(Section):
+    """What a budget times.
+
+    Attributes:
+        runtime: Name of the runtime.
+        batch: Rows in a batch.
+        sequence: Tokens in a row; by default the median of the held-out rows, or without these of the calibration rows,
+            rounded up to a multiple of 8 (of an embedding model with queries, of the queries). For image models it
+            follows from the image size, and for vision-language models from the prompts: leave it out.
+        dtype: Dtype that the runtime computes in, such as "bfloat16" or "int8" on openvino or "q8_0" on llamacpp; by
+            default that of the export.
+    """
+
+    runtime: str = "onnxruntime-cpu"
+    batch: int = Field(8, ge=1)
+    sequence: int | None = Field(None, ge=1)
+    dtype: Literal["float32", "float16", "bfloat16", "int8", "q8_0", "q4_0"] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(batch, sequence), or (batch,)."""
+        return (self.batch,) if self.sequence is None else (self.batch, self.sequence)
+
+
+class LatencyBudget(TimedSection):
+    """At most a share of the dense model's time, on a runtime and at a shape.
+
+    Attributes:
+        ratio: Time of the slim model divided by that of the dense one, in (0, 1).
+        of: Reference of the ratio: "same" is the dense model in the same bits, "float32" the dense model in float32, on
+            the same runtime (for onnxruntime-cpu-int8, on onnxruntime-cpu).
+    """
+
+    ratio: ShareOfDense
+    of: Literal["same", "float32"] = "same"
+
+
+class KeepBudget(TimedSection):
+    """Remove as much as possible while the held-out rows keep a promise with 95 % confidence.
+
+    Attributes:
+        predictions: Share of the predictions that must stay the dense model's, in (0, 1). The lower end of the interval
+            must reach it, so all predictions of 477 rows must stay for 0.99, or all but 2 of 1,024. Of an embedding
+            model or a reranker, it is the share of a metric that must stay: of `metric`, by default the first one.
+        metric: In place of a share of predictions, the name of a metric. If it is of rankings, such as ndcg@10, or
+            own_entity_f1, a share of it is kept, 0.99 unless `predictions` says otherwise, or it gets worse `by` so
+            much.
+        by: How much worse the metric may get at most, in its own unit.
+        index: What embeddings of queries are compared with: "dense", the documents' vectors of the dense model, which
+            is the default, or "slim", all texts embedded again.
+        runtime: Save time on this runtime in place of FLOPs, and judge the files that it runs; with `batch`, `sequence`
+            and `dtype` as for `latency`.
+        samples: How many rows to hold out at most.
+    """
+
+    predictions: float | None = Field(None, gt=0, lt=1)
+    metric: str | None = None
+    by: float | None = Field(None, ge=0)
+    index: Literal["dense", "slim"] | None = None
+    runtime: str | None = None  # type: ignore[assignment]
+    samples: int = Field(1024, ge=1)
+
+    @property
+    def timed(self) -> TimedSection | None:
+        """Where models are judged and timed; None where torch judges them, and FLOPs are saved."""
+        return None if self.runtime is None else self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _may_be_a_number(cls, value: Any) -> Any:
+        return {"predictions": value} if isinstance(value, (int, float)) else value
+
+    @model_validator(mode="after")
+    def _is_one_promise(self) -> KeepBudget:
+        given = [name for name in ("predictions", "metric", "by") if getattr(self, name) is not None]
+        if given not in (["predictions"], ["metric"], ["predictions", "metric"], ["metric", "by"]):
+            raise ValueError(f"keep needs predictions, or metric and by, got {' and '.join(given) or 'none'}")
+        timed = [name for name in ("batch", "sequence", "dtype") if name in self.model_fields_set]
+        if self.runtime is None and timed:
+            raise ValueError(f"keep.{timed[0]} says what is timed, and no runtime is named; name one, or leave it out")
+        return self
+
+
+class DropBudget(Section):
+    """Remove as many heads as a metric allows on held-out rows.
+
+    Attributes:
+        metric: Name of the metric.
+        by: How much worse the metric may get, in its own unit: 0.01 allows an accuracy of 0.88 to become 0.87.
+    """
+
+    metric: str
+    by: float
+
+    @field_validator("by")
+    @classmethod
+    def _is_not_negative(cls, value: float) -> float:
+        if value < 0:
+            raise ValueError(f"by must be at least 0, got {value:g}; 0.01 allows an accuracy of 0.88 to become 0.87")
+        return value
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a model has of what a budget asks.
+
+    Attributes:
+        value: Share of the dense model's cost, share that stays of its predictions or of a metric, or loss of a metric.
+        bound: End of the interval of `value` that decides; None for a count, a time or a point estimate.
+    """
+
+    value: float
+    bound: float | None = None
+
+    @property
+    def decides(self) -> float:
+        """The number that a budget is held against."""
+        return self.value if self.bound is None else self.bound
+
+
+class Budget(Section):
+    """How much is removed: exactly one of these.
+
+    Attributes:
+        heads: Share of heads to remove, in (0, 1), if only heads are removed. The other budgets cover all kinds of
+            units.
+        flops: Largest share of the dense model's FLOPs that may be left, at the first measured shape.
+        parameters: Largest share of the dense model's parameters that may be left.
+        latency: Largest share of the dense model's time that may be left.
+        max_drop: Largest loss of a metric.
+        keep: See `KeepBudget`. A number is short for its `predictions`.
+    """
+
+    heads: float | None = None
+    flops: ShareOfDense | None = None
+    parameters: ShareOfDense | None = None
+    latency: LatencyBudget | None = None
+    max_drop: DropBudget | None = None
+    keep: KeepBudget | None = None
+
+    @property
+    def kind(self) -> str:
+        """Name of the field that is given."""
+        return next(name for name in type(self).model_fields if getattr(self, name) is not None)
+
+    @property
+    def searched(self) -> bool:
+        """Whether held-out rows decide the size: `keep` and `max_drop`; the others say the size themselves."""
+        return self.keep is not None or self.max_drop is not None
+
+    @property
+    def ratio(self) -> float | None:
+        """Largest share of the dense model's cost that may be left; None for `heads`, `max_drop` and `keep`."""
+        return self.latency.ratio if self.latency is not None else self.flops or self.parameters
+
+    @property
+    def timed(self) -> TimedSection | None:
+        """What the budget times; None for one that times nothing."""
+        return self.latency if self.keep is None else self.keep.timed
+
+    @property
+    def metric(self) -> str | None:
+        """Name of the metric that the budget limits; None if it limits none."""
+        asked = self.max_drop or self.keep
+        return None if asked is None else asked.metric
+
+    @property
+    def share(self) -> float | None:
+        """Share of the predictions, or of a metric, that must stay; None for budgets that limit a loss or a cost."""
+        return None if self.keep is None else self.keep.predictions
+
+    @property
+    def by(self) -> float | None:
+        """How much worse the metric may get; None for budgets that limit no loss."""
+        asked = self.max_drop or self.keep
+        return None if asked is None else asked.by
+
+    def met(self, found: Found) -> bool:
+        """Return whether what was found keeps the budget; a share of heads is met by any cut."""
+        if self.share is not None:
+            return found.decides >= self.share
+        limit = self.by if self.searched else self.ratio
+        return limit is None or found.decides <= limit
+
+    @field_validator("heads")
+    @classmethod
+    def _is_a_share(cls, value: float | None) -> float | None:
+        if value is not None and not 0 < value < 1:
+            raise ValueError(f"sparsity must be in (0, 1), got {value:g}; 0.3 removes 30 % of the heads")
+        return value
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Budget:
+        names = list(type(self).model_fields)
+        given = [name for name in names if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"exactly one of {', '.join(names)} must be given, got {' and '.join(given) or 'none'}")
+        return self
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A budget, and how a run met it.
+
+    Attributes:
+        budget: The budget, with what it left open filled in: the metric of a promise, and the shape that was timed.
+        predicted: Share of the cost that is left, by the table of cost; None for budgets that need no table.
+        found: What the slim model has, counted, timed or on held-out rows; None until that is known.
+        noisy: Whether the control shows that a measured time is unreliable.
+        samples: Number of held-out rows that decided; 0 if none did.
+        confidence: Confidence of the interval of every cut that was judged on them.
+        dense: The dense model's value of the metric that `max_drop` limits.
+        word: What one prediction is called.
+        table: The timed cuts behind a prediction of time.
+        judged: The cuts that were judged on held-out rows, see `Judged.row` of `pipeline.search`.
+    """
+
+    budget: Budget
+    predicted: float | None = None
+    found: Found | None = None
+    noisy: bool | None = None
+    samples: int = 0
+    confidence: float | None = None
+    dense: float | None = None
+    word: str = "prediction"
+    table: tuple[Mapping[str, Any], ...] = ()
+    judged: tuple[Mapping[str, Any], ...] = ()
+
+    @property
+    def met(self) -> bool:
+        """Whether the slim model keeps the budget, which must be known."""
+        assert self.found is not None
+        return self.budget.met(self.found)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields that say something, for report.json."""
+        said = {field.name: getattr(self, field.name) for field in fields(self)}
+        found = {} if self.found is None else {"found": {k: v for k, v in vars(self.found).items() if v is not None}}
+        return {
+            **{name: value for name, value in said.items() if value not in (None, ())},
+            "budget": self.budget.model_dump(exclude_unset=True, exclude_none=True),
+            **found,
+        }

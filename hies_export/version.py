@@ -1,0 +1,3 @@
+"""The version of the package, for files that the package itself imports."""
+
+__version__ = "0.1.0"
