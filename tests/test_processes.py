@@ -20,7 +20,7 @@ from support.spawned import environment, fail, free_port, run, statistics, work
 from support.tolerance import REFITTED, assert_near, assert_same_plan
 
 from hies_export import PruningPlan, RequestError, processes
-from hies_export.calibrate.stream import grouped
+from hies_export.calibrate.passes import grouped
 from hies_export.checkpoint.refits import REFIT, read_refit
 from hies_export.processes import VARIABLES
 from hies_export.units import Units

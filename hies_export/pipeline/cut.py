@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .. import processes
-from ..calibrate.collect import DEFAULT_NEEDS
 from ..calibrate.moments import MomentStream
+from ..calibrate.statistics import DEFAULT_NEEDS, Statistics
 from ..checkpoint.dense import Source
 from ..checkpoint.refits import digest_tensors
 from ..checkpoint.save import save_slim
@@ -29,12 +29,12 @@ from ..model.threads import threads_for
 from ..progress import Progress
 from ..recipe import CompensationSection, PruneSection
 from ..report.outcomes import BudgetOutcome
-from ..score.criteria import AUTO
+from ..score.criteria import AUTO, Scores
 from ..slim.check import compare_cut
 from ..slim.cut import prune_units
 from ..slim.refit import Compensation, LayerFit, compensate, refit
 from ..units import PrunableModule, Selection
-from ..values import PruningPlan, Scores, Statistics, dump_json
+from ..values import PruningPlan, dump_json
 from .prepare import Prepared
 
 logger = logging.getLogger(__name__)

@@ -19,9 +19,9 @@ from ..evaluate.predict import Predictions, Predictor, predict
 from ..forms.measure.counts import Both
 from ..progress import Progress
 from ..report.outcomes import BudgetOutcome, PromiseOutcome
+from ..score.criteria import Scores
 from ..slim.mask import masked_units
 from ..units import PrunableModule, Selection
-from ..values import Scores
 from .cut import Refit, Slim, cut_beside
 from .prepare import Prepared
 from .targets import Round

@@ -17,13 +17,13 @@ from ..kinds import MLP
 from ..progress import Progress
 from ..recipe import PruneSection, TimedSection
 from ..report.outcomes import BudgetOutcome, CostOutcome, HeadsOutcome
+from ..score.criteria import Scores
 from ..select import iterative
 from ..select.budget import CostTable, check_reachable, lowest_ratio, shares_to_try
 from ..select.bundles import bundles_lost
 from ..select.constraints import Constraints, check_budget
 from ..select.select import select_units
 from ..units import Selection
-from ..values import Scores
 from .prepare import Prepared
 
 # If held-out rows decide how much to remove, the removable cost is divided into this many sizes.

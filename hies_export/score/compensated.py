@@ -30,15 +30,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .. import processes
-from ..calibrate.effects import EffectStream, LayerEffects
-from ..calibrate.moments import MomentStream
-from ..calibrate.ridge import Spread
+from ..calibrate.moments import MomentStream, Spread
+from ..calibrate.readings import EffectStream, LayerEffects
 from ..errors import RecipeError
 from ..kinds import ATTENTION
 from ..model.threads import threads_for
 from ..progress import SILENT, Progress
+from ..score.criteria import Chain, Removal, Scores
 from ..units import PrunableModule
-from ..values import Chain, Removal, Scores
 from .criteria import COMPENSATED
 from .merge import merged
 

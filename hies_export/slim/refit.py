@@ -25,10 +25,8 @@ from transformers import PreTrainedModel
 
 from .. import processes
 from ..calibrate.abreast import abreast, residual_places
-from ..calibrate.moments import MomentStream, add_reading, check_samples, new_sums
+from ..calibrate.moments import Moments, MomentStream, SplitMoments, add_reading, check_mix, check_samples, new_sums
 from ..calibrate.readings import Reading
-from ..calibrate.ridge import Moments, SplitMoments
-from ..calibrate.sums import check_mix
 from ..data.targets import size_of
 from ..errors import NonFiniteError, RecipeError, RequestError
 from ..model.linear import weight_of

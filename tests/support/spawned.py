@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from hies_export import DataError, HiesError, PruningRecipe, collect_statistics, processes
-from hies_export.calibrate.effects import EffectStream
+from hies_export.calibrate.readings import EffectStream
 from hies_export.pipeline.resolve import resolve
 from support.runs import hies, without_tracing
 

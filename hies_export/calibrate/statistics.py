@@ -6,6 +6,7 @@ import gc
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -23,7 +24,6 @@ from ..model.watch import intercept
 from ..progress import SILENT, Progress
 from ..tasks.models import behaviour_of
 from ..units import PrunableModule
-from ..values import Calibration, Statistics
 from . import inputs, weights
 from .entropy import Entropies
 from .gates import Gates, summed_loss, with_labels
@@ -32,6 +32,43 @@ logger = logging.getLogger(__name__)
 
 # Statistics that every run collects.
 DEFAULT_NEEDS = ("his", "entropy", "weight_l2")
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The calibration run that produced the statistics, with its number of samples."""
+
+    samples: int
+    labels: str  # "data", or "predictions" if the model's own predictions replaced missing labels
+    fingerprint: str  # SHA-256 of the batches
+    batch_size: int = 1  # most samples in one forward pass; fewer than a batch has if that did not fit into memory
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Statistics of every unit over the calibration samples.
+
+    Attributes:
+        values: Statistic -> module -> (units,) float64 on CPU. "his" is the mean over samples of the absolute gradient
+            of the loss with respect to a mask of one on the unit's output, and "fisher" that of its square. "entropy"
+            (attention only) is the mean entropy of the head's attention rows, normalised by their length to [0, 1].
+            "weight_l2" is the L2 norm of the unit's weights. The docstring of `hies_export.calibrate` lists the others.
+        calibration: The run that produced them.
+    """
+
+    values: Mapping[str, Mapping[str, Tensor]]
+    calibration: Calibration
+
+    def __getitem__(self, statistic: str) -> Mapping[str, Tensor]:
+        return self.values[statistic]
+
+    def of(self, modules: Collection[str]) -> Statistics:
+        """Return the statistics of some modules, by their names."""
+        values = {
+            name: {module: v for module, v in by_module.items() if module in modules}
+            for name, by_module in self.values.items()
+        }
+        return Statistics(values, self.calibration)
 
 
 def collect_statistics(
