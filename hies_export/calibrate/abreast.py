@@ -114,17 +114,16 @@ class Abreast:
         self._streams: list[Tensor | None] = [None] * len(batches)  # in front of the consumer that comes next
         self._running = 0
 
-    def at(self, module: PrunableModule) -> Iterator[Waiting]:
-        """Let every batch run to a module's consumer, and yield it there; modules come in the order of their calls."""
-        for number, (batch, run) in enumerate(zip(self._batches, self._runs, strict=True)):
-            self._running = number
-            name, x = run.switch()
-            assert name == module.name, (name, module.name)
-            x = by_sample(x, size_of(batch))
-            # None also where the layer that shows it was removed as a whole.
-            stream, self._streams[number] = self._streams[number], None
-            stream = None if stream is None else by_sample(stream, size_of(batch))
-            yield Waiting(x, stream, real_tokens(self._model, module.name, batch, x))
+    def run(self, number: int, module: PrunableModule) -> Waiting:
+        """Let a batch run to a module's consumer, and return it there; modules come in the order of their calls."""
+        batch, self._running = self._batches[number], number
+        name, x = self._runs[number].switch()
+        assert name == module.name, (name, module.name)
+        x = by_sample(x, size_of(batch))
+        # None also where the layer that shows it was removed as a whole.
+        stream, self._streams[number] = self._streams[number], None
+        stream = None if stream is None else by_sample(stream, size_of(batch))
+        return Waiting(x, stream, real_tokens(self._model, module.name, batch, x))
 
     def pause(self, name: str, layer: nn.Module, args: tuple[Tensor, ...]) -> None:
         """Leave the batch that runs in front of a consumer."""

@@ -7,7 +7,6 @@ moments the ridge regression.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -16,14 +15,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .. import processes
 from ..data.targets import size_of
 from ..errors import DataError, RequestError
 from ..model.linear import features_of, weight_of
-from ..model.threads import threads_for
 from ..progress import SILENT, Progress
 from ..units import PrunableModule, Selection
-from .passes import Stream, usual_limit
+from .passes import Stream, run_pass, usual_limit
 from .readings import Reading, reading
 
 # Every fifth sample is held out: enough to judge a fit, and most tokens are left to fit it.
@@ -119,19 +116,29 @@ class Sums:
     """Sums over the weighted tokens of one part of the samples, added up in place; named as in `Moments`."""
 
     def __init__(self, inputs: int, device: torch.device):
-        self.tokens, self.counted = 0.0, 0
+        self._counts = torch.zeros(2, dtype=torch.float64)
         self.x, self.xx = (torch.zeros(shape, dtype=torch.float64, device=device) for shape in (inputs, (inputs,) * 2))
         self._dtype = torch.float64 if inputs < WIDE else torch.float32
+
+    @property
+    def tokens(self) -> float:
+        """Sum of the weights."""
+        return self._counts[0].item()
+
+    @property
+    def counted(self) -> int:
+        """Number of tokens."""
+        return int(self._counts[1])
 
     def add(self, x: Tensor, y: Tensor, weights: Tensor | None) -> None:
         """Add tokens x (tokens, inputs) and y (tokens, outputs), each times its weight, (tokens,); None for ones."""
         x, y = x.to(self._dtype), y.to(self._dtype)
-        self.counted += len(x)
+        self._counts[1] += len(x)
         if weights is None:
-            self.tokens += len(x)
+            self._counts[0] += len(x)
             self._add(x, y, x, y)
         else:
-            self.tokens += weights.sum(dtype=torch.float64).item()
+            self._counts[0] += weights.sum(dtype=torch.float64).item()
             weights = weights.to(self._dtype)[:, None]
             root = weights.sqrt()
             self._add(x * weights, y * weights, x * root, y * root)
@@ -141,16 +148,14 @@ class Sums:
         self.x += x.sum(0, dtype=torch.float64)
         _add_products(self.xx, root_x)
 
-    def finish(self, owner: int | None = None) -> None:
-        """Complete the sums after the last token: over all processes, in one that owns them or in all."""
-        counts = torch.tensor([self.tokens, self.counted], dtype=torch.float64)
-        processes.add_up([counts, *self._tensors()], owner)
-        self.tokens, self.counted = counts[0].item(), int(counts[1])
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return what tokens are added to."""
+        return self._counts, self.x, self.xx
+
+    def finish(self) -> None:
+        """Complete the sums after the last token."""
         if len(self.xx) >= WIDE:
             _mirror(self.xx)
-
-    def _tensors(self) -> tuple[Tensor, ...]:
-        return self.x, self.xx
 
 
 class TargetSums(Sums):
@@ -167,8 +172,9 @@ class TargetSums(Sums):
         self.yx += root_y.T @ root_x
         self.yy += root_y.pow(2).sum(dtype=torch.float64)
 
-    def _tensors(self) -> tuple[Tensor, ...]:
-        return self.x, self.xx, self.y, self.yx, self.yy
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return what tokens are added to."""
+        return *super().tensors(), self.y, self.yx, self.yy
 
 
 class LayerSums(Sums):
@@ -208,10 +214,14 @@ class LayerMoments:
     uniform: tuple[Sums, Sums]
     weighted: tuple[Sums, Sums] | None = None
 
-    def finish(self, owner: int | None = None) -> None:
-        """Complete all sums after the last token; see `Sums.finish`."""
+    def tensors(self) -> list[Tensor]:
+        """Return what tokens are added to."""
+        return [tensor for part in (*self.uniform, *(self.weighted or ())) for tensor in part.tensors()]
+
+    def finish(self) -> None:
+        """Complete all sums after the last token."""
         for part in (*self.uniform, *(self.weighted or ())):
-            part.finish(owner)
+            part.finish()
 
     @property
     def counted(self) -> int:
@@ -334,18 +344,20 @@ class MomentStream(Stream[LayerMoments]):
         selection, by_name = self.selection, {module.name: module for module in group}
         sums = {m.name: new_sums(self._dense, m, selection, weighted=self.weighted) for m in group}
         first = [0, *accumulate(map(size_of, self._batches))]
-        with ExitStack() as stack:
-            stack.enter_context(threads_for(self._dense, self._batches))
-            read = stack.enter_context(reading(self._dense, group, gradients=self.weighted))
-            for index, batch in self._progress.track(processes.share(self._batches), "moments"):
+        with reading(self._dense, group, gradients=self.weighted) as read:
+
+            def add(index: int, batch: Mapping[str, Tensor]) -> None:
                 for one in read(batch, index):
                     x = one.inputs
                     if selection is not None:
                         x = x.index_select(-1, by_name[one.name].columns(selection[one.name].units).to(x.device))
                     add_reading(sums[one.name], replace(one, inputs=x), first[index])
-        for name, found in sums.items():
-            found.finish(self.owners.get(name))
-        return {name: found for name, found in sums.items() if self.owners.get(name) in (None, processes.rank())}
+
+            tensors = [tensor for found in sums.values() for tensor in found.tensors()]
+            run_pass(self._dense, self._batches, add, tensors, name="moments", progress=self._progress)
+        for found in sums.values():
+            found.finish()
+        return sums
 
 
 def bytes_of(

@@ -13,18 +13,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .. import processes
 from ..data.targets import size_of
 from ..errors import DataError, NonFiniteError
 from ..model.linear import features_of
 from ..model.modes import evaluating, frozen, output_alone
-from ..model.threads import threads_for
 from ..model.tokens import first_samples, real_tokens
 from ..model.watch import Watched, watch
 from ..progress import SILENT, Progress
 from ..tasks.models import behaviour_of
 from ..units import PrunableModule
-from .passes import Stream, usual_limit
+from .passes import Stream, run_pass, usual_limit
 
 
 @dataclass(frozen=True)
@@ -133,7 +131,6 @@ class EffectStream(Stream[LayerEffects]):
         modules: Sequence[PrunableModule],
         *,
         limit_bytes: float | None = None,
-        owners: Mapping[str, int] | None = None,
         progress: Progress = SILENT,
     ):
         if not batches:
@@ -141,34 +138,34 @@ class EffectStream(Stream[LayerEffects]):
         behaviour_of(model).check(batches)
         self._model, self._batches, self._progress = model, batches, progress
         self.samples = sum(map(size_of, batches))
-        # On a GPU they stay where they are read, unless a limit is for other memory, or other processes need them.
-        self._stay = limit_bytes is None and processes.world() == 1
+        # On a GPU they stay where they are read, unless a limit is for other memory.
+        self._stay = limit_bytes is None
         limit = usual_limit(model) if limit_bytes is None else limit_bytes
-        super().__init__(modules, _sizes(model, batches, modules), limit, what="the effects", owners=owners)
+        super().__init__(modules, _sizes(model, batches, modules), limit, what="the effects")
 
     def _collect(self, group: Sequence[PrunableModule]) -> dict[str, LayerEffects]:
-        # Of each call: the number of its batch, inputs, gradients and samples.
-        parts: dict[str, list[tuple[int, Tensor, Tensor, Tensor]]] = {module.name: [] for module in group}
         first = [0, *accumulate(map(size_of, self._batches))]
-        with reading(self._model, group, gradients=True) as read, threads_for(self._model, self._batches):
-            for index, batch in self._progress.track(processes.share(self._batches), "effects"):
+        with reading(self._model, group, gradients=True) as read:
+
+            def effects(index: int, batch: Mapping[str, Tensor]) -> dict[str, list[tuple[Tensor, Tensor, Tensor]]]:
                 numbers = torch.arange(first[index], first[index + 1])
+                calls: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {module.name: [] for module in group}
                 for one in read(batch, index):
                     assert one.gradients is not None
-                    sample = numbers[:, None].expand(one.real.shape)[one.real.cpu()]
                     inputs, gradients = (t[one.real].float() for t in (one.inputs, one.gradients))
                     if not self._stay:
                         inputs, gradients = inputs.cpu(), gradients.cpu()
-                    parts[one.name].append((index, inputs, gradients, sample))
+                    sample = numbers[:, None].expand(one.real.shape)[one.real.cpu()]
+                    calls[one.name].append((inputs, gradients, sample))
+                return calls
+
+            found = run_pass(self._model, self._batches, effects, name="effects", progress=self._progress)
         layers = {}
         for module in group:
-            owner = self.owners[module.name]
-            calls = [call for part in processes.gather(parts.pop(module.name), owner) for call in part]
-            if owner == processes.rank():
-                in_order = sorted(calls, key=lambda call: call[0])
-                inputs, gradients, sample = (torch.cat(part) for part in [*zip(*in_order, strict=True)][1:])
-                centred = self._model.get_submodule(module.consumer).bias is not None
-                layers[module.name] = LayerEffects(inputs, gradients, sample, centred)
+            calls = [call for of_batch in found for call in of_batch.pop(module.name)]
+            inputs, gradients, sample = (torch.cat(part) for part in zip(*calls, strict=True))
+            centred = self._model.get_submodule(module.consumer).bias is not None
+            layers[module.name] = LayerEffects(inputs, gradients, sample, centred)
         return layers
 
 

@@ -7,19 +7,18 @@ import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .. import processes
 from ..data.targets import OWN_KEY, batches_fingerprint, size_of
 from ..errors import DataError, StepError, memory_failure
 from ..kinds import ATTENTION
 from ..model.internals import checkpointing
 from ..model.modes import frozen, output_alone
-from ..model.threads import threads_for
 from ..model.watch import intercept
 from ..progress import SILENT, Progress
 from ..tasks.models import behaviour_of
@@ -27,6 +26,7 @@ from ..units import PrunableModule
 from . import inputs, weights
 from .entropy import Entropies
 from .gates import Gates, summed_loss, with_labels
+from .passes import run_pass
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ def collect_statistics(
     If labels are tokens, sample i's loss is the mean over its own n_i label tokens. The model's loss is the mean over
     all N label tokens of the batch, so the gates' gradient of N times that loss is divided by n_i.
 
-    Several processes share the batches (see `processes`), and add up their sums at the end.
+    Several processes share the batches, and add up their sums at the end.
 
     An embedding has no loss: its place takes a random projection of it, and every text is scored by several;
     see `tasks/feature_extraction.py`. A regression without labels has none either: its number takes that place.
@@ -124,17 +124,20 @@ def collect_statistics(
         (32, 'data', torch.Size([6]))
     """
     labelled = _check_labels(model, batches, needs)
-    passing = _Pass(model, modules, needs, at_once=max(size_of(batch) for batch in batches))
+    passing = _Pass(model, modules, needs, at_once=max(map(size_of, batches)))
     times = behaviour_of(model).repeats
-    with passing.running(), threads_for(model, batches):
-        for number, batch in progress.track(processes.share(batches), "score"):
-            passing.add({key: value.repeat_interleave(times, 0) for key, value in batch.items()}, number)
+
+    def add(number: int, batch: dict[str, Tensor]) -> int:
+        return passing.add({key: value.repeat_interleave(times, 0) for key, value in batch.items()}, number)
+
+    with passing.running():
+        at_once = run_pass(model, batches, add, passing.tensors(), name="score", progress=progress)
     samples = sum(map(size_of, batches))
     calibration = Calibration(
         samples=samples,
         labels="data" if labelled else "predictions",
         fingerprint=batches_fingerprint(list(batches)),
-        batch_size=min(processes.gather(passing.at_once)),
+        batch_size=min(at_once),
     )
     return Statistics(passing.values(times * samples), calibration)
 
@@ -166,7 +169,7 @@ class _Pass:
     def __init__(
         self, model: PreTrainedModel, modules: Sequence[PrunableModule], needs: Collection[str], *, at_once: int
     ):
-        self._model, self._modules, self.at_once = model, modules, at_once
+        self._model, self._modules, self._at_once = model, modules, at_once
         attention = [module for module in modules if module.kind == ATTENTION]
         self._entropies = Entropies(model, attention)
         self._inputs = None if set(inputs.STATISTICS).isdisjoint(needs) else inputs.InputSums(model, modules, needs)
@@ -207,19 +210,19 @@ class _Pass:
         rows = self._entropies.rows.get(name)
         return self._gates.apply(name, x, samples=self._samples, rows=rows, even=self._even)
 
-    def add(self, batch: dict[str, Tensor], index: int) -> None:
-        """Add a batch, with its number for messages, in as many parts as its memory needs."""
+    def add(self, batch: dict[str, Tensor], index: int) -> int:
+        """Add a batch, with its number for messages, in parts that fit into memory; return their most samples."""
         device = next(self._model.parameters()).device
         done = 0
         while done < size_of(batch):
-            part = _part(batch, done, self.at_once)
+            part = _part(batch, done, self._at_once)
             found = None
             try:
                 found = self._run({key: value.to(device) for key, value in part.items()}, index)
             except RuntimeError as error:
                 if memory_failure(error) is None:
                     raise
-                self.at_once = _halved(part, index, error)
+                self._at_once = _halved(part, index, error)
             if found is None:
                 # Inside the handler, the traceback still holds the tensors of the failed attempt.
                 self._reset()
@@ -229,6 +232,7 @@ class _Pass:
             self._add(found)
             del found  # gradients of weights are as large as the model
             done += size_of(part)
+        return self._at_once
 
     def _run(self, batch: dict[str, Tensor], index: int) -> _OfBatch:
         """Run a batch, on the model's device, forward and backward; without labels, predictions replace them."""
@@ -272,10 +276,14 @@ class _Pass:
             if gradient is not None:
                 self._weights.add(layer, gradient, found.factor)
 
+    def tensors(self) -> list[Tensor]:
+        """Return what batches are added to."""
+        own = (self._his, self._fisher, self._entropy, self._with_rows, self._with_maps)
+        more = [part.tensors() for part in (self._inputs, self._weights) if part is not None]
+        return [*(total for sums in own for total in sums.values()), *chain(*more)]
+
     def values(self, samples: int) -> dict[str, dict[str, Tensor]]:
-        """Return statistic -> module -> values of its units, float64 on CPU, after `samples` in all processes."""
-        for sums in (self._his, self._fisher, self._entropy, self._with_rows, self._with_maps):
-            processes.add_up(sums.values())
+        """Return statistic -> module -> values of its units, float64 on CPU, after `samples`."""
         entropy = {name: total / self._with_rows[name].clamp(min=1) for name, total in self._entropy.items()}
         return {
             "his": {name: total / samples for name, total in self._his.items()},
