@@ -20,7 +20,7 @@ from ..errors import DataError, RequestError
 from ..model.linear import features_of, weight_of
 from ..progress import SILENT, Progress
 from ..units import PrunableModule, Selection
-from .passes import Stream, run_pass, usual_limit
+from .passes import Stream, run_pass
 from .readings import Reading, reading
 
 # Every fifth sample is held out: enough to judge a fit, and most tokens are left to fit it.
@@ -117,7 +117,7 @@ class Sums:
 
     def __init__(self, inputs: int, device: torch.device):
         self._counts = torch.zeros(2, dtype=torch.float64)
-        self.x, self.xx = (torch.zeros(shape, dtype=torch.float64, device=device) for shape in (inputs, (inputs,) * 2))
+        self.x, self._xx = (torch.zeros(shape, dtype=torch.float64, device=device) for shape in (inputs, (inputs,) * 2))
         self._dtype = torch.float64 if inputs < WIDE else torch.float32
 
     @property
@@ -146,16 +146,18 @@ class Sums:
     def _add(self, x: Tensor, y: Tensor, root_x: Tensor, root_y: Tensor) -> None:
         """Add tokens times their weights to the plain sums, and tokens times the roots of their weights to products."""
         self.x += x.sum(0, dtype=torch.float64)
-        _add_products(self.xx, root_x)
+        _add_products(self._xx, root_x)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return what tokens are added to."""
-        return self._counts, self.x, self.xx
+        return self._counts, self.x, self._xx
 
-    def finish(self) -> None:
-        """Complete the sums after the last token."""
-        if len(self.xx) >= WIDE:
-            _mirror(self.xx)
+    @cached_property
+    def xx(self) -> Tensor:
+        """(inputs, inputs), as in `Moments`; to be read after the last token."""
+        if len(self._xx) >= WIDE:
+            _mirror(self._xx)
+        return self._xx
 
 
 class TargetSums(Sums):
@@ -217,11 +219,6 @@ class LayerMoments:
     def tensors(self) -> list[Tensor]:
         """Return what tokens are added to."""
         return [tensor for part in (*self.uniform, *(self.weighted or ())) for tensor in part.tensors()]
-
-    def finish(self) -> None:
-        """Complete all sums after the last token."""
-        for part in (*self.uniform, *(self.weighted or ())):
-            part.finish()
 
     @property
     def counted(self) -> int:
@@ -337,8 +334,7 @@ class MomentStream(Stream[LayerMoments]):
         self.selection, self.weighted = selection, weighted
         self._dense, self._batches, self._progress = dense, batches, progress
         sizes = [bytes_of(dense, module, selection=selection, weighted=weighted) for module in modules]
-        limit = usual_limit(dense) if limit_bytes is None else limit_bytes
-        super().__init__(modules, sizes, limit, what="the moments")
+        super().__init__(dense, modules, sizes, limit_bytes, what="the moments")
 
     def _collect(self, group: Sequence[PrunableModule]) -> dict[str, LayerMoments]:
         selection, by_name = self.selection, {module.name: module for module in group}
@@ -355,8 +351,6 @@ class MomentStream(Stream[LayerMoments]):
 
             tensors = [tensor for found in sums.values() for tensor in found.tensors()]
             run_pass(self._dense, self._batches, add, tensors, name="moments", progress=self._progress)
-        for found in sums.values():
-            found.finish()
         return sums
 
 

@@ -56,16 +56,25 @@ class Stream(ABC, Generic[T]):
     Several processes share each pass, so all must come to the passes of all streams in the same order.
     """
 
-    def __init__(self, modules: Sequence[PrunableModule], sizes: Sequence[int], limit_bytes: float, *, what: str):
-        self.groups = grouped(modules, sizes, limit_bytes)
+    def __init__(
+        self,
+        model: nn.Module,
+        modules: Sequence[PrunableModule],
+        sizes: Sequence[int],
+        limit_bytes: float | None,
+        *,
+        what: str,
+    ):
+        limit = usual_limit(model) if limit_bytes is None else limit_bytes
+        self.groups = grouped(modules, sizes, limit)
         self.passes = 0
         self._kept: dict[str, T] | None = None
         largest = max(sizes, default=0)
-        if largest > limit_bytes:
+        if largest > limit:
             name = modules[list(sizes).index(largest)].name
             logger.warning(
                 "%s of %s take %.2g GiB, more than the limit of %.2g GiB: going on with one module at a time",
-                *(what, name, largest / (1 << 30), limit_bytes / (1 << 30)),
+                *(what, name, largest / (1 << 30), limit / (1 << 30)),
             )
 
     @abstractmethod

@@ -22,7 +22,7 @@ from ..model.watch import Watched, watch
 from ..progress import SILENT, Progress
 from ..tasks.models import behaviour_of
 from ..units import PrunableModule
-from .passes import Stream, run_pass, usual_limit
+from .passes import Stream, run_pass
 
 
 @dataclass(frozen=True)
@@ -140,8 +140,7 @@ class EffectStream(Stream[LayerEffects]):
         self.samples = sum(map(size_of, batches))
         # On a GPU they stay where they are read, unless a limit is for other memory.
         self._stay = limit_bytes is None
-        limit = usual_limit(model) if limit_bytes is None else limit_bytes
-        super().__init__(modules, _sizes(model, batches, modules), limit, what="the effects")
+        super().__init__(model, modules, _sizes(model, batches, modules), limit_bytes, what="the effects")
 
     def _collect(self, group: Sequence[PrunableModule]) -> dict[str, LayerEffects]:
         first = [0, *accumulate(map(size_of, self._batches))]

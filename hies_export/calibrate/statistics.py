@@ -175,10 +175,9 @@ class _Pass:
         self._inputs = None if set(inputs.STATISTICS).isdisjoint(needs) else inputs.InputSums(model, modules, needs)
         wanted = not set(weights.STATISTICS).isdisjoint(needs)
         self._weights = weights.WeightGradients(model, modules) if wanted else None
-        self._his, self._fisher, self._entropy = _zeros(modules), _zeros(modules), _zeros(attention)
-        self._with_rows, self._with_maps = (
-            {name: torch.zeros((), dtype=torch.float64) for name in self._entropy} for _ in range(2)
-        )
+        # By what is added up, and by module, (units,): also the samples with attention rows, and batches with maps.
+        self._sums = {name: _zeros(modules) for name in ("his", "fisher")}
+        self._sums |= {name: _zeros(attention) for name in ("entropy", "rows", "maps")}
         self._samples, self._even = 0, False
         self._reset()
 
@@ -262,12 +261,12 @@ class _Pass:
 
     def _add(self, found: _OfBatch) -> None:
         for name, values in found.gates.items():
-            self._his[name] += values.abs().sum(0)
-            self._fisher[name] += values.square().sum(0)
+            self._sums["his"][name] += values.abs().sum(0)
+            self._sums["fisher"][name] += values.square().sum(0)
         for name, (entropies, counted) in found.entropies.items():
-            self._entropy[name] += entropies.sum(0)
-            self._with_rows[name] += counted
-            self._with_maps[name] += 1
+            self._sums["entropy"][name] += entropies.sum(0)
+            self._sums["rows"][name] += counted
+            self._sums["maps"][name] += 1
         for name, added in found.inputs:
             assert self._inputs is not None
             self._inputs.add(name, added)
@@ -278,17 +277,17 @@ class _Pass:
 
     def tensors(self) -> list[Tensor]:
         """Return what batches are added to."""
-        own = (self._his, self._fisher, self._entropy, self._with_rows, self._with_maps)
         more = [part.tensors() for part in (self._inputs, self._weights) if part is not None]
-        return [*(total for sums in own for total in sums.values()), *chain(*more)]
+        return [*chain(*(sums.values() for sums in self._sums.values()), *more)]
 
     def values(self, samples: int) -> dict[str, dict[str, Tensor]]:
         """Return statistic -> module -> values of its units, float64 on CPU, after `samples`."""
-        entropy = {name: total / self._with_rows[name].clamp(min=1) for name, total in self._entropy.items()}
+        his, fisher, entropy, rows, maps = self._sums.values()
+        averages = {name: total / rows[name].clamp(min=1) for name, total in entropy.items()}
         return {
-            "his": {name: total / samples for name, total in self._his.items()},
-            "fisher": {name: total / samples for name, total in self._fisher.items()},
-            **({"entropy": entropy} if all(self._with_maps.values()) else {}),
+            "his": {name: total / samples for name, total in his.items()},
+            "fisher": {name: total / samples for name, total in fisher.items()},
+            **({"entropy": averages} if all(seen.all() for seen in maps.values()) else {}),
             "weight_l2": {module.name: weights.weight_l2(self._model, module) for module in self._modules},
             **({} if self._inputs is None else self._inputs.values()),
             **({} if self._weights is None else self._weights.values()),

@@ -259,14 +259,13 @@ def _in_order(
             consumer, sums = dense.get_submodule(module.consumer), new_sums(dense, module, selection)
 
             def add(index: int, batch: Any) -> None:
-                there, here = wanted.run(index, module), found.run(index, module)
+                there, here = wanted(index, module), found(index, module)
                 y = consumer.forward(there.inputs)  # not a call, at which a batch would wait
                 if there.stream is not None and here.stream is not None:
                     y = y + DRIFT * (there.stream - here.stream).to(y)
                 add_reading(sums, Reading(module.name, here.inputs, y, None, here.real), first[index])
 
             run_pass(dense, batches, add, sums.tensors())
-            sums.finish()
             return _refit_all(slim, [(module, sums)], how)
 
         return [fit for name in progress.track([*places], "layers refitted") for fit in refit_next(by_name[name])]
