@@ -91,17 +91,17 @@ def mapped(
 ) -> list[Found]:
     """Return what `work` makes of the number and the item, for all items in order.
 
-    Each process works on a part of the items, and all have all results. Every process goes through all items, so what
-    yields them may share its own work in turn. With a `name`, the loop is shown by that name, and all items must be
-    there. Results are pickled; tensors in them come from any device, and other processes' have none but the CPU.
+    Each process works on a part of the items, and all get all results, whose tensors are on the CPU then. One process
+    gets its results as they are. Every process goes through all items, so what yields them may itself be shared work.
+    With a `name` the loop is shown by it, and takes all items before it starts.
     """
     own = ((number, item) for number, item in enumerate(items) if _turn(number) == _rank())
     done = [work(number, item) for number, item in (progress.track([*own], name) if name else own)]
     if world() == 1:
         return done
     parts = [_sent(done, source) for source in range(world())]
-    in_order = [iter(part) for part in parts]
-    return [next(in_order[_turn(number)]) for number in range(sum(map(len, parts)))]
+    following = [iter(part) for part in parts]
+    return [next(following[_turn(number)]) for number in range(sum(map(len, parts)))]
 
 
 def _turn(number: int) -> int:
@@ -156,13 +156,21 @@ class _Pickler(pickle.Pickler):
 
 def _sent(value: T, source: int) -> T:
     """Return the value that one process has, in all of them."""
+    import torch
+
+    buffer = io.BytesIO()
+    if mine := _rank() == source:
+        _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
     with _exchange() as (dist, ours):
-        sent = [b""]
-        if ours.rank == source:
-            _Pickler(buffer := io.BytesIO(), pickle.HIGHEST_PROTOCOL).dump(value)
-            sent = [buffer.getvalue()]
-        dist.broadcast_object_list(sent, src=source, group=ours.group)
-    found: T = pickle.loads(sent[0])
+        size = torch.tensor(buffer.tell())
+        dist.broadcast(size, src=source, group=ours.group)
+        # Not by `broadcast_object_list`, which copies it several times: the effects of a pass are large.
+        if mine:
+            sent = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+        else:
+            sent = torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(sent, src=source, group=ours.group)
+    found: T = pickle.loads(sent.numpy().data)
     return found
 
 
