@@ -36,14 +36,14 @@ def predict(model: Any, batches: Sequence[Batch], *, progress: Progress = SILENT
     _check(batches, behaviour)
     forward = partial(behaviour.prediction, model)
     with evaluating(model), output_alone(model), torch.inference_mode(), threads_for(model, batches):
-        kept = mapped(batches, partial(_kept, forward, behaviour), "predict", progress)
+        kept = mapped(batches, partial(_kept, forward, behaviour, len(batches)), "predict", progress)
     return behaviour.joined(kept, batches)
 
 
 def predict_by(forward: Callable[[Batch], torch.Tensor], batches: Sequence[Batch], behaviour: Behaviour) -> Predictions:
     """Predict batches as `predict` does, in this process alone, by a function from a batch to its prediction."""
     _check(batches, behaviour)
-    kept = [_kept(forward, behaviour, index, batch) for index, batch in enumerate(batches)]
+    kept = [_kept(forward, behaviour, len(batches), index, batch) for index, batch in enumerate(batches)]
     return behaviour.joined(kept, batches)
 
 
@@ -54,13 +54,13 @@ def _check(batches: Sequence[Batch], behaviour: Behaviour) -> None:
 
 
 def _kept(
-    forward: Callable[[Batch], torch.Tensor], behaviour: Behaviour, index: int, batch: Batch
+    forward: Callable[[Batch], torch.Tensor], behaviour: Behaviour, count: int, index: int, batch: Batch
 ) -> tuple[torch.Tensor, ...]:
     """Return what the behaviour keeps of the prediction of a batch, on the CPU."""
     kept = behaviour.kept(forward(batch), batch)
     if not all(torch.isfinite(values).all() for values in kept):
         raise NonFiniteError(
-            f"logits must be finite, but those of batch {index} (from 0) have NaN or infinity; try dtype float32"
+            f"logits must be finite, but batch {index} (from 0) of {count} has NaN or infinity; try dtype float32"
         )
     return tuple((values.float() if values.is_floating_point() else values).cpu() for values in kept)
 
