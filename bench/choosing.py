@@ -19,9 +19,9 @@ from models import WIDTHS
 from scoring import plain
 from torch import Tensor
 
-from hies_export.calibrate.collect import DEFAULT_NEEDS, collect_statistics
-from hies_export.calibrate.effects import EffectStream
 from hies_export.calibrate.moments import MomentStream
+from hies_export.calibrate.readings import EffectStream
+from hies_export.calibrate.statistics import DEFAULT_NEEDS, collect_statistics
 from hies_export.evaluate.predict import predict
 from hies_export.forms.cost.flops import flops_table
 from hies_export.forms.measure.machine import machine_facts

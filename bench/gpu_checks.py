@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hies_export import CRITERIA, export_onnx, load_runtime, prune
-from hies_export.calibrate.collect import collect_statistics
+from hies_export.calibrate.statistics import collect_statistics
 from hies_export.forms.measure.machine import machine_facts
 from hies_export.model.attention import AttentionCall
 from hies_export.model.copies import convert

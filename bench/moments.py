@@ -28,9 +28,8 @@ from scoring import peak_megabytes
 from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedModel
 
-from hies_export.calibrate.moments import MomentStream, bytes_of
-from hies_export.calibrate.ridge import Moments
-from hies_export.calibrate.stream import LIMIT_BYTES
+from hies_export.calibrate.moments import Moments, MomentStream, bytes_of
+from hies_export.calibrate.passes import LIMIT_BYTES
 from hies_export.forms.measure.machine import machine_facts
 from hies_export.kinds import MLP
 from hies_export.model.watch import watch

@@ -26,7 +26,7 @@ for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
 import torch  # noqa: E402
 from transformers import BertConfig, BertForSequenceClassification  # noqa: E402
 
-from hies_export.calibrate.collect import collect_statistics  # noqa: E402
+from hies_export.calibrate.statistics import collect_statistics  # noqa: E402
 from hies_export.model import threads  # noqa: E402
 from hies_export.prunable.find import find_modules  # noqa: E402
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from .version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from .calibrate.collect import collect_statistics
+    from .calibrate.statistics import Statistics, collect_statistics
     from .checkpoint.apply import apply_plan
     from .checkpoint.loading import HIESModel, load
     from .checkpoint.save import save_slim
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from .prunable.find import find_modules
     from .report.report import Report
     from .score.compensated import score_compensated
-    from .score.criteria import CRITERIA, criterion, score_units
+    from .score.criteria import CRITERIA, Scores, criterion, score_units
     from .select.constraints import Constraints
     from .select.select import select_units
     from .slim.check import compare_cut
@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from .slim.refit import Compensation, compensate
     from .tasks.registry import register_task
     from .units import Kept, PrunableModule, Selection
-    from .values import Provenance, PruningPlan, Scores, Statistics
+    from .values import Provenance, PruningPlan
 
 
 # Where each public name lives. Names are resolved on first use: importing this package imports no torch.
@@ -104,14 +104,14 @@ _HOMES = {
     "ReloadMismatchError": "errors",
     "Report": "report.report",
     "RequestError": "errors",
-    "Scores": "values",
+    "Scores": "score.criteria",
     "Selection": "units",
-    "Statistics": "values",
+    "Statistics": "calibrate.statistics",
     "StepError": "errors",
     "UnsupportedModelError": "errors",
     "apply_plan": "checkpoint.apply",
     "bench": "pipeline.bench",
-    "collect_statistics": "calibrate.collect",
+    "collect_statistics": "calibrate.statistics",
     "compare_cut": "slim.check",
     "compare_latency": "forms.measure.latency",
     "compensate": "slim.refit",

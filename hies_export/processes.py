@@ -1,29 +1,33 @@
 """Share the work of a run among the processes that torchrun, accelerate or Slurm started, by torch.distributed.
 
-Every process runs the same program on its own copy of the model. `share` splits batches, `add_up` reduces the sums of a
-pass, `gather` and `broadcast` distribute values, and `on_main` runs work that only one process may do. Handling a
-failed or lost process is left to the launcher: the others fail at their next exchange.
+Every process runs the same program on its own copy of the model. `mapped` shares out the items of a loop, `added_up`
+adds up what the processes have summed, and `on_main` runs work that only one process may do. Handling a failed or lost
+process is left to the launcher: the others fail at their next exchange.
 
 Outside of `together`, and inside of `on_main`, there is one process, and all of these are plain function calls.
 """
 
 from __future__ import annotations
 
+import io
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import pickle
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .errors import RequestError, StepError, memory_failure
+from .progress import SILENT, Progress
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
 T = TypeVar("T")
+Found = TypeVar("Found")
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +66,7 @@ def refuse_several(what: str) -> None:
 
 
 def is_first() -> bool:
-    """Return whether this process prints, also before `together` and after it."""
+    """Return whether this process prints and writes, also before `together` and after it."""
     return _number("WORLD_SIZE") == 1 or os.environ.get("RANK", "0") == "0"
 
 
@@ -82,72 +86,41 @@ def world() -> int:
     return 1 if _group is None or _group.alone else _group.world
 
 
-def rank() -> int:
-    """Return the number of this process, from 0."""
-    return 0 if _group is None else _group.rank
+def mapped(
+    items: Iterable[T], work: Callable[[int, T], Found], name: str = "", progress: Progress = SILENT
+) -> list[Found]:
+    """Return what `work` makes of the number and the item, for all items in order.
+
+    Each process works on a part of the items, and all get all results, whose tensors are on the CPU then. One process
+    gets its results as they are. Every process goes through all items, so what yields them may itself be shared work.
+    With a `name` the loop is shown by it, and takes all items before it starts.
+    """
+    own = ((number, item) for number, item in enumerate(items) if _turn(number) == _rank())
+    done = [work(number, item) for number, item in (progress.track([*own], name) if name else own)]
+    if world() == 1:
+        return done
+    parts = [_sent(done, source) for source in range(world())]
+    following = [iter(part) for part in parts]
+    return [next(following[_turn(number)]) for number in range(sum(map(len, parts)))]
 
 
-def share(items: Sequence[T]) -> list[tuple[int, T]]:
-    """Return this process's part of a list, each item with its number in the list."""
-    return list(enumerate(items))[rank() :: world()]
+def _turn(number: int) -> int:
+    """Return which process an item is for: in turn, to and fro, because large items often follow small ones."""
+    place = number % (2 * world())
+    return min(place, 2 * world() - 1 - place)
 
 
-def owners(sizes: Mapping[str, float]) -> dict[str, int]:
-    """Return which process owns each module: in order, the one with the least memory or work so far."""
-    load = [0.0] * world()
-    found = {}
-    for name, size in sizes.items():
-        found[name] = load.index(min(load))
-        load[found[name]] += size
-    return found
-
-
-def add_up(tensors: Iterable[Tensor], owner: int | None = None) -> None:
-    """Add up the tensors of all processes, in place: in the owner, or by default in all, to the same bits."""
+def added_up(tensors: Iterable[Tensor]) -> None:
+    """Add up the tensors of all processes, in place, to the same bits in each."""
     if world() == 1:
         return
     with _exchange() as (dist, ours):
         for tensor in tensors:
             moved = tensor.to(ours.device).contiguous()
-            dist.reduce(moved, dst=owner or 0, group=ours.group)
-            if owner is None:
-                # `all_reduce` may round differently in each process, but all processes choose by these numbers.
-                dist.broadcast(moved, src=0, group=ours.group)
+            # `all_reduce` may round differently in each process, but all processes choose by these numbers.
+            dist.reduce(moved, dst=0, group=ours.group)
+            dist.broadcast(moved, src=0, group=ours.group)
             tensor.copy_(moved)
-
-
-def gather(value: T, owner: int | None = None) -> list[T]:
-    """Return the value of every process, in their order; it is pickled, and its tensors must be on the CPU.
-
-    With an owner, only that process gets them, and the others an empty list.
-    """
-    if world() == 1:
-        return [value]
-    with _exchange() as (dist, ours):
-        found: list[Any] = [None] * ours.world
-        if owner is None:
-            dist.all_gather_object(found, value, group=ours.group)
-            return found
-        dist.gather_object(value, found if ours.rank == owner else None, dst=owner, group=ours.group)
-        return found if ours.rank == owner else []
-
-
-def merged(values: Mapping[str, T]) -> dict[str, T]:
-    """Return the named values of all processes, one process after the other."""
-    return {name: value for part in gather(values) for name, value in part.items()}
-
-
-def broadcast(tensor: Tensor, owner: int) -> None:
-    """Overwrite a tensor with the one that its owner has, of the same shape and dtype."""
-    if world() == 1:
-        return
-    import torch
-
-    with _exchange() as (dist, ours), torch.no_grad():
-        moved = tensor.detach().to(ours.device).contiguous()
-        # As bytes, which every backend knows.
-        dist.broadcast(moved.reshape(-1).view(torch.uint8), src=owner, group=ours.group)
-        tensor.copy_(moved)
 
 
 def on_main(function: Callable[[], T]) -> T:
@@ -156,13 +129,49 @@ def on_main(function: Callable[[], T]) -> T:
         return function()
     assert _group is not None
     value: Any = None
-    if rank() == 0:
+    if _rank() == 0:
         _group.alone = True
         try:
             value = function()
         finally:
             _group.alone = False
-    return gather(value)[0]
+    return _sent(value, 0)
+
+
+def _rank() -> int:
+    """Return the number of this process, from 0."""
+    return 0 if _group is None else _group.rank
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles tensors of any device so that they arrive on the CPU: another process may not see that device."""
+
+    def reducer_override(self, value: Any) -> Any:
+        import torch
+
+        if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+            return value.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return NotImplemented
+
+
+def _sent(value: T, source: int) -> T:
+    """Return the value that one process has, in all of them."""
+    import torch
+
+    buffer = io.BytesIO()
+    if mine := _rank() == source:
+        _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
+    with _exchange() as (dist, ours):
+        size = torch.tensor(buffer.tell())
+        dist.broadcast(size, src=source, group=ours.group)
+        # Not by `broadcast_object_list`, which copies it several times: the effects of a pass are large.
+        if mine:
+            sent = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+        else:
+            sent = torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(sent, src=source, group=ours.group)
+    found: T = pickle.loads(sent.numpy().data)
+    return found
 
 
 @contextmanager

@@ -1,16 +1,12 @@
-"""Define the small frozen values that flow from one stage to the next.
+"""Define a plan: a selection of units with its provenance, saved as JSON, and what else writes JSON.
 
-Statistics       averages per unit over the calibration samples            calibrate -> score
-Scores           one number per unit; higher means keep                    score -> select
-PruningPlan      a selection with its provenance, saved as JSON            select -> slim, report, checkpoint
-
-`units.py` has the others: the units that can be pruned, and those that a selection keeps.
+`units.py` has the units that can be pruned, and those that a selection keeps.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -26,84 +22,6 @@ from .units import Kept, Selection, check_indices
 from .version import __version__
 
 PLAN_FORMAT = 2
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """The calibration run that produced the statistics, with its number of samples."""
-
-    samples: int
-    labels: str  # "data", or "predictions" if the model's own predictions replaced missing labels
-    fingerprint: str  # SHA-256 of the batches
-    batch_size: int = 1  # most samples in one forward pass; fewer than a batch has if that did not fit into memory
-
-
-@dataclass(frozen=True)
-class Statistics:
-    """Statistics of every unit over the calibration samples.
-
-    Attributes:
-        values: Statistic -> module -> (units,) float64 on CPU. "his" is the mean over samples of the absolute gradient
-            of the loss with respect to a mask of one on the unit's output, and "fisher" that of its square. "entropy"
-            (attention only) is the mean entropy of the head's attention rows, normalised by their length to [0, 1].
-            "weight_l2" is the L2 norm of the unit's weights. The docstring of `hies_export.calibrate` lists the others.
-        calibration: The run that produced them.
-    """
-
-    values: Mapping[str, Mapping[str, Tensor]]
-    calibration: Calibration
-
-    def __getitem__(self, statistic: str) -> Mapping[str, Tensor]:
-        return self.values[statistic]
-
-    def of(self, modules: Collection[str]) -> Statistics:
-        """Return the statistics of some modules, by their names."""
-        values = {
-            name: {module: v for module, v in by_module.items() if module in modules}
-            for name, by_module in self.values.items()
-        }
-        return Statistics(values, self.calibration)
-
-
-@dataclass(frozen=True)
-class Removal:
-    """One step of a chain of removals: the units that a module loses, by their original indices.
-
-    `effect` is the effect of this and all earlier removals of the chain on the prediction or the loss. It is in the
-    same unit for all chains, so that heads and neurons can be compared.
-    """
-
-    module: str
-    units: tuple[int, ...]
-    effect: float
-
-
-Chain = tuple[Removal, ...]
-"""Removals that can only be taken in this order; the effects of different chains add up."""
-
-
-@dataclass(frozen=True)
-class Scores:
-    """One score per unit; higher means keep.
-
-    Attributes:
-        criterion: Name in `hies_export.score.CRITERIA`, or "compensated".
-        parameters: Options of the criterion, such as alpha.
-        scores: Module -> (units,) float64.
-        effects: Module -> (units,) float64, how much removing each unit alone changes the prediction or the loss. It is
-            in the same unit for all modules, so that removals of heads and of neurons can be compared.
-        ranked: Kinds of modules whose units the scores order across modules. Units of other kinds are compared by their
-            effects.
-        chains: Orders of removal that take earlier removals into account. If given, they decide instead of scores and
-            effects.
-    """
-
-    criterion: str
-    parameters: Mapping[str, Any]
-    scores: Mapping[str, Tensor]
-    effects: Mapping[str, Tensor] = field(default_factory=dict)
-    ranked: tuple[str, ...] = ()
-    chains: tuple[Chain, ...] = ()
 
 
 @dataclass(frozen=True)

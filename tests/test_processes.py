@@ -20,7 +20,7 @@ from support.spawned import environment, fail, free_port, run, statistics, work
 from support.tolerance import REFITTED, assert_near, assert_same_plan
 
 from hies_export import PruningPlan, RequestError, processes
-from hies_export.calibrate.stream import grouped
+from hies_export.calibrate.passes import grouped
 from hies_export.checkpoint.refits import REFIT, read_refit
 from hies_export.processes import VARIABLES
 from hies_export.units import Units
@@ -146,11 +146,12 @@ def test_a_failure_of_one_ends_all(tmp_path: Path, failing: int) -> None:
     assert seconds < 600
 
 
-def test_modules_are_shared_out_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = {"attention 0": 1.0, "mlp 0": 16.0, "attention 1": 1.0, "mlp 1": 16.0}
-    assert set(processes.owners(sizes).values()) == {0}
-    monkeypatch.setattr(processes, "world", lambda: 2)
-    assert processes.owners(sizes) == {"attention 0": 0, "mlp 0": 1, "attention 1": 0, "mlp 1": 0}
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_large_and_small_modules_in_turn_are_shared_out_evenly(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "world", lambda: count)
+    modules = ["attention", "mlp"] * count
+    shared = [[of for number, of in enumerate(modules) if processes._turn(number) == rank] for rank in range(count)]
+    assert [sorted(part) for part in shared] == [["attention", "mlp"]] * count
 
 
 def test_groups_fill_the_memory() -> None:

@@ -7,7 +7,7 @@ forward pass holds at one layer is held for all batches at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -102,53 +102,16 @@ def residual_places(
     return found
 
 
-class Abreast:
-    """Batches that run through a model up to one consumer after the other.
-
-    Use `abreast` to make one.
-    """
-
-    def __init__(self, model: PreTrainedModel, batches: Sequence[Mapping[str, Tensor]]):
-        self._model, self._batches = model, batches
-        self._runs = [greenlet(partial(_forward, model, batch)) for batch in batches]
-        self._streams: list[Tensor | None] = [None] * len(batches)  # in front of the consumer that comes next
-        self._running = 0
-
-    def at(self, module: PrunableModule) -> Iterator[Waiting]:
-        """Let every batch run to a module's consumer, and yield it there; modules come in the order of their calls."""
-        for number, (batch, run) in enumerate(zip(self._batches, self._runs, strict=True)):
-            self._running = number
-            name, x = run.switch()
-            assert name == module.name, (name, module.name)
-            x = by_sample(x, size_of(batch))
-            # None also where the layer that shows it was removed as a whole.
-            stream, self._streams[number] = self._streams[number], None
-            stream = None if stream is None else by_sample(stream, size_of(batch))
-            yield Waiting(x, stream, real_tokens(self._model, module.name, batch, x))
-
-    def pause(self, name: str, layer: nn.Module, args: tuple[Tensor, ...]) -> None:
-        """Leave the batch that runs in front of a consumer."""
-        getcurrent().parent.switch((name, args[0]))
-
-    def keep(self, place: Place, layer: nn.Module, args: tuple[Any, ...], output: Any = None) -> None:
-        """Keep what the batch that runs has in its stream."""
-        self._streams[self._running] = output if place.returned else args[0]
-
-    def stop(self) -> None:
-        """End all batches where they are."""
-        for run in self._runs:
-            if run:  # it was started, and has not ended
-                run.throw()
-
-
 @contextmanager
 def abreast(
     model: PreTrainedModel,
     modules: Sequence[PrunableModule],
     batches: Sequence[Mapping[str, Tensor]],
     places: Mapping[str, Place | None],
-) -> Iterator[Abreast]:
-    """Run a model on batches abreast inside the block; they wait at the consumers of `modules`.
+) -> Iterator[Callable[[int, PrunableModule], Waiting]]:
+    """Yield a function that lets a batch, by its number, run to a module's consumer, where it then waits.
+
+    Modules come in the order of their calls. A batch that is never run takes no memory.
 
     Args:
         model: The model; its mode is restored.
@@ -156,19 +119,44 @@ def abreast(
         batches: Inputs of the model.
         places: From `residual_places`.
     """
-    runs = Abreast(model, batches)
+    runs = [greenlet(partial(_forward, model, batch)) for batch in batches]
+    streams: dict[int, Tensor] = {}  # by batch, in front of the consumer that comes next
+    running = 0
+
+    def run(number: int, module: PrunableModule) -> Waiting:
+        nonlocal running
+        running, samples = number, size_of(batches[number])
+        name, x = runs[number].switch()
+        assert name == module.name, (name, module.name)
+        x = by_sample(x, samples)
+        # None also where the layer that shows it was removed as a whole.
+        stream = streams.pop(number, None)
+        stream = None if stream is None else by_sample(stream, samples)
+        return Waiting(x, stream, real_tokens(model, module.name, batches[number], x))
+
+    def keep(place: Place, layer: nn.Module, args: tuple[Any, ...], output: Any = None) -> None:
+        streams[running] = output if place.returned else args[0]
+
+    def pause(name: str, layer: nn.Module, args: tuple[Tensor, ...]) -> None:
+        getcurrent().parent.switch((name, args[0]))
+
+    def stop() -> None:
+        for one in runs:
+            if one:  # it was started, and has not ended
+                one.throw()
+
     with ExitStack() as stack:
         stack.enter_context(_forward_alone(model))
         for place in dict.fromkeys(filter(None, places.values())):
-            layer, keep = model.get_submodule(place.layer), partial(runs.keep, place)
+            layer = model.get_submodule(place.layer)
             hook = layer.register_forward_hook if place.returned else layer.register_forward_pre_hook
-            stack.enter_context(hook(keep))
+            stack.enter_context(hook(partial(keep, place)))
         # After the hooks that keep: a layer may be both.
         for module in modules:
             consumer = model.get_submodule(module.consumer)
-            stack.enter_context(consumer.register_forward_pre_hook(partial(runs.pause, module.name)))
-        stack.callback(runs.stop)
-        yield runs
+            stack.enter_context(consumer.register_forward_pre_hook(partial(pause, module.name)))
+        stack.callback(stop)
+        yield run
 
 
 @contextmanager

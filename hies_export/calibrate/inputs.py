@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .. import processes
 from ..data.targets import size_of
 from ..model.linear import weight_of
 from ..model.tokens import real_tokens
@@ -77,6 +76,10 @@ class InputSums:
                 value = value.T @ value
             total += value.to(total.device)
 
+    def tensors(self) -> list[Tensor]:
+        """Return what batches are added to."""
+        return [total for sums in self._sums.values() for total in sums.values()]
+
     def _gram(self, module: PrunableModule) -> Tensor:
         """Return W_u^T W_u of every unit, (units, unit_width, unit_width): |W_u x|^2 = x^T W_u^T W_u x."""
         weight = weight_of(self._model.get_submodule(module.consumer)).detach().double()
@@ -84,9 +87,7 @@ class InputSums:
         return torch.einsum("ohd,ohe->hde", by_unit, by_unit)
 
     def values(self) -> dict[str, dict[str, Tensor]]:
-        """Return statistic -> module -> (units,) float64 on CPU, over the tokens of all processes."""
-        for sums in self._sums.values():
-            processes.add_up(sums.values())
+        """Return statistic -> module -> (units,) float64 on CPU."""
 
         def mean(module: PrunableModule, what: str) -> Tensor:
             sums = self._sums[module.name]

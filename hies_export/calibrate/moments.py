@@ -1,29 +1,311 @@
-"""Collect the moments of the inputs and outputs of consumers: all that least squares needs, without activations."""
+"""Collect the moments of the inputs and outputs of consumers: all that least squares needs, without activations.
+
+`MomentStream` adds up products of tokens. From these sums the `Moments` follow for any weight of the tokens, and from
+moments the ridge regression.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .. import processes
 from ..data.targets import size_of
-from ..errors import DataError
+from ..errors import DataError, RequestError
 from ..model.linear import features_of, weight_of
-from ..model.threads import threads_for
 from ..progress import SILENT, Progress
 from ..units import PrunableModule, Selection
+from .passes import Stream, run_pass
 from .readings import Reading, reading
-from .stream import Stream, usual_limit
-from .sums import LayerMoments, LayerSums, Sums, TargetSums
 
 # Every fifth sample is held out: enough to judge a fit, and most tokens are left to fit it.
 HELD_OUT_EVERY = 5
+# From this number of inputs on, sums and fits use a faster algorithm, which rounds differently.
+WIDE = 512
+# Rows of the products of a wide layer that are computed at once.
+BLOCK = 256
+
+
+@dataclass
+class Moments:
+    """Weighted sums over tokens of inputs x (tokens, inputs) and targets y (tokens, outputs), float64."""
+
+    tokens: float  # sum of the weights; the number of tokens if all weigh one
+    x: Tensor  # (inputs,) sum of x
+    y: Tensor  # (outputs,) sum of y
+    xx: Tensor  # (inputs, inputs) sum of x x^T
+    yx: Tensor  # (outputs, inputs) sum of y x^T
+    yy: Tensor  # sum of |y|^2
+    counted: int  # number of tokens
+
+    @classmethod
+    def of(cls, x: Tensor, y: Tensor) -> Moments:
+        """Return the moments of x (tokens, inputs) and y (tokens, outputs)."""
+        x, y = x.double(), y.double()
+        return cls(float(len(x)), x.sum(0), y.sum(0), x.T @ x, y.T @ x, y.pow(2).sum(), len(x))
+
+    def __add__(self, other: Moments) -> Moments:
+        return Moments(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
+
+    def fits(self, weight: Tensor, *, ridges: Sequence[float], centred: bool) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Yield, for each ridge, the regression of y on x that shrinks towards `weight`, (outputs, inputs), not zero.
+
+        Ridges are relative to the mean of the diagonal of the moments of x. If `centred`, a bias (outputs,) is fitted
+        as well, from centred moments; else it is None.
+        """
+        mean_x, xx, yx = self.x / self.tokens, self.xx / self.tokens, self.yx / self.tokens
+        if centred:
+            xx = xx - torch.outer(mean_x, mean_x)
+            yx = yx - torch.outer(self.y / self.tokens, mean_x)
+        left = (yx - weight @ xx).T  # the part that the weight does not explain
+        scale = xx.diagonal().mean()
+        for ridge in ridges:
+            damped = xx + ridge * scale * torch.eye(len(xx), dtype=xx.dtype, device=xx.device)
+            if len(xx) < WIDE:
+                change = torch.linalg.solve(damped, left)
+            else:
+                change = torch.cholesky_solve(left, torch.linalg.cholesky(damped))
+            fitted = weight + change.T
+            yield fitted, self.fit_bias(fitted) if centred else None
+
+    def fit_bias(self, weight: Tensor) -> Tensor:
+        """Return the least-squares bias (outputs,) for a weight (outputs, inputs)."""
+        return (self.y - weight @ self.x) / self.tokens
+
+    def error(self, weight: Tensor, bias: Tensor | None) -> float:
+        """Return the weighted mean over tokens of |weight x + bias - y|^2."""
+        total = ((weight @ self.xx) * weight).sum() - 2 * (weight * self.yx).sum() + self.yy
+        if bias is not None:
+            total = total + 2 * bias @ (weight @ self.x - self.y) + self.tokens * bias @ bias
+        return total.clamp(min=0).item() / self.tokens
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Mean (inputs,) and second moments (inputs, inputs) of the inputs of a consumer, float64.
+
+    The moments are the mean of x x^T over tokens; if centred, of the differences to the mean.
+    """
+
+    mean: Tensor
+    moments: Tensor
+
+    @classmethod
+    def of(cls, x: Tensor, *, centred: bool) -> Spread:
+        """Return the spread of x (tokens, inputs)."""
+        x = x.double()
+        mean = x.mean(0)
+        distance = x - mean if centred else x
+        return cls(mean, distance.T @ distance / len(x))
+
+
+@dataclass(frozen=True)
+class SplitMoments:
+    """Moments of one consumer: over the samples that a fit uses, and over every fifth sample, on which it is judged."""
+
+    fitting: Moments
+    held_out: Moments
+
+
+class Sums:
+    """Sums over the weighted tokens of one part of the samples, added up in place; named as in `Moments`."""
+
+    def __init__(self, inputs: int, device: torch.device):
+        self._counts = torch.zeros(2, dtype=torch.float64)
+        self.x, self._xx = (torch.zeros(shape, dtype=torch.float64, device=device) for shape in (inputs, (inputs,) * 2))
+        self._dtype = torch.float64 if inputs < WIDE else torch.float32
+
+    @property
+    def tokens(self) -> float:
+        """Sum of the weights."""
+        return self._counts[0].item()
+
+    @property
+    def counted(self) -> int:
+        """Number of tokens."""
+        return int(self._counts[1])
+
+    def add(self, x: Tensor, y: Tensor, weights: Tensor | None) -> None:
+        """Add tokens x (tokens, inputs) and y (tokens, outputs), each times its weight, (tokens,); None for ones."""
+        x, y = x.to(self._dtype), y.to(self._dtype)
+        self._counts[1] += len(x)
+        if weights is None:
+            self._counts[0] += len(x)
+            self._add(x, y, x, y)
+        else:
+            self._counts[0] += weights.sum(dtype=torch.float64).item()
+            weights = weights.to(self._dtype)[:, None]
+            root = weights.sqrt()
+            self._add(x * weights, y * weights, x * root, y * root)
+
+    def _add(self, x: Tensor, y: Tensor, root_x: Tensor, root_y: Tensor) -> None:
+        """Add tokens times their weights to the plain sums, and tokens times the roots of their weights to products."""
+        self.x += x.sum(0, dtype=torch.float64)
+        _add_products(self._xx, root_x)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return what tokens are added to."""
+        return self._counts, self.x, self._xx
+
+    @cached_property
+    def xx(self) -> Tensor:
+        """(inputs, inputs), as in `Moments`; to be read after the last token."""
+        if len(self._xx) >= WIDE:
+            _mirror(self._xx)
+        return self._xx
+
+
+class TargetSums(Sums):
+    """Sums with the targets y; named as in `Moments`."""
+
+    def __init__(self, inputs: int, outputs: int, device: torch.device):
+        super().__init__(inputs, device)
+        shapes: tuple[tuple[int, ...], ...] = ((outputs,), (outputs, inputs), ())
+        self.y, self.yx, self.yy = (torch.zeros(shape, dtype=torch.float64, device=device) for shape in shapes)
+
+    def _add(self, x: Tensor, y: Tensor, root_x: Tensor, root_y: Tensor) -> None:
+        super()._add(x, y, root_x, root_y)
+        self.y += y.sum(0, dtype=torch.float64)
+        self.yx += root_y.T @ root_x
+        self.yy += root_y.pow(2).sum(dtype=torch.float64)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return what tokens are added to."""
+        return *super().tensors(), self.y, self.yx, self.yy
+
+
+class LayerSums(Sums):
+    """Sums whose targets are the outputs W x + b of a layer, so that those over targets follow from xx."""
+
+    def __init__(self, layer: nn.Module, device: torch.device):
+        super().__init__(features_of(layer)[1], device)
+        self._weight, self._bias = weight_of(layer).detach(), layer.bias
+
+    def target(self) -> tuple[Tensor, Tensor]:
+        """Return W (outputs, inputs) and b (outputs,), float64."""
+        weight = self._weight.double()
+        bias = self._bias
+        return weight, bias.detach().double() if isinstance(bias, Tensor) else weight.new_zeros(len(weight))
+
+    @cached_property
+    def y(self) -> Tensor:
+        """(outputs,), as in `Moments`."""
+        weight, bias = self.target()
+        return weight @ self.x + self.tokens * bias
+
+    @cached_property
+    def yy(self) -> Tensor:
+        """Sum of |y|^2. It takes outputs x inputs^2 multiplications."""
+        weight, bias = self.target()
+        return ((weight @ self.xx) * weight).sum() + bias @ (2 * self.y - self.tokens * bias)
+
+
+@dataclass(frozen=True)
+class LayerMoments:
+    """Sums of one consumer over fitting and over held-out samples, from which `mixed` takes moments.
+
+    In `uniform` sums all tokens weigh one. In `weighted` ones, if they were collected, a token weighs the squared norm
+    of the gradient of the sample's prediction with respect to the consumer's input there.
+    """
+
+    uniform: tuple[Sums, Sums]
+    weighted: tuple[Sums, Sums] | None = None
+
+    def tensors(self) -> list[Tensor]:
+        """Return what tokens are added to."""
+        return [tensor for part in (*self.uniform, *(self.weighted or ())) for tensor in part.tensors()]
+
+    @property
+    def counted(self) -> int:
+        """Number of tokens."""
+        return sum(part.counted for part in self.uniform)
+
+    def spread(self, *, centred: bool) -> Spread:
+        """Return the mean and the second moments of the inputs over all tokens, each weighing one."""
+        fitting, held_out = self.uniform
+        mean = (fitting.x + held_out.x) / self.counted
+        found = (fitting.xx + held_out.xx).div_(self.counted)
+        return Spread(mean, found.sub_(torch.outer(mean, mean)) if centred else found)
+
+    def mixed(self, mix: float = 1.0, columns: Tensor | None = None) -> SplitMoments:
+        """Return the moments in which a token weighs mix + (1 - mix) q / mean(q), which is one on average.
+
+        Here q is the squared norm of the gradient. If nothing reads the consumer, q is zero and all weigh one. Orders
+        of removal need only the inputs: `spread` leaves out the sums over targets, which take longer. With `columns`,
+        (columns,) int64, the moments are of these inputs only.
+        """
+        check_mix(mix, weighted=self.weighted is not None)
+        if self.weighted is None or mix == 1:
+            return SplitMoments(*(_moments([(1.0, part)], columns) for part in self.uniform))
+        mean = sum(part.tokens for part in self.weighted) / self.counted
+        if mean == 0:
+            return self.mixed(columns=columns)
+        shares = (mix, (1 - mix) / mean)
+        parts = zip(self.uniform, self.weighted, strict=True)
+        return SplitMoments(*(_moments(list(zip(shares, part, strict=True)), columns) for part in parts))
+
+
+def check_mix(mix: float, *, weighted: bool) -> None:
+    """Refuse a mix of token weights outside (0, 1], or below 1 without weighted sums."""
+    if not 0 < mix <= 1:
+        raise RequestError(f"token weights must be in (0, 1], got {mix}")
+    if mix < 1 and not weighted:
+        raise RequestError(f"token weights of {mix:g} need moments of weighted tokens; collect them with weighted=True")
+
+
+def _moments(parts: Sequence[tuple[float, Sums]], columns: Tensor | None) -> Moments:
+    """Return the moments of one or two sums, each times its factor, for some of the inputs."""
+    sums = parts[0][1]
+    columns = None if columns is None else columns.to(sums.xx.device)
+
+    def total(name: str, columns: Tensor | None = None) -> Tensor:
+        values = [getattr(part, name) for _, part in parts]
+        if columns is not None:
+            values = [value[..., columns] for value in values]
+        if len(parts) == 1:
+            return values[0]
+        (one, _), (other, _) = parts
+        return (values[0] * one).add_(values[1], alpha=other)
+
+    rows, x = total("xx", columns), total("x", columns)  # (inputs, columns), (columns,)
+    if isinstance(sums, LayerSums):
+        weight, bias = sums.target()
+        yx = weight @ rows + torch.outer(bias, x)
+    else:
+        yx = total("yx", columns)
+    return Moments(
+        tokens=sum(factor * part.tokens for factor, part in parts),
+        x=x,
+        y=total("y"),
+        xx=rows if columns is None else rows[columns],
+        yx=yx,
+        yy=total("yy"),
+        counted=sums.counted,
+    )
+
+
+def _add_products(total: Tensor, x: Tensor) -> None:
+    """Add x^T x, with x (tokens, inputs), to a total (inputs, inputs); for wide ones only from the diagonal on."""
+    # For a wide layer these products are the main cost of a pass, so they are float32 for each batch, and their sum is
+    # float64. On MiniLM's neurons no entry (i, j) is off by more than 1e-6 of the root of (i, i) times (j, j), and the
+    # held-out error of a fit changes by 1e-6 of itself.
+    if len(total) < WIDE:
+        total += x.T @ x
+        return
+    for start in range(0, len(total), BLOCK):
+        total[start : start + BLOCK, start:] += x[:, start : start + BLOCK].T @ x[:, start:]
+
+
+def _mirror(total: Tensor) -> None:
+    """Copy the part above the diagonal blocks to below them."""
+    for start in range(0, len(total), BLOCK):
+        end = start + BLOCK
+        total[end:, start:end] = total[start:end, end:].T
 
 
 class MomentStream(Stream[LayerMoments]):
@@ -52,25 +334,24 @@ class MomentStream(Stream[LayerMoments]):
         self.selection, self.weighted = selection, weighted
         self._dense, self._batches, self._progress = dense, batches, progress
         sizes = [bytes_of(dense, module, selection=selection, weighted=weighted) for module in modules]
-        limit = usual_limit(dense) if limit_bytes is None else limit_bytes
-        super().__init__(modules, sizes, limit, what="the moments")
+        super().__init__(dense, modules, sizes, limit_bytes, what="the moments")
 
     def _collect(self, group: Sequence[PrunableModule]) -> dict[str, LayerMoments]:
         selection, by_name = self.selection, {module.name: module for module in group}
         sums = {m.name: new_sums(self._dense, m, selection, weighted=self.weighted) for m in group}
         first = [0, *accumulate(map(size_of, self._batches))]
-        with ExitStack() as stack:
-            stack.enter_context(threads_for(self._dense, self._batches))
-            read = stack.enter_context(reading(self._dense, group, gradients=self.weighted))
-            for index, batch in self._progress.track(processes.share(self._batches), "moments"):
+        with reading(self._dense, group, gradients=self.weighted) as read:
+
+            def add(index: int, batch: Mapping[str, Tensor]) -> None:
                 for one in read(batch, index):
                     x = one.inputs
                     if selection is not None:
                         x = x.index_select(-1, by_name[one.name].columns(selection[one.name].units).to(x.device))
                     add_reading(sums[one.name], replace(one, inputs=x), first[index])
-        for name, found in sums.items():
-            found.finish(self.owners.get(name))
-        return {name: found for name, found in sums.items() if self.owners.get(name) in (None, processes.rank())}
+
+            tensors = [tensor for found in sums.values() for tensor in found.tensors()]
+            run_pass(self._dense, self._batches, add, tensors, name="moments", progress=self._progress)
+        return sums
 
 
 def bytes_of(

@@ -1,4 +1,4 @@
-"""Run batches through a model, and return the inputs of its consumers and the gradients of the prediction there."""
+"""Read the inputs of the consumers in batches, and the gradients of the prediction there."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from inspect import signature
+from itertools import accumulate
 from typing import Any, TypeAlias
 
 import torch
@@ -13,12 +14,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..data.targets import size_of
-from ..errors import NonFiniteError
+from ..errors import DataError, NonFiniteError
+from ..model.linear import features_of
 from ..model.modes import evaluating, frozen, output_alone
-from ..model.tokens import real_tokens
+from ..model.tokens import first_samples, real_tokens
 from ..model.watch import Watched, watch
+from ..progress import SILENT, Progress
 from ..tasks.models import behaviour_of
 from ..units import PrunableModule
+from .passes import Stream, run_pass
 
 
 @dataclass(frozen=True)
@@ -100,3 +104,84 @@ def _gradients(predicted: Tensor, seen: Watched, calls: Sequence[tuple[str, int]
             "that batch and the model's dtype"
         )
     return gradients
+
+
+@dataclass(frozen=True)
+class LayerEffects:
+    """Inputs of one consumer at the real tokens of all samples, and the gradients there."""
+
+    inputs: Tensor  # (tokens, inputs) float32
+    gradients: Tensor  # (tokens, inputs) float32, of the sample's prediction with respect to these inputs
+    sample: Tensor  # (tokens,) int64, the sample that each token belongs to
+    centred: bool  # the consumer has a bias, which can absorb the mean of the removed inputs
+
+
+class EffectStream(Stream[LayerEffects]):
+    """Inputs of every consumer, and gradients of the prediction with respect to them, under a memory limit.
+
+    See `Stream`, and `Behaviour.effect` of `tasks/`. Each pass runs every batch forward and backward, with every weight
+    frozen. A module takes 8 bytes for each real token and input, e.g. 150 MB for 8,000 tokens and 6 layers of width
+    384.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        batches: Sequence[dict[str, Tensor]],
+        modules: Sequence[PrunableModule],
+        *,
+        limit_bytes: float | None = None,
+        progress: Progress = SILENT,
+    ):
+        if not batches:
+            raise DataError("scoring needs at least one sample, got none; raise calibration.samples")
+        behaviour_of(model).check(batches)
+        self._model, self._batches, self._progress = model, batches, progress
+        self.samples = sum(map(size_of, batches))
+        # On a GPU they stay where they are read, unless a limit is for other memory.
+        self._stay = limit_bytes is None
+        super().__init__(model, modules, _sizes(model, batches, modules), limit_bytes, what="the effects")
+
+    def _collect(self, group: Sequence[PrunableModule]) -> dict[str, LayerEffects]:
+        first = [0, *accumulate(map(size_of, self._batches))]
+        with reading(self._model, group, gradients=True) as read:
+
+            def effects(index: int, batch: Mapping[str, Tensor]) -> dict[str, list[tuple[Tensor, Tensor, Tensor]]]:
+                numbers = torch.arange(first[index], first[index + 1])
+                calls: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {module.name: [] for module in group}
+                for one in read(batch, index):
+                    assert one.gradients is not None
+                    inputs, gradients = (t[one.real].float() for t in (one.inputs, one.gradients))
+                    if not self._stay:
+                        inputs, gradients = inputs.cpu(), gradients.cpu()
+                    sample = numbers[:, None].expand(one.real.shape)[one.real.cpu()]
+                    calls[one.name].append((inputs, gradients, sample))
+                return calls
+
+            found = run_pass(self._model, self._batches, effects, name="effects", progress=self._progress)
+        layers = {}
+        for module in group:
+            calls = [call for of_batch in found for call in of_batch.pop(module.name)]
+            inputs, gradients, sample = (torch.cat(part) for part in zip(*calls, strict=True))
+            centred = self._model.get_submodule(module.consumer).bias is not None
+            layers[module.name] = LayerEffects(inputs, gradients, sample, centred)
+        return layers
+
+
+def _sizes(
+    model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], modules: Sequence[PrunableModule]
+) -> list[int]:
+    """Return the bytes that each module's effects take; one forward pass shows how many tokens an image has."""
+    first = first_samples(batches[0])
+    with reading(model, modules) as read:
+        seen = read(first, 0)
+    samples = sum(map(size_of, batches))
+    # If padding is excluded, or could be, tokens are those of the mask.
+    mask = [batch["attention_mask"] for batch in batches if "attention_mask" in batch]
+    in_text = sum(int(m.sum()) for m in mask)
+    tokens = dict.fromkeys((module.name for module in modules), 0)
+    for one in seen:
+        reads_text = bool(mask) and one.real.shape == first["attention_mask"].shape
+        tokens[one.name] += in_text if reads_text else samples * one.real.numel() // size_of(first)
+    widths = [features_of(model.get_submodule(module.consumer))[1] for module in modules]
+    return [8 * tokens[module.name] * (width + 1) for module, width in zip(modules, widths, strict=True)]

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .. import processes
 from ..model.linear import by_features, weight_of
 from ..units import PrunableModule, Slice
 
@@ -112,9 +111,12 @@ class WeightGradients:
         total = self._sums[layer]
         total += gradient.to(total.device).float() * factor
 
+    def tensors(self) -> list[Tensor]:
+        """Return what batches are added to."""
+        return [*self._sums.values()]
+
     def values(self) -> dict[str, dict[str, Tensor]]:
         """Return statistic -> module -> (units,) or (groups * unit_width,) float64 on CPU."""
-        processes.add_up(self._sums.values())
         salience = {}
         for name, gradient in self._sums.items():
             layer = self._layers[name]

@@ -26,7 +26,7 @@ def run(options: Options) -> None:
         options.progress.stage("load the model and the data")
         resolved = resolve(recipe)
         choice = choose(resolved.prepared, resolved.options, progress=options.progress)
-        if processes.rank() == 0:
+        if processes.is_first():
             choice.write(folder)
     print_plan(choice.plan, options.console)
     options.console.print(

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from .. import processes
 from ..data.batches import Batch
 from ..errors import DataError, NonFiniteError
 from ..model.modes import evaluating, output_alone
 from ..model.threads import threads_for
+from ..processes import mapped
 from ..progress import SILENT, Progress
 from ..tasks import Behaviour
 from ..tasks.by_shape import BY_SHAPE
@@ -36,14 +36,15 @@ def predict(model: Any, batches: Sequence[Batch], *, progress: Progress = SILENT
     _check(batches, behaviour)
     forward = partial(behaviour.prediction, model)
     with evaluating(model), output_alone(model), torch.inference_mode(), threads_for(model, batches):
-        kept = _kept(forward, progress.track(processes.share(batches), "predict"), len(batches), behaviour)
-    return behaviour.joined(_in_order(kept, len(batches)), batches)
+        kept = mapped(batches, partial(_kept, forward, behaviour, len(batches)), "predict", progress)
+    return behaviour.joined(kept, batches)
 
 
 def predict_by(forward: Callable[[Batch], torch.Tensor], batches: Sequence[Batch], behaviour: Behaviour) -> Predictions:
     """Predict batches as `predict` does, in this process alone, by a function from a batch to its prediction."""
     _check(batches, behaviour)
-    return behaviour.joined(_kept(forward, enumerate(batches), len(batches), behaviour), batches)
+    kept = [_kept(forward, behaviour, len(batches), index, batch) for index, batch in enumerate(batches)]
+    return behaviour.joined(kept, batches)
 
 
 def _check(batches: Sequence[Batch], behaviour: Behaviour) -> None:
@@ -53,25 +54,15 @@ def _check(batches: Sequence[Batch], behaviour: Behaviour) -> None:
 
 
 def _kept(
-    forward: Callable[[Batch], torch.Tensor], numbered: Iterable[tuple[int, Batch]], count: int, behaviour: Behaviour
-) -> list[tuple[torch.Tensor, ...]]:
-    """Return what the behaviour keeps of the prediction of each batch, on the CPU."""
-    found: list[tuple[torch.Tensor, ...]] = []
-    for index, batch in numbered:
-        kept = behaviour.kept(forward(batch), batch)
-        if not all(torch.isfinite(values).all() for values in kept):
-            raise NonFiniteError(
-                f"logits must be finite, but batch {index} (from 0) of {count} has NaN or infinity; try dtype float32"
-            )
-        found.append(tuple((values.float() if values.is_floating_point() else values).cpu() for values in kept))
-        del kept
-    return found
-
-
-def _in_order(own: list[Any], count: int) -> list[Any]:
-    """Return what all processes found for their batches, in the order of the batches."""
-    found = processes.gather(own)
-    return [found[index % len(found)][index // len(found)] for index in range(count)]
+    forward: Callable[[Batch], torch.Tensor], behaviour: Behaviour, count: int, index: int, batch: Batch
+) -> tuple[torch.Tensor, ...]:
+    """Return what the behaviour keeps of the prediction of a batch, on the CPU."""
+    kept = behaviour.kept(forward(batch), batch)
+    if not all(torch.isfinite(values).all() for values in kept):
+        raise NonFiniteError(
+            f"logits must be finite, but batch {index} (from 0) of {count} has NaN or infinity; try dtype float32"
+        )
+    return tuple((values.float() if values.is_floating_point() else values).cpu() for values in kept)
 
 
 def references(batches: Sequence[Batch], behaviour: Behaviour = BY_SHAPE) -> torch.Tensor:

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from ..calibrate.collect import DEFAULT_NEEDS, collect_statistics
 from ..calibrate.moments import MomentStream
+from ..calibrate.statistics import DEFAULT_NEEDS, Statistics, collect_statistics
 from ..data.batches import Batch
 from ..data.targets import size_of
 from ..evaluate.judge import Judgement, Tried, clearly_better
@@ -17,9 +17,8 @@ from ..evaluate.metrics import higher_is_better
 from ..model.tokens import count_tokens
 from ..progress import SILENT, Progress
 from ..score.compensated import score_compensated
-from ..score.criteria import AUTO, COMPENSATED, COMPENSATED_NAMES, needs_of, score_units, uses_alpha
+from ..score.criteria import AUTO, COMPENSATED, COMPENSATED_NAMES, Scores, needs_of, score_units, uses_alpha
 from ..units import Selection
-from ..values import Scores, Statistics
 from .prepare import Prepared
 from .recipe import PruneSection
 from .search import HeldOut

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..calibrate.statistics import Statistics
 from ..data.batches import Batch
 from ..data.targets import batches_fingerprint, samples_of, size_of
 from ..errors import PlanError, RequestError
@@ -20,11 +21,11 @@ from ..evaluate.ranking import RowsKind, keeps_predictions, kind_of_rows
 from ..progress import Progress
 from ..prunable.find import find_modules
 from ..recipe.budget import Budget, DropBudget, KeepBudget, Outcome, TimedSection
-from ..score.criteria import AUTO, COMPENSATED
+from ..score.criteria import AUTO, COMPENSATED, Scores
 from ..select.iterative import filled_in
 from ..slim.fingerprint import fingerprint
 from ..units import Selection
-from ..values import Provenance, PruningPlan, Scores, Statistics, library_versions
+from ..values import Provenance, PruningPlan, library_versions
 from .candidates import Candidates, choose_alpha, choose_by_agreement, criterion_of
 from .cut import Choice, Refitting, cut_beside
 from .prepare import Prepared

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,8 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .. import processes
-from ..calibrate.collect import DEFAULT_NEEDS
 from ..calibrate.moments import MomentStream
+from ..calibrate.statistics import DEFAULT_NEEDS, Statistics
 from ..checkpoint.dense import Source
 from ..checkpoint.refits import digest_tensors
 from ..checkpoint.save import save_slim
@@ -29,12 +28,12 @@ from ..model.threads import threads_for
 from ..progress import Progress
 from ..recipe.budget import Outcome
 from ..recipe.sections import CompensationSection
-from ..score.criteria import AUTO
+from ..score.criteria import AUTO, Scores
 from ..slim.check import compare_cut
 from ..slim.cut import prune_units
 from ..slim.refit import Compensation, LayerFit, compensate, refit
 from ..units import PrunableModule, Selection
-from ..values import PruningPlan, Scores, Statistics, dump_json
+from ..values import PruningPlan, dump_json
 from .prepare import Prepared
 from .recipe import PruneSection
 
@@ -106,7 +105,7 @@ class Refitting:
 
         def refitted(slim: PreTrainedModel, selection: Selection) -> list[LayerFit]:
             with threads_for(self._prepared.model, self._prepared.rows.compensation):
-                fits = shared(slim, modules, lambda: refit(slim, selection, modules, moments, how))
+                fits = refit(slim, selection, modules, moments, how)
             if self._dtype is not None:
                 for name in changed_by(slim, modules, fits):
                     parameter = slim.get_parameter(name)
@@ -125,30 +124,6 @@ def changed_by(slim: PreTrainedModel, modules: Sequence[PrunableModule], fits: S
         changed = {"none": (), "bias": ("bias",)}.get(fit.method, ("weight", "bias"))
         names += [f"{consumers[fit.name]}.{name}" for name in found if name in changed]
     return names
-
-
-def shared(
-    slim: PreTrainedModel, modules: Sequence[PrunableModule], refit_own: Callable[[], list[LayerFit]]
-) -> list[LayerFit]:
-    """Refit a model in several processes: each refits the consumers of its modules, and sends them to all."""
-    if processes.world() == 1:
-        return refit_own()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        own = refit_own()
-    found = processes.gather(({fit.name: fit for fit in own}, [(str(w.message), w.category) for w in caught]))
-    for message, category in dict.fromkeys(note for _, notes in found for note in notes):
-        if processes.rank() == 0:
-            warnings.warn(message, category, stacklevel=2)
-    fits = []
-    for module in modules:
-        owner = next((number for number, (of, _) in enumerate(found) if module.name in of), None)
-        if owner is None:
-            continue
-        fits.append(found[owner][0][module.name])
-        for parameter in slim.get_submodule(module.consumer).parameters(recurse=False):
-            processes.broadcast(parameter, owner)
-    return fits
 
 
 @dataclass(frozen=True)
@@ -253,7 +228,7 @@ def _refit(
             return given.refit(slim, given.plan.kept)
         how, plan = given.compensation or how, given.plan
     extra: dict[str, Any] = {"limit_bytes": asked.limit_bytes, "progress": progress}
-    return shared(slim, modules, lambda: compensate(prepared.model, slim, plan, modules, rows, how, **extra))
+    return compensate(prepared.model, slim, plan, modules, rows, how, **extra)
 
 
 def _round(slim: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:

@@ -43,10 +43,11 @@ from ..report.report import plan_counts
 from ..report.rows import Table, change, metric_name, own_rows, quality_row, ranking_rows, shown_metrics, si
 from ..report.terminal import PlainTable, map_text
 from ..report.text import is_own
+from ..score.criteria import Scores
 from ..slim.refit import LayerFit
 from ..tasks import Behaviour, Task
 from ..tasks.models import behaviour_of, task_of
-from ..values import PruningPlan, Scores
+from ..values import PruningPlan
 from .choose import choose
 from .cut import Choice, Slim, cut, save
 from .objects import Unwrapped, unwrap

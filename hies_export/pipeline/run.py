@@ -173,7 +173,7 @@ def _run_found(
 
 def output_folder(output: Path, *, overwrite: bool) -> AbstractContextManager[Path]:
     """Return a `new_folder` for the output of a run; of several processes only the first makes it, and writes."""
-    return nullcontext(output) if processes.rank() > 0 else new_folder(output, overwrite=overwrite)
+    return new_folder(output, overwrite=overwrite) if processes.is_first() else nullcontext(output)
 
 
 def run_stages(

@@ -20,9 +20,9 @@ from ..forms.measure.counts import Both
 from ..progress import Progress
 from ..recipe.budget import Found, Outcome
 from ..report.outcomes import asked_words, found_words
+from ..score.criteria import Scores
 from ..slim.mask import masked_units
 from ..units import PrunableModule, Selection
-from ..values import Scores
 from .cut import Refit, Slim, cut_beside
 from .prepare import Prepared
 from .targets import Round

@@ -15,13 +15,13 @@ from ..forms.cost.parameters import parameters_table
 from ..kinds import ATTENTION, MLP
 from ..progress import Progress
 from ..recipe.budget import Budget, Found, Outcome, TimedSection
+from ..score.criteria import Scores
 from ..select import iterative
 from ..select.budget import CostTable, check_reachable, lowest_ratio, shares_to_try
 from ..select.bundles import bundles_lost
 from ..select.constraints import Constraints, check_budget
 from ..select.select import select_units
 from ..units import Selection
-from ..values import Scores
 from .prepare import Prepared
 from .recipe import PruneSection
 

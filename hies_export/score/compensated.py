@@ -24,21 +24,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import repeat
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .. import processes
-from ..calibrate.effects import EffectStream, LayerEffects
-from ..calibrate.moments import MomentStream
-from ..calibrate.ridge import Spread
+from ..calibrate.moments import MomentStream, Spread
+from ..calibrate.readings import EffectStream, LayerEffects
 from ..errors import RecipeError
 from ..kinds import ATTENTION
 from ..model.threads import threads_for
+from ..processes import mapped
 from ..progress import SILENT, Progress
+from ..score.criteria import Chain, Removal, Scores
 from ..units import PrunableModule
-from ..values import Chain, Removal, Scores
 from .criteria import COMPENSATED
 from .merge import merged
 
@@ -110,21 +110,18 @@ def score_compensated(
         'compensated'
     """
     options = RemovalOptions(ridge, per_sample, model.device)
-    # The process that owns the effects of a module needs its moments.
-    owners = None if moments is None else moments.owners
-    known = repeat((None, None)) if moments is None else moments.each({module.name for module in modules})
-    chains = {}
+    known: Any = repeat((None, None)) if moments is None else moments.of({module.name for module in modules})
     with threads_for(model, batches):
-        effects = EffectStream(model, batches, modules, limit_bytes=limit_bytes, owners=owners, progress=progress)
+        effects = EffectStream(model, batches, modules, limit_bytes=limit_bytes, progress=progress)
+
+        def order(number: int, given: Any) -> Chain:
+            (module, layer), (_, found) = given
+            spread = None if found is None else found.spread(centred=layer.centred)
+            return removal_chain(layer, module, effects.samples, spread=spread, options=options, progress=progress)
+
         # Both streams yield the modules in the model's order.
-        for (module, layer), (_, found) in zip(effects.each(None), known, strict=False):
-            if layer is not None:
-                spread = None if found is None else found.spread(centred=layer.centred)
-                chains[module.name] = removal_chain(
-                    layer, module, effects.samples, spread=spread, options=options, progress=progress
-                )
-    chains = processes.merged(chains)
-    return scores_of_chains(modules, [chains[module.name] for module in modules], options)
+        chains = mapped(zip(effects, known, strict=False), order)
+    return scores_of_chains(modules, chains, options)
 
 
 def scores_of_chains(modules: Sequence[PrunableModule], chains: Sequence[Chain], options: RemovalOptions) -> Scores:

@@ -5,17 +5,59 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..calibrate.statistics import Statistics
 from ..errors import RecipeError
 from ..kinds import ATTENTION, KINDS
 from ..units import Units
-from ..values import Scores, Statistics
+
+
+@dataclass(frozen=True)
+class Removal:
+    """One step of a chain of removals: the units that a module loses, by their original indices.
+
+    `effect` is the effect of this and all earlier removals of the chain on the prediction or the loss. It is in the
+    same unit for all chains, so that heads and neurons can be compared.
+    """
+
+    module: str
+    units: tuple[int, ...]
+    effect: float
+
+
+Chain = tuple[Removal, ...]
+"""Removals that can only be taken in this order; the effects of different chains add up."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """One score per unit; higher means keep.
+
+    Attributes:
+        criterion: Name in `hies_export.score.CRITERIA`, or "compensated".
+        parameters: Options of the criterion, such as alpha.
+        scores: Module -> (units,) float64.
+        effects: Module -> (units,) float64, how much removing each unit alone changes the prediction or the loss. It is
+            in the same unit for all modules, so that removals of heads and of neurons can be compared.
+        ranked: Kinds of modules whose units the scores order across modules. Units of other kinds are compared by their
+            effects.
+        chains: Orders of removal that take earlier removals into account. If given, they decide instead of scores and
+            effects.
+    """
+
+    criterion: str
+    parameters: Mapping[str, Any]
+    scores: Mapping[str, Tensor]
+    effects: Mapping[str, Tensor] = field(default_factory=dict)
+    ranked: tuple[str, ...] = ()
+    chains: tuple[Chain, ...] = ()
+
 
 ScoreFunction = Callable[..., Mapping[str, Tensor]]
 

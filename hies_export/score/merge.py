@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from ..values import Chain, Removal
+from ..score.criteria import Chain, Removal
 
 
 class Edge(NamedTuple):

@@ -15,9 +15,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ..errors import RecipeError
+from ..score.criteria import Chain, Removal, Scores
 from ..score.merge import edges_by_slope
 from ..units import Units
-from ..values import Chain, Removal, Scores
 from .budget import CostTable, check_reachable, saved_by, uniform_counts
 from .bundles import bundle_count, worst_first
 from .constraints import Constraints, removable_counts

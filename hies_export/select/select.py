@@ -10,8 +10,8 @@ import numpy as np
 
 from ..errors import PlanError, RecipeError
 from ..kinds import MLP
+from ..score.criteria import Scores
 from ..units import Selection, Units
-from ..values import Scores
 from .budget import CostTable, check_reachable, saved_by, uniform_counts
 from .bundles import bundle_count, ranked_bundles
 from .constraints import NONE, Constraints, check_budget, check_constraints, most_removable, removable_counts

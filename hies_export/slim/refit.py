@@ -15,24 +15,33 @@ tuning of Kwon et al. 2022 (https://arxiv.org/abs/2204.09656, section 4.4), fold
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .. import processes
 from ..calibrate.abreast import abreast, residual_places
-from ..calibrate.moments import MomentStream, add_reading, check_samples, new_sums
+from ..calibrate.moments import (
+    LayerMoments,
+    Moments,
+    MomentStream,
+    SplitMoments,
+    add_reading,
+    check_mix,
+    check_samples,
+    new_sums,
+)
+from ..calibrate.passes import run_pass
 from ..calibrate.readings import Reading
-from ..calibrate.ridge import Moments, SplitMoments
-from ..calibrate.sums import check_mix
 from ..data.targets import size_of
 from ..errors import NonFiniteError, RecipeError, RequestError
 from ..model.linear import weight_of
 from ..model.threads import threads_for
+from ..processes import mapped
 from ..progress import SILENT, Progress
 from ..units import PrunableModule, Selection
 from ..values import PruningPlan, selection_of
@@ -113,6 +122,9 @@ class LayerFit:
     error: float
 
 
+# Of one consumer: its name, its parameters, how it was refitted, and what to warn of.
+_Refitted: TypeAlias = tuple[str, Mapping[str, nn.Parameter], LayerFit, Sequence[Warning]]
+
 LEAST_SQUARES = Compensation()
 
 
@@ -171,21 +183,19 @@ def compensate(
         )
     if how.sequential:
         with threads_for(dense, batches):
-            fits = _refit_all(slim, _in_order(dense, slim, selection, cut, batches, progress), how)
-        by_name = {fit.name: fit for fit in fits}
+            by_name = {fit.name: fit for fit in _in_order(dense, slim, selection, cut, batches, how, progress)}
         return [by_name[module.name] for module in cut]
-    weights = how.token_weights
     stream = MomentStream(
         dense,
         cut,
         batches,
         selection=selection,
         limit_bytes=limit_bytes,
-        weighted=weights < 1,
+        weighted=how.token_weights < 1,
         progress=progress,
     )
     with threads_for(dense, batches):
-        return _refit_all(slim, ((module, moments.mixed(weights)) for module, moments in stream), how)
+        return _refit_all(slim, stream, how)
 
 
 def refit(
@@ -200,15 +210,33 @@ def refit(
     cut = {module.name: module.columns(selection[module.name].units) for module in modules}
     cut = {name: columns for name, columns in cut.items() if selection[name].removed}
     check_mix(how.token_weights, weighted=moments.weighted)
-    found = ((module, layer.mixed(how.token_weights, cut[module.name])) for module, layer in moments.of(cut))
-    return _refit_all(slim, found, how)
+    return _refit_all(slim, moments.of(cut), how, cut)
 
 
 def _refit_all(
-    slim: PreTrainedModel, moments: Iterable[tuple[PrunableModule, SplitMoments]], how: Compensation
+    slim: PreTrainedModel,
+    moments: Iterable[tuple[PrunableModule, LayerMoments]],
+    how: Compensation,
+    columns: Mapping[str, Tensor] | None = None,
 ) -> list[LayerFit]:
-    """Refit consumers in place, each from the moments of its kept inputs."""
-    return [_refit(slim.get_submodule(module.consumer), module, found, how) for module, found in moments]
+    """Refit consumers in place, each from its moments of all inputs, or of those in `columns`."""
+
+    def work(number: int, given: tuple[PrunableModule, LayerMoments]) -> _Refitted:
+        module, layer = given
+        consumer = slim.get_submodule(module.consumer)
+        found = layer.mixed(how.token_weights, None if columns is None else columns[module.name])
+        return (module.consumer, dict(consumer.named_parameters(recurse=False)), *_refit(consumer, module, found, how))
+
+    fits = []
+    for consumer, refitted, fit, notes in mapped(moments, work):
+        for note in notes:
+            warnings.warn(note, stacklevel=3)
+        with torch.no_grad():
+            # What another process refitted; a process's own are the same tensors.
+            for name, parameter in slim.get_submodule(consumer).named_parameters(recurse=False):
+                parameter.copy_(refitted[name])
+        fits.append(fit)
+    return fits
 
 
 def _in_order(
@@ -217,38 +245,42 @@ def _in_order(
     selection: Selection,
     modules: Sequence[PrunableModule],
     batches: Sequence[dict[str, Tensor]],
+    how: Compensation,
     progress: Progress,
-) -> Iterator[tuple[PrunableModule, SplitMoments]]:
-    """Yield modules in the order of their calls, with the moments of their inputs in the slim model as it is then."""
+) -> list[LayerFit]:
+    """Refit modules in the order of their calls, each by what its consumer reads in the slim model then."""
     if not modules:
-        return
+        return []
     places, by_name = residual_places(dense, modules, batches[0]), {module.name: module for module in modules}
     first = [0, *accumulate(map(size_of, batches))]
-    own = processes.share(batches)
-    given = [batch for _, batch in own]
-    with abreast(dense, modules, given, places) as wanted, abreast(slim, modules, given, places) as found:
-        for name in progress.track([*places], "layers refitted"):
-            module = by_name[name]
-            consumer = dense.get_submodule(module.consumer)
-            sums = new_sums(dense, module, selection)
-            pairs = zip(own, wanted.at(module), found.at(module), strict=True)
-            for (index, _), there, here in pairs:
+    with abreast(dense, modules, batches, places) as wanted, abreast(slim, modules, batches, places) as found:
+
+        def refit_next(module: PrunableModule) -> list[LayerFit]:
+            consumer, sums = dense.get_submodule(module.consumer), new_sums(dense, module, selection)
+
+            def add(index: int, batch: Any) -> None:
+                there, here = wanted(index, module), found(index, module)
                 y = consumer.forward(there.inputs)  # not a call, at which a batch would wait
                 if there.stream is not None and here.stream is not None:
                     y = y + DRIFT * (there.stream - here.stream).to(y)
-                add_reading(sums, Reading(name, here.inputs, y, None, here.real), first[index])
-            sums.finish()
-            yield module, sums.mixed()
+                add_reading(sums, Reading(module.name, here.inputs, y, None, here.real), first[index])
+
+            run_pass(dense, batches, add, sums.tensors())
+            return _refit_all(slim, [(module, sums)], how)
+
+        return [fit for name in progress.track([*places], "layers refitted") for fit in refit_next(by_name[name])]
 
 
-def _refit(layer: nn.Module, module: PrunableModule, moments: SplitMoments, how: Compensation) -> LayerFit:
-    """Refit one consumer in place, unless no fit is better on held-out tokens."""
+def _refit(
+    layer: nn.Module, module: PrunableModule, moments: SplitMoments, how: Compensation
+) -> tuple[LayerFit, list[Warning]]:
+    """Refit one consumer in place, unless no fit is better on held-out tokens; return what to warn of, too."""
     name, fitting, held_out = module.name, moments.fitting, moments.held_out
     weight = weight_of(layer).detach().double()
     bias = layer.bias.detach().double() if isinstance(layer.bias, Tensor) else None
     everything = fitting + held_out
     _check_finite(module, everything)
-    _warn_of_few_tokens(name, everything, how, width=module.unit_width)
+    notes: list[Warning] = _few_tokens(name, everything, how, width=module.unit_width)
 
     def fits(of: Moments, ridges: Sequence[float]) -> Iterator[tuple[Tensor, Tensor | None]]:
         if how.method == "scalars":
@@ -268,11 +300,11 @@ def _refit(layer: nn.Module, module: PrunableModule, moments: SplitMoments, how:
                 tried.append((held_out.error(*fitted), how.method, candidate))
         except torch.linalg.LinAlgError:
             instead = "its bias is refitted" if len(tried) > 1 else "it is left as it was cut"
-            warnings.warn(
-                f"the covariance of the inputs of {name} is singular (they are the same for all tokens), "
-                f"so least squares cannot be fitted and {instead}; check that layer's weights",
-                SingularInputsWarning,
-                stacklevel=4,
+            notes.append(
+                SingularInputsWarning(
+                    f"the covariance of the inputs of {name} is singular (they are the same for all tokens), "
+                    f"so least squares cannot be fitted and {instead}; check that layer's weights"
+                )
             )
     error, chosen, chosen_ridge = min(tried, key=lambda item: item[0])
     with torch.no_grad():
@@ -285,7 +317,7 @@ def _refit(layer: nn.Module, module: PrunableModule, moments: SplitMoments, how:
         if refitted is not None and refitted is not bias:
             layer.bias.copy_(refitted)  # type: ignore[operator]
     share = error / untouched if untouched > 0 else 1.0
-    return LayerFit(name=name, method=chosen, ridge=chosen_ridge, tokens=everything.counted, error=share)
+    return LayerFit(name=name, method=chosen, ridge=chosen_ridge, tokens=everything.counted, error=share), notes
 
 
 def _scaled(
@@ -322,15 +354,16 @@ def _check_finite(module: PrunableModule, moments: Moments) -> None:
         )
 
 
-def _warn_of_few_tokens(name: str, moments: Moments, how: Compensation, *, width: int) -> None:
-    """Warn if there are fewer tokens than four times the unknowns of an output."""
+def _few_tokens(name: str, moments: Moments, how: Compensation, *, width: int) -> list[Warning]:
+    """Return a warning if there are fewer tokens than four times the unknowns of an output."""
     unknowns = {"bias": 0, "least_squares": len(moments.x), "scalars": len(moments.x) // width}[how.method]
     wanted = ENOUGH_TOKENS_PER_INPUT * unknowns
-    if moments.counted < wanted:
-        what = "units" if how.method == "scalars" else "inputs"
-        warnings.warn(
+    if moments.counted >= wanted:
+        return []
+    what = "units" if how.method == "scalars" else "inputs"
+    return [
+        FewTokensWarning(
             f"{moments.counted} calibration tokens are too few for the {unknowns} {what} of {name}, which need at "
-            f"least {wanted}: raise compensation.samples",
-            FewTokensWarning,
-            stacklevel=5,
+            f"least {wanted}: raise compensation.samples"
         )
+    ]

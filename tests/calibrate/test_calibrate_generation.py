@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hies_export import DataError, Statistics, StepError, UnsupportedModelError, find_attention, find_modules
-from hies_export.calibrate.collect import _halved, collect_statistics
+from hies_export.calibrate.statistics import _halved, collect_statistics
 
 
 def assert_equal_scores(found: dict[str, Tensor], expected: dict[str, Tensor], **tolerance: float) -> None:

@@ -1,12 +1,12 @@
-"""Moments, fits and splits of `calibrate/ridge.py` against the tokens themselves."""
+"""Moments, fits and splits of `calibrate/moments.py` against the tokens themselves."""
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from hies_export.calibrate import ridge
-from hies_export.calibrate.ridge import Moments, Spread
+from hies_export.calibrate import moments as room
+from hies_export.calibrate.moments import Moments, Spread
 
 
 def tokens(count: int = 60, *, inputs: int = 5, outputs: int = 3, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -40,7 +40,7 @@ def test_a_fit_shrinks_towards_the_weight_by_the_ridge_times_the_mean_square(
     centred: bool, wide: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if wide:
-        monkeypatch.setattr(ridge, "WIDE", 5)
+        monkeypatch.setattr(room, "WIDE", 5)
     x, y = (t.double().numpy() for t in tokens())
     weight = np.random.default_rng(2).normal(size=(3, 5))
     read, target = (x - x.mean(0), y - y.mean(0)) if centred else (x, y)
@@ -67,10 +67,10 @@ def test_inputs_as_wide_as_the_limit_are_solved_by_cholesky(monkeypatch: pytest.
     moments.xx -= 1000 * torch.eye(5)
     weight = torch.zeros(3, 5, dtype=torch.float64)
     next(moments.fits(weight, ridges=[1e-3], centred=False))
-    monkeypatch.setattr(ridge, "WIDE", 5)
+    monkeypatch.setattr(room, "WIDE", 5)
     with pytest.raises(torch.linalg.LinAlgError, match="positive-definite"):
         next(moments.fits(weight, ridges=[1e-3], centred=False))
-    monkeypatch.setattr(ridge, "WIDE", 6)
+    monkeypatch.setattr(room, "WIDE", 6)
     next(moments.fits(weight, ridges=[1e-3], centred=False))
 
 

@@ -18,11 +18,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hies_export import DataError, NonFiniteError, PrunableModule, RequestError, find_attention
-from hies_export.calibrate import ridge, sums
-from hies_export.calibrate.effects import EffectStream
-from hies_export.calibrate.moments import MomentStream, bytes_of
-from hies_export.calibrate.ridge import Moments
-from hies_export.calibrate.stream import LIMIT_BYTES, Stream, usual_limit
+from hies_export.calibrate import moments
+from hies_export.calibrate.moments import Moments, MomentStream, bytes_of
+from hies_export.calibrate.passes import LIMIT_BYTES, Stream, usual_limit
+from hies_export.calibrate.readings import EffectStream
 
 Batches = list[dict[str, Tensor]]
 SUMS = ("x", "y", "xx", "yx", "yy")
@@ -104,8 +103,8 @@ def test_moments_are_those_of_a_loop_over_weighted_tokens(
     case: str, wide: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if wide:
-        monkeypatch.setattr(ridge, "WIDE", 16)
-        monkeypatch.setattr(sums, "BLOCK", 20)
+        monkeypatch.setattr(moments, "WIDE", 16)
+        monkeypatch.setattr(moments, "BLOCK", 20)
     make, make_batches = CASES[case]
     model = make()
     batches = [{k: v for k, v in batch.items() if k != "labels"} for batch in make_batches()]

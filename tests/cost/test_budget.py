@@ -28,10 +28,10 @@ from hies_export.forms.measure.timing import Timing
 from hies_export.pipeline.recipe import PruneSection, PruningRecipe
 from hies_export.pipeline.search import most_by_few_failures, most_within
 from hies_export.recipe.sections import ExportSection
+from hies_export.score.criteria import Scores
 from hies_export.select.budget import CostTable
 from hies_export.select.bundles import bundle_count
 from hies_export.select.select import select_units
-from hies_export.values import Scores
 
 
 def test_flops_are_what_the_counter_says_of_the_cut() -> None:

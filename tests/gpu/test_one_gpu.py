@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hies_export import CRITERIA, load, load_runtime, prune, prune_units, score_units
-from hies_export.calibrate.collect import collect_statistics
+from hies_export.calibrate.statistics import collect_statistics
 from hies_export.errors import DataError, RequestError
 from hies_export.evaluate.predict import predict
 from hies_export.forms.measure.latency import compare_latency

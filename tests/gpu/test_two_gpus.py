@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hies_export import export_gguf, load_runtime, prune
-from hies_export.calibrate.collect import collect_statistics
+from hies_export.calibrate.statistics import collect_statistics
 from hies_export.data.targets import inputs_of
 from hies_export.evaluate.predict import predict
 from hies_export.forms.measure.counts import cache_bytes_per_token, count_flops

@@ -17,7 +17,7 @@ from support.models import cut_bert, llava
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
 from hies_export import HiesError, OnnxGenerator, OutputExistsError, ParityError, RequestError, load, prune
-from hies_export.calibrate.ridge import Spread
+from hies_export.calibrate.moments import Spread
 from hies_export.cli.main import main
 from hies_export.forms.onnx import export as export_module
 from hies_export.forms.onnx import quantize as quantize_module

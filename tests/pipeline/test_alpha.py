@@ -6,9 +6,9 @@ import torch
 from hies_export.evaluate.judge import Judge, Judgement
 from hies_export.pipeline.candidates import choose_alpha, choose_by_agreement
 from hies_export.pipeline.search import HeldOut
+from hies_export.score.criteria import Scores
 from hies_export.tasks.predictions import TokenPredictions
 from hies_export.units import Kept, Selection
-from hies_export.values import Scores
 
 
 class Given(HeldOut):

@@ -18,8 +18,8 @@ from support.tolerance import CLOSE, REFITTED, assert_near, assert_same_plan
 from transformers import AutoModelForSequenceClassification
 
 import hies_export
-from hies_export.calibrate.collect import collect_statistics
 from hies_export.calibrate.moments import MomentStream
+from hies_export.calibrate.statistics import collect_statistics
 from hies_export.errors import PlanError, RecipeError
 from hies_export.evaluate.predict import predict
 from hies_export.forms.cost.flops import flops_table
@@ -41,14 +41,14 @@ from hies_export.progress import Silent
 from hies_export.prunable.find import find_modules
 from hies_export.report.report import Report
 from hies_export.score.compensated import score_compensated
-from hies_export.score.criteria import score_units
+from hies_export.score.criteria import Scores, score_units
 from hies_export.select.budget import CostTable
 from hies_export.select.iterative import compose
 from hies_export.select.select import select_units
 from hies_export.slim.cut import prune_units
 from hies_export.slim.refit import Compensation, refit
 from hies_export.units import Selection
-from hies_export.values import PruningPlan, Scores
+from hies_export.values import PruningPlan
 
 BUDGET = 0.45
 TOLERANCE = 0.02

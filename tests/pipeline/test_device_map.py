@@ -8,7 +8,7 @@ from support.cuts import plan_of
 from support.models import causal_lm
 from support.tolerance import assert_near
 
-from hies_export.calibrate.collect import collect_statistics
+from hies_export.calibrate.statistics import collect_statistics
 from hies_export.checkpoint import dense
 from hies_export.checkpoint.dense import load_dense
 from hies_export.errors import RequestError

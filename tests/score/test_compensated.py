@@ -17,9 +17,8 @@ from support.tolerance import assert_near, near
 from transformers import PreTrainedModel
 
 from hies_export import DataError, PrunableModule, PruningRecipe, RecipeError, find_attention, score_compensated
-from hies_export.calibrate.effects import EffectStream, LayerEffects
-from hies_export.calibrate.moments import MomentStream
-from hies_export.calibrate.ridge import Spread
+from hies_export.calibrate.moments import MomentStream, Spread
+from hies_export.calibrate.readings import EffectStream, LayerEffects
 from hies_export.pipeline.choose import choose
 from hies_export.pipeline.resolve import resolve
 from hies_export.progress import Silent

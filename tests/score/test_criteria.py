@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hies_export import CRITERIA, RecipeError, Statistics, criterion, score_units, select_units
+from hies_export.calibrate.statistics import Calibration
 from hies_export.kinds import ATTENTION, KINDS
 from hies_export.score.criteria import (
     AUTO,
@@ -18,7 +19,6 @@ from hies_export.score.criteria import (
     uses_alpha,
 )
 from hies_export.units import Units
-from hies_export.values import Calibration
 
 MODULES = (Units(name="a", units=2), Units(name="m", units=3, kind="mlp"), Units(name="b", units=2))
 HEADS = {"a": [1.0, 3.0], "b": [2.0, 5.0]}

@@ -18,9 +18,10 @@ from hies_export.lab.sweep.sweep import sweep
 from hies_export.pipeline.choose import choose
 from hies_export.pipeline.resolve import resolve
 from hies_export.progress import Silent
+from hies_export.score.criteria import Scores
 from hies_export.select.iterative import HeadTarget, compose, head_targets
 from hies_export.units import Kept, Units
-from hies_export.values import PruningPlan, Scores
+from hies_export.values import PruningPlan
 
 
 def naive_his(model: Any, sites: Any, batches: list[dict[str, Tensor]], gone: set[tuple[str, int]]) -> dict[Any, float]:

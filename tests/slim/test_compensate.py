@@ -13,8 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hies_export import Kept, PruningPlan, find_attention, find_modules, prune_units
-from hies_export.calibrate.moments import MomentStream
-from hies_export.calibrate.ridge import Moments
+from hies_export.calibrate.moments import Moments, MomentStream
 from hies_export.errors import DataError, NonFiniteError, RecipeError, RequestError
 from hies_export.slim.refit import Compensation, FewTokensWarning, SingularInputsWarning, compensate, refit
 

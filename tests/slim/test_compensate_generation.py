@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hies_export import Compensation, DataError, compensate, find_attention
-from hies_export.calibrate.effects import EffectStream
+from hies_export.calibrate.readings import EffectStream
 from hies_export.data.targets import text_labels
 from hies_export.model.tokens import real_tokens
 from hies_export.score.compensated import RemovalOptions, removal_chain

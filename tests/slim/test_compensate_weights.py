@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hies_export import Compensation, PrunableModule, RecipeError, RequestError, compensate, find_attention, prune_units
-from hies_export.calibrate import ridge
+from hies_export.calibrate import moments
 from hies_export.calibrate.moments import MomentStream
 from hies_export.slim.refit import FewTokensWarning, refit
 
@@ -39,7 +39,7 @@ def test_it_is_the_ridge_regression_of_scikit_learn(
     make: Callable[[], PreTrainedModel], mix: float, wide: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if wide:
-        monkeypatch.setattr(ridge, "WIDE", 16)
+        monkeypatch.setattr(moments, "WIDE", 16)
     dense = make()
     batches, modules = batches_of(dense), neurons(dense)
     selection = half(modules)

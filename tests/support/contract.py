@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hies_export import PruningPlan, export_onnx, find_modules, load, masked_units, prune_units, quantize_onnx
-from hies_export.calibrate.collect import collect_statistics
+from hies_export.calibrate.statistics import collect_statistics
 from hies_export.checkpoint.save import check_reload, save_slim
 from hies_export.equal import Difference
 from hies_export.errors import ReloadMismatchError, UnsupportedModelError

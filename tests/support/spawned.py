@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from hies_export import DataError, HiesError, PruningRecipe, collect_statistics, processes
-from hies_export.calibrate.effects import EffectStream
+from hies_export.calibrate.readings import EffectStream
 from hies_export.pipeline.resolve import resolve
 from support.runs import hies, without_tracing
 
@@ -28,7 +28,7 @@ def statistics(project: Path) -> dict[str, dict[str, torch.Tensor]]:
     sites, batches = prepared.scored, prepared.rows.calibration
     found = collect_statistics(prepared.model, batches, sites, needs=ALL_STATISTICS)
     stream = EffectStream(prepared.model, batches, sites)
-    effects = processes.merged({module.name: layer for module, layer in stream})
+    effects = {module.name: layer for module, layer in stream}
     return {
         **{name: dict(values) for name, values in found.values.items()},
         "inputs": {module.name: effects[module.name].inputs for module in sites},

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForQuestionAnswering, LlamaConfig, LlamaForQuestionAnswering
 
 from hies_export import DataError, HiesError, PruneResult, load, prune
-from hies_export.calibrate.collect import collect_statistics
+from hies_export.calibrate.statistics import collect_statistics
 from hies_export.data.given import batches_of
 from hies_export.data.reader import Columns
 from hies_export.data.targets import inputs_of, samples_of

@@ -19,7 +19,7 @@ from transformers import AutoModelForTokenClassification, DataCollatorForTokenCl
 
 import hies_export
 from hies_export import DataError, RequestError, prune
-from hies_export.calibrate.collect import collect_statistics
+from hies_export.calibrate.statistics import collect_statistics
 from hies_export.data.batches import by_length
 from hies_export.data.given import batches_of
 from hies_export.evaluate.interval import ratio_ends

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...calibrate.rounding import Blocks, fit_blocks
-from ...calibrate.spreads import read_layers, spreads
 from ...model.copies import copy_with
 from ...model.linear import features_of, is_linear
+from ..rounding import Blocks, fit_blocks, read_layers, spreads
 from .tensors import BLOCK
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...calibrate.spreads import Opens
+from ..rounding import Opens
 from ..runtimes.ort import ONNX_FILE, OnnxRuntime
 from .export import save_program
 

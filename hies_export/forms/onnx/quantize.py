@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from ...calibrate.spreads import spreads
 from ...checkpoint.folders import new_folder, refuse_existing
 from ...equal import FEWER_BITS
 from ...errors import ParityError, RequestError
+from ..rounding import spreads
 from ..runtimes.base import Provider
 from ..runtimes.bits import BLOCK, SMALLEST, quantize_graph
 from ..runtimes.ort import QUANTIZED_FILE, OnnxRuntime

@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from ...calibrate.ridge import Spread
-from ...calibrate.rounding import Blocks, fit_blocks
+from ...calibrate.moments import Spread
+from ..rounding import Blocks, fit_blocks
 from .graphs import Rewrite, drop_unused, weight_of, with_bias
 
 # Names of values of a graph and their widths -> these names and their centred spreads, in the same order.

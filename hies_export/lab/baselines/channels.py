@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 from ...calibrate.weights import channel_rows, has_channels
 from ...errors import UnsupportedModelError
 from ...model.linear import features_of, weight_of
+from ...score.criteria import Scores
 from ...select.constraints import Constraints, check_budget
 from ...select.select import select_units
 from ...units import PrunableModule, Units
-from ...values import Scores
 from .names import CHANNELS
 
 

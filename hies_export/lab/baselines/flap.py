@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...model.linear import weight_of
+from ...score.criteria import Removal, Scores
 from ...select.bundles import worst_first
 from ...units import PrunableModule, Selection, Units
-from ...values import Removal, Scores
 from .averages import Averages
 from .names import FLAP
 

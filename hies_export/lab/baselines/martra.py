@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from ...calibrate.weights import sum_by_unit
 from ...model.linear import weight_of
+from ...score.criteria import Scores
 from ...units import PrunableModule
-from ...values import Scores
 from .names import MARTRA
 
 

@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from transformers import PreTrainedModel
 
 from ...model.linear import weight_of
+from ...score.criteria import Scores
 from ...units import PrunableModule
-from ...values import Scores
 from .averages import Averages
 from .names import WANDA
 

@@ -17,18 +17,18 @@ import torch
 from sklearn.isotonic import IsotonicRegression
 from sklearn.model_selection import LeaveOneOut, cross_val_predict
 
-from ...calibrate.collect import DEFAULT_NEEDS
+from ...calibrate.statistics import DEFAULT_NEEDS, Calibration, Statistics
 from ...errors import RequestError, root_cause
 from ...files import read_json
 from ...kinds import ATTENTION, MLP
 from ...report.report import Report
 from ...report.schemas import REMOVES, SCORES, SWEEP, SWEEP_DETAILS, ScoresFile, SweepAbout, SweepDetails, SweepFile
 from ...report.text import held_out_rows
-from ...score.criteria import score_units
+from ...score.criteria import Scores, score_units
 from ...select.constraints import Constraints
 from ...select.select import select_units
 from ...units import Kept, Units
-from ...values import Calibration, PruningPlan, Scores, Statistics, library_versions
+from ...values import PruningPlan, library_versions
 
 # Quality is predicted from plans of these criteria. At equal HIS lost, plans of other criteria differ in quality.
 FAMILY = ("hies", "his")

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...calibrate.collect import collect_statistics
 from ...calibrate.readings import reading
+from ...calibrate.statistics import Statistics, collect_statistics
 from ...data.targets import predicts, size_of
 from ...errors import DataError, UnsupportedModelError
 from ...evaluate.predict import Predictions, predict, references
@@ -25,7 +25,6 @@ from ...slim.mask import masked_units
 from ...tasks.models import behaviour_of
 from ...tasks.predictions import TokenPredictions
 from ...units import PrunableModule, Selection
-from ...values import Statistics
 
 SHARES = (0.1, 0.3, 0.5)
 # Largest curvature of a loss in its logits: the maximum of p (1 - p), the largest eigenvalue of diag(p) - p p^T

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from markupsafe import Markup
 
+from ...calibrate.statistics import Calibration, Statistics
 from ...errors import RequestError
 from ...files import read_json
 from ...report import figures
@@ -18,7 +19,6 @@ from ...report.jinja import environment
 from ...report.maps import CUT, KEPT
 from ...report.schemas import SWEEP, SWEEP_DETAILS, SweepFigures, SweepFile
 from ...score.criteria import score_units
-from ...values import Calibration, Statistics
 from ..baselines.names import OWN_SAMPLES
 from .charts import COLOURED, Axis, Style, draw_chart, line_styles
 from .frontier import sweep_frontier

@@ -8,8 +8,8 @@ from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
-from ...calibrate.collect import DEFAULT_NEEDS, collect_statistics
 from ...calibrate.moments import MomentStream
+from ...calibrate.statistics import DEFAULT_NEEDS, Statistics, collect_statistics
 from ...data.batches import by_length
 from ...evaluate.judge import Judge
 from ...evaluate.predict import Predictions, predict
@@ -23,10 +23,9 @@ from ...pipeline.resolve import Resolved, resolve
 from ...progress import SILENT, Clock
 from ...recipe.budget import Budget
 from ...recipe.sections import CompensationSection
-from ...score.criteria import COMPENSATED_NAMES, needs_of, uses_alpha
+from ...score.criteria import COMPENSATED_NAMES, Scores, needs_of, uses_alpha
 from ...slim.cut import prune_units
 from ...units import PrunableModule, Selection
-from ...values import Scores, Statistics
 from ..baselines.averages import Averages, input_averages
 from ..baselines.kwon import mask_gradients
 from ..baselines.names import CHANNELS, OWN_SAMPLES

@@ -15,9 +15,9 @@ from support.tolerance import assert_near
 from torch import Tensor
 
 from hies_export import Statistics, collect_statistics, find_attention
+from hies_export.calibrate.statistics import Calibration
 from hies_export.cli.main import main
 from hies_export.lab.studies.theory import SHARES, orthogonality, spectral_norm, theory
-from hies_export.values import Calibration
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (5, 30), (30, 5), (40, 40)])

@@ -20,12 +20,12 @@ from support.models import causal_lm
 
 import hies_export
 from hies_export import PruningPlan, RequestError, Statistics, count_flops
+from hies_export.calibrate.statistics import Calibration
 from hies_export.cli.main import main
 from hies_export.lab.studies.explore import Exploration, estimate, lost_share, read_exploration
 from hies_export.lab.ui.page import _page, draw, save
 from hies_export.model.tokens import synthetic_batch
 from hies_export.report.maps import CUT
-from hies_export.values import Calibration
 
 
 @pytest.fixture(scope="module")

@@ -6,32 +6,69 @@ import gc
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .. import processes
 from ..data.targets import OWN_KEY, batches_fingerprint, size_of
 from ..errors import DataError, StepError, memory_failure
 from ..kinds import ATTENTION
 from ..model.internals import checkpointing
 from ..model.modes import frozen, output_alone
-from ..model.threads import threads_for
 from ..model.watch import intercept
 from ..progress import SILENT, Progress
 from ..tasks.models import behaviour_of
 from ..units import PrunableModule
-from ..values import Calibration, Statistics
 from . import inputs, weights
 from .entropy import Entropies
 from .gates import Gates, summed_loss, with_labels
+from .passes import run_pass
 
 logger = logging.getLogger(__name__)
 
 # Statistics that every run collects.
 DEFAULT_NEEDS = ("his", "entropy", "weight_l2")
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The calibration run that produced the statistics, with its number of samples."""
+
+    samples: int
+    labels: str  # "data", or "predictions" if the model's own predictions replaced missing labels
+    fingerprint: str  # SHA-256 of the batches
+    batch_size: int = 1  # most samples in one forward pass; fewer than a batch has if that did not fit into memory
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Statistics of every unit over the calibration samples.
+
+    Attributes:
+        values: Statistic -> module -> (units,) float64 on CPU. "his" is the mean over samples of the absolute gradient
+            of the loss with respect to a mask of one on the unit's output, and "fisher" that of its square. "entropy"
+            (attention only) is the mean entropy of the head's attention rows, normalised by their length to [0, 1].
+            "weight_l2" is the L2 norm of the unit's weights. The docstring of `hies_export.calibrate` lists the others.
+        calibration: The run that produced them.
+    """
+
+    values: Mapping[str, Mapping[str, Tensor]]
+    calibration: Calibration
+
+    def __getitem__(self, statistic: str) -> Mapping[str, Tensor]:
+        return self.values[statistic]
+
+    def of(self, modules: Collection[str]) -> Statistics:
+        """Return the statistics of some modules, by their names."""
+        values = {
+            name: {module: v for module, v in by_module.items() if module in modules}
+            for name, by_module in self.values.items()
+        }
+        return Statistics(values, self.calibration)
 
 
 def collect_statistics(
@@ -53,7 +90,7 @@ def collect_statistics(
     If labels are tokens, sample i's loss is the mean over its own n_i label tokens. The model's loss is the mean over
     all N label tokens of the batch, so the gates' gradient of N times that loss is divided by n_i.
 
-    Several processes share the batches (see `processes`), and add up their sums at the end.
+    Several processes share the batches, and add up their sums at the end.
 
     An embedding has no loss: its place takes a random projection of it, and every text is scored by several;
     see `tasks/feature_extraction.py`. A regression without labels has none either: its number takes that place.
@@ -87,17 +124,20 @@ def collect_statistics(
         (32, 'data', torch.Size([6]))
     """
     labelled = _check_labels(model, batches, needs)
-    passing = _Pass(model, modules, needs, at_once=max(size_of(batch) for batch in batches))
+    passing = _Pass(model, modules, needs, at_once=max(map(size_of, batches)))
     times = behaviour_of(model).repeats
-    with passing.running(), threads_for(model, batches):
-        for number, batch in progress.track(processes.share(batches), "score"):
-            passing.add({key: value.repeat_interleave(times, 0) for key, value in batch.items()}, number)
+
+    def add(number: int, batch: dict[str, Tensor]) -> int:
+        return passing.add({key: value.repeat_interleave(times, 0) for key, value in batch.items()}, number)
+
+    with passing.running():
+        at_once = run_pass(model, batches, add, passing.tensors(), name="score", progress=progress)
     samples = sum(map(size_of, batches))
     calibration = Calibration(
         samples=samples,
         labels="data" if labelled else "predictions",
         fingerprint=batches_fingerprint(list(batches)),
-        batch_size=min(processes.gather(passing.at_once)),
+        batch_size=min(at_once),
     )
     return Statistics(passing.values(times * samples), calibration)
 
@@ -129,16 +169,15 @@ class _Pass:
     def __init__(
         self, model: PreTrainedModel, modules: Sequence[PrunableModule], needs: Collection[str], *, at_once: int
     ):
-        self._model, self._modules, self.at_once = model, modules, at_once
+        self._model, self._modules, self._at_once = model, modules, at_once
         attention = [module for module in modules if module.kind == ATTENTION]
         self._entropies = Entropies(model, attention)
         self._inputs = None if set(inputs.STATISTICS).isdisjoint(needs) else inputs.InputSums(model, modules, needs)
         wanted = not set(weights.STATISTICS).isdisjoint(needs)
         self._weights = weights.WeightGradients(model, modules) if wanted else None
-        self._his, self._fisher, self._entropy = _zeros(modules), _zeros(modules), _zeros(attention)
-        self._with_rows, self._with_maps = (
-            {name: torch.zeros((), dtype=torch.float64) for name in self._entropy} for _ in range(2)
-        )
+        # By what is added up, and by module, (units,): also the samples with attention rows, and batches with maps.
+        self._sums = {name: _zeros(modules) for name in ("his", "fisher")}
+        self._sums |= {name: _zeros(attention) for name in ("entropy", "rows", "maps")}
         self._samples, self._even = 0, False
         self._reset()
 
@@ -170,19 +209,19 @@ class _Pass:
         rows = self._entropies.rows.get(name)
         return self._gates.apply(name, x, samples=self._samples, rows=rows, even=self._even)
 
-    def add(self, batch: dict[str, Tensor], index: int) -> None:
-        """Add a batch, with its number for messages, in as many parts as its memory needs."""
+    def add(self, batch: dict[str, Tensor], index: int) -> int:
+        """Add a batch, with its number for messages, in parts that fit into memory; return their most samples."""
         device = next(self._model.parameters()).device
         done = 0
         while done < size_of(batch):
-            part = _part(batch, done, self.at_once)
+            part = _part(batch, done, self._at_once)
             found = None
             try:
                 found = self._run({key: value.to(device) for key, value in part.items()}, index)
             except RuntimeError as error:
                 if memory_failure(error) is None:
                     raise
-                self.at_once = _halved(part, index, error)
+                self._at_once = _halved(part, index, error)
             if found is None:
                 # Inside the handler, the traceback still holds the tensors of the failed attempt.
                 self._reset()
@@ -192,6 +231,7 @@ class _Pass:
             self._add(found)
             del found  # gradients of weights are as large as the model
             done += size_of(part)
+        return self._at_once
 
     def _run(self, batch: dict[str, Tensor], index: int) -> _OfBatch:
         """Run a batch, on the model's device, forward and backward; without labels, predictions replace them."""
@@ -221,12 +261,12 @@ class _Pass:
 
     def _add(self, found: _OfBatch) -> None:
         for name, values in found.gates.items():
-            self._his[name] += values.abs().sum(0)
-            self._fisher[name] += values.square().sum(0)
+            self._sums["his"][name] += values.abs().sum(0)
+            self._sums["fisher"][name] += values.square().sum(0)
         for name, (entropies, counted) in found.entropies.items():
-            self._entropy[name] += entropies.sum(0)
-            self._with_rows[name] += counted
-            self._with_maps[name] += 1
+            self._sums["entropy"][name] += entropies.sum(0)
+            self._sums["rows"][name] += counted
+            self._sums["maps"][name] += 1
         for name, added in found.inputs:
             assert self._inputs is not None
             self._inputs.add(name, added)
@@ -235,15 +275,19 @@ class _Pass:
             if gradient is not None:
                 self._weights.add(layer, gradient, found.factor)
 
+    def tensors(self) -> list[Tensor]:
+        """Return what batches are added to."""
+        more = [part.tensors() for part in (self._inputs, self._weights) if part is not None]
+        return [*chain(*(sums.values() for sums in self._sums.values()), *more)]
+
     def values(self, samples: int) -> dict[str, dict[str, Tensor]]:
-        """Return statistic -> module -> values of its units, float64 on CPU, after `samples` in all processes."""
-        for sums in (self._his, self._fisher, self._entropy, self._with_rows, self._with_maps):
-            processes.add_up(sums.values())
-        entropy = {name: total / self._with_rows[name].clamp(min=1) for name, total in self._entropy.items()}
+        """Return statistic -> module -> values of its units, float64 on CPU, after `samples`."""
+        his, fisher, entropy, rows, maps = self._sums.values()
+        averages = {name: total / rows[name].clamp(min=1) for name, total in entropy.items()}
         return {
-            "his": {name: total / samples for name, total in self._his.items()},
-            "fisher": {name: total / samples for name, total in self._fisher.items()},
-            **({"entropy": entropy} if all(self._with_maps.values()) else {}),
+            "his": {name: total / samples for name, total in his.items()},
+            "fisher": {name: total / samples for name, total in fisher.items()},
+            **({"entropy": averages} if all(seen.all() for seen in maps.values()) else {}),
             "weight_l2": {module.name: weights.weight_l2(self._model, module) for module in self._modules},
             **({} if self._inputs is None else self._inputs.values()),
             **({} if self._weights is None else self._weights.values()),

@@ -8,10 +8,9 @@ import torch
 from support.models import llama
 from torch import Tensor, nn
 
-from hies_export.calibrate import rounding
-from hies_export.calibrate.ridge import Spread
-from hies_export.calibrate.rounding import DAMPING, Blocks, fit_blocks
-from hies_export.calibrate.spreads import read_layers, spreads
+from hies_export.calibrate.moments import Spread
+from hies_export.forms import rounding
+from hies_export.forms.rounding import DAMPING, Blocks, fit_blocks, read_layers, spreads
 from hies_export.model.threads import torch_threads
 
 SIZE, COUNT, OUTPUTS = 4, 3, 5

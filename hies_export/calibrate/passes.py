@@ -1,16 +1,18 @@
-"""Collect something large for every module, in as many passes over the data as a memory limit makes necessary."""
+"""Run a pass over the rows, or as many as a memory limit makes necessary for what is large."""
 
 from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from .. import processes
+from ..model.threads import threads_for
+from ..processes import added_up, mapped, on_main
+from ..progress import SILENT, Progress
 from ..units import PrunableModule
 
 logger = logging.getLogger(__name__)
@@ -21,6 +23,27 @@ SHARE_OF_FREE = 0.5
 
 T = TypeVar("T")
 Item = TypeVar("Item")
+Batch = TypeVar("Batch", bound=Mapping[str, Any])
+
+
+def run_pass(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    work: Callable[[int, Batch], T],
+    sums: Iterable[Tensor] = (),
+    *,
+    name: str = "",
+    progress: Progress = SILENT,
+) -> list[T]:
+    """Return what `work` returns of the number and the rows of each batch, in order, shown by `name`.
+
+    Several processes share the batches (see `mapped`), and `sums` are what `work` adds to; each process has all results
+    and the sums of all.
+    """
+    with threads_for(model, batches):
+        found = mapped(batches, work, name, progress)
+    added_up(sums)
+    return found
 
 
 class Stream(ABC, Generic[T]):
@@ -30,48 +53,39 @@ class Stream(ABC, Generic[T]):
     pass over the data. If there is one group only, it is kept, so all iterations together take one pass. Otherwise
     every iteration collects group by group again; `passes` counts them.
 
-    Several processes share each pass (see `processes`): in the end the owner of a module has the data that all of them
-    collected for it, and each process iterates over the modules it owns. Modules are assigned to owners by size.
+    Several processes share each pass, so all must come to the passes of all streams in the same order.
     """
 
     def __init__(
         self,
+        model: nn.Module,
         modules: Sequence[PrunableModule],
         sizes: Sequence[int],
-        limit_bytes: float,
+        limit_bytes: float | None,
         *,
         what: str,
-        owners: Mapping[str, int] | None = None,
     ):
-        by_size = {module.name: size for module, size in zip(modules, sizes, strict=True)}
-        self.owners = processes.owners(by_size) if owners is None else owners
-        self.groups = grouped(modules, sizes, limit_bytes)
+        limit = usual_limit(model) if limit_bytes is None else limit_bytes
+        self.groups = grouped(modules, sizes, limit)
         self.passes = 0
         self._kept: dict[str, T] | None = None
         largest = max(sizes, default=0)
-        if largest > limit_bytes:
+        if largest > limit:
             name = modules[list(sizes).index(largest)].name
             logger.warning(
                 "%s of %s take %.2g GiB, more than the limit of %.2g GiB: going on with one module at a time",
-                *(what, name, largest / (1 << 30), limit_bytes / (1 << 30)),
+                *(what, name, largest / (1 << 30), limit / (1 << 30)),
             )
 
     @abstractmethod
     def _collect(self, group: Sequence[PrunableModule]) -> dict[str, T]:
-        """Return what one pass over the data collects, by module that this process owns."""
+        """Return what one pass over the data collects, by module."""
 
     def __iter__(self) -> Iterator[tuple[PrunableModule, T]]:
         return self.of(None)
 
     def of(self, names: Collection[str] | None) -> Iterator[tuple[PrunableModule, T]]:
         """Yield the pairs of some modules, None for all; a group without any of them takes no pass."""
-        return ((module, found) for module, found in self.each(names) if found is not None)
-
-    def each(self, names: Collection[str] | None) -> Iterator[tuple[PrunableModule, T | None]]:
-        """Yield the pairs of some modules as `of` does, with None for modules that another process owns.
-
-        Two streams that are iterated over side by side must come to their passes in the same order in all processes.
-        """
         for group in self.groups:
             wanted = [module for module in group if names is None or module.name in names]
             if not wanted:
@@ -84,14 +98,16 @@ class Stream(ABC, Generic[T]):
                 self._kept = found
             for module in wanted:
                 # Data that is not kept is freed as soon as the caller is done with the module.
-                yield module, found.get(module.name) if self._kept is not None else found.pop(module.name, None)
+                yield module, found[module.name] if self._kept is not None else found.pop(module.name)
 
 
 def usual_limit(model: nn.Module) -> float:
     """Return the most bytes that a stream over a model's modules holds at once, unless the user says another number."""
     device = next(model.parameters()).device
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
-    return max(LIMIT_BYTES, SHARE_OF_FREE * free)
+    if device.type != "cuda":
+        return LIMIT_BYTES
+    # One number for all processes, which must form the same groups.
+    return on_main(lambda: max(LIMIT_BYTES, SHARE_OF_FREE * torch.cuda.mem_get_info(device)[0]))
 
 
 def grouped(items: Sequence[Item], sizes: Sequence[int], limit_bytes: float) -> tuple[tuple[Item, ...], ...]:
