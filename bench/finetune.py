@@ -22,9 +22,9 @@ from typing import Any
 import transformers
 from transformers import AutoConfig, AutoTokenizer, Trainer, TrainingArguments
 
+from hies_export.data.batches import inputs_of
 from hies_export.data.reader import Columns
 from hies_export.data.rows import load_rows
-from hies_export.data.targets import inputs_of
 from hies_export.evaluate.judge import compute_metrics
 from hies_export.evaluate.predict import predict, references
 from hies_export.tasks.models import behaviour_of

@@ -39,10 +39,9 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from hies_export import PruningRecipe
-from hies_export.data.batches import by_length
+from hies_export.data.batches import CHOICE_KEYS, by_length
 from hies_export.data.generation import GenerationReader
 from hies_export.data.reader import Columns
-from hies_export.data.targets import CHOICE_KEYS
 from hies_export.evaluate.judge import Judge
 from hies_export.evaluate.predict import Predictions, predict
 from hies_export.forms.measure.counts import flops_by_module

@@ -22,8 +22,8 @@ from torch import Tensor
 from transformers import AutoModelForNextSentencePrediction, AutoTokenizer
 
 from hies_export import DataError, prune, register_task
+from hies_export.data.processors import encoded
 from hies_export.data.reader import Reader, batched
-from hies_export.data.tokens import encoded
 from hies_export.evaluate.metrics import register_metric
 from hies_export.tasks import Behaviour, Predicted, Task, column_sets
 

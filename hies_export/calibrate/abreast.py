@@ -18,7 +18,7 @@ from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..data.targets import size_of
+from ..data.batches import size_of
 from ..equal import SAME_CODE, Difference
 from ..errors import RequestError
 from ..model.modes import evaluating, output_alone

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .. import processes
-from ..data.targets import OWN_KEY, batches_fingerprint, size_of
+from ..data.batches import OWN_KEY, batches_fingerprint, size_of
 from ..errors import DataError, StepError, memory_failure
 from ..kinds import ATTENTION
 from ..model.internals import checkpointing

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .. import processes
-from ..data.targets import size_of
+from ..data.batches import size_of
 from ..errors import DataError
 from ..model.linear import features_of
 from ..model.threads import threads_for

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..data.targets import inputs_of, size_of
+from ..data.batches import inputs_of, size_of
 from ..errors import NonFiniteError, UnsupportedModelError
 from ..kinds import UNIT_NAMES
 from ..model.modes import gathered

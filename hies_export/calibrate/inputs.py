@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .. import processes
-from ..data.targets import size_of
+from ..data.batches import size_of
 from ..model.linear import weight_of
 from ..model.tokens import real_tokens
 from ..units import PrunableModule

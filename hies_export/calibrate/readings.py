@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..data.targets import size_of
+from ..data.batches import size_of
 from ..errors import NonFiniteError
 from ..model.modes import evaluating, frozen, output_alone
 from ..model.tokens import real_tokens

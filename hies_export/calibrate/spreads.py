@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..data.targets import inputs_of
+from ..data.batches import inputs_of
 from ..model.modes import evaluating, output_alone
 from ..model.watch import watch
 from .ridge import Spread

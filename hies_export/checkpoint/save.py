@@ -16,11 +16,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 
+from ..data.batches import inputs_of
 from ..data.classification import TextReader
 from ..data.embedding import EmbeddingReader
+from ..data.processors import read_as_asked
 from ..data.reader import Columns
-from ..data.targets import inputs_of
-from ..data.tokens import read_as_asked
 from ..equal import SAME_CODE, Difference
 from ..errors import ReloadMismatchError, RequestError, refusing
 from ..model.copies import convert

@@ -12,14 +12,12 @@ import pandas
 import torch
 
 from ..errors import DataError, refusing
-from .batches import Batch
-from .images import as_images, image_of_row
+from .batches import Batch, predicts
+from .columns import as_images, image_of_row, kind_of, read_labels, read_numbers
 from .label_sets import read_label_sets
-from .labels import kind_of, read_labels, read_numbers
+from .processors import encoded
 from .reader import Reader, batched
 from .rows import common_values, has_one_value, row_name
-from .targets import predicts
-from .tokens import encoded
 
 # What the label of a candidate says.
 _GRADE = "how much a candidate is wanted"

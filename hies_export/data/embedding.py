@@ -12,10 +12,10 @@ import torch
 
 from ..errors import DataError, quoted
 from .batches import Batch, by_length
-from .labels import STRINGS, is_number, kind_of, read_numbers
+from .columns import STRINGS, is_number, kind_of, read_numbers
+from .processors import encoded, read_as_asked
 from .reader import Reader, batched
 from .rows import row_name
-from .tokens import encoded, read_as_asked
 
 logger = logging.getLogger(__name__)
 

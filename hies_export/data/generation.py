@@ -17,7 +17,8 @@ import pyarrow as pa
 import torch
 
 from ..errors import DataError, quoted
-from .batches import Batch, padded
+from .batches import IGNORED, Batch, padded
+from .processors import check_vocabulary, padding_token, position_ids, token_limit
 from .prompts import (
     Choices,
     check_one_question,
@@ -32,8 +33,6 @@ from .prompts import (
 )
 from .reader import Reader, batched
 from .rows import column_values, row_name
-from .targets import IGNORED
-from .tokens import check_vocabulary, padding_token, position_ids, token_limit
 
 logger = logging.getLogger(__name__)
 

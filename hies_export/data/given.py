@@ -14,11 +14,9 @@ from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, PreTra
 from ..errors import DataError, RequestError, listed, quoted, refusing
 from ..model.sentence import TextEncoder
 from ..model.tokens import is_token
-from .batches import Batch, check_batches
-from .images import holds_images
-from .labels import STRINGS, read_labels
+from .batches import CLASSIFIED, IGNORED, Batch, check_batches, predicts, size_of
+from .columns import STRINGS, holds_images, read_labels
 from .reader import Columns
-from .targets import CLASSIFIED, IGNORED, predicts, size_of
 
 if TYPE_CHECKING:
     from ..tasks import Task

@@ -12,14 +12,13 @@ import torch
 
 from ..errors import DataError, refusing
 from ..model.tokens import placeholders
-from .batches import Batch
+from .batches import IGNORED, Batch
+from .columns import as_images, image_of_row
 from .generation import GenerationReader, check_answer, with_positions
-from .images import as_images, image_of_row
+from .processors import check_vocabulary, give_padding
 from .prompts import answer_text, tokenise
 from .reader import batched
 from .rows import row_name
-from .targets import IGNORED
-from .tokens import check_vocabulary, give_padding
 
 logger = logging.getLogger(__name__)
 

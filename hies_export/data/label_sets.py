@@ -10,7 +10,7 @@ import torch
 from ..errors import DataError, quoted
 from ..model.classes import ClassNames
 from ..progress import quiet
-from .labels import STRINGS, kind_of, read_labels
+from .columns import STRINGS, kind_of, read_labels
 from .rows import number_rows, own_columns, row_name
 
 

@@ -10,11 +10,10 @@ import datasets
 import numpy as np
 
 from ..errors import DataError, quoted
-from .batches import Batch
+from .batches import IGNORED, Batch
+from .processors import as_batch, tokenised
 from .reader import Reader, batched
 from .rows import row_name
-from .targets import IGNORED
-from .tokens import as_batch, tokenised
 
 # The share of the tokens of a text that is masked, as BERT was trained (https://arxiv.org/abs/1810.04805, section 3.1).
 SHARE = 0.15

@@ -13,9 +13,9 @@ import pyarrow
 import torch
 
 from ..errors import DataError, did_you_mean, listed, quoted, refusing
-from .labels import STRINGS, kind_of
+from .batches import CHOICE_KEYS
+from .columns import STRINGS, kind_of
 from .rows import column_values, own_columns, row_name
-from .targets import CHOICE_KEYS
 
 LISTS = (datasets.List, datasets.LargeList)
 

@@ -10,11 +10,10 @@ import datasets
 import torch
 
 from ..errors import DataError, quoted
-from .batches import Batch, padded
+from .batches import TOKEN_PLACES, Batch, padded
+from .processors import as_batch, token_limit, tokenised
 from .reader import Reader, batched
 from .rows import row_name
-from .targets import TOKEN_PLACES
-from .tokens import as_batch, token_limit, tokenised
 
 # Tokens of a window, and how many of them two windows of one text share, as in transformers' question answering.
 WINDOW, STRIDE = 384, 128

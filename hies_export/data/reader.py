@@ -13,8 +13,7 @@ import datasets
 
 from ..errors import DataError, did_you_mean, listed, quoted
 from .batches import Batch
-from .images import holds_images
-from .labels import STRINGS, kind_of
+from .columns import STRINGS, holds_images, kind_of
 from .rows import load_rows, mapped_rows, own_columns, row_name, take
 
 if TYPE_CHECKING:

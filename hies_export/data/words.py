@@ -11,12 +11,11 @@ import datasets
 
 from ..errors import DataError, quoted
 from ..model.classes import ClassNames, places_in_entities
-from .batches import Batch
-from .labels import class_numbers, kind_of
+from .batches import IGNORED, JUDGED_KEY, Batch
+from .columns import class_numbers, kind_of
+from .processors import as_batch, tokenised
 from .reader import Reader, batched
 from .rows import row_name
-from .targets import IGNORED, JUDGED_KEY
-from .tokens import as_batch, tokenised
 
 
 class _Span(NamedTuple):

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from pydantic import FiniteFloat
 
-from ..data.batches import Batch
-from ..data.targets import is_of_documents, samples_of
+from ..data.batches import Batch, is_of_documents, samples_of
 from ..progress import SILENT, Progress
 from ..tasks import Behaviour
 from ..tasks.by_shape import BY_SHAPE

@@ -10,8 +10,7 @@ from typing import Any
 
 from ..calibrate.collect import DEFAULT_NEEDS, collect_statistics
 from ..calibrate.moments import MomentStream
-from ..data.batches import Batch
-from ..data.targets import size_of
+from ..data.batches import Batch, size_of
 from ..evaluate.judge import Judgement, Tried, clearly_better
 from ..evaluate.metrics import higher_is_better
 from ..model.tokens import count_tokens

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from ..data.batches import Batch
-from ..data.targets import batches_fingerprint, samples_of, size_of
+from ..data.batches import Batch, batches_fingerprint, samples_of, size_of
 from ..errors import PlanError, RequestError
 from ..evaluate.interval import CONFIDENCE, FAILURES, confidence_of_each
 from ..evaluate.judge import Judge, Tried

@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .. import processes
-from ..data.targets import samples_of
+from ..data.batches import samples_of
 from ..errors import HiesError, PlanError
 from ..evaluate.judge import Judge
 from ..evaluate.predict import predict

@@ -10,8 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..data.batches import Batch
-from ..data.targets import image_shape, inputs_of, sample_contents, samples_of, size_of
+from ..data.batches import Batch, image_shape, inputs_of, sample_contents, samples_of, size_of
 from ..errors import RecipeError, RequestError
 from ..evaluate.interval import CONFIDENCE
 from ..evaluate.metrics import METRICS

@@ -17,9 +17,8 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from ..checkpoint.in_memory import check_in_memory
-from ..data.batches import Batch
+from ..data.batches import Batch, has_references, samples_of
 from ..data.given import batches_of, first_rows, split_held_out, unlabelled
-from ..data.targets import has_references, samples_of
 from ..errors import RecipeError, RequestError
 from ..evaluate.judge import Judge
 from ..evaluate.metrics import check_metrics

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.cards import read_card
+from ..data.batches import has_references, samples_of
 from ..data.facts import DataFacts
-from ..data.targets import has_references, samples_of
 from ..evaluate.metrics import METRICS
 from ..forms.cascade.facts import CascadeFacts, CascadeSummary
 from ..forms.deployment import Deployment

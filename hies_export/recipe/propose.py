@@ -11,10 +11,10 @@ import datasets
 
 from ..checkpoint.classes import load_config
 from ..checkpoint.sentence import is_sentence_transformer
+from ..data.batches import CLASSIFIED
 from ..data.given import LABELS, numbers_column, queries_and_documents, usual_columns
 from ..data.reader import Columns
 from ..data.rows import hub_splits, load_rows, taken_from
-from ..data.targets import CLASSIFIED
 from ..errors import DataError, RequestError, listed
 from ..tasks import TASKS, Task
 from ..tasks.models import embedding_task, task_by_class

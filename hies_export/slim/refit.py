@@ -29,7 +29,7 @@ from ..calibrate.moments import MomentStream, add_reading, check_samples, new_su
 from ..calibrate.readings import Reading
 from ..calibrate.ridge import Moments, SplitMoments
 from ..calibrate.sums import check_mix
-from ..data.targets import size_of
+from ..data.batches import size_of
 from ..errors import NonFiniteError, RecipeError, RequestError
 from ..model.linear import weight_of
 from ..model.threads import threads_for

@@ -86,7 +86,7 @@ class Behaviour(ABC):
 
     def prediction(self, model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor:
         """Return what a model predicts for a batch, on the model's device; its labels are left out."""
-        from ..data.targets import inputs_of
+        from ..data.batches import inputs_of
 
         device = next(model.parameters()).device
         inputs = {key: value.to(device) if hasattr(value, "to") else value for key, value in inputs_of(batch).items()}

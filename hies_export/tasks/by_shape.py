@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..data.targets import are_tokens
+from ..data.batches import are_tokens
 from .behaviour import Behaviour, Predicted
 from .classes import Classes, classifier
 from .feature_extraction import Embeddings

@@ -34,7 +34,7 @@ class Classes(Behaviour):
 
     def replaces_labels(self, model: PreTrainedModel, batch: Mapping[str, Tensor]) -> bool:
         """Return whether the prediction replaces labels: not of a reranker's candidates."""
-        from ..data.targets import GROUP_KEY
+        from ..data.batches import GROUP_KEY
 
         return GROUP_KEY not in batch
 
@@ -179,9 +179,9 @@ def classifier(config: Any) -> Classes:
     """Return how a classifier behaves, by the problem type of its configuration.
 
     Raises:
-        RequestError: The configuration contradicts itself, see `data.targets.predicts`.
+        RequestError: The configuration contradicts itself, see `data.batches.predicts`.
     """
-    from ..data.targets import predicts
+    from ..data.batches import predicts
 
     kind = predicts(config)
     if kind == "labels":

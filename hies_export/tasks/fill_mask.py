@@ -50,7 +50,7 @@ class MaskedTokens(Tokens):
         """Return the likeliest token at every real one, (batch, tokens): which of them are masks, only labels tell."""
         import torch
 
-        from ..data.targets import IGNORED
+        from ..data.batches import IGNORED
 
         real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])) != 0
         return output.argmax(-1).where(real.to(output.device), IGNORED)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..data.targets import CHOICE_KEYS
+from ..data.batches import CHOICE_KEYS
 from ..errors import DataError
 from .behaviour import Predicted
 

@@ -80,7 +80,7 @@ class Task(ABC):
         """Return how a model of a configuration predicts.
 
         Raises:
-            RequestError: The configuration contradicts itself, see `data.targets.predicts`.
+            RequestError: The configuration contradicts itself, see `data.batches.predicts`.
         """
 
     def usual_columns(self, features: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -33,7 +33,7 @@ class TargetTokens(Tokens):
         """
         import torch
 
-        from ..data.targets import IGNORED
+        from ..data.batches import IGNORED
 
         if "labels" not in batch:
             batch = answered(model, batch)
@@ -51,7 +51,7 @@ class TargetTokens(Tokens):
 
     def own_labels(self, model: PreTrainedModel, batch: Mapping[str, Tensor], output: Tensor) -> Tensor:
         """Return the likeliest token at every real place of the target, (batch, target tokens)."""
-        from ..data.targets import IGNORED
+        from ..data.batches import IGNORED
 
         likeliest = output.argmax(-1)
         mask = batch.get("decoder_attention_mask")
@@ -66,7 +66,7 @@ class TargetTokens(Tokens):
 
 def shift_right(model: PreTrainedModel, labels: Tensor) -> Tensor:
     """Return the decoder's inputs for labels: the labels shifted right by one, after the start token."""
-    from ..data.targets import IGNORED
+    from ..data.batches import IGNORED
 
     make = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     must = f"a {type(model).__name__} must make the decoder's inputs of labels, but does not"
@@ -85,7 +85,7 @@ def answered(model: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a batch with the model's own answers, decoded greedily, as labels up to the first end of text."""
     import torch
 
-    from ..data.targets import IGNORED, OWN_KEY
+    from ..data.batches import IGNORED, OWN_KEY
     from ..model.modes import evaluating
 
     if "decoder_input_ids" in batch:

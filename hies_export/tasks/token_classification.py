@@ -109,7 +109,7 @@ class Tags(Behaviour):
 
         Raises a DataError if labels are no classes of tokens.
         """
-        from ..data.targets import IGNORED, JUDGED_KEY
+        from ..data.batches import IGNORED, JUDGED_KEY
 
         labels, shape = batch.get("labels"), batch["input_ids"].shape if "input_ids" in batch else None
         if labels is not None:
@@ -124,13 +124,13 @@ class Tags(Behaviour):
 
     def own_labels(self, model: PreTrainedModel, batch: Mapping[str, Tensor], output: Tensor) -> Tensor:
         """Return the likeliest class of each word at its first token, -100 elsewhere, (batch, tokens)."""
-        from ..data.targets import IGNORED
+        from ..data.batches import IGNORED
 
         return output.argmax(-1).where(_judged(batch).to(output.device), IGNORED)
 
     def losses(self, labels: Tensor) -> Tensor:
         """Return how many words of each sample have a label, (batch,)."""
-        from ..data.targets import IGNORED
+        from ..data.batches import IGNORED
 
         return (labels != IGNORED).sum(-1)
 
@@ -177,7 +177,7 @@ def _judged(batch: Mapping[str, Tensor]) -> Tensor:
     """Return at which tokens a class is read, (batch, tokens) bool: at all if neither labels nor a mask tell."""
     import torch
 
-    from ..data.targets import IGNORED, JUDGED_KEY
+    from ..data.batches import IGNORED, JUDGED_KEY
 
     if JUDGED_KEY in batch:
         return batch[JUDGED_KEY]

@@ -32,7 +32,7 @@ class Tokens(Behaviour):
 
     def canonical(self, model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return a batch of which text without labels is its own label, as in training on plain text."""
-        from ..data.targets import text_labels
+        from ..data.batches import text_labels
 
         labels = text_labels(model, batch)
         check_token_labels(model, labels)
@@ -40,7 +40,7 @@ class Tokens(Behaviour):
 
     def own_labels(self, model: PreTrainedModel, batch: Mapping[str, Tensor], output: Tensor) -> Tensor:
         """Return the likeliest token at each of the `judged_tokens`, (batch, tokens)."""
-        from ..data.targets import IGNORED
+        from ..data.batches import IGNORED
         from ..model.tokens import judged_tokens
 
         predicted = output.argmax(-1)
@@ -57,7 +57,7 @@ class Tokens(Behaviour):
 
         `labels` are (batch, tokens), not shifted, as models take them; -100 means no loss.
         """
-        from ..data.targets import IGNORED
+        from ..data.batches import IGNORED
 
         return labels[:, self.shift :] != IGNORED
 
@@ -77,7 +77,7 @@ class Tokens(Behaviour):
         return found.new_zeros(len(output)).index_add(0, sample, found)
 
     def _labels(self, model: PreTrainedModel, batch: Mapping[str, Tensor], output: Tensor) -> Tensor:
-        from ..data.targets import text_labels
+        from ..data.batches import text_labels
 
         return text_labels(model, batch)
 
@@ -138,7 +138,7 @@ class Tokens(Behaviour):
     def _are_answers(self, batches: Sequence[Mapping[str, Tensor]]) -> bool:
         import torch
 
-        from ..data.targets import IGNORED
+        from ..data.batches import IGNORED
 
         # In plain text every token but the first is a label; a prompt, of two tokens or more, has none.
         for batch in batches:
@@ -153,7 +153,7 @@ def check_token_labels(model: PreTrainedModel, labels: Tensor) -> None:
     """Refuse, by a DataError, labels that are not tokens of a model, (batch, tokens) int64, or -100."""
     import torch
 
-    from ..data.targets import IGNORED
+    from ..data.batches import IGNORED
 
     known = model.config.get_text_config().vocab_size
     wrong = labels[((labels < 0) | (labels >= known)) & (labels != IGNORED)]

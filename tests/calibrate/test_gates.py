@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hies_export.calibrate.gates import Gates, with_labels
-from hies_export.data.targets import text_labels
+from hies_export.data.batches import text_labels
 from hies_export.units import PrunableModule
 
 MODULE = PrunableModule(name="m", units=3, unit_width=2, consumer="m.out")

@@ -18,9 +18,8 @@ from transformers import (
 )
 
 from hies_export import DataError, find_modules
-from hies_export.data.batches import Batch, by_length, check_batches
+from hies_export.data.batches import Batch, batches_fingerprint, by_length, check_batches, samples_of, size_of
 from hies_export.data.given import batches_of
-from hies_export.data.targets import batches_fingerprint, samples_of, size_of
 from hies_export.evaluate.judge import compute_metrics
 from hies_export.evaluate.predict import predict, references
 from hies_export.model.tokens import count_tokens, first_samples

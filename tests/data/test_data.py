@@ -22,13 +22,12 @@ from transformers import (
     ViTImageProcessorPil,
 )
 
-from hies_export.data import images
-from hies_export.data.images import as_images, image_of_file, image_of_row
-from hies_export.data.processors import load_processor
+from hies_export.data import columns as images
+from hies_export.data.batches import batches_fingerprint
+from hies_export.data.columns import as_images, image_of_file, image_of_row
+from hies_export.data.processors import load_processor, settle_padding
 from hies_export.data.reader import Columns
 from hies_export.data.rows import load_rows
-from hies_export.data.targets import batches_fingerprint
-from hies_export.data.tokens import settle_padding
 from hies_export.errors import DataError, RequestError
 from hies_export.tasks import TASKS, find_task
 

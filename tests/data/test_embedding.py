@@ -10,12 +10,11 @@ import torch
 from support.models import bert, word_tokenizer
 from transformers import BertConfig, BertModel
 
-from hies_export.data.batches import by_length, check_batches
+from hies_export.data.batches import ROW_KEYS, by_length, check_batches
 from hies_export.data.embedding import EmbeddingReader
 from hies_export.data.given import batches_of, usual_columns
 from hies_export.data.reader import Columns
 from hies_export.data.rows import take
-from hies_export.data.targets import ROW_KEYS
 from hies_export.errors import DataError, RequestError
 from hies_export.model.sentence import Normalize, Pooling, SentenceSettings, TextEncoder
 from hies_export.tasks import TASKS

@@ -13,11 +13,10 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import BertConfig
 
-from hies_export.data.batches import by_length
+from hies_export.data.batches import by_length, samples_of
 from hies_export.data.given import batches_of
 from hies_export.data.questions import QuestionsReader
 from hies_export.data.reader import Columns
-from hies_export.data.targets import samples_of
 from hies_export.errors import DataError, RequestError
 from hies_export.evaluate.predict import predict, references
 from hies_export.tasks import TASKS

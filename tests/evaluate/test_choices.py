@@ -14,9 +14,8 @@ from support.models import causal_lm, generative_tokenizer, llava, llava_process
 from support.references import choice_likelihoods
 
 from hies_export import DataError, PruningRecipe, RecipeError
-from hies_export.data.batches import by_length
+from hies_export.data.batches import by_length, samples_of
 from hies_export.data.reader import Columns
-from hies_export.data.targets import samples_of
 from hies_export.evaluate.judge import Judge, agreement, standard_error
 from hies_export.evaluate.metrics import check_metrics
 from hies_export.evaluate.predict import predict, references

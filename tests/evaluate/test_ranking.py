@@ -9,7 +9,7 @@ import sklearn.metrics
 import torch
 from torch import Tensor
 
-from hies_export.data.targets import samples_of
+from hies_export.data.batches import samples_of
 from hies_export.errors import DataError, RecipeError
 from hies_export.evaluate import ranking
 from hies_export.evaluate.judge import Judge, Judgement

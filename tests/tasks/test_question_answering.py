@@ -20,9 +20,9 @@ from transformers import AutoModelForQuestionAnswering, LlamaConfig, LlamaForQue
 
 from hies_export import DataError, HiesError, PruneResult, load, prune
 from hies_export.calibrate.collect import collect_statistics
+from hies_export.data.batches import inputs_of, samples_of
 from hies_export.data.given import batches_of
 from hies_export.data.reader import Columns
-from hies_export.data.targets import inputs_of, samples_of
 from hies_export.evaluate.judge import compute_metrics
 from hies_export.evaluate.predict import predict, predict_by, references
 from hies_export.forms import deployment

@@ -11,8 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ...checkpoint.folders import refuse_existing
-from ...data.batches import Batch
-from ...data.targets import samples_of
+from ...data.batches import Batch, samples_of
 from ...errors import RequestError
 from ...evaluate.predict import predict_by
 from ...model.tokens import first_samples

@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...calibrate.gates import Gates, summed_loss, with_labels
-from ...data.targets import size_of
+from ...data.batches import size_of
 from ...errors import DataError
 from ...model.modes import frozen, output_alone
 from ...model.watch import intercept

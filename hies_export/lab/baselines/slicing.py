@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...data.targets import inputs_of, predicts, size_of
+from ...data.batches import inputs_of, predicts, size_of
 from ...errors import DataError, UnsupportedModelError
 from ...evaluate.predict import Predictions
 from ...model.modes import evaluating, frozen, output_alone

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from ...calibrate.collect import collect_statistics
 from ...calibrate.readings import reading
-from ...data.targets import predicts, size_of
+from ...data.batches import predicts, size_of
 from ...errors import DataError, UnsupportedModelError
 from ...evaluate.predict import Predictions, predict, references
 from ...model.linear import weight_of

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...data.targets import size_of
+from ...data.batches import size_of
 from ...errors import RequestError
 from ...evaluate.judge import Judge, Quality
 from ...evaluate.predict import Predictions, predict

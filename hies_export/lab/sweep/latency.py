@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...data.targets import image_shape
+from ...data.batches import image_shape
 from ...errors import RequestError
 from ...forms.compare import compare_two
 from ...forms.cost.cut import cut_bundles

@@ -1,18 +1,22 @@
-"""Read labels as a model takes them: class numbers, or numbers for regression."""
+"""Read columns: labels as classes or numbers, and images upright, in as many channels of 8 bits as a model takes."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import datasets
+import PIL.Image
+import PIL.ImageOps
 
-from ..errors import DataError, listed, quoted
+from ..errors import DataError, listed, quoted, refusing
 from ..model.classes import ClassNames
+from .batches import predicts
 from .rows import row_name
-from .targets import predicts
 
 logger = logging.getLogger(__name__)
 
@@ -180,3 +184,48 @@ def _numbers_of_names(names: Sequence[str], *, column: str, classes: ClassNames)
 def kind_of(feature: Any) -> str:
     """Name what a column holds, for an error message."""
     return str(getattr(feature, "dtype", None) or type(feature).__name__)
+
+
+# Channels of a model -> Pillow's mode, where that is not RGB.
+MODES = {1: "L", 4: "RGBA"}
+
+
+def holds_images(feature: Any) -> bool:
+    """Tell whether a column may hold images: decoded, encoded, or a path."""
+    if isinstance(feature, dict):
+        return {"bytes", "path"} <= set(feature)
+    return isinstance(feature, datasets.Image) or getattr(feature, "dtype", "") in ("binary", "large_binary")
+
+
+def as_images(rows: datasets.Dataset, column: str) -> datasets.Dataset:
+    """Return the rows with an image column that decodes when it is read."""
+    return rows if rows.features[column] == datasets.Image() else rows.cast_column(column, datasets.Image())
+
+
+def image_of_row(rows: datasets.Dataset, column: str, row: int, *, channels: int = 3) -> PIL.Image.Image:
+    """Decode the image of one row, upright: grey for one channel, with transparency for four, else as RGB."""
+    refusal = f"every {column!r} must be an image, but {row_name(rows, row)} is not"
+    return _converted(lambda: rows[row][column], refusal, MODES.get(channels, "RGB"))
+
+
+def image_of_file(file: str | Path) -> PIL.Image.Image:
+    """Decode an image file, upright and as RGB."""
+    refusal = f"an image must be a file that Pillow decodes, and {file} is not"
+    return _converted(lambda: PIL.Image.open(file), refusal, "RGB")
+
+
+def _converted(read: Callable[[], PIL.Image.Image], refusal: str, mode: str) -> PIL.Image.Image:
+    """Return an image as `transformers.image_utils.load_image` does: turned as its EXIF data say, and converted.
+
+    Only palettes go through RGBA, to the same colours, as Pillow warns of those with transparency otherwise.
+    """
+    with refusing(refusal, kind=DataError), read() as image:
+        turned = PIL.ImageOps.exif_transpose(image)
+        if turned.mode[0] in "IF":
+            _warn_of_bits(turned.mode)
+        return (turned.convert("RGBA") if turned.mode in ("P", "PA") else turned).convert(mode)
+
+
+@cache
+def _warn_of_bits(mode: str) -> None:
+    logger.warning("images of mode %s have more than 8 bits: values above 255 are cut off, as in pipelines", mode)
