@@ -21,12 +21,12 @@ from ..model.modes import frozen, output_alone
 from ..model.threads import threads_for
 from ..model.watch import intercept
 from ..progress import SILENT, Progress
-from ..tasks.models import behaviour_of
+from ..tasks import task_of
 from ..units import PrunableModule
 from ..values import Calibration, Statistics
 from . import inputs, weights
 from .entropy import Entropies
-from .gates import Gates, summed_loss, with_labels
+from .gates import Gates
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ def collect_statistics(
     """
     labelled = _check_labels(model, batches, needs)
     passing = _Pass(model, modules, needs, at_once=max(size_of(batch) for batch in batches))
-    times = behaviour_of(model).repeats
+    times = task_of(model, batches[0]).repeats
     with passing.running(), threads_for(model, batches):
         for number, batch in progress.track(processes.share(batches), "score"):
             passing.add({key: value.repeat_interleave(times, 0) for key, value in batch.items()}, number)
@@ -109,7 +109,7 @@ def _check_labels(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], 
     labelled = "labels" in batches[0] and OWN_KEY not in batches[0]
     if not labelled and model.can_generate() and not set(weights.STATISTICS).isdisjoint(needs):
         raise DataError("this model needs labels to be scored by the gradients of its weights; set data.label")
-    behaviour_of(model).check(batches)
+    task_of(model, batches[0]).check_batches(batches)
     return labelled
 
 
@@ -196,7 +196,8 @@ class _Pass:
     def _run(self, batch: dict[str, Tensor], index: int) -> _OfBatch:
         """Run a batch, on the model's device, forward and backward; without labels, predictions replace them."""
         self._reset()
-        batch = with_labels(self._model, batch)
+        task = task_of(self._model, batch)
+        batch = task.with_labels(self._model, batch)
         self._samples = size_of(batch)
         # More axes hold several images or tiles per sample, of which some may be padding that the model leaves out.
         self._even = all(len(value) == self._samples and value.dim() <= 4 for value in batch.values())
@@ -204,7 +205,7 @@ class _Pass:
         self._entropies.enabled = self._entropies.recording = True
         try:
             with torch.enable_grad():
-                total, losses = summed_loss(self._model, batch, index)
+                total, losses = task.loss(self._model, batch, index)
                 self._entropies.recording = False
                 gates = self._gates.tensors
                 parameters = {} if self._weights is None else self._weights.parameters

@@ -17,7 +17,7 @@ from ..model.linear import features_of
 from ..model.threads import threads_for
 from ..model.tokens import first_samples
 from ..progress import SILENT, Progress
-from ..tasks.models import behaviour_of
+from ..tasks import task_of
 from ..units import PrunableModule
 from .readings import reading
 from .stream import Stream, usual_limit
@@ -36,7 +36,7 @@ class LayerEffects:
 class EffectStream(Stream[LayerEffects]):
     """Inputs of every consumer, and gradients of the prediction with respect to them, under a memory limit.
 
-    See `Stream`, and `Behaviour.effect` of `tasks/`. Each pass runs every batch forward and backward, with every weight
+    See `Stream`, and `Task.effect`. Each pass runs every batch forward and backward, with every weight
     frozen. A module takes 8 bytes for each real token and input, e.g. 150 MB for 8,000 tokens and 6 layers of width
     384.
     """
@@ -53,7 +53,7 @@ class EffectStream(Stream[LayerEffects]):
     ):
         if not batches:
             raise DataError("scoring needs at least one sample, got none; raise calibration.samples")
-        behaviour_of(model).check(batches)
+        task_of(model, batches[0]).check_batches(batches)
         self._model, self._batches, self._progress = model, batches, progress
         self.samples = sum(map(size_of, batches))
         # On a GPU they stay where they are read, unless a limit is for other memory, or other processes need them.

@@ -17,7 +17,7 @@ from ..errors import NonFiniteError
 from ..model.modes import evaluating, frozen, output_alone
 from ..model.tokens import real_tokens
 from ..model.watch import Watched, watch
-from ..tasks.models import behaviour_of
+from ..tasks import task_of
 from ..units import PrunableModule
 
 
@@ -42,7 +42,7 @@ def reading(model: PreTrainedModel, modules: Sequence[PrunableModule], *, gradie
     The readings are in the order of the modules. With `gradients`, each sample's prediction runs backward, with the
     weights frozen inside the block. The model is restored afterwards.
     """
-    consumers, behaviour = {module.name: module.consumer for module in modules}, behaviour_of(model)
+    consumers = {module.name: module.consumer for module in modules}
     with ExitStack() as stack:
         stack.enter_context(frozen(model) if gradients else evaluating(model))
         stack.enter_context(output_alone(model))
@@ -53,11 +53,12 @@ def reading(model: PreTrainedModel, modules: Sequence[PrunableModule], *, gradie
 
         def read(batch: Mapping[str, Tensor], index: int) -> list[Reading]:
             seen.clear()
-            output = behaviour.prediction(model, {**batch, **more})
+            task, given = task_of(model, batch), {**batch, **more}
+            output = task.output(model, given)
             calls = [(module.name, call) for module in modules for call in range(len(seen.inputs[module.name]))]
             found: list[Tensor | None] = [None] * len(calls)
             if gradients:
-                found = [*_gradients(behaviour.effect(model, batch, output, index), seen, calls, index)]
+                found = [*_gradients(task.effect(model, given, output, index), seen, calls, index)]
             read_by_call = []
             for (name, call), gradient in zip(calls, found, strict=True):
                 x, y = (by_sample(t, size_of(batch)) for t in (seen.inputs[name][call], seen.outputs[name][call]))

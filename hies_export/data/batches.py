@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel
 
-from ..errors import DataError, RequestError, did_you_mean, listed, quoted
-from ..model.classes import ClassNames
-from ..model.sentence import TextEncoder
-from ..model.tokens import finds_end_by_padding, is_token, judged_tokens, numbers_by_padding, positions_of
+from ..errors import DataError
+from ..model.tokens import is_token, positions_of
 
 Batch = dict[str, torch.Tensor]
 """Arguments of a model's forward by name; the first axis of each is the samples."""
@@ -42,54 +38,13 @@ TOKEN_PLACES = ("begins", "ends")
 ANSWER_KEYS = ("context", "answers")
 # Key of a batch whose labels are the dense model's own predictions, (rows,) bool.
 OWN_KEY = "own"
-# What is predicted for a sample as a whole, see `predicts`.
-Classified = Literal["classes", "labels", "numbers"]
-CLASSIFIED: tuple[str, ...] = get_args(Classified)
 # What a batch may have that no model takes.
 _NO_INPUTS = frozenset(("labels", *ROW_KEYS, JUDGED_KEY, *TOKEN_PLACES, *ANSWER_KEYS, OWN_KEY))
-
-
-def predicts(config: Any) -> Classified:
-    """Return what a classifier's configuration makes of its logits, as the losses of transformers do.
-
-    With "classes", the largest logit is the answer. With "labels" (multi_label_classification), each logit says by
-    itself whether its label applies; there may be a single one. With "numbers", a regression, the only logit is the
-    answer. Without a problem type, one label means a regression, and more mean classes.
-
-    Raises:
-        RequestError: The problem type is unknown, or does not suit the number of labels.
-    """
-    problem, count = getattr(config, "problem_type", None), config.num_labels
-    if problem == "multi_label_classification":
-        return "labels"
-    if problem == "single_label_classification" and count == 1:
-        raise RequestError(
-            "problem_type single_label_classification needs two labels or more, but the model has 1; set problem_type "
-            "to multi_label_classification if its logit is a yes or no, or to regression if it is a number or a rank"
-        )
-    if problem == "regression" and count != 1:
-        raise RequestError(f"a regression must have one label, but the model has {count}")
-    if problem not in (None, "regression", "single_label_classification"):
-        raise RequestError(
-            "problem_type must be regression, single_label_classification or multi_label_classification, got "
-            f"{quoted(problem)}; correct the model's config"
-        )
-    return "numbers" if count == 1 else "classes"
 
 
 def are_tokens(labels: torch.Tensor) -> bool:
     """Return whether labels are tokens, (batch, tokens) int64, rather than one class, number or label set each."""
     return labels.dim() == 2 and not labels.is_floating_point()
-
-
-def text_labels(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the labels of a language model's batch, (batch, tokens): by default its own `judged_tokens`."""
-    if "labels" in batch:
-        return batch["labels"]
-    if "input_ids" not in batch:
-        raise DataError(f"a language model's batch must have labels or input_ids, got {', '.join(batch)}")
-    ids = batch["input_ids"]
-    return ids.where(judged_tokens(model, batch, ids), IGNORED)
 
 
 def inputs_of(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -180,116 +135,8 @@ def batches_fingerprint(batches: Sequence[Mapping[str, torch.Tensor]]) -> str:
 FILL = {"labels": IGNORED, **dict.fromkeys((*TOKEN_PLACES, *ANSWER_KEYS), -1)}
 
 
-def check_batches(
-    model: PreTrainedModel, batches: Iterable[Any], *, predicts: str, what: str = "batches"
-) -> list[Batch]:
-    """Return batches as plain dicts of tensors on the CPU, after checking that a model takes them.
-
-    `predicts` is the name of what the model predicts, as in `Behaviour`. Labels are checked if they are `CLASSIFIED`.
-    """
-    if isinstance(batches, (Mapping, torch.Tensor, str)) or not isinstance(batches, Iterable):
-        hint = "; put a single batch into a list" if isinstance(batches, Mapping) else ""
-        raise DataError(f"{what} must be a list or a DataLoader of batches, got a {type(batches).__name__}{hint}")
-    checked: list[Batch] = []
-    for number, batch in enumerate(batches):
-        place = f"batch {number} (from 0) of {what}"
-        checked.append(_checked(model, batch, place, predicts))
-        if checked[0].keys() != checked[-1].keys():
-            raise DataError(
-                f"all batches must have the keys of the first one ({', '.join(checked[0])}), but {place} has "
-                f"{', '.join(checked[-1])}"
-            )
-    if not checked:
-        raise DataError(f"{what} must have at least one batch, got none; an iterator gives its batches only once")
-    return checked
-
-
-def _checked(model: PreTrainedModel, batch: Any, place: str, predicts: str) -> Batch:
-    """Return one batch on the CPU."""
-    if not isinstance(batch, Mapping):
-        raise DataError(f"a batch must map names of arguments to tensors, but {place} is a {type(batch).__name__}")
-    taken = [name for name in inspect.signature(model.forward).parameters if name != "kwargs"]
-    described = set(CHOICE_KEYS) if batch.keys() >= set(CHOICE_KEYS) else set()
-    if isinstance(model, TextEncoder):
-        described = set(TEXT_KEYS)
-    elif predicts in CLASSIFIED and model.config.num_labels == 1:
-        described = {GROUP_KEY, "grades"}
-    for key, value in batch.items():
-        if key not in taken and key not in described:
-            raise DataError(
-                f"every key of a batch must be an argument of {type(model).__name__}.forward, but {place} has "
-                f"{quoted(key)}; leave it out{did_you_mean(str(key), taken)}"
-            )
-        if not isinstance(value, torch.Tensor):
-            raise DataError(
-                f"a batch must hold tensors only, but {quoted(key)} of {place} is a {type(value).__name__}; make "
-                "tensors of it (tokenizers and image processors do with return_tensors='pt'), or leave it out"
-            )
-    if not batch.keys() - {"labels", *described}:
-        raise DataError(f"a batch must have inputs of the model, but {place} has {listed(batch) or 'nothing'}")
-    if len({value.shape[:1] for value in batch.values()}) > 1 or not all(map(torch.Tensor.numel, batch.values())):
-        shapes = listed(f"{key} {tuple(value.shape)}" for key, value in batch.items())
-        raise DataError(f"the first axis of every tensor must be the samples, one or more, but {place} has {shapes}")
-    found = {str(key): value.detach().cpu() for key, value in batch.items()}
-    for key, value in found.items():
-        if value.is_floating_point() and not value.isfinite().all():
-            raise DataError(f"a batch must hold finite numbers, but {quoted(key)} of {place} has NaN or infinity")
-    vocabulary = getattr(model.config.get_text_config(), "vocab_size", None)
-    if "input_ids" in found and vocabulary is not None:
-        _check_numbers(found["input_ids"], vocabulary, "input_ids", place, dtypes=(torch.int32, torch.int64))
-    if "labels" in found and predicts in CLASSIFIED:
-        _check_labels(model.config, found["labels"], place, predicts)
-    _check_padding(model, found, place)
-    return found
-
-
-def _check_padding(model: PreTrainedModel, batch: Batch, place: str) -> None:
-    """Refuse masked tokens that a model would take for text, because they are not its config's padding token."""
-    ids, mask = batch.get("input_ids"), batch.get("attention_mask")
-    if ids is None or mask is None or ids.shape != mask.shape or ids.dim() != 2:
-        return
-    pad, real = getattr(model.config.get_text_config(), "pad_token_id", None), mask.bool()
-    if not is_token(pad, model.config):
-        return
-    wrong = torch.zeros_like(real)
-    if finds_end_by_padding(model):
-        wrong |= real.flip(-1).cumsum(-1).flip(-1) == 0
-    if numbers_by_padding(model.config):
-        wrong |= real.cumsum(-1) == 0
-    if len(tokens := ids[wrong & (ids != pad)]):
-        raise DataError(
-            f"texts for {type(model).__name__} must be padded with its config's pad_token_id, {pad}, which tells it "
-            f"padding from text, but {place} has {int(tokens[0])}; pad with {pad}"
-        )
-
-
-def _check_labels(config: Any, labels: torch.Tensor, place: str, kind: str) -> None:
-    """Refuse labels that a classifier or a regression would fail on in the middle of a pass."""
-    given = f"but {place} has {labels.dtype} of shape {tuple(labels.shape)}"
-    if kind == "labels":
-        if labels.shape[1:] != (config.num_labels,) or not labels.is_floating_point():
-            raise DataError(
-                f"the labels of a multi-label classifier must be floating numbers, (samples, {config.num_labels}), "
-                f"{given}"
-            )
-        if len(wrong := labels[(labels != 0) & (labels != 1)]):
-            raise DataError(
-                f"the labels of a multi-label classifier must be 0 or 1, but {place} has {wrong[0].item():g}"
-            )
-        return
-    if labels.dim() != 1 or labels.is_floating_point() != (kind == "numbers"):
-        hint = ""
-        if kind == "classes" and labels.is_floating_point() and labels.dim() == 2:
-            hint = "; if it is a multi-label classifier, set its config's problem_type to multi_label_classification"
-        raise DataError(
-            f"the labels of a {'regression' if kind == 'numbers' else 'classifier'} must be one "
-            f"{'floating number' if kind == 'numbers' else 'class number'} per sample, {given}{hint}"
-        )
-    if kind == "classes":
-        _check_numbers(labels, len(ClassNames(config).names), "labels", place, dtypes=(torch.int64,))
-
-
-def _check_numbers(numbers: torch.Tensor, known: int, key: str, place: str, *, dtypes: Sequence[torch.dtype]) -> None:
+def check_numbers(numbers: torch.Tensor, known: int, key: str, place: str, *, dtypes: Sequence[torch.dtype]) -> None:
+    """Refuse, by a DataError, numbers of a batch that are not in [0, known), or of another dtype."""
     wrong = numbers[(numbers < 0) | (numbers >= known)]
     if numbers.dtype not in dtypes or len(wrong):
         given = numbers.dtype if numbers.dtype not in dtypes else wrong[0].item()

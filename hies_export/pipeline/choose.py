@@ -342,7 +342,7 @@ class Chooser:
             samples=samples_of(rows),
             confidence=confidence,
             # What a language model predicts may be answers or choices.
-            word="prediction" if self._prepared.task.generative else self._prepared.judged.behaviour.word,
+            word="prediction" if self._prepared.task.generative else self._prepared.judged.task.word,
         )
 
     def _kind(self, rows: Sequence[Batch]) -> RowsKind | None:

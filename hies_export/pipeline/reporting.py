@@ -188,4 +188,4 @@ def _prediction_name(prepared: Prepared, *, answers: bool) -> str:
         return "choice"
     if answers:
         return "answer"
-    return prepared.judged.behaviour.word
+    return prepared.judged.task.word

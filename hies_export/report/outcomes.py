@@ -10,9 +10,9 @@ from typing import Any, Literal
 from ..evaluate.interval import CONFIDENCE
 from ..evaluate.judge import Judge
 from ..evaluate.metrics import counted_by, quality_loss, title_of
-from ..evaluate.predict import Predictions
 from ..forms.measure.counts import Both, FlopCount
 from ..forms.measure.rows import LatencyRow
+from ..tasks import Predictions
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ import datasets
 import pytest
 import torch
 from support.models import save_regressor, word_tokenizer
+from support.reading import reading
 from transformers import BertConfig
 
-from hies_export.data.reader import Columns
 from hies_export.data.rows import load_rows
 from hies_export.errors import RequestError
 from hies_export.pipeline.resolve import resolve
@@ -26,7 +26,7 @@ from hies_export.recipe.sections import (
     HeldOutSection,
     PruneSection,
 )
-from hies_export.tasks import TASKS
+from hies_export.tasks import Columns
 
 OPTIONS = PruneSection.model_validate({"budget": {"flops": 0.5}})
 # Rows that add documents only.
@@ -61,7 +61,8 @@ def splits_of(
         EvaluationSection(**(evaluation or {})),
         None if held_out is None else HeldOutSection(**held_out),
     )
-    reader = TASKS["text-classification" if grouped else "feature-extraction"].reader(
+    reader = reading(
+        "text-classification" if grouped else "feature-extraction",
         columns=Columns(**columns),
         config=BertConfig(num_labels=1),
         processor=word_tokenizer(["a"]),

@@ -12,7 +12,7 @@ from ...calibrate.collect import DEFAULT_NEEDS, collect_statistics
 from ...calibrate.moments import MomentStream
 from ...data.batches import by_length
 from ...evaluate.judge import Judge
-from ...evaluate.predict import Predictions, predict
+from ...evaluate.predict import predict
 from ...forms.measure.counts import count_flops
 from ...model.copies import share_weights
 from ...pipeline.candidates import Candidates
@@ -23,6 +23,7 @@ from ...recipe import BudgetSection, CompensationSection, PruningRecipe
 from ...recipe.draws import HELD_OUT_SAMPLES, Draws
 from ...score.criteria import COMPENSATED_NAMES, needs_of, uses_alpha
 from ...slim.cut import prune_units
+from ...tasks import Predictions
 from ...units import PrunableModule, Selection
 from ...values import Scores, Statistics
 from ..baselines.averages import Averages, input_averages
