@@ -25,19 +25,11 @@ logger = logging.getLogger(__name__)
 
 
 class Reads(Protocol):
-    """What a processor is for: a task's name, and whether it reads texts, images or both."""
+    """What a processor is for: a task by its name, and whether it reads texts, images or both."""
 
-    @property
-    def name(self) -> str:
-        """The task's name in messages."""
-
-    @property
-    def text(self) -> bool:
-        """Whether there are texts."""
-
-    @property
-    def images(self) -> bool:
-        """Whether there are images."""
+    name: str
+    text: bool
+    images: bool
 
 
 # Whether a task reads texts, and images -> the loader of its processor, and the processor's name in messages.

@@ -111,79 +111,49 @@ class Loss(NamedTuple):
 class Task(ABC):
     """A task, bound to a model's configuration: how rows are read, how units are scored, what is predicted and judged.
 
-    A task is a subclass with `register_task`. It must have `batches`, a name, an Auto class, `predicts` and `metrics`.
-    All else has a default, for one row of logits per sample, (samples, classes), of which the largest is the answer.
-    The class attributes are the facts that recipes are checked against, before torch is imported.
-
-    Attributes:
-        name: The name in recipes and reports, the Hub's if it has one.
-        auto_class: Name of the Auto class of transformers that loads its models.
-        ort_class: Name of the class of optimum.onnxruntime that runs its export, if there is one.
-        usage: Python that uses a `model` and its `tokenizer`, for the card; None for no example.
-        reads: The sets of `COLUMNS` that go together, each as words; none if recipes cannot name the task.
-        needs: These columns, in words.
-        text_columns: How many columns `text` may name.
-        columns_by_type: Whether the only columns of the right types may be read, if their names tell nothing.
-        rows_together: Whether rows of a batch may belong together, so that data sets are divided before they are read.
-        a_row_is_a_sample: Whether only as many rows are read as samples are wanted.
-        text: Whether its models read text.
-        images: Whether they read images.
-        generative: Whether they predict text, token by token, rather than a class.
-        embeds: Whether they embed texts.
-        cascades: Whether a cascade can answer for them: they predict classes.
-        in_parts: Whether they are exported in parts, so that there is no single graph to time.
-        decodes_text: Whether they are decoders of text alone, which llama.cpp runs and lm-eval judges.
-        places_by_labels: Whether labels say where predictions are read, so that no row does without.
-        of_item: How many texts are an item of a list that `prune` reads in place of a data set; 0 if it reads no lists.
-        encoder_decoders: Whether encoder-decoders that the Auto class loads are models of the task.
-        only_encoder_decoders: Whether no other model is.
-        on_hub: Whether the Hub has pipelines of this name.
-        predicts: Name of what is predicted. Metrics that are of this fit.
-        metrics: Names of the usual metrics of rows that stand alone; the first one is the quality.
-        of_rows: What rows that belong together are to each other -> the usual metrics of their rankings.
-        word: A report's word for one prediction.
-        output_names: The outputs that are the prediction; if there are several, they are stacked on axis 1.
-        shift: How many tokens before a label its prediction stands.
-        repeats: How often every sample is scored, each time by another loss.
-        similarity: By what embeddings are compared.
+    A task is a subclass with `register_task`. It must have `batches`, `name`, `auto_class`, `reads`, `needs`, `predicts`
+    and `metrics`. All else has a default, for one row of logits per sample, (samples, classes), of which the largest is
+    the answer. The class attributes are the facts that recipes are checked against, before torch is imported.
 
     Args:
         config: The configuration of a model. Its labels, problem type, positions and vocabulary are read.
-        tolerance: The largest difference of two numbers of a regression that are the same.
+        tolerance: The largest difference of two numbers of a regression that are the same; None for a default.
         threshold: The probability, in (0, 1), above which a label of a set applies.
     """
 
-    name: ClassVar[str]
-    auto_class: ClassVar[str]
-    ort_class: ClassVar[str | None] = None
-    usage: ClassVar[str | None] = None
+    name: ClassVar[str]  # in recipes and reports, the Hub's if it has one
+    auto_class: ClassVar[str]  # name of the Auto class of transformers that loads its models
+    ort_class: ClassVar[str | None] = None  # name of the class of optimum.onnxruntime that runs its export
+    usage: ClassVar[str | None] = None  # Python that uses a `model` and its `tokenizer`, for the card
+    # Which fields of a recipe's `data` go together, a string for each set; none if recipes cannot name the task.
     reads: ClassVar[tuple[str, ...]] = ()
-    needs: ClassVar[str]
-    text_columns: ClassVar[int] = 1
-    columns_by_type: ClassVar[bool] = True
-    rows_together: ClassVar[bool] = False
-    a_row_is_a_sample: ClassVar[bool] = True
-    text: ClassVar[bool] = True
-    images: ClassVar[bool] = False
-    generative: ClassVar[bool] = False
-    embeds: ClassVar[bool] = False
-    cascades: ClassVar[bool] = False
-    in_parts: ClassVar[bool] = False
-    decodes_text: ClassVar[bool] = False
-    places_by_labels: ClassVar[bool] = False
-    of_item: ClassVar[int] = 0
-    encoder_decoders: ClassVar[bool] = True
-    only_encoder_decoders: ClassVar[bool] = False
-    on_hub: ClassVar[bool] = True
+    needs: ClassVar[str]  # the same in words
+    text_columns: ClassVar[int] = 1  # how many columns `text` may name
+    columns_by_type: ClassVar[bool] = True  # whether the only columns of the right types may be read, whatever the name
+    rows_together: ClassVar[bool] = False  # whether rows of a batch may belong together: rows are divided before
+    a_row_is_a_sample: ClassVar[bool] = True  # so that only as many rows are read as samples are wanted
+    of_item: ClassVar[int] = 0  # how many texts are an item of a list that `prune` reads; 0 if it reads no lists
+    text: ClassVar[bool] = True  # whether its models read text
+    images: ClassVar[bool] = False  # whether they read images
+    generative: ClassVar[bool] = False  # whether they predict text, token by token, rather than a class
+    embeds: ClassVar[bool] = False  # whether they embed texts
+    cascades: ClassVar[bool] = False  # whether a cascade can answer for them: they predict classes
+    in_parts: ClassVar[bool] = False  # whether they are exported in parts, so that there is no single graph to time
+    decodes_text: ClassVar[bool] = False  # whether llama.cpp runs them and lm-eval judges: decoders of text alone
+    places_by_labels: ClassVar[bool] = False  # whether labels say where predictions are read: no row does without
+    encoder_decoders: ClassVar[bool] = True  # whether encoder-decoders that the Auto class loads are its models
+    only_encoder_decoders: ClassVar[bool] = False  # whether no other model is
+    on_hub: ClassVar[bool] = True  # whether the Hub has pipelines of this name
 
-    predicts: str
-    metrics: tuple[str, ...]
+    predicts: str  # name of what is predicted: metrics that are of this fit
+    metrics: tuple[str, ...]  # names of the usual metrics of rows that stand alone; the first one is the quality
+    # What rows that belong together are to each other -> the usual metrics of their rankings.
     of_rows: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    word: str = "prediction"
-    output_names: ClassVar[tuple[str, ...]] = ("logits",)
-    shift: ClassVar[int] = 0
-    repeats: ClassVar[int] = 1
-    similarity: Similarity = "cosine"
+    word: str = "prediction"  # a report's word for one prediction
+    output_names: ClassVar[tuple[str, ...]] = ("logits",)  # the outputs that are the prediction, stacked on axis 1
+    shift: ClassVar[int] = 0  # how many tokens before a label its prediction stands
+    repeats: ClassVar[int] = 1  # how often every sample is scored, each time by another loss
+    similarity: Similarity = "cosine"  # by what embeddings are compared
 
     def __init__(self, config: Any, *, tolerance: float | None = None, threshold: float = 0.5) -> None:
         self.config, self.tolerance, self.threshold = config, tolerance, threshold
