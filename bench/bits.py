@@ -142,7 +142,7 @@ def print_forms(recipes: Sequence[PruningRecipe], other: str | None, *, title: s
         print("| --- |" + " --- |" * (1 + len(judges) + len(metrics) + len(SHAPES)))
         for number, (name, forms) in enumerate(served.items()):
             found = {
-                what: [judge.of(form.predict(judge.batches, judge.behaviour)) for form in forms]
+                what: [judge.of(form.predict(judge.batches, judge.task)) for form in forms]
                 for what, judge in judges.items()
             }
             cells = [

@@ -17,13 +17,12 @@ import torch
 
 from hies_export.cli.arguments import read_overrides
 from hies_export.errors import RequestError
-from hies_export.evaluate.predict import predict_by
+from hies_export.evaluate.predict import logits_by
 from hies_export.forms.cascade.promise import choose_threshold, margins
 from hies_export.forms.onnx.export import export_onnx
 from hies_export.forms.runtimes.registry import load_runtime
 from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.pipeline.resolve import resolve
-from hies_export.tasks.classes import Classes
 
 
 def main() -> None:
@@ -57,11 +56,10 @@ def answers(options: argparse.Namespace, split: str, rows: int | None) -> tuple[
         prepared = resolved.prepared
         dense = export_onnx(prepared.model, Path(temporary) / "dense", batch=prepared.sample)
         found = [
-            predict_by(load_runtime("onnxruntime-cpu", place).prediction, resolved.evaluation, Classes())
+            logits_by(load_runtime("onnxruntime-cpu", place).prediction, resolved.evaluation)
             for place in (file, dense.folder)
         ]
-    assert all(isinstance(logits, torch.Tensor) for logits in found)
-    return found[0], found[1]  # type: ignore[return-value]
+    return found[0], found[1]
 
 
 def row(

@@ -147,7 +147,7 @@ def ways(resolved: Resolved) -> dict[str, Constraints]:
 
 def cells_of(judge: Judge, source: Path) -> list[str]:
     """Return agreement with the dense model, and the metric, of an exported model."""
-    judged = judge.of(Form("", RUNTIME, source).predict(judge.batches, judge.behaviour))
+    judged = judge.of(Form("", RUNTIME, source).predict(judge.batches, judge.task))
     return [f"{100 * judged.stability:.1f} %", *(f"{value:.4f}" for value in judged.metrics.values())]
 
 

@@ -27,7 +27,6 @@ from hies_export.pipeline.cut import cut_beside
 from hies_export.pipeline.resolve import resolve
 from hies_export.pipeline.search import most_by_few_failures
 from hies_export.progress import SILENT
-from hies_export.tasks.feature_extraction import Embeddings
 
 
 def main() -> None:
@@ -69,7 +68,7 @@ def _ndcg(options: argparse.Namespace, folder: Path) -> tuple[torch.Tensor, list
     columns: dict[str, Any] = {"query": "question", "document": "passage"}
     resolved = resolve(recipe(options, options.seed, columns, files, folder))
     prepared = resolved.prepared
-    judge = Judge.on(prepared.model, resolved.evaluation, metrics=("ndcg@10",), behaviour=Embeddings())
+    judge = Judge.on(prepared.model, resolved.evaluation, metrics=("ndcg@10",), task=prepared.task)
     chooser = Chooser(prepared, resolved.options, SILENT, None)
 
     def ndcg(model: Any) -> torch.Tensor:

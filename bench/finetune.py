@@ -22,13 +22,11 @@ from typing import Any
 import transformers
 from transformers import AutoConfig, AutoTokenizer, Trainer, TrainingArguments
 
-from hies_export.data.reader import Columns
+from hies_export.data.batches import inputs_of
 from hies_export.data.rows import load_rows
-from hies_export.data.targets import inputs_of
 from hies_export.evaluate.judge import compute_metrics
 from hies_export.evaluate.predict import predict, references
-from hies_export.tasks.models import behaviour_of
-from hies_export.tasks.registry import find_task
+from hies_export.tasks import Columns, Task, find_task
 
 
 def main() -> None:
@@ -56,15 +54,13 @@ def main() -> None:
     rows, held = load_rows(split="train", files=data, **drawn), load_rows(split="validation", files=data)
 
     tokenizer, model = AutoTokenizer.from_pretrained(source), _model(source, task, rows, columns.get("label"))
-    reader = task.reader(
-        columns=Columns(**columns), config=model.config, processor=tokenizer, max_length=options.max_length
-    )
-    reader.check(rows)
-    _train(model, reader, rows, options)
+    reading = task(model.config).to_read(Columns(**columns, max_length=options.max_length), tokenizer)
+    reading.check_rows(rows)
+    _train(model, reading, rows, options)
 
-    batches, behaviour = reader.batches(held, batch_size=64), behaviour_of(model)
-    names = behaviour.usual_metrics()
-    found = compute_metrics(predict(model, batches), references(batches, behaviour), names=names, behaviour=behaviour)
+    batches = reading.read(held, size=64)
+    names, wanted = reading.usual_metrics(), references(batches, reading)
+    found = compute_metrics(predict(model, batches), wanted, names=names, task=reading)
     print(options.output, {name: round(value, 4) for name, value in found.items()}, flush=True)
     model.save_pretrained(options.output)
     tokenizer.save_pretrained(options.output)
@@ -83,12 +79,11 @@ def _model(source: str, task: Any, rows: Any, label: str | None) -> Any:
     return auto_class.from_pretrained(source, config=config, dtype="float32", trust_remote_code=True)
 
 
-def _train(model: Any, reader: Any, rows: Any, options: argparse.Namespace) -> None:
-    """Train all weights with transformers' Trainer, whose examples are whole batches of the reader."""
-    behaviour = behaviour_of(model)
+def _train(model: Any, task: Task, rows: Any, options: argparse.Namespace) -> None:
+    """Train all weights with transformers' Trainer, whose examples are whole batches of the task."""
     batches = [
-        {**inputs_of(batch), **behaviour.loss_inputs(batch["labels"])}
-        for batch in reader.batches(rows.shuffle(seed=options.seed), batch_size=options.batch_size)
+        {**inputs_of(batch), **task.loss_inputs(batch["labels"])}
+        for batch in task.read(rows.shuffle(seed=options.seed), size=options.batch_size)
     ]
     arguments = TrainingArguments(
         output_dir=str(options.output / "trainer"),

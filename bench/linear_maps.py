@@ -18,7 +18,7 @@ import torch
 from depth import recipe_of
 from torch import Tensor, nn
 
-from hies_export.data.targets import inputs_of
+from hies_export.data.batches import inputs_of
 from hies_export.evaluate.judge import Judge
 from hies_export.evaluate.predict import predict
 from hies_export.forms.measure.counts import count_flops

@@ -4,7 +4,7 @@ python bench/load.py [--tables rows plans tokens] [--rows 10000 1000000] [--plan
 
 Each line of the first and the third table is a process of its own. Memory is what Linux counts for the process: `after`
 and `peak` are resident memory with mapped files, `anonymous` is the peak without them, which the system cannot drop.
-  rows    `Reader.load` draws 256 samples at random, for a classifier, and packed into blocks for a language model
+  rows    `Task.load` draws 256 samples at random, for a classifier, and packed into blocks for a language model
   plans   random scores -> `select_units` -> the masked model's predictions -> judgement, in one process
   tokens  `collect_statistics` (HIS and entropy) on one sample, LLaMA of two layers, random weights
 """
@@ -37,11 +37,10 @@ from transformers import (
 )
 
 from hies_export import Constraints, Scores, collect_statistics, find_attention, select_units
-from hies_export.data.reader import Columns
 from hies_export.evaluate.judge import Judge
 from hies_export.pipeline.search import predict_pruned
 from hies_export.report.terminal import PlainTable
-from hies_export.tasks import TASKS
+from hies_export.tasks import TASKS, Columns
 
 SAMPLES = 256
 WORDS = [f"word{number}" for number in range(1000)]
@@ -110,12 +109,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def rows_case(task: str, file: str) -> dict[str, float]:
     """Draw samples of a file for a task."""
     config = BertConfig(num_labels=2) if task == "text-classification" else LlamaConfig(vocab_size=1003, pad_token_id=0)
-    columns = Columns(text=("text",), label="label" if task == "text-classification" else None)
+    columns = Columns(text=("text",), label="label" if task == "text-classification" else None, max_length=128)
     found: dict[str, float] = {}
     with watched(found):
-        reader = TASKS[task].reader(columns=columns, config=config, processor=tokenizer(), max_length=128, packing=True)
-        samples = reader.load("train", files={"train": Path(file)}, samples=SAMPLES, shuffle_seed=0)
-        batches = reader.batches(samples, batch_size=32)
+        reading = TASKS[task](config).to_read(columns, tokenizer())
+        samples = reading.load("train", files={"train": Path(file)}, samples=SAMPLES, shuffle_seed=0)
+        batches = reading.read(samples, size=32)
     found["samples"] = sum(len(batch["input_ids"]) for batch in batches)
     return found
 

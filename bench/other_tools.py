@@ -141,7 +141,7 @@ def judge_row(row: Row, judge: Judge) -> None:
     if row.form is None:
         return
     try:
-        predictions = row.form.predict(judge.batches, judge.behaviour)
+        predictions = row.form.predict(judge.batches, judge.task)
         stability, low = judge.kept(predictions)
         quality = judge.of(predictions).metrics[judge.metrics[0]]
         row.found = {"bytes": bytes_of(row.form), "stability": stability, "low": low, "quality": quality}

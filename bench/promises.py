@@ -33,6 +33,7 @@ from hies_export.pipeline.cut import cut_beside
 from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.pipeline.resolve import Resolved, resolve
 from hies_export.progress import SILENT
+from hies_export.tasks import Predictions, task_of
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 SPLITS = {"calibration.split": "train[:60%]", "evaluation.split": "train[60%:]"}
@@ -137,7 +138,7 @@ def predict_once() -> None:
     cuts: dict[Any, Any] = {}
     known: dict[Any, Any] = {}
 
-    def predict_rows(model: Any, batches: list[Batch], name: Any) -> torch.Tensor:
+    def predict_rows(model: Any, batches: list[Batch], name: Any) -> Predictions:
         found = []
         for batch in batches:
             rows = [
@@ -147,11 +148,11 @@ def predict_once() -> None:
             new = [place for place, row in enumerate(rows) if (name, row) not in known]
             if new:
                 predicted = predict(model, [{key: value[new] for key, value in batch.items()}])
-                known.update({(name, rows[place]): one for place, one in zip(new, predicted, strict=True)})
+                known.update({(name, rows[place]): one for place, one in zip(new, predicted.values, strict=True)})
             found += [known[name, row] for row in rows]
-        return torch.stack(found)
+        return Predictions(task_of(model).predicts, torch.stack(found))
 
-    def predict_pruned(model: Any, selection: Any, modules: Any, batches: Any, *, refit: Any, **_: Any) -> torch.Tensor:
+    def predict_pruned(model: Any, selection: Any, modules: Any, batches: Any, *, refit: Any, **_: Any) -> Predictions:
         units = tuple(kept.units for kept in selection.values())
         if units not in cuts:
             cuts[units] = cut_beside(model, selection, modules, refit)

@@ -39,12 +39,9 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from hies_export import PruningRecipe
-from hies_export.data.batches import by_length
-from hies_export.data.generation import GenerationReader
-from hies_export.data.reader import Columns
-from hies_export.data.targets import CHOICE_KEYS
+from hies_export.data.batches import CHOICE_KEYS, by_length
 from hies_export.evaluate.judge import Judge
-from hies_export.evaluate.predict import Predictions, predict
+from hies_export.evaluate.predict import predict
 from hies_export.forms.measure.counts import flops_by_module
 from hies_export.forms.measure.machine import machine_facts
 from hies_export.kinds import ATTENTION, MLP
@@ -53,6 +50,7 @@ from hies_export.lab.baselines.slicing import Bases, collect_bases, sliced
 from hies_export.lab.sweep.evaluating import Evaluator
 from hies_export.lab.sweep.grid import Cell, SweepGrid
 from hies_export.pipeline.cut import cut_beside
+from hies_export.tasks import Columns, Predictions, TextGeneration
 
 METHODS = (
     "compensated+least_squares:both",
@@ -178,10 +176,9 @@ class Bench:
             if label is None:  # a single choice, because the reader ends other answers with the end of the text
                 rows = rows.map(lambda row, answer=answer: {answer: [row[answer]], "label": 0})
             columns = Columns(prompt=prompt, answer=answer, label=label or "label")
-            reader = base.task.reader(columns=columns, config=base.model.config, processor=base.processor)
-            assert isinstance(reader, GenerationReader)
-            reader.check(rows)
-            found = reader.of_choices().batches(rows, batch_size=CHOICES_AT_ONCE)
+            reading = TextGeneration(base.model.config).of_choices().to_read(columns, base.processor)
+            reading.check_rows(rows)
+            found = reading.read(rows, size=CHOICES_AT_ONCE, use="judge")
             batches = by_length(found, config=base.model.config)
             metric = "choice_accuracy"
             if label is None:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import tempfile
 import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,92 +21,61 @@ from torch import Tensor
 from transformers import AutoModelForNextSentencePrediction, AutoTokenizer
 
 from hies_export import DataError, prune, register_task
-from hies_export.data.reader import Reader, batched
-from hies_export.data.tokens import encoded
+from hies_export.data import encoded
 from hies_export.evaluate.metrics import register_metric
-from hies_export.tasks import Behaviour, Predicted, Task, column_sets
+from hies_export.tasks import Predictions, Task, Use, batched
 
 
-class HalvesReader(Reader):
-    """Reads a column of texts as pairs of their halves, of which some are swapped; that is the label."""
+@register_task
+class SentenceOrder(Task):
+    """Models that tell how likely two texts are in order; the second of two logits is for those that are not."""
 
-    def _check_targets(self, rows: datasets.Dataset) -> None:
+    name, auto_class, on_hub = "sentence-order", "AutoModelForNextSentencePrediction", False
+    reads, needs = ("text",), "data.text (one column)"
+    predicts, metrics, word = "probabilities", ("brier",), "probability"
+
+    def check_targets(self, rows: datasets.Dataset) -> None:
+        """Refuse texts that have no halves."""
         for row, text in enumerate(rows[self.columns.text[0]]):
             if len(text.split()) < 2:
                 raise DataError(f"every text must have two words to have halves, but row {row} (from 0) has fewer")
 
-    def _batches(self, samples: datasets.Dataset, batch_size: int) -> Iterator[dict[str, Tensor]]:
-        for texts in batched(samples[self.columns.text[0]], batch_size):
+    def batches(self, samples: datasets.Dataset, size: int, use: Use) -> Iterator[dict[str, Tensor]]:
+        """Yield pairs of the halves of texts, of which some are swapped; that is the label."""
+        for texts in batched(samples[self.columns.text[0]], size):
             swapped = [zlib.crc32(text.encode()) % 2 for text in texts]
             words = [text.split() for text in texts]
             halves = [[" ".join(of[: len(of) // 2]), " ".join(of[len(of) // 2 :])] for of in words]
             first = [pair[swap] for pair, swap in zip(halves, swapped, strict=True)]
             second = [pair[1 - swap] for pair, swap in zip(halves, swapped, strict=True)]
-            inputs = encoded(self.processor, self.config, first, second, max_length=self.max_length)
+            inputs = encoded(self.processor, self.config, first, second, max_length=self.columns.max_length)
             yield {**inputs, "labels": torch.tensor(swapped)}
 
+    def effect(self, model: Any, batch: Any, output: Tensor, number: int) -> Tensor:
+        """Return the number of each sample that removals should change least."""
+        return output[:, 1] - output[:, 0]
 
-@dataclass(frozen=True)
-class Probabilities(Predicted):
-    """How likely the halves are swapped."""
+    def keep(self, output: Tensor, batch: Any) -> tuple[Tensor, ...]:
+        """Return how likely the halves are swapped."""
+        return (output.softmax(-1)[:, 1],)
 
-    kind = "probabilities"
-    values: Tensor  # (samples,) float32
+    def decide(self, predictions: Predictions) -> Tensor:
+        """Return what stands in for labels where there are none."""
+        return (predictions.values > 0.5).long()
 
-    def __len__(self) -> int:
-        return len(self.values)
-
-    @property
-    def decided(self) -> Tensor:
-        """What stands in for labels where there are none."""
-        return (self.values > 0.5).long()
-
-    def same(self, other: Probabilities) -> Tensor:
+    def same(self, dense: Predictions, other: Predictions) -> Tensor:
         """Return which probabilities are the same but for 0.05."""
-        return (self.values - other.values).abs() <= 0.05
+        return (dense.values - other.values).abs() <= 0.05
 
-    def table(self, references: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    def table(self, predictions: Predictions, references: Tensor) -> tuple[np.ndarray, np.ndarray]:
         """Return what `brier` takes."""
-        return self.values.double().numpy(), references.numpy()
+        return predictions.values.double().numpy(), references.numpy()
 
 
 @register_metric("brier", of="probabilities", higher_is_better=False)
 def brier(predictions: np.ndarray, references: np.ndarray) -> float:
     """Return the mean squared error of the probabilities."""
     return float(((predictions - references) ** 2).mean())
-
-
-class Order(Behaviour):
-    """The probability of the second of two logits, which are the model's output."""
-
-    predicts, metrics, word = "probabilities", ("brier",), "probability"
-
-    def own_labels(self, model: Any, batch: Any, output: Tensor) -> Tensor:
-        """Return what stands in for labels in the loss that scores units."""
-        return output.argmax(-1)
-
-    def effect(self, model: Any, batch: Any, output: Tensor, index: int) -> Tensor:
-        """Return the number of each sample that removals should change least."""
-        return output[:, 1] - output[:, 0]
-
-    def joined(self, kept: Sequence[tuple[Tensor, ...]], batches: Any) -> Probabilities:
-        """Return what is kept of the logits of all batches."""
-        return Probabilities(torch.cat([logits for (logits,) in kept]).softmax(-1)[:, 1])
-
-
-class SentenceOrder(Task):
-    """Models that tell whether two texts are in order."""
-
-    name, auto_class, on_hub = "sentence-order", "AutoModelForNextSentencePrediction", False
-    columns, needs = column_sets("text"), "data.text (one column)"
-    reader_class = HalvesReader
-
-    def behaviour(self, config: Any) -> Order:
-        """Return that of a probability."""
-        return Order()
-
-
-register_task(SentenceOrder())
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ except ImportError:  # version 5
     from sentence_transformers.models import InputModule
 
 from .checkpoint.served import SERVED_FILE, read_served
-from .data.tokens import read_as_asked
+from .data.processors import read_as_asked
 from .forms.runtimes.base import Runtime
 from .forms.runtimes.registry import load_runtime
 

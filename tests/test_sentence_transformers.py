@@ -1,6 +1,5 @@
 """sentence-transformers itself, where it is installed: it loads our folders, and gives our embeddings."""
 
-import copy
 import json
 import pickle
 import random
@@ -29,11 +28,10 @@ from hies_export import (
 )
 from hies_export.checkpoint import sentence
 from hies_export.checkpoint.sentence import load_sentence, write_json, write_text_settings
-from hies_export.data.embedding import EmbeddingReader
-from hies_export.data.reader import Columns
-from hies_export.data.targets import inputs_of
+from hies_export.data.batches import inputs_of
 from hies_export.model.sentence import TextEncoder
 from hies_export.pipeline.resolve import resolve
+from hies_export.tasks import Columns, task_of
 from hies_export.values import PruningPlan
 
 st = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
@@ -111,8 +109,8 @@ def test_what_a_folder_asks_for_is_told_kept_and_served(name: str, tmp_path: Pat
     assert hies("export", tmp_path / "slim", "-o", tmp_path / "served") == 0
     rows = Dataset.from_dict({"query": TEXTS, "document": TEXTS, "text": TEXTS})
     kinds = (Columns(query="query", document="document"), Columns(text=("text",)))
-    readers = [EmbeddingReader(c, slim.config, copy.deepcopy(tokenizer), **slim.settings.reading) for c in kinds]
-    batches = [batch for reader in readers for batch in reader.as_they_come().batches(rows, batch_size=9)]
+    tasks = [task_of(slim).to_read(columns, tokenizer) for columns in kinds]
+    batches = [batch for task in tasks for batch in task.read(rows, size=9, use="time")]
     with torch.no_grad():
         expected = [slim(**inputs_of(batch)).sentence_embedding for batch in batches]
     for folder in ("slim", "served"):

@@ -18,12 +18,12 @@ from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..data.targets import size_of
+from ..data.batches import size_of
 from ..equal import SAME_CODE, Difference
 from ..errors import RequestError
 from ..model.modes import evaluating, output_alone
 from ..model.tokens import real_tokens, short_samples
-from ..tasks.models import behaviour_of
+from ..tasks import task_of
 from ..units import PrunableModule
 from .readings import by_sample, least_logits
 
@@ -167,7 +167,7 @@ def _forward_alone(model: PreTrainedModel) -> Iterator[None]:
 
 def _forward(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
     """Run a batch without its labels, and without the head of a language model as far as it can be left out."""
-    behaviour_of(model).prediction(model, {**batch, **least_logits(model)})
+    task_of(model, batch).output(model, {**batch, **least_logits(model)})
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

@@ -6,13 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from ..data.targets import inputs_of, size_of
 from ..errors import NonFiniteError, UnsupportedModelError
 from ..kinds import UNIT_NAMES
-from ..model.modes import gathered
-from ..tasks.models import behaviour_of
 from ..units import PrunableModule
 
 
@@ -67,35 +63,3 @@ class Gates:
                 )
             found[name] = gradient[:, :, 0, 0].double().cpu() / losses.clamp(min=1).cpu()[:, None]
         return found
-
-
-def with_labels(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the batch with labels: its own, or else what the model predicts, if its loss needs any."""
-    behaviour = behaviour_of(model)
-    if "labels" in batch or not behaviour.replaces_labels(model, batch):
-        return dict(batch)
-    with torch.no_grad():
-        output = behaviour.prediction(model, batch)
-    return {**batch, "labels": behaviour.own_labels(model, batch, output)}
-
-
-def summed_loss(model: PreTrainedModel, batch: Mapping[str, Tensor], index: int) -> tuple[Tensor, Tensor]:
-    """Return the sum of all losses of a batch, and how many of them belong to each sample, (batch,).
-
-    The model averages them. Without labels, they are what the behaviour makes of the prediction. `index` is the batch's
-    number.
-    """
-    behaviour = behaviour_of(model)
-    if "labels" in batch:
-        losses = behaviour.losses(batch["labels"])
-        with gathered(model):
-            loss = model(**behaviour.loss_inputs(batch["labels"]), **inputs_of(batch)).loss
-    else:
-        losses = torch.ones(size_of(batch))
-        loss = behaviour.unlabelled_loss(behaviour.prediction(model, batch), index).mean()
-    if not torch.isfinite(loss):
-        raise NonFiniteError(
-            f"the loss of every calibration batch must be finite, but batch {index} gave {loss.item()}; "
-            "check the rows of that batch and the model's dtype"
-        )
-    return loss * losses.sum().to(loss.device), losses

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..data.targets import size_of
+from ..data.batches import size_of
 from ..model.linear import weight_of
 from ..model.tokens import real_tokens
 from ..units import PrunableModule

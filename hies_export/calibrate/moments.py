@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..data.targets import size_of
+from ..data.batches import size_of
 from ..errors import DataError, RequestError
 from ..model.linear import features_of, weight_of
 from ..progress import SILENT, Progress

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..data.targets import size_of
+from ..data.batches import size_of
 from ..errors import DataError, NonFiniteError
 from ..model.linear import features_of
 from ..model.modes import evaluating, frozen, output_alone
 from ..model.tokens import first_samples, real_tokens
 from ..model.watch import Watched, watch
 from ..progress import SILENT, Progress
-from ..tasks.models import behaviour_of
+from ..tasks import task_of
 from ..units import PrunableModule
 from .passes import Stream, run_pass
 
@@ -46,7 +46,7 @@ def reading(model: PreTrainedModel, modules: Sequence[PrunableModule], *, gradie
     The readings are in the order of the modules. With `gradients`, each sample's prediction runs backward, with the
     weights frozen inside the block. The model is restored afterwards.
     """
-    consumers, behaviour = {module.name: module.consumer for module in modules}, behaviour_of(model)
+    consumers = {module.name: module.consumer for module in modules}
     with ExitStack() as stack:
         stack.enter_context(frozen(model) if gradients else evaluating(model))
         stack.enter_context(output_alone(model))
@@ -57,11 +57,12 @@ def reading(model: PreTrainedModel, modules: Sequence[PrunableModule], *, gradie
 
         def read(batch: Mapping[str, Tensor], index: int) -> list[Reading]:
             seen.clear()
-            output = behaviour.prediction(model, {**batch, **more})
+            task, given = task_of(model, batch), {**batch, **more}
+            output = task.output(model, given)
             calls = [(module.name, call) for module in modules for call in range(len(seen.inputs[module.name]))]
             found: list[Tensor | None] = [None] * len(calls)
             if gradients:
-                found = [*_gradients(behaviour.effect(model, batch, output, index), seen, calls, index)]
+                found = [*_gradients(task.effect(model, given, output, index), seen, calls, index)]
             read_by_call = []
             for (name, call), gradient in zip(calls, found, strict=True):
                 x, y = (by_sample(t, size_of(batch)) for t in (seen.inputs[name][call], seen.outputs[name][call]))
@@ -119,7 +120,7 @@ class LayerEffects:
 class EffectStream(Stream[LayerEffects]):
     """Inputs of every consumer, and gradients of the prediction with respect to them, under a memory limit.
 
-    See `Stream`, and `Behaviour.effect` of `tasks/`. Each pass runs every batch forward and backward, with every weight
+    See `Stream`, and `Task.effect`. Each pass runs every batch forward and backward, with every weight
     frozen. A module takes 8 bytes for each real token and input, e.g. 150 MB for 8,000 tokens and 6 layers of width
     384.
     """
@@ -135,7 +136,7 @@ class EffectStream(Stream[LayerEffects]):
     ):
         if not batches:
             raise DataError("scoring needs at least one sample, got none; raise calibration.samples")
-        behaviour_of(model).check(batches)
+        task_of(model, batches[0]).check_batches(batches)
         self._model, self._batches, self._progress = model, batches, progress
         self.samples = sum(map(size_of, batches))
         # On a GPU they stay where they are read, unless a limit is for other memory.

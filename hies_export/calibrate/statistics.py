@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..data.targets import OWN_KEY, batches_fingerprint, size_of
+from ..data.batches import OWN_KEY, batches_fingerprint, size_of
 from ..errors import DataError, StepError, memory_failure
 from ..kinds import ATTENTION
 from ..model.internals import checkpointing
 from ..model.modes import frozen, output_alone
 from ..model.watch import intercept
 from ..progress import SILENT, Progress
-from ..tasks.models import behaviour_of
+from ..tasks import task_of
 from ..units import PrunableModule
 from . import inputs, weights
 from .entropy import Entropies
-from .gates import Gates, summed_loss, with_labels
+from .gates import Gates
 from .passes import run_pass
 
 logger = logging.getLogger(__name__)
@@ -125,7 +125,7 @@ def collect_statistics(
     """
     labelled = _check_labels(model, batches, needs)
     passing = _Pass(model, modules, needs, at_once=max(map(size_of, batches)))
-    times = behaviour_of(model).repeats
+    times = task_of(model, batches[0]).repeats
 
     def add(number: int, batch: dict[str, Tensor]) -> int:
         return passing.add({key: value.repeat_interleave(times, 0) for key, value in batch.items()}, number)
@@ -149,7 +149,7 @@ def _check_labels(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], 
     labelled = "labels" in batches[0] and OWN_KEY not in batches[0]
     if not labelled and model.can_generate() and not set(weights.STATISTICS).isdisjoint(needs):
         raise DataError("this model needs labels to be scored by the gradients of its weights; set data.label")
-    behaviour_of(model).check(batches)
+    task_of(model, batches[0]).check_batches(batches)
     return labelled
 
 
@@ -236,7 +236,8 @@ class _Pass:
     def _run(self, batch: dict[str, Tensor], index: int) -> _OfBatch:
         """Run a batch, on the model's device, forward and backward; without labels, predictions replace them."""
         self._reset()
-        batch = with_labels(self._model, batch)
+        task = task_of(self._model, batch)
+        batch = task.with_labels(self._model, batch)
         self._samples = size_of(batch)
         # More axes hold several images or tiles per sample, of which some may be padding that the model leaves out.
         self._even = all(len(value) == self._samples and value.dim() <= 4 for value in batch.values())
@@ -244,7 +245,7 @@ class _Pass:
         self._entropies.enabled = self._entropies.recording = True
         try:
             with torch.enable_grad():
-                total, losses = summed_loss(self._model, batch, index)
+                total, losses = task.loss(self._model, batch, index)
                 self._entropies.recording = False
                 gates = self._gates.tensors
                 parameters = {} if self._weights is None else self._weights.parameters

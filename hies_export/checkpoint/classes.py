@@ -15,11 +15,11 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from ..errors import MERGE, RequestError, did_you_mean, listed, quoted, refusing
 from ..files import Rule, Schema, read_json
-from ..model.classes import check_id2label
 from ..model.internals import configs_in, file_of, layers_unwarned, use_torch_attention
 from ..model.modeling_hies import keep_layers_for_files
 from ..model.online import hub_or_cache
 from ..slim.config import slim_class
+from ..tasks.labels import check_id2label
 from .contents import MUST, Contents, refuse_other
 
 logger = logging.getLogger(__name__)

@@ -16,11 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 
-from ..data.classification import TextReader
-from ..data.embedding import EmbeddingReader
-from ..data.reader import Columns
-from ..data.targets import inputs_of
-from ..data.tokens import read_as_asked
+from ..data.batches import inputs_of
+from ..data.processors import read_as_asked
 from ..equal import SAME_CODE, Difference
 from ..errors import ReloadMismatchError, RequestError, refusing
 from ..model.copies import convert
@@ -40,7 +37,7 @@ from ..model.sentence import SentenceSettings, TextEncoder
 from ..model.tokens import longest_sequence
 from ..slim.check import first_output
 from ..slim.config import is_slim
-from ..tasks.models import behaviour_of
+from ..tasks import Columns, FeatureExtraction, task_of
 from ..values import PruningPlan
 from .cards import under_licence
 from .classes import find_model_class
@@ -313,19 +310,17 @@ def _texts(model: PreTrainedModel, tokenizer: Any, settings: SentenceSettings) -
 def _here(model: PreTrainedModel, settings: SentenceSettings, tokenizer: Any, texts: list[str]) -> list[Tensor]:
     """Return the embeddings of texts as queries, as documents and as others, or the logits of pairs, as runs do."""
     rows = datasets.Dataset.from_dict({"text": texts, "query": texts, "document": texts[::-1]})
+    task = task_of(model)
     if isinstance(model, TextEncoder):
-        kinds = (Columns(query="query", document="text"), Columns(text=("text",)))
-        readers: list[Any] = [
-            EmbeddingReader(c, model.config, copy.deepcopy(tokenizer), **settings.reading).as_they_come() for c in kinds
-        ]
+        task = FeatureExtraction(model.config, settings=settings)
+        asked = [Columns(query="query", document="text"), Columns(text=("text",))]
     else:
         read_as_asked(tokenizer, settings.tokenizer, lower=settings.lower)
-        columns = Columns(text=("text", "document"))
-        readers = [TextReader(columns, model.config, tokenizer, max_length=settings.max_length)]
-    behaviour = behaviour_of(model)
+        asked = [Columns(text=("text", "document"), max_length=settings.max_length)]
     with evaluating(model), exact_products(), torch.inference_mode():
-        batches = [batch for reader in readers for batch in reader.batches(rows, batch_size=len(texts))]
-        return [behaviour.prediction(model, batch).cpu() for batch in batches]
+        tasks = [task.to_read(columns, tokenizer) for columns in asked]
+        batches = [batch for task in tasks for batch in task.read(rows, size=len(texts), use="time")]
+        return [task.output(model, batch).cpu() for batch in batches]
 
 
 def _computing_dtype(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> torch.dtype:

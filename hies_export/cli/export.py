@@ -75,8 +75,8 @@ def _export_graph(options: Options) -> dict[str, Any]:
 
     from ..checkpoint.loading import load
     from ..checkpoint.sentence import is_sentence_transformer, load_sentence
+    from ..data.batches import image_shape
     from ..data.processors import image_shape_of
-    from ..data.targets import image_shape
     from ..forms.exports import Exporter, export_options
     from ..forms.onnx.multimodal import image_text_batch, is_vision_language
     from ..forms.openvino.export import check_calibrated

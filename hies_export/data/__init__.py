@@ -1,17 +1,49 @@
-"""Turn rows of a data set into batches of tensors for one task and one model.
+"""Load rows, read columns, and define the batches that models take; what a task makes of rows is in `tasks/`.
 
-The input is the name of a Hub dataset or local files, the columns to read, the model's configuration and its tokenizer
-or image processor; the output is dictionaries of tensors for `model(**batch)`. In the order of reading:
+- `rows.py` loads a split, of a Hub data set or of local files, and remembers the number of each row in its file.
+- `columns.py` reads columns of numbers and images.
+- `processors.py` loads tokenizers and image processors, and settles padding, length and vocabulary.
+- `batches.py` defines a batch, reads finished ones, and orders them by length.
 
-- `rows.py` loads a split and remembers the number of each row in its file;
-  `processors.py` loads tokenizers and image processors.
-- `reader.py` has the steps of every task: check rows, draw samples, make batches. A task (`hies_export/tasks/`) names
-  its reader: `classification.py` for texts and images, `embedding.py` for texts to embed, `generation.py` for text to
-  generate, `image_text.py` for questions about images.
-- Their helpers: `labels.py` and `prompts.py` read columns; `images.py` opens images; `tokens.py` settles padding,
-  length and vocabulary.
-- `given.py` turns what a caller of `prune` holds into batches: a DataLoader, a list of batches or of texts, or a data
-  set.
-- `batches.py` defines a batch, checks batches that a caller made, and orders them by length. `targets.py` reads
-finished batches; scoring needs nothing else of this folder.
+The names here are those that tasks read rows with.
 """
+
+# ruff: noqa: F401
+from .batches import (
+    CHOICE_KEYS,
+    GROUP_KEY,
+    IGNORED,
+    JUDGED_KEY,
+    OWN_KEY,
+    TOKEN_PLACES,
+    Batch,
+    are_tokens,
+    by_length,
+    check_numbers,
+    inputs_of,
+    padded,
+    size_of,
+)
+from .columns import STRINGS, as_images, holds_images, image_of_row, is_number, kind_of, read_numbers
+from .processors import (
+    as_batch,
+    check_vocabulary,
+    encoded,
+    give_padding,
+    padding_token,
+    position_ids,
+    read_as_asked,
+    token_limit,
+    tokenised,
+)
+from .rows import (
+    column_values,
+    common_values,
+    has_one_value,
+    load_rows,
+    mapped_rows,
+    number_rows,
+    own_columns,
+    row_name,
+    take,
+)

@@ -1,149 +1,142 @@
-"""Define a batch, check batches that did not come from our readers, and order them by length."""
+"""Define a batch: what models take of it, how its rows belong together, and how its rows are ordered by length."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable, Mapping, Sequence
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel
 
-from ..errors import DataError, did_you_mean, listed, quoted
-from ..model.classes import ClassNames
-from ..model.sentence import TextEncoder
-from ..model.tokens import finds_end_by_padding, is_token, numbers_by_padding, positions_of
-from .targets import (
-    ANSWER_KEYS,
-    CHOICE_KEYS,
-    CLASSIFIED,
-    GROUP_KEY,
-    IGNORED,
-    ROW_KEYS,
-    TEXT_KEYS,
-    TOKEN_PLACES,
-    are_tokens,
-    image_shape,
-)
+from ..errors import DataError
+from ..model.tokens import is_token, positions_of
 
 Batch = dict[str, torch.Tensor]
 """Arguments of a model's forward by name; the first axis of each is the samples."""
+
+# The label that transformers' losses ignore.
+IGNORED = -100
+# Keys of a batch whose rows are choices, (rows,) int64 each: the number of the question, of the choice and of the right
+# choice, from 0, and how many characters the choice has. Models do not take these.
+CHOICE_KEYS = ("question", "choice", "right", "characters")
+# Keys of a batch of texts to embed, (rows,) or (rows, documents). A row is a query or a document by its number in
+# `query` or `document`, where the other is -1. The documents that a query should find are in `relevant`, and how much
+# each is wanted in `grades`; -1 and 0 fill up. Of two texts whose similarity is known, both rows have the number of the
+# pair in `pair`, 0 or 1 in `side`, and the similarity in `score`.
+TEXT_KEYS = ("query", "document", "relevant", "grades", "pair", "side", "score")
+# Key of a batch for a reranker, (rows,) int64: the number of the query whose candidate the row is.
+GROUP_KEY = "group"
+# What a batch may have beside the inputs of a model and its labels: how rows belong together.
+ROW_KEYS = (*CHOICE_KEYS, *TEXT_KEYS, GROUP_KEY)
+# Key of a batch, (rows, tokens) bool: the tokens at which a prediction is read.
+JUDGED_KEY = "judged"
+# Keys of a batch of questions about texts, (rows, tokens) int64: the characters of the text where each token begins and
+# ends, -1 at other tokens.
+TOKEN_PLACES = ("begins", "ends")
+# Further keys of such a batch, (rows, characters) and (rows, answers, 2): the text, and where right answers are in it.
+ANSWER_KEYS = ("context", "answers")
+# Key of a batch whose labels are the dense model's own predictions, (rows,) bool.
+OWN_KEY = "own"
+# What a batch may have that no model takes.
+_NO_INPUTS = frozenset(("labels", *ROW_KEYS, JUDGED_KEY, *TOKEN_PLACES, *ANSWER_KEYS, OWN_KEY))
+
+
+def are_tokens(labels: torch.Tensor) -> bool:
+    """Return whether labels are tokens, (batch, tokens) int64, rather than one class, number or label set each."""
+    return labels.dim() == 2 and not labels.is_floating_point()
+
+
+def inputs_of(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return what a model takes of a batch to predict it: all but labels, and keys that say how rows are judged."""
+    return {key: value for key, value in batch.items() if key not in _NO_INPUTS}
+
+
+def is_of_documents(batch: Mapping[str, torch.Tensor]) -> bool:
+    """Return whether a batch has the documents that queries are compared with; they come in batches of their own."""
+    return "query" in batch and bool((batch["query"] < 0).all())
+
+
+def image_shape(batch: Mapping[str, torch.Tensor]) -> tuple[int, ...] | None:
+    """Return the shape of a batch's images, such as (channels, height, width); None without images."""
+    pixels = batch.get("pixel_values")
+    return None if pixels is None else tuple(pixels.shape[1:])
+
+
+def size_of(batch: Mapping[str, torch.Tensor]) -> int:
+    """Return how many rows a batch has."""
+    return len(next(iter(batch.values())))
+
+
+def has_references(batch: Mapping[str, torch.Tensor]) -> bool:
+    """Return whether a batch has what metrics compare with: labels, relevant documents, grades or scores of pairs."""
+    return not batch.keys().isdisjoint({"labels", "relevant", "grades", "score"})
+
+
+def samples_of(batches: Sequence[Mapping[str, torch.Tensor]]) -> int:
+    """Return how many samples batches have: rows, or the questions, queries or pairs that they are of."""
+    keys = batches[0].keys() if batches else ()
+    for key in ("question", GROUP_KEY, "pair"):
+        if key in keys:
+            return len(torch.cat([batch[key] for batch in batches]).unique())
+    if "query" in keys:
+        return sum(int((batch["query"] >= 0).sum()) for batch in batches)
+    return sum(map(size_of, batches))
+
+
+def sample_contents(batches: Sequence[Mapping[str, torch.Tensor]]) -> list[tuple[bytes, ...]]:
+    """Return digests of all inputs of each sample, see `samples_of`: equal for what a model reads alike.
+
+    Of a question with choices, its right one counts, as models are fitted on that.
+    """
+    samples: dict[Any, list[bytes]] = {}
+    for number, batch in enumerate(batches):
+        of = next((batch[key].tolist() for key in ("question", GROUP_KEY, "pair") if key in batch), None)
+        counted = torch.ones(size_of(batch), dtype=torch.bool)
+        if "choice" in batch:
+            counted = batch["choice"] == batch["right"]
+        elif "query" in batch and of is None:
+            counted = batch["query"] >= 0
+        for row, content in enumerate(_contents(batch)):
+            if counted[row]:
+                samples.setdefault((number, row) if of is None else of[row], []).append(content)
+    return list(map(tuple, samples.values()))
+
+
+def _contents(batch: Mapping[str, torch.Tensor]) -> Iterator[bytes]:
+    """Yield a digest of the inputs of each row: tokens without padding, images and sounds."""
+    given = {key: batch[key] for key in ("input_ids", "pixel_values", "input_features") if key in batch}
+    mask = batch.get("attention_mask")
+    for row in range(size_of(batch)):
+        digest = hashlib.blake2b(digest_size=16)
+        for key, values in given.items():
+            if len(values) != size_of(batch):  # pieces of images, which no row tells apart
+                continue
+            value = values[row]
+            if key == "input_ids" and mask is not None and mask.shape == values.shape:
+                value = value[mask[row].bool()]
+            digest.update(value.flatten().contiguous().view(torch.uint8).numpy().tobytes())
+        yield digest.digest()
+
+
+def batches_fingerprint(batches: Sequence[Mapping[str, torch.Tensor]]) -> str:
+    """Return the SHA-256, in hexadecimal, of the batches: their keys, dtypes, shapes and bytes, in order."""
+    digest = hashlib.sha256()
+    for batch in batches:
+        for key in sorted(batch):
+            tensor = batch[key].detach().cpu()
+            digest.update(f"{key}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
+            digest.update(tensor.flatten().contiguous().view(torch.uint8).numpy().tobytes())
+        digest.update(b"|")
+    return digest.hexdigest()
+
 
 # What pads the values of tokens, and of samples as wholes; 0 pads all others.
 FILL = {"labels": IGNORED, **dict.fromkeys((*TOKEN_PLACES, *ANSWER_KEYS), -1)}
 
 
-def check_batches(
-    model: PreTrainedModel, batches: Iterable[Any], *, predicts: str, what: str = "batches"
-) -> list[Batch]:
-    """Return batches as plain dicts of tensors on the CPU, after checking that a model takes them.
-
-    `predicts` is the name of what the model predicts, as in `Behaviour`. Labels are checked if they are `CLASSIFIED`.
-    """
-    if isinstance(batches, (Mapping, torch.Tensor, str)) or not isinstance(batches, Iterable):
-        hint = "; put a single batch into a list" if isinstance(batches, Mapping) else ""
-        raise DataError(f"{what} must be a list or a DataLoader of batches, got a {type(batches).__name__}{hint}")
-    checked: list[Batch] = []
-    for number, batch in enumerate(batches):
-        place = f"batch {number} (from 0) of {what}"
-        checked.append(_checked(model, batch, place, predicts))
-        if checked[0].keys() != checked[-1].keys():
-            raise DataError(
-                f"all batches must have the keys of the first one ({', '.join(checked[0])}), but {place} has "
-                f"{', '.join(checked[-1])}"
-            )
-    if not checked:
-        raise DataError(f"{what} must have at least one batch, got none; an iterator gives its batches only once")
-    return checked
-
-
-def _checked(model: PreTrainedModel, batch: Any, place: str, predicts: str) -> Batch:
-    """Return one batch on the CPU."""
-    if not isinstance(batch, Mapping):
-        raise DataError(f"a batch must map names of arguments to tensors, but {place} is a {type(batch).__name__}")
-    taken = [name for name in inspect.signature(model.forward).parameters if name != "kwargs"]
-    described = set(CHOICE_KEYS) if batch.keys() >= set(CHOICE_KEYS) else set()
-    if isinstance(model, TextEncoder):
-        described = set(TEXT_KEYS)
-    elif predicts in CLASSIFIED and model.config.num_labels == 1:
-        described = {GROUP_KEY, "grades"}
-    for key, value in batch.items():
-        if key not in taken and key not in described:
-            raise DataError(
-                f"every key of a batch must be an argument of {type(model).__name__}.forward, but {place} has "
-                f"{quoted(key)}; leave it out{did_you_mean(str(key), taken)}"
-            )
-        if not isinstance(value, torch.Tensor):
-            raise DataError(
-                f"a batch must hold tensors only, but {quoted(key)} of {place} is a {type(value).__name__}; make "
-                "tensors of it (tokenizers and image processors do with return_tensors='pt'), or leave it out"
-            )
-    if not batch.keys() - {"labels", *described}:
-        raise DataError(f"a batch must have inputs of the model, but {place} has {listed(batch) or 'nothing'}")
-    if len({value.shape[:1] for value in batch.values()}) > 1 or not all(map(torch.Tensor.numel, batch.values())):
-        shapes = listed(f"{key} {tuple(value.shape)}" for key, value in batch.items())
-        raise DataError(f"the first axis of every tensor must be the samples, one or more, but {place} has {shapes}")
-    found = {str(key): value.detach().cpu() for key, value in batch.items()}
-    for key, value in found.items():
-        if value.is_floating_point() and not value.isfinite().all():
-            raise DataError(f"a batch must hold finite numbers, but {quoted(key)} of {place} has NaN or infinity")
-    vocabulary = getattr(model.config.get_text_config(), "vocab_size", None)
-    if "input_ids" in found and vocabulary is not None:
-        _check_numbers(found["input_ids"], vocabulary, "input_ids", place, dtypes=(torch.int32, torch.int64))
-    if "labels" in found and predicts in CLASSIFIED:
-        _check_labels(model.config, found["labels"], place, predicts)
-    _check_padding(model, found, place)
-    return found
-
-
-def _check_padding(model: PreTrainedModel, batch: Batch, place: str) -> None:
-    """Refuse masked tokens that a model would take for text, because they are not its config's padding token."""
-    ids, mask = batch.get("input_ids"), batch.get("attention_mask")
-    if ids is None or mask is None or ids.shape != mask.shape or ids.dim() != 2:
-        return
-    pad, real = getattr(model.config.get_text_config(), "pad_token_id", None), mask.bool()
-    if not is_token(pad, model.config):
-        return
-    wrong = torch.zeros_like(real)
-    if finds_end_by_padding(model):
-        wrong |= real.flip(-1).cumsum(-1).flip(-1) == 0
-    if numbers_by_padding(model.config):
-        wrong |= real.cumsum(-1) == 0
-    if len(tokens := ids[wrong & (ids != pad)]):
-        raise DataError(
-            f"texts for {type(model).__name__} must be padded with its config's pad_token_id, {pad}, which tells it "
-            f"padding from text, but {place} has {int(tokens[0])}; pad with {pad}"
-        )
-
-
-def _check_labels(config: Any, labels: torch.Tensor, place: str, kind: str) -> None:
-    """Refuse labels that a classifier or a regression would fail on in the middle of a pass."""
-    given = f"but {place} has {labels.dtype} of shape {tuple(labels.shape)}"
-    if kind == "labels":
-        if labels.shape[1:] != (config.num_labels,) or not labels.is_floating_point():
-            raise DataError(
-                f"the labels of a multi-label classifier must be floating numbers, (samples, {config.num_labels}), "
-                f"{given}"
-            )
-        if len(wrong := labels[(labels != 0) & (labels != 1)]):
-            raise DataError(
-                f"the labels of a multi-label classifier must be 0 or 1, but {place} has {wrong[0].item():g}"
-            )
-        return
-    if labels.dim() != 1 or labels.is_floating_point() != (kind == "numbers"):
-        hint = ""
-        if kind == "classes" and labels.is_floating_point() and labels.dim() == 2:
-            hint = "; if it is a multi-label classifier, set its config's problem_type to multi_label_classification"
-        raise DataError(
-            f"the labels of a {'regression' if kind == 'numbers' else 'classifier'} must be one "
-            f"{'floating number' if kind == 'numbers' else 'class number'} per sample, {given}{hint}"
-        )
-    if kind == "classes":
-        _check_numbers(labels, len(ClassNames(config).names), "labels", place, dtypes=(torch.int64,))
-
-
-def _check_numbers(numbers: torch.Tensor, known: int, key: str, place: str, *, dtypes: Sequence[torch.dtype]) -> None:
+def check_numbers(numbers: torch.Tensor, known: int, key: str, place: str, *, dtypes: Sequence[torch.dtype]) -> None:
+    """Refuse, by a DataError, numbers of a batch that are not in [0, known), or of another dtype."""
     wrong = numbers[(numbers < 0) | (numbers >= known)]
     if numbers.dtype not in dtypes or len(wrong):
         given = numbers.dtype if numbers.dtype not in dtypes else wrong[0].item()

@@ -1,25 +1,36 @@
-"""Load the tokenizer, the image processor, or the processor of both."""
+"""Load tokenizers and image processors, and make them agree with a model on padding, length and vocabulary."""
 
 from __future__ import annotations
 
 import copy
 import inspect
+import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import PIL.Image
 import torch
+from tokenizers import normalizers
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel
 
-from ..errors import DataError, refusing
-from ..model.internals import AutoImageProcessor, never_asking
+from ..errors import DataError, quoted, refusing
+from ..model.internals import AutoImageProcessor, model_class_of, never_asking
 from ..model.online import hub_or_cache
-from .images import MODES
-from .targets import image_shape
-from .tokens import give_padding
+from ..model.tokens import finds_end_by_padding, is_token, longest_sequence, positions_of
+from .batches import FILL, image_shape, padded
+from .columns import MODES
 
-if TYPE_CHECKING:
-    from ..tasks import Task
+logger = logging.getLogger(__name__)
+
+
+class Reads(Protocol):
+    """What a processor is for: a task by its name, and whether it reads texts, images or both."""
+
+    name: str
+    text: bool
+    images: bool
+
 
 # Whether a task reads texts, and images -> the loader of its processor, and the processor's name in messages.
 LOADERS: dict[tuple[bool, bool], tuple[Any, str]] = {
@@ -32,7 +43,7 @@ SQUARE = 224
 REMEDY = "save the one the model was trained with into that folder with save_pretrained"
 
 
-def load_processor(path: str | Path, *, task: Task, revision: str | None = None, for_prompts: bool = False) -> Any:
+def load_processor(path: str | Path, *, task: Reads, revision: str | None = None, for_prompts: bool = False) -> Any:
     """Load the tokenizer, the image processor, or the processor of both that a task needs.
 
     Images always go through the Pillow backend, so results do not depend on torchvision being installed. Code of the
@@ -81,7 +92,7 @@ def image_shape_of(processor: Any, model: PreTrainedModel) -> tuple[int, ...] | 
     return image_shape(getattr(processor, "image_processor", processor)(image, return_tensors="pt"))
 
 
-def _try_out(processor: Any, task: Task) -> None:
+def _try_out(processor: Any, task: Reads) -> None:
     """Read an empty text and a small image: many settings of a processor's files are only looked at by then."""
     if task.text:
         # A copy, as a fast tokenizer keeps how it was last called, and saves that.
@@ -91,3 +102,163 @@ def _try_out(processor: Any, task: Task) -> None:
         for name, value in getattr(processor, "image_processor", processor)(image, return_tensors="pt").items():
             if not torch.as_tensor(value).isfinite().all():
                 raise ValueError(f"it makes NaN or infinity of a black image's {name}")
+
+
+def padding_token(tokenizer: Any, config: Any) -> int:
+    """Return the token to pad with: the one that the model's config names, else one of the tokenizer's.
+
+    A model may look for its config's token, to find where a text ends or to count positions. Of the tokenizer's, one
+    that its texts do not end in comes first. Raises DataError if neither has one.
+    """
+    named = getattr(config.get_text_config(), "pad_token_id", None)
+    if is_token(named, config):
+        return named
+    own = (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id)
+    known = [int(token) for token in own if token is not None]
+    if not known:
+        raise DataError(
+            "texts of different length need a padding token, but the tokenizer has neither a padding nor another "
+            "special token; set tokenizer.pad_token and save it with the model"
+        )
+    return next((token for token in known if token != _end(tokenizer)), known[0])
+
+
+def _end(tokenizer: Any) -> int:
+    """Return the last token of a text: one of its own, or one that the tokenizer adds to every text."""
+    return int(tokenizer("a", verbose=False)["input_ids"][-1])
+
+
+def give_padding(tokenizer: Any) -> None:
+    """Let a tokenizer that is not the user's pad by itself, with its end-of-text or unknown token if it has no other.
+
+    This is for models that look at the mask alone, so any token will do.
+    """
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
+
+
+def read_as_asked(tokenizer: Any, attributes: Mapping[str, Any], *, lower: bool) -> None:
+    """Give a tokenizer attributes, and let it make texts lower case before its own rules.
+
+    Source: the module Transformer of sentence-transformers, which does the same.
+    """
+    for name, value in attributes.items():
+        setattr(tokenizer, name, value)
+    own: Any = tokenizer.backend_tokenizer.normalizer if lower else None
+    several = isinstance(own, normalizers.Sequence)
+    rules = [*own] if several else [] if own is None else [own]
+    if lower and not any(isinstance(rule, normalizers.Lowercase) for rule in rules):
+        tokenizer.backend_tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *rules])
+
+
+def settle_padding(model: PreTrainedModel, tokenizer: Any) -> None:
+    """Name a padding token in the config of a loaded model that does not work without, if it names none.
+
+    Raises DataError if there is none but the one that all texts end in: their ends would be taken for padding.
+    """
+    text = model.config.get_text_config()
+    needed = finds_end_by_padding(model) or model.config.is_encoder_decoder
+    if not needed or text.pad_token_id is not None:
+        return
+    text.pad_token_id = padding_token(tokenizer, model.config)
+    if text.pad_token_id == _end(tokenizer):
+        raise DataError(
+            f"{type(model).__name__} tells padding from text by its config's pad_token_id, which must not be the token "
+            f"that the tokenizer ends texts with, {text.pad_token_id}, and it has no other; set it in config.json"
+        )
+    logger.warning("the model's config has no pad_token_id: it is set to %d", text.pad_token_id)
+
+
+def pads_left(tokenizer: Any, config: Any) -> bool:
+    """Return whether a classifier or an encoder is fed with padding on the left: if its tokenizer pads there.
+
+    A model that counts positions from the left edge of a batch, and not from where a text begins, is not.
+    """
+    if tokenizer.padding_side != "left" or config.is_encoder_decoder:
+        return False
+    if getattr(config.get_text_config(), "rope_parameters", None):
+        return True
+    model_class = model_class_of(config, "AutoModelForSequenceClassification", "AutoModel")
+    return model_class is None or "position_ids" not in inspect.signature(model_class.forward).parameters
+
+
+def token_limit(tokenizer: Any, config: Any, max_length: int | None) -> int | None:
+    """Return how many tokens a sample may have: `max_length`, else what tokenizer and model take; None for no limit."""
+    longest = longest_sequence(config)
+    if max_length is not None:
+        if max_length < 1 or (longest is not None and longest < max_length):
+            allowed = "at least 1" if longest is None else f"in [1, {longest}], what the model takes"
+            raise DataError(f"max_length must be {allowed}, got {max_length}")
+        return max_length
+    own = tokenizer.model_max_length
+    if own is not None and not isinstance(own, (int, float)):
+        raise DataError(
+            f"the tokenizer's model_max_length must be a number, got {quoted(own)}; correct it in tokenizer_config.json"
+        )
+    # transformers writes 1e30 if it knows no limit.
+    limits = [int(limit) for limit in (own, longest) if limit and 0 < limit < 1_000_000]
+    return min(limits) if limits else None
+
+
+def encoded(
+    tokenizer: Any, config: Any, *texts: Sequence[str], max_length: int | None, **options: Any
+) -> dict[str, torch.Tensor]:
+    """Return a batch of texts, or of pairs of texts in two sequences, cut to the limit and padded to the longest."""
+    return as_batch(tokenised(tokenizer, config, *texts, max_length=max_length, **options), tokenizer, config)
+
+
+def tokenised(tokenizer: Any, config: Any, *texts: Sequence[Any], max_length: int | None, **options: Any) -> Any:
+    """Return the `BatchEncoding` of texts, or of pairs of texts, cut to the limit; `options` are the tokenizer's."""
+    limit = token_limit(tokenizer, config, max_length)
+    with refusing("the tokenizer must read every text, but fails", "correct its files", DataError):
+        return tokenizer(
+            *map(list, texts),
+            max_length=limit,
+            return_attention_mask=True,
+            # A model of fewer than two segments has no use for segment ids, or no embedding for the second.
+            return_token_type_ids=None if getattr(config, "type_vocab_size", 0) >= 2 else False,
+            **{"truncation": limit is not None, **options},
+        )
+
+
+def as_batch(
+    found: Mapping[str, Sequence[Any]], tokenizer: Any, config: Any, *, left: bool | None = None
+) -> dict[str, torch.Tensor]:
+    """Return tokens, and what belongs to each of them, as tensors, (batch, longest of the batch), padded.
+
+    `left` says on which side, by default that of `pads_left`.
+    """
+    fill = {**FILL, "input_ids": padding_token(tokenizer, config), "token_type_ids": tokenizer.pad_token_type_id}
+    left = pads_left(tokenizer, config) if left is None else left
+    batch = {
+        key: padded([torch.tensor(row, dtype=torch.int64) for row in rows], fill.get(key, 0), left=left)
+        for key, rows in found.items()
+    }
+    check_vocabulary(batch["input_ids"], config)
+    return batch
+
+
+def check_vocabulary(input_ids: torch.Tensor, config: Any) -> None:
+    """Check that every token of a batch is one the model knows."""
+    known = config.get_text_config().vocab_size
+    if input_ids.max() >= known:
+        raise DataError(
+            f"the tokenizer must be the model's own, but it gives the token {input_ids.max()} "
+            f"and the model knows {known} tokens"
+        )
+
+
+def position_ids(attention_mask: torch.Tensor, config: Any) -> torch.Tensor | None:
+    """Return positions counted from each sample's first real token, (batch, tokens); None if none are needed.
+
+    By default models count positions from the left edge of the batch, which with left padding is not where a text
+    begins. Models whose positions have several axes (mrope) derive them from the mask themselves.
+    """
+    if bool(attention_mask[:, 0].all()):
+        return None
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    model_class = model_class_of(config, "AutoModelForCausalLM", "AutoModelForImageTextToText")
+    if model_class is None or "mrope_section" in rope:
+        return None
+    takes_positions = "position_ids" in inspect.signature(model_class.forward).parameters
+    return positions_of(attention_mask) if takes_positions else None

@@ -13,16 +13,13 @@ import numpy as np
 import torch
 from pydantic import FiniteFloat
 
-from ..data.batches import Batch
-from ..data.targets import is_of_documents, samples_of
+from ..data.batches import Batch, is_of_documents, samples_of
 from ..progress import SILENT, Progress
 from ..recipe.budget import Budget, Found
-from ..tasks import Behaviour
-from ..tasks.by_shape import BY_SHAPE
-from ..tasks.models import behaviour_of
+from ..tasks import Predictions, Task, task_of
 from .interval import CONFIDENCE, lower_share, ratio_ends, share_ends, variance_of_mean
 from .metrics import METRICS, check_metrics, find_metric, quality_loss
-from .predict import Predictions, predict, references
+from .predict import predict, references
 from .ranking import Ranked, RankedTexts, Rankings, RowsKind, kind_of_rows, ranked
 
 logger = logging.getLogger(__name__)
@@ -91,7 +88,7 @@ class Judge:
     batches: Sequence[Batch]  # the batches to predict
     dense: Predictions  # the dense model's predictions on them
     metrics: tuple[str, ...]  # names of metrics, the most important first
-    behaviour: Behaviour = BY_SHAPE  # of the models: what they predict, and when two predictions are the same
+    task: Task  # of the models: what they predict, and when two predictions are the same
     confidence: float = CONFIDENCE  # of its two-sided intervals
     # Number of samples that intervals are to be as narrow as; None for those of the batches. It predicts, from other
     # rows, the interval of as many held-out ones.
@@ -108,7 +105,7 @@ class Judge:
         batches: Sequence[Batch],
         *,
         metrics: tuple[str, ...],
-        behaviour: Behaviour | None = None,
+        task: Task | None = None,
         confidence: float = CONFIDENCE,
         as_of: int | None = None,
         index: Index = "dense",
@@ -118,11 +115,11 @@ class Judge:
 
         On the dense index, the judge's own batches are those of queries alone, if these have documents.
         """
-        dense = predict(model, batches, progress=progress)
-        behaviour = behaviour or behaviour_of(model)
-        if behaviour.predicts in ("classes", "words") and "labels" in batches[0]:
-            _warn_if_no_better_than_commonest(behaviour.decided(dense), references(batches, behaviour))
-        judge = cls(batches, dense, metrics, behaviour, confidence, as_of, index)
+        task = task or task_of(model, batches[0] if batches else None)
+        dense = predict(model, batches, task=task, progress=progress)
+        if task.predicts in ("classes", "words") and "labels" in batches[0]:
+            _warn_if_no_better_than_commonest(task.decide(dense), references(batches, task))
+        judge = cls(batches, dense, metrics, task, confidence, as_of, index)
         return judge.on_dense_index() if index == "dense" else judge
 
     def on_dense_index(self) -> Judge:
@@ -132,10 +129,10 @@ class Judge:
         """
         if self._kind != "queries" or self.ranked is not None:
             return self
-        assert isinstance(self.dense, torch.Tensor)
-        rows = RankedTexts.of(self.dense, self.batches, self.behaviour.similarity).of_queries()
+        rows = RankedTexts.of(self.dense.values, self.batches, self.task.similarity).of_queries()
         batches = [batch for batch in self.batches if not is_of_documents(batch)]
-        return replace(self, batches=batches, dense=self.dense[rows.queries], index="dense", ranked=rows)
+        dense = replace(self.dense, values=self.dense.values[rows.queries])
+        return replace(self, batches=batches, dense=dense, index="dense", ranked=rows)
 
     def of(self, predictions: Predictions) -> Quality:
         """Return all metrics and the stability of predictions of the batches."""
@@ -146,7 +143,7 @@ class Judge:
         """Return which predictions equal the dense model's, (predictions,) bool; of rankings, (queries,)."""
         if self._rows is not None:
             return self.rankings(predictions).top1
-        return self.behaviour.same(self.dense, predictions)
+        return self.task.same(self.dense, predictions)
 
     def judgement(self, predictions: Predictions) -> Judgement:
         """Return the first metric of predictions with its bootstrap standard error, and their stability."""
@@ -232,7 +229,6 @@ class Judge:
 
     def rankings(self, predictions: Predictions) -> Rankings:
         """Return how the rankings of each query compare with what is relevant and with the dense model's."""
-        assert isinstance(predictions, torch.Tensor)
         if predictions is self.dense:
             return self._of_dense
         # Several numbers are asked of the same predictions in turn.
@@ -250,8 +246,7 @@ class Judge:
         """
         if self._rows is None:
             return {}
-        assert isinstance(predictions, torch.Tensor)
-        told = self._rows.told(predictions)
+        told = self._rows.told(predictions.values)
         if isinstance(self._rows, RankedTexts) and self._rows.pairs is not None:
             for index, numbers in told.items():
                 numbers["spearman"] = _value("spearman", *self._of_pairs(predictions, old_index=index == "dense_index"))
@@ -260,7 +255,7 @@ class Judge:
     @property
     def samples(self) -> torch.Tensor | None:
         """Sample of every prediction; None if each has its own."""
-        return self.behaviour.samples(self.dense)
+        return self.dense.sample_of
 
     @property
     def _scale(self) -> float:
@@ -272,37 +267,35 @@ class Judge:
 
     @cached_property
     def _references(self) -> torch.Tensor:
-        return references(self.batches, self.behaviour) if self._labelled else self.behaviour.decided(self.dense)
+        return references(self.batches, self.task) if self._labelled else self.task.decide(self.dense)
 
     @cached_property
     def _rows(self) -> Ranked | None:
         if self.ranked is not None or self._kind is None:
             return self.ranked
-        assert isinstance(self.dense, torch.Tensor)
-        return ranked(self.dense, self.batches, self.behaviour.similarity)
+        return ranked(self.dense.values, self.batches, self.task.similarity)
 
     @property
     def _kind(self) -> RowsKind | None:
-        return kind_of_rows(self.batches, embeds=self.behaviour.predicts == "embeddings")
+        return kind_of_rows(self.batches, embeds=self.task.predicts == "embeddings")
 
     def _ranked(self, predictions: Predictions) -> Rankings:
         assert self._rows is not None
-        assert isinstance(predictions, torch.Tensor)
-        return self._rows.rankings(predictions, old_index=self.index != "slim")
+        return self._rows.rankings(predictions.values, old_index=self.index != "slim")
 
     @cached_property
     def _of_dense(self) -> Rankings:
         return self._ranked(self.dense)
 
     @cached_property
-    def _last(self) -> list[tuple[torch.Tensor, Rankings]]:
+    def _last(self) -> list[tuple[Predictions, Rankings]]:
         return []
 
     def _inputs(self, name: str, predictions: Predictions) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
         """Return what a metric compares: predictions and references of (samples,), and options."""
         if self._rows is None:
-            wanted = self.behaviour.decided(self.dense) if find_metric(name).own else self._references
-            return _metric_inputs(predictions, wanted, names=[name], behaviour=self.behaviour)
+            wanted = self.task.decide(self.dense) if find_metric(name).own else self._references
+            return _metric_inputs(predictions, wanted, names=[name], task=self.task)
         check_metrics([name], rows=self._kind)
         if METRICS[name].of == "numbers":
             return self._of_pairs(predictions)
@@ -313,8 +306,7 @@ class Judge:
     ) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
         assert isinstance(self._rows, RankedTexts)
         assert self._rows.scores is not None
-        assert isinstance(predictions, torch.Tensor)
-        found = self._rows.similarities(predictions, old_index=old_index)
+        found = self._rows.similarities(predictions.values, old_index=old_index)
         return found.numpy(), self._rows.scores.double().numpy(), {}
 
     def _stability(self, predictions: Predictions) -> float:
@@ -334,10 +326,10 @@ def _warn_if_no_better_than_commonest(decided: torch.Tensor, labels: torch.Tenso
 
 
 def compute_metrics(
-    predictions: Predictions, references: torch.Tensor, *, names: Sequence[str], behaviour: Behaviour = BY_SHAPE
+    predictions: Predictions, references: torch.Tensor, *, names: Sequence[str], task: Task
 ) -> dict[str, float]:
     """Compute metrics of predictions, by name. An undefined one is 0.0, and a warning is logged."""
-    inputs = _metric_inputs(predictions, references, names=names, behaviour=behaviour)
+    inputs = _metric_inputs(predictions, references, names=names, task=task)
     return {name: _value(name, *inputs) for name in names}
 
 
@@ -358,7 +350,7 @@ def standard_error(
     references: torch.Tensor,
     *,
     name: str,
-    behaviour: Behaviour = BY_SHAPE,
+    task: Task,
     resamples: int = 100,
     seed: int = 0,
 ) -> float:
@@ -366,7 +358,7 @@ def standard_error(
 
     Every set has the original number of samples; an undefined metric counts as 0.0.
     """
-    inputs = _metric_inputs(predictions, references, names=[name], behaviour=behaviour)
+    inputs = _metric_inputs(predictions, references, names=[name], task=task)
     return _standard_error(name, *inputs, resamples=resamples, seed=seed)
 
 
@@ -391,21 +383,12 @@ def _ratio(name: str, dense: float, slim: float) -> float:
 
 
 def _metric_inputs(
-    predictions: Predictions, references: torch.Tensor, *, names: Sequence[str], behaviour: Behaviour
+    predictions: Predictions, references: torch.Tensor, *, names: Sequence[str], task: Task
 ) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
     """Return the inputs of metrics, predictions and references of (samples,) and options, after a check."""
-    check_metrics(names, predicts=behaviour.judged_as(predictions))
-    return behaviour.table(predictions, references)
-
-
-def agreement(dense: Predictions, other: Predictions, behaviour: Behaviour = BY_SHAPE) -> torch.Tensor:
-    """Return which predictions equal the dense model's, (predictions,) bool; see `Behaviour.same`."""
-    return behaviour.same(dense, other)
-
-
-def stability(dense: Predictions, other: Predictions, behaviour: Behaviour = BY_SHAPE) -> float:
-    """Return the share, in [0, 1], of predictions that equal the dense model's; see `agreement`."""
-    return agreement(dense, other, behaviour).double().mean().item()
+    check_metrics(names, predicts=predictions.kind)
+    options = {"num_labels": predictions.values.shape[-1]} if predictions.kind == "classes" else {}
+    return *task.table(predictions, references), options
 
 
 def clearly_better(one: torch.Tensor, other: torch.Tensor, samples: torch.Tensor | None = None) -> bool:

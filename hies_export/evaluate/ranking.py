@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, normalize
 
-from ..data.batches import Batch
-from ..data.targets import GROUP_KEY, size_of
+from ..data.batches import GROUP_KEY, Batch, size_of
 from ..errors import DataError
 from ..model.sentence import Similarity
 

@@ -83,7 +83,7 @@ class DenseForms:
     forms: Forms
 
 
-def find_ways(task: Task, runtimes: Sequence[str]) -> list[tuple[str, str]]:
+def find_ways(task: type[Task], runtimes: Sequence[str]) -> list[tuple[str, str]]:
     """Return the runtimes that are installed, or those asked for, each with the bits to try."""
     if unknown := [name for name in runtimes if name in RUNTIMES and name not in WAYS]:
         raise RecipeError([f"runtimes to deploy on must be among {', '.join(WAYS)}, got {', '.join(unknown)}"])
@@ -111,7 +111,7 @@ def try_dense(
             if bits == "int8" and bits not in RUNTIMES[runtime].calibrated:
                 check_quantizable(forms.model("dense"), "int8")
             form = forms.form("dense", runtime, bits)
-            kept, low = judge.kept(form.predict(judge.batches, judge.behaviour))
+            kept, low = judge.kept(form.predict(judge.batches, judge.task))
         except HiesError as error:
             logger.warning("%s in %s is left out: %s", runtime, bits, error)
             tried.append(DeployWay(runtime, bits, problem=str(error)))

@@ -67,7 +67,7 @@ def judge_exported(exported: Exported, folder: Path, judge: Judge, forms: Sequen
         own = [form for form in runs if (form.runtime == "openvino") == isinstance(exported, OpenVinoExport)]
         known = [(form.quality, form.stability) for form in own][-1:]
     elif (runtime := _runtime_of(exported)) is not None:
-        found = judge.of(Form("slim", runtime, exported.folder).predict(judge.batches, judge.behaviour))
+        found = judge.of(Form("slim", runtime, exported.folder).predict(judge.batches, judge.task))
         known = [(found.metrics[metric], found.stability)]
     quality, stability = known[0] if known else (None, None)
     return ExportedFile(

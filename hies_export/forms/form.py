@@ -13,12 +13,11 @@ from transformers import PreTrainedModel
 from .. import processes
 from ..data.batches import Batch
 from ..errors import HiesError
-from ..evaluate.predict import Predictions, Predictor, predict_by
+from ..evaluate.predict import Predictor, predict_by
 from ..model.copies import convert
 from ..progress import SILENT, Progress
 from ..recipe.sections import ExportSection
-from ..tasks import Behaviour
-from ..tasks.models import behaviour_of
+from ..tasks import Predictions, Task, task_of
 from .cascade.export import CascadeExport, CascadeOptions
 from .exports import Exported, Exporter, read_by
 from .onnx.export import OnnxExport
@@ -53,10 +52,10 @@ class Form:
         """Load the model into the runtime."""
         return load_runtime(self.runtime, self.source, dtype=self.bits)
 
-    def predict(self, batches: Sequence[Batch], behaviour: Behaviour) -> Predictions:
+    def predict(self, batches: Sequence[Batch], task: Task) -> Predictions:
         """Predict batches on the runtime, in this process alone."""
         runtime = self.load()
-        return predict_by(lambda batch: runtime.prediction(batch, behaviour.output_names), batches, behaviour)
+        return predict_by(lambda batch: runtime.prediction(batch, task.output_names), batches, task)
 
 
 class Forms:
@@ -149,6 +148,6 @@ def predictor(exporter: Exporter, runtime: str, bits: str | None) -> Predictor:
     def served(model: PreTrainedModel, batches: Sequence[Batch]) -> Predictions:
         with tempfile.TemporaryDirectory(prefix="hies-served-") as folder:
             form = Forms({"model": model}, exporter, Path(folder)).form("model", runtime, bits)
-            return form.predict(batches, behaviour_of(model))
+            return form.predict(batches, task_of(model, batches[0]))
 
     return lambda model, batches: processes.on_main(lambda: served(model, batches))

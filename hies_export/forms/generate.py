@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 from ..checkpoint.classes import AGAIN
 from ..checkpoint.contents import Contents, refuse_other
 from ..checkpoint.loading import load
-from ..data.images import image_of_file
+from ..data.columns import image_of_file
 from ..data.processors import load_processor
 from ..errors import DataError, RecipeError, RequestError, refusing
 from ..tasks import TASKS

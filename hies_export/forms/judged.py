@@ -88,11 +88,9 @@ def judge_forms(
 
 
 def _judged(form: Form, judge: Judge, held_out: Judge | None) -> JudgedForm:
-    predictions = form.predict(judge.batches, judge.behaviour)
+    predictions = form.predict(judge.batches, judge.task)
     quality, (low, high) = judge.of(predictions), judge.agreement_ends(predictions)
-    kept, at_least = (
-        (None, None) if held_out is None else held_out.kept(form.predict(held_out.batches, judge.behaviour))
-    )
+    kept, at_least = (None, None) if held_out is None else held_out.kept(form.predict(held_out.batches, judge.task))
     return JudgedForm(
         model=form.model,  # type: ignore[arg-type]  # one of a run
         runtime=form.runtime,

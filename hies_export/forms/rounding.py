@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from ..calibrate.moments import Spread
 from ..calibrate.passes import LIMIT_BYTES, grouped
-from ..data.targets import inputs_of
+from ..data.batches import inputs_of
 from ..model.modes import evaluating, output_alone
 from ..model.threads import torch_threads
 from ..model.watch import watch

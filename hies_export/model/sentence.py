@@ -113,14 +113,6 @@ class SentenceSettings:
     text: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def reading(self) -> dict[str, Any]:
-        """How texts become tokens, by the fields of their reader."""
-        return {name: getattr(self, name) for name in _READING}
-
-
-_READING = ("max_length", "prompts", "lower", "lengths", "special_tokens", "tokenizer")
-
 
 class TextEncoder(PreTrainedModel):
     """An encoder of transformers and its readout, a `Pooling` and further layers, as one model.

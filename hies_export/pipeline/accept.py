@@ -12,28 +12,28 @@ from transformers import PreTrainedModel
 from ..data.batches import Batch
 from ..errors import RequestError, listed, quoted, refusing
 from ..forms.measure.shapes import check_runs
-from ..model.classes import ClassNames
 from ..model.modes import evaluating, output_alone
 from ..model.tokens import finds_end_by_padding, first_samples, is_token
-from ..tasks import Behaviour
+from ..tasks import Task
+from ..tasks.labels import ClassNames
 
 logger = logging.getLogger(__name__)
 
 
-def check_model(model: PreTrainedModel, batches: Sequence[Batch], behaviour: Behaviour) -> None:
+def check_model(model: PreTrainedModel, batches: Sequence[Batch], task: Task) -> None:
     """Refuse a model that cannot be run on its calibration rows, judged or saved, and warn of what looks wrong.
 
     Raises:
         RequestError: The model fails on the rows, its weights are not finite, its padding token or its classes are not
             what its config says, or its generation config cannot be saved.
     """
-    if behaviour.predicts == "classes":
+    if task.predicts == "classes":
         _warn_of_one_class(batches)
     _check_padding_token(model, batches)
     sample = first_samples(batches[0])
     check_runs(model, sample, "the calibration rows")
-    output = _predicted(model, sample, behaviour)
-    if behaviour.predicts in ("classes", "labels"):
+    output = _predicted(model, sample, task)
+    if task.predicts in ("classes", "labels"):
         _check_classes(model, output.shape[-1])
     _check_generation_config(model)
 
@@ -65,11 +65,11 @@ def _check_padding_token(model: PreTrainedModel, batches: Sequence[Batch]) -> No
         )
 
 
-def _predicted(model: PreTrainedModel, batch: Batch, behaviour: Behaviour) -> torch.Tensor:
+def _predicted(model: PreTrainedModel, batch: Batch, task: Task) -> torch.Tensor:
     """Return the prediction of a batch, or refuse a model that fails on data: a device and a dtype refuse more."""
     must = f"a model must run on the calibration rows, but {type(model).__name__} does not"
     with refusing(must), evaluating(model), output_alone(model), torch.inference_mode():
-        output = behaviour.prediction(model, batch)
+        output = task.output(model, batch)
     if not output.isfinite().all():
         wrong = [name for name, parameter in model.named_parameters() if not parameter.isfinite().all()]
         if wrong:

@@ -13,9 +13,8 @@ from transformers import PreTrainedModel
 from ..checkpoint.classes import AGAIN, find_model_class, load_config
 from ..checkpoint.contents import Contents, contents
 from ..checkpoint.loading import load
-from ..data.batches import Batch
+from ..data.batches import Batch, image_shape
 from ..data.processors import load_processor
-from ..data.targets import image_shape
 from ..errors import RequestError, refusing
 from ..forms.compare import time_on
 from ..forms.exports import Exporter, best_for, require_exporters

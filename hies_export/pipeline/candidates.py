@@ -10,8 +10,7 @@ from typing import Any
 
 from ..calibrate.moments import MomentStream
 from ..calibrate.statistics import DEFAULT_NEEDS, Statistics, collect_statistics
-from ..data.batches import Batch
-from ..data.targets import size_of
+from ..data.batches import Batch, size_of
 from ..evaluate.judge import Judgement, Tried, clearly_better
 from ..evaluate.metrics import higher_is_better
 from ..model.tokens import count_tokens

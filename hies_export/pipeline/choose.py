@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from ..calibrate.statistics import Statistics
-from ..data.batches import Batch
-from ..data.targets import batches_fingerprint, samples_of, size_of
+from ..data.batches import Batch, batches_fingerprint, samples_of, size_of
 from ..errors import PlanError, RequestError
 from ..evaluate.interval import CONFIDENCE, FAILURES, confidence_of_each
 from ..evaluate.judge import Judge, Tried
@@ -340,7 +339,7 @@ class Chooser:
             samples=samples_of(rows),
             confidence=confidence,
             # What a language model predicts may be answers or choices.
-            word="prediction" if self._prepared.task.generative else self._prepared.judged.behaviour.word,
+            word="prediction" if self._prepared.task.generative else self._prepared.judged.task.word,
         )
 
     def _kind(self, rows: Sequence[Batch]) -> RowsKind | None:

@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .. import processes
-from ..data.targets import samples_of
+from ..data.batches import samples_of
 from ..errors import HiesError, PlanError
 from ..evaluate.judge import Judge
 from ..evaluate.predict import predict
@@ -61,7 +61,7 @@ def looks_of(prepared: Prepared, promise: KeepBudget) -> Looks:
     assert share is not None
     kind = kind_of_rows(rows, embeds=prepared.task.embeds)
     metric = prepared.judged.promised(promise.metric, kind)
-    classifies = prepared.task.cascades and prepared.judged.behaviour.predicts == "classes"
+    classifies = prepared.task.cascades and prepared.judged.task.predicts == "classes"
     able = all_looks(classifies=classifies and metric is None)
     return next((one for one in able if samples_of(rows) >= one.rows(share, metric)), able[-1])
 
@@ -129,7 +129,9 @@ def find_answer(resolved: Resolved, asked: DeploySection, folder: Path, began: f
     looks = looks_of(prepared, promise)
     judge = Judge.on(prepared.model, prepared.rows.held_out, confidence=looks.confidence, **vars(prepared.judged))
     forms = Forms({"dense": prepared.model}, prepared.exporter, folder, progress)
-    dense = try_dense(forms, judge, find_ways(prepared.task, asked.runtimes), partial(_quick_times, resolved, progress))
+    dense = try_dense(
+        forms, judge, find_ways(type(prepared.task), asked.runtimes), partial(_quick_times, resolved, progress)
+    )
     limit = math.inf if asked.minutes is None else began + 60 * asked.minutes
     return Search(resolved, promise, dense, limit, progress).answer(began, looks)
 

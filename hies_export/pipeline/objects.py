@@ -45,14 +45,14 @@ class Unwrapped:
         model: The model to prune, which shares its weights with what was given.
         processor: The tokenizer of what was given; None for a plain model.
         wrap: Turns a slim model into a new object of the class that was given.
-        reading: How its texts are read, by the fields of a reader, as `SentenceSettings.reading`.
+        max_length: Longest pair of texts in tokens that a CrossEncoder reads; None for no limit.
         files: JSON files to save beside the slim model, by name.
     """
 
     model: Any
     processor: Any = None
     wrap: Callable[[PreTrainedModel], Any] = lambda slim: slim
-    reading: Mapping[str, Any] = field(default_factory=dict)
+    max_length: int | None = None
     files: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -98,7 +98,7 @@ def _of_encoder(encoder: PreTrainedModel, embedding: Mapping[str, Any]) -> Unwra
         )
     readout = make_readout(embedding["pooling"], normalize=bool(embedding.get("normalize")))
     settings = SentenceSettings(tuple(readout), max_length=longest_sequence(encoder.config))
-    return Unwrapped(encoder_with(encoder, settings), wrap=_encoder, reading=settings.reading)
+    return Unwrapped(encoder_with(encoder, settings), wrap=_encoder)
 
 
 def _encoder(slim: PreTrainedModel) -> PreTrainedModel:
@@ -131,7 +131,7 @@ def _of_sentence_transformer(given: Any) -> Unwrapped:
         return _with_another(given, first, _encoder(slim))
 
     model = encoder_with(first, settings)
-    return Unwrapped(model, _checked(given, model), wrap, settings.reading)
+    return Unwrapped(model, _checked(given, model), wrap)
 
 
 def _of_cross_encoder(given: Any) -> Unwrapped:
@@ -153,7 +153,7 @@ def _of_cross_encoder(given: Any) -> Unwrapped:
         inner,
         _checked(given, inner) if modules else given.tokenizer,
         lambda slim: _with_another(given, inner, slim),
-        {"max_length": settings.lengths.get("text", length)},
+        settings.lengths.get("text", length),
         cross_encoder_files(options, length, settings),
     )
 

@@ -10,8 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..data.batches import Batch
-from ..data.targets import image_shape, inputs_of, sample_contents, samples_of, size_of
+from ..data.batches import Batch, image_shape, inputs_of, sample_contents, samples_of, size_of
 from ..errors import RecipeError, RequestError
 from ..evaluate.interval import CONFIDENCE
 from ..evaluate.metrics import METRICS
@@ -30,7 +29,7 @@ from ..recipe.sections import ExportSection
 from ..score.criteria import AUTO, COMPENSATED, COMPENSATED_NAMES, CRITERIA
 from ..select.constraints import check_budget, check_constraints
 from ..slim.skip import how_to_skip
-from ..tasks import Behaviour, Task
+from ..tasks import Task
 from ..units import PrunableModule
 from .accept import check_model
 from .draw import Looks
@@ -58,7 +57,7 @@ class Judged:
     """How predictions are compared: metrics, the most important first, and what the model predicts."""
 
     metrics: tuple[str, ...]
-    behaviour: Behaviour
+    task: Task
 
     def promised(self, asked: str | None, kind: RowsKind | None) -> str | None:
         """Return the metric of which a promise keeps a share; None if it keeps a share of the predictions.
@@ -131,7 +130,7 @@ def prepare(
         length = row_length(model, rows.held_out or rows.calibration)
     shapes = _shapes(model, shapes, task, timed, length, image_shape(rows.calibration[0]))
     measured = _measured(model, shapes, rows.calibration[0], task)
-    check_model(model, rows.calibration, judged.behaviour)
+    check_model(model, rows.calibration, judged.task)
     check_shapes(model, measured)
     modules = find_modules(model, first_samples(rows.calibration[0]), kinds=kinds)
     scored = _in_towers(model, modules, towers)

@@ -11,13 +11,12 @@ import datasets
 
 from ..checkpoint.classes import load_config
 from ..checkpoint.sentence import is_sentence_transformer
-from ..data.given import LABELS, numbers_column, queries_and_documents, usual_columns
-from ..data.reader import Columns
 from ..data.rows import hub_splits, load_rows, taken_from
-from ..data.targets import CLASSIFIED
 from ..errors import DataError, RequestError, listed
-from ..tasks import TASKS, Task
-from ..tasks.models import embedding_task, task_by_class
+from ..tasks import TASKS, Columns, Task
+from ..tasks.classification import CLASSIFIED
+from ..tasks.given import LABELS, numbers_column, queries_and_documents, usual_columns
+from ..tasks.registry import embedding_task, task_by_class
 from .recipe import PruningRecipe
 
 logger = logging.getLogger(__name__)
@@ -89,11 +88,11 @@ def propose_recipe(
     columns: dict[str, Any] = {key: value for key, value in given.items() if value}
     if not text and image is None and query is None:
         columns = {key: value for key, value in _columns(rows, task).items() if value} | columns
-    if task.behaviour(config).predicts == "numbers" and len(columns.get("text", ())) == 2 and group is None:
+    if task(config).predicts == "numbers" and len(columns.get("text", ())) == 2 and group is None:
         found = next((name for name in _GROUPS if name in rows.column_names), None)
         columns |= {} if found is None else {"group": found}
 
-    if label is None and task.behaviour(config).predicts in CLASSIFIED and columns.get("label"):
+    if label is None and task(config).predicts in CLASSIFIED and columns.get("label"):
         columns = _labels_that_are_known(columns, both, task, config)
 
     def at_most(count: int, rows: datasets.Dataset) -> int:
@@ -121,13 +120,13 @@ def propose_recipe(
 
 
 def _labels_that_are_known(
-    columns: dict[str, Any], both: Sequence[datasets.Dataset], task: Task, config: Any
+    columns: dict[str, Any], both: Sequence[datasets.Dataset], task: type[Task], config: Any
 ) -> dict[str, Any]:
     """Return the columns without that of the labels, which nobody named, if they are no labels of the model."""
     text = {"text": tuple(columns["text"])} if "text" in columns else {}
     try:
         for rows in both:
-            task.reader(columns=Columns(**{**columns, **text}), config=config).check(rows)
+            task(config).to_read(Columns(**{**columns, **text})).check_rows(rows)
     except DataError as error:
         why = str(error).partition(";")[0]
         logger.warning("the column %r is not read, as answers are kept without labels: %s", columns["label"], why)
@@ -135,7 +134,7 @@ def _labels_that_are_known(
     return columns
 
 
-def _task_of(model: str, config: Any) -> Task:
+def _task_of(model: str, config: Any) -> type[Task]:
     """Return the task of a checkpoint by the class that its config names."""
     name = next(iter(getattr(config, "architectures", None) or ()), "")
     task = task_by_class(name, config) or embedding_task(name, config)
@@ -147,7 +146,7 @@ def _task_of(model: str, config: Any) -> Task:
     return task
 
 
-def _columns(rows: datasets.Dataset, task: Task) -> dict[str, Any]:
+def _columns(rows: datasets.Dataset, task: type[Task]) -> dict[str, Any]:
     """Return the columns to read: a usual pair of texts, or the only possible ones."""
     if found := task.usual_columns(rows.features):
         return found
@@ -159,7 +158,7 @@ def _columns(rows: datasets.Dataset, task: Task) -> dict[str, Any]:
             if len(pair) <= task.text_columns and set(pair) <= set(rows.column_names):
                 if task.embeds:
                     label = numbers_column(rows) if len(pair) == 2 else None
-                return {"text": pair, "label": label if {"text", "label"} in task.columns else None}
+                return {"text": pair, "label": label if "text label" in task.reads else None}
     try:
         return usual_columns(rows, task)
     except DataError:

@@ -17,9 +17,7 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from ..checkpoint.in_memory import check_in_memory
-from ..data.batches import Batch
-from ..data.given import batches_of, first_rows, split_held_out, unlabelled
-from ..data.targets import has_references, samples_of
+from ..data.batches import Batch, has_references, samples_of
 from ..errors import RecipeError, RequestError
 from ..evaluate.judge import Judge
 from ..evaluate.metrics import check_metrics
@@ -45,8 +43,9 @@ from ..report.terminal import PlainTable, map_text
 from ..report.text import is_own
 from ..score.criteria import Scores
 from ..slim.refit import LayerFit
-from ..tasks import Behaviour, Task
-from ..tasks.models import behaviour_of, task_of
+from ..tasks import Task, task_of
+from ..tasks.given import batches_of, first_rows, split_held_out, unlabelled
+from ..tasks.registry import refuse_unknown
 from ..values import PruningPlan
 from .choose import choose
 from .cut import Choice, Slim, cut, save
@@ -361,16 +360,16 @@ def prune(
     asked, comparison = _asked(options, plan), _comparison(evaluation or {})
     given = unwrap(without_compiler(model), embedding)
     model, processor = given.model, processor or given.processor
-    task = task_of(model)
+    refuse_unknown(model)
     check_in_memory(model)
-    behaviour = behaviour_of(model).options(tolerance=comparison.stability_tolerance, threshold=comparison.threshold)
-    read: dict[str, Any] = {"task": task, "processor": processor, "columns": columns, "settings": given.reading}
+    task = task_of(model, tolerance=comparison.stability_tolerance, threshold=comparison.threshold)
+    read: dict[str, Any] = {"task": task, "processor": processor, "columns": columns, "max_length": given.max_length}
     rows = _rows(model, asked, batches, held_out, compensation_batches, read)
-    judged = Judged(_metrics(task, behaviour, comparison, asked, rows.held_out), behaviour)
+    judged = Judged(_metrics(task, comparison, asked, rows.held_out), task)
     timed = None if isinstance(asked, _OfPlan) else asked.goal.timed
     if timed is not None:
-        check_runtime(timed.runtime, task=task)
-        check_one_graph([timed.runtime], task)
+        check_runtime(timed.runtime, task=type(task))
+        check_one_graph([timed.runtime], type(task))
         check_dtypes([] if timed.dtype is None else [timed.dtype], [timed.runtime])
     with evaluating(model), uncompiled(model):
         prepared = prepare(
@@ -459,7 +458,7 @@ def _rows(
     if held_out is None:
         calibration, apart = split_held_out(calibration)
     elif not isinstance(held_out, (list, tuple)) or held_out:
-        apart = batches_of(model, held_out, what="held_out", judged=True, **read)
+        apart = batches_of(model, held_out, what="held_out", use="judge", **read)
     if not apart and isinstance(asked, PruneSection) and (choice := asked.judged_on_held_out):
         raise RequestError(f"{choice} is chosen on held-out rows, and there are none; pass held_out=, or more batches")
     refit: list[Batch] = []
@@ -473,16 +472,15 @@ def _rows(
 
 def _metrics(
     task: Task,
-    behaviour: Behaviour,
     comparison: ComparisonSection,
     asked: PruneSection | _OfPlan,
     held_out: Sequence[Batch],
 ) -> tuple[str, ...]:
     """Return the names of the metrics, by default the usual ones of the task and of the held-out rows."""
     rows = kind_of_rows(held_out, embeds=task.embeds)
-    metrics = comparison.metrics or behaviour.usual_metrics(rows=rows)
+    metrics = comparison.metrics or task.usual_metrics(rows=rows)
     extra = asked.goal.metric if isinstance(asked, PruneSection) else None
-    check_metrics((*metrics, *([] if extra is None else [extra])), predicts=behaviour.predicts, rows=rows)
+    check_metrics((*metrics, *([] if extra is None else [extra])), predicts=task.predicts, rows=rows)
     return tuple(metrics)
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.cards import read_card
+from ..data.batches import has_references, samples_of
 from ..data.facts import DataFacts
-from ..data.targets import has_references, samples_of
 from ..evaluate.metrics import METRICS
 from ..forms.cascade.facts import CascadeFacts, CascadeSummary
 from ..forms.deployment import Deployment
@@ -188,4 +188,4 @@ def _prediction_name(prepared: Prepared, *, answers: bool) -> str:
         return "choice"
     if answers:
         return "answer"
-    return prepared.judged.behaviour.word
+    return prepared.judged.task.word

@@ -23,14 +23,10 @@ from ..checkpoint.classes import load_config, refuse_quantised
 from ..checkpoint.dense import Source, check_device_map, load_dense, source_of, task_class
 from ..checkpoint.save import check_in_sentence_transformers
 from ..checkpoint.sentence import cross_encoder_of, encoder_class, load_encoder, settings_of
-from ..data.batches import Batch, by_length, check_one_size
+from ..data.batches import Batch, by_length, check_one_size, is_of_documents, samples_of
 from ..data.facts import may_overlap, whole_split
-from ..data.generation import GenerationReader
-from ..data.processors import load_processor
-from ..data.reader import Columns, Reader
+from ..data.processors import load_processor, read_as_asked, settle_padding
 from ..data.rows import taken_from
-from ..data.targets import is_of_documents, samples_of
-from ..data.tokens import read_as_asked, settle_padding
 from ..evaluate.interval import confidence_of_each
 from ..evaluate.lm_eval import check_benchmarks
 from ..evaluate.metrics import METRICS, check_metrics
@@ -48,8 +44,7 @@ from ..model.sentence import SentenceSettings, TextEncoder
 from ..recipe.sections import ExportSection
 from ..report.provenance import Request
 from ..slim.config import is_slim
-from ..tasks import COLUMNS, TASKS, Behaviour, Task
-from ..tasks.feature_extraction import Embeddings
+from ..tasks import TASKS, Columns, FeatureExtraction, Task, TextGeneration
 from .draw import Drawn, Draws, Promise, Splits, draw, evaluated, hold_out
 from .prepare import Judged, Prepared, Rows, check_apart, check_options, prepare
 from .recipe import PruneSection, PruningRecipe
@@ -99,16 +94,16 @@ def resolve(
     """
     options = options or recipe.options
     found = _Found.of(recipe)
-    task, config = TASKS[recipe.task], found.config
-    behaviour = _behaviour(recipe, found)
-    judged = Judged(_metrics(recipe, behaviour), behaviour)
+    config, task = found.config, _task(recipe, found)
+    metrics = _metrics(recipe, task)
     names = _checked_runtimes(recipe, runtimes_of(recipe, runtimes))
     measure = MeasureOptions(_ways(recipe, names), _timing(recipe))
     check_device_map(recipe.device_map)
-    processor = found.processor(task)
-    reader = _reader(recipe, found, processor)
+    processor = found.processor(TASKS[recipe.task])
+    task = _to_read(task, recipe, found, processor, metrics)
+    judged = Judged(metrics, task)
     promised = 0 if recipe.cascade is None else recipe.cascade.samples
-    load = partial(reader.load, name=recipe.data.name, files=recipe.data.files)
+    load = partial(task.load, name=recipe.data.name, files=recipe.data.files)
     splits, own = splits_of(recipe), Draws.of(options, recipe.calibration, promised=promised)
     splits = splits if draws else hold_out(splits, _promise(recipe, own, judged), load)
     draws = draws or own
@@ -121,11 +116,10 @@ def resolve(
         model = loaded.prepared.model
     if task.text:
         settle_padding(model, getattr(processor, "tokenizer", processor))
-    reader = replace(reader, config=model.config)
-    judging = _judging(reader, judged)
+    task.config = model.config
     prepared = prepare(
         model,
-        _batches(recipe, reader, judging, drawn),
+        _batches(recipe, task, drawn),
         kinds=options.modules,
         towers=options.towers,
         processor=processor,
@@ -141,7 +135,7 @@ def resolve(
     options = _aligned(options, prepared, recipe.export)
     check_options(prepared, options, criteria=criteria)
     cascade = _cascade(recipe, prepared)
-    evaluation = loaded.evaluation if loaded else _shortest_first(judging, rows, splits.evaluation.batch_size)
+    evaluation = loaded.evaluation if loaded else _shortest_first(task, rows, splits.evaluation.batch_size)
     if task.images and not task.text:
         check_one_size([*prepared.rows.calibration, *prepared.rows.held_out, *prepared.rows.compensation, *evaluation])
     if not check_apart(prepared, options, evaluation, cascades=recipe.cascade is not None):
@@ -155,7 +149,7 @@ def resolve(
         options=options,
         evaluation=evaluation,
         evaluation_of=taken_from(rows),
-        in_order=_in_order(judging, rows),
+        in_order=_in_order(task, rows),
         measure=measure,
         benchmarks=Benchmarks(splits.evaluation.lm_eval, splits.evaluation.samples, splits.evaluation.batch_size),
         source=source_of(model, found.encoder, config, asked=recipe.save_dtype or recipe.dtype, **found.hub),
@@ -177,16 +171,16 @@ def _aligned(options: PruneSection, prepared: Prepared, export: ExportSection) -
     return options.model_copy(update={"multiple_of": aligned})
 
 
-def _batches(recipe: PruningRecipe, reader: Reader, judging: Reader, drawn: Drawn) -> Rows:
+def _batches(recipe: PruningRecipe, task: Task, drawn: Drawn) -> Rows:
     """Return the batches that decide which units a model loses."""
     size = recipe.calibration.batch_size
-    held_out = _shortest_first(judging, drawn.held_out, size)
+    held_out = _shortest_first(task, drawn.held_out, size)
     return Rows(
-        calibration=reader.batches(drawn.scoring, batch_size=size),
+        calibration=task.read(drawn.scoring, size=size),
         held_out=held_out,
-        compensation=reader.unlabelled().batches(drawn.compensation, batch_size=size),
+        compensation=task.read(drawn.compensation, size=size, use="refit"),
         # The cascades of `deploy` keep the promise that its cuts keep.
-        promised=_shortest_first(judging, drawn.promised, size) if recipe.deploy is None else held_out,
+        promised=_shortest_first(task, drawn.promised, size) if recipe.deploy is None else held_out,
     )
 
 
@@ -217,7 +211,7 @@ def splits_of(recipe: PruningRecipe) -> Splits:
 
 def _promise(recipe: PruningRecipe, draws: Draws, judged: Judged) -> Promise | None:
     """Return the promise of a recipe, and how many rows it takes; None if it makes none."""
-    keep, classifies = recipe.goal.keep, TASKS[recipe.task].cascades and judged.behaviour.predicts == "classes"
+    keep, classifies = recipe.goal.keep, TASKS[recipe.task].cascades and judged.task.predicts == "classes"
     metric = None if keep is None else judged.promised(keep.metric, _kind_of_rows(recipe))
     return Promise.of(recipe, draws, metric=metric, classifies=classifies)
 
@@ -250,48 +244,47 @@ def _cascade(recipe: PruningRecipe, prepared: Prepared) -> CascadeOptions | None
 def rows_in_order(recipe: PruningRecipe) -> Callable[[int], list[Batch]]:
     """Return a function of a batch size that gives batches of the first 512 evaluation rows, in their order."""
     found = _Found.of(recipe)
-    reader = _reader(recipe, found, found.processor(TASKS[recipe.task]))
-    rows = evaluated(splits_of(recipe), partial(reader.load, name=recipe.data.name, files=recipe.data.files))
-    return _in_order(reader, rows)
+    task = _to_read(_task(recipe, found), recipe, found, found.processor(TASKS[recipe.task]))
+    rows = evaluated(splits_of(recipe), partial(task.load, name=recipe.data.name, files=recipe.data.files))
+    return _in_order(task, rows)
 
 
 def refit_rows(recipe: PruningRecipe) -> list[Batch]:
     """Return batches of the rows that a recipe refits on if it holds none out, without loading its model."""
     found = _Found.of(recipe)
-    reader = _reader(recipe, found, found.processor(TASKS[recipe.task]))
-    load = partial(reader.load, name=recipe.data.name, files=recipe.data.files)
+    task = _to_read(_task(recipe, found), recipe, found, found.processor(TASKS[recipe.task]))
+    load = partial(task.load, name=recipe.data.name, files=recipe.data.files)
     draws = replace(Draws.of(recipe.options, recipe.calibration), held_out=0, apart=False)
     drawn = draw(splits_of(recipe), load, recipe.options, draws)
-    return reader.unlabelled().batches(drawn.compensation, batch_size=recipe.calibration.batch_size)
+    return task.read(drawn.compensation, size=recipe.calibration.batch_size, use="refit")
 
 
-def _in_order(reader: Reader, rows: datasets.Dataset) -> Callable[[int], list[Batch]]:
-    first, reader = rows.select(range(min(len(rows), ROWS))), reader.as_they_come()
+def _in_order(task: Task, rows: datasets.Dataset) -> Callable[[int], list[Batch]]:
+    first = rows.select(range(min(len(rows), ROWS)))
     # Documents are embedded once, and queries while somebody waits.
-    return lambda size: [batch for batch in reader.batches(first, batch_size=size) if not is_of_documents(batch)]
+    return lambda size: [batch for batch in task.read(first, size=size, use="time") if not is_of_documents(batch)]
 
 
-def _behaviour(recipe: PruningRecipe, found: _Found) -> Behaviour:
-    """Return what a model predicts, and which predictions a recipe takes for the same."""
-    asked = recipe.evaluation
+def _task(recipe: PruningRecipe, found: _Found) -> Task:
+    """Return the task of a model, which knows which predictions a recipe takes for the same."""
     if found.settings is not None:
-        return Embeddings(found.settings.similarity)
-    behaviour = TASKS[recipe.task].behaviour(found.config)
-    return behaviour.options(tolerance=asked.stability_tolerance, threshold=asked.threshold)
+        return FeatureExtraction(found.config, settings=found.settings)
+    asked = recipe.evaluation
+    return TASKS[recipe.task](found.config, tolerance=asked.stability_tolerance, threshold=asked.threshold)
 
 
-def _metrics(recipe: PruningRecipe, behaviour: Behaviour) -> tuple[str, ...]:
+def _metrics(recipe: PruningRecipe, task: Task) -> tuple[str, ...]:
     """Return the names of the metrics, the report's first, after checking that metrics and benchmarks fit the task."""
     extra = () if recipe.goal.metric is None else (recipe.goal.metric,)
     named = (*recipe.evaluation.metrics, *extra)
     rows = _kind_of_rows(recipe)
     # For questions with choices, token metrics judge only the right choices.
     of_tokens = any(name in METRICS and METRICS[name].of == "tokens" for name in named)
-    choices = TASKS[recipe.task].generative and recipe.data.label is not None and not of_tokens
-    metrics = recipe.evaluation.metrics or behaviour.usual_metrics(
+    choices = task.generative and recipe.data.label is not None and not of_tokens
+    metrics = recipe.evaluation.metrics or task.usual_metrics(
         rows=rows, answers=recipe.data.answer is not None, choices=choices
     )
-    predicts = "choices" if choices else behaviour.predicts
+    predicts = "choices" if choices else task.predicts
     check_metrics(tuple(dict.fromkeys((*metrics, *extra))), predicts=predicts, rows=rows)
     if recipe.evaluation.lm_eval:
         check_benchmarks(recipe.evaluation.lm_eval)
@@ -376,14 +369,7 @@ class _Found:
         refuse_quantised(config, settings.encoder)
         return cls(settings.encoder, config, encoder_class(settings.encoder), {}, settings)
 
-    @property
-    def reading(self) -> dict[str, Any]:
-        """How texts are read, by the fields of the reader."""
-        if self.pairs is not None:
-            return {"max_length": self.pairs.max_length}
-        return {} if self.settings is None else self.settings.reading
-
-    def processor(self, task: Task) -> Any:
+    def processor(self, task: type[Task]) -> Any:
         """Load the tokenizer or processor; of a CrossEncoder, it reads as that asks."""
         loaded = load_processor(self.encoder, task=task, **self.hub)
         if self.pairs is not None:
@@ -405,28 +391,15 @@ class _Found:
         return load_dense(self.encoder, self.model_class, dtype=dtype, device_map=device_map, **self.hub)
 
 
-def _reader(recipe: PruningRecipe, found: _Found, processor: Any) -> Reader:
-    data, asked = recipe.data, dict(found.reading)
-    if data.max_length is not None:
-        asked["max_length"] = data.max_length
-        if "lengths" in asked:
-            asked["lengths"] = {kind: min(n, data.max_length) for kind, n in asked["lengths"].items()}
-    return TASKS[recipe.task].reader(
-        columns=Columns(**{name: getattr(data, name) for name in COLUMNS}),
-        config=found.config,
-        processor=processor,
-        packing=data.packing,
-        bos=data.bos,
-        **asked,
-    )
+def _to_read(task: Task, recipe: PruningRecipe, found: _Found, processor: Any, metrics: Sequence[str] = ()) -> Task:
+    """Return the task that reads the columns of a recipe, to be judged by these metrics."""
+    columns = Columns(**{name: getattr(recipe.data, name) for name in Columns.__dataclass_fields__})
+    if columns.max_length is None and found.pairs is not None:
+        columns = replace(columns, max_length=found.pairs.max_length)
+    if metrics and METRICS[metrics[0]].of == "choices" and isinstance(task, TextGeneration):
+        task = task.of_choices()
+    return task.to_read(columns, processor)
 
 
-def _judging(reader: Reader, judged: Judged) -> Reader:
-    """Return the reader of the rows that models are judged on."""
-    if isinstance(reader, GenerationReader) and METRICS[judged.metrics[0]].of == "choices":
-        return reader.of_choices()
-    return reader.judging()
-
-
-def _shortest_first(reader: Reader, samples: datasets.Dataset, batch_size: int) -> list[Batch]:
-    return by_length(reader.batches(samples, batch_size=batch_size), config=reader.config)
+def _shortest_first(task: Task, samples: datasets.Dataset, batch_size: int) -> list[Batch]:
+    return by_length(task.read(samples, size=batch_size, use="judge"), config=task.config)

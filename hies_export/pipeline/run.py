@@ -332,7 +332,7 @@ def _judge_deployed(
         seconds = time.monotonic() - answer.began
         ranking = None
         if best is not None and prepared.task.embeds:
-            ranking = whole.ranking(running[best].predict(whole.batches, whole.behaviour))
+            ranking = whole.ranking(running[best].predict(whole.batches, whole.task))
         # Last, as it moves what the form reads.
         file = None if best is None else keep_file(forms, judged[best], folder, same=same)
         deployment = Deployment(answer.promise, best, step, answer.dense.ways, seconds, file, ranking)

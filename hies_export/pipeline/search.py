@@ -15,13 +15,14 @@ from ..data.batches import Batch
 from ..errors import DropError
 from ..evaluate.interval import FAILURES
 from ..evaluate.judge import Judge, Judgement, Quality
-from ..evaluate.predict import Predictions, Predictor, predict
+from ..evaluate.predict import Predictor, predict
 from ..forms.measure.counts import Both
 from ..progress import Progress
 from ..recipe.budget import Found, Outcome
 from ..report.outcomes import asked_words, found_words
 from ..score.criteria import Scores
 from ..slim.mask import masked_units
+from ..tasks import Predictions
 from ..units import PrunableModule, Selection
 from .cut import Refit, Slim, cut_beside
 from .prepare import Prepared
@@ -401,7 +402,7 @@ def evaluate(
         benchmarks = _side_by_side(benchmark(model), benchmark(slim))
     metrics, ranking = _side_by_side(dense.metrics, pruned.metrics), judge.ranking(predictions)
     # Rankings are compared by their order, whatever the logits.
-    tolerance = None if ranking else judge.behaviour.tolerance_on(judge.dense)
+    tolerance = None if ranking else judge.task.tolerance_on(judge.dense)
     return Evaluation(metrics, pruned.stability, masked, benchmarks, ranking, tolerance)
 
 

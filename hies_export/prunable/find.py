@@ -11,7 +11,7 @@ from ..kinds import ATTENTION, MLP
 from ..model.copies import refuse_devices
 from ..model.internals import note_newer_release
 from ..model.tokens import short_samples
-from ..tasks.models import refuse_adapters
+from ..tasks.registry import refuse_adapters
 from ..units import PrunableModule
 from .attention import find_attention
 from .mlp import find_mlp

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..data.targets import inputs_of
+from ..data.batches import inputs_of
 from ..model.copies import copy_with
 from ..model.internals import ask_for_output_alone, configs_of, forget_hooks
 from ..model.linear import features_of, is_linear, set_parameter

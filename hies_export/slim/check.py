@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..data.targets import inputs_of
+from ..data.batches import inputs_of
 from ..equal import IN_FLOAT64, SAME_CODE, SURE_IN_FLOAT32, Difference
 from ..errors import CutMismatchError, PlanError, memory_failure
 from ..kinds import ATTENTION, MLP, UNIT_NAMES

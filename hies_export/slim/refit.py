@@ -37,7 +37,7 @@ from ..calibrate.moments import (
 )
 from ..calibrate.passes import run_pass
 from ..calibrate.readings import Reading
-from ..data.targets import size_of
+from ..data.batches import size_of
 from ..errors import NonFiniteError, RecipeError, RequestError
 from ..model.linear import weight_of
 from ..model.threads import threads_for

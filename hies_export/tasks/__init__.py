@@ -1,28 +1,47 @@
-"""The object that says what a task is: what its models read, what they predict, how they are scored and reported.
+"""The class that says what a task is: how rows are read for it, how units are scored by it, and what is predicted.
 
-- `task.py`: the `Task`: which models it has, and what they read.
-- `behaviour.py`: the `Behaviour`: what models predict, how units are scored by it, and how it is judged.
-- `text_classification.py` and the other files named as the Hub names a task: a task each; `classes.py` and `tokens.py`
-  are the behaviours that several have.
-- `predictions.py`: what is kept of the predictions of language models.
-- `registry.py`: all of them by their names.
-- `models.py`: the task of a model, and the behaviour of any; `by_shape.py` is that of a model of no task.
+- `task.py`: `Task`, bound to a model's configuration, with the defaults of a row of logits per sample; `Columns` that
+  it reads, and the `Predictions` that it compares.
+- `classification.py` and the other files named as the Hub names a task: a class each. `labels.py` and `prompts.py`
+  read what several of them need.
+- `registry.py`: all of them by their names, and the task of a model.
+- `given.py`: the batches of what a user holds in memory.
 
-A recipe is checked against the tasks before torch is imported, which takes seconds. So all but the last two import
-torch and the readers only where they run.
+A recipe is checked against the tasks before torch is imported, which takes seconds. So all but `given.py` import torch,
+and what reads rows, by `late.py`.
 """
 
-from .behaviour import Behaviour, Predicted
-from .registry import TASKS, find_task, register_task
-from .task import COLUMNS, Task, column_sets
+from .classification import ImageClassification, TextClassification
+from .feature_extraction import FeatureExtraction
+from .fill_mask import FillMask
+from .image_text_to_text import ImageTextToText
+from .question_answering import QuestionAnswering
+from .registry import TASKS, find_task, register_task, task_of
+from .task import COLUMNS, Columns, Loss, Predictions, Task, Use, batched
+from .text2text_generation import AutomaticSpeechRecognition, Text2TextGeneration
+from .text_generation import TextGeneration
+from .token_classification import TokenClassification
 
 __all__ = [
     "COLUMNS",
     "TASKS",
-    "Behaviour",
-    "Predicted",
+    "AutomaticSpeechRecognition",
+    "Columns",
+    "FeatureExtraction",
+    "FillMask",
+    "ImageClassification",
+    "ImageTextToText",
+    "Loss",
+    "Predictions",
+    "QuestionAnswering",
     "Task",
-    "column_sets",
+    "Text2TextGeneration",
+    "TextClassification",
+    "TextGeneration",
+    "TokenClassification",
+    "Use",
+    "batched",
     "find_task",
     "register_task",
+    "task_of",
 ]

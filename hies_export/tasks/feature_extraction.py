@@ -2,104 +2,244 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
-from ..errors import DataError
-from .behaviour import Behaviour
-from .task import Task, column_sets
+from ..errors import DataError, quoted
+from .late import data, torch
+from .task import Columns, Predictions, Task, Use, batched, random_projection
 
 if TYPE_CHECKING:
+    import datasets
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from ..data.reader import Reader
-    from ..model.sentence import Similarity
+    from ..data import Batch
+    from ..model.sentence import SentenceSettings
 
+logger = logging.getLogger(__name__)
 
-@dataclass(frozen=True)
-class Embeddings(Behaviour):
-    """Embeddings, (batch, dimension), which are judged by what they rank. They need no labels."""
-
-    similarity: Similarity = "cosine"
-
-    predicts = "embeddings"
-    of_rows: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "queries": ("ndcg@10", "recall@10", "mrr@10"),
-        "pairs": ("spearman", "pearson"),
-        "texts": ("own_ndcg@10",),
-    }
-    metrics = of_rows["texts"]
-    output_names = ("sentence_embedding",)
-    # Every time by another projection.
-    repeats = 4
-
-    def replaces_labels(self, model: PreTrainedModel, batch: Mapping[str, Tensor]) -> bool:
-        """Return False: an embedding is no label."""
-        return False
-
-    def own_labels(self, model: PreTrainedModel, batch: Mapping[str, Tensor], output: Tensor) -> Tensor:
-        """Refuse: see `replaces_labels`."""
-        raise NotImplementedError
-
-    def unlabelled_loss(self, output: Tensor, index: int) -> Tensor:
-        """Return the embeddings, each `projected` by its own signs, (batch,) float32."""
-        return projected(output, index)
-
-    def effect(self, model: PreTrainedModel, batch: Mapping[str, Tensor], output: Tensor, index: int) -> Tensor:
-        """Return the embeddings, each `projected` by its own signs, (batch,) float32."""
-        return projected(output, index)
-
-    def decided(self, predictions: Tensor) -> Tensor:
-        """Return the embeddings."""
-        return predictions
-
-    def same(self, dense: Tensor, other: Tensor) -> Tensor:
-        """Refuse: embeddings are compared by what they rank."""
-        raise DataError("embeddings are compared by what they rank; judge them with rows that can be ranked")
-
-    def table(self, predictions: Tensor, references: Tensor) -> Any:
-        """Refuse: see `same`."""
-        raise NotImplementedError
+# Kinds of texts, which may have prompts of their own.
+QUERY, DOCUMENT, TEXT = "query", "document", "text"
 
 
 class FeatureExtraction(Task):
-    """Encoders of texts: a `TextEncoder` gives an embedding for each."""
+    """Encoders of texts: a `TextEncoder` gives an embedding for each.
+
+    Embeddings, (batch, dimension), are judged by what they rank. They need no labels. Every sample is scored several
+    times, each time by another projection.
+
+    Batches have `input_ids`, `attention_mask` and, if the model has segments, `token_type_ids`, (texts, longest of the
+    batch). They hold every text of the samples once. To judge, batches say how texts belong together (`TEXT_KEYS`). All
+    queries come before all documents, in batches of their own, and rows of the same query are one query. Texts alone
+    need no description.
+
+    Args:
+        settings: How the model reads texts, and by what its embeddings are compared.
+    """
 
     name = "feature-extraction"
     auto_class = "AutoModel"
-    columns = column_sets("text", "text label", "query document", "query document label")
+    reads = ("text", "text label", "query document", "query document label")
     needs = "data.text (one column, or two and the label of their similarity), or data.query and data.document"
     text_columns = 2
     embeds = True
     rows_together = True
     of_item = 1
 
-    def behaviour(self, config: Any) -> Embeddings:
-        """Return that of embeddings."""
-        return Embeddings()
+    predicts = "embeddings"
+    of_rows: ClassVar = {
+        "queries": ("ndcg@10", "recall@10", "mrr@10"),
+        "pairs": ("spearman", "pearson"),
+        "texts": ("own_ndcg@10",),
+    }
+    metrics = of_rows["texts"]
+    output_names = ("sentence_embedding",)
+    repeats = 4
+
+    def __init__(self, config: Any, *, settings: SentenceSettings | None = None, **options: Any) -> None:
+        super().__init__(config, **options)
+        self.settings = settings
+        if settings is not None:
+            self.similarity = settings.similarity
+
+    def to_read(self, columns: Columns, processor: Any = None) -> FeatureExtraction:
+        """Return the same task, with a copy of the tokenizer that reads as the settings ask."""
+        found, settings = super().to_read(columns, processor), self.settings
+        if found.processor is not None and settings is not None and (settings.tokenizer or settings.lower):
+            data.read_as_asked(found.processor, settings.tokenizer, lower=settings.lower)
+        return found
 
     @property
-    def reader_class(self) -> type[Reader]:
-        """The reader of texts, pairs of texts, and queries with documents."""
-        from ..data.embedding import EmbeddingReader
+    def scored_pairs(self) -> bool:
+        """Whether texts come in pairs with a known similarity."""
+        return len(self.columns.text) > 1 and self.columns.label is not None
 
-        return EmbeddingReader
+    def check_targets(self, rows: datasets.Dataset) -> None:
+        """Refuse rows without text, or whose queries, documents or scores do not belong together."""
+        if self.columns.query:
+            _check_queries(rows, *self._of_queries)
+            return
+        if self.columns.label:
+            if not self.scored_pairs:
+                raise DataError(
+                    "the label of texts to embed is the similarity of two, but data.text names one column; name two, "
+                    "or leave data.label out"
+                )
+            data.read_numbers(rows, column=self.columns.label, what="the similarity of two texts")
+        blank = [row for column in self.columns.text for row, text in enumerate(rows[column][:]) if not text.strip()]
+        if len(blank) == len(rows) * len(self.columns.text):
+            raise DataError(f"at least one row must have text, but all of {' and '.join(self.columns.text)} are blank")
+        if blank and len(self.columns.text) > 1:
+            raise DataError(
+                f"every text of a pair must have text, but one of {data.row_name(rows, blank[0])} is blank; remove "
+                "such rows"
+            )
+        if blank:
+            logger.warning("%d of %d rows are blank in %r and left out", len(blank), len(rows), self.columns.text[0])
+
+    @property
+    def _of_queries(self) -> tuple[str, str, str | None]:
+        """The columns of queries, documents and labels."""
+        return str(self.columns.query), str(self.columns.document), self.columns.label
+
+    def batches(self, samples: datasets.Dataset, size: int, use: Use) -> Iterator[Batch]:
+        """Yield batches of the distinct texts, the shortest first, or in their order to be timed."""
+        if use in ("judge", "time") and (self.columns.query or self.scored_pairs):
+            texts = self._queries(samples) if self.columns.query else self._pairs(samples)
+            found = self._of_kinds(texts, size)
+        else:
+            found = self._texts(samples, size)
+        yield from found if use == "time" else data.by_length(list(found), config=self.config)
+
+    def _texts(self, samples: datasets.Dataset, size: int) -> Iterator[Batch]:
+        """Batches of the distinct texts of each kind."""
+        texts = [item for item in dict.fromkeys(self._each(samples)) if item[1].strip()]
+        for kind in (QUERY, DOCUMENT, TEXT):
+            of_kind = [text for each, text in texts if each == kind]
+            yield from (self._encoded(kind, part) for part in batched(of_kind, size))
+
+    def _each(self, samples: datasets.Dataset) -> Iterator[tuple[str, str]]:
+        """Yield the kind and the text of all texts."""
+        if self.columns.query:
+            for query, documents, _ in _answers(samples, *self._of_queries):
+                yield QUERY, query
+                yield from ((DOCUMENT, document) for document in documents)
+        else:
+            columns = (samples[column][:] for column in self.columns.text)
+            yield from ((TEXT, text) for row in zip(*columns, strict=True) for text in row)
+
+    def _queries(self, samples: datasets.Dataset) -> dict[str, tuple[list[str], Batch]]:
+        """Return the queries and the documents, each with its description."""
+        documents: dict[str, int] = {}
+        wanted: dict[str, dict[int, float]] = {}
+        for query, texts, grades in _answers(samples, *self._of_queries):
+            numbers = [documents.setdefault(text, len(documents)) for text in texts]
+            if query.strip():
+                found = wanted.setdefault(query, {})
+                for number, grade in zip(numbers, grades, strict=True):
+                    found[number] = max(grade, found.get(number, grade))
+        relevant = {query: {d: g for d, g in found.items() if g > 0} for query, found in wanted.items()}
+        if nothing := next((query for query, found in relevant.items() if not found), None):
+            raise DataError(
+                f"every query must have a relevant document to be judged by, one with a label above 0, but "
+                f"{quoted(nothing)} has none; remove its rows"
+            )
+        # The first rows of a file, which are timed, may have no query.
+        most = max(map(len, relevant.values()), default=1)
+        of_queries = _described(len(relevant), most, "query")
+        of_documents = _described(len(documents), most, "document")
+        for row, found in enumerate(relevant.values()):
+            of_queries["relevant"][row, : len(found)] = torch.tensor(list(found))
+            of_queries["grades"][row, : len(found)] = torch.tensor(list(found.values()))
+        return {QUERY: (list(relevant), of_queries), DOCUMENT: (list(documents), of_documents)}
+
+    def _pairs(self, samples: datasets.Dataset) -> dict[str, tuple[list[str], Batch]]:
+        """Return the texts of all pairs, the two of a pair after each other, with their description."""
+        pairs = list(zip(*(samples[column][:] for column in self.columns.text), strict=True))
+        scores = data.read_numbers(samples, column=str(self.columns.label), what="the similarity of two texts")
+        described = {
+            "pair": torch.arange(len(pairs)).repeat_interleave(2),
+            "side": torch.tensor([0, 1]).repeat(len(pairs)),
+            "score": torch.tensor(scores, dtype=torch.float32).repeat_interleave(2),
+        }
+        return {TEXT: ([text for pair in pairs for text in pair], described)}
+
+    def _of_kinds(self, texts: Mapping[str, tuple[list[str], Batch]], size: int) -> Iterator[Batch]:
+        for kind, (of_kind, described) in texts.items():
+            for part in batched(range(len(of_kind)), size):
+                batch = self._encoded(kind, [of_kind[row] for row in part])
+                yield batch | {key: value[part] for key, value in described.items()}
+
+    def _encoded(self, kind: str, texts: Sequence[str]) -> Batch:
+        settings, asked = self.settings, self.columns.max_length
+        prompt, length, special = "", asked, True
+        if settings is not None:
+            prompt, special = settings.prompts.get(kind, ""), settings.special_tokens
+            own = settings.lengths.get(kind)
+            length = (settings.max_length if asked is None else asked) if own is None else min(own, asked or own)
+        prompted = [prompt + text for text in texts]
+        return data.encoded(self.processor, self.config, prompted, max_length=length, add_special_tokens=special)
+
+    def effect(self, model: PreTrainedModel, batch: Batch, output: Tensor, number: int) -> Tensor:
+        """Return the embeddings on random signs, (batch,) float32."""
+        return random_projection(output, number)
+
+    def decide(self, predictions: Predictions) -> Tensor:
+        """Return the embeddings."""
+        return predictions.values
+
+    def same(self, dense: Predictions, other: Predictions) -> NoReturn:
+        """Refuse: embeddings are compared by what they rank."""
+        raise DataError("embeddings are compared by what they rank; judge them with rows that can be ranked")
 
 
-def projected(outputs: Tensor, seed: int) -> Tensor:
-    """Return outputs, (samples, dimension), each projected onto random signs of its own, (samples,) float32.
+def _described(texts: int, most: int, kind: str) -> Batch:
+    """Return the description of texts of a kind, none of which has relevant documents yet."""
+    none = torch.full((texts,), -1)
+    described = {QUERY: none, DOCUMENT: none.clone(), "relevant": none[:, None].repeat(1, most)}
+    return described | {kind: torch.arange(texts), "grades": torch.zeros(texts, most)}
 
-    Over such signs v, the mean of (v . d)^2 is |d|^2, the squared length of a change d of the output. So the gradient
-    of one number measures the effect on a whole embedding. With a single dimension, the output itself is returned.
 
-    Source: Hutchinson, Communications in Statistics 18 (1989), for the signs.
-    """
-    import torch
+def _answers(
+    rows: datasets.Dataset, query: str, document: str, label: str | None
+) -> Iterator[tuple[str, list[str], list[float]]]:
+    """Yield the query of each row, "" for none, its documents, and how much each is wanted: 1 without a label."""
+    labels = rows[label][:] if label else [None] * len(rows)
+    for asked, found, grades in zip(rows[query][:], rows[document][:], labels, strict=True):
+        documents = [found] if isinstance(found, str) else found or []
+        if label is None or not (asked or "").strip():
+            grades = [1.0] * len(documents)
+        yield asked or "", documents, list(map(float, grades)) if isinstance(grades, list) else [float(grades)]
 
-    if outputs.shape[-1] == 1:
-        return outputs.float()[:, 0]
-    generator = torch.Generator().manual_seed(seed)
-    signs = torch.randint(0, 2, outputs.shape, generator=generator) * 2 - 1
-    return (outputs.float() * signs.to(outputs.device)).sum(-1)
+
+def _check_queries(rows: datasets.Dataset, query: str, document: str, label: str | None) -> None:
+    """Refuse rows whose queries, documents or labels do not belong together."""
+    feature = rows.features[document]
+    if getattr(rows.features[query], "dtype", None) not in data.STRINGS:
+        raise DataError(f"the column {query!r} must hold text, but it holds {data.kind_of(rows.features[query])}")
+    if getattr(getattr(feature, "feature", feature), "dtype", None) not in data.STRINGS:
+        raise DataError(
+            f"the column {document!r} must hold a text or a list of texts, but it holds {data.kind_of(feature)}"
+        )
+    queries = [(text or "").strip() for text in rows[query][:]]
+    if not any(queries):
+        raise DataError(
+            f"at least one row must have a query, but all of {query!r} are blank; name texts alone as data.text"
+        )
+    labels = rows[label][:] if label else [None] * len(rows)
+    for row, (asked, found, given) in enumerate(zip(queries, rows[document][:], labels, strict=True)):
+        documents: Sequence[Any] = [found] if isinstance(found, str) else found or []
+        if not documents or not all(text and text.strip() for text in documents):
+            what = "an empty one" if documents else "none"
+            raise DataError(
+                f"every row must have a document with text in {document!r}, but {data.row_name(rows, row)} has {what}; "
+                "remove such rows"
+            )
+        grades = given if isinstance(given, list) else [given]
+        if label and asked and (len(grades) != len(documents) or not all(map(data.is_number, grades))):
+            raise DataError(
+                f"a row must have a number in {label!r} for each of its documents, how much it is wanted, but "
+                f"{data.row_name(rows, row)} has {quoted(given)} for {len(documents)}"
+            )

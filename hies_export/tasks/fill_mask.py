@@ -2,28 +2,96 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+import zlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
-from ..errors import DataError
-from .task import Task, column_sets
-from .tokens import Tokens, check_token_labels
+from ..errors import DataError, quoted
+from .late import data, np, torch
+from .task import Use, batched
+from .text_generation import TextGeneration, check_token_labels
 
 if TYPE_CHECKING:
+    import datasets
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from ..data.reader import Reader
+    from ..data import Batch
+
+# The share of the tokens of a text that is masked, as BERT was trained (https://arxiv.org/abs/1810.04805, section 3.1).
+SHARE = 0.15
 
 
-class MaskedTokens(Tokens):
-    """A prediction of every masked token, from logits, (batch, tokens, vocabulary), at its own place."""
+class FillMask(TextGeneration):
+    """Masked language models, such as a base model before it is fine-tuned.
 
-    metrics: ClassVar[tuple[str, ...]] = ("perplexity", "token_accuracy")
+    Every masked token is predicted, from logits, (batch, tokens, vocabulary), at its own place. Batches have `labels`
+    (batch, tokens) int64, the masked tokens of each text, -100 elsewhere: 15 % of its tokens, and one at least. Which
+    ones are masked depends on the text alone, so they are the same however rows are drawn.
+    """
+
+    name = "fill-mask"
+    auto_class = "AutoModelForMaskedLM"
+    ort_class = "ORTModelForMaskedLM"
+    reads = ("text",)
+    needs = "data.text (one column)"
+    a_row_is_a_sample = True
+    generative = False
+    decodes_text = False
+    encoder_decoders = False  # their losses feed the decoder the labels, which are behind the masks
+
+    metrics = ("perplexity", "token_accuracy")
     word = "masked token"
     shift = 0
 
-    def canonical(self, model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def check_targets(self, rows: datasets.Dataset) -> None:
+        """Refuse blank texts, and a tokenizer without masks."""
+        if self.processor is not None and self.processor.mask_token_id is None:
+            raise DataError(
+                "a tokenizer that fills masks must have a mask token, but this one has none; save the model with the "
+                "tokenizer that it was trained with"
+            )
+        for row, text in enumerate(rows[self.columns.text[0]][:]):
+            if not text.strip():
+                raise DataError(
+                    f"every row must have text to mask, but {data.row_name(rows, row)} is blank; leave it out"
+                )
+
+    def samples(self, rows: datasets.Dataset) -> datasets.Dataset:
+        """Return the rows themselves."""
+        return rows
+
+    def batches(self, samples: datasets.Dataset, size: int, use: Use) -> Iterator[Batch]:
+        """Yield batches of texts with masks."""
+        texts = samples[self.columns.text[0]][:]
+        for part in batched(range(len(samples)), size):
+            chosen = [texts[row] for row in part]
+            found = data.tokenised(
+                self.processor, self.config, chosen, max_length=self.columns.max_length, return_special_tokens_mask=True
+            )
+            special = found.pop("special_tokens_mask")
+            found["labels"] = []
+            for row, text in enumerate(chosen):
+                ids, labels = self._masked(found["input_ids"][row], special[row], text)
+                found["input_ids"][row] = ids
+                found["labels"].append(labels)
+            yield data.as_batch(found, self.processor, self.config)
+
+    def _masked(self, ids: list[int], special: list[int], text: str) -> tuple[list[int], list[int]]:
+        """Return the tokens of a text with masks, and what is behind them."""
+        mask = self.processor.mask_token_id
+        words = [place for place, mark in enumerate(special) if not mark and ids[place] != mask]
+        if not words:
+            raise DataError(
+                f"a text must have a token to mask, but {quoted(text)} has none within the {len(ids)} that are read; "
+                "leave it out, or raise max_length"
+            )
+        generator: Any = np.random.default_rng(zlib.crc32(text.encode()))
+        chosen = set(generator.choice(words, max(1, round(SHARE * len(words))), replace=False).tolist())
+        masked = [mask if place in chosen else token for place, token in enumerate(ids)]
+        return masked, [token if place in chosen else data.IGNORED for place, token in enumerate(ids)]
+
+    def canonical(self, model: PreTrainedModel, batch: Batch) -> Batch:
         """Return the rows that have a masked token.
 
         Collators mask tokens at random, so that short texts may come without.
@@ -46,40 +114,7 @@ class MaskedTokens(Tokens):
             )
         return {key: value[rows] for key, value in batch.items()}
 
-    def own_labels(self, model: PreTrainedModel, batch: Mapping[str, Tensor], output: Tensor) -> Tensor:
+    def own_labels(self, model: PreTrainedModel, batch: Batch, output: Tensor) -> Tensor:
         """Return the likeliest token at every real one, (batch, tokens): which of them are masks, only labels tell."""
-        import torch
-
-        from ..data.targets import IGNORED
-
         real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])) != 0
-        return output.argmax(-1).where(real.to(output.device), IGNORED)
-
-    def _labels(self, model: PreTrainedModel, batch: Mapping[str, Tensor], output: Tensor) -> Tensor:
-        return batch["labels"] if "labels" in batch else self.own_labels(model, batch, output)
-
-    def _are_answers(self, batches: Sequence[Mapping[str, Tensor]]) -> bool:
-        return False
-
-
-class FillMask(Task):
-    """Masked language models, such as a base model before it is fine-tuned."""
-
-    name = "fill-mask"
-    auto_class = "AutoModelForMaskedLM"
-    ort_class = "ORTModelForMaskedLM"
-    columns = column_sets("text")
-    needs = "data.text (one column)"
-    places_by_labels = True
-    encoder_decoders = False  # their losses feed the decoder the labels, which are behind the masks
-
-    def behaviour(self, config: Any) -> MaskedTokens:
-        """Return that of models that predict masked tokens."""
-        return MaskedTokens()
-
-    @property
-    def reader_class(self) -> type[Reader]:
-        """The reader of texts, which masks some of their tokens."""
-        from ..data.masked import MaskedReader
-
-        return MaskedReader
+        return output.argmax(-1).where(real.to(output.device), data.IGNORED)

@@ -2,40 +2,169 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .task import Task, column_sets
-from .tokens import Tokens
+from ..errors import DataError, refusing
+from .late import data, torch
+from .prompts import answer_text, tokenise
+from .task import Use, batched
+from .text_generation import TextGeneration, check_answer, with_positions
 
 if TYPE_CHECKING:
-    from ..data.reader import Reader
+    import datasets
+    import PIL.Image
+    from torch import Tensor
+
+    from ..data import Batch
+
+logger = logging.getLogger(__name__)
+
+# Share of a data set's images that may fail to decode.
+TOLERATED_SHARE = 0.01
 
 
-class Answers(Tokens):
-    """An answer for each prompt, token by token."""
+class ImageTextToText(TextGeneration):
+    """Vision-language models: decoders of images and text.
 
-    metrics = ("exact_match", "perplexity")
-
-
-class ImageTextToText(Task):
-    """Vision-language models: decoders of images and text."""
+    Labels are on the answer. Nothing is cut, because a prompt without its image's tokens or its first words is another
+    prompt. One image in a hundred may fail to decode; such samples are left out.
+    """
 
     name = "image-text-to-text"
     auto_class = "AutoModelForImageTextToText"
-    columns = column_sets("image prompt answer", "image prompt answer label")
-    generative = True
-    places_by_labels = True
+    reads = ("image prompt answer", "image prompt answer label")
     needs = "data.image, data.prompt and data.answer"
     images = True
+    in_parts = True
+    decodes_text = False
     encoder_decoders = False  # their labels stand where they are predicted
 
-    def behaviour(self, config: Any) -> Answers:
-        """Return that of language models whose rows all have answers."""
-        return Answers()
+    metrics = ("exact_match", "perplexity")
 
-    @property
-    def reader_class(self) -> type[Reader]:
-        """The reader of images with prompts and answers."""
-        from ..data.image_text import ImageTextReader
+    def batches(self, samples: datasets.Dataset, size: int, use: Use) -> Iterator[Batch]:
+        """Yield batches of images, prompts and answers, of which nothing is cut."""
+        tokenizer, limit = self.prepare_tokenizer()
+        data.give_padding(tokenizer)
+        samples, choices = self.with_one_answer(samples, use)
+        texts, column, end = self.texts(samples), str(self.columns.image), self.end(choices)
+        good = _decodable(data.as_images(samples, column), column)
+        for part in batched(good, size):
+            rows = [row for row, _ in part]
+            pairs = [self.prompt_and_answer(texts[row], None if choices is None else choices.text[row]) for row in rows]
+            answer_tokens = []
+            for row, pair in zip(rows, pairs, strict=True):
+                ids, count = tokenise(*pair, tokenizer, end)
+                check_answer(len(ids), count, data.row_name(samples, row), limit)
+                answer_tokens.append(count)
+            encoded = self._encoded(samples, part, pairs, tokenizer, end)
+            for row, length in zip(rows, encoded["attention_mask"].sum(-1).tolist(), strict=True):
+                if limit is not None and length > limit:
+                    raise DataError(
+                        f"image, prompt and answer must fit into max_length ({limit} tokens), but "
+                        f"{data.row_name(samples, row)} has {length}; raise max_length, or shorten the prompt"
+                    )
+            data.check_vocabulary(encoded["input_ids"], self.config)
+            batch = with_positions(encoded, self.config, _labels(encoded, answer_tokens))
+            yield batch if choices is None else batch | choices.of(rows)
 
-        return ImageTextReader
+    def prompt_and_answer(self, row: dict[str, Any], choice: str | None = None) -> tuple[str, str]:
+        """Return the prompt of a row, with a place for the image, and its answer or the given choice."""
+        prompt, answer = super().prompt_and_answer(row, choice)
+        return with_image_token(prompt, self.processor), answer
+
+    def _encoded(
+        self,
+        samples: datasets.Dataset,
+        part: Sequence[tuple[int, PIL.Image.Image]],
+        pairs: Sequence[tuple[str, str]],
+        tokenizer: Any,
+        end: str,
+    ) -> Batch:
+        """Return a batch of rows and images, after checking that each prompt has a place for its image.
+
+        Some processors look for it, and others leave that to the model.
+        """
+        from ..model.tokens import placeholders
+
+        must = "a row must have one place for its image, in the prompt, but"
+        remedy = "write the model's image token into data.prompt, and take it out of columns, or mend the chat template"
+        try:
+            encoded = self._encode([image for _, image in part], pairs, tokenizer, end)
+        except Exception:  # each processor raises its own kinds
+            for (row, image), pair in zip(part, pairs, strict=True):
+                with refusing(f"{must} the processor fails on {data.row_name(samples, row)}", remedy, DataError):
+                    self._encode([image], [pair], tokenizer, end)
+            raise
+        places = placeholders(self.config).to(encoded["input_ids"])
+        for (row, _), ids in zip(part, encoded["input_ids"] if len(places) else (), strict=False):
+            if not torch.isin(ids, places).any():
+                raise DataError(f"{must} {data.row_name(samples, row)} has none; {remedy}")
+        return encoded
+
+    def _encode(
+        self, images: Sequence[PIL.Image.Image], pairs: Sequence[tuple[str, str]], tokenizer: Any, end: str
+    ) -> Batch:
+        texts = [prompt + answer_text(prompt, answer, end) for prompt, answer in pairs]
+        # Chat templates write the begin-of-text token themselves.
+        special = not (tokenizer.bos_token and texts[0].startswith(tokenizer.bos_token))
+        return dict(
+            self.processor(
+                images=[[image] for image in images],
+                text=texts,
+                padding=True,
+                add_special_tokens=special,
+                return_tensors="pt",
+            )
+        )
+
+
+def _labels(batch: Batch, answer_tokens: Sequence[int]) -> Tensor:
+    """The answers' tokens: the last real ones, no matter how many tokens the image took before them."""
+    mask = batch["attention_mask"]
+    tokens_to_the_end = mask.flip(-1).cumsum(-1).flip(-1)
+    is_answer = mask.bool() & (tokens_to_the_end <= torch.tensor(answer_tokens)[:, None])
+    return batch["input_ids"].where(is_answer, data.IGNORED)
+
+
+def with_image_token(prompt: str, processor: Any) -> str:
+    """Place the image in a prompt: where the prompt says, by the chat template, or in a line before it."""
+    token = getattr(processor, "image_token", None)
+    if token is not None and token in prompt:
+        return prompt
+    if getattr(processor, "chat_template", None):
+        content = [{"type": "image"}, {"type": "text", "text": prompt}]
+        turn = [{"role": "user", "content": content}]
+        return str(processor.apply_chat_template(turn, add_generation_prompt=True, tokenize=False))
+    if token is None:
+        raise DataError(
+            f"an image needs a place in the prompt, but {type(processor).__name__} has neither a chat template nor an "
+            "image token; write the model's own placeholder into data.prompt"
+        )
+    return f"{token}\n{prompt}"
+
+
+def _decodable(rows: datasets.Dataset, column: str) -> Iterator[tuple[int, PIL.Image.Image]]:
+    """Row and image of every row whose image decodes; one in a hundred may not."""
+    failures: list[str] = []
+    for row in range(len(rows)):
+        try:
+            image = data.image_of_row(rows, column, row)
+        except DataError as error:
+            failures.append(f"{data.row_name(rows, row)}: {error.__cause__}")
+            if len(failures) > TOLERATED_SHARE * len(rows):
+                raise DataError(
+                    f"at most {TOLERATED_SHARE:.0%} of the images may fail to decode, but of the first {row + 1} of "
+                    f"{len(rows)} samples {len(failures)} in {column!r} do: {'; '.join(failures[:5])}"
+                ) from error
+        else:
+            yield row, image
+    if failures:
+        logger.warning(
+            "%d of %d images in %r do not decode and are left out: %s",
+            len(failures),
+            len(rows),
+            column,
+            "; ".join(failures),
+        )

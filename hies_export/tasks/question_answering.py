@@ -2,99 +2,237 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import string
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from ..errors import DataError, listed, quoted
-from .behaviour import Behaviour, Predicted
-from .task import Task, column_sets
+from .late import data, np, torch
+from .task import Predictions, Task, Use, batched, random_projection
 
 if TYPE_CHECKING:
-    import numpy as np
+    import datasets
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from ..data.reader import Reader
+    from ..data import Batch
 
 # The most tokens of an answer. Models were trained on answers of a few words.
 LONGEST = 30
+# Tokens of a window, and how many of them two windows of one text share, as in transformers' question answering.
+WINDOW, STRIDE = 384, 128
+_ANSWER = ("text", "answer_start")
+_POSITIONS = ("start_positions", "end_positions")
+# Questions that are tokenised at once: the places of their tokens are Python lists.
+_AT_ONCE = 100
+
+# Finds an answer as `QuestionAnswering.keep` does.
+_USAGE = f"""
+import torch
+
+question, text = "Who asks?", "A reader asks."
+inputs = tokenizer(question, text, return_tensors="pt")
+with torch.no_grad():
+    output = model(**inputs)
+in_text = torch.tensor([part == 1 for part in inputs.sequence_ids()])
+scores = output.start_logits[0, :, None] + output.end_logits[0]  # of each first and last token
+allowed = (in_text[:, None] & in_text).triu().tril({LONGEST - 1})
+first, last = divmod(int(scores.where(allowed, -torch.inf).argmax()), len(in_text))
+answer = text[inputs.token_to_chars(first).start : inputs.token_to_chars(last).end]
+"""
 
 
-@dataclass(frozen=True)
-class SpanPredictions(Predicted):
-    """The answer to every question; on the CPU."""
+class QuestionAnswering(Task):
+    """Models that find the answer to a question in a text.
 
-    kind = "spans"
+    The likeliest first and last token of an answer are read from two rows of logits, (batch, 2, tokens). A text that is
+    read in several windows has the answer of the surest one.
 
-    spans: Tensor  # (questions, 2) int64, where the answer begins and ends: characters, or tokens without a context
-    contexts: Sequence[str] | None  # the text that each question is about
+    Answers are dicts of the lists `text` and `answer_start`, the character where it begins in the context, in the form
+    of SQuAD. A context that is too long is read in windows that overlap by a third, at most 128 tokens; each window is
+    a row of a batch, and a question may have rows in two batches. Windows have `max_length` tokens, by default 384 or
+    as many as the model takes. As in transformers' question answering, the context comes before the question if the
+    tokenizer pads on the left. Rows are padded on the right in any case, so that a token's place is the same in every
+    batch.
 
-    def __len__(self) -> int:
-        return len(self.spans)
+    Batches have, beside the inputs,
 
-    @property
-    def decided(self) -> Tensor:
-        """The answers as references: one to each question, (questions, 1, 2)."""
-        return self.spans[:, None]
+    - `question` (batch,) int64: the number of the question that a window belongs to;
+    - `begins` and `ends` (batch, tokens) int64: the characters of the context where a token begins and ends; -1 at
+      tokens of the question and others that cannot be an answer;
+    - `context` (batch, characters) int32: the context, as code points, -1 fills;
+    - with answers, `labels` (batch, 2) int64, the first and the last token of the first answer or, if it is not whole
+      in the window, twice the token that stands for no answer; and `answers` (batch, answers, 2) int64, the characters
+      where each answer begins and ends, without the blanks around it, -1 fills.
 
-    def same(self, other: SpanPredictions) -> Tensor:
-        """Return of which questions the answer is the same part of the text, (questions,) bool."""
-        self.check_samples([1] * len(self), [1] * len(other))
-        return (self.spans == other.spans).all(-1)
-
-    def table(self, references: Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """Return how well each answer agrees with the best of the right ones: `exact`, 0 or 1, and `f1`."""
-        import numpy as np
-
-        rows = np.zeros(len(self), dtype=[("exact", np.float64), ("f1", np.float64)])
-        for row, (span, right) in enumerate(zip(self.spans.tolist(), references.tolist(), strict=True)):
-            given = self._words(row, *span)
-            wanted = [self._words(row, *of) for of in right if of[0] >= 0]
-            rows[row] = max(given == words for words in wanted), max(_f1(given, words) for words in wanted)
-        return rows, np.ones(len(self))
-
-    def _words(self, row: int, start: int, end: int) -> list[Any]:
-        return [*range(start, end)] if self.contexts is None else words_of(self.contexts[row][start:end])
-
-
-def words_of(text: str) -> list[str]:
-    """Return the words of an answer in lower case, without punctuation and articles, as SQuAD compares them.
-
-    Source: Rajpurkar et al. (2016), https://arxiv.org/abs/1606.05250, section 6.
+    Predictions are where the answer to each question begins and ends, (questions, 2): characters, or tokens without a
+    context.
     """
-    text = "".join(letter for letter in text.lower() if letter not in string.punctuation)
-    return re.sub(r"\b(a|an|the)\b", " ", text).split()
 
-
-def _f1(given: Sequence[Any], wanted: Sequence[Any]) -> float:
-    if not given or not wanted:
-        return float(given == wanted)
-    return 2 * (Counter(given) & Counter(wanted)).total() / (len(given) + len(wanted))
-
-
-class Spans(Behaviour):
-    """The likeliest first and last token of an answer, from two rows of logits, (batch, 2, tokens).
-
-    A text that is read in several windows has the answer of the surest one.
-    """
+    name = "question-answering"
+    auto_class = "AutoModelForQuestionAnswering"
+    ort_class = "ORTModelForQuestionAnswering"
+    usage = _USAGE
+    reads = ("text", "text label")
+    needs = "data.text (the columns of the question and of the context)"
+    text_columns = 2
+    columns_by_type = False
+    rows_together = True
 
     predicts = "spans"
-    metrics: ClassVar[tuple[str, ...]] = ("answer_f1", "answer_exact")
+    metrics = ("answer_f1", "answer_exact")
     word = "answer"
     output_names = ("start_logits", "end_logits")
 
-    def canonical(self, model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    @classmethod
+    def usual_columns(cls, features: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return the columns of SQuAD."""
+        if not features.keys() >= {"question", "context"}:
+            return None
+        return {"text": ("question", "context"), "label": "answers" if "answers" in features else None}
+
+    @classmethod
+    def refusal(cls, columns: Any) -> str | None:
+        """Return why the columns named by the fields of a recipe's `data` cannot be read; None if they can."""
+        return super().refusal(columns) or (
+            None if len(columns.text) == 2 else f"{cls.name} needs {cls.needs}, got one"
+        )
+
+    def check_targets(self, rows: datasets.Dataset) -> None:
+        """Refuse answers that do not stand in their context."""
+        if not getattr(self.processor, "is_fast", True):
+            raise DataError(
+                "answers in a text need a fast tokenizer, which tells where its tokens are, got "
+                f"{type(self.processor).__name__}; save the model with its tokenizer.json"
+            )
+        if self.columns.label is not None:
+            self._answers(rows)
+
+    def _answers(self, rows: datasets.Dataset) -> list[list[tuple[int, int]]]:
+        """Return where the answers to each question begin and end in its context, after checking them."""
+        column = str(self.columns.label)
+        contexts = rows[self.columns.text[1]][:]
+        return [
+            self._spans(context, answers, f"{data.row_name(rows, row)} has", column)
+            for row, (context, answers) in enumerate(zip(contexts, rows[column][:], strict=True))
+        ]
+
+    def _spans(self, context: str, answers: Any, has: str, column: str) -> list[tuple[int, int]]:
+        """Return where the answers of a row begin and end; `has` names the row in an error."""
+        parts: list[Any] = [answers.get(name) for name in _ANSWER] if isinstance(answers, Mapping) else []
+        if parts and not any(parts):
+            raise DataError(
+                f"every question must have an answer in its context, but {has} none in {column!r}; leave such rows out"
+            )
+        if not parts or not all(isinstance(part, list) for part in parts) or len(parts[0]) != len(parts[1]):
+            raise DataError(
+                f"answers must be dicts of the lists text and answer_start, of equal length, but {has} "
+                f"{quoted(answers)} in {column!r}; write them as {{'text': ['Ada'], 'answer_start': [0]}}"
+            )
+        spans = []
+        for text, start in zip(*parts, strict=True):
+            given = context[start : start + len(text)] if text and isinstance(start, int) and start >= 0 else ""
+            if not text or given != text:
+                raise DataError(
+                    f"an answer must stand in its context at answer_start, but {has} {quoted(given)} at {start}, not "
+                    f"{quoted(text)}; count the characters of the context from 0, and name the question before the "
+                    "context in data.text"
+                )
+            hidden = len(text) - len(_without_blanks(text))
+            if hidden == len(text):
+                raise DataError(f"an answer must have a word, but {has} {quoted(text)} in {column!r}; leave it out")
+            # Blanks and invisible characters belong to no token.
+            spans.append((start + hidden, start + len(_without_blanks(text[::-1])[::-1])))
+        return spans
+
+    def batches(self, samples: datasets.Dataset, size: int, use: Use) -> Iterator[Batch]:
+        """Yield batches of windows."""
+        contexts = [_code_points(context) for context in samples[self.columns.text[1]][:]]
+        answers = None if self.columns.label is None else [*map(torch.tensor, self._answers(samples))]
+        for part in batched(self._in_windows(samples), size):
+            questions = [question for question, _ in part]
+            found = {key: [window[key] for _, window in part] for key in part[0][1]}
+            batch = data.as_batch(found, self.processor, self.config, left=False)
+            batch["question"] = torch.tensor(questions)
+            batch["context"] = data.padded([contexts[question] for question in questions], -1, left=False)
+            if answers is not None:
+                labels = [self._label(window, answers[question][0].tolist()) for question, window in part]
+                batch["labels"] = torch.tensor(labels)
+                batch["answers"] = data.padded([answers[question] for question in questions], -1, left=False)
+            yield batch
+
+    def _in_windows(self, samples: datasets.Dataset) -> Iterator[tuple[int, dict[str, list[int]]]]:
+        """Yield the number of a question, and what the tokens of a window are, in order."""
+        limit = data.token_limit(self.processor, self.config, self.columns.max_length) or WINDOW
+        window = min(WINDOW, limit) if self.columns.max_length is None else limit
+        stride = min(STRIDE, window // 3)
+        context_first = self.processor.padding_side == "left"
+        for first in range(0, len(samples), _AT_ONCE):
+            part = samples[first : first + _AT_ONCE]
+            texts = [part[name] for name in self.columns.text]
+            self._check_room(samples, first, texts[0], window, stride)
+            found = data.tokenised(
+                self.processor,
+                self.config,
+                *(reversed(texts) if context_first else texts),
+                max_length=window,
+                truncation="only_first" if context_first else "only_second",
+                stride=stride,
+                return_overflowing_tokens=True,
+                return_offsets_mapping=True,
+            )
+            questions, offsets = found.pop("overflow_to_sample_mapping"), found.pop("offset_mapping")
+            for row, question in enumerate(questions):
+                of_context = [number == (0 if context_first else 1) for number in found.sequence_ids(row)]
+                if not any(of_context):
+                    raise DataError(
+                        f"every context must have words, but {data.row_name(samples, first + question)} has "
+                        f"{quoted(texts[1][question])} in {self.columns.text[1]!r}; leave it out"
+                    )
+                places = [place if inside else (-1, -1) for place, inside in zip(offsets[row], of_context, strict=True)]
+                begins, ends = map(list, zip(*places, strict=True))
+                yield (
+                    first + question,
+                    {
+                        **{key: rows[row] for key, rows in found.items()},
+                        **dict(zip(data.TOKEN_PLACES, (begins, ends), strict=True)),
+                    },
+                )
+
+    def _check_room(
+        self, samples: datasets.Dataset, first: int, questions: Sequence[str], window: int, stride: int
+    ) -> None:
+        """Refuse a question that leaves a window no more of the context than the next one repeats."""
+        lengths = [len(ids) for ids in self.processor(questions, add_special_tokens=False, verbose=False)["input_ids"]]
+        most = window - stride - 1 - self.processor.num_special_tokens_to_add(pair=True)
+        for row, length in enumerate(lengths):
+            if length > most:
+                raise DataError(
+                    f"a question must have at most {max(0, most)} tokens, to leave room for its context in windows of "
+                    f"{window}, but {data.row_name(samples, first + row)} has {length}; raise max_length, or leave "
+                    "it out"
+                )
+
+    def _label(self, window: Mapping[str, list[int]], answer: Sequence[int]) -> tuple[int, int]:
+        """Return the first and the last token of an answer that is whole in a window, else twice that of no answer."""
+        begins, ends = (window[name] for name in data.TOKEN_PLACES)
+        inside = [token for token, end in enumerate(ends) if begins[token] < answer[1] and end > answer[0]]
+        if inside and begins[inside[0]] <= answer[0] and answer[1] <= ends[inside[-1]]:
+            return inside[0], inside[-1]
+        ids = window["input_ids"]
+        special = (self.processor.cls_token_id, self.processor.bos_token_id)
+        nowhere = next((ids.index(token) for token in special if token in ids), 0)
+        return nowhere, nowhere
+
+    def canonical(self, model: PreTrainedModel, batch: Batch) -> Batch:
         """Return a batch whose `start_positions` and `end_positions`, (batch,) each, are `labels`, (batch, 2).
 
         Raises:
             DataError: Only one of both is given, or they are no tokens of their rows, in order.
         """
-        import torch
-
         ends = [batch[name] for name in _POSITIONS if name in batch]
         rest = {key: value for key, value in batch.items() if key not in _POSITIONS}
         if not ends:
@@ -115,29 +253,24 @@ class Spans(Behaviour):
             )
         return {**rest, "labels": torch.stack(ends, 1)}
 
-    def loss_inputs(self, labels: Tensor) -> dict[str, Tensor]:
+    def loss_inputs(self, labels: Tensor) -> Batch:
         """Return the first and the last tokens by the names that models give them."""
         return dict(zip(_POSITIONS, labels.unbind(1), strict=True))
 
-    def own_labels(self, model: PreTrainedModel, batch: Mapping[str, Tensor], output: Tensor) -> Tensor:
+    def own_labels(self, model: PreTrainedModel, batch: Batch, output: Tensor) -> Tensor:
         """Return the likeliest first and last token of each window, (batch, 2)."""
         return _of_text(output, batch).argmax(-1)
 
-    def effect(self, model: PreTrainedModel, batch: Mapping[str, Tensor], output: Tensor, index: int) -> Tensor:
-        """Return the margins of both ends over the runner-up, summed with random signs, (batch,); see `projected`."""
-        from .feature_extraction import projected
-
+    def effect(self, model: PreTrainedModel, batch: Batch, output: Tensor, number: int) -> Tensor:
+        """Return the margins of both ends over the runner-up, summed with random signs, (batch,)."""
         best, second = _of_text(output.float(), batch).topk(2, dim=-1).values.unbind(-1)
-        return projected(best - second, index)
+        return random_projection(best - second, number)
 
-    def kept(self, output: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    def keep(self, output: Tensor, batch: Batch) -> tuple[Tensor, ...]:
         """Return where the answer of each window begins and ends, (windows, 2), and the sum of both logits.
 
         An answer has at most `LONGEST` tokens.
         """
-        import torch
-        from torch.nn.functional import pad
-
         begins, ends = _places(output, batch)
         logits = output.float().cpu().masked_fill(begins[:, None] < 0, -torch.inf)
         first, last = logits.unbind(1)  # (windows, tokens) each
@@ -145,7 +278,7 @@ class Spans(Behaviour):
         # The scores of answers of 1, 2, ... tokens by their first one, (windows, lengths, tokens).
         scores = torch.stack(
             [
-                pad(first[:, : tokens - more] + last[:, more:], (0, more), value=-torch.inf)
+                torch.nn.functional.pad(first[:, : tokens - more] + last[:, more:], (0, more), value=-torch.inf)
                 for more in range(min(LONGEST, tokens))
             ],
             dim=1,
@@ -156,55 +289,77 @@ class Spans(Behaviour):
         # NaN is no maximum, so it is looked for.
         return span, best.where(output.isfinite().flatten(1).all(-1).cpu(), torch.nan)
 
-    def joined(self, kept: Sequence[tuple[Tensor, ...]], batches: Sequence[Mapping[str, Tensor]]) -> SpanPredictions:
+    def join(self, kept: Sequence[tuple[Tensor, ...]], batches: Sequence[Batch]) -> Predictions:
         """Return the answer of the surest window of each question, in the order of their numbers."""
-        import torch
-
         spans, scores = (torch.cat(values) for values in zip(*kept, strict=True))
         if "question" not in batches[0]:
-            return SpanPredictions(spans, None)
+            return Predictions(self.predicts, spans)
         sure = scores.tolist()
         rows = [max(windows, key=sure.__getitem__) for windows in _windows(batches)]
         contexts = [context for batch in batches for context in batch["context"].cpu()]
-        return SpanPredictions(spans[rows], [_text(contexts[row]) for row in rows])
+        return Predictions(self.predicts, spans[rows], contexts=[_text(contexts[row]) for row in rows])
 
-    def references(self, batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
+    def references(self, batches: Sequence[Batch]) -> Tensor:
         """Return where the right answers to each question begin and end, (questions, answers, 2), -1 fills."""
-        import torch
-        from torch.nn.utils.rnn import pad_sequence
-
         if "question" not in batches[0]:
             labels = torch.cat([batch["labels"] for batch in batches]).cpu()
             return torch.stack([labels[:, 0], labels[:, 1] + 1], 1)[:, None]
         rows = [answers for batch in batches for answers in batch["answers"].cpu()]
-        return pad_sequence([rows[windows[0]] for windows in _windows(batches)], batch_first=True, padding_value=-1)
+        return torch.nn.utils.rnn.pad_sequence(
+            [rows[windows[0]] for windows in _windows(batches)], batch_first=True, padding_value=-1
+        )
+
+    def decide(self, predictions: Predictions) -> Tensor:
+        """Return the answers as references: one to each question, (questions, 1, 2)."""
+        return predictions.values[:, None]
+
+    def table(self, predictions: Predictions, references: Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """Return how well each answer agrees with the best of the right ones: `exact`, 0 or 1, and `f1`."""
+        rows = np.zeros(len(predictions), dtype=[("exact", np.float64), ("f1", np.float64)])
+        for row, (span, right) in enumerate(zip(predictions.values.tolist(), references.tolist(), strict=True)):
+            text = None if predictions.contexts is None else predictions.contexts[row]
+            given = _words(text, *span)
+            wanted = [_words(text, *of) for of in right if of[0] >= 0]
+            rows[row] = max(given == words for words in wanted), max(_f1(given, words) for words in wanted)
+        return rows, np.ones(len(predictions))
 
 
-_POSITIONS = ("start_positions", "end_positions")
+def _words(text: str | None, start: int, end: int) -> list[Any]:
+    """Return the words of a part of a text; without the text, the numbers of its tokens."""
+    return [*range(start, end)] if text is None else words_of(text[start:end])
 
 
-def _real(output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+def words_of(text: str) -> list[str]:
+    """Return the words of an answer in lower case, without punctuation and articles, as SQuAD compares them.
+
+    Source: Rajpurkar et al. (2016), https://arxiv.org/abs/1606.05250, section 6.
+    """
+    text = "".join(letter for letter in text.lower() if letter not in string.punctuation)
+    return re.sub(r"\b(a|an|the)\b", " ", text).split()
+
+
+def _f1(given: Sequence[Any], wanted: Sequence[Any]) -> float:
+    if not given or not wanted:
+        return float(given == wanted)
+    return 2 * (Counter(given) & Counter(wanted)).total() / (len(given) + len(wanted))
+
+
+def _real(output: Tensor, batch: Batch) -> Tensor:
     """Return which tokens are no padding, (windows, tokens) bool on the device of the output."""
-    import torch
-
     mask = batch.get("attention_mask")
     return torch.ones_like(output[:, 0], dtype=torch.bool) if mask is None else mask.to(output.device) != 0
 
 
-def _of_text(output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+def _of_text(output: Tensor, batch: Batch) -> Tensor:
     """Return the logits, the lowest possible ones at padding."""
-    import torch
-
     return output.masked_fill(~_real(output, batch)[:, None], torch.finfo(output.dtype).min)
 
 
-def _places(output: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+def _places(output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     """Return where tokens begin and end, (windows, tokens) each, -1 at those that cannot be an answer; on the CPU.
 
     Of batches without a context, these are the numbers of the tokens.
     """
-    import torch
-
     if "begins" in batch:
         return batch["begins"].cpu(), batch["ends"].cpu()
     real = _real(output, batch).cpu()
@@ -216,62 +371,18 @@ def _text(code_points: Tensor) -> str:
     return "".join(map(chr, code_points[code_points >= 0].tolist()))
 
 
-def _windows(batches: Sequence[Mapping[str, Tensor]]) -> list[list[int]]:
+def _windows(batches: Sequence[Batch]) -> list[list[int]]:
     """Return the rows of each question, in the order of their numbers."""
-    import torch
-
     rows: dict[int, list[int]] = {}
     for row, question in enumerate(torch.cat([batch["question"] for batch in batches]).tolist()):
         rows.setdefault(question, []).append(row)
     return [rows[question] for question in sorted(rows)]
 
 
-# Finds an answer as `Spans.kept` does.
-_USAGE = f"""
-import torch
-
-question, text = "Who asks?", "A reader asks."
-inputs = tokenizer(question, text, return_tensors="pt")
-with torch.no_grad():
-    output = model(**inputs)
-in_text = torch.tensor([part == 1 for part in inputs.sequence_ids()])
-scores = output.start_logits[0, :, None] + output.end_logits[0]  # of each first and last token
-allowed = (in_text[:, None] & in_text).triu().tril({LONGEST - 1})
-first, last = divmod(int(scores.where(allowed, -torch.inf).argmax()), len(in_text))
-answer = text[inputs.token_to_chars(first).start : inputs.token_to_chars(last).end]
-"""
+def _without_blanks(text: str) -> str:
+    """Return a text without the blanks and invisible characters that it begins with."""
+    return "".join(itertools.dropwhile(lambda letter: letter.isspace() or not letter.isprintable(), text))
 
 
-class QuestionAnswering(Task):
-    """Models that find the answer to a question in a text."""
-
-    name = "question-answering"
-    auto_class = "AutoModelForQuestionAnswering"
-    ort_class = "ORTModelForQuestionAnswering"
-    usage = _USAGE
-    columns = column_sets("text", "text label")
-    needs = "data.text (the columns of the question and of the context)"
-    text_columns = 2
-    columns_by_type = False
-    rows_together = True
-
-    def behaviour(self, config: Any) -> Spans:
-        """Return that of answers that are parts of a text."""
-        return Spans()
-
-    def usual_columns(self, features: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the columns of SQuAD."""
-        if not features.keys() >= {"question", "context"}:
-            return None
-        return {"text": ("question", "context"), "label": "answers" if "answers" in features else None}
-
-    def refusal(self, data: Any) -> str | None:
-        """Return why the columns named by the fields of `data` cannot be read; None if they can."""
-        return super().refusal(data) or (None if len(data.text) == 2 else f"{self.name} needs {self.needs}, got one")
-
-    @property
-    def reader_class(self) -> type[Reader]:
-        """The reader of questions and contexts."""
-        from ..data.questions import QuestionsReader
-
-        return QuestionsReader
+def _code_points(text: str) -> Tensor:
+    return torch.tensor([*map(ord, text)], dtype=torch.int32)

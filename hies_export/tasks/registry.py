@@ -1,71 +1,172 @@
-"""The tasks that there are, by their names."""
+"""The tasks that there are by their names, and the task of a model."""
 
 from __future__ import annotations
 
-from ..errors import RequestError
-from .automatic_speech_recognition import AutomaticSpeechRecognition
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..errors import MERGE, RequestError
+from .classification import ImageClassification, TextClassification
 from .feature_extraction import FeatureExtraction
 from .fill_mask import FillMask
-from .image_classification import ImageClassification
 from .image_text_to_text import ImageTextToText
+from .late import data
 from .question_answering import QuestionAnswering
 from .task import COLUMNS, Task
-from .text2text_generation import Text2TextGeneration
-from .text_classification import TextClassification
+from .text2text_generation import AutomaticSpeechRecognition, Text2TextGeneration
 from .text_generation import TextGeneration
 from .token_classification import TokenClassification
 
-TASKS: dict[str, Task] = {}
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+TASKS: dict[str, type[Task]] = {}
 
 
-def register_task(task: Task) -> Task:
-    """Register a task, so that recipes may name it and models are found by its class.
+def register_task(task: type[Task]) -> type[Task]:
+    """Register a class as a task, so that recipes may name it and models are found by its Auto class.
 
     One of the same name is replaced.
 
     Args:
-        task: An object of a `tasks.Task`.
+        task: A subclass of `tasks.Task`.
 
     Returns:
-        The task itself.
+        The class itself, so that this decorates it.
 
     Raises:
         RequestError: It is no task, or it names columns that a recipe has no field for.
 
     Examples:
-        >>> from hies_export.tasks.text_classification import TextClassification
-        >>> class NextSentencePrediction(TextClassification):
+        >>> from hies_export.tasks import TextClassification
+        >>> @register_task
+        ... class NextSentencePrediction(TextClassification):
         ...     name = "next-sentence-prediction"
         ...     auto_class = "AutoModelForNextSentencePrediction"
-        >>> register_task(NextSentencePrediction()).name
+        >>> NextSentencePrediction.name
         'next-sentence-prediction'
     """
-    if not isinstance(task, Task):
-        given = f"the class {task.__name__}; call it" if isinstance(task, type) else f"a {type(task).__name__}"
-        raise RequestError(f"a task must be an object of a hies_export.tasks.Task, got {given}")
-    if unknown := sorted({name for names in task.columns for name in names}.difference(COLUMNS)):
+    if not (isinstance(task, type) and issubclass(task, Task)):
+        given = f"the class {task.__name__}" if isinstance(task, type) else f"a {type(task).__name__}"
+        raise RequestError(f"a task must be a class that extends hies_export.tasks.Task, got {given}")
+    if unknown := sorted({name for names in task.reads for name in names.split()}.difference(COLUMNS)):
         raise RequestError(f"the columns of a task must be among {', '.join(COLUMNS)}, got {', '.join(unknown)}")
     TASKS[task.name] = task
     return task
 
 
 for _task in (
-    TextClassification(),
-    TokenClassification(),
-    QuestionAnswering(),
-    FillMask(),
-    FeatureExtraction(),
-    ImageClassification(),
-    TextGeneration(),
-    ImageTextToText(),
-    Text2TextGeneration(),
-    AutomaticSpeechRecognition(),
+    TextClassification,
+    TokenClassification,
+    QuestionAnswering,
+    FillMask,
+    FeatureExtraction,
+    ImageClassification,
+    TextGeneration,
+    ImageTextToText,
+    Text2TextGeneration,
+    AutomaticSpeechRecognition,
 ):
     register_task(_task)
 
 
-def find_task(name: str) -> Task:
+def find_task(name: str) -> type[Task]:
     """Return the task of a name, or raise a `RequestError`."""
     if name not in TASKS:
         raise RequestError(f"the task must be one of {', '.join(TASKS)}, got {name!r}")
     return TASKS[name]
+
+
+def task_of(model: Any, batch: Mapping[str, Tensor] | None = None, **options: Any) -> Task:
+    """Return the task of a model by its class, bound to its configuration; `options` are those of the task.
+
+    A model of a class that none loads predicts tokens, if these are the labels of a batch or it generates text, and
+    else what a classifier of its configuration does.
+    """
+    from transformers import PreTrainedModel
+
+    from ..model.sentence import TextEncoder
+
+    if isinstance(model, TextEncoder):
+        return FeatureExtraction(model.config, settings=model.settings, **options)
+    task = _known_task(model)
+    if task is None:
+        if batch is not None and "labels" in batch:
+            tokens = data.are_tokens(batch["labels"])
+        else:
+            tokens = isinstance(model, PreTrainedModel) and model.can_generate()
+        task = TextGeneration if tokens else TextClassification
+    return task(model.config, **options)
+
+
+def _known_task(model: Any) -> type[Task] | None:
+    from transformers import PreTrainedModel
+
+    return task_by_class(type(model).__name__, model.config) if isinstance(model, PreTrainedModel) else None
+
+
+def task_by_class(name: str, config: Any) -> type[Task] | None:
+    """Return the task whose Auto class loads a model class, which is given by its name; None if there is none."""
+    from ..model.internals import auto_classes
+
+    classes = auto_classes(name, config.model_type)
+    for task in TASKS.values():
+        # `AutoModel` loads base models, which have no task of their own.
+        fits = task.encoder_decoders if config.is_encoder_decoder else not task.only_encoder_decoders
+        if task.auto_class in classes and not task.embeds and fits:
+            return task
+    return None
+
+
+def embedding_task(name: str, config: Any) -> type[Task] | None:
+    """Return the task of base models if a class, given by its name, is one without a head; None if it is not."""
+    from ..model.internals import auto_classes
+
+    task, classes = TASKS["feature-extraction"], auto_classes(name, config.model_type)
+    return task if task_by_class(name, config) is None and task.auto_class in classes else None
+
+
+def refuse_unknown(model: Any) -> None:
+    """Refuse a model in memory that has no task, is none of transformers, or has weights that cannot be cut."""
+    from transformers import PreTrainedModel
+
+    from ..model.sentence import TextEncoder
+
+    if not isinstance(model, PreTrainedModel):
+        raise RequestError(
+            f"the model must be a PreTrainedModel of transformers, got {type(model).__name__}; {_remedy(model)}"
+        )
+    refuse_adapters(model)
+    by_torch = any(type(module).__module__.startswith("torch.ao.nn.") for module in model.modules())
+    if by_torch or getattr(model, "hf_quantizer", None) or getattr(model.config, "quantization_config", None):
+        raise RequestError(
+            f"the weights must be floating-point numbers to be cut, but this {type(model).__name__} is quantised; load "
+            "it without quantization_config, prune it, and quantise what is left"
+        )
+    if not isinstance(model, TextEncoder) and _known_task(model) is None:
+        raise RequestError(
+            f"the model must be one that {', '.join(task.auto_class for task in TASKS.values())} loads, got "
+            f"{type(model).__name__}; load it with the head that it was fine-tuned with"
+        )
+
+
+def _remedy(model: Any) -> str:
+    """Return what to pass instead of an object that is not a PreTrainedModel."""
+    from transformers import PreTrainedModel
+
+    if isinstance(getattr(model, "module", None), PreTrainedModel):  # DataParallel, and others for several GPUs
+        return "pass the model inside it, model.module"
+    if type(model).__module__.partition(".")[0] == "peft":
+        return "pass what merge_and_unload() returns"
+    return "load one with from_pretrained"
+
+
+def refuse_adapters(model: PreTrainedModel) -> None:
+    """Refuse a model with layers of PEFT in it: what is saved of it would be the adapter alone."""
+    for name, module in model.named_modules():
+        if type(module).__module__.partition(".")[0] == "peft":
+            raise RequestError(
+                f"the model must be a plain one of transformers, but {name} has an adapter ({type(module).__name__} of "
+                f"peft); {MERGE}"
+            )

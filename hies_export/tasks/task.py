@@ -1,113 +1,454 @@
-"""Define what a task is: which models it has, what they read, and how they behave."""
+"""Define what a task is: how rows are read for it, how units are scored by it, and what its models predict."""
 
 from __future__ import annotations
 
 import copy
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
+
+from ..errors import DataError, NonFiniteError, did_you_mean, listed, quoted
+from .late import data, torch
 
 if TYPE_CHECKING:
-    from ..data.reader import Reader
-    from .behaviour import Behaviour
+    from pathlib import Path
+
+    import datasets
+    import numpy as np
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from ..data import Batch
+    from ..model.sentence import Similarity
+
+AnyTask = TypeVar("AnyTask", bound="Task")
+Item = TypeVar("Item")
 
 # The fields of a recipe's `data` that name columns.
 COLUMNS = ("text", "image", "prompt", "answer", "query", "document", "label", "group")
+# What rows are read for: to score units by their labels, to refit without them, to judge predictions with all that
+# metrics compare, or to time rows in their own order.
+Use = Literal["score", "refit", "judge", "time"]
 
 
-def column_sets(*columns: str) -> tuple[frozenset[str], ...]:
-    """Return sets of `COLUMNS`, each given as words."""
-    return tuple(frozenset(names.split()) for names in columns)
+@dataclass(frozen=True)
+class Columns:
+    """Which columns of the rows a task reads, and how, by the fields of a recipe's `data` section."""
+
+    text: tuple[str, ...] = ()
+    image: str | None = None
+    label: str | None = None
+    prompt: str | None = None
+    answer: str | None = None
+    query: str | None = None
+    document: str | None = None
+    group: str | None = None
+    # Tokens a text is cut to; None for as many as tokenizer and model take. Plain text to generate is cut into blocks
+    # of this length, by default 512 if the model takes as many. A prompt with an answer loses its first tokens, but
+    # none of the answer's; one with an image is refused if it is too long.
+    max_length: int | None = None
+    packing: bool = True  # whether plain text to generate is packed into blocks; otherwise every row is a sample
+    # Whether a block begins with the begin-of-text token, as one of its tokens; by default if the tokenizer begins a
+    # text with it.
+    bos: bool | Literal["auto"] = "auto"
+
+    @property
+    def together(self) -> str | None:
+        """The column of what rows have in common that are drawn together: a query."""
+        return self.query or self.group
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """What a model predicts for the samples of some batches, on the CPU.
+
+    Attributes:
+        kind: What metrics judge in it, the `of` of those that fit.
+        values: What is kept of the outputs: logits or an embedding of each sample, (samples, width); log-likelihoods of
+            choices, (questions, choices) float64; where an answer begins and ends, (questions, 2); or the likeliest
+            token at every label token, or class of every word of all samples, in order, (values,) int64.
+        sample: The sample of each value, (values,) int64, in order; None if each has its own.
+        whole: Whether all values of a sample are one prediction, as the tokens of an answer are.
+        nll: The negative log-likelihood of each label token, (values,) float32, in nats.
+        characters: The length of each choice, (questions, choices) float64.
+        contexts: The text that each question is about.
+    """
+
+    kind: str
+    values: Tensor
+    sample: Tensor | None = None
+    whole: bool = False
+    nll: Tensor | None = None
+    characters: Tensor | None = None
+    contexts: Sequence[str] | None = None
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        if self.sample is None:
+            return len(self.values)
+        return int(self.sample[-1]) + 1 if len(self.sample) else 0
+
+    @property
+    def sample_of(self) -> Tensor | None:
+        """The sample of every prediction, (predictions,) int64; None if each has its own."""
+        return None if self.whole else self.sample
+
+    def per_sample(self, values: Tensor) -> Tensor:
+        """Return the sum over each sample of numbers of (values,), (samples,) float64."""
+        assert self.sample is not None
+        return torch.zeros(len(self), dtype=torch.float64).index_add(0, self.sample, values.double())
+
+
+class Loss(NamedTuple):
+    """The sum of all losses of a batch, and how many of them belong to each sample, (batch,)."""
+
+    total: Tensor
+    counts: Tensor
 
 
 class Task(ABC):
-    """A task that a recipe may name.
+    """A task, bound to a model's configuration: how rows are read, how units are scored, what is predicted and judged.
 
-    Attributes:
-        name: The name in recipes and reports, the Hub's if it has one.
-        auto_class: Name of the Auto class of transformers that loads its models.
-        ort_class: Name of the class of optimum.onnxruntime that runs its export, if there is one.
-        usage: Python that uses a `model` and its `tokenizer`, for the card; None for no example.
-        columns: The sets of `COLUMNS` that go together; none if recipes cannot name the task.
-        needs: These columns, in words.
-        text_columns: How many columns `text` may name.
-        columns_by_type: Whether the only columns of the right types may be read, if their names tell nothing.
-        rows_together: Whether rows of a batch may belong together, so that data sets are divided before they are read.
-        text: Whether its models read text.
-        images: Whether they read images.
-        generative: Whether they predict text, token by token, rather than a class.
-        embeds: Whether they embed texts.
-        cascades: Whether a cascade can answer for them: they predict classes.
-        places_by_labels: Whether labels say where predictions are read, so that no row does without.
-        of_item: How many texts are an item of a list that `prune` reads in place of a data set; 0 if it reads no lists.
-        encoder_decoders: Whether encoder-decoders that the Auto class loads are models of the task.
-        only_encoder_decoders: Whether no other model is.
-        on_hub: Whether the Hub has pipelines of this name.
+    A task is a subclass with `register_task`. It must have `batches`, `name`, `auto_class`, `reads`, `needs`,
+    `predicts` and `metrics`. All else has a default, for one row of logits per sample, (samples, classes), of which the
+    largest is the answer. Recipes are checked against the class attributes, before torch is imported.
+
+    Args:
+        config: The configuration of a model. Its labels, problem type, positions and vocabulary are read.
+        tolerance: The largest difference of two numbers of a regression that are the same; None for a default.
+        threshold: The probability, in (0, 1), above which a label of a set applies.
     """
 
-    name: ClassVar[str]
-    auto_class: ClassVar[str]
-    ort_class: ClassVar[str | None] = None
-    usage: ClassVar[str | None] = None
-    columns: ClassVar[tuple[frozenset[str], ...]]
-    needs: ClassVar[str]
-    text_columns: ClassVar[int] = 1
-    columns_by_type: ClassVar[bool] = True
-    rows_together: ClassVar[bool] = False
-    text: ClassVar[bool] = True
-    images: ClassVar[bool] = False
-    generative: ClassVar[bool] = False
-    embeds: ClassVar[bool] = False
-    cascades: ClassVar[bool] = False
-    places_by_labels: ClassVar[bool] = False
-    of_item: ClassVar[int] = 0
-    encoder_decoders: ClassVar[bool] = True
-    only_encoder_decoders: ClassVar[bool] = False
-    on_hub: ClassVar[bool] = True
+    name: ClassVar[str]  # in recipes and reports, the Hub's if it has one
+    auto_class: ClassVar[str]  # name of the Auto class of transformers that loads its models
+    ort_class: ClassVar[str | None] = None  # name of the class of optimum.onnxruntime that runs its export
+    usage: ClassVar[str | None] = None  # Python that uses a `model` and its `tokenizer`, for the card
+    # Which fields of a recipe's `data` go together, a string for each set; none if recipes cannot name the task.
+    reads: ClassVar[tuple[str, ...]] = ()
+    needs: ClassVar[str]  # the same in words
+    text_columns: ClassVar[int] = 1  # how many columns `text` may name
+    columns_by_type: ClassVar[bool] = True  # whether the only columns of the right types may be read, whatever the name
+    rows_together: ClassVar[bool] = False  # whether rows of a batch may belong together: rows are divided before
+    a_row_is_a_sample: ClassVar[bool] = True  # so that only as many rows are read as samples are wanted
+    of_item: ClassVar[int] = 0  # how many texts are an item of a list that `prune` reads; 0 if it reads no lists
+    text: ClassVar[bool] = True  # whether its models read text
+    images: ClassVar[bool] = False  # whether they read images
+    generative: ClassVar[bool] = False  # whether they predict text, token by token, rather than a class
+    embeds: ClassVar[bool] = False  # whether they embed texts
+    cascades: ClassVar[bool] = False  # whether a cascade can answer for them: they predict classes
+    in_parts: ClassVar[bool] = False  # whether they are exported in parts, so that there is no single graph to time
+    decodes_text: ClassVar[bool] = False  # whether llama.cpp runs them and lm-eval judges: decoders of text alone
+    places_by_labels: ClassVar[bool] = False  # whether labels say where predictions are read: no row does without
+    encoder_decoders: ClassVar[bool] = True  # whether encoder-decoders that the Auto class loads are its models
+    only_encoder_decoders: ClassVar[bool] = False  # whether no other model is
+    on_hub: ClassVar[bool] = True  # whether the Hub has pipelines of this name
 
-    @property
-    def in_parts(self) -> bool:
-        """Whether its models are exported in parts, so that there is no single graph to time."""
-        return self.text and self.images
+    predicts: str  # name of what is predicted: metrics that are of this fit
+    metrics: tuple[str, ...]  # names of the usual metrics of rows that stand alone; the first one is the quality
+    # What rows that belong together are to each other -> the usual metrics of their rankings.
+    of_rows: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    word: str = "prediction"  # a report's word for one prediction
+    output_names: ClassVar[tuple[str, ...]] = ("logits",)  # the outputs that are the prediction, stacked on axis 1
+    shift: ClassVar[int] = 0  # how many tokens before a label its prediction stands
+    repeats: ClassVar[int] = 1  # how often every sample is scored, each time by another loss
+    similarity: Similarity = "cosine"  # by what embeddings are compared
 
-    @property
-    def decodes_text(self) -> bool:
-        """Whether its models are decoders of text alone, which llama.cpp runs and lm-eval judges."""
-        return self.generative and not self.images
+    def __init__(self, config: Any, *, tolerance: float | None = None, threshold: float = 0.5) -> None:
+        self.config, self.tolerance, self.threshold = config, tolerance, threshold
+        self.columns = Columns()
+        self.processor: Any = None
 
-    @abstractmethod
-    def behaviour(self, config: Any) -> Behaviour:
-        """Return how a model of a configuration predicts.
+    # How rows are read.
 
-        Raises:
-            RequestError: The configuration contradicts itself, see `data.targets.predicts`.
-        """
+    @classmethod
+    def refusal(cls, columns: Any) -> str | None:
+        """Return why the columns named by the fields of a recipe's `data` cannot be read; None if they can."""
+        given, known = {name for name in COLUMNS if getattr(columns, name)}, [set(names.split()) for names in cls.reads]
+        if given in known:
+            many = len(columns.text) > cls.text_columns
+            return f"{cls.name} needs {cls.needs}, got {', '.join(columns.text)}" if many else None
+        surplus = " or ".join(f"data.{name}" for name in sorted(given.difference(*known)))
+        return f"{cls.name} needs {cls.needs}" + (f" and no {surplus}" if surplus else "")
 
-    def usual_columns(self, features: Mapping[str, Any]) -> dict[str, Any] | None:
+    @classmethod
+    def usual_columns(cls, features: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the columns to read of a data set if their names leave no choice, by the fields of `data`; else None.
 
         `features` are those of the data set, by the names of its columns.
         """
         return None
 
-    @property
-    @abstractmethod
-    def reader_class(self) -> type[Reader]:
-        """The class that turns its rows into batches."""
+    def to_read(self: AnyTask, columns: Columns, processor: Any = None) -> AnyTask:
+        """Return the same task that reads these columns with a copy of a tokenizer or processor.
 
-    def reader(self, **fields: Any) -> Reader:
-        """Return the reader of its rows, with the fields it is given.
-
-        It reads with a copy of the processor: calling a tokenizer changes how it cuts and pads, which it would be saved
-        with.
+        Calling a tokenizer changes how it cuts and pads, which it would be saved with. Without one, rows can only be
+        checked.
         """
-        return self.reader_class(task=self, **{**fields, "processor": copy.deepcopy(fields.get("processor"))})
+        return self._changed(columns=columns, processor=copy.deepcopy(processor))
 
-    def refusal(self, data: Any) -> str | None:
-        """Return why the columns named by the fields of `data` cannot be read; None if they can."""
-        given = {name for name in COLUMNS if getattr(data, name)}
-        if given in self.columns:
-            many = len(data.text) > self.text_columns
-            return f"{self.name} needs {self.needs}, got {', '.join(data.text)}" if many else None
-        surplus = " or ".join(f"data.{name}" for name in sorted(given.difference(*self.columns)))
-        return f"{self.name} needs {self.needs}" + (f" and no {surplus}" if surplus else "")
+    def _changed(self: AnyTask, **attributes: Any) -> AnyTask:
+        changed = copy.copy(self)
+        vars(changed).update(attributes)
+        return changed
+
+    def load(
+        self, split: str, *, name: str | None = None, files: Mapping[str, str | Path] | None = None, **drawn: Any
+    ) -> datasets.Dataset:
+        """Load rows as `load_rows` does, `check_rows`, and `draw` samples from them by its options."""
+        source: dict[str, Any] = {"name": name, "files": files, "split": split, "numbered": True}
+        if self.a_row_is_a_sample:
+            rows = data.load_rows(**source, **drawn, together=self.columns.together)
+            self.check_rows(rows)
+            return rows
+        with data.mapped_rows(**source) as rows:
+            self.check_rows(rows)
+            return self.draw(rows, **drawn)
+
+    def check_rows(self, rows: datasets.Dataset) -> None:
+        """Check that the model can be fed with these rows, before anything is computed."""
+        columns = self.columns
+        if refusal := self.refusal(columns):
+            raise DataError(f"{refusal}; the data has {listed(data.own_columns(rows))}")
+        inputs = (*columns.text, *([columns.image] if columns.image else []))
+        others = (columns.query, columns.document, columns.group, columns.label)
+        for column in (*inputs, *(name for name in others if name)):
+            if column not in rows.column_names:
+                known = data.own_columns(rows)
+                raise DataError(
+                    f"the data must have the column {quoted(column)}, but it has {listed(known)}"
+                    f"{did_you_mean(column, known)}"
+                )
+        for column in inputs:
+            feature = rows.features[column]
+            if column == columns.image and not data.holds_images(feature):
+                raise DataError(
+                    f"the column {column!r} must hold images, but it holds {data.kind_of(feature)}; write one image in "
+                    "each row, its bytes and not its path or address, such as by datasets.Dataset.from_list([{'image': "
+                    "PIL.Image.open(path)}]).to_parquet('train.parquet')"
+                )
+            if column != columns.image and not self.is_text(feature):
+                raise DataError(
+                    f"the column {column!r} must hold text, but it holds {data.kind_of(feature)}; name a column of text"
+                )
+            # An Image feature is one step from its storage; asking the table avoids decoding every image here.
+            values = rows.with_format("arrow")[column][:]
+            for row, value in enumerate(values if values.null_count else ()):
+                if not value.is_valid:
+                    raise DataError(
+                        f"every row must have a {column!r}, but {data.row_name(rows, row)} has none; leave it out"
+                    )
+        self.check_targets(rows)
+
+    def is_text(self, feature: Any) -> bool:
+        """Return whether a column may be named in `text`."""
+        return getattr(feature, "dtype", None) in data.STRINGS
+
+    def check_targets(self, rows: datasets.Dataset) -> None:
+        """Refuse rows without a label or an answer that the model knows; by default, none is looked at."""
+        return
+
+    def draw(
+        self,
+        rows: datasets.Dataset,
+        *,
+        samples: int | None = None,
+        shuffle_seed: int | None = None,
+        in_order: bool = False,
+    ) -> datasets.Dataset:
+        """Turn all rows, in their own order, into one row per sample, and `take` as many of these as wanted."""
+        together = self.columns.together
+        return data.take(
+            self.samples(rows), samples=samples, shuffle_seed=shuffle_seed, in_order=in_order, together=together
+        )
+
+    def samples(self, rows: datasets.Dataset) -> datasets.Dataset:
+        """Return one row per sample."""
+        return rows
+
+    def read(self, samples: datasets.Dataset, *, size: int, use: Use = "score") -> list[Batch]:
+        """Turn samples into batches for `model(**batch)`, in their order, padded with the config's `pad_token_id`."""
+        task = self
+        if use == "refit" and not self.places_by_labels:
+            task = self._changed(columns=replace(self.columns, label=None))
+        return list(task.batches(samples, size, use)) if len(samples) else []
+
+    @abstractmethod
+    def batches(self, samples: datasets.Dataset, size: int, use: Use) -> Iterator[Batch]:
+        """Yield batches of at least one sample, with the tensors by the names that the model takes, and `labels`.
+
+        What else says how rows belong together has fixed names, see `data/batches.py`.
+        """
+
+    def check_labels(self, labels: Tensor, place: str) -> None:
+        """Refuse, by a DataError, labels of a user's batch that the model would fail on; `place` names the batch."""
+        return
+
+    def canonical(self, model: PreTrainedModel, batch: Batch) -> Batch:
+        """Return a batch that a user gave as `read` gives it: what is to be predicted is in `labels`."""
+        return dict(batch)
+
+    # How units are scored.
+
+    def output(self, model: PreTrainedModel, batch: Batch) -> Tensor:
+        """Return what a model predicts for a batch, on the model's device; its labels are left out."""
+        device = next(model.parameters()).device
+        inputs = data.inputs_of(batch)
+        found = model(**{key: value.to(device) if hasattr(value, "to") else value for key, value in inputs.items()})
+        return stack([getattr(found, name) for name in self.output_names])
+
+    def replaces_labels(self, batch: Batch) -> bool:
+        """Return whether the loss of a batch without labels is that of what the model predicts itself: `own_labels`.
+
+        A number, an embedding and the rank of a candidate are a loss themselves.
+        """
+        return self.predicts not in ("numbers", "embeddings") and data.GROUP_KEY not in batch
+
+    def own_labels(self, model: PreTrainedModel, batch: Batch, output: Tensor) -> Tensor:
+        """Return what the model predicts for a batch, as labels of its loss."""
+        return output.argmax(-1)
+
+    def with_labels(self, model: PreTrainedModel, batch: Batch) -> Batch:
+        """Return the batch with labels: its own, or else what the model predicts, if its loss needs any."""
+        if "labels" in batch or not self.replaces_labels(batch):
+            return dict(batch)
+        with torch.no_grad():
+            output = self.output(model, batch)
+        return {**batch, "labels": self.own_labels(model, batch, output)}
+
+    def loss(self, model: PreTrainedModel, batch: Batch, number: int) -> Loss:
+        """Return the sum of all losses of a batch, which the model averages; `number` is that of the batch.
+
+        Without labels, it is the output itself: every sample's, on random signs of its own.
+        """
+        from ..model.modes import gathered
+
+        if "labels" in batch:
+            counts = self.losses(batch["labels"])
+            with gathered(model):
+                loss = model(**self.loss_inputs(batch["labels"]), **data.inputs_of(batch)).loss
+        else:
+            counts = torch.ones(data.size_of(batch))
+            loss = random_projection(self.output(model, batch), number).mean()
+        if not torch.isfinite(loss):
+            raise NonFiniteError(
+                f"the loss of every calibration batch must be finite, but batch {number} gave {loss.item()}; "
+                "check the rows of that batch and the model's dtype"
+            )
+        return Loss(loss * counts.sum().to(loss.device), counts)
+
+    def losses(self, labels: Tensor) -> Tensor:
+        """Return how many of the losses whose mean is the model's belong to each sample, (batch,): by default one."""
+        return torch.ones(len(labels))
+
+    def loss_inputs(self, labels: Tensor) -> dict[str, Tensor]:
+        """Return labels by the names under which the model takes them."""
+        return {"labels": labels}
+
+    def effect(self, model: PreTrainedModel, batch: Batch, output: Tensor, number: int) -> Tensor:
+        """Return the number of each sample that greedy removal keeps, (batch,): by default the margin over the second.
+
+        `output` is the prediction, and `number` that of the batch.
+        """
+        best, second = output.float().topk(2, dim=-1).values.unbind(-1)
+        return best - second
+
+    # How predictions are judged.
+
+    def check_batches(self, batches: Sequence[Batch]) -> None:
+        """Refuse, by a DataError, batches in which there is nothing to predict; by default, every row is predicted."""
+        return
+
+    def keep(self, output: Tensor, batch: Batch) -> tuple[Tensor, ...]:
+        """Return what is kept of the prediction of a batch; NaN in it must reach one of these tensors."""
+        return (output,)
+
+    def join(self, kept: Sequence[tuple[Tensor, ...]], batches: Sequence[Batch]) -> Predictions:
+        """Return the predictions of all batches, in their order, from what was kept of each."""
+        # Outside inference mode, so that the result may take part in a backward pass.
+        return Predictions(self.predicts, torch.cat([values for (values,) in kept]))
+
+    def references(self, batches: Sequence[Batch]) -> Tensor:
+        """Return the labels of batches in one tensor, by default (samples,)."""
+        return torch.cat([batch["labels"] for batch in batches]).cpu()
+
+    def decide(self, predictions: Predictions) -> Tensor:
+        """Return what is predicted, in the form of `references`; by default the class of the largest logit."""
+        return predictions.values.argmax(-1)
+
+    def same(self, dense: Predictions, other: Predictions) -> Tensor:
+        """Return which predictions are the same, (predictions,) bool; DataError if they are of other samples."""
+        check_same_samples(dense, other)
+        same = (self.decide(dense) == self.decide(other)).reshape(len(dense.values), -1).all(-1)
+        return dense.per_sample(~same) == 0 if dense.whole else same
+
+    def tolerance_on(self, dense: Predictions) -> float | None:
+        """Return how far predictions may be from the dense model's and be the same; None if they must be equal."""
+        return None
+
+    def table(self, predictions: Predictions, references: Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """Return what metrics compare: predictions and references of (samples,)."""
+        check_references(predictions, references)
+        return self.decide(predictions).numpy(), references.numpy()
+
+    def usual_metrics(
+        self, *, rows: str | None = None, answers: bool = False, choices: bool = False
+    ) -> tuple[str, ...]:
+        """Return the names of the usual metrics; the first one is the quality.
+
+        `rows` says what rows that belong together are to each other, `answers` whether the rows have prompts and
+        answers, and `choices` whether the answers are chosen.
+        """
+        return self.metrics if rows is None else self.of_rows[rows]
+
+
+def check_same_samples(dense: Predictions, other: Predictions) -> None:
+    """Refuse, by a DataError, to compare predictions of other samples."""
+    alike = dense.values.shape == other.values.shape and len(dense.values) > 0
+    if alike and dense.sample is not None and other.sample is not None:
+        alike = torch.equal(dense.sample, other.sample)
+    if not alike:
+        shapes = [tuple(of.values.shape) for of in (dense, other)]
+        raise DataError(
+            f"stability compares {dense.kind} of the same samples, got shapes {shapes[0]} and {shapes[1]} of "
+            f"{len(dense)} and {len(other)} samples"
+        )
+
+
+def check_references(predictions: Predictions, references: Tensor) -> None:
+    """Refuse, by a DataError, references that are not one for each value."""
+    if len(predictions.values) != len(references):
+        raise DataError(
+            f"every prediction needs a reference, got {len(predictions.values)} {predictions.kind} and "
+            f"{len(references)} references"
+        )
+
+
+def stack(outputs: Sequence[Any]) -> Any:
+    """Return the only output, or several stacked on axis 1."""
+    return outputs[0] if len(outputs) == 1 else torch.stack([torch.as_tensor(output) for output in outputs], dim=1)
+
+
+def random_projection(outputs: Tensor, seed: int) -> Tensor:
+    """Return outputs, (samples, dimension), each projected onto random signs of its own, (samples,) float32.
+
+    Over such signs v, the mean of (v . d)^2 is |d|^2, the squared length of a change d of the output. So the gradient
+    of one number measures the effect on a whole embedding. With a single dimension, the output itself is returned.
+
+    Source: Hutchinson, Communications in Statistics 18 (1989), for the signs.
+    """
+    if outputs.shape[-1] == 1:
+        return outputs.float()[:, 0]
+    generator = torch.Generator().manual_seed(seed)
+    signs = torch.randint(0, 2, outputs.shape, generator=generator) * 2 - 1
+    return (outputs.float() * signs.to(outputs.device)).sum(-1)
+
+
+def batched(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
+    """Yield `size` items at a time; the last batch may have fewer."""
+    if size < 1:
+        raise DataError(f"batch_size must be at least 1, got {size}")
+    remaining = iter(items)
+    while part := list(itertools.islice(remaining, size)):
+        yield part

@@ -2,32 +2,465 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import itertools
+import logging
+import tempfile
+from array import array
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from .task import Task, column_sets
-from .tokens import Tokens
+from ..errors import DataError, listed, quoted
+from .late import data, datasets, np, torch
+from .prompts import (
+    Choices,
+    check_one_question,
+    check_prompt,
+    end_of_text,
+    filled,
+    one_row_per_choice,
+    one_row_per_question,
+    right_choice,
+    template_fields,
+    tokenise,
+)
+from .task import AnyTask, Predictions, Task, Use, batched, check_references
 
 if TYPE_CHECKING:
-    from ..data.reader import Reader
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from ..data import Batch
+
+logger = logging.getLogger(__name__)
+
+# Default tokens of a block of plain text, if the model takes as many.
+BLOCK_LENGTH = 512
+# The one column of samples that are packed blocks.
+BLOCK = "input_ids"
+# Texts that are tokenised at once.
+TEXTS = 1000
+# How many rows of logits are held in float32 at once: 64 MB for a vocabulary of 32,000.
+ROWS_AT_ONCE = 512
 
 
 class TextGeneration(Task):
-    """Language models: decoders of text alone."""
+    """Language models: decoders of text alone.
+
+    Every next token is predicted, from logits, (batch, tokens, vocabulary). Rows are plain text, or prompts with
+    answers. Rows with lists of questions become a sample per question (`one_row_per_question`). With several choices,
+    the right one becomes the answer (`right_choice`), or every choice is read (`of_choices`).
+
+    Batches have `labels` (batch, longest), the tokens themselves, not shifted: all of a plain text, only the answer's
+    after a prompt, -100 elsewhere; with left padding also `position_ids`, if the model takes them.
+    """
 
     name = "text-generation"
     auto_class = "AutoModelForCausalLM"
-    columns = column_sets("text", "prompt answer", "prompt answer label")
-    generative = True
-    places_by_labels = True
+    reads: ClassVar[tuple[str, ...]] = ("text", "prompt answer", "prompt answer label")
     needs = "data.text (one column), or data.prompt and data.answer"
+    a_row_is_a_sample = False
+    generative = True
+    decodes_text = True
+    places_by_labels = True
 
-    def behaviour(self, config: Any) -> Tokens:
-        """Return that of language models."""
-        return Tokens()
+    predicts = "tokens"
+    metrics: tuple[str, ...] = ("perplexity",)
+    word = "next token"
+    shift = 1
+    # Whether every choice becomes a row of a batch to judge, without the end-of-text token. Such batches describe their
+    # rows (`CHOICE_KEYS`), and predictions are those of choices.
+    every_choice = False
+
+    def of_choices(self: AnyTask) -> AnyTask:
+        """Return the same task, which is judged by the likelihood of every choice."""
+        return self._changed(every_choice=True)
+
+    # How rows are read.
 
     @property
-    def reader_class(self) -> type[Reader]:
-        """The reader of plain text, or of prompts and answers."""
-        from ..data.generation import TextGenerationReader
+    def prompted(self) -> bool:
+        """Whether there are prompts and answers, rather than plain text."""
+        return self.columns.prompt is not None
 
-        return TextGenerationReader
+    @property
+    def template(self) -> dict[str, str]:
+        """The prompt's template and the column of answers."""
+        return {"prompt": str(self.columns.prompt), "answer": str(self.columns.answer)}
+
+    def check_targets(self, rows: datasets.Dataset) -> None:
+        """Refuse prompts without an answer, or without the number of the right choice."""
+        if self.prompted:
+            check_prompt(rows, **self.template)
+            if self.columns.label:
+                right_choice(rows, answer=self.template["answer"], label=self.columns.label)
+                check_one_question(rows, prompt=self.template["prompt"])
+
+    def samples(self, rows: datasets.Dataset) -> datasets.Dataset:
+        """Return a row per question, or packed blocks of plain text."""
+        if self.prompted:
+            return rows if self.columns.label else one_row_per_question(rows, **self.template)
+        if not self.columns.packing:
+            return rows
+        asked = self.columns.max_length
+        length = data.token_limit(self.processor, self.config, asked) or BLOCK_LENGTH
+        length = length if asked is not None else min(length, BLOCK_LENGTH)
+        if length < 2:
+            raise DataError(f"blocks of text must have at least two tokens, got max_length {length}")
+        length -= len(self._begin)
+        return pack_text(rows, column=self.columns.text[0], tokenizer=self.processor, length=length)
+
+    def batches(self, samples: datasets.Dataset, size: int, use: Use) -> Iterator[Batch]:
+        """Yield batches of blocks, of plain texts, or of prompts with answers, of which the beginning is cut."""
+        if samples.column_names == [BLOCK]:
+            yield from (self._blocks(samples, part) for part in batched(range(len(samples)), size))
+            return
+        tokenizer, limit = self.prepare_tokenizer()
+        if self.prompted:
+            samples, choices = self.with_one_answer(samples, use)
+            counted = self._answers(samples, choices, tokenizer, limit)
+        else:
+            counted, choices = self._plain_texts(samples, tokenizer, limit), None
+        for part in batched(range(len(counted)), size):
+            batch = self._padded([counted[row] for row in part], tokenizer)
+            yield batch if choices is None else batch | choices.of(part)
+
+    def with_one_answer(self, samples: datasets.Dataset, use: Use) -> tuple[datasets.Dataset, Choices | None]:
+        """Return the samples with one answer each, or each row once for every choice, with a description of these."""
+        if not self.columns.label:
+            return samples, None
+        columns = {"answer": self.template["answer"], "label": self.columns.label}
+        every = self.every_choice and use in ("judge", "time")
+        return one_row_per_choice(samples, **columns) if every else (right_choice(samples, **columns), None)
+
+    def texts(self, samples: datasets.Dataset) -> datasets.Dataset:
+        """Return only the columns that prompts and answers need, because reading a row decodes its images."""
+        fields = template_fields(self.template["prompt"])
+        return samples.select_columns(list(dict.fromkeys([*fields, self.template["answer"]])))
+
+    def prompt_and_answer(self, row: dict[str, Any], choice: str | None = None) -> tuple[str, str]:
+        """Return the prompt of a row, and its answer or the given choice."""
+        return filled(row if choice is None else {**row, self.template["answer"]: choice}, **self.template)
+
+    def prepare_tokenizer(self) -> tuple[Any, int | None]:
+        """Return the tokenizer, and how many tokens a sample may have."""
+        tokenizer = getattr(self.processor, "tokenizer", self.processor)
+        return tokenizer, data.token_limit(tokenizer, self.config, self.columns.max_length)
+
+    @cached_property
+    def _begin(self) -> list[int]:
+        """What every block begins with: the begin-of-text token, or nothing."""
+        token, asked = self.processor.bos_token_id, self.columns.bos
+        if asked not in (True, False, "auto"):
+            raise DataError(f"data.bos must be true, false or auto, got {quoted(asked)}")
+        if asked is True and token is None:
+            raise DataError("data.bos must be false or auto for a tokenizer without begin-of-text token, got true")
+        own = asked == "auto" and self.processor("a", verbose=False)["input_ids"][:1] == [token]
+        return [token] if asked is True or own else []
+
+    def _blocks(self, samples: datasets.Dataset, part: list[int]) -> Batch:
+        """Return a batch of packed blocks: all tokens are real, and all but what a block begins with are labels."""
+        begin = self._begin
+        ids = torch.tensor([begin + block for block in samples[part][BLOCK]])
+        data.check_vocabulary(ids, self.config)
+        labels = ids.clone()
+        labels[:, : len(begin)] = data.IGNORED
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+
+    def _plain_texts(self, samples: datasets.Dataset, tokenizer: Any, limit: int | None) -> list[tuple[list[int], int]]:
+        """Return the tokens of each text, cut on the right, all of which are labels. Blank rows are left out."""
+        column, found = self.columns.text[0], []
+        for row, text in enumerate(samples[column][:]):
+            if not text.strip():
+                continue
+            ids = tokenizer(text, truncation=limit is not None, max_length=limit, verbose=False)["input_ids"]
+            if len(ids) < 2:
+                raise DataError(
+                    "a text must have at least two tokens to predict one from the other, but "
+                    f"{data.row_name(samples, row)} has {len(ids)} in {column!r}; remove it, raise max_length or pack "
+                    "the texts into blocks"
+                )
+            found.append((ids, len(ids)))
+        if not found:
+            raise DataError(f"at least one row must have text, but all of {column!r} are blank")
+        if len(found) < len(samples):
+            blank = len(samples) - len(found)
+            logger.warning("%d of %d rows are blank in %r and left out", blank, len(samples), column)
+        return found
+
+    def _answers(
+        self, samples: datasets.Dataset, choices: Choices | None, tokenizer: Any, limit: int | None
+    ) -> list[tuple[list[int], int]]:
+        """Return the tokens of each prompt with its answer, cut on the left, and how many at the end are its answer."""
+        found, end = [], self.end(choices)
+        for number, row in enumerate(self.texts(samples)):
+            pair = self.prompt_and_answer(row, None if choices is None else choices.text[number])
+            ids, answer_tokens = tokenise(*pair, tokenizer, end)
+            check_answer(len(ids), answer_tokens, data.row_name(samples, number), limit)
+            if limit is not None and len(ids) > limit:
+                begin = ids[:1] if ids[0] == tokenizer.bos_token_id and limit > answer_tokens + 1 else []
+                ids = begin + ids[len(ids) - limit + len(begin) :]
+            found.append((ids, answer_tokens))
+        return found
+
+    def end(self, choices: Choices | None) -> str:
+        """Return what ends an answer; nothing where every choice is read."""
+        return "" if choices is not None else end_of_text(getattr(self.processor, "tokenizer", self.processor))
+
+    def _padded(self, samples: Sequence[tuple[list[int], int]], tokenizer: Any) -> Batch:
+        """Return a batch of (tokens, how many at the end are labels), padded on the tokenizer's side."""
+        left, width = tokenizer.padding_side == "left", max(len(ids) for ids, _ in samples)
+        tokens = [torch.tensor(ids) for ids, _ in samples]
+        labels = [ids.clone() for ids in tokens]
+        for of_row, (ids, counted) in zip(labels, samples, strict=True):
+            # Nothing predicts a text's first token; as a label it would be predicted from padding.
+            of_row[: max(len(ids) - counted, int(left and len(ids) < width))] = data.IGNORED
+        input_ids = data.padded(tokens, data.padding_token(tokenizer, self.config), left=left)
+        mask = data.padded([torch.ones_like(ids) for ids in tokens], 0, left=left)
+        data.check_vocabulary(input_ids, self.config)
+        batch = {"input_ids": input_ids, "attention_mask": mask}
+        return with_positions(batch, self.config, data.padded(labels, data.IGNORED, left=left))
+
+    def canonical(self, model: PreTrainedModel, batch: Batch) -> Batch:
+        """Return a batch of which text without labels is its own label, as in training on plain text."""
+        labels = text_labels(model, batch)
+        check_token_labels(model, labels)
+        return {**batch, "labels": labels}
+
+    # How units are scored.
+
+    def own_labels(self, model: PreTrainedModel, batch: Batch, output: Tensor) -> Tensor:
+        """Return the likeliest token at each of the `judged_tokens`, (batch, tokens)."""
+        from ..model.tokens import judged_tokens
+
+        predicted = output.argmax(-1)
+        labels = predicted.roll(self.shift, -1)
+        labels[:, : self.shift] = data.IGNORED
+        return labels.where(judged_tokens(model, batch, labels), data.IGNORED)
+
+    def losses(self, labels: Tensor) -> Tensor:
+        """Return the number of label tokens of each sample, (batch,)."""
+        return self.predicting(labels).sum(-1)
+
+    def predicting(self, labels: Tensor) -> Tensor:
+        """Return which outputs predict a label, (batch, tokens - shift) bool.
+
+        `labels` are (batch, tokens), not shifted, as models take them; -100 means no loss.
+        """
+        return labels[:, self.shift :] != data.IGNORED
+
+    def effect(self, model: PreTrainedModel, batch: Batch, output: Tensor, number: int) -> Tensor:
+        """Return the log-probability of the labels, summed over their positions, (batch,).
+
+        Without labels it is that of the text itself, or of the model's own choice where labels stand at their places.
+        (For text, that choice is less useful: the model is nearly certain of it, so its gradient is small. Perplexity
+        was 12.2 instead of 9.4 in dev/LOG.md.)
+        """
+        of_text = self.shift > 0 or "labels" in batch
+        labels = text_labels(model, batch) if of_text else self.own_labels(model, batch, output)
+        labels = labels.to(output.device)
+        judged = self.predicting(labels)
+        wanted = labels[:, self.shift :][judged][:, None]
+        found = (
+            output[:, : judged.shape[1]][judged].float().log_softmax(-1).gather(-1, wanted)[:, 0]
+        )  # (judged tokens,)
+        sample = judged.nonzero()[:, 0]
+        return found.new_zeros(len(output)).index_add(0, sample, found)
+
+    # How predictions are judged.
+
+    def check_batches(self, batches: Sequence[Batch]) -> None:
+        """Refuse samples without a label token to compute a loss from."""
+        for index, labels in enumerate(batch["labels"] for batch in batches if "labels" in batch):
+            empty = (~self.predicting(labels).any(-1)).nonzero().flatten().tolist()
+            if empty:
+                after, samples = " after its first token" * self.shift, "sample" if len(empty) == 1 else "samples"
+                raise DataError(
+                    f"every sample must have a label token{after}, but of batch {index} (from 0) {samples} "
+                    f"{listed(empty)} (from 0) of {len(labels)} {'has' if len(empty) == 1 else 'have'} none; leave "
+                    "such samples out or raise max_length"
+                )
+
+    def keep(self, output: Tensor, batch: Batch) -> tuple[Tensor, ...]:
+        """Return the likeliest tokens and the label tokens' negative log-likelihoods, (label tokens,) each.
+
+        The logits are not kept.
+        """
+        if "labels" not in batch:
+            raise DataError(f"a language model is judged at its label tokens, but a batch has only {', '.join(batch)}")
+        where = self.predicting(batch["labels"]).nonzero().unbind(-1)
+        wanted = batch["labels"][:, self.shift :][where]
+        tokens, nll = [], []
+        for row, position, label in zip(*(part.split(ROWS_AT_ONCE) for part in (*where, wanted)), strict=True):
+            part = output[row.to(output.device), position.to(output.device)].float()  # (rows, vocabulary)
+            tokens.append(part.argmax(-1).cpu())
+            nll.append(torch.nn.functional.cross_entropy(part, label.to(part.device), reduction="none").cpu())
+        return torch.cat(tokens), torch.cat(nll)
+
+    def join(self, kept: Sequence[tuple[Tensor, ...]], batches: Sequence[Batch]) -> Predictions:
+        """Return the predictions of all label tokens, teacher-forced; or of choices, if every row is one."""
+        tokens, nll = (torch.cat(values) for values in zip(*kept, strict=True))
+        counts = torch.cat([self.losses(batch["labels"]) for batch in batches]).cpu()
+        sample = torch.arange(len(counts)).repeat_interleave(counts)
+        found = Predictions(self.predicts, tokens, sample, whole=self._are_answers(batches), nll=nll)
+        return of_choices(found, batches) if "choice" in batches[0] else found
+
+    def _are_answers(self, batches: Sequence[Batch]) -> bool:
+        # In plain text every token but the first is a label; a prompt, of two tokens or more, has none. Where labels
+        # stand at their places, every token is a prediction of its own.
+        for batch in batches if self.shift else ():
+            labels = batch["labels"]
+            mask = batch.get("attention_mask", torch.ones_like(labels))
+            if bool(((mask != 0) & (mask.cumsum(-1) > 1) & (labels == data.IGNORED)).any()):
+                return True
+        return False
+
+    def references(self, batches: Sequence[Batch]) -> Tensor:
+        """Return the label tokens, (label tokens,) int64, or the right choices, (questions,) int64."""
+        if "choice" in batches[0]:
+            question, right = (torch.cat([batch[key] for batch in batches]).cpu() for key in ("question", "right"))
+            questions, place = question.unique(return_inverse=True)
+            return torch.zeros(len(questions), dtype=torch.int64).scatter(0, place, right)
+        labels = [batch["labels"].cpu() for batch in batches]
+        return torch.cat([part[:, self.shift :][self.predicting(part)] for part in labels])
+
+    def decide(self, predictions: Predictions) -> Tensor:
+        """Return the likeliest tokens, (label tokens,), or the likeliest choice of each question, (questions,)."""
+        return first_largest(predictions.values) if predictions.kind == "choices" else predictions.values
+
+    def table(self, predictions: Predictions, references: Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """Return what metrics of "tokens" or "choices" take.
+
+        These are the sums over each sample of `nll` and of `right` tokens, and how many label tokens it has; or the
+        choice that is `likeliest` and the one that is so `per_character`, which does not favour short choices, and the
+        right one.
+        """
+        check_references(predictions, references)
+        if predictions.kind == "choices":
+            assert predictions.characters is not None
+            rows = np.empty(len(predictions), dtype=[("likeliest", np.int64), ("per_character", np.int64)])
+            rows["likeliest"] = first_largest(predictions.values)
+            rows["per_character"] = first_largest(predictions.values / predictions.characters)
+            return rows, references.numpy()
+        assert predictions.nll is not None
+        rows = np.empty(len(predictions), dtype=[("nll", np.float64), ("right", np.int64)])
+        rows["nll"] = predictions.per_sample(predictions.nll)
+        rows["right"] = predictions.per_sample(predictions.values == references)
+        return rows, predictions.per_sample(torch.ones_like(predictions.nll)).long().numpy()
+
+    def usual_metrics(
+        self, *, rows: str | None = None, answers: bool = False, choices: bool = False
+    ) -> tuple[str, ...]:
+        """Return perplexity; of answers also how many are exact; of choices how many are right."""
+        if choices:
+            return ("choice_accuracy", "choice_accuracy_norm")
+        return ("exact_match", "perplexity") if answers else self.metrics
+
+
+def text_labels(model: PreTrainedModel, batch: Batch) -> Tensor:
+    """Return the labels of a language model's batch, (batch, tokens): by default its own `judged_tokens`."""
+    from ..model.tokens import judged_tokens
+
+    if "labels" in batch:
+        return batch["labels"]
+    if "input_ids" not in batch:
+        raise DataError(f"a language model's batch must have labels or input_ids, got {', '.join(batch)}")
+    ids = batch["input_ids"]
+    return ids.where(judged_tokens(model, batch, ids), data.IGNORED)
+
+
+def check_token_labels(model: PreTrainedModel, labels: Tensor) -> None:
+    """Refuse, by a DataError, labels that are not tokens of a model, (batch, tokens) int64, or -100."""
+    known = model.config.get_text_config().vocab_size
+    wrong = labels[((labels < 0) | (labels >= known)) & (labels != data.IGNORED)]
+    if labels.dim() != 2 or labels.dtype != torch.int64 or len(wrong):
+        given = f"{labels.dtype} of shape {tuple(labels.shape)}" + (f" with {wrong[0].item()}" if len(wrong) else "")
+        raise DataError(
+            f"the labels of a language model must be int64 tokens in [0, {known}), (batch, tokens), and {data.IGNORED} "
+            f"where nothing is predicted, but a batch has {given}"
+        )
+
+
+def of_choices(tokens: Predictions, batches: Sequence[Batch]) -> Predictions:
+    """Return how likely choices are, from the predictions of their tokens: the sum over these, in nats.
+
+    It is -inf where a question has fewer choices than others.
+    """
+    assert tokens.nll is not None
+    columns = {key: torch.cat([batch[key] for batch in batches]).cpu() for key in data.CHOICE_KEYS}
+    questions, place = columns["question"].unique(return_inverse=True)
+    shape = len(questions), int(columns["choice"].max()) + 1
+    likelihoods, characters = (torch.full(shape, fill, dtype=torch.float64) for fill in (-torch.inf, 1.0))
+    likelihoods[place, columns["choice"]] = -tokens.per_sample(tokens.nll)
+    characters[place, columns["choice"]] = columns["characters"].double()
+    return Predictions("choices", likelihoods, characters=characters)
+
+
+def first_largest(values: Tensor) -> Tensor:
+    """Return the place of the largest value in each row, of equals the first: torch does not say which it returns."""
+    return torch.from_numpy(np.argmax(values.numpy(), axis=-1))
+
+
+def check_answer(tokens: int, answer_tokens: int, row: str, limit: int | None) -> None:
+    """Check that a sample with this many tokens has a prompt, and an answer that fits after it."""
+    if answer_tokens == 0 or answer_tokens == tokens:
+        what = "an answer" if answer_tokens == 0 else "a prompt"
+        raise DataError(f"every row must have {what} of at least one token, but {row} has none")
+    if limit is not None and answer_tokens >= limit:
+        raise DataError(
+            f"answers are never cut and need a token before them, but {row} has {answer_tokens} answer tokens and "
+            f"at most {limit} tokens are read; leave such rows out, or raise max_length if it is given and the model "
+            "takes more"
+        )
+
+
+def with_positions(batch: Batch, config: Any, labels: Tensor) -> Batch:
+    """Return a batch with its labels, and with position ids if the model needs them."""
+    positions = data.position_ids(batch["attention_mask"], config)
+    return batch | ({} if positions is None else {"position_ids": positions}) | {"labels": labels}
+
+
+def pack_text(rows: datasets.Dataset, *, column: str, tokenizer: Any, length: int) -> datasets.Dataset:
+    """Tokenise all texts, join them, and cut them into blocks: one row each, of `length` tokens in the column `BLOCK`.
+
+    Tokens go to a temporary file, so that memory does not grow with the number of rows, except for a running text,
+    which is tokenised in one piece. The incomplete last block is dropped unless it is the only one.
+
+    Each row is a separate text, and the tokenizer's end-of-text (or else begin-of-text) token separates them. Rows from
+    a txt file, or rows of which some are blank (as in WikiText), are instead the lines of one running text, joined by
+    line breaks: a blank row is the empty line between paragraphs or stories.
+    """
+    running = rows.info.builder_name == "text" or not all(text.strip() for text in data.column_values(rows, column))
+    between = tokenizer.bos_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+    if between is None and len(rows) > 1 and not running:
+        raise DataError(
+            "texts are joined by the tokenizer's end-of-text or begin-of-text token, but it has neither; set "
+            "tokenizer.eos_token and save it with the model, or set packing to false"
+        )
+    texts = data.column_values(rows, column)
+    if running:
+        texts = iter(["".join(text if text.endswith("\n") else text + "\n" for text in texts)])
+    count = 0
+    with tempfile.TemporaryFile() as file:
+        while part := list(itertools.islice(texts, TEXTS)):
+            encoded = tokenizer(part, add_special_tokens=False, return_attention_mask=False, verbose=False)
+            for ids in encoded["input_ids"]:
+                ids = [between, *ids] if count else ids
+                array("q", ids).tofile(file)
+                count += len(ids)
+        if count < 2:
+            raise DataError(
+                f"text must have at least two tokens to predict one from the other, but {column!r} has fewer"
+            )
+        file.flush()
+        tokens = np.memmap(file, dtype=np.int64, mode="r", shape=(count,))
+    return _cut(tokens, min(length, count))
+
+
+def _cut(tokens: np.ndarray, length: int) -> datasets.Dataset:
+    """Return tokens (tokens,) cut into whole blocks, without a copy of them."""
+    import pyarrow as pa
+
+    starts = np.arange(0, len(tokens) - len(tokens) % length + 1, length, dtype=np.int64)
+    blocks = pa.LargeListArray.from_arrays(pa.array(starts), pa.array(tokens[: starts[-1]]))
+    return datasets.Dataset(datasets.table.InMemoryTable(pa.table({BLOCK: blocks})))

@@ -2,78 +2,307 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..errors import DataError, listed
-from ..model.classes import places_in_entities
-from .behaviour import Behaviour, Predicted
-from .task import Task, column_sets
+from ..errors import DataError, listed, quoted
+from .labels import ClassNames, class_numbers, places_in_entities
+from .late import data, np, torch
+from .task import Predictions, Task, Use, batched, check_references, check_same_samples, random_projection
 
 if TYPE_CHECKING:
-    import numpy as np
+    import datasets
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from ..data.reader import Reader
+    from ..data import Batch
 
 logger = logging.getLogger(__name__)
 
 Entity = tuple[str, int, int]  # its type, its first word, and the word after its last one
 
+_USAGE = """
+from transformers import pipeline
 
-@dataclass(frozen=True)
-class TagPredictions(Predicted):
-    """The likeliest class of every judged word of all samples, in order; on the CPU.
+find = pipeline("token-classification", model=model, tokenizer=tokenizer, aggregation_strategy="first")
+found = find("a text")
+"""
 
-    Two samples have the same prediction if they have the same entities. Where the names of the classes have no prefix,
-    such as parts of speech, every word is an entity, so all words must have the same class.
+
+class TokenClassification(Task):
+    """Models that find entities, or parts of speech.
+
+    The likeliest class of each word is read from logits, (batch, tokens, classes), at its first token. Two samples have
+    the same prediction if they have the same entities. Where the names of the classes have no prefix, such as parts of
+    speech, every word is an entity, so all words must have the same class.
+
+    Words are lists of strings, and their labels a class number or name for each. In a text, the words are those that
+    the tokenizer divides it into, and the labels are spans: dicts of `start`, `end` (characters, the end excluded) and
+    `label`. The words of a span have its class, or the one of it for their place, such as `B-` for the first word and
+    `I-` for the others, if the model's classes are so named; see `places_in_entities`. All other words have `O`.
+
+    Batches have `judged` (batch, tokens) bool, the first token of every word, where its class is read, and `labels`
+    (batch, tokens) int64, -100 at all other tokens. Words beyond the length limit are cut off.
     """
 
-    kind = "words"
+    name = "token-classification"
+    auto_class = "AutoModelForTokenClassification"
+    ort_class = "ORTModelForTokenClassification"
+    usage = _USAGE
+    reads = ("text", "text label")
+    needs = "data.text (a column of words, or of text with spans as labels)"
 
-    classes: Tensor  # (words,) int64
-    counts: Sequence[int]  # of words in each sample
-    names: Sequence[str]  # of the classes
+    predicts = "words"
+    metrics = ("entity_f1", "word_accuracy", "own_entity_f1")
+    word = "sentence"
 
-    def __len__(self) -> int:
-        return len(self.counts)
+    def __init__(self, config: Any, **options: Any) -> None:
+        super().__init__(config, **options)
+        self.names = tuple(str(config.id2label[number]) for number in range(config.num_labels))
+        if all(name.casefold().removeprefix("label_").isdecimal() for name in self.names):
+            _warn_of_names(self.names)
 
-    @property
-    def decided(self) -> Tensor:
-        """The classes, (words,)."""
-        return self.classes
+    @classmethod
+    def usual_columns(cls, features: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return the column of words and that of their labels, by the names that data sets on the Hub give them."""
+        words = next((name for name in ("tokens", "words") if name in features), None)
+        if words is None:
+            return None
+        label = next((name for name in ("ner_tags", "tags", "pos_tags", "labels") if name in features), None)
+        return {"text": (words,), "label": label}
 
-    def same(self, other: TagPredictions) -> Tensor:
+    def is_text(self, feature: Any) -> bool:
+        """Return whether a column holds text, or lists of words."""
+        return super().is_text(getattr(feature, "feature", feature))
+
+    def check_targets(self, rows: datasets.Dataset) -> None:
+        """Refuse rows without words, or without a class that the model knows for each."""
+        if not getattr(self.processor, "is_fast", True):
+            raise DataError(
+                "a class for each word needs a fast tokenizer, which tells which tokens belong to it, got "
+                f"{type(self.processor).__name__}; save the model with its tokenizer.json"
+            )
+        column = self.columns.text[0]
+        for row, words in enumerate(rows[column][:]):
+            if not words or not all((word or "").strip() for word in ([words] if isinstance(words, str) else words)):
+                what = "a blank one" if words else "none"
+                raise DataError(
+                    f"every row must have words in {column!r}, but {data.row_name(rows, row)} has {what}; leave it out"
+                )
+        self._labels(rows)
+
+    def batches(self, samples: datasets.Dataset, size: int, use: Use) -> Iterator[Batch]:
+        """Yield batches of words, or of texts that are divided into words."""
+        texts, labels, split = samples[self.columns.text[0]][:], self._labels(samples), self._in_words(samples)
+        if split and self._space_belongs_to_words():
+            texts = [[words[0], *(f" {word}" for word in words[1:])] for words in texts]
+        for part in batched(range(len(samples)), size):
+            found = data.tokenised(
+                self.processor,
+                self.config,
+                [texts[row] for row in part],
+                max_length=self.columns.max_length,
+                is_split_into_words=split,
+            )
+            begun = [_begun(found.word_ids(row)) for row in range(len(part))]
+            found[data.JUDGED_KEY] = [[word is not None for word in words] for words in begun]
+            if labels is not None:
+                classes = [
+                    labels[row] if split else self._of_spans(found, number, labels[row])
+                    for number, row in enumerate(part)
+                ]
+                found["labels"] = [
+                    [data.IGNORED if word is None else of_row[word] for word in words]
+                    for of_row, words in zip(classes, begun, strict=True)
+                ]
+            batch = data.as_batch(found, self.processor, self.config)
+            yield batch | {data.JUDGED_KEY: batch[data.JUDGED_KEY].bool()}
+
+    def _of_spans(self, found: Any, row: int, spans: Sequence[_Span]) -> dict[int, int]:
+        """Return the class of each word of a data.tokenised row."""
+        places = {word: found.word_to_chars(row, word) for word in found.word_ids(row) if word is not None}
+        classes = dict.fromkeys(places, ClassNames(self.config).find("O")[0])
+        for span in spans:
+            inside = [word for word, place in places.items() if place.start < span.end and place.end > span.start]
+            several = [span.first, *[span.others] * (len(inside) - 2), span.last]
+            classes |= dict(zip(inside, [span.only] if len(inside) == 1 else several, strict=False))
+        return classes
+
+    def _space_belongs_to_words(self) -> bool:
+        """Return whether the tokenizer takes the space before a word for a part of it, as those of bytes do."""
+        text, words = self.processor("a a"), self.processor(["a", "a"], is_split_into_words=True)
+        return bool(text["input_ids"] != words["input_ids"])
+
+    def _in_words(self, rows: datasets.Dataset) -> bool:
+        """Return whether the column of text holds words."""
+        return hasattr(rows.features[self.columns.text[0]], "feature")
+
+    def _labels(self, rows: datasets.Dataset) -> Sequence[Sequence[Any]] | None:
+        """Return the labels of each row, after checking all: class numbers of words, or spans; None without labels."""
+        if self.columns.label is None:
+            return None
+        return self._class_numbers(rows, self.columns.label) if self._in_words(rows) else self._spans(rows)
+
+    def _class_numbers(self, rows: datasets.Dataset, column: str) -> list[list[int]]:
+        """Return the class of each word of each row."""
+        feature = getattr(rows.features[column], "feature", None)
+        if feature is None:
+            raise DataError(
+                f"the labels of words must be a list for each row, but {column!r} holds "
+                f"{data.kind_of(rows.features[column])}; make a list with a label for each word"
+            )
+        labels = rows[column][:]
+        for row, (words, of_row) in enumerate(zip(rows[self.columns.text[0]][:], labels, strict=True)):
+            given = sum(label is not None for label in of_row or ())
+            if len(words) != given or given != len(of_row):
+                raise DataError(
+                    f"every word must have a label, but {data.row_name(rows, row)} has {len(words)} words and {given} "
+                    f"labels in {column!r}; give each word one, or leave the row out"
+                )
+            if data.IGNORED in of_row:
+                raise DataError(
+                    f"every word must have a class, but {data.row_name(rows, row)} has {data.IGNORED} in {column!r}, "
+                    "which marks tokens without one; give words and their classes, which are then aligned with the "
+                    "tokens"
+                )
+        ends = list(itertools.accumulate(map(len, labels)))
+        numbers = class_numbers(
+            [label for of_row in labels for label in of_row],
+            feature,
+            column=column,
+            classes=ClassNames(self.config),
+            place=lambda index: data.row_name(rows, bisect.bisect(ends, index)),
+        )
+        return [numbers[end - len(of_row) : end] for end, of_row in zip(ends, labels, strict=True)]
+
+    def _spans(self, rows: datasets.Dataset) -> list[list[_Span]]:
+        """Return the spans of each row, by their places."""
+        column, classes = str(self.columns.label), ClassNames(self.config)
+        if not classes.find("O"):
+            raise DataError(f"words outside of spans need a class O, but the model has {classes}")
+        feature = getattr(rows.features[column], "feature", None)
+        names = (
+            getattr(feature["label"], "names", None) if isinstance(feature, Mapping) and "label" in feature else None
+        )
+        texts, labels = rows[self.columns.text[0]][:], rows[column][:]
+        found = []
+        for row, (text, spans) in enumerate(zip(texts, labels, strict=True)):
+            where = f"{data.row_name(rows, row)} has {{}} in {column!r}"
+            of_row = sorted(_span(span, len(text), names, classes, where) for span in spans or ())
+            for one, other in itertools.pairwise(of_row):
+                if other.start < one.end:
+                    raise DataError(
+                        "spans of a text must not overlap, as a word has one class, but "
+                        + where.format(f"{one.start} to {one.end} and {other.start} to {other.end}")
+                    )
+            found.append(of_row)
+        return found
+
+    def canonical(self, model: PreTrainedModel, batch: Batch) -> Batch:
+        """Return a batch with the tokens at which classes are read: those with a label, else all of the text.
+
+        Raises a DataError if labels are no classes of tokens.
+        """
+        labels, shape = batch.get("labels"), batch["input_ids"].shape if "input_ids" in batch else None
+        if labels is not None:
+            wrong = labels[(labels != data.IGNORED) & ((labels < 0) | (labels >= len(self.names)))]
+            if labels.is_floating_point() or labels.dim() != 2 or shape not in (None, labels.shape) or len(wrong):
+                raise DataError(
+                    f"the labels of words must be int64, (batch, tokens), each in [0, {len(self.names)}) or "
+                    f"{data.IGNORED} where no class is read, but a batch has "
+                    f"{wrong[0].item() if len(wrong) else labels.dtype} in labels of shape {tuple(labels.shape)}"
+                )
+        return {**batch, data.JUDGED_KEY: _judged(batch)}
+
+    def own_labels(self, model: PreTrainedModel, batch: Batch, output: Tensor) -> Tensor:
+        """Return the likeliest class of each word at its first token, -100 elsewhere, (batch, tokens)."""
+        return output.argmax(-1).where(_judged(batch).to(output.device), data.IGNORED)
+
+    def losses(self, labels: Tensor) -> Tensor:
+        """Return how many words of each sample have a label, (batch,)."""
+        return (labels != data.IGNORED).sum(-1)
+
+    def effect(self, model: PreTrainedModel, batch: Batch, output: Tensor, number: int) -> Tensor:
+        """Return the margins of each sample's words over the runner-up, summed with random signs, (batch,).
+
+        The mean of its square over such signs is the sum of the squared changes, so that words cannot make up for each
+        other; see `random_projection`.
+        """
+        best, second = output.float().topk(2, dim=-1).values.unbind(-1)
+        return random_projection((best - second) * _judged(batch).to(output.device), number)
+
+    def check_batches(self, batches: Sequence[Batch]) -> None:
+        """Refuse samples without a word."""
+        for number, batch in enumerate(batches):
+            if not _judged(batch).any(-1).all():
+                raise DataError(
+                    f"every sample must have a word to classify, but batch {number} (from 0) has one without; leave "
+                    "out samples without labels, or of which the tokenizer makes no token"
+                )
+
+    def keep(self, output: Tensor, batch: Batch) -> tuple[Tensor, ...]:
+        """Return the likeliest class of each word and its logit, (words,) each."""
+        likeliest = output[_judged(batch).to(output.device)].max(-1)
+        return likeliest.indices, likeliest.values
+
+    def join(self, kept: Sequence[tuple[Tensor, ...]], batches: Sequence[Batch]) -> Predictions:
+        """Return the classes of all words, of which those of a sample are one prediction."""
+        counts = torch.cat([_judged(batch).sum(-1) for batch in batches]).cpu()
+        sample = torch.arange(len(counts)).repeat_interleave(counts)
+        return Predictions(self.predicts, torch.cat([classes for classes, _ in kept]), sample, whole=True)
+
+    def references(self, batches: Sequence[Batch]) -> Tensor:
+        """Return the classes of all words, (words,)."""
+        return torch.cat([batch["labels"][_judged(batch)] for batch in batches]).cpu()
+
+    def decide(self, predictions: Predictions) -> Tensor:
+        """Return the classes, (words,)."""
+        return predictions.values
+
+    def same(self, dense: Predictions, other: Predictions) -> Tensor:
         """Return which samples have the same entities, (samples,) bool."""
-        import torch
-
-        self.check_samples(self.counts, other.counts)
-        pairs = zip(self.entities, other.entities, strict=True)
+        check_same_samples(dense, other)
+        pairs = zip(self.entities(dense, dense.values), self.entities(other, other.values), strict=True)
         return torch.tensor([one == two for one, two in pairs])
 
-    def table(self, references: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    def table(self, predictions: Predictions, references: Tensor) -> tuple[np.ndarray, np.ndarray]:
         """Return how many words and entities of each sample are right, and how many there are."""
-        import numpy as np
-
-        wanted = TagPredictions(references, self.counts, self.names)
-        rows = np.empty(len(self), dtype=[("right", np.int64), ("found", np.int64), ("words", np.int64)])
-        rows["right"] = [len(one & two) for one, two in zip(self.entities, wanted.entities, strict=True)]
-        rows["found"] = [*map(len, self.entities)]
-        right = (self.classes == references).split(list(self.counts))
-        rows["words"] = [int(of_sample.sum()) for of_sample in right]
-        there = np.empty(len(self), dtype=[("entities", np.int64), ("words", np.int64)])
-        there["entities"], there["words"] = [*map(len, wanted.entities)], self.counts
+        check_references(predictions, references)
+        given, wanted = (self.entities(predictions, classes) for classes in (predictions.values, references))
+        rows = np.empty(len(given), dtype=[("right", np.int64), ("found", np.int64), ("words", np.int64)])
+        rows["right"] = [len(one & two) for one, two in zip(given, wanted, strict=True)]
+        rows["found"] = [*map(len, given)]
+        rows["words"] = predictions.per_sample(predictions.values == references)
+        there = np.empty(len(given), dtype=[("entities", np.int64), ("words", np.int64)])
+        there["entities"], there["words"] = [*map(len, wanted)], self._counts(predictions)
         return rows, there
 
-    @cached_property
-    def entities(self) -> list[set[Entity]]:
-        """The entities of each sample."""
-        of_samples, places = self.classes.split(list(self.counts)), places_in_entities(self.names)
+    def entities(self, predictions: Predictions, classes: Tensor) -> list[set[Entity]]:
+        """Return the entities of each sample, of which the predictions are, by the classes of all words."""
+        places = places_in_entities(self.names)
+        of_samples = classes.split(self._counts(predictions))
         return [entities_of([places[number] for number in of_sample.tolist()]) for of_sample in of_samples]
+
+    @staticmethod
+    def _counts(predictions: Predictions) -> list[int]:
+        """Return how many words each sample has."""
+        assert predictions.sample is not None
+        return predictions.sample.bincount().tolist()
+
+
+class _Span(NamedTuple):
+    """Characters of a text, and the classes of their words by place: of several words, and of an only one."""
+
+    start: int
+    end: int  # excluded
+    first: int
+    others: int
+    last: int
+    only: int
 
 
 def entities_of(places: Sequence[tuple[str, str]]) -> set[Entity]:
@@ -95,94 +324,12 @@ def entities_of(places: Sequence[tuple[str, str]]) -> set[Entity]:
     return found
 
 
-@dataclass(frozen=True)
-class Tags(Behaviour):
-    """The likeliest class of each word, from logits, (batch, tokens, classes), at its first token."""
-
-    predicts = "words"
-    metrics = ("entity_f1", "word_accuracy", "own_entity_f1")
-    word = "sentence"
-    names: tuple[str, ...]  # of the classes
-
-    def canonical(self, model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return a batch with the tokens at which classes are read: those with a label, else all of the text.
-
-        Raises a DataError if labels are no classes of tokens.
-        """
-        from ..data.targets import IGNORED, JUDGED_KEY
-
-        labels, shape = batch.get("labels"), batch["input_ids"].shape if "input_ids" in batch else None
-        if labels is not None:
-            wrong = labels[(labels != IGNORED) & ((labels < 0) | (labels >= len(self.names)))]
-            if labels.is_floating_point() or labels.dim() != 2 or shape not in (None, labels.shape) or len(wrong):
-                raise DataError(
-                    f"the labels of words must be int64, (batch, tokens), each in [0, {len(self.names)}) or "
-                    f"{IGNORED} where no class is read, but a batch has "
-                    f"{wrong[0].item() if len(wrong) else labels.dtype} in labels of shape {tuple(labels.shape)}"
-                )
-        return {**batch, JUDGED_KEY: _judged(batch)}
-
-    def own_labels(self, model: PreTrainedModel, batch: Mapping[str, Tensor], output: Tensor) -> Tensor:
-        """Return the likeliest class of each word at its first token, -100 elsewhere, (batch, tokens)."""
-        from ..data.targets import IGNORED
-
-        return output.argmax(-1).where(_judged(batch).to(output.device), IGNORED)
-
-    def losses(self, labels: Tensor) -> Tensor:
-        """Return how many words of each sample have a label, (batch,)."""
-        from ..data.targets import IGNORED
-
-        return (labels != IGNORED).sum(-1)
-
-    def effect(self, model: PreTrainedModel, batch: Mapping[str, Tensor], output: Tensor, index: int) -> Tensor:
-        """Return the margins of each sample's words over the runner-up, summed with random signs, (batch,).
-
-        The mean of its square over such signs is the sum of the squared changes, so that words cannot make up for each
-        other; see `projected`.
-        """
-        from .feature_extraction import projected
-
-        best, second = output.float().topk(2, dim=-1).values.unbind(-1)
-        return projected((best - second) * _judged(batch).to(output.device), index)
-
-    def check(self, batches: Sequence[Mapping[str, Tensor]]) -> None:
-        """Refuse samples without a word."""
-        for number, batch in enumerate(batches):
-            if not _judged(batch).any(-1).all():
-                raise DataError(
-                    f"every sample must have a word to classify, but batch {number} (from 0) has one without; leave "
-                    "out samples without labels, or of which the tokenizer makes no token"
-                )
-
-    def kept(self, output: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """Return the likeliest class of each word and its logit, (words,) each."""
-        likeliest = output[_judged(batch).to(output.device)].max(-1)
-        return likeliest.indices, likeliest.values
-
-    def joined(self, kept: Sequence[tuple[Tensor, ...]], batches: Sequence[Mapping[str, Tensor]]) -> TagPredictions:
-        """Return the predictions of all batches, in their order."""
-        import torch
-
-        counts = [count for batch in batches for count in _judged(batch).sum(-1).tolist()]
-        return TagPredictions(torch.cat([classes for classes, _ in kept]), counts, self.names)
-
-    def references(self, batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
-        """Return the classes of all words, (words,)."""
-        import torch
-
-        return torch.cat([batch["labels"][_judged(batch)] for batch in batches]).cpu()
-
-
-def _judged(batch: Mapping[str, Tensor]) -> Tensor:
+def _judged(batch: Batch) -> Tensor:
     """Return at which tokens a class is read, (batch, tokens) bool: at all if neither labels nor a mask tell."""
-    import torch
-
-    from ..data.targets import IGNORED, JUDGED_KEY
-
-    if JUDGED_KEY in batch:
-        return batch[JUDGED_KEY]
+    if data.JUDGED_KEY in batch:
+        return batch[data.JUDGED_KEY]
     if "labels" in batch:
-        return batch["labels"] != IGNORED
+        return batch["labels"] != data.IGNORED
     return batch.get("attention_mask", torch.ones_like(batch["input_ids"])) != 0
 
 
@@ -195,42 +342,45 @@ def _warn_of_names(names: tuple[str, ...]) -> None:
     )
 
 
-_USAGE = """
-from transformers import pipeline
+def _span(span: Any, length: int, names: Sequence[str] | None, classes: ClassNames, where: str) -> _Span:
+    """Return a span of a text of some characters; `names` are those of its labels, if these are numbers."""
+    if not isinstance(span, Mapping) or not {"start", "end", "label"} <= span.keys():
+        raise DataError(
+            f"the labels of texts must be spans, dicts of start, end and label, but {where.format(quoted(span))}; give "
+            "lists of words with a label for each, or spans"
+        )
+    start, end, label = span["start"], span["end"], span["label"]
+    if not (isinstance(start, int) and isinstance(end, int) and 0 <= start < end <= length):
+        raise DataError(
+            f"a span must be in its text of {length} characters, but {where.format(f'{start} to {end}')}; count "
+            "characters from 0, the end excluded"
+        )
+    name = names[label] if names is not None and isinstance(label, int) else label
+    found = _by_place(str(name), classes)
+    if None in found:
+        raise DataError(
+            f"the label of a span must be a class of the model ({classes}), with or without B- and I-, but "
+            f"{where.format(quoted(name))}"
+        )
+    return _Span(start, end, *found)  # type: ignore[arg-type]
 
-find = pipeline("token-classification", model=model, tokenizer=tokenizer, aggregation_strategy="first")
-found = find("a text")
-"""
+
+def _by_place(name: str, classes: ClassNames) -> list[int | None]:
+    """Return the classes of a type for the first of several words, others, the last and an only one; None if unknown.
+
+    Of a class that is named as a whole, all are this class.
+    """
+    numbers = {(place, kind.casefold()): n for n, (place, kind) in enumerate(places_in_entities(classes.names))}
+    whole = next(iter(classes.find(name)), None)
+
+    def find(letters: str, other: int | None) -> int | None:
+        found = [numbers[letter, name.casefold()] for letter in letters if (letter, name.casefold()) in numbers]
+        return found[0] if found else other
+
+    first, others = find("BI", whole), find("IM", whole)
+    return [first, others, find("EL", others), find("SUW", first)]
 
 
-class TokenClassification(Task):
-    """Models that find entities, or parts of speech."""
-
-    name = "token-classification"
-    auto_class = "AutoModelForTokenClassification"
-    ort_class = "ORTModelForTokenClassification"
-    usage = _USAGE
-    columns = column_sets("text", "text label")
-    needs = "data.text (a column of words, or of text with spans as labels)"
-
-    def behaviour(self, config: Any) -> Tags:
-        """Return that of a class for each word, with the names of the classes."""
-        names = tuple(str(config.id2label[number]) for number in range(config.num_labels))
-        if all(name.casefold().removeprefix("label_").isdecimal() for name in names):
-            _warn_of_names(names)
-        return Tags(names)
-
-    def usual_columns(self, features: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the column of words and that of their labels, by the names that data sets on the Hub give them."""
-        words = next((name for name in ("tokens", "words") if name in features), None)
-        if words is None:
-            return None
-        label = next((name for name in ("ner_tags", "tags", "pos_tags", "labels") if name in features), None)
-        return {"text": (words,), "label": label}
-
-    @property
-    def reader_class(self) -> type[Reader]:
-        """The reader of words, or of texts with spans."""
-        from ..data.words import WordsReader
-
-        return WordsReader
+def _begun(words: Sequence[int | None]) -> list[int | None]:
+    """Return the number of the word that each token begins, by that of its word; None where none does."""
+    return [None if word == last else word for last, word in zip([None, *words[:-1]], words, strict=True)]

@@ -11,8 +11,9 @@ from support.models import causal_lm, llava
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hies_export.calibrate.gates import Gates, with_labels
-from hies_export.data.targets import text_labels
+from hies_export.calibrate.gates import Gates
+from hies_export.tasks import TextGeneration, task_of
+from hies_export.tasks.text_generation import text_labels
 from hies_export.units import PrunableModule
 
 MODULE = PrunableModule(name="m", units=3, unit_width=2, consumer="m.out")
@@ -83,7 +84,7 @@ def test_own_labels_are_those_of_each_text_by_itself(make: Callable[[], PreTrain
         for before, place in enumerate(places[1:]):
             if batch["input_ids"][row, place] != 4 or make is causal_lm:
                 expected[row, place] = likeliest[before]
-    found = with_labels(model, batch)["labels"]
+    found = task_of(model).with_labels(model, batch)["labels"]
     assert found.tolist() == expected.tolist()
 
 
@@ -92,7 +93,7 @@ def test_no_label_is_a_placeholder_of_any_kind(name: str) -> None:
     tokens = Fixed(torch.eye(4)[torch.tensor([[3, 1, 2, 0]])])
     tokens.config = SimpleNamespace(num_labels=2, **{name: 7})
     batch = {"input_ids": torch.tensor([[5, 7, 6, 7]])}
-    assert with_labels(tokens, batch)["labels"].tolist() == [[-100, -100, 1, -100]]  # type: ignore[arg-type]
+    assert TextGeneration(None).with_labels(tokens, batch)["labels"].tolist() == [[-100, -100, 1, -100]]  # type: ignore[arg-type]
     assert text_labels(tokens, batch).tolist() == [[5, -100, 6, -100]]  # type: ignore[arg-type]
 
 
@@ -100,4 +101,4 @@ def test_the_text_that_an_encoder_reads_hides_no_label_of_the_decoder() -> None:
     tokens = Fixed(torch.eye(4)[torch.tensor([[3, 1, 2, 0]])])
     batch = {"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.tensor([[1, 1, 0]])}
     batch["decoder_input_ids"] = torch.tensor([[1, 2, 3, 1]])
-    assert with_labels(tokens, batch)["labels"].tolist() == [[-100, 3, 1, 2]]  # type: ignore[arg-type]
+    assert TextGeneration(None).with_labels(tokens, batch)["labels"].tolist() == [[-100, 3, 1, 2]]  # type: ignore[arg-type]

@@ -70,8 +70,7 @@ def exported(models: Any, tmp_path_factory: pytest.TempPathFactory) -> CascadeEx
 
 
 def by_hand(models: Any, batch: dict[str, torch.Tensor], threshold: float) -> torch.Tensor:
-    slim, dense = (predict(model, [batch]) for model in models)
-    assert isinstance(slim, torch.Tensor)
+    slim, dense = (predict(model, [batch]).values for model in models)
     return torch.where((margins(slim) <= threshold)[:, None], dense, slim)  # type: ignore[arg-type]
 
 
@@ -102,8 +101,8 @@ def three_batches(models: Any, batches: Batches, threshold: float) -> dict[str, 
     width = max(batch["input_ids"].shape[1] for batch in batches) if "input_ids" in batches[0] else 0
     rows = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
     assert all(value.shape[1] == width for value in rows.values()) or not width
-    order = margins(predict(models[0], batches)).argsort()  # type: ignore[arg-type]
-    unsure = int((margins(predict(models[0], batches)) <= threshold).sum())  # type: ignore[arg-type]
+    order = margins(predict(models[0], batches).values).argsort()
+    unsure = int((margins(predict(models[0], batches).values) <= threshold).sum())
     assert 3 <= unsure <= len(order) - 3
     picked = {"none": order[-3:], "some": order[unsure - 2 : unsure + 3], "all": order[:3]}
     return {name: {key: value[index] for key, value in rows.items()} for name, index in picked.items()}
@@ -111,7 +110,7 @@ def three_batches(models: Any, batches: Batches, threshold: float) -> dict[str, 
 
 def test_unsure_rows_are_answered_by_the_dense_model(models: Any) -> None:
     batches = texts()
-    sure = margins(predict(models[0], batches))  # type: ignore[arg-type]
+    sure = margins(predict(models[0], batches).values)
     for threshold in (0.0, between(sure), 1e9):
         cascade = Cascade(*models, threshold=threshold)
         for batch in batches:
@@ -134,7 +133,7 @@ def test_one_file_answers_as_both_models(models: Any, exported: CascadeExport) -
     for name, batch in three_batches(models, texts(), threshold).items():
         found = run(exported.file, batch)
         np.testing.assert_allclose(found["logits"], by_hand(models, batch, threshold), atol=1e-4, err_msg=name)
-        unsure = margins(predict(models[0], [batch])) <= threshold  # type: ignore[arg-type]
+        unsure = margins(predict(models[0], [batch]).values) <= threshold
         assert found["passed_on"].tolist() == unsure.tolist()
     assert exported.bytes == exported.file.stat().st_size
     # The embeddings, which both models read, are in the file once.
@@ -155,7 +154,7 @@ def test_weights_of_both_graphs_are_stored_once_whatever_their_names(models: Any
     slim, dense = (onnx_ir.load(file) for file in files)
     for number, value in enumerate(list(slim.graph.initializers.values())):
         value.name = f"renamed_{number}"
-    threshold = between(margins(predict(models[0], [batch])))  # type: ignore[arg-type]
+    threshold = between(margins(predict(models[0], [batch]).values))
     assert join_graphs(slim.graph, dense.graph, threshold) == both
     onnx_ir.save(slim, tmp_path / "joined.onnx")
     joined = onnx.load(tmp_path / "joined.onnx")
@@ -181,7 +180,7 @@ def test_one_file_in_8_bits(models: Any, tmp_path: Path) -> None:
     session = onnxruntime.InferenceSession(str(exported.file))
     assert session.get_modelmeta().custom_metadata_map["hies_export.forms.cascade"].startswith('{"disagreement": 0.2')
     answers = np.concatenate([run(exported.file, batch)["logits"] for batch in texts()]).argmax(-1)
-    wanted = torch.cat([predict(models[1], [batch]) for batch in texts()]).argmax(-1).numpy()  # type: ignore[arg-type]
+    wanted = torch.cat([predict(models[1], [batch]).values for batch in texts()]).argmax(-1).numpy()
     assert (answers != wanted).sum() <= exported.promise.differ
     assert exported.quantize == "int8"
 
@@ -226,7 +225,7 @@ def test_near_the_threshold_either_answer_is_right(
     """In bfloat16 a margin is another one in the joined graph."""
     joined, cascade = export_module.join_graphs, Cascade.choose(*models, texts(), disagreement=0.2)
     # What a margin may move by is a share of the largest logit.
-    largest = max(1.0, *(predict(model, texts()).abs().max().item() for model in models))  # type: ignore[union-attr]
+    largest = max(1.0, *(predict(model, texts()).values.abs().max().item() for model in models))
     monkeypatch.setattr(export_module, "RESOLUTION", 0.5 / largest)
     monkeypatch.setattr(export_module, "join_graphs", lambda slim, dense, at: joined(slim, dense, at - 0.4))
     exported = cascade.export_onnx(tmp_path / "onnx")

@@ -18,14 +18,12 @@ from transformers import (
 )
 
 from hies_export import DataError, find_modules
-from hies_export.data.batches import Batch, by_length, check_batches
-from hies_export.data.given import batches_of
-from hies_export.data.targets import batches_fingerprint, samples_of, size_of
+from hies_export.data.batches import Batch, batches_fingerprint, by_length, samples_of, size_of
 from hies_export.evaluate.judge import compute_metrics
 from hies_export.evaluate.predict import predict, references
 from hies_export.model.tokens import count_tokens, first_samples
-from hies_export.tasks import TASKS
-from hies_export.tasks.models import behaviour_of
+from hies_export.tasks import TASKS, task_of
+from hies_export.tasks.given import batches_of, check_batches
 
 MODELS = {"bert": bert, "regression": lambda: bert(num_labels=1), "vit": vit, "lm": causal_lm, "llava": llava}
 IDS = torch.arange(12).view(3, 4) + 5
@@ -35,7 +33,7 @@ TEXT_AND_IMAGE = {"input_ids": torch.cat([torch.full((3, 16), 4), IDS], dim=1), 
 
 
 def check(model: PreTrainedModel, batches: Any, **options: Any) -> list[Batch]:
-    return check_batches(model, batches, predicts=behaviour_of(model).predicts, **options)
+    return check_batches(model, batches, task_of(model), **options)
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +140,7 @@ def test_tokenised_rows_are_padded_with_the_models_token(models: dict[str, PreTr
     assert (tokenizer.pad_token_id, models["bert"].config.pad_token_id) == (0, 0)
     other = bert(pad_token_id=9)
     for model, pad in ((models["bert"], 0), (other, 9)):
-        asked = {"what": "batches", "task": TASKS["text-classification"], "processor": tokenizer, "columns": None}
+        asked = {"what": "batches", "task": task_of(model), "processor": tokenizer, "columns": None}
         (batch,) = batches_of(model, rows, **asked)
         assert batch["input_ids"].tolist() == [[5, 6], [7, pad]]
         assert batch["attention_mask"].tolist() == [[1, 1], [1, 0]]
@@ -154,17 +152,17 @@ def test_labels_at_padding_are_those_of_no_token(name: str, side: str) -> None:
     config = BertConfig(**(SIX_HEADS | {"vocab_size": 100, "num_labels": 17}))
     make = {"token-classification": BertForTokenClassification, "fill-mask": BertForMaskedLM}
     model = shake(make[name](config)) if name in make else causal_lm()
-    behaviour, mask = behaviour_of(model), torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 0, 0]])
+    task, mask = task_of(model), torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 0, 0]])
     mask = mask if side == "right" else mask.flip(-1)
     padded = {"input_ids": IDS * mask, "attention_mask": mask, "labels": IDS % 17 * mask}
     padded["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
     alone = [{key: value[row : row + 1, mask[row] != 0] for key, value in padded.items()} for row in range(3)]
     found = []
     for given in ([padded], alone):
-        options = {"task": TASKS[name], "processor": None, "columns": None}
+        options = {"task": TASKS[name](model.config), "processor": None, "columns": None}
         batches = batches_of(model, given, what="batches", **options)
-        wanted, names = references(batches, behaviour), behaviour.metrics[:2]
-        found.append(compute_metrics(predict(model, batches), wanted, names=names, behaviour=behaviour))
+        wanted, names = references(batches, task), task.metrics[:2]
+        found.append(compute_metrics(predict(model, batches), wanted, names=names, task=task))
     assert found[0] == pytest.approx(found[1], rel=1e-4)
 
 

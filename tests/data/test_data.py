@@ -13,6 +13,7 @@ import tokenizers
 import torch
 import transformers
 from support.models import word_tokenizer
+from support.reading import reading
 from transformers import (
     BertConfig,
     DistilBertConfig,
@@ -22,15 +23,13 @@ from transformers import (
     ViTImageProcessorPil,
 )
 
-from hies_export.data import images
-from hies_export.data.images import as_images, image_of_file, image_of_row
-from hies_export.data.processors import load_processor
-from hies_export.data.reader import Columns
+from hies_export.data import columns as images
+from hies_export.data.batches import batches_fingerprint
+from hies_export.data.columns import as_images, image_of_file, image_of_row
+from hies_export.data.processors import load_processor, settle_padding
 from hies_export.data.rows import load_rows
-from hies_export.data.targets import batches_fingerprint
-from hies_export.data.tokens import settle_padding
 from hies_export.errors import DataError, RequestError
-from hies_export.tasks import TASKS, find_task
+from hies_export.tasks import TASKS, Columns, find_task
 
 
 def rows_of(columns, features=None):
@@ -43,7 +42,7 @@ TEXT = Columns(text=("text",), label="label")
 
 
 def check(rows, config, columns=TEXT, task="text-classification"):
-    find_task(task).reader(columns=columns, config=config).check(rows)
+    find_task(task)(config).to_read(columns).check_rows(rows)
 
 
 def named_config(**numbers):
@@ -142,9 +141,9 @@ def letters(**options):
 
 def text_batches(rows, config, columns=TEXT, tokenizer=None, batch_size=2, **options):
     options |= {"config": config, "processor": tokenizer or letters()}
-    reader = TASKS["text-classification"].reader(columns=columns, **options)
-    reader.check(rows)
-    return reader.batches(reader.draw(rows), batch_size=batch_size)
+    reader = reading("text-classification", columns=columns, **options)
+    reader.check_rows(rows)
+    return reader.read(reader.draw(rows), size=batch_size)
 
 
 def test_batches_are_padded_to_their_own_longest_and_keep_the_order():
@@ -360,13 +359,14 @@ def test_other_class_names_must_be_as_many_as_the_models_and_in_its_order(caplog
 
 
 def image_batches(rows, *, batch_size=8, label=None, size=4):
-    reader = TASKS["image-classification"].reader(
+    reader = reading(
+        "image-classification",
         columns=Columns(image="image", label=label),
         config=ViTConfig(num_labels=2),
         processor=ViTImageProcessorPil(size={"height": size, "width": size}),
     )
-    reader.check(rows)
-    return reader.batches(reader.draw(rows), batch_size=batch_size)
+    reader.check_rows(rows)
+    return reader.read(reader.draw(rows), size=batch_size)
 
 
 def encoded(image, format="PNG"):
@@ -453,10 +453,8 @@ def test_images_have_as_many_channels_as_the_model_takes(channels, mode):
     def read(means):
         scale = {"image_mean": [0.5] * means, "image_std": [0.5] * means}
         processor = ViTImageProcessorPil(size={"height": 4, "width": 4}, **scale)
-        reader = TASKS["image-classification"].reader(
-            columns=Columns(image="image"), config=config, processor=processor
-        )
-        return reader.batches(rows, batch_size=8)[0]["pixel_values"][0]
+        reader = reading("image-classification", columns=Columns(image="image"), config=config, processor=processor)
+        return reader.read(rows, size=8)[0]["pixel_values"][0]
 
     expected = torch.tensor(np.asarray(picture().convert(mode))).reshape(4, 4, channels)
     torch.testing.assert_close(read(channels), expected.permute(2, 0, 1) / 127.5 - 1)
@@ -512,9 +510,7 @@ def test_a_checkpoint_without_processor(tmp_path, config, task, what):
         load_processor(tmp_path, task=TASKS[task])
 
 
-def test_every_task_has_a_reader_and_an_auto_class():
-    reading = [task for task in TASKS.values() if task.columns]
-    assert len({task.reader_class for task in reading}) == len(reading)
+def test_every_task_has_an_auto_class():
     assert all(hasattr(transformers, task.auto_class) for task in TASKS.values())
 
 

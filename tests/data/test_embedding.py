@@ -8,17 +8,15 @@ import datasets
 import pytest
 import torch
 from support.models import bert, word_tokenizer
+from support.reading import reading
 from transformers import BertConfig, BertModel
 
-from hies_export.data.batches import by_length, check_batches
-from hies_export.data.embedding import EmbeddingReader
-from hies_export.data.given import batches_of, usual_columns
-from hies_export.data.reader import Columns
+from hies_export.data.batches import ROW_KEYS, by_length
 from hies_export.data.rows import take
-from hies_export.data.targets import ROW_KEYS
 from hies_export.errors import DataError, RequestError
 from hies_export.model.sentence import Normalize, Pooling, SentenceSettings, TextEncoder
-from hies_export.tasks import TASKS
+from hies_export.tasks import TASKS, Columns, FeatureExtraction, Task, Use, task_of
+from hies_export.tasks.given import batches_of, check_batches, usual_columns
 
 WORDS = [*"abcdefghijklmnop", "query", "passage", "B"]
 EMBEDS = TASKS["feature-extraction"]
@@ -28,20 +26,18 @@ def tokenizer() -> Any:
     return word_tokenizer(WORDS, model_input_names=["input_ids", "token_type_ids", "attention_mask"])
 
 
-def reader(**options: Any) -> EmbeddingReader:
+def reader(**options: Any) -> Task:
     columns = Columns(**{key: options.pop(key) for key in list(options) if key in Columns.__dataclass_fields__})
-    tokens = tokenizer()
-    return TASKS["feature-extraction"].reader(columns=columns, config=BertConfig(), processor=tokens, **options)
+    return FeatureExtraction(BertConfig(), settings=SentenceSettings((), **options)).to_read(columns, tokenizer())
 
 
 def rows_of(**columns: Any) -> datasets.Dataset:
     return datasets.Dataset.from_dict(columns)
 
 
-def read(of: Any, rows: datasets.Dataset, size: int = 4) -> list[Any]:
-    of.check(rows)
-    found: list[Any] = of.batches(rows, batch_size=size)
-    return found
+def read(of: Task, rows: datasets.Dataset, size: int = 4, use: Use = "score") -> list[Any]:
+    of.check_rows(rows)
+    return of.read(rows, size=size, use=use)
 
 
 def texts_of(batches: list[Any]) -> list[str]:
@@ -65,7 +61,7 @@ def encoder() -> TextEncoder:
 def test_texts_alone_are_read_once_and_need_no_description(judged: bool) -> None:
     rows = rows_of(text=["a b c", "d", "a b c", "e f", "d", "g h i j"])
     of = reader(text=("text",))
-    found = read(of.judging() if judged else of, rows, size=2)
+    found = read(of, rows, size=2, use="judge" if judged else "score")
     distinct = ["a b c", "d", "e f", "g h i j"]
     assert texts_of(found) == sorted(distinct, key=len)
     assert all(set(batch) == {"input_ids", "attention_mask", "token_type_ids"} for batch in found)
@@ -74,8 +70,9 @@ def test_texts_alone_are_read_once_and_need_no_description(judged: bool) -> None
 
 def test_both_columns_are_texts_where_no_similarity_is_known() -> None:
     rows = rows_of(one=["a b", "c"], two=["c", "d"])
-    for of in (reader(text=("one", "two")), reader(text=("one", "two")).judging()):
-        assert sorted(texts_of(read(of, rows))) == ["a b", "c", "d"]
+    of, uses = reader(text=("one", "two")), ("score", "refit", "judge", "time")
+    for use in uses:
+        assert sorted(texts_of(read(of, rows, use=use))) == ["a b", "c", "d"]
 
 
 def test_blank_rows_of_plain_text_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
@@ -86,10 +83,10 @@ def test_blank_rows_of_plain_text_are_left_out(caplog: pytest.LogCaptureFixture)
 def test_texts_are_cut_as_the_reader_of_one_text_to_classify_cuts_them() -> None:
     rows = rows_of(text=["a b c d e f g", "h i"])
     (found,) = read(reader(text=("text",), max_length=5), rows)
-    classifying = TASKS["text-classification"].reader(
-        columns=Columns(text=("text",)), config=BertConfig(), processor=tokenizer(), max_length=5
+    classifying = reading(
+        "text-classification", columns=Columns(text=("text",)), config=BertConfig(), processor=tokenizer(), max_length=5
     )
-    (expected,) = by_length(classifying.batches(rows, batch_size=4), config=BertConfig())
+    (expected,) = by_length(classifying.read(rows, size=4), config=BertConfig())
     assert {key: value.tolist() for key, value in found.items()} == {k: v.tolist() for k, v in expected.items()}
     assert found["input_ids"].shape == (2, 5)
 
@@ -99,7 +96,7 @@ def test_each_kind_of_text_has_its_prompt() -> None:
     asked = rows_of(query=["a"], document=["A b"])
     of = reader(query="query", document="document", prompts=prompts, lower=True)
     assert texts_of(read(of, asked)) == ["query a", "passage a b"]
-    assert texts_of(read(of.judging(), asked)) == ["query a", "passage a b"]
+    assert texts_of(read(of, asked, use="judge")) == ["query a", "passage a b"]
     # Lower case makes an unknown word of the prompt "B".
     assert texts_of(read(reader(text=("text",), prompts=prompts), rows_of(text=["a"]))) == ["B a"]
     assert texts_of(read(reader(text=("text",), prompts=prompts, lower=True), rows_of(text=["a"]))) == ["b a"]
@@ -127,7 +124,7 @@ def test_texts_of_pairs_are_found_again_by_number_and_side() -> None:
     rows = rows_of(one=[a for a, _ in pairs], two=[b for _, b in pairs], score=scores)
     of = reader(text=("one", "two"), label="score")
     assert not set(ROW_KEYS) & {key for batch in read(of, rows) for key in batch}
-    found = read(of.judging(), rows)
+    found = read(of, rows, use="judge")
     described = {key: torch.cat([batch[key] for batch in found]).tolist() for key in ("pair", "side", "score")}
     for text, pair, side, score in zip(texts_of(found), *described.values(), strict=True):
         assert text == pairs[pair][side]
@@ -172,7 +169,7 @@ def test_queries_name_their_documents(labels: bool, lists: bool, seed: int) -> N
     plain = read(of, rows)
     assert sorted(texts_of(plain)) == sorted([*wanted, *corpus])
     assert not set(ROW_KEYS) & {key for batch in plain for key in batch}
-    found = read(of.judging(), rows)
+    found = read(of, rows, use="judge")
     numbers = {key: torch.cat([batch[key] for batch in found]).tolist() for key in ("query", "document")}
     texts = texts_of(found)
     assert (torch.tensor(numbers["query"]) >= 0).ne(torch.tensor(numbers["document"]) >= 0).all()
@@ -191,7 +188,7 @@ def test_queries_name_their_documents(labels: bool, lists: bool, seed: int) -> N
 
 def test_queries_and_documents_are_never_in_one_batch_and_little_is_padded() -> None:
     rows = random_rows(random.Random(1), labels=True, lists=True)
-    found = read(reader(query="query", document="document", label="label").judging(), rows)
+    found = read(reader(query="query", document="document", label="label"), rows, use="judge")
     kinds = [set((batch["query"] >= 0).tolist()) for batch in found]
     assert all(len(kind) == 1 for kind in kinds)
     assert [True in kind for kind in kinds] == sorted((True in kind for kind in kinds), reverse=True)
@@ -247,7 +244,7 @@ PAIR = {"text": ("a", "b")}
 )
 def test_what_cannot_be_read_is_refused_before_any_work(columns: Any, read_by: Any, match: str) -> None:
     with pytest.raises(DataError, match=match):
-        reader(**read_by).check(rows_of(**columns))
+        reader(**read_by).check_rows(rows_of(**columns))
 
 
 def test_a_query_that_should_find_nothing_cannot_be_judged() -> None:
@@ -255,12 +252,12 @@ def test_a_query_that_should_find_nothing_cannot_be_judged() -> None:
     of = reader(**ASKED, label="label")
     assert len(texts_of(read(of, rows))) == 4
     with pytest.raises(DataError, match="every query must have a relevant document .* 'b' has none; remove its rows"):
-        read(of.judging(), rows)
+        read(of, rows, use="judge")
 
 
 def test_documents_of_no_query_are_read_to_be_timed() -> None:
     rows = rows_of(query=[None, None, "c"], document=["a", "b", "d"])
-    batches = reader(**ASKED).judging().batches(rows.select(range(2)), batch_size=4)
+    batches = reader(**ASKED).read(rows.select(range(2)), size=4, use="judge")
     assert texts_of(batches) == ["a", "b"]
     assert batches[0]["relevant"].tolist() == [[-1], [-1]]
 
@@ -271,7 +268,7 @@ def test_documents_of_no_query_are_read_to_be_timed() -> None:
 def reranker(labels: int = 1, **options: Any) -> Any:
     config, tokens = BertConfig(num_labels=labels), tokenizer()
     columns = Columns(text=("query", "document"), **({"group": "id"} | options))
-    return TASKS["text-classification"].reader(columns=columns, config=config, processor=tokens)
+    return reading("text-classification", columns=columns, config=config, processor=tokens)
 
 
 CANDIDATES = {
@@ -285,15 +282,15 @@ CANDIDATES = {
 def test_candidates_are_numbered_by_their_query_and_have_grades_when_judged() -> None:
     rows = rows_of(**CANDIDATES)
     of = reranker(label="label")
-    for found in (read(of, rows, size=3), read(of.unlabelled(), rows, size=3)):
+    for found in (read(of, rows, size=3), read(of, rows, size=3, use="refit")):
         assert torch.cat([batch["group"] for batch in found]).tolist() == [0, 1, 0, 2, 1]
         assert all(set(batch) == {"input_ids", "attention_mask", "token_type_ids", "group"} for batch in found)
-    found = read(of.judging(), rows, size=3)
+    found = read(of, rows, size=3, use="judge")
     assert torch.cat([batch["grades"] for batch in found]).tolist() == [1, 0, 2, 1, 3]
     assert found[0]["grades"].dtype == torch.float32
     assert found[0]["group"].dtype == torch.int64
     assert "labels" not in found[0]
-    assert "grades" not in read(reranker().judging(), rows)[0]
+    assert "grades" not in read(reranker(), rows, use="judge")[0]
     sorted_ = by_length(found, config=BertConfig())
     assert torch.cat([batch["group"] for batch in sorted_]).tolist() == [0, 0, 2, 1, 1]
     assert torch.cat([batch["grades"] for batch in sorted_]).tolist() == [1, 2, 1, 3, 0]
@@ -303,15 +300,15 @@ def test_what_is_no_reranker_is_refused() -> None:
     with pytest.raises(
         DataError, match="for rerankers, whose model has one label, but this one has 3; leave data.group"
     ):
-        reranker(3).check(rows_of(**CANDIDATES))
+        reranker(3).check_rows(rows_of(**CANDIDATES))
     with pytest.raises(DataError, match=r"every row must have a 'id', but row 1 \(from 0\) has none"):
-        reranker().check(rows_of(**(CANDIDATES | {"id": ["x", None, "x", "z", "y"]})))
+        reranker().check_rows(rows_of(**(CANDIDATES | {"id": ["x", None, "x", "z", "y"]})))
     with pytest.raises(DataError, match=r"every row must have a 'id', but row 0 \(from 0\) has none"):
-        reranker().check(rows_of(**(CANDIDATES | {"id": [" ", *"xyzx"]})))
+        reranker().check_rows(rows_of(**(CANDIDATES | {"id": [" ", *"xyzx"]})))
     with pytest.raises(DataError, match="'id' must hold a text or a number per row, got List"):
-        reranker().check(rows_of(**(CANDIDATES | {"id": [[1]] * 5})))
+        reranker().check_rows(rows_of(**(CANDIDATES | {"id": [[1]] * 5})))
     with pytest.raises(DataError, match="how much a candidate is wanted must be a number, but row 0"):
-        reranker(label="label").check(rows_of(**(CANDIDATES | {"label": list("abcde")})))
+        reranker(label="label").check_rows(rows_of(**(CANDIDATES | {"label": list("abcde")})))
 
 
 @pytest.mark.parametrize("seed", [None, 0, 1, 2])
@@ -341,14 +338,15 @@ def test_rows_of_a_query_are_drawn_together(seed: int | None, in_order: bool) ->
 # ---- in memory -------------------------------------------------------------------------------------------
 
 
-def given(model: Any, texts: Any, task: Any = EMBEDS, **options: Any) -> list[Any]:
+def given(model: Any, texts: Any, task: Task | None = None, **options: Any) -> list[Any]:
     options = {"processor": tokenizer(), "columns": None} | options
-    return batches_of(model, texts, what="batches", task=task, **options)
+    return batches_of(model, texts, what="batches", task=task or task_of(model), **options)
 
 
 def test_a_list_of_texts_is_read_as_the_rows_of_a_data_set() -> None:
     texts = ["a b", "c", "a b", "d e f"]
-    found = given(encoder(), texts, settings={"prompts": {"text": "query "}})
+    settings = SentenceSettings((), prompts={"text": "query "})
+    found = given(encoder(), texts, FeatureExtraction(BertConfig(), settings=settings))
     assert texts_of(found) == ["query c", "query a b", "query d e f"]
     model = encoder()
     model.settings = SentenceSettings((), max_length=5, prompts={"text": "passage "}, lower=True)
@@ -359,10 +357,10 @@ def test_a_list_of_texts_is_read_as_the_rows_of_a_data_set() -> None:
 
 def test_a_list_of_pairs_is_grouped_by_its_queries_where_there_is_one_label() -> None:
     pairs = [("a", "b"), ("c", "d"), ["a", "e"]]
-    (found,) = given(bert(num_labels=1), pairs, TASKS["text-classification"])
+    (found,) = given(bert(num_labels=1), pairs)
     assert texts_of([found]) == ["a b", "c d", "a e"]
     assert found["group"].tolist() == [0, 1, 0]
-    (found,) = given(bert(num_labels=3), pairs, TASKS["text-classification"])
+    (found,) = given(bert(num_labels=3), pairs)
     assert "group" not in found
 
 
@@ -388,16 +386,16 @@ def test_a_list_of_pairs_is_grouped_by_its_queries_where_there_is_one_label() ->
 def test_bad_lists_of_texts(texts: Any, task: str, options: Any, error: type[Exception], match: str) -> None:
     model = encoder() if task == "feature-extraction" else bert(num_labels=1)
     with pytest.raises(error, match=match):
-        given(model, texts, TASKS[task], **options)
+        given(model, texts, TASKS[task](model.config), **options)
 
 
 def test_a_data_set_of_queries_describes_its_rows_when_judged() -> None:
     rows = rows_of(query=["a", "b"], document=["c", "d"])
     assert not set(ROW_KEYS) & set(given(encoder(), rows)[0])
-    found = given(encoder(), rows, judged=True)
+    found = given(encoder(), rows, use="judge")
     assert [set(batch) >= {"query", "document", "relevant", "grades"} for batch in found] == [True, True]
     # What readers made passes as batches do.
-    assert len(check_batches(encoder(), found, predicts="embeddings")) == 2
+    assert len(check_batches(encoder(), found, task_of(encoder()))) == 2
 
 
 def test_usual_columns_of_texts_to_embed() -> None:

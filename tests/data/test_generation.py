@@ -15,14 +15,14 @@ import tokenizers
 import torch
 from support.generative import png
 from support.models import GENERATIVE_WORDS, causal_lm, generative_tokenizer, llava, llava_processor
+from support.reading import reading
 from transformers import GPT2Config, LlamaConfig, PreTrainedTokenizerFast
 
 from hies_export.data.batches import by_length
 from hies_export.data.processors import load_processor
-from hies_export.data.reader import Columns, Reader
 from hies_export.data.rows import load_rows
 from hies_export.errors import DataError
-from hies_export.tasks import TASKS
+from hies_export.tasks import TASKS, Columns, Task
 
 TEXT = Columns(text=("text",))
 ASKED = Columns(prompt="Q {question} A", answer="answer")
@@ -36,9 +36,9 @@ def words(ids: torch.Tensor) -> str:
     return " ".join(repr(w)[1:-1] if w == "\n" else w for w in (GENERATIVE_WORDS[i] for i in ids.tolist()))
 
 
-def read(reader: Reader, rows: datasets.Dataset, batch_size: int) -> list[Any]:
-    reader.check(rows)
-    return reader.batches(reader.draw(rows), batch_size=batch_size)
+def read(reader: Task, rows: datasets.Dataset, batch_size: int) -> list[Any]:
+    reader.check_rows(rows)
+    return reader.read(reader.draw(rows), size=batch_size)
 
 
 def batches_of(
@@ -46,7 +46,7 @@ def batches_of(
 ) -> list[Any]:
     options = {"config": LlamaConfig(vocab_size=32, pad_token_id=0, max_position_embeddings=64)} | options
     processor = tokenizer or generative_tokenizer()
-    return read(TASKS["text-generation"].reader(columns=columns, processor=processor, **options), rows, batch_size)
+    return read(reading("text-generation", columns=columns, processor=processor, **options), rows, batch_size)
 
 
 def labelled(batch: dict[str, torch.Tensor]) -> list[str]:
@@ -117,11 +117,11 @@ def test_block_length_by_default() -> None:
 
 def test_blocks_are_the_samples_that_are_counted() -> None:
     options: dict[str, Any] = {"columns": TEXT, "config": LlamaConfig(vocab_size=32), "max_length": 2, "bos": False}
-    reader = TASKS["text-generation"].reader(processor=generative_tokenizer(), **options)
+    reader = reading("text-generation", processor=generative_tokenizer(), **options)
     rows = rows_of(text=["a b c d e f g h i j"])
     blocks = reader.draw(rows, samples=3, shuffle_seed=1)
     expected = [[["a b", "c d", "e f", "g h", "i j"][i] for i in np.random.default_rng(1).permutation(5)[:3]]]
-    batches = reader.batches(blocks, batch_size=2)
+    batches = reader.read(blocks, size=2)
     assert [[words(row) for b in batches for row in b["input_ids"]]] == expected
     assert [len(b["input_ids"]) for b in batches] == [2, 1]
     assert len(reader.draw(rows, samples=99)) == 5
@@ -227,7 +227,7 @@ def test_templates() -> None:
     assert words(batch["input_ids"][0]) == r"<s> a \n b </s>"  # no space of ours after a line break
 
     def check(columns: Columns) -> None:
-        TASKS["text-generation"].reader(columns=columns, config=LlamaConfig()).check(rows)
+        reading("text-generation", columns=columns, config=LlamaConfig()).check_rows(rows)
 
     for columns, match in (
         (
@@ -262,9 +262,9 @@ def test_rows_with_lists_of_questions_become_a_row_per_question() -> None:
 SHOWN = Columns(image="image", prompt="Q {question} A", answer="answer")
 
 
-def reader_of_images(columns: Columns = SHOWN, processor: Any = None, **options: Any) -> Reader:
+def reader_of_images(columns: Columns = SHOWN, processor: Any = None, **options: Any) -> Task:
     options |= {"config": llava().config, "processor": processor or llava_processor()}
-    return TASKS["image-text-to-text"].reader(columns=columns, **options)
+    return reading("image-text-to-text", columns=columns, **options)
 
 
 def shown(rows: datasets.Dataset, *, batch_size: int = 8, **options: Any) -> list[Any]:
@@ -374,10 +374,10 @@ def test_the_right_choice_is_the_answer() -> None:
     rows = rows_of(question=["a b", "c"], choices=[["d", "e"], ["f", "g"]], label=["1", "0"])
     columns = Columns(prompt="Q {question} A", answer="choices", label="label")
     config = causal_lm().config
-    reader = TASKS["text-generation"].reader(columns=columns, config=config, processor=generative_tokenizer())
+    reader = reading("text-generation", columns=columns, config=config, processor=generative_tokenizer())
     (batch,) = read(reader, rows, 2)
     assert labelled(batch) == ["e </s>", "f </s>"]
     with pytest.raises(DataError, match="leave data.label out if there is one answer"):
-        reader.check(rows_of(question=["a"], choices=["d"], label=["0"]))
+        reader.check_rows(rows_of(question=["a"], choices=["d"], label=["0"]))
     with pytest.raises(DataError, match="must have the column 'label', but it has question, choices, labels"):
-        reader.check(rows_of(question=["a"], choices=[["d"]], labels=["0"]))
+        reader.check_rows(rows_of(question=["a"], choices=[["d"]], labels=["0"]))

@@ -6,9 +6,9 @@ import datasets
 import pytest
 from transformers import BertConfig
 
-from hies_export.data.label_sets import read_label_sets
 from hies_export.data.rows import number_rows
 from hies_export.errors import DataError
+from hies_export.tasks.labels import read_label_sets
 
 NAMES = ["anger", "fear", "joy"]
 OF_CLASSES = datasets.List(datasets.ClassLabel(names=["joy", "anger"]))

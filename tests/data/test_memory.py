@@ -9,12 +9,12 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 from support.models import WORDS, causal_lm, generative_tokenizer
+from support.reading import reading
 
 from hies_export.data import rows as rows_module
-from hies_export.data.reader import Columns
 from hies_export.data.rows import load_rows
 from hies_export.errors import DataError
-from hies_export.tasks import TASKS
+from hies_export.tasks import Columns
 
 
 def write(path: Path, count: int) -> Path:
@@ -46,7 +46,7 @@ def test_packing_takes_as_much_memory_for_many_rows_as_for_few(tmp_path: Path) -
 
     def peak(count: int) -> int:
         fields = {"columns": Columns(text=("text",)), "config": config, "processor": tokenizer}
-        reader = TASKS["text-generation"].reader(**fields, max_length=16, bos=False)
+        reader = reading("text-generation", **fields, max_length=16, bos=False)
         path = write(tmp_path / f"{count}.jsonl", count)
         tracemalloc.start()
         try:

@@ -8,32 +8,28 @@ import pytest
 import torch
 from datasets import Dataset
 from support.answers import LETTERS, letter_tokenizer, questions, reading_model
+from support.reading import reading
 from tokenizers.normalizers import BertNormalizer
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import BertConfig
 
-from hies_export.data.batches import by_length
-from hies_export.data.given import batches_of
-from hies_export.data.questions import QuestionsReader
-from hies_export.data.reader import Columns
-from hies_export.data.targets import samples_of
+from hies_export.data.batches import by_length, samples_of
 from hies_export.errors import DataError, RequestError
 from hies_export.evaluate.predict import predict, references
-from hies_export.tasks import TASKS
+from hies_export.tasks import TASKS, Columns, Task, task_of
+from hies_export.tasks.given import batches_of
 
 TASK = TASKS["question-answering"]
 
 
-def reader(**fields: Any) -> QuestionsReader:
+def reader(**fields: Any) -> Task:
     given = {
         "columns": Columns(text=("question", "context"), label="answers"),
         "config": BertConfig(vocab_size=40, max_position_embeddings=512),
         "processor": letter_tokenizer(model_max_length=512),
     }
-    found = TASK.reader(**(given | fields))
-    assert isinstance(found, QuestionsReader)
-    return found
+    return reading(TASK.name, **(given | fields))
 
 
 def number(word: str) -> int:
@@ -72,7 +68,7 @@ def naive_windows(rows: Dataset, window: int, stride: int, *, context_first: boo
 def test_windows_are_those_of_a_plain_loop(side: str, max_length: int | None, window: int, stride: int) -> None:
     rows = questions(7, words=(5, 900 if window > 100 else 60))
     made = reader(max_length=max_length, processor=letter_tokenizer(model_max_length=512, padding_side=side))
-    batches = made.batches(rows, batch_size=4)
+    batches = made.read(rows, size=4)
     expected = naive_windows(rows, window, stride, context_first=side == "left")
     assert len(expected) > len(rows) == samples_of(batches)
     assert [len(batch["input_ids"]) for batch in batches[:-1]] == [4] * (len(batches) - 1)
@@ -104,7 +100,7 @@ def test_a_window_without_the_answer_is_labelled_with_the_token_of_no_answer() -
     rows = Dataset.from_list(
         [{"question": "b", "context": "c d " * 9, "answers": {"text": ["c"], "answer_start": [0]}}]
     )
-    (batch,) = reader(processor=tokenizer, max_length=12).batches(rows, batch_size=8)
+    (batch,) = reader(processor=tokenizer, max_length=12).read(rows, size=8)
     assert batch["labels"][0].tolist() == [2, 2]
     for ids, label in zip(batch["input_ids"][1:], batch["labels"][1:], strict=True):
         assert label.tolist() == [ids.tolist().index(2)] * 2
@@ -114,7 +110,7 @@ def test_an_answer_that_a_window_cuts_off_is_not_in_it() -> None:
     context = "c d e f g h i j k l m n o p"
     answers = {"text": ["j k l"], "answer_start": [context.index("j")]}
     rows = Dataset.from_list([{"question": "b", "context": context, "answers": answers}])
-    (batch,) = reader(max_length=13).batches(rows, batch_size=8)
+    (batch,) = reader(max_length=13).read(rows, size=8)
     assert [ids[3:12].tolist() for ids in batch["input_ids"]] == [[*range(5, 14)], [*range(10, 19)]]
     assert batch["labels"].tolist() == [[0, 0], [5, 7]]
 
@@ -126,7 +122,7 @@ def test_blanks_around_an_answer_belong_to_no_token(before: str, after: str) -> 
     rows = [{"question": "b", "context": f"c {before}d e{after} f", "answers": answers}]
     tokenizer = letter_tokenizer()
     tokenizer.backend_tokenizer.normalizer = BertNormalizer(lowercase=False)
-    (batch,) = reader(processor=tokenizer).batches(Dataset.from_list(rows), batch_size=8)
+    (batch,) = reader(processor=tokenizer).read(Dataset.from_list(rows), size=8)
     assert batch["labels"].tolist() == [[4, 5]]
     assert batch["input_ids"][0, 4:6].tolist() == [number("d"), number("e")]
     assert batch["answers"][0].tolist() == [[2 + len(before), 5 + len(before)]]
@@ -135,21 +131,21 @@ def test_blanks_around_an_answer_belong_to_no_token(before: str, after: str) -> 
 def test_characters_are_code_points_of_any_plane() -> None:
     context = "b \U0001f600\0 c 中d"
     rows = Dataset.from_list([{"question": "b", "context": context, "answers": {"text": ["c"], "answer_start": [5]}}])
-    (batch,) = reader().batches(rows, batch_size=1)
+    (batch,) = reader().read(rows, size=1)
     token = int(batch["labels"][0, 0])
     assert batch["input_ids"][0, token] == number("c")
-    behaviour = TASK.behaviour(None)
+    task = TASK(None)
     logits = torch.zeros(1, 2, batch["input_ids"].shape[1])
     logits[:, :, token] = 1
-    found = behaviour.joined([behaviour.kept(logits, batch)], [batch])
+    found = task.join([task.keep(logits, batch)], [batch])
     assert found.contexts == [context]
-    assert found.table(references([batch], behaviour))[0].tolist() == [(1, 1)]
+    assert task.table(found, references([batch], task))[0].tolist() == [(1, 1)]
 
 
 def test_a_model_of_one_segment_gets_no_segment_ids() -> None:
     for segments in (1, 2):
         config = BertConfig(vocab_size=40, max_position_embeddings=64, type_vocab_size=segments)
-        (batch,) = reader(config=config).batches(questions(2), batch_size=2)
+        (batch,) = reader(config=config).read(questions(2), size=2)
         assert ("token_type_ids" in batch) == (segments == 2)
     assert torch.equal(batch["token_type_ids"] * batch["attention_mask"], batch["token_type_ids"])
     assert batch["token_type_ids"][batch["begins"] >= 0].all()
@@ -157,15 +153,15 @@ def test_a_model_of_one_segment_gets_no_segment_ids() -> None:
 
 def test_batches_sorted_by_length_have_the_same_answers() -> None:
     model, rows = reading_model(), questions(12, words=(3, 90))
-    batches = reader(config=model.config, max_length=32).batches(rows, batch_size=5)
+    batches = reader(config=model.config, max_length=32).read(rows, size=5)
     ordered = by_length(batches, config=model.config)
     lengths = [int(length) for batch in ordered for length in batch["attention_mask"].sum(-1)]
     assert lengths == sorted(lengths) != [int(n) for batch in batches for n in batch["attention_mask"].sum(-1)]
     one, other = predict(model, batches), predict(model, ordered)
-    assert one.same(other).all()
+    assert TASK(None).same(one, other).all()
     assert one.contexts == other.contexts == rows["context"][:]
-    behaviour = TASK.behaviour(model.config)
-    assert torch.equal(references(batches, behaviour), references(ordered, behaviour))
+    task = TASK(model.config)
+    assert torch.equal(references(batches, task), references(ordered, task))
 
     def labelled(of: list[dict[str, Tensor]]) -> list[list[int]]:
         """Return the question of each window, and the characters of its label."""
@@ -215,9 +211,9 @@ GOOD = {"question": "b c", "context": "d e f", "answers": {"text": ["e"], "answe
 )
 def test_rows_that_cannot_be_read_are_refused(change: dict[str, Any], message: str) -> None:
     columns = {"text": ("question", "context"), "label": None if "context" in change else "answers"}
-    rows = Dataset.from_list([GOOD, GOOD | change])
+    rows, model = Dataset.from_list([GOOD, GOOD | change]), reading_model()
     with pytest.raises(DataError, match=message):
-        batches_of(reading_model(), rows, what="batches", task=TASK, processor=letter_tokenizer(), columns=columns)
+        batches_of(model, rows, what="batches", task=task_of(model), processor=letter_tokenizer(), columns=columns)
 
 
 @pytest.mark.parametrize(
@@ -230,13 +226,13 @@ def test_rows_that_cannot_be_read_are_refused(change: dict[str, Any], message: s
 )
 def test_answers_of_another_form_are_refused(answers: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        reader().check(Dataset.from_list([GOOD | {"answers": answers}]))
+        reader().check_rows(Dataset.from_list([GOOD | {"answers": answers}]))
 
 
 def test_a_slow_tokenizer_is_refused() -> None:
     slow = SimpleNamespace(is_fast=False)
     with pytest.raises(DataError, match=r"need a fast tokenizer, .* got SimpleNamespace; save the model with its toke"):
-        reader(processor=slow).check(Dataset.from_list([GOOD]))
+        reader(processor=slow).check_rows(Dataset.from_list([GOOD]))
 
 
 @pytest.mark.parametrize(
@@ -247,14 +243,14 @@ def test_a_slow_tokenizer_is_refused() -> None:
     ],
 )
 def test_columns_that_are_no_question_and_context_are_refused(columns: dict[str, Any], message: str) -> None:
-    given = {"what": "batches", "task": TASK, "processor": letter_tokenizer(), "columns": columns}
+    given = {"what": "batches", "task": TASK(None), "processor": letter_tokenizer(), "columns": columns}
     with pytest.raises(DataError, match=message):
         batches_of(reading_model(), Dataset.from_list([GOOD]), **given)
 
 
 def test_which_column_asks_is_not_guessed() -> None:
     rows = Dataset.from_list([{"passage": "d e f", "query": "b"}])
-    given: dict[str, Any] = {"what": "batches", "task": TASK}
+    given: dict[str, Any] = {"what": "batches", "task": TASK(None)}
     with pytest.raises(DataError, match="question-answering needs columns= that name what to read"):
         batches_of(reading_model(), rows, processor=letter_tokenizer(), columns=None, **given)
     with pytest.raises(RequestError, match="needs processor="):

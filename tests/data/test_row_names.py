@@ -12,13 +12,13 @@ import pytest
 import tokenizers
 from support.generative import png
 from support.models import generative_tokenizer, llava_processor
+from support.reading import reading
 from transformers import BertConfig, LlamaConfig, LlavaConfig, PreTrainedTokenizerFast, ViTConfig
 
-from hies_export.data.prompts import one_row_per_question, right_choice
-from hies_export.data.reader import Columns
 from hies_export.data.rows import number_rows, own_columns, row_name
 from hies_export.errors import DataError
-from hies_export.tasks import TASKS
+from hies_export.tasks import Columns
+from hies_export.tasks.prompts import one_row_per_question, right_choice
 
 ROWS = 40
 
@@ -132,11 +132,11 @@ def test_the_row_of_the_file_is_named(case: str, tmp_path: Path) -> None:
     bad = int(numbers[-2])
     rows = datasets.Dataset.from_list([good | (changes if i == bad else {}) for i in range(ROWS)])
     rows.to_parquet(tmp_path / "train.parquet")
-    reader = TASKS[task].reader(columns=columns, **given | options)
+    reader = reading(task, columns=columns, **given | options)
 
     def read(**drawn: Any) -> None:
         found = reader.load(files={"train": tmp_path / "train.parquet"}, **drawn)
-        reader.batches(found, batch_size=4)
+        reader.read(found, size=4)
 
     for drawn in ({"split": f"train[{first}:{last}]", "samples": samples, "shuffle_seed": seed}, {"split": "train"}):
         with pytest.raises(DataError, match=rf"\brow {bad} of train\.parquet \(from 0\)") as refused:
@@ -147,7 +147,7 @@ def test_the_row_of_the_file_is_named(case: str, tmp_path: Path) -> None:
 
 def test_columns_of_numbers_are_not_listed(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "a", "gold": 1}))
-    reader = TASKS["text-classification"].reader(columns=TEXT, **CLASSIFY)
+    reader = reading("text-classification", columns=TEXT, **CLASSIFY)
     with pytest.raises(DataError, match=r"the column 'label', but it has text, gold$"):
         reader.load("only", files={"only": tmp_path / "a.jsonl"})
 
@@ -155,6 +155,6 @@ def test_columns_of_numbers_are_not_listed(tmp_path: Path) -> None:
 def test_rows_of_the_hub_are_those_of_the_split(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = datasets.Dataset.from_dict({"text": ["a", "b", None], "label": [0, 1, 0]})
     monkeypatch.setattr(datasets, "load_dataset", lambda *_: datasets.DatasetDict(validation=rows))
-    reader = TASKS["text-classification"].reader(columns=TEXT, **CLASSIFY)
+    reader = reading("text-classification", columns=TEXT, **CLASSIFY)
     with pytest.raises(DataError, match=r"but row 2 of the split 'validation' \(from 0\) has none"):
         reader.load("validation[1:]", name="org/name")

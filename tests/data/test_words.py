@@ -5,15 +5,14 @@ from typing import Any
 import datasets
 import pytest
 import torch
+from support.reading import reading
 from support.tags import LETTERS, PIECES, TAGS, pieces_of, sentences, tag_tokenizer, tagger, words_of
 from tokenizers import ByteLevelBPETokenizer
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from hies_export.data.reader import Columns
 from hies_export.data.rows import number_rows
-from hies_export.data.words import WordsReader
 from hies_export.errors import DataError
-from hies_export.tasks import TASKS
+from hies_export.tasks import TASKS, Columns, Task
 
 TASK = TASKS["token-classification"]
 NUMBERS = {"id2label": dict(enumerate(TAGS)), "label2id": {tag: number for number, tag in enumerate(TAGS)}}
@@ -28,11 +27,9 @@ def rows_of(rows: list[dict[str, Any]], feature: Any = None) -> datasets.Dataset
     return number_rows(found, source="train.jsonl")
 
 
-def reader(label: str | None = "ner_tags", text: str = "tokens", **fields: Any) -> WordsReader:
+def reader(label: str | None = "ner_tags", text: str = "tokens", **fields: Any) -> Task:
     usual = {"config": tagger().config, "processor": tag_tokenizer()}
-    found = TASK.reader(columns=Columns(text=(text,), label=label), **(usual | fields))
-    assert isinstance(found, WordsReader)
-    return found
+    return reading(TASK.name, columns=Columns(text=(text,), label=label), **(usual | fields))
 
 
 def by_hand(words: list[list[str]], tags: list[list[str]], *, limit: int = 64, left: bool = False) -> dict[str, Any]:
@@ -66,14 +63,14 @@ def test_the_first_token_of_a_word_has_its_class(left: bool, limit: int | None) 
     config = LlamaConfig(**NUMBERS, pad_token_id=0, max_position_embeddings=64) if left else tagger().config
     read = reader(config=config, processor=tag_tokenizer(padding_side="left" if left else "right"), max_length=limit)
     given = rows_of(rows)
-    read.check(given)
-    batches = read.batches(given, batch_size=4)
+    read.check_rows(given)
+    batches = read.read(given, size=4)
     assert len(batches) == 3
     for start, batch in zip((0, 4, 8), batches, strict=True):
         part = rows[start : start + 4]
         words, tags = ([row[name] for row in part] for name in ("tokens", "ner_tags"))
         assert_same(batch, by_hand(words, tags, limit=limit or 64, left=left))
-    for with_labels, without in zip(batches, read.unlabelled().batches(given, batch_size=4), strict=True):
+    for with_labels, without in zip(batches, read.read(given, size=4, use="refit"), strict=True):
         assert with_labels.keys() - without.keys() == {"labels"}
         assert torch.equal(without["judged"], with_labels["judged"])
 
@@ -91,8 +88,8 @@ def test_the_first_token_of_a_word_has_its_class(left: bool, limit: int | None) 
 def test_classes_are_numbers_or_names(write: Any, feature: Any) -> None:
     rows = sentences(5)
     given = rows_of([row | {"ner_tags": [*map(write, row["ner_tags"])]} for row in rows], feature)
-    reader().check(given)
-    (batch,) = reader().batches(given, batch_size=8)
+    reader().check_rows(given)
+    (batch,) = reader().read(given, size=8)
     assert_same(batch, by_hand([row["tokens"] for row in rows], [row["ner_tags"] for row in rows]))
 
 
@@ -129,8 +126,8 @@ def test_the_words_of_a_span_have_its_class(spans: list[tuple[str, int, int]] | 
     features = datasets.Features(text=datasets.Value("string"), ner_tags=datasets.List(of_span))
     rows = number_rows(datasets.Dataset.from_dict({"text": [TEXT], "ner_tags": [given]}, features), source="t.jsonl")
     read = reader(text="text")
-    read.check(rows)
-    (batch,) = read.batches(rows, batch_size=1)
+    read.check_rows(rows)
+    (batch,) = read.read(rows, size=1)
     assert_same(batch, by_hand([[TEXT[slice(*place)] for place in words]], [tags]))
 
 
@@ -138,8 +135,8 @@ def test_of_a_model_without_prefixes_all_words_of_a_span_have_one_class() -> Non
     names = dict(enumerate(["O", "place", "name"]))
     read = reader(text="text", config=tagger(id2label=names, label2id={n: i for i, n in names.items()}).config)
     rows = rows_of([{"text": "ab c d", "ner_tags": [{"start": 0, "end": 4, "label": "name"}]}])
-    read.check(rows)
-    assert read.batches(rows, batch_size=1)[0]["labels"].tolist() == [[-100, 2, 2, 0, -100]]
+    read.check_rows(rows)
+    assert read.read(rows, size=1)[0]["labels"].tolist() == [[-100, 2, 2, 0, -100]]
 
 
 @pytest.mark.parametrize(
@@ -158,8 +155,8 @@ def test_the_words_of_a_span_have_the_class_of_their_place(letters: str, wanted:
     spans = [{"start": 0, "end": 5, "label": "x"}, {"start": 6, "end": 7, "label": "X"}]
     rows = rows_of([{"text": "a b c d e", "ner_tags": spans}])
     read = reader(text="text", config=config)
-    read.check(rows)
-    (batch,) = read.batches(rows, batch_size=1)
+    read.check_rows(rows)
+    (batch,) = read.read(rows, size=1)
     assert [names[number] for number in batch["labels"][batch["judged"]]] == wanted
 
 
@@ -169,7 +166,7 @@ def test_a_tokenizer_of_bytes_reads_words_as_in_a_text(prefix: bool) -> None:
     backend.train_from_iterator(["abc abc de de"] * 9, vocab_size=300, show_progress=False)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend._tokenizer, pad_token="!", model_max_length=64)
     read = reader(label=None, processor=tokenizer, config=tagger(vocab_size=400).config)
-    (batch,) = read.batches(rows_of([{"tokens": ["abc", "abc", "de"]}]), batch_size=1)
+    (batch,) = read.read(rows_of([{"tokens": ["abc", "abc", "de"]}]), size=1)
     assert batch["input_ids"].tolist() == [tokenizer("abc abc de")["input_ids"]]
     assert batch["judged"].sum() == 3
 
@@ -207,25 +204,25 @@ def span(start: Any, end: Any, label: Any = "name") -> dict[str, Any]:
 def test_rows_without_a_class_for_every_word_are_refused(row: dict[str, Any], message: str) -> None:
     text = "text" if "text" in row else "tokens"
     with pytest.raises(DataError, match=message):
-        reader(text=text).check(rows_of([row]))
+        reader(text=text).check_rows(rows_of([row]))
 
 
 def test_the_row_of_a_wrong_class_is_named() -> None:
     rows = [{"tokens": ["a", "b"], "ner_tags": [0, 1]}, {"tokens": ["c"], "ner_tags": [5]}]
     with pytest.raises(DataError, match=r"must be in \[0, 5\), .* but row 1 of train\.jsonl \(from 0\) has 5"):
-        reader().check(rows_of(rows))
+        reader().check_rows(rows_of(rows))
 
 
 def test_spans_that_overlap_are_refused() -> None:
     spans = [{"start": 3, "end": 5, "label": "name"}, {"start": 0, "end": 4, "label": "place"}]
     with pytest.raises(DataError, match=r"must not overlap, .* row 0 of .* has 0 to 4 and 3 to 5 in 'ner_tags'"):
-        reader(text="text").check(rows_of([{"text": "ab cd", "ner_tags": spans}]))
+        reader(text="text").check_rows(rows_of([{"text": "ab cd", "ner_tags": spans}]))
 
 
 def test_spans_need_a_class_for_the_other_words() -> None:
     config = tagger(id2label={0: "place", 1: "name"}, label2id={"place": 0, "name": 1}).config
     with pytest.raises(DataError, match="need a class O, but the model has place, name"):
-        reader(text="text", config=config).check(rows_of([span(0, 2)]))
+        reader(text="text", config=config).check_rows(rows_of([span(0, 2)]))
 
 
 def test_a_tokenizer_that_does_not_tell_words_is_refused() -> None:
@@ -236,7 +233,7 @@ def test_a_tokenizer_that_does_not_tell_words_is_refused() -> None:
     with pytest.raises(
         DataError, match=r"needs a fast tokenizer, .* got Slow; save the model with its tokenizer\.json"
     ):
-        reader(processor=slow).check(rows_of(sentences(2)))
+        reader(processor=slow).check_rows(rows_of(sentences(2)))
 
 
 def test_pieces_by_hand_are_those_of_the_tokenizer() -> None:

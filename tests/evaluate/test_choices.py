@@ -11,19 +11,16 @@ import pytest
 import torch
 from support.generative import png
 from support.models import causal_lm, generative_tokenizer, llava, llava_processor, write_recipe
+from support.reading import reading
 from support.references import choice_likelihoods
 
 from hies_export import DataError, PruningRecipe, RecipeError
-from hies_export.data.batches import by_length
-from hies_export.data.reader import Columns
-from hies_export.data.targets import samples_of
-from hies_export.evaluate.judge import Judge, agreement, standard_error
+from hies_export.data.batches import by_length, samples_of
+from hies_export.evaluate.judge import Judge, standard_error
 from hies_export.evaluate.metrics import check_metrics
 from hies_export.evaluate.predict import predict, references
 from hies_export.pipeline.resolve import resolve
-from hies_export.tasks import TASKS
-from hies_export.tasks.predictions import ChoicePredictions
-from hies_export.tasks.tokens import Tokens
+from hies_export.tasks import Columns, TextGeneration
 
 LETTERS = "abcdefghijkl"
 ROWS = [
@@ -42,15 +39,18 @@ def columns_of(rows: list[dict[str, Any]]) -> datasets.Dataset:
     return datasets.Dataset.from_dict({key: [row[key] for row in rows] for key in rows[0]})
 
 
+TASK = TextGeneration(None)
+
+
 def text_reader(**options: Any) -> Any:
     processor = options.pop("processor", None) or generative_tokenizer()
-    return TASKS["text-generation"].reader(columns=ASKED, config=causal_lm().config, processor=processor, **options)
+    return reading("text-generation", columns=ASKED, config=causal_lm().config, processor=processor, **options)
 
 
 def batches_of(reader: Any, rows: list[dict[str, Any]], size: int) -> list[Any]:
     data = columns_of(rows)
-    reader.check(data)
-    return by_length(reader.batches(reader.draw(data), batch_size=size), config=reader.config)
+    reader.check_rows(data)
+    return by_length(reader.read(reader.draw(data), size=size, use="judge"), config=reader.config)
 
 
 def decoder(seed: int = 0) -> Any:
@@ -74,11 +74,11 @@ def test_likelihoods_are_those_of_one_choice_at_a_time(size: int, side: str) -> 
     assert max(len(batch["input_ids"]) for batch in batches) <= size
     assert samples_of(batches) == len(ROWS)
     found = predict(model, batches)
-    assert isinstance(found, ChoicePredictions)
+    assert found.kind == "choices"
     expected = naive(model, ROWS)
     for row, of_row in enumerate(expected):
-        assert found.log_likelihoods[row, : len(of_row)].tolist() == pytest.approx(of_row, abs=1e-4)
-        assert (found.log_likelihoods[row, len(of_row) :] == -torch.inf).all()
+        assert found.values[row, : len(of_row)].tolist() == pytest.approx(of_row, abs=1e-4)
+        assert (found.values[row, len(of_row) :] == -torch.inf).all()
     right = np.mean([np.argmax(of_row) == row["label"] for of_row, row in zip(expected, ROWS, strict=True)])
     per = [
         [s / len(c) for s, c in zip(of, row["choices"], strict=True)] for of, row in zip(expected, ROWS, strict=True)
@@ -99,11 +99,11 @@ def test_another_model_agrees_where_it_makes_the_same_choice() -> None:
     batches = batches_of(text_reader().of_choices(), ROWS, 4)
     one, two = (np.array([np.argmax(of_row) for of_row in naive(m, ROWS)]) for m in (model, other))
     found = [predict(m, batches) for m in (model, other)]
-    assert agreement(*found).tolist() == (one == two).tolist()
+    assert TASK.same(*found).tolist() == (one == two).tolist()
     assert 0 < (one == two).mean() < 1
-    right = references(batches)
+    right = references(batches, TASK)
     assert right.tolist() == [row["label"] for row in ROWS]
-    error = standard_error(found[0], right, name="choice_accuracy")
+    error = standard_error(found[0], right, name="choice_accuracy", task=TASK)
     share = float((one == right.numpy()).mean())
     assert error == pytest.approx((share * (1 - share) / len(ROWS)) ** 0.5, rel=0.35)
 
@@ -111,7 +111,8 @@ def test_another_model_agrees_where_it_makes_the_same_choice() -> None:
 def test_of_equal_choices_the_first_is_chosen() -> None:
     rows = [{"question": "a", "choices": ["b", "b", "b"], "label": 1}, {"question": "c", "choices": ["d"], "label": 0}]
     found = predict(causal_lm(), batches_of(text_reader().of_choices(), rows, 8))
-    assert found.decided.tolist() == found.chosen_per_character.tolist() == [0, 0]
+    table, _ = TASK.table(found, torch.tensor([1, 0]))
+    assert TASK.decide(found).tolist() == table["per_character"].tolist() == [0, 0]
 
 
 def test_scoring_still_reads_the_right_choice_to_the_end_of_the_text() -> None:
@@ -122,7 +123,8 @@ def test_scoring_still_reads_the_right_choice_to_the_end_of_the_text() -> None:
     assert [word(i) for i in right["labels"][0].tolist() if i >= 0] == ["d", "e", "</s>"]
     assert [[word(i) for i in row.tolist() if i >= 0] for row in every["labels"]] == [["c"], ["d", "e"]]
     assert "choice" not in right
-    assert reader.unlabelled() is reader
+    (refit,) = reader.read(reader.draw(columns_of(rows)), size=8, use="refit")
+    assert torch.equal(refit["labels"], right["labels"])
 
 
 def test_prompts_with_choices_ask_one_question() -> None:
@@ -137,7 +139,7 @@ def test_choices_about_images_are_those_of_one_at_a_time() -> None:
     rows = [{**row, "image": png(seed)} for seed, row in enumerate(ROWS[:5])]
     columns = Columns(image="image", prompt="Q {question} A", answer="choices", label="label")
     fields: dict[str, Any] = {"columns": columns, "config": model.config, "processor": processor}
-    batches = batches_of(TASKS["image-text-to-text"].reader(**fields).of_choices(), rows, 4)
+    batches = batches_of(reading("image-text-to-text", **fields).of_choices(), rows, 4)
     found = predict(model, batches)
     for number, row in enumerate(rows):
         image = PIL.Image.open(io.BytesIO(row["image"]))
@@ -147,7 +149,7 @@ def test_choices_about_images_are_those_of_one_at_a_time() -> None:
             with torch.no_grad():
                 logs = model(**inputs).logits[0].log_softmax(-1)
             expected = sum(logs[t - 1, ids[t]].item() for t in range(len(ids) - count, len(ids)))
-            assert found.log_likelihoods[number, choice].item() == pytest.approx(expected, abs=1e-4)
+            assert found.values[number, choice].item() == pytest.approx(expected, abs=1e-4)
 
 
 def test_metrics_of_choices_are_the_default_and_those_of_tokens_judge_the_right_one(tmp_path: Path) -> None:
@@ -169,7 +171,7 @@ def test_metrics_of_choices_are_the_default_and_those_of_tokens_judge_the_right_
         return resolve(PruningRecipe.from_yaml(recipe))
 
     found = prepared(samples=10, batch_size=3)
-    assert found.prepared.judged.metrics == Tokens().usual_metrics(answers=True, choices=True) == BOTH
+    assert found.prepared.judged.metrics == TASK.usual_metrics(answers=True, choices=True) == BOTH
     assert (samples_of(found.evaluation), found.evaluation_of) == (10, 17)
     rows = found.prepared.rows
     assert samples_of(rows.held_out) == 13

@@ -11,12 +11,12 @@ from support.models import causal_lm, llava
 from torch import Tensor
 
 from hies_export.errors import DataError, NonFiniteError
-from hies_export.evaluate.judge import compute_metrics, stability
+from hies_export.evaluate.judge import compute_metrics
 from hies_export.evaluate.metrics import METRICS, check_metrics
 from hies_export.evaluate.predict import predict, references
-from hies_export.tasks import TASKS, predictions
-from hies_export.tasks.predictions import TokenPredictions
+from hies_export.tasks import TASKS, Predictions, TextGeneration, text_generation
 
+TASK = TextGeneration(None)
 NAMES = ["perplexity", "token_accuracy", "exact_match"]
 
 
@@ -40,19 +40,19 @@ def naive(model: Any, batches: list[dict[str, Tensor]]) -> tuple[list[list[float
 @pytest.mark.parametrize("rows_at_once", [512, 3])
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_predictions_and_metrics_equal_those_of_all_logits(side: str, rows_at_once: int, monkeypatch: Any) -> None:
-    monkeypatch.setattr(predictions, "_ROWS_AT_ONCE", rows_at_once)
+    monkeypatch.setattr(text_generation, "ROWS_AT_ONCE", rows_at_once)
     model = causal_lm()
     batches = [padded([9, 4, 6], side, answers=[2, 3, 1]), padded([3, 7], side, answers=[1, 1])]
     nlls, tokens, labels = naive(model, batches)
     batches[0]["labels"][0, batches[0]["labels"][0] != -100] = torch.tensor(tokens[0])  # one answer that is right
     nlls, tokens, labels = naive(model, batches)
     found = predict(model, batches)
-    assert isinstance(found, TokenPredictions)
-    assert (len(found), found.answers) == (5, True)
-    assert found.tokens.tolist() == flat(tokens)
+    assert found.kind == "tokens"
+    assert (len(found), found.whole) == (5, True)
+    assert found.values.tolist() == flat(tokens)
     assert found.sample.tolist() == [0, 0, 1, 1, 1, 2, 3, 4]
     torch.testing.assert_close(found.nll, torch.tensor(flat(nlls)), rtol=1e-5, atol=1e-5)
-    assert references(batches).tolist() == flat(labels)
+    assert references(batches, TASK).tolist() == flat(labels)
     every = flat(nlls)
     expected = {
         "perplexity": math.exp(sum(every) / len(every)),
@@ -60,15 +60,17 @@ def test_predictions_and_metrics_equal_those_of_all_logits(side: str, rows_at_on
         "exact_match": sum(t == w for t, w in zip(tokens, labels, strict=True)) / 5,
     }
     assert expected["exact_match"] > 0
-    assert compute_metrics(found, references(batches), names=NAMES) == pytest.approx(expected, rel=1e-5)
+    assert compute_metrics(found, references(batches, TASK), names=NAMES, task=TASK) == pytest.approx(
+        expected, rel=1e-5
+    )
 
 
 def test_perplexity_of_blocks_is_the_exponential_of_the_models_own_loss() -> None:
     model, batch = causal_lm(), padded([8, 8, 8], "right")
     found = predict(model, [batch])
-    assert isinstance(found, TokenPredictions)
-    assert not found.answers
-    values = compute_metrics(found, references([batch]), names=["perplexity"])
+    assert found.kind == "tokens"
+    assert not found.whole
+    values = compute_metrics(found, references([batch], TASK), names=["perplexity"], task=TASK)
     assert values["perplexity"] == pytest.approx(math.exp(model(**batch).loss.item()), rel=1e-5)
 
 
@@ -77,26 +79,30 @@ def test_images_with_answers() -> None:
     batch = with_images(padded([9, 6, 5], "right", answers=[2, 4, 1]))
     nlls, tokens, _ = naive(model, [batch])
     found = predict(model, [batch])
-    assert isinstance(found, TokenPredictions)
-    assert (found.answers, found.tokens.tolist()) == (True, flat(tokens))
+    assert found.kind == "tokens"
+    assert (found.whole, found.values.tolist()) == (True, flat(tokens))
     torch.testing.assert_close(found.nll, torch.tensor(flat(nlls)), rtol=1e-5, atol=1e-5)
     assert model.config.text_config.use_cache
 
 
-def tokens_of(*samples: list[int], answers: bool) -> TokenPredictions:
+def share_same(dense: Predictions, other: Predictions) -> float:
+    return TASK.same(dense, other).double().mean().item()
+
+
+def tokens_of(*samples: list[int], answers: bool) -> Predictions:
     tokens = torch.tensor(flat(samples))
     sample = torch.tensor([i for i, part in enumerate(samples) for _ in part])
-    return TokenPredictions(tokens, torch.zeros(len(tokens)), sample, len(samples), answers)
+    return Predictions("tokens", tokens, sample, whole=answers, nll=torch.zeros(len(tokens)))
 
 
 @pytest.mark.parametrize(("answers", "share"), [(False, 4 / 6), (True, 1 / 3)])
 def test_stability_counts_tokens_of_a_text_and_whole_answers(answers: bool, share: float) -> None:
     dense = tokens_of([1, 2, 3], [4, 5], [6], answers=answers)
     other = tokens_of([1, 9, 3], [9, 5], [6], answers=answers)
-    assert stability(dense, other) == pytest.approx(share)
-    assert stability(dense, dense) == 1.0
-    with pytest.raises(DataError, match="same samples, got 6 and 5 tokens of 3 and 3"):
-        stability(dense, tokens_of([1, 2, 3], [4], [6], answers=answers))
+    assert share_same(dense, other) == pytest.approx(share)
+    assert share_same(dense, dense) == 1.0
+    with pytest.raises(DataError, match=r"same samples, got shapes \(6,\) and \(5,\) of 3 and 3"):
+        share_same(dense, tokens_of([1, 2, 3], [4], [6], answers=answers))
 
 
 def test_bad_samples_and_numbers() -> None:
@@ -105,8 +111,8 @@ def test_bad_samples_and_numbers() -> None:
     bad["labels"][1] = -100
     with pytest.raises(DataError, match=r"of batch 1 \(from 0\) sample 1 \(from 0\) of 2 has none"):
         predict(model, [good, bad])
-    with pytest.raises(DataError, match="every label token needs a reference, got 7 predictions and 6"):
-        compute_metrics(predict(model, [good]), references([good])[:-1], names=["perplexity"])
+    with pytest.raises(DataError, match="every prediction needs a reference, got 7 tokens and 6"):
+        compute_metrics(predict(model, [good]), references([good], TASK)[:-1], names=["perplexity"], task=TASK)
     with torch.no_grad():
         model.lm_head.weight[3, 3] = math.nan
     with pytest.raises(NonFiniteError, match=r"batch 0 \(from 0\) of 1 has NaN"):
@@ -114,7 +120,7 @@ def test_bad_samples_and_numbers() -> None:
 
 
 def test_metrics_fit_the_task() -> None:
-    generating, answering = (TASKS[name].behaviour(None) for name in ("text-generation", "image-text-to-text"))
+    generating, answering = (TASKS[name](None) for name in ("text-generation", "image-text-to-text"))
     assert generating.usual_metrics() == ("perplexity",)
     assert generating.usual_metrics(answers=True) == answering.usual_metrics() == ("exact_match", "perplexity")
     check_metrics(NAMES, predicts="tokens")

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,20 +10,23 @@ import scipy.stats
 import sklearn.metrics
 import torch
 from support.models import bert
+from support.reading import classifying, given
 
 from hies_export.errors import DataError, NonFiniteError, RecipeError
-from hies_export.evaluate.judge import compute_metrics, stability, standard_error
+from hies_export.evaluate.judge import compute_metrics, standard_error
 from hies_export.evaluate.metrics import METRICS, check_metrics
 from hies_export.evaluate.predict import predict, references
 from hies_export.progress import Silent
-from hies_export.tasks.classes import Classes, Labels, Numbers
-from hies_export.tasks.predictions import ChoicePredictions, TokenPredictions
-from hies_export.tasks.token_classification import TagPredictions, Tags
-from hies_export.tasks.tokens import Tokens
+from hies_export.tasks import Predictions, TextGeneration, TokenClassification
 
-KINDS = {of.predicts: of for of in (Classes(), Labels(), Numbers(), Tokens(), Tags(("O", "x", "y")))} | {
-    "choices": Tokens()
+WORDS = SimpleNamespace(num_labels=3, id2label={0: "O", 1: "x", 2: "y"})
+KINDS = {kind: classifying(kind) for kind in ("classes", "labels", "numbers")} | {
+    **{"tokens": TextGeneration(None), "choices": TextGeneration(None), "words": TokenClassification(WORDS)}
 }
+
+
+def stability(dense, other, task=KINDS["classes"]):
+    return task.same(given(dense), given(other)).double().mean().item()
 
 
 def tiny_bert():
@@ -51,7 +55,7 @@ def test_predict_equals_a_loop_in_evaluation_mode():
         output = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
         expected.append(output.logits.detach())
     model.train()  # dropout would change the logits
-    logits = predict(model, batches())
+    logits = predict(model, batches()).values
     torch.testing.assert_close(logits, torch.cat(expected))
     assert logits.dtype == torch.float32
     assert logits.shape == (7, 3)
@@ -85,14 +89,14 @@ def test_predict_gives_the_model_no_labels_and_leaves_the_batches_alone(monkeypa
 
 
 def test_logits_may_take_part_in_a_backward_pass():
-    logits = predict(tiny_bert(), batches()[:1])
+    logits = predict(tiny_bert(), batches()[:1]).values
     weight = torch.ones(3, requires_grad=True)
     (logits * weight).sum().backward()
     torch.testing.assert_close(weight.grad, logits.sum(0))
 
 
 def test_logits_of_a_half_precision_model_are_float32():
-    assert predict(tiny_bert().to(torch.bfloat16), batches()).dtype == torch.float32
+    assert predict(tiny_bert().to(torch.bfloat16), batches()).values.dtype == torch.float32
 
 
 def test_progress_is_told_about_the_batches():
@@ -104,7 +108,8 @@ def test_progress_is_told_about_the_batches():
             return iter(items)
 
     model = tiny_bert()
-    torch.testing.assert_close(predict(model, batches(), progress=Noted()), predict(model, batches()))
+    found = predict(model, batches(), progress=Noted())
+    torch.testing.assert_close(found.values, predict(model, batches()).values)
     assert lengths == [("predict", 2)]
 
 
@@ -121,10 +126,10 @@ def test_predict_names_the_batch_with_a_nan():
 
 def test_references_are_the_labels_in_order():
     given = batches()
-    assert references(given).tolist() == given[0]["labels"].tolist() + given[1]["labels"].tolist()
+    assert references(given, KINDS["classes"]).tolist() == given[0]["labels"].tolist() + given[1]["labels"].tolist()
     for without in ([], batches(labels=False)):
         with pytest.raises(DataError, match="metrics need labels"):
-            references(without)
+            references(without, KINDS["classes"])
     with pytest.raises(DataError, match="at least one batch, got none"):
         predict(tiny_bert(), [])
 
@@ -132,15 +137,18 @@ def test_references_are_the_labels_in_order():
 def test_f1_takes_the_number_of_classes_from_the_logits():
     logits, zeros = torch.tensor([[1.0, 3.0, 2.0], [5.0, 0.0, 1.0]]), torch.tensor([0, 0])
     # Of three, macro over those that occur; of two, class 1 only.
-    assert compute_metrics(logits, zeros, names=["f1"]) == {"f1": pytest.approx((2 / 3 + 0) / 2)}
-    assert compute_metrics(logits[:, :2], zeros, names=["f1"]) == {"f1": 0.0}
+    assert compute_metrics(given(logits), zeros, names=["f1"], task=KINDS["classes"]) == {
+        "f1": pytest.approx((2 / 3 + 0) / 2)
+    }
+    assert compute_metrics(given(logits[:, :2]), zeros, names=["f1"], task=KINDS["classes"]) == {"f1": 0.0}
 
 
 def test_metrics_of_one_sample_are_defined_and_in_the_order_of_their_names():
-    numbers = {"names": ["spearman", "pearson"], "behaviour": Numbers()}
-    found = compute_metrics(torch.tensor([[0.5]]), torch.tensor([2.0]), **numbers)
+    numbers = {"names": ["spearman", "pearson"], "task": KINDS["numbers"]}
+    found = compute_metrics(given(torch.tensor([[0.5]])), torch.tensor([2.0]), **numbers)
     assert list(found.items()) == [("spearman", 0.0), ("pearson", 0.0)]
-    assert compute_metrics(torch.tensor([[0.5, 1.0]]), torch.tensor([1]), names=["accuracy"]) == {"accuracy": 1.0}
+    classes = {"names": ["accuracy"], "task": KINDS["classes"]}
+    assert compute_metrics(given(torch.tensor([[0.5, 1.0]])), torch.tensor([1]), **classes) == {"accuracy": 1.0}
 
 
 def f1_of_entities(labels, classes):
@@ -176,36 +184,39 @@ OTHERS = ("ranking", "own ranking", "spans")
 def test_values_and_standard_errors_are_those_of_other_means(name):
     labels, kind = torch.randint(0, 3, (30,)), METRICS[name].of
     predictions = torch.randn(30, 3) + torch.nn.functional.one_hot(labels, 3)
-    given = (labels, predictions.argmax(-1))
+    compared = (labels, predictions.argmax(-1))
     if kind == "numbers":
         predictions, labels = predictions[:, :1], labels + torch.rand(30)
-        given = (labels.double(), predictions.flatten().double())
+        compared = (labels.double(), predictions.flatten().double())
     elif kind == "labels":
         labels = (torch.rand(30, 3) < 0.5).float()
-        given = (labels, predictions.sigmoid() > 0.5)
+        compared = (labels, predictions.sigmoid() > 0.5)
     elif kind == "tokens":
         right = torch.rand(10, 3) < 0.7
         right[0] = True
         nll, sample = torch.rand(30), torch.arange(10).repeat_interleave(3)
-        predictions = TokenPredictions(torch.where(right.flatten(), labels, 9), nll, sample, 10, answers=True)
-        given = (nll.double().view(10, 3), right)
+        predictions = Predictions("tokens", torch.where(right.flatten(), labels, 9), sample, whole=True, nll=nll)
+        compared = (nll.double().view(10, 3), right)
     elif kind.endswith("words"):
-        given = (labels.view(10, 3), given[1].view(10, 3))
-        predictions, kind = TagPredictions(given[1].flatten(), [3] * 10, ("O", "x", "y")), "words"
+        compared = (labels.view(10, 3), compared[1].view(10, 3))
+        sample, kind = torch.arange(10).repeat_interleave(3), "words"
+        predictions = Predictions(kind, compared[1].flatten(), sample, whole=True)
     elif kind == "choices":
         likelihoods, characters = predictions.double(), torch.randint(1, 9, (30, 3)).double()
-        predictions = ChoicePredictions(likelihoods, characters)
-        given = (labels, likelihoods, characters)
+        predictions = Predictions("choices", likelihoods, characters=characters)
+        compared = (labels, likelihoods, characters)
 
     def by_other_means(draw):
-        return BY_OTHER_MEANS[name](*(part[draw].numpy() for part in given))
+        return BY_OTHER_MEANS[name](*(part[draw].numpy() for part in compared))
 
-    count = len(given[0])
-    value = compute_metrics(predictions, labels, names=[name], behaviour=KINDS[kind])[name]
+    if isinstance(predictions, torch.Tensor):
+        predictions = given(predictions, kind)
+    count = len(compared[0])
+    value = compute_metrics(predictions, labels, names=[name], task=KINDS[kind])[name]
     assert value == pytest.approx(by_other_means(torch.arange(count)), rel=1e-12)
     draws = torch.randint(0, count, (20, count), generator=torch.Generator().manual_seed(5))
     expected = np.std([by_other_means(draw) for draw in draws], ddof=1)
-    found = standard_error(predictions, labels, name=name, behaviour=KINDS[kind], resamples=20, seed=5)
+    found = standard_error(predictions, labels, name=name, task=KINDS[kind], resamples=20, seed=5)
     assert found == pytest.approx(expected, rel=1e-10)
     assert found > 0
 
@@ -216,16 +227,16 @@ def test_stability_is_the_share_of_equal_classes_or_of_numbers_within_the_tolera
     assert stability(dense, other) == 0.75
     dense, other = torch.tensor([[1.0], [2.0], [3.0], [4.0]]), torch.tensor([[1.25], [1.75], [3.0], [4.5]])
     for tolerance, share in ((0.25, 0.75), (0.1, 0.25), (1.0, 1.0)):
-        assert stability(dense, other, Numbers(tolerance=tolerance)) == share
+        assert stability(dense, other, classifying("numbers", tolerance=tolerance)) == share
     # By default, within a sixth of the standard deviation of the dense model's, of numbers of any size.
     for size in (1.0, 1e-3, 2e5):
         for shift, share in ((np.std([1, 2, 3, 4]) / 6 - 1e-3, 1.0), (np.std([1, 2, 3, 4]) / 6 + 1e-3, 0.0)):
-            assert stability(size * dense, size * (dense + shift), Numbers()) == share
-    assert stability(size * dense, size * dense.mean().expand_as(dense), Numbers()) == 0.0
+            assert stability(size * dense, size * (dense + shift), KINDS["numbers"]) == share
+    assert stability(size * dense, size * dense.mean().expand_as(dense), KINDS["numbers"]) == 0.0
     # A constant may move by what rounding does.
     constant = torch.full((4, 1), 7.0)
-    assert stability(constant, constant + 1e-4, Numbers()) == 1.0
-    assert stability(constant, constant + 1e-3, Numbers()) == 0.0
+    assert stability(constant, constant + 1e-4, KINDS["numbers"]) == 1.0
+    assert stability(constant, constant + 1e-3, KINDS["numbers"]) == 0.0
     for one, two in ((torch.zeros(3, 2), torch.zeros(2, 2)), (torch.zeros(0, 2), torch.zeros(0, 2))):
         with pytest.raises(DataError, match="same samples, got shapes"):
             stability(one, two)
@@ -239,7 +250,7 @@ def test_a_correlation_with_a_constant_is_zero_and_warns(name, constant, caplog)
     kind = METRICS[name].of
     logits = predictions[:, None].float() if kind == "numbers" else torch.nn.functional.one_hot(predictions, 3).float()
     with caplog.at_level(logging.WARNING):
-        assert compute_metrics(logits, references, names=[name], behaviour=KINDS[kind]) == {name: 0.0}
+        assert compute_metrics(given(logits), references, names=[name], task=KINDS[kind]) == {name: 0.0}
     assert caplog.messages == [f"{name} is undefined because all {constant} are equal: 0.0 is returned"]
 
 
@@ -277,14 +288,14 @@ def test_metrics_that_do_not_fit_are_refused_all_at_once(names, how, message):
 @pytest.mark.parametrize(
     ("predictions", "name", "error", "message"),
     [
-        (torch.zeros(2, 2), "pearson", RecipeError, "got 'pearson', which is for numbers"),
-        (torch.zeros(3, 2), "accuracy", DataError, "got 3 logits and 2 references"),
+        (given(torch.zeros(2, 2)), "pearson", RecipeError, "got 'pearson', which is for numbers"),
+        (given(torch.zeros(3, 2)), "accuracy", DataError, "got 3 classes and 2 references"),
         (
-            TokenPredictions(torch.zeros(2).long(), torch.zeros(2), torch.arange(2), 2, answers=True),
+            Predictions("tokens", torch.zeros(2).long(), torch.arange(2), whole=True, nll=torch.zeros(2)),
             *("accuracy", RecipeError, "got 'accuracy', which is for classes"),
         ),
     ],
 )
 def test_predictions_that_do_not_fit_are_refused(predictions, name, error, message):
     with pytest.raises(error, match=message):
-        compute_metrics(predictions, torch.tensor([0, 1]), names=[name])
+        compute_metrics(predictions, torch.tensor([0, 1]), names=[name], task=KINDS["classes"])

@@ -10,6 +10,7 @@ import torch
 from pydantic import ValidationError
 from support.generative import padded
 from support.models import bert, causal_lm, text_batch
+from support.reading import classifying, given
 from support.runs import registries_restored
 from torch import Tensor
 
@@ -20,8 +21,6 @@ from hies_export.evaluate.predict import predict
 from hies_export.pipeline.recipe import PruneSection
 from hies_export.recipe.budget import Budget, KeepBudget, Outcome
 from hies_export.report.outcomes import asked_words, stays_words
-from hies_export.tasks.classes import Classes, Numbers
-from hies_export.tasks.predictions import TokenPredictions
 
 
 def batches(labels: Tensor | None, count: int) -> list[dict[str, Tensor]]:
@@ -33,19 +32,21 @@ def batches(labels: Tensor | None, count: int) -> list[dict[str, Tensor]]:
 def test_classes_are_judged_by_labels_and_by_the_dense_model() -> None:
     labels, dense = torch.randint(0, 3, (20,)), torch.randn(20, 3)
     other = dense + torch.randn(20, 3)
-    judge = Judge(batches(labels, 20), dense, ("accuracy", "matthews_correlation"))
+    judge = Judge(batches(labels, 20), given(dense), ("accuracy", "matthews_correlation"), classifying())
     right = [row.argmax() == label for row, label in zip(other, labels, strict=True)]
     same = [row.argmax() == before.argmax() for row, before in zip(other, dense, strict=True)]
-    found = judge.of(other)
+    found = judge.of(given(other))
     assert list(found.metrics) == ["accuracy", "matthews_correlation"]
     assert found.metrics["accuracy"] == pytest.approx(sum(right) / 20)
     assert found.stability == pytest.approx(sum(same) / 20)
     assert 0 < sum(same) < 20
-    judgement = judge.judgement(other)
+    judgement = judge.judgement(given(other))
     assert judgement == Judgement(
-        found.metrics["accuracy"], standard_error(other, labels, name="accuracy"), sum(same) / 20
+        found.metrics["accuracy"],
+        standard_error(given(other), labels, name="accuracy", task=classifying()),
+        sum(same) / 20,
     )
-    assert judge.of(dense).stability == 1.0
+    assert judge.of(given(dense)).stability == 1.0
 
 
 def test_a_dense_model_that_is_no_better_than_the_commonest_class_is_named(caplog: pytest.LogCaptureFixture) -> None:
@@ -64,21 +65,21 @@ def test_a_dense_model_that_is_no_better_than_the_commonest_class_is_named(caplo
 
 
 def test_a_registered_metric_says_what_a_share_of_it_is_and_how_it_is_worded() -> None:
-    def terms(given: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return (given == 1) & (wanted == 1), wanted == 1
+    def terms(found: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return (found == 1) & (wanted == 1), wanted == 1
 
     dense = torch.randn(40, 3)
     other, name = dense + torch.randn(40, 3), "own_ones"
     with registries_restored():
         register_metric(name, of="own classes", title="same ones", terms=terms, counts="ones")(
-            lambda given, wanted, num_labels: float(terms(given, wanted)[0].sum() / (wanted == 1).sum())
+            lambda found, wanted, num_labels: float(terms(found, wanted)[0].sum() / (wanted == 1).sum())
         )
-        judge = Judge(batches(None, 40), dense, (name,), confidence=0.9)
+        judge = Judge(batches(None, 40), given(dense), (name,), classifying(), confidence=0.9)
         ones = [before.argmax() == 1 for before in dense]
         both = [one and row.argmax() == 1 for one, row in zip(ones, other, strict=True)]
-        share, low = judge.kept(other)
+        share, low = judge.kept(given(other))
         assert 0 < sum(both) < sum(ones) < 40
-        assert share == pytest.approx(sum(both) / sum(ones)) == judge.of(other).metrics[name]
+        assert share == pytest.approx(sum(both) / sum(ones)) == judge.of(given(other)).metrics[name]
         assert low == ratio_ends(torch.tensor(both), torch.tensor(ones), 0.9)[0]
         asked = PruneSection(budget={"keep": {"metric": name}}).goal
         outcome = Outcome(asked)
@@ -91,31 +92,31 @@ def test_a_registered_metric_says_what_a_share_of_it_is_and_how_it_is_worded() -
 def test_numbers_are_judged_within_the_tolerance() -> None:
     labels, dense = torch.rand(20), torch.rand(20, 1)
     other = dense + 0.4 * torch.rand(20, 1)
-    judge = Judge(batches(labels, 20), dense, ("pearson",), Numbers(tolerance=0.2))
+    judge = Judge(batches(labels, 20), given(dense), ("pearson",), classifying("numbers", tolerance=0.2))
     within = [abs(a.item() - b.item()) <= 0.2 for a, b in zip(other, dense, strict=True)]
     correlation = np.corrcoef(other.flatten().double(), labels.double())[0, 1]
-    assert judge.of(other) == Quality({"pearson": pytest.approx(correlation)}, sum(within) / 20)
+    assert judge.of(given(other)) == Quality({"pearson": pytest.approx(correlation)}, sum(within) / 20)
     assert 0 < sum(within) < 20
-    assert judge.judgement(other).quality == pytest.approx(correlation)
+    assert judge.judgement(given(other)).quality == pytest.approx(correlation)
 
 
 def test_answers_are_judged_by_their_tokens() -> None:
     model = causal_lm()
-    given = [padded([9, 4, 6], "right", answers=[2, 3, 1]), padded([3, 7], "right", answers=[1, 1])]
-    judge = Judge.on(model, given, metrics=("perplexity", "exact_match"))
-    assert isinstance(judge.dense, TokenPredictions)
+    rows = [padded([9, 4, 6], "right", answers=[2, 3, 1]), padded([3, 7], "right", answers=[1, 1])]
+    judge = Judge.on(model, rows, metrics=("perplexity", "exact_match"))
+    assert judge.dense.kind == "tokens"
     losses = torch.cat([
         -model(**batch).logits[:, :-1].log_softmax(-1).gather(-1, batch["input_ids"][:, 1:, None])[..., 0][
             batch["labels"][:, 1:] != -100
         ]
-        for batch in given
+        for batch in rows
     ])  # fmt: skip
     found = judge.of(judge.dense)
     assert found.metrics["perplexity"] == pytest.approx(math.exp(losses.mean().item()), rel=1e-5)
     assert found.stability == 1.0
     with torch.no_grad():
         model.lm_head.weight.neg_()
-    assert judge.of(predict(model, given)).stability < 1.0
+    assert judge.of(predict(model, rows)).stability < 1.0
 
 
 @pytest.mark.parametrize("regression", [False, True])
@@ -123,21 +124,21 @@ def test_without_labels_the_dense_models_predictions_are_the_reference(regressio
     dense = torch.randn(20, 1 if regression else 3)
     other = dense + torch.randn_like(dense)
     name = "pearson" if regression else "accuracy"
-    judge = Judge(batches(None, 20), dense, (name,), Numbers() if regression else Classes())
-    assert judge.of(dense) == Quality({name: pytest.approx(1.0)}, 1.0)
-    found = judge.of(other)
+    judge = Judge(batches(None, 20), given(dense), (name,), classifying("numbers" if regression else "classes"))
+    assert judge.of(given(dense)) == Quality({name: pytest.approx(1.0)}, 1.0)
+    found = judge.of(given(other))
     if regression:
         assert found.metrics[name] == pytest.approx(np.corrcoef(other.flatten(), dense.flatten())[0, 1], rel=1e-5)
     else:
         assert found.metrics[name] == found.stability
-    assert judge.judgement(other) == Judgement(None, 0.0, found.stability)
+    assert judge.judgement(given(other)) == Judgement(None, 0.0, found.stability)
 
 
 def test_an_undefined_metric_is_logged_once_however_often_it_is_resampled(caplog: Any) -> None:
     labels, logits = torch.randint(0, 2, (20,)), torch.tensor([[1.0, 0.0]]).repeat(20, 1)
-    judge = Judge(batches(labels, 20), logits, ("matthews_correlation",))
+    judge = Judge(batches(labels, 20), given(logits), ("matthews_correlation",), classifying())
     with caplog.at_level(logging.WARNING):
-        assert judge.judgement(logits) == Judgement(0.0, 0.0, 1.0)
+        assert judge.judgement(given(logits)) == Judgement(0.0, 0.0, 1.0)
     assert caplog.messages == ["matthews_correlation is undefined because all predictions are equal: 0.0 is returned"]
 
 
@@ -147,7 +148,9 @@ def test_resampled_sets_where_a_metric_is_undefined_count_as_zero(caplog: Any) -
     draws = torch.randint(0, 4, (100, 4), generator=torch.Generator().manual_seed(0))
     values = [0.0 if len(set(labels[draw].tolist())) == 1 else 1.0 for draw in draws]
     assert 0 < sum(values) < 100
-    assert standard_error(logits, labels, name="matthews_correlation") == pytest.approx(np.std(values, ddof=1))
+    assert standard_error(given(logits), labels, name="matthews_correlation", task=classifying()) == pytest.approx(
+        np.std(values, ddof=1)
+    )
     assert caplog.messages == []
 
 

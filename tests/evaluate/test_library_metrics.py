@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 from support.models import save_project
+from support.reading import classifying, given
 
 from hies_export import DataError, PruningRecipe, RecipeError
 from hies_export.evaluate import metrics
@@ -18,7 +19,6 @@ from hies_export.evaluate.metrics import METRICS, check_metrics, find_metric, hi
 from hies_export.pipeline.choose import choose
 from hies_export.pipeline.resolve import resolve
 from hies_export.progress import Silent
-from hies_export.tasks.classes import Numbers
 
 SCRIPT = """
 import datasets
@@ -69,12 +69,12 @@ def test_a_metric_of_classes(tmp_path: Path) -> None:
     logits, labels = torch.randn(60, 3), torch.randint(0, 3, (60,))
     classes = logits.argmax(-1).numpy()
     hits = [classes[i] == 1 for i in range(60) if labels[i] == 1]
-    values = compute_metrics(logits, labels, names=["accuracy", name])
+    values = compute_metrics(given(logits), labels, names=["accuracy", name], task=classifying())
     assert values == {"accuracy": (classes == labels.numpy()).mean(), name: pytest.approx(np.mean(hits))}
     assert METRICS[name].higher_is_better
     draws = torch.randint(0, 60, (10, 60), generator=torch.Generator().manual_seed(2)).numpy()
     resampled = [(classes[draw][labels.numpy()[draw] == 1] == 1).mean() for draw in draws]
-    found = standard_error(logits, labels, name=name, resamples=10, seed=2)
+    found = standard_error(given(logits), labels, name=name, task=classifying(), resamples=10, seed=2)
     assert found == pytest.approx(np.std(resampled, ddof=1))
 
 
@@ -83,7 +83,7 @@ def test_a_metric_of_numbers_of_which_less_is_better(tmp_path: Path) -> None:
     result = '{"distance": np.abs(predictions - references).mean()}'
     name = script(tmp_path, "mean_distance", result, dtype="float64", higher_is_better=False)
     logits, labels = torch.randn(20, 1), torch.rand(20)
-    values = compute_metrics(logits, labels, names=[name], behaviour=Numbers())
+    values = compute_metrics(given(logits), labels, names=[name], task=classifying("numbers"))
     assert values == {name: pytest.approx((logits[:, 0] - labels).abs().mean().item())}
     assert (find_metric(name).of, higher_is_better(name)) == ("numbers", False)
     with pytest.raises(RecipeError, match="metrics of a classifier must be among .* which is for numbers"):
@@ -121,7 +121,7 @@ def test_a_script_that_does_not_load_or_fails_on_the_predictions_is_quoted(tmp_p
     name = script(tmp_path, "binary", '{"binary": float([0.0, 1.0][predictions.max()])}')
     check_metrics([name])
     with pytest.raises(DataError, match="binary' must give one number .* but: list index out of range"):
-        compute_metrics(torch.eye(3), torch.arange(3), names=[name])
+        compute_metrics(given(torch.eye(3)), torch.arange(3), names=[name], task=classifying())
 
 
 def test_a_script_is_relative_to_the_recipe(tmp_path: Path) -> None:

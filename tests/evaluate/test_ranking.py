@@ -7,19 +7,27 @@ import pytest
 import scipy.stats
 import sklearn.metrics
 import torch
+from support.reading import classifying, given
 from torch import Tensor
 
-from hies_export.data.targets import samples_of
+from hies_export.data.batches import samples_of
 from hies_export.errors import DataError, RecipeError
 from hies_export.evaluate import ranking
 from hies_export.evaluate.judge import Judge, Judgement
 from hies_export.evaluate.metrics import METRICS, check_metrics
 from hies_export.evaluate.ranking import RankedGroups, RankedTexts, kind_of_rows
-from hies_export.model.sentence import Similarity
-from hies_export.tasks.classes import Numbers
-from hies_export.tasks.feature_extraction import Embeddings
+from hies_export.model.sentence import SentenceSettings, Similarity
+from hies_export.tasks import FeatureExtraction, Predictions
 
 Batches = list[dict[str, Tensor]]
+
+
+def embedding(similarity: Similarity = "cosine") -> FeatureExtraction:
+    return FeatureExtraction(None, settings=SentenceSettings((), similarity=similarity))
+
+
+def embedded(vectors: Tensor) -> Predictions:
+    return given(vectors, "embeddings")
 
 
 class Lookup(torch.nn.Module):
@@ -31,7 +39,7 @@ class Lookup(torch.nn.Module):
         self.config = type("Config", (), {"use_cache": False})()
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
-        return type("Output", (), {"logits": self.of[input_ids[:, 0]]})()
+        return type("Output", (), {"sentence_embedding": self.of[input_ids[:, 0]]})()
 
 
 def batch(rows: Tensor, **keys: Tensor) -> dict[str, Tensor]:
@@ -171,7 +179,7 @@ def test_embeddings_are_compared_by_the_similarity_of_their_model(similarity: Si
     dense, slim = vectors(60)
     for of in (dense, slim):  # lengths do matter
         of *= torch.linspace(0.2, 3, 60)[:, None]
-    judge = Judge(batches, dense, ("own_ndcg@10",), behaviour=Embeddings(similarity), index="slim")
+    judge = Judge(batches, embedded(dense), ("own_ndcg@10",), task=embedding(similarity), index="slim")
     expected = []
     for row in range(60):
         others = [other for other in range(60) if other != row]
@@ -179,14 +187,16 @@ def test_embeddings_are_compared_by_the_similarity_of_their_model(similarity: Si
             [alike(m[row].double().numpy(), m[other].double().numpy()) for other in others] for m in (slim, dense)
         )
         expected.append(loops(np.array(one), np.array(two), None, 100))
-    check(judge.rankings(slim), expected)
+    check(judge.rankings(embedded(slim)), expected)
 
     batches = pairs()
     rows = column(batches, "input_ids")[:, 0]
     numbers = zip(column(batches, "pair").tolist(), column(batches, "side").tolist(), strict=True)
     places = {number: row for row, number in enumerate(numbers)}
     dense, slim = (of[rows] * torch.linspace(0.2, 3, len(rows))[:, None] for of in vectors(80))
-    found = Judge(batches, dense, ("pearson",), behaviour=Embeddings(similarity)).of(slim).metrics["pearson"]
+    found = (
+        Judge(batches, embedded(dense), ("pearson",), task=embedding(similarity)).of(embedded(slim)).metrics["pearson"]
+    )
     wanted = [column(batches, "score")[places[p, 0]].item() for p in range(40)]
     scores = [alike(slim[places[p, 0]].double().numpy(), slim[places[p, 1]].double().numpy()) for p in range(40)]
     assert found == pytest.approx(np.corrcoef(scores, wanted)[0, 1])
@@ -205,7 +215,7 @@ def pairs(count: int = 40) -> Batches:
 def test_pairs_are_judged_by_their_similarity_and_their_first_texts_rank_the_second() -> None:
     batches = pairs()
     dense, slim = (of[column(batches, "input_ids")[:, 0]] for of in vectors(80))
-    judge = Judge(batches, dense, ("spearman", "pearson", "own_ndcg@10"), behaviour=Embeddings())
+    judge = Judge(batches, embedded(dense), ("spearman", "pearson", "own_ndcg@10"), task=embedding())
     place = {
         (p, s): row
         for row, (p, s) in enumerate(
@@ -216,10 +226,10 @@ def test_pairs_are_judged_by_their_similarity_and_their_first_texts_rank_the_sec
     score = column(batches, "score")[first].double().numpy()
     for old_index, second_of in ((True, dense), (False, slim)):
         alike = [cosines(slim[a : a + 1], second_of[b : b + 1])[0, 0] for a, b in zip(first, second, strict=True)]
-        told = judge.ranking(slim)["dense_index" if old_index else "slim_index"]
+        told = judge.ranking(embedded(slim))["dense_index" if old_index else "slim_index"]
         assert told["spearman"] == pytest.approx(scipy.stats.spearmanr(alike, score).statistic)
         if not old_index:
-            quality = judge.of(slim).metrics
+            quality = judge.of(embedded(slim)).metrics
             assert quality["spearman"] == told["spearman"]
             assert quality["pearson"] == pytest.approx(np.corrcoef(alike, score)[0, 1])
     distinct = [row for pair, row in enumerate(second) if pair != 5]
@@ -232,7 +242,7 @@ def test_pairs_are_judged_by_their_similarity_and_their_first_texts_rank_the_sec
         )
         for row in first
     ]
-    check(judge.rankings(slim), expected)
+    check(judge.rankings(embedded(slim)), expected)
     assert samples_of(batches) == 40
 
 
@@ -249,8 +259,8 @@ def test_a_reranker_is_judged_by_the_order_of_the_candidates(graded: bool) -> No
     batches = groups(graded)
     group = column(batches, "group")
     dense, slim = vectors(len(group), dim=1)
-    names = Numbers().usual_metrics(rows=kind_of_rows(batches))
-    judge = Judge(batches, dense, names, Numbers())
+    names = classifying("numbers").usual_metrics(rows=kind_of_rows(batches))
+    judge = Judge(batches, given(dense), names, classifying("numbers"))
     expected = []
     for number in range(0, 21, 3):
         rows = group == number
@@ -262,16 +272,16 @@ def test_a_reranker_is_judged_by_the_order_of_the_candidates(graded: bool) -> No
             continue
         grades = column(batches, "grades")[rows].double().numpy() if graded else None
         expected.append(loops(slim[rows].flatten().numpy(), dense[rows].flatten().numpy(), grades, 10**6))
-    found = judge.rankings(slim)
+    found = judge.rankings(given(slim))
     check(found, expected)
     means = {name: np.mean([of[name] for of in expected]) for name in expected[0]}
-    assert judge.ranking(slim) == {"candidates": pytest.approx(means)}
-    quality = judge.of(slim)
+    assert judge.ranking(given(slim)) == {"candidates": pytest.approx(means)}
+    quality = judge.of(given(slim))
     wanted = {"ndcg@10": "ndcg", "mrr@10": "mrr"} if graded else {"own_ndcg@10": "own_ndcg"}
     assert quality.metrics == pytest.approx({name: means[of] for name, of in wanted.items()})
     assert quality.stability == pytest.approx(means["top1"])
     # Differences below the tolerance of a regression are not the question.
-    assert judge.of(0.001 * slim).stability == quality.stability < 1
+    assert judge.of(given(0.001 * slim)).stability == quality.stability < 1
     assert samples_of(batches) == 7
 
 
@@ -308,22 +318,22 @@ def test_a_model_that_embeds_all_alike_ranks_as_badly_as_can_be() -> None:
 def test_on_the_dense_index_only_queries_are_predicted_again() -> None:
     batches = searches()
     dense, slim = vectors(39)
-    names = Embeddings().usual_metrics(rows="queries")
+    names = embedding().usual_metrics(rows="queries")
     of = {
-        index: Judge.on(Lookup(dense), batches, metrics=names, behaviour=Embeddings(), index=index)
+        index: Judge.on(Lookup(dense), batches, metrics=names, task=embedding(), index=index)
         for index in ("dense", "slim", None)
     }
     assert sum(len(one["query"]) for one in of["dense"].batches) == 9
     assert samples_of(of["dense"].batches) == samples_of(batches) == 9
     assert len(of["slim"].batches) == len(of[None].batches) == len(batches)
     queries = slim[:9]
-    assert of["dense"].of(queries) == of[None].of(slim) != of["slim"].of(slim)
-    assert torch.equal(of["dense"].agreement(queries), of[None].agreement(slim))
-    told = of[None].ranking(slim)
+    assert of["dense"].of(embedded(queries)) == of[None].of(embedded(slim)) != of["slim"].of(embedded(slim))
+    assert torch.equal(of["dense"].agreement(embedded(queries)), of[None].agreement(embedded(slim)))
+    told = of[None].ranking(embedded(slim))
     assert list(told) == ["slim_index", "dense_index"]
-    assert of["dense"].ranking(queries) == {"dense_index": told["dense_index"]}
-    assert told["dense_index"]["ndcg"] == of["dense"].of(queries).metrics["ndcg@10"]
-    assert told["slim_index"]["ndcg"] == of["slim"].of(slim).metrics["ndcg@10"]
+    assert of["dense"].ranking(embedded(queries)) == {"dense_index": told["dense_index"]}
+    assert told["dense_index"]["ndcg"] == of["dense"].of(embedded(queries)).metrics["ndcg@10"]
+    assert told["slim_index"]["ndcg"] == of["slim"].of(embedded(slim)).metrics["ndcg@10"]
     assert told["slim_index"]["cosine"] == pytest.approx(np.diag(cosines(slim[9:], dense[9:])).mean())
     for judge in of.values():
         perfect = judge.of(judge.dense)
@@ -331,33 +341,35 @@ def test_on_the_dense_index_only_queries_are_predicted_again() -> None:
         assert judge.kept(judge.dense)[0] == 1
         assert judge.lost(judge.dense) == (0, 0)
     with pytest.raises(DataError, match="every query needs an embedding, got 39 of 9"):
-        of["dense"].of(slim)
+        of["dense"].of(embedded(slim))
     with pytest.raises(DataError, match="all 39 texts, documents included, are needed, got 9"):
-        of[None].of(queries)
+        of[None].of(embedded(queries))
     with pytest.raises(DataError, match="as wide as the dense model's, 8, got 5"):
-        of["dense"].of(queries[:, :5])
+        of["dense"].of(embedded(queries[:, :5]))
 
 
 def test_what_is_kept_and_lost_is_the_first_metric() -> None:
     batches = searches(queries=200, documents=300)
     dense, slim = vectors(500)
-    judge = Judge.on(Lookup(dense), batches, metrics=("mrr@10", "ndcg@10"), behaviour=Embeddings())
-    before, after = (judge.rankings(of).mrr.numpy() for of in (judge.dense, slim[:200]))  # type: ignore[union-attr]
-    kept, low = judge.kept(slim[:200])
+    judge = Judge.on(Lookup(dense), batches, metrics=("mrr@10", "ndcg@10"), task=embedding())
+    before, after = (judge.rankings(of).mrr.numpy() for of in (judge.dense, embedded(slim[:200])))  # type: ignore[union-attr]
+    kept, low = judge.kept(embedded(slim[:200]))
     assert kept == pytest.approx(after.mean() / before.mean())
-    assert low == judge.kept_ends(slim[:200])[0] < kept < judge.kept_ends(slim[:200])[1]
-    lost, most = judge.lost(slim[:200])
+    assert low == judge.kept_ends(embedded(slim[:200]))[0] < kept < judge.kept_ends(embedded(slim[:200]))[1]
+    lost, most = judge.lost(embedded(slim[:200]))
     assert lost == pytest.approx(before.mean() - after.mean())
     assert lost < most < lost + 4 * (before - after).std() / 200**0.5
-    judgement = judge.judgement(slim[:200])
+    judgement = judge.judgement(embedded(slim[:200]))
     assert judgement == Judgement(
-        judge.of(slim[:200]).metrics["mrr@10"], judgement.standard_error, judge.of(slim[:200]).stability
+        judge.of(embedded(slim[:200])).metrics["mrr@10"],
+        judgement.standard_error,
+        judge.of(embedded(slim[:200])).stability,
     )
     assert judgement.standard_error == pytest.approx(after.std() / 200**0.5, rel=0.25)
-    more = Judge.on(Lookup(dense), batches, metrics=("mrr@10",), behaviour=Embeddings(), as_of=20_000)
-    assert low < more.kept(slim[:200])[1] < kept
-    surer = Judge.on(Lookup(dense), batches, metrics=("mrr@10",), behaviour=Embeddings(), confidence=0.999)
-    assert surer.kept(slim[:200])[1] < low
+    more = Judge.on(Lookup(dense), batches, metrics=("mrr@10",), task=embedding(), as_of=20_000)
+    assert low < more.kept(embedded(slim[:200]))[1] < kept
+    surer = Judge.on(Lookup(dense), batches, metrics=("mrr@10",), task=embedding(), confidence=0.999)
+    assert surer.kept(embedded(slim[:200]))[1] < low
 
 
 def test_of_pairs_the_share_of_the_correlation_is_kept() -> None:
@@ -368,14 +380,14 @@ def test_of_pairs_the_share_of_the_correlation_is_kept() -> None:
     dense = torch.nn.functional.one_hot(torch.arange(400) // 2 % 8, 8).float() + 0.02 * dense
     dense[1::2] += 2 * (1 - score[:, None]) * noise[1::2]
     dense, slim = (of[column(batches, "input_ids")[:, 0]] for of in (dense, dense + 0.1 * noise))
-    judge = Judge(batches, dense, ("spearman",), behaviour=Embeddings())
-    before, after = (judge.of(of).metrics["spearman"] for of in (dense, slim))
+    judge = Judge(batches, embedded(dense), ("spearman",), task=embedding())
+    before, after = (judge.of(embedded(of)).metrics["spearman"] for of in (dense, slim))
     assert before > 0.5
-    kept, low = judge.kept(slim)
+    kept, low = judge.kept(embedded(slim))
     assert kept == pytest.approx(after / before)
-    assert kept - 0.2 < low < kept < judge.kept_ends(slim)[1]
-    assert judge.lost(slim)[0] == pytest.approx(before - after)
-    assert judge.judgement(slim).quality == after
+    assert kept - 0.2 < low < kept < judge.kept_ends(embedded(slim))[1]
+    assert judge.lost(embedded(slim))[0] == pytest.approx(before - after)
+    assert judge.judgement(embedded(slim)).quality == after
 
 
 def test_rows_that_cannot_be_ranked_are_refused() -> None:
@@ -398,7 +410,7 @@ def test_rows_that_cannot_be_ranked_are_refused() -> None:
 
 @pytest.mark.parametrize("rows", ["queries", "pairs", "texts", "graded", "groups"])
 def test_the_usual_metrics_fit_the_rows(rows: Any) -> None:
-    names = (Numbers() if rows in ("graded", "groups") else Embeddings()).usual_metrics(rows=rows)
+    names = (classifying("numbers") if rows in ("graded", "groups") else embedding()).usual_metrics(rows=rows)
     check_metrics(names, rows=rows)
     check_metrics(["own_ndcg@10"], rows=rows)
     assert all(name in METRICS for name in names)
@@ -407,9 +419,9 @@ def test_the_usual_metrics_fit_the_rows(rows: Any) -> None:
 
 
 def test_metrics_that_need_what_is_relevant_do_not_fit_texts_alone() -> None:
-    assert Embeddings().usual_metrics() == ("own_ndcg@10",)
+    assert embedding().usual_metrics() == ("own_ndcg@10",)
     with pytest.raises(RecipeError, match="metrics of texts alone must be among own_ndcg@10, got 'ndcg@10'"):
         check_metrics(["ndcg@10"], rows="texts")
-    judge = Judge(cut_up(torch.arange(9), 4), vectors(9)[0], ("recall@10",), behaviour=Embeddings())
+    judge = Judge(cut_up(torch.arange(9), 4), embedded(vectors(9)[0]), ("recall@10",), task=embedding())
     with pytest.raises(RecipeError, match="got 'recall@10'"):
-        judge.of(vectors(9)[1])
+        judge.of(embedded(vectors(9)[1]))

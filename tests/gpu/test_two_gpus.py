@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from hies_export import export_gguf, load_runtime, prune
 from hies_export.calibrate.statistics import collect_statistics
-from hies_export.data.targets import inputs_of
+from hies_export.data.batches import inputs_of
 from hies_export.evaluate.predict import predict
 from hies_export.forms.measure.counts import cache_bytes_per_token, count_flops
 from hies_export.forms.measure.shapes import model_shapes

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from support.reading import classifying, given
 
 from hies_export.evaluate.judge import Judge, Judgement
 from hies_export.pipeline.candidates import choose_alpha, choose_by_agreement
 from hies_export.pipeline.search import HeldOut
 from hies_export.score.criteria import Scores
-from hies_export.tasks.predictions import TokenPredictions
+from hies_export.tasks import Predictions, TextGeneration
 from hies_export.units import Kept, Selection
 
 
@@ -133,10 +134,10 @@ def test_tokens_of_one_text_are_no_reasons_of_their_own(length: int, best: int) 
 @pytest.mark.parametrize(("answers", "texts"), [(False, [0, 0, 1]), (True, None)])
 def test_held_out_rows_say_which_predictions_are_of_one_text(answers: bool, texts: list[int] | None) -> None:
     tokens, sample = torch.tensor([5, 6, 7]), torch.tensor([0, 0, 1])
-    dense = TokenPredictions(tokens, torch.zeros(3), sample, samples=2, answers=answers)
-    found = HeldOut(Judge((), dense, ("perplexity",)), None, ()).samples  # type: ignore[arg-type]
+    dense = Predictions("tokens", tokens, sample, whole=answers)
+    found = HeldOut(Judge((), dense, ("perplexity",), TextGeneration(None)), None, ()).samples  # type: ignore[arg-type]
     assert (found if found is None else found.tolist()) == texts
-    assert HeldOut(Judge((), torch.zeros(3, 2), ("accuracy",)), None, ()).samples is None  # type: ignore[arg-type]
+    assert HeldOut(Judge((), given(torch.zeros(3, 2)), ("accuracy",), classifying()), None, ()).samples is None  # type: ignore[arg-type]
 
 
 def test_equal_selections_are_predicted_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -231,12 +231,12 @@ def pearson(prepared: Prepared, logits: Any) -> float:
 def test_what_auto_says_of_its_candidates_is_found_again_by_hand(done: Run) -> None:
     prepared, tried = done.prepared, done.report.details.tried
     moments = MomentStream(prepared.model, prepared.modules, prepared.rows.compensation, weighted=True)
-    dense = predict(prepared.model, prepared.rows.held_out)
+    dense = predict(prepared.model, prepared.rows.held_out).values
 
     def judged(selection: Selection, weights: float) -> tuple[float, float]:
         slim = prune_units(prepared.model, selection, prepared.modules)
         refit(slim, selection, prepared.modules, moments, Compensation(token_weights=weights))
-        logits = predict(slim, prepared.rows.held_out)
+        logits = predict(slim, prepared.rows.held_out).values
         return agreement(dense, logits), pearson(prepared, logits)
 
     candidates = by_hand(prepared)
@@ -248,7 +248,7 @@ def test_what_auto_says_of_its_candidates_is_found_again_by_hand(done: Run) -> N
     for row in tried[8:]:
         assert judged(plan.kept, row.token_weights) == pytest.approx((row.stability, row.quality), abs=REFITTED)
     # What is saved is what was chosen.
-    slim = predict(hies_export.load(done.folder / "slim"), prepared.rows.held_out)
+    slim = predict(hies_export.load(done.folder / "slim"), prepared.rows.held_out).values
     (chosen,) = (row for row in tried if row.chosen)
     assert agreement(dense, slim) == pytest.approx(chosen.stability)
 
@@ -362,7 +362,7 @@ def test_the_most_that_a_metric_allows_of_both_kinds(folder: Path, monkeypatch: 
         for step in range(1, 13)
     ]
     size = next(number for number, selection in enumerate(selections) if selection == choice.plan.kept)
-    dense = pearson(prepared, predict(prepared.model, prepared.rows.held_out))
+    dense = pearson(prepared, predict(prepared.model, prepared.rows.held_out).values)
     assert dense - quality(selections[size]) <= 0.03 + 1e-9
     if size < 11:
         assert dense - quality(selections[size + 1]) > 0.03
@@ -514,8 +514,8 @@ def test_auto_of_one_kind_without_compensation_judges_masked_models(
     assert {(tried.steps, tried.token_weights) for tried in choice.tried} == {(1, 1.0)}
     (chosen,) = (tried for tried in choice.tried if tried.chosen)
     assert chosen.stability >= choice.tried[0].stability
-    dense = predict(prepared.model, prepared.rows.held_out)
-    masked = predict_pruned(prepared.model, choice.plan.kept, prepared.modules, prepared.rows.held_out)
+    dense = predict(prepared.model, prepared.rows.held_out).values
+    masked = predict_pruned(prepared.model, choice.plan.kept, prepared.modules, prepared.rows.held_out).values
     assert agreement(dense, masked) == pytest.approx(chosen.stability)
     assert (choice.plan.criterion, choice.plan.alpha) == (chosen.criterion, chosen.alpha)
     assert choice.compensation is None

@@ -25,7 +25,7 @@ from hies_export import (
     deploy,
 )
 from hies_export.cli.deploy import minutes
-from hies_export.data.targets import samples_of
+from hies_export.data.batches import samples_of
 from hies_export.forms import deployment
 from hies_export.forms.deployment import DenseForms, try_dense
 from hies_export.forms.form import Form

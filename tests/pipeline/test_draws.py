@@ -10,16 +10,16 @@ import datasets
 import pytest
 import torch
 from support.models import save_regressor, word_tokenizer
+from support.reading import reading
 from transformers import BertConfig
 
-from hies_export.data.reader import Columns
 from hies_export.data.rows import load_rows
 from hies_export.errors import RequestError
 from hies_export.pipeline.draw import Draws, Promise, Splits, draw, evaluated, hold_out
 from hies_export.pipeline.recipe import PruneSection, PruningRecipe
 from hies_export.pipeline.resolve import resolve
 from hies_export.recipe.sections import CalibrationSection, DataSection, EvaluationSection, HeldOutSection
-from hies_export.tasks import TASKS
+from hies_export.tasks import Columns
 
 OPTIONS = PruneSection.model_validate({"budget": {"flops": 0.5}})
 # Rows that add documents only.
@@ -54,7 +54,8 @@ def splits_of(
         EvaluationSection(**(evaluation or {})),
         None if held_out is None else HeldOutSection(**held_out),
     )
-    reader = TASKS["text-classification" if grouped else "feature-extraction"].reader(
+    reader = reading(
+        "text-classification" if grouped else "feature-extraction",
         columns=Columns(**columns),
         config=BertConfig(num_labels=1),
         processor=word_tokenizer(["a"]),

@@ -63,14 +63,14 @@ def test_the_most_that_a_promise_allows(folder: Path, asked: dict[str, Any], mon
     scores = score_units(choice.statistics, prepared.modules, criterion="fisher")
     least = 1 - sum(row[-2] for row in table.saved.values())  # a unit of each module stays
     moments = MomentStream(prepared.model, prepared.modules, prepared.rows.compensation)
-    dense: Any = predict(prepared.model, rows)
+    dense = predict(prepared.model, rows).values
     confidence = confidence_of_each(FAILURES)
 
     def keeps(size: int) -> bool:
         selection = selected(size)
         slim = prune_units(prepared.model, selection, prepared.modules)
         refit(slim, selection, prepared.modules, moments)
-        found: Any = predict(slim, rows)
+        found = predict(slim, rows).values
         if "metric" in asked:
             wanted = torch.cat([batch["labels"] for batch in rows]).numpy()
             draws = np.random.default_rng(0).integers(len(wanted), size=(1000, len(wanted)))

@@ -12,8 +12,8 @@ import torch
 from support.models import save_project, save_regressor, save_stories
 from support.runs import held_out_and_evaluated
 
+from hies_export.data.batches import samples_of
 from hies_export.data.rows import take
-from hies_export.data.targets import samples_of
 from hies_export.errors import RequestError
 from hies_export.evaluate.interval import FAILURES, confidence_of_each, lower_share, queries_needed, rows_needed
 from hies_export.pipeline.draw import Draws, Looks, Promise, Splits, all_looks, draw, evaluated, hold_out

@@ -18,13 +18,13 @@ import torch
 from support.families import architecture
 from support.hub import Hub
 from support.models import bert, save_project, save_text_model, vit, write_rows
+from support.reading import share_same
 from support.runs import hies, without_tracing
 from support.tolerance import assert_near, assert_same_plan, near
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertForSequenceClassification, BertModel
 
 import hies_export
 from hies_export.errors import RequestError
-from hies_export.evaluate.judge import stability
 from hies_export.evaluate.predict import predict
 from hies_export.forms.runtimes.pytorch import TorchRuntime
 from hies_export.pipeline import bench as benching
@@ -255,7 +255,7 @@ def test_alpha_chosen_on_data_and_compensation(project: Path, capsys: pytest.Cap
     prepared = resolve(PruningRecipe.from_yaml(project / "recipe.yaml", asked)).prepared
     slim = hies_export.load(project / "out" / "slim")
     dense_logits, logits = predict(prepared.model, prepared.rows.held_out), predict(slim, prepared.rows.held_out)
-    expected = stability(dense_logits, logits)
+    expected = share_same(dense_logits, logits)
     assert next(p for p in curve if p.alpha == report.alpha).stability == pytest.approx(expected)
     # The same alpha given as a number, without compensation, is what it started from.
     fixed = ("--set", f"prune.alpha={report.alpha}", "-o", project / "fixed", *torch_only)

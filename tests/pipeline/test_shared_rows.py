@@ -10,7 +10,7 @@ import torch
 from support.models import WORDS, bert, save_regressor, text_batch
 
 from hies_export import RequestError, prune
-from hies_export.data.targets import sample_contents
+from hies_export.data.batches import sample_contents
 from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.pipeline.resolve import resolve
 

@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 
 from hies_export import Compensation, DataError, compensate, find_attention
 from hies_export.calibrate.readings import EffectStream
-from hies_export.data.targets import text_labels
 from hies_export.model.tokens import real_tokens
 from hies_export.score.compensated import RemovalOptions, removal_chain
+from hies_export.tasks.text_generation import text_labels
 
 Batches = list[dict[str, Tensor]]
 

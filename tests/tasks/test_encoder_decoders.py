@@ -46,7 +46,7 @@ from hies_export import (
 from hies_export.evaluate.predict import predict
 from hies_export.model.attention import on_interface
 from hies_export.tasks import TASKS
-from hies_export.tasks.models import behaviour_of, task_by_class, task_of
+from hies_export.tasks.registry import task_by_class, task_of
 
 Batch = dict[str, Tensor]
 BOTH: Any = ["attention", "mlp"]
@@ -112,7 +112,7 @@ def batches_of(model: PreTrainedModel, count: int = 4, **options: Any) -> list[B
 
 
 def canonical(model: PreTrainedModel, batches: Sequence[Batch]) -> list[Batch]:
-    return [behaviour_of(model).canonical(model, batch) for batch in batches]
+    return [task_of(model).canonical(model, batch) for batch in batches]
 
 
 def alone(batches: Sequence[Batch]) -> list[Batch]:
@@ -190,14 +190,14 @@ def test_predictions_are_those_at_the_labels_of_each_sample(model: PreTrainedMod
         tokens += logits.argmax(-1).tolist()
         nll += [-logits[place, label].item() for place, label in enumerate(one["labels"][0].tolist())]
         effects.append(-sum(nll[-one["labels"].shape[1] :]))
-    inputs, behaviour = canonical(model, batches), behaviour_of(model)
-    found: Any = predict(model, inputs)
-    assert found.tokens.tolist() == tokens
+    inputs, task = canonical(model, batches), task_of(model)
+    found = predict(model, inputs)
+    assert found.values.tolist() == tokens
     assert found.nll.tolist() == pytest.approx(nll, rel=1e-3, abs=1e-4)
-    assert not found.answers  # every token is a prediction of its own
+    assert not found.whole  # every token is a prediction of its own
     with torch.no_grad():
         outputs = [model(**{key: batch[key] for key in batch if key != "labels"}).logits for batch in inputs]
-    effect = torch.cat([behaviour.effect(model, *pair, 0) for pair in zip(inputs, outputs, strict=True)])
+    effect = torch.cat([task.effect(model, *pair, 0) for pair in zip(inputs, outputs, strict=True)])
     assert effect.tolist() == pytest.approx(effects, rel=1e-3, abs=1e-3)
 
 
@@ -421,8 +421,8 @@ def test_speech_may_have_another_name_than_the_model_gives_its_main_input() -> N
 
 
 def test_only_encoder_decoders_are_models_of_the_tasks() -> None:
-    assert task_of(t5()) is TASKS["text2text-generation"]
-    assert task_of(whisper()) is TASKS["automatic-speech-recognition"]
+    assert type(task_of(t5())) is TASKS["text2text-generation"]
+    assert type(task_of(whisper())) is TASKS["automatic-speech-recognition"]
     # Its labels stand one place later: it is a decoder that hears.
     hears = SimpleNamespace(model_type="qwen2_audio", is_encoder_decoder=False)
     assert task_by_class("Qwen2AudioForConditionalGeneration", hears) is None

@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.generative import padded
 from support.models import SIX_HEADS, shake, word_tokenizer
+from support.reading import reading
 from support.references import naive_statistics
 from transformers import (
     AutoModelForSequenceClassification,
@@ -39,14 +40,12 @@ from hies_export import (
     prune,
     score_compensated,
 )
-from hies_export.data.reader import Columns
 from hies_export.evaluate.judge import compute_metrics
 from hies_export.evaluate.predict import predict, references
 from hies_export.forms import deployment
 from hies_export.pipeline import targets
-from hies_export.tasks import TASKS
-from hies_export.tasks.fill_mask import MaskedTokens
-from hies_export.tasks.models import behaviour_of
+from hies_export.tasks import TASKS, Columns, task_of
+from hies_export.tasks.fill_mask import FillMask
 
 WORDS = [f"w{number}" for number in range(40)]
 TEXTS = [" ".join(WORDS[(start * 7 + 3 * place) % 40] for place in range(3 + start % 11)) for start in range(440)]
@@ -68,10 +67,10 @@ def model() -> PreTrainedModel:
 def read(
     model: PreTrainedModel, texts: list[str], batch_size: int = 8, **options: Any
 ) -> list[dict[str, torch.Tensor]]:
-    reader = TASK.reader(columns=Columns(text=("text",)), config=model.config, processor=tokenizer(), **options)
+    reader = reading(TASK.name, columns=Columns(text=("text",)), config=model.config, processor=tokenizer(), **options)
     rows = datasets.Dataset.from_dict({"text": texts})
-    reader.check(rows)
-    return reader.batches(rows, batch_size=batch_size)
+    reader.check_rows(rows)
+    return reader.read(rows, size=batch_size)
 
 
 @pytest.fixture(scope="module")
@@ -126,10 +125,10 @@ def test_predictions_and_perplexity_are_those_of_all_logits(
         for place in labels.ne(-100).nonzero().flatten().tolist():
             tokens.append(int(log_probabilities[place].argmax()))
             nll.append(-log_probabilities[place, labels[place]].item())
-    found, behaviour = predict(model, batches), behaviour_of(model)
-    assert found.tokens.tolist() == tokens
-    wanted = references(batches, behaviour)
-    metrics = compute_metrics(found, wanted, names=("perplexity", "token_accuracy"), behaviour=behaviour)
+    found, task = predict(model, batches), task_of(model)
+    assert found.values.tolist() == tokens
+    wanted = references(batches, task)
+    metrics = compute_metrics(found, wanted, names=("perplexity", "token_accuracy"), task=task)
     assert metrics["perplexity"] == pytest.approx(np.exp(np.mean(nll)), rel=1e-5)
     assert metrics["token_accuracy"] == np.mean([one == two for one, two in zip(tokens, wanted.tolist(), strict=True)])
 
@@ -158,7 +157,7 @@ def test_the_effect_is_the_log_probability_at_the_masks(
         given = batch if labelled else {key: value for key, value in batch.items() if key != "labels"}
         with torch.no_grad():
             output = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-            found = behaviour_of(model).effect(model, given, output, 0)
+            found = task_of(model).effect(model, given, output, 0)
             for row, number in zip(rows, found.tolist(), strict=True):
                 labels = row.pop("labels")[0]
                 logits = model(**row).logits[0].log_softmax(-1)
@@ -176,7 +175,7 @@ def test_without_labels_every_real_token_is_predicted(side: str, model: PreTrain
     output = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
     plain = {key: batch[key] for key in ("input_ids", "attention_mask")}
     expected = output.argmax(-1).masked_fill(batch["attention_mask"] == 0, -100)
-    assert torch.equal(behaviour_of(model).own_labels(model, plain, output), expected)
+    assert torch.equal(task_of(model).own_labels(model, plain, output), expected)
 
 
 def test_batches_of_the_collator_lose_the_rows_without_a_mask(model: PreTrainedModel) -> None:
@@ -310,9 +309,9 @@ def test_texts_without_a_token_to_mask_are_refused(model: PreTrainedModel) -> No
         prune(model, TEXTS, processor=tokenizer(), budget={"heads": 0.4})
     tokens = tokenizer()
     tokens.mask_token = None
-    reader = TASK.reader(columns=Columns(text=("text",)), config=model.config, processor=tokens)
+    reader = reading(TASK.name, columns=Columns(text=("text",)), config=model.config, processor=tokens)
     with pytest.raises(DataError, match="a tokenizer that fills masks must have a mask token"):
-        reader.check(datasets.Dataset.from_dict({"text": TEXTS}))
+        reader.check_rows(datasets.Dataset.from_dict({"text": TEXTS}))
 
 
 def test_what_a_recipe_asks_of_another_task_is_refused(model: PreTrainedModel, tmp_path: Path) -> None:
@@ -331,6 +330,6 @@ def test_an_encoder_decoder_is_no_model_of_the_task(tmp_path: Path) -> None:
     sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
     heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
     model = BartForConditionalGeneration(BartConfig(vocab_size=64, **sizes, **heads))
-    assert not isinstance(behaviour_of(model), MaskedTokens)
+    assert not isinstance(task_of(model), FillMask)
     with pytest.raises(RequestError, match="fill-mask needs a model without a decoder, but .* is a Bart.*encoder-dec"):
         recipe_of(tmp_path, model).run()

@@ -14,15 +14,14 @@ import torch
 from datasets import Dataset
 from support.answers import letter_tokenizer, questions, reading_model, save_questions
 from support.models import shake
+from support.reading import reading
 from support.runs import hies
 from torch import Tensor
 from transformers import AutoModelForQuestionAnswering, LlamaConfig, LlamaForQuestionAnswering
 
 from hies_export import DataError, HiesError, PruneResult, load, prune
 from hies_export.calibrate.statistics import collect_statistics
-from hies_export.data.given import batches_of
-from hies_export.data.reader import Columns
-from hies_export.data.targets import inputs_of, samples_of
+from hies_export.data.batches import inputs_of, samples_of
 from hies_export.evaluate.judge import compute_metrics
 from hies_export.evaluate.predict import predict, predict_by, references
 from hies_export.forms import deployment
@@ -32,22 +31,24 @@ from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.pipeline.resolve import resolve
 from hies_export.prunable.find import find_modules
 from hies_export.report.report import Report
-from hies_export.tasks import TASKS
-from hies_export.tasks.question_answering import LONGEST, Spans
+from hies_export.tasks import Columns, task_of
+from hies_export.tasks.given import batches_of
+from hies_export.tasks.question_answering import LONGEST, QuestionAnswering
 
-TASK = TASKS["question-answering"]
+TASK = QuestionAnswering(None)
 BOTH = ["attention", "mlp"]
 
 
 def read(rows: Dataset, **fields: Any) -> list[dict[str, Tensor]]:
     model = reading_model()
-    made = TASK.reader(
+    made = reading(
+        TASK.name,
         columns=Columns(text=("question", "context"), label="answers"),
         config=model.config,
         processor=letter_tokenizer(),
         **fields,
     )
-    return made.batches(rows, batch_size=4)
+    return made.read(rows, size=4)
 
 
 def naive_best(batch: Mapping[str, Tensor], logits: Tensor) -> list[tuple[int, int, float]]:
@@ -69,21 +70,21 @@ def test_the_best_answer_of_a_window_is_that_of_all_pairs() -> None:
         logits = torch.randn(len(batch["input_ids"]), 2, batch["input_ids"].shape[1], generator=generator)
         if number:  # then the longest answers are the best
             logits += torch.linspace(0, 60, logits.shape[-1]) * torch.tensor([[-1.0], [1.0]])
-        spans, scores = Spans().kept(logits, batch)
+        spans, scores = TASK.keep(logits, batch)
         assert [(*span, score) for span, score in zip(spans.tolist(), scores.tolist(), strict=True)] == [
             (begin, end, pytest.approx(score)) for begin, end, score in naive_best(batch, logits)
         ]
 
 
 def test_padding_is_no_answer() -> None:
-    behaviour, model, batch = Spans(), reading_model(), positions()
+    model, batch = reading_model(), positions()
     real = batch["attention_mask"][:, None] != 0
     output = torch.randn(8, 2, 12)
     low, high = (output.masked_fill(~real, value) for value in (-9, 9))
-    for found in (behaviour.own_labels(model, batch, high), behaviour.kept(high, batch)[0] - torch.tensor([0, 1])):
+    for found in (TASK.own_labels(model, batch, high), TASK.keep(high, batch)[0] - torch.tensor([0, 1])):
         assert (found < batch["attention_mask"].sum(-1)[:, None]).all()
     for index in (0, 1):
-        one, other = (behaviour.effect(model, batch, of, index) for of in (low, high))
+        one, other = (TASK.effect(model, batch, of, index) for of in (low, high))
         assert torch.equal(one, other)
 
 
@@ -98,18 +99,19 @@ def test_the_answer_in_several_windows_is_that_in_a_long_one() -> None:
 
     found = []
     for length in (100, 500):
-        made = TASK.reader(
+        made = reading(
+            TASK.name,
             columns=Columns(text=("question", "context"), label="answers"),
             config=config,
             processor=letter_tokenizer(model_max_length=512),
             max_length=length,
         )
-        batches = made.batches(rows, batch_size=3)
+        batches = made.read(rows, size=3)
         assert samples_of(batches) == len(rows)
-        found.append(predict_by(forward, batches, Spans()))
+        found.append(predict_by(forward, batches, TASK))
     assert sum(len(batch["question"]) for batch in batches) == len(rows)
-    assert found[0].same(found[1]).all()
-    assert torch.equal(found[0].spans, found[1].spans)
+    assert TASK.same(*found).all()
+    assert torch.equal(found[0].values, found[1].values)
 
 
 def squad(given: str, right: Sequence[str]) -> tuple[float, float]:
@@ -144,7 +146,6 @@ def test_exact_match_and_f1_are_those_of_the_paper() -> None:
         ends = np.cumsum([len(given), *(len(text) + 1 for text in right)]).tolist()
         spans.append([0, ends[0]])
         wanted.append([[end - len(text), end] for end, text in zip(ends[1:], right, strict=True)])
-    behaviour = Spans()
     batch = {
         "question": torch.arange(len(rows)),
         "context": torch.nn.utils.rnn.pad_sequence(
@@ -152,8 +153,8 @@ def test_exact_match_and_f1_are_those_of_the_paper() -> None:
         ),
         "answers": torch.tensor(wanted),
     }
-    found = behaviour.joined([(torch.tensor(spans), torch.zeros(len(rows)))], [batch])
-    values = compute_metrics(found, behaviour.references([batch]), names=list(Spans.metrics), behaviour=behaviour)
+    found = TASK.join([(torch.tensor(spans), torch.zeros(len(rows)))], [batch])
+    values = compute_metrics(found, TASK.references([batch]), names=TASK.metrics, task=TASK)
     naive = np.array([squad(given, right) for given, right in rows])
     assert 0 < naive[:, 0].mean() < naive[:, 1].mean() < 1
     assert values == {"answer_exact": pytest.approx(naive[:, 0].mean()), "answer_f1": pytest.approx(naive[:, 1].mean())}
@@ -263,9 +264,7 @@ def test_the_export_has_the_outputs_of_torch_by_the_names_of_the_hub(pruned: Pru
             np.testing.assert_allclose(found, getattr(expected, name).numpy(), atol=1e-4)
     pruned.save_pretrained(tmp_path / "slim")
     again = load(tmp_path / "slim")
-    assert (
-        predict(again, pruned.prepared.rows.held_out).same(predict(pruned.model, pruned.prepared.rows.held_out)).all()
-    )
+    assert TASK.same(*(predict(model, pruned.prepared.rows.held_out) for model in (again, pruned.model))).all()
 
 
 def positions(size: int = 8, length: int = 12, **options: Tensor) -> dict[str, Tensor]:
@@ -299,13 +298,13 @@ def test_batches_of_a_training_loop_are_pruned(form: str, labelled: bool) -> Non
         score = output.start_logits[row, :real, None] + output.end_logits[row, None, :real]
         best.append(divmod(int(score.triu().where(torch.ones_like(score).triu() > 0, -torch.inf).argmax()), real))
     found = predict(model, [batch])
-    assert found.spans.tolist() == [[first, last + 1] for first, last in best]
+    assert found.values.tolist() == [[first, last + 1] for first, last in best]
     assert ("labels" in batch) == labelled
     if labelled:
-        right = references([batch], Spans())
-        exact = found.table(right)[0]["exact"]
+        right = references([batch], TASK)
+        exact = TASK.table(found, right)[0]["exact"]
         assert exact.tolist() == [
-            float([*span] == wanted[0]) for span, wanted in zip(found.spans.tolist(), right.tolist(), strict=True)
+            float([*span] == wanted[0]) for span, wanted in zip(found.values.tolist(), right.tolist(), strict=True)
         ]
 
 
@@ -335,17 +334,19 @@ def test_a_decoder_reads_questions_with_padding_on_any_side() -> None:
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
     model = shake(LlamaForQuestionAnswering(LlamaConfig(vocab_size=40, max_position_embeddings=64, **sizes)))
     tokenizer, rows = letter_tokenizer(padding_side="left"), questions(12, words=(5, 30))
-    batches = batches_of(model, rows, what="batches", task=TASK, processor=tokenizer, columns=None)
+    batches = batches_of(model, rows, what="batches", task=task_of(model), processor=tokenizer, columns=None)
     for batch in batches:
         first = batch["answers"][:, 0].tolist()
         ends = (batch[key].gather(1, batch["labels"])[:, end] for end, key in enumerate(("begins", "ends")))
         assert torch.stack([*ends], 1).tolist() == first
     one = predict(model, batches)
     alone = [
-        predict(model, batches_of(model, rows.select([n]), what="b", task=TASK, processor=tokenizer, columns=None))
+        predict(
+            model, batches_of(model, rows.select([n]), what="b", task=task_of(model), processor=tokenizer, columns=None)
+        )
         for n in range(len(rows))
     ]
-    assert one.spans.tolist() == [span for found in alone for span in found.spans.tolist()]
+    assert one.values.tolist() == [span for found in alone for span in found.values.tolist()]
     result = prune(model, rows, budget={"heads": 0.3}, processor=tokenizer)
     assert result.held_out is not None
 

@@ -4,6 +4,7 @@ import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -21,7 +22,6 @@ import hies_export
 from hies_export import DataError, RequestError, prune
 from hies_export.calibrate.statistics import collect_statistics
 from hies_export.data.batches import by_length
-from hies_export.data.given import batches_of
 from hies_export.evaluate.interval import ratio_ends
 from hies_export.evaluate.judge import Judge
 from hies_export.evaluate.predict import predict
@@ -30,11 +30,13 @@ from hies_export.pipeline.resolve import resolve
 from hies_export.prunable.attention import find_attention
 from hies_export.recipe.sections import EvaluationSection, HeldOutSection
 from hies_export.report.report import Report
-from hies_export.tasks import TASKS
-from hies_export.tasks.token_classification import TagPredictions, Tags
+from hies_export.tasks import Predictions
+from hies_export.tasks.given import batches_of
+from hies_export.tasks.labels import places_in_entities
+from hies_export.tasks.token_classification import TokenClassification, entities_of
 from hies_export.units import PrunableModule
 
-TASK = TASKS["token-classification"]
+TASK = TokenClassification
 METRICS = ("entity_f1", "word_accuracy", "own_entity_f1")
 
 
@@ -47,14 +49,20 @@ def draw(tags: Sequence[str], count: int, *, seed: int = 0) -> list[list[str]]:
     return [chosen.choices(tags, k=chosen.randint(1, 12)) for _ in range(count)]
 
 
-def predictions(lines: Sequence[Sequence[str]], names: Sequence[str]) -> TagPredictions:
-    numbers = torch.tensor([names.index(tag) for line in lines for tag in line])
-    return TagPredictions(numbers, [*map(len, lines)], names)
+def task_of(names: Sequence[str]) -> TokenClassification:
+    return TASK(SimpleNamespace(num_labels=len(names), id2label=dict(enumerate(names))))
+
+
+def predictions(lines: Sequence[Sequence[str]], names: Sequence[str]) -> Predictions:
+    numbers = torch.tensor([names.index(tag) for line in lines for tag in line], dtype=torch.int64)
+    sample = torch.tensor([number for number, line in enumerate(lines) for _ in line], dtype=torch.int64)
+    return Predictions("words", numbers, sample, whole=True)
 
 
 def entities(tags: Sequence[str], names: Sequence[str] = TAGS) -> set[tuple[str, int, int]]:
     """Return the entities of a sentence in classes of these names."""
-    return predictions([tags], names).entities[0]
+    places = places_in_entities(names)
+    return entities_of([places[names.index(tag)] for tag in tags])
 
 
 # How a class is named -> its prefix and type in seqeval's words.
@@ -102,7 +110,7 @@ def test_classes_without_names_are_told_once(name: str, told: bool, caplog: pyte
         id2label={n: name.format(n) for n in range(7)}, label2id={name.format(n): n for n in range(7)}
     ).config
     for _ in range(2):
-        TASK.behaviour(config)
+        TASK(config)
     message = f"classes are named {name.format(0)}, {name.format(1)}, {name.format(2)}"
     assert [message in record.getMessage() for record in caplog.records] == [True] * told
 
@@ -130,9 +138,9 @@ def test_f1_is_that_of_seqeval_and_two_sentences_are_the_same_if_their_entities_
     slim = [line if chosen.random() < 0.6 else [*line[:-1], "O"] for line in dense]
     # At the beginning both prefixes name the same entity.
     slim = [[line[0].replace("B-", "I-"), *line[1:]] for line in slim]
-    labels = predictions(wanted, TAGS).classes
+    labels = predictions(wanted, TAGS).values
     batches = [{"input_ids": labels[None], "labels": labels[None]}]
-    judge = Judge(batches, predictions(dense, TAGS), METRICS, Tags(tuple(TAGS)))
+    judge = Judge(batches, predictions(dense, TAGS), METRICS, task_of(TAGS))
     found = judge.of(predictions(slim, TAGS))
     assert found.metrics["entity_f1"] == pytest.approx(metrics.f1_score(wanted, slim))
     assert found.metrics["word_accuracy"] == pytest.approx(metrics.accuracy_score(wanted, slim))
@@ -148,7 +156,7 @@ def test_a_share_of_entities_is_kept_by_an_interval_over_sentences() -> None:
     dense, chosen = draw(TAGS, 400), random.Random(3)
     slim = [line if chosen.random() < 0.9 else [*line[:-1], "O"] for line in dense]
     batches = [{"input_ids": torch.zeros(1, 1)}]
-    judge = Judge(batches, predictions(dense, TAGS), METRICS[::-1], Tags(tuple(TAGS)))
+    judge = Judge(batches, predictions(dense, TAGS), METRICS[::-1], task_of(TAGS))
     both, named = [], []
     for one, two in zip(map(entities, dense), map(entities, slim), strict=True):
         both.append(2.0 * len(one & two))
@@ -161,14 +169,16 @@ def test_a_share_of_entities_is_kept_by_an_interval_over_sentences() -> None:
     error = residual.std() / np.sqrt(400) / np.mean(named)
     assert low < share - stats.norm.ppf(0.975) * error
     assert judge.kept(judge.dense)[0] == 1.0
-    sentences = Judge(batches, judge.dense, METRICS, Tags(tuple(TAGS)))
+    sentences = Judge(batches, judge.dense, METRICS, task_of(TAGS))
     assert sentences.kept(predictions(slim, TAGS))[0] == sentences.of(predictions(slim, TAGS)).stability
 
 
 def read(count: int, *, labelled: bool = True, seed: int = 0) -> list[dict[str, torch.Tensor]]:
     columns = {"text": ("tokens",), "label": "ner_tags" if labelled else None}
     rows = datasets.Dataset.from_list(sentences(count, seed=seed))
-    return batches_of(tagger(), rows, what="batches", task=TASK, processor=tag_tokenizer(), columns=columns)
+    return batches_of(
+        tagger(), rows, what="batches", task=TASK(tagger().config), processor=tag_tokenizer(), columns=columns
+    )
 
 
 def inputs(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -219,13 +229,14 @@ def test_heads_are_scored_by_the_loss_of_each_sentence(labelled: bool) -> None:
 @pytest.mark.parametrize("labelled", [True, False])
 def test_predictions_are_those_of_each_sentence_by_itself(labelled: bool) -> None:
     model, batches = tagger(), read(40, labelled=labelled)
-    dense: Any = predict(model, batches)
+    dense = predict(model, batches)
     wanted = tags_of(model, batches)
-    names = [TAGS[number] for number in dense.classes.tolist()]
+    names = [TAGS[number] for number in dense.values.tolist()]
     assert names == [tag for tags in wanted for tag in tags]
-    assert dense.entities == [entities(tags) for tags in wanted]
-    in_order: Any = predict(model, by_length(batches, config=model.config))
-    assert sorted(map(sorted, in_order.entities)) == sorted(map(sorted, dense.entities))
+    task = task_of(TAGS)
+    assert task.entities(dense, dense.values) == [entities(tags) for tags in wanted]
+    in_order = predict(model, by_length(batches, config=model.config))
+    assert sorted(map(sorted, task.entities(in_order, in_order.values))) == sorted(map(sorted, map(entities, wanted)))
 
 
 def collated(rows: Sequence[dict[str, Any]], *, labelled: bool) -> list[dict[str, torch.Tensor]]:
@@ -332,7 +343,9 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def validation(folder: Path) -> list[dict[str, torch.Tensor]]:
     rows = datasets.Dataset.from_json(str(folder / "validation.jsonl"))
     columns = {"text": ("tokens",), "label": "ner_tags"}
-    return batches_of(tagger(), rows, what="batches", task=TASK, processor=tag_tokenizer(), columns=columns)
+    return batches_of(
+        tagger(), rows, what="batches", task=TASK(tagger().config), processor=tag_tokenizer(), columns=columns
+    )
 
 
 def test_a_run_judges_what_it_writes(out: Path) -> None:

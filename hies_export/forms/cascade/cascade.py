@@ -11,13 +11,12 @@ import torch
 from transformers import PreTrainedModel
 
 from ...checkpoint.folders import refuse_existing
-from ...data.batches import Batch
-from ...data.targets import samples_of
+from ...data.batches import Batch, samples_of
 from ...errors import RequestError
-from ...evaluate.predict import predict_by
+from ...evaluate.predict import logits_by
 from ...model.tokens import first_samples
-from ...tasks.classes import Classes
-from ...tasks.models import behaviour_of
+from ...tasks.classification import Classification
+from ...tasks.registry import task_by_class, task_of
 from ..onnx.export import export_onnx
 from ..onnx.quantize import Quantize, check_quantizable
 from ..runtimes.base import Runtime
@@ -88,9 +87,8 @@ class Cascade:
         cascade = cls(slim, dense, threshold=0.0)
         check_disagreement(disagreement)
         check_rows(samples_of(batches), disagreement)
-        found = predict_by(cascade._slim.prediction, batches, Classes())
-        assert isinstance(found, torch.Tensor)
-        cascade._batches, cascade._answers = batches, cascade._right(batches)
+        found = logits_by(cascade._slim.prediction, batches)
+        cascade._batches, cascade._answers = batches, logits_by(cascade._dense.prediction, batches)
         cascade._processor = processor
         cascade.promise = choose_threshold(found, cascade._answers, disagreement)
         cascade.threshold = cascade.promise.threshold
@@ -151,19 +149,13 @@ class Cascade:
                 overwrite=overwrite,
             )
 
-    def _right(self, batches: Sequence[Batch]) -> torch.Tensor:
-        """Return the dense model's logits of batches, (rows, classes)."""
-        found = predict_by(self._dense.prediction, batches, Classes())
-        assert isinstance(found, torch.Tensor)
-        return found
-
 
 def check_classes(*models: PreTrainedModel) -> None:
     """Refuse, by a RequestError, models that are not classifiers of the same classes."""
     found = []
     for model in models:
-        behaviour = behaviour_of(model)
-        what = behaviour.predicts if isinstance(behaviour, Classes) else None
+        known = task_by_class(type(model).__name__, model.config)
+        what = task_of(model).predicts if known is not None and issubclass(known, Classification) else None
         classes: int = (model.config.num_labels or 0) if what == "classes" else 0
         given = "sets of labels" if what == "labels" else f"{classes or 'no'} classes"
         found.append((classes, f"{type(model).__name__} with {given}"))

@@ -15,8 +15,7 @@ from ...data.batches import Batch
 from ...equal import OTHER_PROGRAM, REGROUPED_IN_FEWER_BITS
 from ...errors import ParityError, RequestError
 from ...evaluate.interval import CONFIDENCE, upper_rate
-from ...evaluate.predict import predict_by
-from ...tasks.classes import Classes
+from ...evaluate.predict import logits_by
 from ..onnx.export import OnnxExport, copy_beside, save_program
 from ..onnx.quantize import Quantize
 from ..runtimes.bits import quantize_graph
@@ -119,9 +118,7 @@ def export_cascade(
         quantize_graph(graphs[0].graph, tables=False)
 
     def logits(file: Path) -> torch.Tensor:
-        found = predict_by(load_runtime(options.runtime, file, dtype=options.dtype).prediction, batches, Classes())
-        assert isinstance(found, torch.Tensor)
-        return found
+        return logits_by(load_runtime(options.runtime, file, dtype=options.dtype).prediction, batches)
 
     with new_folder(folder, overwrite=overwrite) as staging, TemporaryDirectory() as temporary:
         sure, certain = Path(temporary) / ONNX_FILE, logits(dense.file)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 
-from ...tasks.behaviour import stacked
+from ...tasks.task import stack
 
 # The execution provider that an ONNX graph is exported for.
 Provider = Literal["cpu", "cuda"]
@@ -124,9 +124,9 @@ class Runtime(ABC):
         return self.fetch(self.run(self.prepare(batch)))
 
     def prediction(self, batch: Mapping[str, Any], names: Sequence[str] = ("logits",)) -> torch.Tensor:
-        """Return what the model predicts for a batch: the outputs of these names, stacked as by `Behaviour.output`."""
+        """Return what the model predicts for a batch: the outputs of these names, stacked as by `Task.output`."""
         outputs = self.compute(batch)
-        return torch.as_tensor(stacked([outputs[name] for name in names]))
+        return torch.as_tensor(stack([outputs[name] for name in names]))
 
     def peak_memory_bytes(self, feed: Any) -> int | None:
         """Return the peak device memory of a run that was made before, weights included, in bytes; None on the CPU."""

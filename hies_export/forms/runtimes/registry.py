@@ -16,7 +16,7 @@ from . import llamacpp, openvino, ort, ort_gpu, pytorch  # noqa: F401
 from .base import RUNTIMES, Runtime
 
 
-def check_runtime(name: str, *, task: Task | None = None) -> None:
+def check_runtime(name: str, *, task: type[Task] | None = None) -> None:
     """Refuse, before anything is loaded, a runtime that is not registered, not installed, or not for the task.
 
     Raises RecipeError, which suggests the closest name, or MissingRuntimeError, which says what to install.
@@ -29,13 +29,13 @@ def check_runtime(name: str, *, task: Task | None = None) -> None:
         check_task(name, task)
 
 
-def check_task(name: str, task: Task) -> None:
+def check_task(name: str, task: type[Task]) -> None:
     """Refuse, by a RecipeError, a runtime of decoders (GGUF) for a task other than generating text."""
     if RUNTIMES[name].format == "gguf" and not task.decodes_text:
         raise RecipeError([f"runtime {name} runs decoders (text-generation), got task: {task.name}; leave it out"])
 
 
-def check_one_graph(names: Sequence[str], task: Task) -> None:
+def check_one_graph(names: Sequence[str], task: type[Task]) -> None:
     """Refuse, by a RequestError, runtimes of exports for a task whose models are exported in parts, if at all."""
     exported = [name for name in names if not RUNTIMES[name].reads_models] if task.in_parts else []
     if exported:

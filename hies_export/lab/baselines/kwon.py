@@ -24,12 +24,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...calibrate.gates import Gates, summed_loss, with_labels
-from ...data.targets import size_of
+from ...calibrate.gates import Gates
+from ...data.batches import size_of
 from ...errors import DataError
 from ...model.modes import frozen, output_alone
 from ...model.watch import intercept
 from ...progress import SILENT, Progress
+from ...tasks import task_of
 from ...units import PrunableModule, Selection, Units
 
 
@@ -56,10 +57,12 @@ def mask_gradients(
 
     with frozen(model), output_alone(model):
         for index, given in enumerate(progress.track(batches, "mask gradients")):
-            batch = with_labels(model, {key: value.to(model.device) for key, value in given.items()})
+            batch = {key: value.to(model.device) for key, value in given.items()}
+            task = task_of(model, batch)
+            batch = task.with_labels(model, batch)
             gates, samples = Gates(modules), size_of(batch)
             with intercept(model, consumers, masked), torch.enable_grad():
-                total, losses = summed_loss(model, batch, index)
+                total, losses = task.loss(model, batch, index)
                 gradients = torch.autograd.grad(total, list(gates.tensors.values()), allow_unused=True)
             per_sample = gates.per_sample(dict(zip(gates.tensors, gradients, strict=True)), losses, index)
             for name, values in per_sample.items():

@@ -19,14 +19,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...data.targets import inputs_of, predicts, size_of
+from ...data.batches import inputs_of, size_of
 from ...errors import DataError, UnsupportedModelError
-from ...evaluate.predict import Predictions
 from ...model.modes import evaluating, frozen, output_alone
 from ...model.tokens import real_tokens
 from ...model.watch import watch
 from ...progress import SILENT, Progress
-from ...tasks.models import behaviour_of
+from ...tasks import Predictions, task_of
 from ...units import PrunableModule
 
 
@@ -113,7 +112,7 @@ def fine_tuned(
     before = [parameter.detach().clone() for parameter in trained]
     steps = epochs * len(batches)
     sizes = [size_of(batch) for batch in batches]
-    wanted = targets.split(sizes) if isinstance(targets, Tensor) else [None] * len(batches)
+    wanted = [None] * len(batches) if targets.nll is not None else targets.values.split(sizes)
     optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
     try:
@@ -141,10 +140,11 @@ def _distance(model: PreTrainedModel, batch: dict[str, Tensor], target: Tensor |
     if target is None:
         loss: Tensor = model(**batch).loss
         return loss
-    output = behaviour_of(model).prediction(model, batch)
+    task = task_of(model, batch)
+    output = task.output(model, batch)
     target = target.to(output.device)
     if target.shape[-1] == 1:
         return torch.nn.functional.mse_loss(output, target)
-    if predicts(model.config) == "labels":
+    if task.predicts == "labels":
         return torch.nn.functional.binary_cross_entropy_with_logits(output, target.sigmoid())
     return torch.nn.functional.cross_entropy(output, target.softmax(-1))

@@ -15,15 +15,15 @@ from transformers import PreTrainedModel
 
 from ...calibrate.readings import reading
 from ...calibrate.statistics import Statistics, collect_statistics
-from ...data.targets import predicts, size_of
+from ...data.batches import size_of
 from ...errors import DataError, UnsupportedModelError
-from ...evaluate.predict import Predictions, predict, references
+from ...evaluate.predict import predict, references
 from ...model.linear import weight_of
 from ...score.criteria import score_units
 from ...select.select import select_units
 from ...slim.mask import masked_units
-from ...tasks.models import behaviour_of
-from ...tasks.predictions import TokenPredictions
+from ...tasks import Predictions, task_of
+from ...tasks.classification import problem_of
 from ...units import PrunableModule, Selection
 
 SHARES = (0.1, 0.3, 0.5)
@@ -134,8 +134,8 @@ def theory(
         for module, activation in zip(modules, _activations(model, batches, modules), strict=True)
     }
     dense = predict(model, batches)
-    behaviour = behaviour_of(model)
-    labels = references(batches, behaviour) if "labels" in batches[0] else behaviour.decided(dense)
+    task = task_of(model, batches[0])
+    labels = references(batches, task) if "labels" in batches[0] else task.decide(dense)
     before = _mean_loss(dense, labels, loss)
     increases = []
     for criterion in ("his", "hies"):
@@ -184,7 +184,7 @@ def _loss_of(model: PreTrainedModel) -> str:
     """Return the name of a model's loss, a key of `CURVATURE`."""
     if model.can_generate():
         return "softmax cross-entropy"
-    kind = predicts(model.config)
+    kind = problem_of(model.config)
     if kind == "numbers":
         return "squared error"
     return "binary cross-entropy" if kind == "labels" or model.config.num_labels == 2 else "softmax cross-entropy"
@@ -192,11 +192,10 @@ def _loss_of(model: PreTrainedModel) -> str:
 
 def _mean_loss(predictions: Predictions, labels: Tensor, loss: str) -> float:
     """Return the mean loss over samples; for generated text, a sample's loss is the mean over its label tokens."""
-    if isinstance(predictions, TokenPredictions):
+    if predictions.nll is not None:
         tokens = predictions.per_sample(torch.ones_like(predictions.nll))
         return (predictions.per_sample(predictions.nll) / tokens).mean().item()
-    assert isinstance(predictions, Tensor)
-    logits = predictions.double()
+    logits = predictions.values.double()
     if loss == "squared error":
         return (logits.flatten() - labels).pow(2).mean().item()
     if labels.dim() == 2:

@@ -12,10 +12,10 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...data.targets import size_of
+from ...data.batches import size_of
 from ...errors import RequestError
 from ...evaluate.judge import Judge, Quality
-from ...evaluate.predict import Predictions, predict
+from ...evaluate.predict import predict
 from ...kinds import ATTENTION, KINDS, MLP
 from ...pipeline.cut import Refit
 from ...pipeline.recipe import PruningRecipe
@@ -24,6 +24,7 @@ from ...progress import SILENT, Clock, Progress
 from ...score.criteria import COMPENSATED_NAMES
 from ...select.bundles import bundles_lost
 from ...slim.refit import LayerFit, compensate, refit
+from ...tasks import Predictions
 from ...units import Selection
 from ...values import library_versions
 from ..baselines.channels import check_channels, masked_channels, select_channels

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...data.targets import image_shape
+from ...data.batches import image_shape
 from ...errors import RequestError
 from ...forms.compare import compare_two
 from ...forms.cost.cut import cut_bundles
@@ -39,7 +39,7 @@ class LatencyRequest:
     shape: tuple[int, int] = (8, 128)
     repeats: int = 12
 
-    def check(self, task: Task) -> None:
+    def check(self, task: type[Task]) -> None:
         """Refuse a runtime that is unknown, not installed, or cannot run the models of a task."""
         if self.runtime not in RUNTIMES:
             raise RequestError(f"a runtime must be one of {', '.join(RUNTIMES)}, got {self.runtime!r}")

@@ -12,7 +12,7 @@ from ...calibrate.moments import MomentStream
 from ...calibrate.statistics import DEFAULT_NEEDS, Statistics, collect_statistics
 from ...data.batches import by_length
 from ...evaluate.judge import Judge
-from ...evaluate.predict import Predictions, predict
+from ...evaluate.predict import predict
 from ...forms.measure.counts import count_flops
 from ...model.copies import share_weights
 from ...pipeline.candidates import Candidates
@@ -25,6 +25,7 @@ from ...recipe.budget import Budget
 from ...recipe.sections import CompensationSection
 from ...score.criteria import COMPENSATED_NAMES, Scores, needs_of, uses_alpha
 from ...slim.cut import prune_units
+from ...tasks import Predictions
 from ...units import PrunableModule, Selection
 from ..baselines.averages import Averages, input_averages
 from ..baselines.kwon import mask_gradients

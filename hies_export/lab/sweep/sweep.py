@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ...data.targets import samples_of
+from ...data.batches import samples_of
 from ...errors import RecipeError, StepError, first_line
 from ...forms.measure.machine import machine_facts
 from ...pipeline.recipe import PruningRecipe

@@ -10,6 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 from support.models import bert, causal_lm, text_batch
+from support.reading import share_same
 from support.sweeps import save_sweep_project, sweep_row
 from support.tolerance import assert_same_text
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -18,7 +19,7 @@ from hies_export import Constraints, PruningRecipe, collect_statistics, compensa
 from hies_export.cli.main import main
 from hies_export.data.batches import by_length
 from hies_export.errors import OutputExistsError, RequestError
-from hies_export.evaluate.judge import Judge, compute_metrics, stability
+from hies_export.evaluate.judge import Judge, compute_metrics
 from hies_export.evaluate.predict import predict, references
 from hies_export.lab.baselines.channels import masked_channels, select_channels
 from hies_export.lab.baselines.names import JUDGED_ONLY
@@ -32,6 +33,7 @@ from hies_export.pipeline.choose import choose
 from hies_export.pipeline.resolve import resolve
 from hies_export.pipeline.run import evaluate_run
 from hies_export.progress import Silent
+from hies_export.tasks import task_of
 
 # Sixty samples of a few tokens: too few for the fits to be good, enough to be compared.
 pytestmark = pytest.mark.filterwarnings("ignore::hies_export.slim.refit.FewTokensWarning")
@@ -121,11 +123,12 @@ def test_baselines_that_cut_no_heads_are_judged_beside_the_others(recipe_file: P
         found["slicegpt"] = predict(model, evaluation)
         with fine_tuned(model, sites, unlabelled, targets):
             found["slicegpt-tuned"] = predict(model, evaluation)
-    labels = references(evaluation)
+    task = task_of(model)
+    labels = references(evaluation, task)
     for name, logits in found.items():
         row = rows[name, "none"]
-        assert row["quality"] == compute_metrics(logits, labels, names=["accuracy"])["accuracy"]
-        assert row["stability"] == stability(dense, logits)
+        assert row["quality"] == compute_metrics(logits, labels, names=["accuracy"], task=task)["accuracy"]
+        assert row["stability"] == share_same(dense, logits)
         assert (row["flops_ratio"], row["heads_removed"]) == (None, None)
         assert row["calibration_samples"] == (8 if name == "llm-pruner-channel" else 40)
         for file in ("tables.md", "tables.tex"):
@@ -244,7 +247,7 @@ def test_batches_by_length_predict_the_same(side: str) -> None:
     order = lengths.argsort(stable=True)
     found, expected = predict(model, ordered), predict(model, batches)
     if side == "right":
-        torch.testing.assert_close(found, expected[order], rtol=1e-5, atol=1e-6)  # type: ignore[index]
+        torch.testing.assert_close(found.values, expected.values[order], rtol=1e-5, atol=1e-6)  # type: ignore[index]
         labels = torch.cat([b["labels"] for b in batches])
         assert torch.equal(torch.cat([b["labels"] for b in ordered]), labels[order])
     else:

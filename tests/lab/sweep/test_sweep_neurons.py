@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from support.models import causal_lm, save_stories
+from support.reading import share_same
 from support.sweeps import save_sweep_project
 
 from hies_export import PlanError, PruningRecipe, RecipeError, RequestError, compensate, count_flops, prune_units
 from hies_export.cli.main import main
-from hies_export.evaluate.judge import stability
 from hies_export.evaluate.predict import predict
 from hies_export.kinds import MLP
 from hies_export.lab.studies.explore import read_exploration
@@ -86,7 +86,7 @@ def test_rows_are_what_a_run_of_each_finds(recipe_file: Path, swept: Path, crite
     if how is not None:
         compensate(prepared.model, slim, plan, prepared.modules, prepared.rows.compensation, how)
     dense, found = predict(prepared.model, evaluation), predict(slim, evaluation)
-    assert row["stability"] == stability(dense, found)
+    assert row["stability"] == share_same(dense, found)
     batch = next(iter(prepared.measured.values()))
     assert row["flops_ratio"] == pytest.approx(count_flops(slim, batch) / count_flops(prepared.model, batch))
 

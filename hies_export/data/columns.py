@@ -1,8 +1,9 @@
-"""Open images, from files or from rows, upright and in as many channels of 8 bits as a model takes."""
+"""Read columns: of numbers, and of images, upright and in as many channels of 8 bits as a model takes."""
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -12,10 +13,40 @@ import datasets
 import PIL.Image
 import PIL.ImageOps
 
-from ..errors import DataError, refusing
+from ..errors import DataError, quoted, refusing
 from .rows import row_name
 
 logger = logging.getLogger(__name__)
+
+STRINGS = ("string", "large_string")
+
+
+def read_numbers(rows: datasets.Dataset, *, column: str, what: str) -> list[float]:
+    """Return the number of each row that is `what`, in words, such as the similarity of two texts."""
+    feature, values = rows.features[column], rows[column][:]
+    for row, value in enumerate(values):
+        if isinstance(feature, datasets.ClassLabel) or not is_number(value):
+            given = (
+                f"the class {quoted(feature.names[value])}"
+                if isinstance(feature, datasets.ClassLabel)
+                else quoted(value)
+            )
+            raise DataError(
+                f"{what} must be a number, but {row_name(rows, row)} has {given} in {column!r}; write numbers, or "
+                "leave data.label out"
+            )
+    return [float(value) for value in values]
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value is a finite number, and not True or False."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def kind_of(feature: Any) -> str:
+    """Name what a column holds, for an error message."""
+    return str(getattr(feature, "dtype", None) or type(feature).__name__)
+
 
 # Channels of a model -> Pillow's mode, where that is not RGB.
 MODES = {1: "L", 4: "RGBA"}

@@ -6,18 +6,17 @@ import itertools
 import string
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
-
-import datasets
-import pyarrow
-import torch
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import DataError, did_you_mean, listed, quoted, refusing
-from .labels import STRINGS, kind_of
-from .rows import column_values, own_columns, row_name
-from .targets import CHOICE_KEYS
+from .late import data, datasets, torch
 
-LISTS = (datasets.List, datasets.LargeList)
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def _is_list(feature: Any) -> bool:
+    return isinstance(feature, (datasets.List, datasets.LargeList))
 
 
 def template_fields(template: str) -> tuple[str, ...]:
@@ -37,18 +36,18 @@ def check_prompt(rows: datasets.Dataset, *, prompt: str, answer: str) -> None:
     """Check that the columns of template and answer are there, and that every row has both, lists of equal length."""
     for what, column in [*(("a field of data.prompt", f) for f in template_fields(prompt)), ("data.answer", answer)]:
         if column not in rows.column_names:
-            known = own_columns(rows)
+            known = data.own_columns(rows)
             hint = did_you_mean(column, known)
             raise DataError(f"{what} must be a column of the data ({listed(known)}), got {quoted(column)}{hint}")
         inner = rows.features[column]
-        while isinstance(inner, LISTS):
+        while _is_list(inner):
             inner = inner.feature
         dtype = str(getattr(inner, "dtype", ""))
-        if dtype not in STRINGS and not dtype.startswith(("int", "uint", "float", "bool")):
-            raise DataError(f"{what} must hold text or lists of text, but {column!r} holds {kind_of(inner)}")
-        for row, value in enumerate(column_values(rows, column)):
+        if dtype not in data.STRINGS and not dtype.startswith(("int", "uint", "float", "bool")):
+            raise DataError(f"{what} must hold text or lists of text, but {column!r} holds {data.kind_of(inner)}")
+        for row, value in enumerate(data.column_values(rows, column)):
             if value is None or value == []:
-                raise DataError(f"every row must have a {column!r}, but {row_name(rows, row)} has none")
+                raise DataError(f"every row must have a {column!r}, but {data.row_name(rows, row)} has none")
     _lengths(rows, _listed_columns(rows, prompt=prompt, answer=answer))
 
 
@@ -62,6 +61,8 @@ def one_row_per_question(rows: datasets.Dataset, *, prompt: str, answer: str) ->
     columns = _listed_columns(rows, prompt=prompt, answer=answer)
     if not columns:
         return rows
+    import pyarrow
+
     lengths = _lengths(rows, columns)
     repeated = [row for row, length in enumerate(lengths) for _ in range(length)]
     table = rows.with_format("arrow")[repeated] if repeated else rows.with_format("arrow")[:]
@@ -75,17 +76,17 @@ def one_row_per_question(rows: datasets.Dataset, *, prompt: str, answer: str) ->
 
 def right_choice(rows: datasets.Dataset, *, answer: str, label: str) -> datasets.Dataset:
     """Replace the choices in the answer column by the one whose number is in the label column, from 0."""
-    if not isinstance(rows.features[answer], LISTS):
+    if not _is_list(rows.features[answer]):
         raise DataError(
             f"data.label is the number of the right choice, so data.answer must hold lists of choices, but {answer!r} "
-            f"holds {kind_of(rows.features[answer])}; leave data.label out if there is one answer"
+            f"holds {data.kind_of(rows.features[answer])}; leave data.label out if there is one answer"
         )
     chosen = []
     for row, (choices, number) in enumerate(zip(rows[answer][:], rows[label][:], strict=True)):
         if not str(number).isdecimal() or int(number) >= len(choices):
             raise DataError(
                 f"every {label!r} must be the number of one of the {len(choices)} choices, from 0, but "
-                f"{row_name(rows, row)} has {quoted(number)}; use a split with labels"
+                f"{data.row_name(rows, row)} has {quoted(number)}; use a split with labels"
             )
         chosen.append(choices[int(number)])
     kind = rows.features[answer].feature
@@ -95,7 +96,7 @@ def right_choice(rows: datasets.Dataset, *, answer: str, label: str) -> datasets
 def check_one_question(rows: datasets.Dataset, *, prompt: str) -> None:
     """Check that no column of a prompt with choices holds lists of questions."""
     for column in template_fields(prompt):
-        if isinstance(rows.features[column], LISTS):
+        if _is_list(rows.features[column]):
             raise DataError(
                 f"a prompt with choices must have one question in a row, but {column!r} holds lists; write a row for "
                 "each question, or leave data.label out"
@@ -106,11 +107,11 @@ class Choices(NamedTuple):
     """A description of `one_row_per_choice`'s rows: texts of choices, and values of `CHOICE_KEYS`, (rows, 4)."""
 
     text: list[str]
-    numbers: torch.Tensor
+    numbers: Tensor
 
-    def of(self, rows: Sequence[int]) -> dict[str, torch.Tensor]:
+    def of(self, rows: Sequence[int]) -> dict[str, Tensor]:
         """Return the description of these rows for a batch."""
-        return {key: self.numbers[list(rows), column] for column, key in enumerate(CHOICE_KEYS)}
+        return {key: self.numbers[list(rows), column] for column, key in enumerate(data.CHOICE_KEYS)}
 
 
 def one_row_per_choice(rows: datasets.Dataset, *, answer: str, label: str) -> tuple[datasets.Dataset, Choices]:
@@ -123,8 +124,8 @@ def one_row_per_choice(rows: datasets.Dataset, *, answer: str, label: str) -> tu
 
 
 def _listed_columns(rows: datasets.Dataset, *, prompt: str, answer: str) -> list[str]:
-    asked = [field for field in template_fields(prompt) if isinstance(rows.features[field], LISTS)]
-    answers = [answer] if asked and answer not in asked and isinstance(rows.features[answer], LISTS) else []
+    asked = [field for field in template_fields(prompt) if _is_list(rows.features[field])]
+    answers = [answer] if asked and answer not in asked and _is_list(rows.features[answer]) else []
     return asked + answers
 
 
@@ -133,7 +134,7 @@ def _lengths(rows: datasets.Dataset, columns: Sequence[str]) -> list[int]:
     for row, found in enumerate(lengths):
         if len(set(found)) > 1:
             sizes = ", ".join(f"{column!r} {size}" for column, size in zip(columns, found, strict=True))
-            raise DataError(f"the lists of a row must be of one length, but {row_name(rows, row)} has {sizes}")
+            raise DataError(f"the lists of a row must be of one length, but {data.row_name(rows, row)} has {sizes}")
     return [found[0] for found in lengths]
 
 

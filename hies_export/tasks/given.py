@@ -1,27 +1,25 @@
-"""Turn a DataLoader, a list of batches, or a data set with its columns into batches."""
+"""Turn what a user holds in memory into batches: a DataLoader, a list of batches or of texts, or a data set."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import datasets
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, PreTrainedModel, default_data_collator
 
-from ..errors import DataError, RequestError, listed, quoted, refusing
+from ..data.batches import CHOICE_KEYS, GROUP_KEY, IGNORED, TEXT_KEYS, Batch, check_numbers, size_of
+from ..data.columns import STRINGS, holds_images
+from ..errors import DataError, RequestError, did_you_mean, listed, quoted, refusing
 from ..model.sentence import TextEncoder
-from ..model.tokens import is_token
-from .batches import Batch, check_batches
-from .images import holds_images
-from .labels import STRINGS, read_labels
-from .reader import Columns
-from .targets import CLASSIFIED, IGNORED, predicts, size_of
-
-if TYPE_CHECKING:
-    from ..tasks import Task
+from ..model.tokens import finds_end_by_padding, is_token, numbers_by_padding
+from .classification import CLASSIFIED
+from .labels import read_labels
+from .task import Columns, Task, Use
 
 # Rows of a data set that go through the model at once.
 BATCH_SIZE = 16
@@ -43,8 +41,8 @@ def batches_of(
     task: Task,
     processor: Any,
     columns: Mapping[str, Any] | None,
-    settings: Mapping[str, Any] | None = None,
-    judged: bool = False,
+    max_length: int | None = None,
+    use: Use = "score",
 ) -> list[Batch]:
     """Return batches as lists of tensors by the names that the model takes.
 
@@ -52,19 +50,16 @@ def batches_of(
         model: The model.
         given: Batches, a data set, a list of texts to embed, or a list of pairs of texts to classify.
         what: The name of `given`, for messages.
-        task: What the model predicts.
+        task: The model's.
         processor: Tokenizer or processor, for what is not batches yet.
-        columns: Columns to read of a data set, and fields of its reader.
-        settings: Further fields of the reader; by default the prompts and the length of a `TextEncoder`.
-        judged: Whether the batches of a data set say how its rows belong together, see `Reader.judging`.
+        columns: Fields of `Columns`, for a data set.
+        max_length: The same, where the columns do not say it.
+        use: What the rows of a data set are read for.
 
     Raises:
         DataError: Texts are no texts, or blank; or the batches do not suit the model.
         RequestError: The processor is missing, or columns are given where there are none.
     """
-    if isinstance(model, TextEncoder) and settings is None:
-        settings = model.settings.reading
-    predicted = task.behaviour(model.config).predicts
     if isinstance(given, (datasets.DatasetDict, datasets.IterableDatasetDict)):
         raise DataError(f"{what} must be one split of a data set, got {listed(list(given))}; pass one of these")
     if isinstance(given, datasets.IterableDataset) and not _has_tensors(given):
@@ -72,25 +67,22 @@ def batches_of(
             f"{what} must be rows that can be counted and drawn, got an IterableDataset, which gives them one by one; "
             "take as many as are needed: datasets.Dataset.from_list(list(rows.take(512)), features=rows.features)"
         )
+    fields: Mapping[str, Any] | None = columns
     if isinstance(given, datasets.Dataset):
         if not len(given):
             raise DataError(f"{what} must have at least one row, got an empty data set")
-        inputs = None
         if columns is None and model.main_input_name in given.features:
-            inputs = _of_inputs(model, given, processor, predicted)
-        fields = {
-            **(settings or {}),
-            **(usual_columns(given, task) if inputs is None and columns is None else columns or {}),
-        }
-        return _labelled(model, task, inputs or _of_rows(model, given, what, task, processor, fields, judged=judged))
-    if columns is not None:
+            return _labelled(model, task, _of_inputs(model, given, processor, task))
+        fields = usual_columns(given, type(task)) if columns is None else columns
+    elif columns is not None:
         raise RequestError(
             f"columns= belongs to a datasets.Dataset, but {what} is a {type(given).__name__}; leave it out"
         )
-    if isinstance(given, (list, tuple)) and any(isinstance(item, str) or _is_pair(item) for item in given):
-        rows, fields = _of_texts(model, given, what, task)
-        return _of_rows(model, rows, what, task, processor, {**(settings or {}), **fields}, judged=judged)
-    return _labelled(model, task, check_batches(model, given, predicts=predicted, what=what))
+    elif isinstance(given, (list, tuple)) and any(isinstance(item, str) or _is_pair(item) for item in given):
+        given, fields = _of_texts(given, what, task)
+    if fields is None:
+        return _labelled(model, task, check_batches(model, given, task, what=what))
+    return _labelled(model, task, _of_rows(given, what, task, processor, {"max_length": max_length, **fields}, use))
 
 
 def _has_tensors(rows: datasets.IterableDataset) -> bool:
@@ -102,9 +94,7 @@ def _is_pair(item: Any) -> bool:
     return isinstance(item, (list, tuple)) and len(item) == 2 and all(isinstance(text, str) for text in item)
 
 
-def _of_texts(
-    model: PreTrainedModel, texts: Sequence[Any], what: str, task: Task
-) -> tuple[datasets.Dataset, dict[str, Any]]:
+def _of_texts(texts: Sequence[Any], what: str, task: Task) -> tuple[datasets.Dataset, dict[str, Any]]:
     """Return the rows of texts, or of pairs of texts, and the columns to read."""
     if not task.of_item:
         raise DataError(
@@ -124,18 +114,17 @@ def _of_texts(
     rows = datasets.Dataset.from_dict({"query": [pair[0] for pair in texts], "document": [pair[1] for pair in texts]})
     fields: dict[str, Any] = {"text": ("query", "document")}
     # A model with one number orders the candidates of a query.
-    return rows, fields | ({"group": "query"} if predicts(model.config) == "numbers" else {})
+    return rows, fields | ({"group": "query"} if task.predicts == "numbers" else {})
 
 
-def _labelled(model: PreTrainedModel, task: Task, batches: Iterable[Mapping[str, Tensor]]) -> list[Batch]:
+def _labelled(model: PreTrainedModel, task: Task, batches: Iterable[Batch]) -> list[Batch]:
     """Return the batches as readers give them, with labels that say what is predicted, if they must."""
-    behaviour = task.behaviour(model.config)
-    if behaviour.predicts in ("words", "tokens") and not model.config.is_encoder_decoder:
-        batches = [_padding_unlabelled(batch, shift=getattr(behaviour, "shift", 0)) for batch in batches]
-    return [behaviour.canonical(model, batch) for batch in batches]
+    if task.predicts in ("words", "tokens") and not model.config.is_encoder_decoder:
+        batches = [_padding_unlabelled(batch, shift=task.shift) for batch in batches]
+    return [task.canonical(model, batch) for batch in batches]
 
 
-def _padding_unlabelled(batch: Mapping[str, Tensor], *, shift: int) -> Mapping[str, Tensor]:
+def _padding_unlabelled(batch: Batch, *, shift: int) -> Batch:
     """Return a batch of text without labels that are predicted at its padding, where any output is arbitrary.
 
     Labels that are a copy of the input have some there, and so have those that are padded with a class. A label is
@@ -150,21 +139,21 @@ def _padding_unlabelled(batch: Mapping[str, Tensor], *, shift: int) -> Mapping[s
     return {**batch, "labels": labels.where(real & before, IGNORED)}
 
 
-def _of_inputs(model: PreTrainedModel, rows: datasets.Dataset, processor: Any, predicted: str) -> list[Batch]:
+def _of_inputs(model: PreTrainedModel, rows: datasets.Dataset, processor: Any, task: Task) -> list[Batch]:
     """Return the batches of a data set whose columns are the model's inputs, padded if they differ in length."""
     accepted = inspect.signature(model.forward).parameters
     names = [name for name in rows.column_names if name in accepted or name in LABELS]
     tokenizer = getattr(processor, "tokenizer", processor)
     collate: Any = default_data_collator
     if hasattr(tokenizer, "pad"):
-        of_tokens = predicted not in CLASSIFIED and any(
+        of_tokens = task.predicts not in CLASSIFIED and any(
             isinstance(rows.features[name], (list, datasets.List)) for name in names if name in LABELS
         )
         collate = (DataCollatorForSeq2Seq if of_tokens else DataCollatorWithPadding)(tokenizer)
-    for name in set(names) & set(LABELS) if predicted in CLASSIFIED else ():
+    for name in set(names) & set(LABELS) if task.predicts in CLASSIFIED else ():
         feature = rows.features[name]
         if isinstance(feature, datasets.ClassLabel) or feature.dtype in STRINGS:
-            numbers = read_labels(rows, column=name, config=model.config)
+            numbers = read_labels(rows, column=name, config=model.config, numbers=task.predicts == "numbers")
             rows = rows.remove_columns(name).add_column(name, numbers)
     must = f"rows of {listed(names)} must form batches, but do not"
     with refusing(must, "pass a processor= that can pad them", DataError):
@@ -173,39 +162,28 @@ def _of_inputs(model: PreTrainedModel, rows: datasets.Dataset, processor: Any, p
     for batch in found:
         if is_token(pad, model.config) and {"input_ids", "attention_mask"} <= batch.keys():
             batch["input_ids"] = batch["input_ids"].where(batch["attention_mask"].bool(), pad)
-    return check_batches(model, found, predicts=predicted)
+    return check_batches(model, found, task)
 
 
 def _of_rows(
-    model: PreTrainedModel,
-    rows: datasets.Dataset,
-    what: str,
-    task: Task,
-    processor: Any,
-    columns: Mapping[str, Any],
-    *,
-    judged: bool,
+    rows: datasets.Dataset, what: str, task: Task, processor: Any, fields: Mapping[str, Any], use: Use
 ) -> list[Batch]:
-    """Return the batches of a data set of texts or images, whose columns are given with other fields of its reader."""
+    """Return the batches of a data set of texts or images, given the fields of `Columns`."""
     if processor is None:
         raise RequestError(
             f"{what} with the columns {listed(rows.column_names)} needs processor=, the model's tokenizer or processor"
         )
-    fields = dict(columns)
-    if isinstance(fields.get("text"), str):
-        fields["text"] = (fields["text"],)
-    try:
-        read = Columns(**{name: fields.pop(name) for name in list(fields) if name in Columns.__dataclass_fields__})
-        reader = task.reader(columns=read, config=model.config, processor=processor, **fields)
-    except TypeError:
-        known = (*Columns.__dataclass_fields__, "max_length", "packing", "bos")
-        raise RequestError(f"columns must be among {', '.join(known)}, got {listed(list(fields))}") from None
-    reader.check(rows)
-    reader = reader.judging() if judged else reader
-    return reader.batches(reader.draw(rows, in_order=True), batch_size=BATCH_SIZE)
+    known = Columns.__dataclass_fields__
+    if unknown := [name for name in fields if name not in known]:
+        raise RequestError(f"columns must be among {', '.join(known)}, got {listed(unknown)}")
+    if isinstance(text := fields.get("text", ()), str):
+        text = (text,)
+    task = task.to_read(Columns(**{**fields, "text": text}), processor)
+    task.check_rows(rows)
+    return task.read(task.draw(rows, in_order=True), size=BATCH_SIZE, use=use)
 
 
-def usual_columns(rows: datasets.Dataset, task: Task) -> dict[str, Any]:
+def usual_columns(rows: datasets.Dataset, task: type[Task]) -> dict[str, Any]:
     """Return the columns of a data set whose names and types leave no choice."""
     if found := task.usual_columns(rows.features):
         return found
@@ -220,11 +198,11 @@ def usual_columns(rows: datasets.Dataset, task: Task) -> dict[str, Any]:
     if task.images and not task.text and len(images) == 1:
         return {"image": images[0], "label": label}
     if task.text and not task.images and 1 <= len(texts) <= task.text_columns:
-        return {"text": tuple(texts), "label": label if {"text", "label"} in task.columns else None}
+        return {"text": tuple(texts), "label": label if "text label" in task.reads else None}
     raise _unnamed(rows, task, "{'text': 'sentence', 'label': 'label'}")
 
 
-def _usual_texts(rows: datasets.Dataset, texts: Sequence[str], task: Task) -> dict[str, Any]:
+def _usual_texts(rows: datasets.Dataset, texts: Sequence[str], task: type[Task]) -> dict[str, Any]:
     """Return the columns of texts to embed: queries and documents, a pair with a number, or the only text."""
     if found := queries_and_documents(rows):
         return found
@@ -254,11 +232,89 @@ def numbers_column(rows: datasets.Dataset) -> str | None:
     return None
 
 
-def _unnamed(rows: datasets.Dataset, task: Task, example: str) -> DataError:
+def _unnamed(rows: datasets.Dataset, task: type[Task], example: str) -> DataError:
     return DataError(
         f"{task.name} needs columns= that name what to read ({task.needs}), such as columns={example}, got none for a "
         f"data set with {listed(rows.column_names)}"
     )
+
+
+def check_batches(model: PreTrainedModel, batches: Iterable[Any], task: Task, *, what: str = "batches") -> list[Batch]:
+    """Return batches as plain dicts of tensors on the CPU, after checking that a model takes them."""
+    if isinstance(batches, (Mapping, Tensor, str)) or not isinstance(batches, Iterable):
+        hint = "; put a single batch into a list" if isinstance(batches, Mapping) else ""
+        raise DataError(f"{what} must be a list or a DataLoader of batches, got a {type(batches).__name__}{hint}")
+    checked: list[Batch] = []
+    for number, batch in enumerate(batches):
+        place = f"batch {number} (from 0) of {what}"
+        checked.append(_checked(model, batch, place, task))
+        if checked[0].keys() != checked[-1].keys():
+            raise DataError(
+                f"all batches must have the keys of the first one ({', '.join(checked[0])}), but {place} has "
+                f"{', '.join(checked[-1])}"
+            )
+    if not checked:
+        raise DataError(f"{what} must have at least one batch, got none; an iterator gives its batches only once")
+    return checked
+
+
+def _checked(model: PreTrainedModel, batch: Any, place: str, task: Task) -> Batch:
+    """Return one batch on the CPU."""
+    if not isinstance(batch, Mapping):
+        raise DataError(f"a batch must map names of arguments to tensors, but {place} is a {type(batch).__name__}")
+    taken = [name for name in inspect.signature(model.forward).parameters if name != "kwargs"]
+    described = set(CHOICE_KEYS) if batch.keys() >= set(CHOICE_KEYS) else set()
+    if isinstance(model, TextEncoder):
+        described = set(TEXT_KEYS)
+    elif task.predicts in CLASSIFIED and model.config.num_labels == 1:
+        described = {GROUP_KEY, "grades"}
+    for key, value in batch.items():
+        if key not in taken and key not in described:
+            raise DataError(
+                f"every key of a batch must be an argument of {type(model).__name__}.forward, but {place} has "
+                f"{quoted(key)}; leave it out{did_you_mean(str(key), taken)}"
+            )
+        if not isinstance(value, Tensor):
+            raise DataError(
+                f"a batch must hold tensors only, but {quoted(key)} of {place} is a {type(value).__name__}; make "
+                "tensors of it (tokenizers and image processors do with return_tensors='pt'), or leave it out"
+            )
+    if not batch.keys() - {"labels", *described}:
+        raise DataError(f"a batch must have inputs of the model, but {place} has {listed(batch) or 'nothing'}")
+    if len({value.shape[:1] for value in batch.values()}) > 1 or not all(map(Tensor.numel, batch.values())):
+        shapes = listed(f"{key} {tuple(value.shape)}" for key, value in batch.items())
+        raise DataError(f"the first axis of every tensor must be the samples, one or more, but {place} has {shapes}")
+    found = {str(key): value.detach().cpu() for key, value in batch.items()}
+    for key, value in found.items():
+        if value.is_floating_point() and not value.isfinite().all():
+            raise DataError(f"a batch must hold finite numbers, but {quoted(key)} of {place} has NaN or infinity")
+    vocabulary = getattr(model.config.get_text_config(), "vocab_size", None)
+    if "input_ids" in found and vocabulary is not None:
+        check_numbers(found["input_ids"], vocabulary, "input_ids", place, dtypes=(torch.int32, torch.int64))
+    if "labels" in found:
+        task.check_labels(found["labels"], place)
+    _check_padding(model, found, place)
+    return found
+
+
+def _check_padding(model: PreTrainedModel, batch: Batch, place: str) -> None:
+    """Refuse masked tokens that a model would take for text, because they are not its config's padding token."""
+    ids, mask = batch.get("input_ids"), batch.get("attention_mask")
+    if ids is None or mask is None or ids.shape != mask.shape or ids.dim() != 2:
+        return
+    pad, real = getattr(model.config.get_text_config(), "pad_token_id", None), mask.bool()
+    if not is_token(pad, model.config):
+        return
+    wrong = torch.zeros_like(real)
+    if finds_end_by_padding(model):
+        wrong |= real.flip(-1).cumsum(-1).flip(-1) == 0
+    if numbers_by_padding(model.config):
+        wrong |= real.cumsum(-1) == 0
+    if len(tokens := ids[wrong & (ids != pad)]):
+        raise DataError(
+            f"texts for {type(model).__name__} must be padded with its config's pad_token_id, {pad}, which tells it "
+            f"padding from text, but {place} has {int(tokens[0])}; pad with {pad}"
+        )
 
 
 def split_held_out(batches: list[Batch]) -> tuple[list[Batch], list[Batch]]:

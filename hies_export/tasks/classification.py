@@ -1,0 +1,260 @@
+"""A class, a set of labels, a number or a rank: for a text, a pair of texts, or an image."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+
+from ..equal import SAME_CODE
+from ..errors import DataError, RequestError, quoted, refusing
+from .labels import ClassNames, read_label_sets, read_labels
+from .late import data, torch
+from .task import Predictions, Task, Use, batched, check_references, check_same_samples, random_projection
+
+if TYPE_CHECKING:
+    import datasets
+    import numpy as np
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from ..data import Batch
+
+# What is predicted for a sample as a whole, see `problem_of`.
+Classified = Literal["classes", "labels", "numbers"]
+CLASSIFIED: tuple[str, ...] = get_args(Classified)
+# How far two numbers of a regression may be apart and count as the same, as a share of the standard deviation of the
+# dense model's. On STS-B, whose labels go from 0 to 5 with a standard deviation of 1.5, it is 0.25.
+SHARE_OF_SPREAD = 1 / 6
+# What the label of a candidate says.
+_GRADE = "how much a candidate is wanted"
+
+
+def problem_of(config: Any) -> Classified:
+    """Return what a classifier's configuration makes of its logits, as the losses of transformers do.
+
+    With "classes", the largest logit is the answer. With "labels" (multi_label_classification), each logit says by
+    itself whether its label applies; there may be a single one. With "numbers", a regression, the only logit is the
+    answer. Without a problem type, one label means a regression, and more mean classes.
+
+    Raises:
+        RequestError: The problem type is unknown, or does not suit the number of labels.
+    """
+    problem, count = getattr(config, "problem_type", None), config.num_labels
+    if problem == "multi_label_classification":
+        return "labels"
+    if problem == "single_label_classification" and count == 1:
+        raise RequestError(
+            "problem_type single_label_classification needs two labels or more, but the model has 1; set problem_type "
+            "to multi_label_classification if its logit is a yes or no, or to regression if it is a number or a rank"
+        )
+    if problem == "regression" and count != 1:
+        raise RequestError(f"a regression must have one label, but the model has {count}")
+    if problem not in (None, "regression", "single_label_classification"):
+        raise RequestError(
+            "problem_type must be regression, single_label_classification or multi_label_classification, got "
+            f"{quoted(problem)}; correct the model's config"
+        )
+    return "numbers" if count == 1 else "classes"
+
+
+class Classification(Task):
+    """One prediction per sample, from logits, (batch, labels): the likeliest class, a set of labels, or a number.
+
+    Labels are classes, (batch,) int64, label sets, (batch, labels) float32, or numbers, (batch,) float32. A batch with
+    the key `group` is one of candidates for a reranker, whose loss is the logit itself.
+    """
+
+    cascades = True
+    of_rows: ClassVar = {"graded": ("ndcg@10", "mrr@10"), "groups": ("own_ndcg@10",)}
+
+    def __init__(self, config: Any, **options: Any) -> None:
+        super().__init__(config, **options)
+        self.predicts = problem_of(config)
+        if self.predicts == "labels":
+            self.metrics = ("f1_micro", "subset_accuracy")
+            # A set of one label at most is a yes or no.
+            self.word = Task.word if config.num_labels == 1 else "label set"
+        else:
+            self.metrics = ("accuracy",) if self.predicts == "classes" else ("pearson", "spearman")
+
+    @abstractmethod
+    def inputs(self, samples: datasets.Dataset, part: list[int]) -> Batch:
+        """Return the model's inputs of some of the samples."""
+
+    def check_targets(self, rows: datasets.Dataset) -> None:
+        """Refuse rows without a label that the model knows."""
+        if self.columns.label:
+            self._labels(rows)
+
+    def batches(self, samples: datasets.Dataset, size: int, use: Use) -> Iterator[Batch]:
+        """Yield batches with `labels`, if there is a column of them."""
+        labels = self._labels(samples) if self.columns.label else None
+        for part in batched(range(len(samples)), size):
+            yield self.inputs(samples, part) | ({} if labels is None else {"labels": labels[part]})
+
+    def _labels(self, rows: datasets.Dataset) -> Tensor:
+        column, numbers = str(self.columns.label), self.predicts == "numbers"
+        if self.predicts == "labels":
+            return read_label_sets(rows, column=column, config=self.config)
+        labels = read_labels(rows, column=column, config=self.config, numbers=numbers)
+        return torch.tensor(labels, dtype=torch.float32 if numbers else torch.int64)
+
+    def check_labels(self, labels: Tensor, place: str) -> None:
+        """Refuse labels that a classifier or a regression would fail on in the middle of a pass."""
+        given = f"but {place} has {labels.dtype} of shape {tuple(labels.shape)}"
+        if self.predicts == "labels":
+            count = self.config.num_labels
+            if labels.shape[1:] != (count,) or not labels.is_floating_point():
+                raise DataError(
+                    f"the labels of a multi-label classifier must be floating numbers, (samples, {count}), {given}"
+                )
+            if len(wrong := labels[(labels != 0) & (labels != 1)]):
+                raise DataError(
+                    f"the labels of a multi-label classifier must be 0 or 1, but {place} has {wrong[0].item():g}"
+                )
+            return
+        numbers = self.predicts == "numbers"
+        if labels.dim() != 1 or labels.is_floating_point() != numbers:
+            hint = ""
+            if not numbers and labels.is_floating_point() and labels.dim() == 2:
+                hint = (
+                    "; if it is a multi-label classifier, set its config's problem_type to multi_label_classification"
+                )
+            raise DataError(
+                f"the labels of a {'regression' if numbers else 'classifier'} must be one "
+                f"{'floating number' if numbers else 'class number'} per sample, {given}{hint}"
+            )
+        if not numbers:
+            data.check_numbers(labels, len(ClassNames(self.config).names), "labels", place, dtypes=(torch.int64,))
+
+    def own_labels(self, model: PreTrainedModel, batch: Batch, output: Tensor) -> Tensor:
+        """Return the likeliest class of each sample, (batch,), or 1 for each label of its set, (batch, labels)."""
+        if self.predicts == "labels":
+            return self._applies(output).to(output.dtype)
+        return super().own_labels(model, batch, output)
+
+    def effect(self, model: PreTrainedModel, batch: Batch, output: Tensor, number: int) -> Tensor:
+        """Return the margin of the predicted class over the runner-up, or the number itself, (batch,).
+
+        The logits of label sets are on random signs, as every label has its own answer.
+        """
+        if self.predicts == "classes":
+            return super().effect(model, batch, output, number)
+        return random_projection(output, number)
+
+    def decide(self, predictions: Predictions) -> Tensor:
+        """Return classes, (samples,) int64, which labels apply, (samples, labels) bool, or numbers, (samples,)."""
+        if self.predicts == "labels":
+            return self._applies(predictions.values)
+        return predictions.values.flatten() if self.predicts == "numbers" else super().decide(predictions)
+
+    def _applies(self, logits: Tensor) -> Tensor:
+        return logits > math.log(self.threshold / (1 - self.threshold))
+
+    def same(self, dense: Predictions, other: Predictions) -> Tensor:
+        """Return which samples have the same prediction, (samples,) bool; numbers but for `tolerance_on`."""
+        tolerance = self.tolerance_on(dense)
+        if tolerance is None:
+            return super().same(dense, other)
+        check_same_samples(dense, other)
+        return (self.decide(dense) - self.decide(other)).abs() <= tolerance
+
+    def tolerance_on(self, dense: Predictions) -> float | None:
+        """Return the largest difference from the dense model's numbers of numbers that are the same.
+
+        By default it is a sixth of their standard deviation, to three digits, but no less than what rounding moves.
+        """
+        if self.predicts != "numbers" or self.tolerance is not None:
+            return self.tolerance if self.predicts == "numbers" else None
+        numbers = dense.values.double()
+        spread = numbers.std(correction=0).item() * SHARE_OF_SPREAD
+        return float(f"{max(spread, SAME_CODE * numbers.abs().max().item()):.3g}")
+
+    def table(self, predictions: Predictions, references: Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """Return classes, label sets or numbers."""
+        check_references(predictions, references)
+        decided = self.decide(predictions)
+        if self.predicts == "numbers":
+            decided, references = decided.double(), references.double()
+        return decided.numpy(), (references.bool() if self.predicts == "labels" else references).numpy()
+
+
+class TextClassification(Classification):
+    """Classifiers and regressions of texts, and rerankers of pairs of texts.
+
+    With a column `group`, the model is a reranker. Its batches have no labels, but `group` (batch,) int64, the number
+    of each row's query; to judge, and with a column `label`, also `grades` (batch,) float32, how much each candidate is
+    wanted.
+    """
+
+    name = "text-classification"
+    auto_class = "AutoModelForSequenceClassification"
+    ort_class = "ORTModelForSequenceClassification"
+    reads = ("text", "text label", "text group", "text group label")
+    needs = "data.text (one or two columns)"
+    text_columns = 2
+    of_item = 2
+
+    def check_targets(self, rows: datasets.Dataset) -> None:
+        """Refuse rows without a label that the model knows, or candidates without a query or a grade."""
+        if self.columns.group is None:
+            super().check_targets(rows)
+            return
+        if self.config.num_labels != 1:
+            raise DataError(
+                f"data.group is for rerankers, whose model has one label, but this one has {self.config.num_labels}; "
+                "leave data.group out"
+            )
+        if not data.has_one_value(rows, self.columns.group):
+            given = data.kind_of(rows.features[self.columns.group])
+            raise DataError(f"the column {self.columns.group!r} must hold a text or a number per row, got {given}")
+        for row, value in enumerate(data.common_values(rows, self.columns.group)):
+            if value is None:
+                raise DataError(
+                    f"every row must have a {self.columns.group!r}, but {data.row_name(rows, row)} has none"
+                )
+        if self.columns.label:
+            data.read_numbers(rows, column=self.columns.label, what=_GRADE)
+
+    def batches(self, samples: datasets.Dataset, size: int, use: Use) -> Iterator[Batch]:
+        """Yield batches of `input_ids`, `attention_mask` and whatever else the tokenizer gives, (batch, longest)."""
+        if self.columns.group is None:
+            yield from super().batches(samples, size, use)
+            return
+        numbers: dict[Any, int] = {}
+        queries = [numbers.setdefault(value, len(numbers)) for value in samples[self.columns.group][:]]
+        described = {data.GROUP_KEY: torch.tensor(queries)}
+        if use in ("judge", "time") and self.columns.label:
+            grades = data.read_numbers(samples, column=self.columns.label, what=_GRADE)
+            described["grades"] = torch.tensor(grades, dtype=torch.float32)
+        for part in batched(range(len(samples)), size):
+            yield self.inputs(samples, part) | {key: values[part] for key, values in described.items()}
+
+    def inputs(self, samples: datasets.Dataset, part: list[int]) -> Batch:
+        """Return texts or pairs of texts, padded on the tokenizer's side."""
+        texts = samples.select_columns(list(self.columns.text))[part]
+        columns: Sequence[Sequence[str]] = [texts[name] for name in self.columns.text]
+        return data.encoded(self.processor, self.config, *columns, max_length=self.columns.max_length)
+
+
+class ImageClassification(Classification):
+    """Classifiers of images."""
+
+    name = "image-classification"
+    auto_class = "AutoModelForImageClassification"
+    ort_class = "ORTModelForImageClassification"
+    reads = ("image", "image label")
+    needs = "data.image (a column of images)"
+    text = False
+    images = True
+
+    def inputs(self, samples: datasets.Dataset, part: list[int]) -> Batch:
+        """Return `pixel_values`, (batch, channels of the model, height, width)."""
+        column = str(self.columns.image)
+        rows, channels = data.as_images(samples, column), getattr(self.config, "num_channels", 3)
+        images = [data.image_of_row(rows, column, row, channels=channels) for row in part]
+        must = f"the image processor must take images of {channels} channels, as the model does, to one size, and fails"
+        with refusing(must, "give the one that the model was trained with, or set what it crops to", DataError):
+            return dict(self.processor(images, return_tensors="pt"))

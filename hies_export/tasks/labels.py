@@ -1,0 +1,324 @@
+"""Read labels: how a model's config names its classes, and how the labels of a data set become classes and label sets.
+
+`id2label` decides on the names, as in the pipelines of transformers.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..errors import DataError, RequestError, listed, quoted
+from ..progress import quiet
+from .late import data, datasets, torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+
+# How names of classes say which word of an entity they are for, and its type: B-PER, b_per, PER-B, or a letter alone.
+# The letters are those of IOB (B for the first word, I for others), IOBES and BILOU (E or L for the last, S or U for an
+# only one), BMES and BMEWO (M for others, W for an only one).
+_PLACED = [
+    re.compile(rf"{before}(?P<place>[BIMELSUW]){after}", re.IGNORECASE)
+    for before, after in (("", "-(?P<type>.+)"), ("", "_(?P<type>.+)"), ("(?P<type>.+)[-_]", ""), ("", "(?P<type>)"))
+]
+
+
+def places_in_entities(names: Sequence[str]) -> list[tuple[str, str]]:
+    """Return of each class of words the letter of its place in an entity, and the type of the entity.
+
+    The letter is one of `BIMELSUW`, and S for a name without one, whose words are entities by themselves. Of `O`, both
+    are empty. Of letters alone, the type is `_`, as in seqeval.
+    """
+    outside = [name.upper() == "O" for name in names]
+    for number, pattern in enumerate(_PLACED):
+        found = [pattern.fullmatch(name) for name in names]
+        whole = number < 2 or all(match or out for match, out in zip(found, outside, strict=True))
+        # Without words that begin or go on, a letter is a part of a name.
+        if whole and {match["place"].upper() for match in found if match} & set("BIM"):
+            break
+    else:
+        found = [None] * len(names)
+    return [
+        ("", "") if out else (match["place"].upper(), match["type"] or "_") if match else ("S", name)
+        for name, match, out in zip(names, found, outside, strict=True)
+    ]
+
+
+def check_id2label(id2label: Any) -> None:
+    """Raise a ValueError if an `id2label` does not map integers to anything; transformers cannot read others."""
+    try:
+        if not isinstance(id2label, Mapping):
+            raise ValueError
+        list(map(int, id2label))
+    except (TypeError, ValueError):
+        raise ValueError(
+            f'id2label must map the number of each class to its name, such as {{"0": "bad", "1": "good"}}, got '
+            f"{quoted(id2label)}"
+        ) from None
+
+
+class ClassNames:
+    """The names of a classifier's classes, by number, and the numbers of a name.
+
+    Raises:
+        RequestError: `id2label` does not name every class, numbered from 0.
+    """
+
+    def __init__(self, config: Any) -> None:
+        try:
+            check_id2label(config.id2label)
+        except ValueError as error:
+            raise RequestError(str(error)) from None
+        named = {int(number): name for number, name in config.id2label.items()}
+        if not named or sorted(named) != list(range(len(config.id2label))):
+            raise RequestError(
+                f"id2label must name every class, numbered from 0 without a gap, but it has {quoted(config.id2label)}; "
+                "name the classes in the model's config as it was trained"
+            )
+        for number, name in named.items():
+            if not isinstance(name, (str, int, float)):
+                raise RequestError(f"id2label must give each class a name, got {quoted(name)} for class {number}")
+        self.names = [str(named[number]) for number in range(len(named))]
+        self._exact, self._folded = defaultdict[str, list[int]](list), defaultdict[str, list[int]](list)
+        for number, name in enumerate(self.names):
+            self._exact[name].append(number)
+            self._folded[name.casefold()].append(number)
+
+    def __str__(self) -> str:
+        return listed(self.names)
+
+    @property
+    def are_default(self) -> bool:
+        """Whether the names are those of transformers for classes without a name: LABEL_0 and so on."""
+        return all(name.casefold().startswith("label_") for name in self.names)
+
+    @property
+    def are_numbers(self) -> bool:
+        """Whether all names are whole numbers, such as those of ratings."""
+        return all(name.isdecimal() for name in self.names)
+
+    def find(self, name: str) -> list[int]:
+        """Return the numbers of the classes with a name: exactly this, or else but for the case; none if unknown."""
+        return self._exact.get(name) or self._folded.get(name.casefold(), [])
+
+    def warn_of_label2id(self, label2id: Any) -> None:
+        """Warn if `label2id`, which nothing reads here, is not the inverse of `id2label`."""
+        given = label2id if isinstance(label2id, Mapping) else {}
+        # Numbers may be text or floats, as JSON and pandas write them.
+        wrong = [
+            f"{number} for {quoted(name)}"
+            for name, number in given.items()
+            if str(number).removesuffix(".0") not in map(str, self.find(str(name)))
+        ]
+        missing = {name.casefold() for name in self.names} - {str(name).casefold() for name in given}
+        if wrong or missing:
+            logger.warning(
+                "label2id of the model's config %s; classes have the names of id2label, as in pipelines: %s",
+                f"contradicts its id2label, with {listed(wrong, most=3)}" if wrong else "is missing or lacks classes",
+                listed((f"{number} is {name}" for number, name in enumerate(self.names)), most=5),
+            )
+
+
+def read_labels(rows: datasets.Dataset, *, column: str, config: Any, numbers: bool = False) -> list[int] | list[float]:
+    """Return one label per row: class numbers, matched by name if the data has names, or numbers for a regression."""
+    feature, values = rows.features[column], rows[column][:]
+    for row, value in enumerate(values):
+        if value is None or (isinstance(value, float) and math.isnan(value)):
+            raise DataError(
+                f"every row must have a label, but {data.row_name(rows, row)} has none in {column!r}; "
+                "remove such rows, or leave data.label out to run without labels"
+            )
+    if numbers:
+        return _regression_labels(values, feature, column=column)
+    return class_numbers(
+        values, feature, column=column, classes=ClassNames(config), place=lambda row: data.row_name(rows, row)
+    )
+
+
+def class_numbers(
+    values: Sequence[Any], feature: Any, *, column: str, classes: ClassNames, place: Callable[[int], str]
+) -> list[int]:
+    """Return the number of the class of each value, matched by name if the data has names.
+
+    Args:
+        values: Labels, none of them missing; in messages, `place` names the row of each by its index.
+        feature: What the values are in the data set.
+        column: Their column, for messages.
+        classes: Those of the model.
+    """
+    dtype = getattr(feature, "dtype", "")
+    if dtype in data.STRINGS:
+        return _numbers_of_names(values, column=column, classes=classes)
+    if not isinstance(dtype, str) or not dtype.startswith(("int", "uint", "bool")):
+        # pandas and pyarrow make floats of whole numbers with a gap, which may be in a row that is not read.
+        whole = all(isinstance(value, float) and value.is_integer() for value in values)
+        hint = (
+            "; write whole numbers, and leave no label empty: a gap turns the whole column into float64"
+            if whole
+            else ""
+        )
+        if isinstance(feature, (list, datasets.List, datasets.LargeList)):
+            hint = "; if it is a multi-label classifier, set problem_type in its config to multi_label_classification"
+        raise DataError(
+            f"the labels of a classifier must be class numbers or class names, but {column!r} holds "
+            f"{data.kind_of(feature)} such as {quoted(values[0])}{hint}"
+        )
+    if -1 in values:
+        raise DataError(_hidden(f"for {column!r} in {place(values.index(-1))}"))
+    names = _names_of_values(values, feature, classes)
+    numbers = {value: classes.find(name) for value, name in names.items()}
+    if any(found and value not in found for value, found in numbers.items()):
+        if classes.are_numbers and not isinstance(feature, datasets.ClassLabel):
+            logger.warning(
+                "the labels in %r are whole numbers, and so are the model's class names (%s): they are matched by name",
+                column,
+                classes,
+            )
+        return _numbers_of_names([names[value] for value in values], column=column, classes=classes)
+    if isinstance(feature, datasets.ClassLabel) and not all(map(numbers.get, values)):
+        _check_numbering(feature.names, column=column, classes=classes)
+    if not all(numbers.values()) and not classes.are_default:
+        logger.warning(
+            "the data's classes (%s) are not named as the model's (%s): they are matched by number",
+            listed(names.values()),
+            classes,
+        )
+    for index, value in enumerate(values):
+        if not 0 <= value < len(classes.names):
+            raise DataError(
+                f"labels must be in [0, {len(classes.names)}), the model's classes, "
+                f"but {place(index)} has {value} in {column!r}; number the classes as the model's id2label does"
+            )
+    return [int(value) for value in values]
+
+
+def _check_numbering(names: Sequence[str], *, column: str, classes: ClassNames) -> None:
+    """Refuse classes of other names than the model's, unless they are as many and their order can be the model's."""
+    given, own = (
+        f"the {len(names)} classes of {column!r} ({listed(names)})",
+        f"the model's {len(classes.names)} ({classes})",
+    )
+    remedy = (
+        "name them so, set id2label in the model's config to their names, or leave data.label out to run without labels"
+    )
+    if len(names) != len(classes.names):
+        raise DataError(f"{given} must have names of {own}, or be as many, to be matched by number; {remedy}")
+    if all(map(str.isdecimal, names)) and sorted(names, key=int) != [*names]:
+        raise DataError(
+            f"{given} must have names of {own}, or be in the order of their numbers: as text, {names[2]} comes before "
+            f"{names[3]}; {remedy}"
+        )
+
+
+def _names_of_values(values: Sequence[int], feature: Any, classes: ClassNames) -> dict[int, str]:
+    """Return the name of each class of the data by its value; none if the values are plain class numbers."""
+    if isinstance(feature, datasets.ClassLabel):
+        return dict(enumerate(feature.names))
+    if feature.dtype == "bool":
+        return {False: "False", True: "True"}
+    return {value: str(value) for value in values} if classes.are_numbers else {}
+
+
+def _regression_labels(values: list[Any], feature: Any, *, column: str) -> list[float]:
+    if isinstance(feature, datasets.ClassLabel) or not all(map(data.is_number, values)):
+        raise DataError(
+            f"the labels of a regression must be numbers, but {column!r} holds {data.kind_of(feature)} such as "
+            f"{quoted(values[0])}"
+        )
+    if all(value == -1 for value in values):
+        raise DataError(_hidden(f"in every row of {column!r}"))
+    return [float(value) for value in values]
+
+
+def _hidden(where: str) -> str:
+    return (
+        f"every row must have a label, got -1 {where}: -1 stands for a hidden label, as in GLUE's test "
+        f"splits; use a split with labels, such as validation"
+    )
+
+
+def _numbers_of_names(names: Sequence[str], *, column: str, classes: ClassNames) -> list[int]:
+    numbers = {name: classes.find(name) for name in names}
+    if unknown := [quoted(name) for name, found in numbers.items() if not found]:
+        given = ", ".join(unknown[:3]) + (", ..." if len(unknown) > 3 else "")
+        remedy = "" if classes.are_numbers else f", give class numbers in [0, {len(classes.names)})"
+        raise DataError(
+            f"the class names in {column!r} must be among the model's ({classes}), got {given}; rename them{remedy}, "
+            "or leave data.label out to run without labels"
+        )
+    for name, found in numbers.items():
+        if len(found) > 1:
+            raise DataError(
+                f"the class names in {column!r} must be those of one class each, but {quoted(name)} is the name of "
+                f"classes {listed(found)} in the model's id2label; give class numbers in [0, {len(classes.names)})"
+            )
+    return [numbers[name][0] for name in names]
+
+
+def read_label_sets(rows: datasets.Dataset, *, column: str, config: Any) -> Tensor:
+    """Return the label set of each row, (rows, labels) float32: 1 for a label that applies, 0 for any other.
+
+    A row has a list: of the numbers or names of its labels, or of 0 or 1 for each label of the model. Lists of integers
+    are read as the latter if all rows can be. A row may also have the number or name of its only label or, if the model
+    has a single label, 0 or 1.
+
+    Raises:
+        DataError: A row has no list, or a label that the model does not know.
+    """
+    feature, values, count = rows.features[column], rows[column][:], config.num_labels
+    listed = isinstance(feature, (list, datasets.List, datasets.LargeList))
+    inner = feature[0] if isinstance(feature, list) else feature.feature if listed else feature
+    if not isinstance(inner, (datasets.Value, datasets.ClassLabel)):
+        raise DataError(
+            f"{column!r} must hold lists of labels, but it holds {data.kind_of(feature)} of {data.kind_of(inner)}"
+        )
+    for row, value in enumerate(values):
+        if value is None or (listed and None in value):
+            raise DataError(
+                f"every row must have a list of labels, empty if none applies, but {data.row_name(rows, row)} has "
+                f"{quoted(value)} in {column!r}; complete it, or leave data.label out to run without labels"
+            )
+    classes = ClassNames(config)
+    for row, value in enumerate(values if count > 1 and not listed and inner.dtype in data.STRINGS else ()):
+        if not classes.find(value):
+            raise DataError(
+                f"the labels of a row must be a list, or the only label of it, one of {classes}, but "
+                f"{data.row_name(rows, row)} has {quoted(value)} in {column!r}; split it into a list of labels"
+            )
+    sets = values if listed else [[value] for value in values]
+    dtype = str(inner.dtype)
+    named = dtype in data.STRINGS or (listed and isinstance(inner, datasets.ClassLabel))
+    wrong = next((row for row, labels in enumerate(sets) if len(labels) != count or not set(labels) <= {0, 1}), None)
+    if wrong is None and not named:
+        return torch.tensor(sets, dtype=torch.float32)
+    if wrong is not None and (dtype.startswith(("bool", "float")) or (count == 1 and not listed)):
+        raise DataError(
+            f"the labels in {column!r} must be 0 or 1 for each of the model's {count} labels, or lists of their "
+            f"numbers or names, but {data.row_name(rows, wrong)} has {quoted(values[wrong])}"
+        )
+    return _of_members(rows, sets, inner, column, config)
+
+
+def _of_members(rows: datasets.Dataset, sets: list[list[Any]], inner: Any, column: str, config: Any) -> Tensor:
+    """Return label sets that are given by the numbers or names of their labels."""
+    found = torch.zeros(len(rows), config.num_labels)
+    places = [row for row, labels in enumerate(sets) for _ in labels]
+    if places:
+        # A row for each label, with the number of the row that it comes from.
+        numbers = [name for name in rows.column_names if name not in data.own_columns(rows)]
+        with quiet():
+            alone = rows.select_columns(numbers or column)
+            alone = alone if numbers else data.number_rows(alone, source="the data").remove_columns(column)
+            members = alone.select(places).add_column(
+                column, [label for labels in sets for label in labels], feature=inner
+            )
+        found[places, torch.tensor(read_labels(members, column=column, config=config))] = 1.0
+    return found
