@@ -18,7 +18,7 @@ import torch
 from hies_export.cli.arguments import read_overrides
 from hies_export.errors import RequestError
 from hies_export.evaluate.predict import logits_by
-from hies_export.forms.cascade.promise import choose_threshold, margins
+from hies_export.forms.cascade.threshold import choose_threshold, margins
 from hies_export.forms.onnx.export import export_onnx
 from hies_export.forms.runtimes.registry import load_runtime
 from hies_export.pipeline.recipe import PruningRecipe

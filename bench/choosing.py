@@ -29,11 +29,11 @@ from hies_export.kinds import KINDS
 from hies_export.model.copies import share_weights
 from hies_export.model.tokens import synthetic_batch
 from hies_export.progress import Clock
-from hies_export.prunable.find import find_modules
 from hies_export.score.compensated import RemovalOptions, removal_chain, scores_of_chains
 from hies_export.select.select import select_units
 from hies_export.slim.cut import prune_units
 from hies_export.slim.refit import refit
+from hies_export.units.find import find_modules
 
 BATCH = 32
 HELD_OUT = 512

@@ -20,7 +20,7 @@ from hies_export.forms.cost import flops
 from hies_export.forms.cost.flops import flops_table
 from hies_export.forms.cost.parameters import parameters_table
 from hies_export.kinds import MLP
-from hies_export.units import PrunableModule, Slice, Span
+from hies_export.units.units import PrunableModule, Slice, Span
 
 MODELS = {
     "bert-base": (bert("BERT-base", **BERT_BASE), (8, 128)),

@@ -37,12 +37,12 @@ from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.pipeline.resolve import Resolved, resolve
 from hies_export.pipeline.targets import timed_on
 from hies_export.score.compensated import score_compensated
-from hies_export.select.budget import CostTable
 from hies_export.select.constraints import Constraints
+from hies_export.select.cost import CostTable
 from hies_export.select.select import select_units
 from hies_export.slim.cut import prune_units
 from hies_export.slim.refit import refit
-from hies_export.units import Selection
+from hies_export.units.units import Selection
 
 STEPS = ("costs", "models", "times")
 SHAPES = ((1, 128), (8, 128))

@@ -38,7 +38,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
 from hies_export import PruningPlan
-from hies_export.checkpoint.loading import load
+from hies_export.checkpoint.load import load
 from hies_export.forms.measure.counts import count_parameters
 from hies_export.forms.measure.machine import machine_facts
 from hies_export.forms.measure.ratios import Ratio, paired_ratio

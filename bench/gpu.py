@@ -50,8 +50,8 @@ from hies_export.forms.exports import Exporter, best_for
 from hies_export.forms.form import Forms
 from hies_export.forms.measure.counts import count_both_flops
 from hies_export.forms.measure.latency import compare_latency
+from hies_export.forms.measure.latency_rows import LatencyRow
 from hies_export.forms.measure.machine import machine_facts
-from hies_export.forms.measure.rows import LatencyRow
 from hies_export.forms.measure.timing import Timing
 from hies_export.forms.runtimes.base import Runtime
 from hies_export.forms.runtimes.pytorch import peak_memory_bytes

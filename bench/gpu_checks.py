@@ -28,10 +28,9 @@ from hies_export.model.attention import AttentionCall
 from hies_export.model.copies import convert
 from hies_export.model.internals import graphs_skipped
 from hies_export.model.kernels import VisibleKeys, attend_with_entropy
-from hies_export.prunable.find import find_modules
 from hies_export.score.criteria import needs_of
-from hies_export.slim.check import compare_cut
-from hies_export.slim.mask import masked_units
+from hies_export.slim.check import compare_cut, masked_units
+from hies_export.units.find import find_modules
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Relative to the largest number; half precision rounds to 2**-8 and 2**-11.

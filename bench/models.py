@@ -27,12 +27,12 @@ from transformers import (
 )
 
 from hies_export import PrunableModule, PruningPlan, find_attention
-from hies_export.forms.cost.cut import cut_bundles
+from hies_export.forms.cost.flops import cut_bundles
 from hies_export.kinds import KINDS
 from hies_export.model.tokens import synthetic_batch
-from hies_export.prunable.attention import tower_of
-from hies_export.prunable.find import find_modules
 from hies_export.slim.cut import prune_units
+from hies_export.units.find import find_modules
+from hies_export.units.heads import tower_of
 
 BERT_BASE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
 MINILM = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536}

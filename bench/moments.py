@@ -32,8 +32,8 @@ from hies_export.calibrate.moments import Moments, MomentStream, bytes_of
 from hies_export.calibrate.passes import LIMIT_BYTES
 from hies_export.forms.measure.machine import machine_facts
 from hies_export.kinds import MLP
-from hies_export.model.watch import watch
-from hies_export.units import PrunableModule
+from hies_export.model.modes import watch
+from hies_export.units.units import PrunableModule
 
 RIDGES = (1e-3, 1e-1)
 SAMPLE_TOKENS = 16

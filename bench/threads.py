@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Time one scoring batch on one thread and on torch's own number, for models of growing size.
 
-`SMALL_FLOPS` of hies_export/model/threads.py is judged by this table: below it, one thread must never cost much. Run it
+`SMALL_FLOPS` of hies_export/model/modes.py is judged by this table: below it, one thread must never cost much. Run it
 on an idle machine, and with `--busy` beside one process that keeps a core busy.
 
     python bench/threads.py [--busy]
@@ -27,8 +27,8 @@ import torch  # noqa: E402
 from transformers import BertConfig, BertForSequenceClassification  # noqa: E402
 
 from hies_export.calibrate.statistics import collect_statistics  # noqa: E402
-from hies_export.model import threads  # noqa: E402
-from hies_export.prunable.find import find_modules  # noqa: E402
+from hies_export.model import modes as threads  # noqa: E402
+from hies_export.units.find import find_modules  # noqa: E402
 
 # Width, layers and (batch, sequence): from the quickstart's model to BERT-base.
 SIZES = (

@@ -22,7 +22,7 @@ from .version import __version__ as __version__
 if TYPE_CHECKING:
     from .calibrate.statistics import Statistics, collect_statistics
     from .checkpoint.apply import apply_plan
-    from .checkpoint.loading import HIESModel, load
+    from .checkpoint.load import HIESModel, load
     from .checkpoint.save import save_slim
     from .errors import (
         CutMismatchError,
@@ -59,19 +59,18 @@ if TYPE_CHECKING:
     from .pipeline.push import push_to_hub
     from .pipeline.recipe import PruningRecipe
     from .pipeline.run import deploy, run
-    from .prunable.attention import find_attention
-    from .prunable.find import find_modules
     from .report.report import Report
     from .score.compensated import score_compensated
     from .score.criteria import CRITERIA, Scores, criterion, score_units
     from .select.constraints import Constraints
     from .select.select import select_units
-    from .slim.check import compare_cut
+    from .slim.check import compare_cut, masked_units
     from .slim.cut import prune_units
-    from .slim.mask import masked_units
     from .slim.refit import Compensation, compensate
     from .tasks.registry import register_task
-    from .units import Kept, PrunableModule, Selection
+    from .units.find import find_modules
+    from .units.heads import find_attention
+    from .units.units import Kept, PrunableModule, Selection
     from .values import Provenance, PruningPlan
 
 
@@ -85,9 +84,9 @@ _HOMES = {
     "DataError": "errors",
     "DropError": "errors",
     "ExportError": "errors",
-    "HIESModel": "checkpoint.loading",
+    "HIESModel": "checkpoint.load",
     "HiesError": "errors",
-    "Kept": "units",
+    "Kept": "units.units",
     "MissingRuntimeError": "errors",
     "NonFiniteError": "errors",
     "OnnxGenerator": "forms.onnx.generator",
@@ -95,7 +94,7 @@ _HOMES = {
     "ParityError": "errors",
     "PlanError": "errors",
     "Provenance": "values",
-    "PrunableModule": "units",
+    "PrunableModule": "units.units",
     "PruneResult": "pipeline.prune",
     "PruningPlan": "values",
     "PruningRecipe": "pipeline.recipe",
@@ -105,7 +104,7 @@ _HOMES = {
     "Report": "report.report",
     "RequestError": "errors",
     "Scores": "score.criteria",
-    "Selection": "units",
+    "Selection": "units.units",
     "Statistics": "calibrate.statistics",
     "StepError": "errors",
     "UnsupportedModelError": "errors",
@@ -121,13 +120,13 @@ _HOMES = {
     "deploy": "pipeline.run",
     "export_gguf": "forms.gguf.export",
     "export_onnx": "forms.onnx.export",
-    "find_attention": "prunable.attention",
-    "find_modules": "prunable.find",
+    "find_attention": "units.heads",
+    "find_modules": "units.find",
     "flops_table": "forms.cost.flops",
     "generate_text": "forms.generate",
-    "load": "checkpoint.loading",
+    "load": "checkpoint.load",
     "load_runtime": "forms.runtimes.registry",
-    "masked_units": "slim.mask",
+    "masked_units": "slim.check",
     "parameters_table": "forms.cost.parameters",
     "prune": "pipeline.prune",
     "prune_units": "slim.cut",

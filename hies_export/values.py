@@ -18,7 +18,7 @@ from torch import Tensor
 from .errors import PlanError
 from .files import Rule, Schema, parse_json, read_json
 from .kinds import ATTENTION, MLP
-from .units import Kept, Selection, check_indices
+from .units.units import Kept, Selection, check_indices
 from .version import __version__
 
 PLAN_FORMAT = 2
@@ -35,9 +35,9 @@ class Provenance:
         calibration: `samples`, `labels` ("data" or "predictions") and `fingerprint` (SHA-256) of the batches.
         versions: Library -> version.
         model: Linear layer -> fingerprint of its weight, for the few layers by which a plan recognises its model; empty
-            if unknown. See `hies_export.slim.fingerprint`.
+            if unknown. See `hies_export.slim.check`.
         compensation: How the model of the selection is compensated, if at all: `method`, as in recipes, and `refit`,
-            the SHA-256 of its refitted layers, once they exist. See `hies_export.checkpoint.refits`.
+            the SHA-256 of its refitted layers, once they exist. See `hies_export.checkpoint.save`.
     """
 
     criterion: str

@@ -10,7 +10,7 @@ from hies_export import errors, export_gguf, load_runtime
 from hies_export.errors import HiesError, RecipeError, RequestError, StepError, did_you_mean, listed, require_package
 from hies_export.evaluate.lm_eval import check_benchmarks
 from hies_export.lab.sweep.executors import open_executor
-from hies_export.lab.ui.page import show
+from hies_export.lab.ui.app import show
 
 
 def drawn_tree() -> dict[str, str | None]:

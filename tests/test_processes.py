@@ -21,9 +21,9 @@ from support.tolerance import REFITTED, assert_near, assert_same_plan
 
 from hies_export import PruningPlan, RequestError, processes
 from hies_export.calibrate.passes import grouped
-from hies_export.checkpoint.refits import REFIT, read_refit
+from hies_export.checkpoint.save import REFIT, read_refit
 from hies_export.processes import VARIABLES
-from hies_export.units import Units
+from hies_export.units.units import Units
 
 BOTH = ["attention", "mlp"]
 SMALL = {"repeats": 2, "shapes": [[1, 8]], "runtimes": ["torch"]}

@@ -29,7 +29,7 @@ from hies_export import (
 from hies_export.checkpoint import sentence
 from hies_export.checkpoint.sentence import load_sentence, write_json, write_text_settings
 from hies_export.data.batches import inputs_of
-from hies_export.model.sentence import TextEncoder
+from hies_export.model.text_encoder import TextEncoder
 from hies_export.pipeline.resolve import resolve
 from hies_export.tasks import Columns, task_of
 from hies_export.values import PruningPlan

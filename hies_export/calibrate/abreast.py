@@ -24,7 +24,7 @@ from ..errors import RequestError
 from ..model.modes import evaluating, output_alone
 from ..model.tokens import real_tokens, short_samples
 from ..tasks import task_of
-from ..units import PrunableModule
+from ..units.units import PrunableModule
 from .readings import by_sample, least_logits
 
 

@@ -15,7 +15,7 @@ from ..model.attention import AttentionCall, on_interface, use_attention
 from ..model.internals import attention_maps
 from ..model.kernels import VisibleKeys, attend, attend_with_entropy
 from ..model.tokens import target_tokens
-from ..units import PrunableModule
+from ..units.units import PrunableModule
 
 
 class Entropies:

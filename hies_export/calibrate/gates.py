@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import NonFiniteError, UnsupportedModelError
 from ..kinds import UNIT_NAMES
-from ..units import PrunableModule
+from ..units.units import PrunableModule
 
 
 class Gates:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from ..data.batches import size_of
 from ..model.linear import weight_of
 from ..model.tokens import real_tokens
-from ..units import PrunableModule
+from ..units.units import PrunableModule
 from .readings import by_sample
 
 # Damping of the inverse of the moments, relative to the mean of their diagonal.

@@ -19,7 +19,7 @@ from ..data.batches import size_of
 from ..errors import DataError, RequestError
 from ..model.linear import features_of, weight_of
 from ..progress import SILENT, Progress
-from ..units import PrunableModule, Selection
+from ..units.units import PrunableModule, Selection
 from .passes import Stream, run_pass
 from .readings import Reading, reading
 

@@ -10,10 +10,10 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..model.threads import threads_for
+from ..model.modes import threads_for
 from ..processes import added_up, mapped, on_main
 from ..progress import SILENT, Progress
-from ..units import PrunableModule
+from ..units.units import PrunableModule
 
 logger = logging.getLogger(__name__)
 

@@ -16,12 +16,11 @@ from transformers import PreTrainedModel
 from ..data.batches import size_of
 from ..errors import DataError, NonFiniteError
 from ..model.linear import features_of
-from ..model.modes import evaluating, frozen, output_alone
+from ..model.modes import Watched, evaluating, frozen, output_alone, watch
 from ..model.tokens import first_samples, real_tokens
-from ..model.watch import Watched, watch
 from ..progress import SILENT, Progress
 from ..tasks import task_of
-from ..units import PrunableModule
+from ..units.units import PrunableModule
 from .passes import Stream, run_pass
 
 

@@ -18,11 +18,10 @@ from ..data.batches import OWN_KEY, batches_fingerprint, size_of
 from ..errors import DataError, StepError, memory_failure
 from ..kinds import ATTENTION
 from ..model.internals import checkpointing
-from ..model.modes import frozen, output_alone
-from ..model.watch import intercept
+from ..model.modes import frozen, intercept, output_alone
 from ..progress import SILENT, Progress
 from ..tasks import task_of
-from ..units import PrunableModule
+from ..units.units import PrunableModule
 from . import inputs, weights
 from .entropy import Entropies
 from .gates import Gates

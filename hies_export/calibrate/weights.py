@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..model.linear import by_features, weight_of
-from ..units import PrunableModule, Slice
+from ..units.units import PrunableModule, Slice
 
 STATISTICS = ("taylor", "channel_taylor")
 

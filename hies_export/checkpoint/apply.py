@@ -12,21 +12,20 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..kinds import ATTENTION
-from ..model.sentence import TextEncoder
+from ..model.text_encoder import TextEncoder
 from ..model.tokens import sample_batch
 from ..progress import SILENT, Progress
-from ..prunable.find import find_modules
+from ..slim.check import fingerprint
+from ..slim.config import families
 from ..slim.cut import prune_units
-from ..slim.fingerprint import fingerprint
-from ..slim.siblings import families
-from ..units import PrunableModule
+from ..units.find import find_modules
+from ..units.units import PrunableModule
 from ..values import PruningPlan
+from .beside import fetch
 from .classes import load_config, refuse_quantised
-from .companions import fetch
 from .folders import refuse_existing
-from .loading import load
-from .refits import load_refit, read_refit, warn_uncompensated
-from .save import save_slim
+from .load import load
+from .save import load_refit, read_refit, save_slim, warn_uncompensated
 from .sentence import is_sentence_transformer, load_sentence, settings_of
 from .weights import stored_dtype, weight_bytes, weight_files
 

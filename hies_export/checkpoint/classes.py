@@ -20,7 +20,7 @@ from ..model.modeling_hies import keep_layers_for_files
 from ..model.online import hub_or_cache
 from ..slim.config import slim_class
 from ..tasks.labels import check_id2label
-from .contents import MUST, Contents, refuse_other
+from .folders import MUST, Contents, refuse_other
 
 logger = logging.getLogger(__name__)
 

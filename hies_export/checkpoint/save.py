@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import inspect
+import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,14 +15,14 @@ from typing import Any
 import datasets
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 
 from ..data.batches import inputs_of
 from ..data.processors import read_as_asked
 from ..equal import SAME_CODE, Difference
-from ..errors import ReloadMismatchError, RequestError, refusing
+from ..errors import PlanError, ReloadMismatchError, RequestError, refusing
 from ..model.copies import convert
 from ..model.internals import (
     attention_undecided,
@@ -33,26 +36,28 @@ from ..model.internals import (
     saved_state,
 )
 from ..model.modes import evaluating
-from ..model.sentence import SentenceSettings, TextEncoder
+from ..model.text_encoder import SentenceSettings, TextEncoder
 from ..model.tokens import longest_sequence
 from ..slim.check import first_output
 from ..slim.config import is_slim
 from ..tasks import Columns, FeatureExtraction, task_of
 from ..values import PruningPlan
-from .cards import under_licence
-from .classes import find_model_class
-from .companions import CARD, DOCUMENTS, PROCESSORS, VOCABULARIES, copy_companions, documents_of
-from .folders import new_folder
-from .refits import REFIT
-from .sentence import (
-    MODULES_FILE,
-    cross_encoder_in,
-    cross_encoder_settings,
-    load_sentence,
-    write_json,
-    write_modules,
+from .beside import (
+    CARD,
+    DOCUMENTS,
+    PROCESSORS,
+    VOCABULARIES,
+    complete_settings,
+    copy_companions,
+    documents_of,
+    under_licence,
 )
-from .settings import complete_settings
+from .classes import find_model_class
+from .folders import new_folder
+from .sentence import MODULES_FILE, cross_encoder_in, cross_encoder_settings, load_sentence, write_json, write_modules
+
+logger = logging.getLogger(__name__)
+
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -338,3 +343,90 @@ def _computing_dtype(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> tor
             raise
         finite = False
     return model.dtype if finite else torch.float32
+
+
+REFIT = "refit.safetensors"
+
+
+_CARD = """\
+# Cut without its compensation
+
+The plan of this checkpoint was made for a model whose output projections are refitted after the cut ({method}). They
+were **not** refitted here: the files hold the weights of the dense model, without the units that were removed.
+Measurements of the refitted model do not hold for this one.
+
+`hies-export apply PLAN MODEL -o DIR --refit FILE` cuts and uses the refitted layers, which a compensated run writes
+beside its plan as `refit.safetensors`. `prune(model, batches, plan=PLAN, compensation=...)` in Python refits them anew.
+"""
+
+
+@dataclass(frozen=True)
+class RefittedLayers:
+    """The refitted parameters of a compensated model, by name, and the file that they were read from."""
+
+    file: Path
+    tensors: Mapping[str, Tensor]
+
+
+def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
+    """Return the SHA-256 of the names, dtypes, shapes and bytes of tensors, in the order of their names."""
+    total = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        total.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+        total.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return total.hexdigest()
+
+
+def refit_beside(plan: PruningPlan, file: Path) -> Path | None:
+    """Return the refitted layers beside the file of a plan; None if there are none, or the plan names none."""
+    beside = file.parent / REFIT
+    return beside if plan.refit is not None and beside.is_file() else None
+
+
+def read_refit(plan: PruningPlan, file: Path) -> RefittedLayers:
+    """Return a plan's refitted parameters, after checking that the plan was written with this file."""
+    if plan.refit is None:
+        raise PlanError(
+            f"refitted layers must be those of the plan, but this plan names none, got {file}; leave them out "
+            "(refit=None), or give the plan that was written with them"
+        )
+    with refusing(f"refitted layers must be a safetensors file, but {file} is none", _ADVICE, PlanError):
+        tensors = load_file(file)
+    found = digest_tensors(tensors)
+    if found != plan.refit:
+        raise PlanError(
+            f"refitted layers must be those of the plan, whose digest is {plan.refit[:12]}, but that of {file} is "
+            f"{found[:12]}; {_ADVICE}"
+        )
+    return RefittedLayers(file, tensors)
+
+
+def load_refit(model: PreTrainedModel, refitted: RefittedLayers) -> None:
+    """Put refitted parameters into a slim model, in place; raise a `PlanError` if one does not fit, and change none."""
+    state = model.state_dict()
+    for name, tensor in refitted.tensors.items():
+        if name not in state or tensor.shape != state[name].shape:
+            has = f"{list(state[name].shape)} there" if name in state else "no such parameter"
+            raise PlanError(
+                f"refitted layers must fit the model that the plan leaves, but {name} is {list(tensor.shape)} in "
+                f"{refitted.file}, and the model has {has}; {_ADVICE}"
+            )
+    with torch.no_grad():
+        for name, tensor in refitted.tensors.items():
+            model.get_parameter_or_buffer(name).copy_(tensor)
+
+
+def warn_uncompensated(plan: PruningPlan) -> str:
+    """Warn that a model is cut by a compensated model's plan but not compensated; return the same as its card."""
+    method = plan.compensation.get("method")
+    remedy = "" if plan.refit is None else f"give the {REFIT} of the run that made the plan as refit=, or "
+    logger.warning(
+        "the plan was made for a model that is refitted after the cut (compensation: %s), but its layers are NOT "
+        "refitted here, so quality is that of cutting alone; %srefit anew with compensate",
+        method,
+        remedy,
+    )
+    return _CARD.format(method=method)
+
+
+_ADVICE = f"give the {REFIT} that was written with the plan, or cut without it (refit=None)"

@@ -26,7 +26,7 @@ from ..errors import RequestError, listed, quoted, refusing, shortened
 from ..files import Rule, Schema, check, read_json
 from ..model.internals import auto_classes, file_of, model_class_of, never_asking
 from ..model.online import hub_or_cache
-from ..model.sentence import (
+from ..model.text_encoder import (
     POOLING_MODES,
     Dense,
     Normalize,
@@ -38,9 +38,9 @@ from ..model.sentence import (
 )
 from ..model.tokens import longest_sequence
 from ..slim.config import is_slim, slim_class
+from .beside import COMPANIONS, SENTENCE_FILES, copy_companions, fetch_files
 from .classes import AGAIN, CORRECT, find_model_class, load_config, read_config
-from .companions import COMPANIONS, SENTENCE_FILES, copy_companions, fetch_files
-from .dense import load_dense
+from .load import load_dense
 from .weights import load_weights, weight_files
 
 logger = logging.getLogger(__name__)

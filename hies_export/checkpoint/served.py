@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import Field
 
 from ..files import Rule, Schema, read_json
-from ..model.sentence import TextEncoder
+from ..model.text_encoder import TextEncoder
 from .sentence import MODULES_FILE, write_json, write_text_settings
 
 SERVED_FILE = "hies_served.json"

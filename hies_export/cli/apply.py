@@ -26,7 +26,7 @@ def run(options: Options) -> dict[str, Any]:
     """Write the slim checkpoint, and return its sizes in bytes and the time it took."""
     from ..checkpoint.apply import apply_plan
     from ..checkpoint.folders import refuse_existing
-    from ..checkpoint.refits import refit_beside
+    from ..checkpoint.save import refit_beside
     from ..values import PruningPlan
     from .terminal import plan_text, plan_totals
 

@@ -79,7 +79,7 @@ def _models(options: Options) -> tuple[str, str]:
 
     A run stands for its `slim/`, or for its `onnx/` or `gguf/` if all runtimes read that.
     """
-    from ..checkpoint.contents import Contents, contents
+    from ..checkpoint.folders import Contents, contents
     from ..report.provenance import dense_model
 
     first, second = options.first, options.second or options.first
@@ -105,7 +105,7 @@ def _models(options: Options) -> tuple[str, str]:
 
 def _exports(options: Options, *paths: Path) -> list[tuple[Path, Path]] | None:
     """Return paths with their exports, in ONNX or else in GGUF, if all have one and all runtimes read it."""
-    from ..checkpoint.contents import Contents, contents
+    from ..checkpoint.folders import Contents, contents
     from ..forms.runtimes.registry import RUNTIMES
 
     reading = [RUNTIMES[name] for name in options.runtimes if name in RUNTIMES]

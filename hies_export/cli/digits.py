@@ -13,7 +13,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessorPil
 
-from ..model.threads import torch_threads
+from ..model.modes import torch_threads
 from ..progress import SILENT, Progress
 
 # Inside the package, so that it is installed too; recipes/ links to it.

@@ -73,7 +73,7 @@ def _export_graph(options: Options) -> dict[str, Any]:
     """Write a folder with a graph for ONNX Runtime or OpenVINO, and for sentence-transformers if the model embeds."""
     import torch
 
-    from ..checkpoint.loading import load
+    from ..checkpoint.load import load
     from ..checkpoint.sentence import is_sentence_transformer, load_sentence
     from ..data.batches import image_shape
     from ..data.processors import image_shape_of
@@ -154,7 +154,7 @@ def _export_gguf(options: Options) -> dict[str, Any]:
     """Write a folder with a GGUF file."""
     import torch
 
-    from ..checkpoint.loading import load
+    from ..checkpoint.load import load
     from ..data.processors import load_processor
     from ..errors import RequestError
     from ..forms.gguf.export import check_dtype, export_gguf, require_gguf

@@ -22,7 +22,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Options) -> dict[str, Any]:
     """Continue prompts, and return the texts."""
-    from ..checkpoint.contents import Contents
+    from ..checkpoint.folders import Contents
     from ..forms.generate import generate_text
 
     options.folder = checkpoint_in(options.folder, Contents.ONNX, progress=options.progress)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..errors import UnsupportedModelError
-    from ..units import PrunableModule
+    from ..units.units import PrunableModule
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -34,7 +34,7 @@ def run(options: Options) -> dict[str, Any]:
     """Show heads, neurons and FLOPs of every layer, or a plan, or the theory, and return them."""
     if options.theory:
         return _inspect_theory(options)
-    from ..checkpoint.contents import Contents, contents
+    from ..checkpoint.folders import Contents, contents
 
     path = Path(options.model)
     if contents(path) is Contents.SCORED or path.suffix == ".json":
@@ -59,7 +59,7 @@ def _inspect_model(options: Options) -> dict[str, Any]:
     import torch
 
     from ..checkpoint.classes import refuse_quantised
-    from ..checkpoint.loading import load
+    from ..checkpoint.load import load
     from ..checkpoint.sentence import is_sentence_transformer, settings_of
     from ..forms.measure.counts import count_parameters
     from ..slim.config import is_slim
@@ -95,7 +95,7 @@ def _find(model: PreTrainedModel) -> tuple[list[PrunableModule], dict[str, Unsup
     from ..errors import UnsupportedModelError
     from ..forms.measure.shapes import check_runs
     from ..model.tokens import sample_batch
-    from ..prunable.find import FINDERS, find_modules
+    from ..units.find import FINDERS, find_modules
 
     batch = sample_batch(model, sequence=8)
     check_runs(model, batch, "random inputs")
@@ -113,7 +113,7 @@ def _print_units(
     found: Sequence[PrunableModule], refused: Mapping[str, UnsupportedModelError], options: Options
 ) -> dict[str, Any]:
     """Print a table for each kind of module, or why it cannot be cut; return the modules by kind for --json."""
-    from ..report.terminal import PlainTable
+    from ..report.console import PlainTable
 
     heads = [m for m in found if m.kind == ATTENTION]
     neurons = [m for m in found if m.kind == MLP]
@@ -141,8 +141,8 @@ def _print_flops(model: PreTrainedModel, found: Sequence[PrunableModule], option
     from ..forms.measure.counts import flops_per_layer
     from ..forms.measure.shapes import image_shape_at, model_shapes
     from ..model.tokens import synthetic_batch
+    from ..report.console import PlainTable
     from ..report.rows import layer_table
-    from ..report.terminal import PlainTable
 
     image = image_shape_at(options.model, model)
     size, sequence = model_shapes(model, (), image=image)[0]
@@ -157,7 +157,7 @@ def _inspect_theory(options: Options) -> dict[str, Any]:
     from ..lab.studies.theory import theory
     from ..pipeline.recipe import PruningRecipe
     from ..pipeline.resolve import resolve
-    from ..report.terminal import PlainTable
+    from ..report.console import PlainTable
     from ..values import dump_json
 
     if not options.model.endswith((".yaml", ".yml")):

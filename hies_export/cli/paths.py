@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..checkpoint.contents import Contents, contents, refuse_other
+from ..checkpoint.folders import Contents, contents, refuse_other
 from ..errors import RequestError
 from ..progress import Progress
 

@@ -17,7 +17,7 @@ def run(options: Options) -> None:
     from ..pipeline.cut import save, warn_if_larger
     from ..pipeline.prune import prune_prepared
     from ..pipeline.resolve import resolve
-    from ..slim.siblings import families
+    from ..slim.config import families
     from .terminal import plan_text, print_plan
 
     recipe = read_recipe(options)

@@ -25,7 +25,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Options) -> dict[str, Any]:
     """Upload the run, and return the repository, its URL, the files and their size."""
-    from ..checkpoint.contents import Contents
+    from ..checkpoint.folders import Contents
     from ..pipeline.push import push_to_hub
 
     refuse_other_than(options.folder, Contents.RUN, needs="a push needs the folder of a run")

@@ -25,7 +25,7 @@ def run(options: Options) -> dict[str, Any]:
     from ..checkpoint.folders import new_folder
     from ..pipeline.recipe import PruningRecipe
     from ..pipeline.run import run as run_recipe
-    from ..report.terminal import print_report
+    from ..report.console import print_report
     from ..report.text import removed_text
     from .digits import MODEL, prepare_quickstart
 

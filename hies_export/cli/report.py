@@ -27,8 +27,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Options) -> dict[str, Any]:
     """Print what was found, write the page and draw the figures that were asked for, and return the values."""
-    from ..checkpoint.contents import Contents, contents
-    from ..checkpoint.folders import refuse_other_file, replace_file
+    from ..checkpoint.folders import Contents, contents, refuse_other_file, replace_file
     from ..report.figures import write_figures
     from ..report.html import is_page
 
@@ -47,11 +46,11 @@ def run(options: Options) -> dict[str, Any]:
 
 
 def _show_report(options: Options) -> Shown:
-    from ..checkpoint.contents import Contents
+    from ..checkpoint.folders import Contents
     from ..report.bench import Bench, print_bench, read_report, render_bench
+    from ..report.console import print_report
     from ..report.figures import draw_report
     from ..report.html import render_html
-    from ..report.terminal import print_report
 
     if options.folder.is_dir() and not (options.folder / "report.json").is_file():
         needs = "a report needs the folder of a finished run or sweep"

@@ -54,7 +54,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(options: Options) -> dict[str, Any]:
     """Judge every cell of the grid, print the tables, and return rows, seconds and the number of models judged."""
     from ..lab.sweep.executors import open_executor
-    from ..lab.sweep.latency import LatencyRequest
+    from ..lab.sweep.stopwatch import LatencyRequest
     from ..lab.sweep.sweep import sweep
 
     recipe = read_recipe(options)

@@ -154,8 +154,8 @@ class _Messages(logging.Handler):
 
 def print_plan(plan: PruningPlan, console: Console) -> None:
     """Print which heads, and how many neurons, of every module the plan keeps."""
+    from ..report.console import map_text
     from ..report.maps import plan_maps
-    from ..report.terminal import map_text
 
     for index, units in enumerate(plan_maps(plan)):
         if index:

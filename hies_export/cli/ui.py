@@ -18,8 +18,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Options) -> None:
     """Serve the page until it is interrupted."""
-    from ..checkpoint.contents import Contents
-    from ..lab.ui.page import show
+    from ..checkpoint.folders import Contents
+    from ..lab.ui.app import show
 
     wanted = (Contents.RUN, Contents.SWEEP)
     refuse_other_than(options.folder, *wanted, needs="ui needs the folder of a finished run or sweep")

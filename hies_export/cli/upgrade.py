@@ -18,7 +18,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(options: Options) -> dict[str, Any]:
     """Write the slim checkpoint, and return its heads and how far it differs when it is loaded again."""
     from ..checkpoint.folders import refuse_existing
-    from ..checkpoint.loading import load_version4
+    from ..checkpoint.load import load_version4
     from ..checkpoint.save import save_slim
     from ..model.tokens import synthetic_batch
     from .export import load_processor_if_any

@@ -11,8 +11,7 @@ from transformers import PreTrainedModel
 
 from ..data.batches import Batch
 from ..errors import DataError, NonFiniteError
-from ..model.modes import evaluating, output_alone
-from ..model.threads import threads_for
+from ..model.modes import evaluating, output_alone, threads_for
 from ..processes import mapped
 from ..progress import SILENT, Progress
 from ..tasks import Predictions, Task, task_of

@@ -19,7 +19,7 @@ from torch.nn.functional import cosine_similarity, normalize
 
 from ..data.batches import GROUP_KEY, Batch, size_of
 from ..errors import DataError
-from ..model.sentence import Similarity
+from ..model.text_encoder import Similarity
 
 # What the rows of batches are to each other: queries and the documents that they should find; pairs of texts with the
 # score of their similarity; texts alone, each of which is a query and a document of the others; or the candidates of

@@ -12,7 +12,7 @@ In the order of reading:
 - `judged.py`: `judge_forms` and `time_forms`, whose results are the `forms` of report.json.
 - `deployment.py`: the dense model in all forms, and the fastest form that keeps a promise; `sizes.py`: cuts of several
   sizes, each in a cascade.
-- `measured.py`: count both models of a run, and time them; `files.py`: the files of a run.
+- `measured.py`: count both models of a run, and time them; `exported.py`: the files of a run.
 
 Its folders, the lowest first: `runtimes/` run and time a loaded model; `onnx/` and `gguf/` write exports, `openvino/`
 one made of the first; `measure/` counts, times and compares; `cascade/` joins a slim and a dense classifier; `cost/`

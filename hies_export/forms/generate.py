@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from ..checkpoint.classes import AGAIN
-from ..checkpoint.contents import Contents, refuse_other
-from ..checkpoint.loading import load
+from ..checkpoint.folders import Contents, refuse_other
+from ..checkpoint.load import load
 from ..data.columns import image_of_file
 from ..data.processors import load_processor
 from ..errors import DataError, RecipeError, RequestError, refusing

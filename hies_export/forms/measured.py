@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..recipe.sections import ExportSection
-from ..units import PrunableModule
+from ..units.units import PrunableModule
 from .cascade.export import CascadeOptions
 from .compare import time_on
 from .form import Forms
 from .gguf.export import GgufExport
 from .measure import counts
 from .measure.counts import Both, FlopCount, FlopsByLayer, Shape, StoredBytes
-from .measure.rows import LatencyRow
+from .measure.latency_rows import LatencyRow
 from .measure.timing import Timing
 
 # The form that forms of a quantised model are compared with, and the runtime of each quantised export.

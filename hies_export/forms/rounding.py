@@ -23,9 +23,7 @@ from transformers import PreTrainedModel
 from ..calibrate.moments import Spread
 from ..calibrate.passes import LIMIT_BYTES, grouped
 from ..data.batches import inputs_of
-from ..model.modes import evaluating, output_alone
-from ..model.threads import torch_threads
-from ..model.watch import watch
+from ..model.modes import evaluating, output_alone, torch_threads, watch
 
 # Added to the diagonal of the moments, as a share of its mean, because other text has other moments. As in GPTQ.
 DAMPING = 0.01

@@ -13,7 +13,7 @@ from ..checkpoint.folders import new_folder
 from ..checkpoint.save import check_in_sentence_transformers
 from ..checkpoint.served import write_served
 from ..equal import OTHER_PROGRAM
-from ..model.sentence import TextEncoder
+from ..model.text_encoder import TextEncoder
 from ..model.tokens import synthetic_batch
 from ..recipe.sections import ExportSection
 from .exports import Exporter

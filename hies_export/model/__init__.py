@@ -5,9 +5,8 @@ Every stage uses these modules. All but the last know nothing of pruning.
 linear.py          `nn.Linear` and GPT-2's `Conv1D` as one kind of layer
 tokens.py          batches of tokens: positions, padding, random inputs
 copies.py          copies of a model that share its weights, or have none
-modes.py           evaluation mode, cache and frozen weights inside a block
-threads.py         set a number of threads inside a block; run small work on one thread
-watch.py           inputs and outputs of layers, recorded or replaced inside a block
+modes.py           inside a block: evaluation mode, cache, frozen weights, threads, hooks on layers
+text_encoder.py    an encoder with what turns its token embeddings into one embedding per text
 attention.py       the attention function of a model, replaced inside a block
 kernels.py         attention and the entropy of its rows, without attention maps
 online.py          whether the Hub answers, and its cache if it does not

@@ -1,15 +1,26 @@
-"""Switch modes of a model inside a block: evaluation, what it returns, frozen weights, one device."""
+"""Switch modes of a model inside a block: evaluation, outputs, frozen weights, threads, hooks on its layers.
+
+On small tensors threads mostly wait for each other, and even longer if other work takes a core. So small work runs on
+one thread. Whether work is small depends only on the model and its batches: sums over different numbers of threads
+differ in their last bits, and a run repeated on the same machine has to give the same scores.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .internals import ask_for_output_alone, configs_of
+from .linear import is_linear
 
 
 @contextmanager
@@ -71,4 +82,122 @@ def gathered(model: nn.Module) -> Iterator[None]:
 
             for part in model.children():
                 hooks.enter_context(part.register_forward_hook(lambda _, args, output: send_to_device(output, first)))
+        yield
+
+
+# A forward pass below this many FLOPs is small: some hundredths of a second on one core. Steps are then so short that
+# one thread costs little even if all cores are free.
+SMALL_FLOPS = 2e9
+
+# Side of a patch in pixels, if the config does not give one number.
+_PATCH = 16
+# Variables by which the number of threads is chosen; torchrun sets the first one.
+_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+_AT_START = torch.get_num_threads()
+
+
+@contextmanager
+def torch_threads(threads: int) -> Iterator[None]:
+    """Set torch's process-wide number of threads inside the block."""
+    before = torch.get_num_threads()
+    if before == threads:
+        yield
+        return
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def threads_for(model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> AbstractContextManager[None]:
+    """Run torch on one thread inside the block if the batches are small work for the model.
+
+    The number of threads stays as it is if `chosen_by_hand`, and for a model that is not on the CPU. `batches` are all
+    batches of a loop: each of several processes takes a part, but all decide alike.
+    """
+    on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
+    small = bool(batches) and on_cpu and not chosen_by_hand() and mean_flops(model, batches) < SMALL_FLOPS
+    return torch_threads(1) if small else nullcontext()
+
+
+def chosen_by_hand() -> bool:
+    """Return whether the environment sets the number of threads, or it was set after this module was imported."""
+    return any(os.environ.get(name) for name in _VARIABLES) or torch.get_num_threads() != _AT_START
+
+
+def threads_of_small_work() -> int:
+    """Return on how many threads small work runs."""
+    return torch.get_num_threads() if chosen_by_hand() else 1
+
+
+def mean_flops(model: Any, batches: Sequence[Mapping[str, Any]]) -> float:
+    """Estimate the FLOPs of the forward pass over a batch: two for each weight of a linear layer and each token."""
+    layers: list[Any] = [layer for layer in model.modules() if is_linear(layer)]
+    tokens = sum(_tokens(model, batch) for batch in batches)
+    return 2 * sum(layer.weight.numel() for layer in layers) * tokens / len(batches)
+
+
+def _tokens(model: Any, batch: Mapping[str, Any]) -> float:
+    """Return about how many tokens or patches a batch has; infinite for inputs that are neither text nor images."""
+    if "input_ids" in batch:
+        return float(batch["input_ids"].numel())
+    if "pixel_values" not in batch:
+        return math.inf
+    patch = getattr(model.config, "patch_size", None)
+    pixels = batch["pixel_values"].numel() / getattr(model.config, "num_channels", 3)
+    return float(pixels / (patch if isinstance(patch, int) else _PATCH) ** 2)
+
+
+@dataclass
+class Watched:
+    """Inputs and outputs of layers, by key; a layer that is called several times has several entries."""
+
+    inputs: dict[str, list[Tensor]] = field(default_factory=dict)  # key -> inputs, in the order of the calls
+    # Key -> outputs, in the order of the calls; empty unless they were asked for.
+    outputs: dict[str, list[Tensor]] = field(default_factory=dict)
+
+    def clear(self) -> None:
+        """Forget what was recorded so far."""
+        self.inputs.clear()
+        self.outputs.clear()
+
+
+@contextmanager
+def watch(
+    model: nn.Module, layers: Mapping[str, str], *, outputs: bool = False, gradients: bool = False
+) -> Iterator[Watched]:
+    """Record the first input of layers, and with `outputs` their outputs, inside the block, by the keys of `layers`.
+
+    With `gradients`, every recorded input takes a gradient. One that takes none by itself, as in front of the first
+    layer of a frozen model, becomes a leaf.
+    """
+    seen = Watched()
+
+    def read(key: str, x: Tensor) -> Tensor:
+        if gradients and not x.requires_grad:
+            x = x.detach().requires_grad_()
+        seen.inputs.setdefault(key, []).append(x)
+        return x
+
+    def record_output(key: str, layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        seen.outputs.setdefault(key, []).append(output)
+
+    with ExitStack() as hooks:
+        for key, name in layers.items() if outputs else ():
+            hooks.enter_context(model.get_submodule(name).register_forward_hook(partial(record_output, key)))
+        with intercept(model, layers, read):
+            yield seen
+
+
+@contextmanager
+def intercept(model: nn.Module, layers: Mapping[str, str], function: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
+    """Replace the first input of layers inside the block by what `function` returns for their key and that input."""
+
+    def replace(key: str, layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (function(key, args[0]), *args[1:])
+
+    with ExitStack() as hooks:
+        for key, name in layers.items():
+            hooks.enter_context(model.get_submodule(name).register_forward_pre_hook(partial(replace, key)))
         yield

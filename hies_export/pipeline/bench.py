@@ -11,8 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 from ..checkpoint.classes import AGAIN, find_model_class, load_config
-from ..checkpoint.contents import Contents, contents
-from ..checkpoint.loading import load
+from ..checkpoint.folders import Contents, contents
+from ..checkpoint.load import load
 from ..data.batches import Batch, image_shape
 from ..data.processors import load_processor
 from ..errors import RequestError, refusing
@@ -20,7 +20,7 @@ from ..forms.compare import time_on
 from ..forms.exports import Exporter, best_for, require_exporters
 from ..forms.form import Form, Forms
 from ..forms.measure.counts import FlopCount, Shape, count_both_flops
-from ..forms.measure.rows import LatencyRow
+from ..forms.measure.latency_rows import LatencyRow
 from ..forms.measure.shapes import check_shapes, image_shape_at, model_shapes
 from ..forms.measure.timing import Timing
 from ..forms.on_rows import time_on_rows

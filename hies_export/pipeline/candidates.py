@@ -17,7 +17,7 @@ from ..model.tokens import count_tokens
 from ..progress import SILENT, Progress
 from ..score.compensated import score_compensated
 from ..score.criteria import AUTO, COMPENSATED, COMPENSATED_NAMES, Scores, needs_of, score_units, uses_alpha
-from ..units import Selection
+from ..units.units import Selection
 from .prepare import Prepared
 from .recipe import PruneSection
 from .search import HeldOut

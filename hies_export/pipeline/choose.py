@@ -18,12 +18,12 @@ from ..evaluate.metrics import METRICS
 from ..evaluate.predict import Predictor, predict
 from ..evaluate.ranking import RowsKind, keeps_predictions, kind_of_rows
 from ..progress import Progress
-from ..prunable.find import find_modules
 from ..recipe.budget import Budget, DropBudget, KeepBudget, Outcome, TimedSection
 from ..score.criteria import AUTO, COMPENSATED, Scores
-from ..select.iterative import filled_in
-from ..slim.fingerprint import fingerprint
-from ..units import Selection
+from ..select.goal import filled_in
+from ..slim.check import fingerprint
+from ..units.find import find_modules
+from ..units.units import Selection
 from ..values import Provenance, PruningPlan, library_versions
 from .candidates import Candidates, choose_alpha, choose_by_agreement, criterion_of
 from .cut import Choice, Refitting, cut_beside

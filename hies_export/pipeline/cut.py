@@ -16,15 +16,14 @@ from transformers import PreTrainedModel
 from .. import processes
 from ..calibrate.moments import MomentStream
 from ..calibrate.statistics import DEFAULT_NEEDS, Statistics
-from ..checkpoint.dense import Source
-from ..checkpoint.refits import digest_tensors
-from ..checkpoint.save import save_slim
+from ..checkpoint.load import Source
+from ..checkpoint.save import digest_tensors, save_slim
 from ..checkpoint.weights import weight_bytes
 from ..errors import NonFiniteError
 from ..evaluate.judge import Tried
 from ..model.copies import round_each, share_weights
 from ..model.internals import dtypes_in
-from ..model.threads import threads_for
+from ..model.modes import threads_for
 from ..progress import Progress
 from ..recipe.budget import Outcome
 from ..recipe.sections import CompensationSection
@@ -32,7 +31,7 @@ from ..score.criteria import AUTO, Scores
 from ..slim.check import compare_cut
 from ..slim.cut import prune_units
 from ..slim.refit import Compensation, LayerFit, compensate, refit
-from ..units import PrunableModule, Selection
+from ..units.units import PrunableModule, Selection
 from ..values import PruningPlan, dump_json
 from .prepare import Prepared
 from .recipe import PruneSection

@@ -30,7 +30,7 @@ from ..checkpoint.sentence import (
 )
 from ..errors import RequestError, listed
 from ..model.modes import evaluating
-from ..model.sentence import SentenceSettings, TextEncoder
+from ..model.text_encoder import SentenceSettings, TextEncoder
 from ..model.tokens import longest_sequence
 
 # Classes whose objects have other outputs than one embedding for a text, or one score for a pair.

@@ -22,15 +22,15 @@ from ..forms.measure.shapes import RowLength, check_shapes, model_shapes, row_le
 from ..forms.measure.timing import Timing
 from ..kinds import ATTENTION
 from ..model.tokens import first_samples, synthetic_batch
-from ..prunable.attention import tower_of
-from ..prunable.find import find_modules
 from ..recipe.budget import TimedSection
 from ..recipe.sections import ExportSection
 from ..score.criteria import AUTO, COMPENSATED, COMPENSATED_NAMES, CRITERIA
 from ..select.constraints import check_budget, check_constraints
-from ..slim.skip import how_to_skip
+from ..slim.cut import how_to_skip
 from ..tasks import Task
-from ..units import PrunableModule
+from ..units.find import find_modules
+from ..units.heads import tower_of
+from ..units.units import PrunableModule
 from .accept import check_model
 from .draw import Looks
 from .recipe import PruneSection

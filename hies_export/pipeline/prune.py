@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from ..checkpoint.in_memory import check_in_memory
+from ..checkpoint.load import check_in_memory
 from ..data.batches import Batch, has_references, samples_of
 from ..errors import RecipeError, RequestError
 from ..evaluate.judge import Judge
@@ -32,14 +32,14 @@ from ..forms.runtimes.registry import check_dtypes, check_one_graph, check_runti
 from ..forms.served import export_served
 from ..model.internals import uncompiled, without_compiler
 from ..model.modes import evaluating
-from ..model.sentence import TextEncoder
+from ..model.text_encoder import TextEncoder
 from ..progress import SILENT, Clock, Progress, without_reports
 from ..recipe.budget import Budget, Outcome, TimedSection
 from ..recipe.sections import ComparisonSection, CompensationSection, MultipleOf
+from ..report.console import PlainTable, map_text
 from ..report.maps import plan_maps
 from ..report.report import plan_counts
 from ..report.rows import Table, change, metric_name, own_rows, quality_row, ranking_rows, shown_metrics, si
-from ..report.terminal import PlainTable, map_text
 from ..report.text import is_own
 from ..score.criteria import Scores
 from ..slim.refit import LayerFit

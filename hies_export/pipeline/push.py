@@ -26,7 +26,7 @@ from huggingface_hub import (
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
-from ..checkpoint.cards import LICENSE_KEYS, read_card
+from ..checkpoint.beside import LICENSE_KEYS, read_card
 from ..checkpoint.sentence import MODULES_FILE
 from ..errors import HiesError, OutputExistsError, PushError, RequestError, root_cause
 from ..progress import SILENT, Progress

@@ -6,14 +6,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.cards import read_card
+from ..checkpoint.beside import read_card
 from ..data.batches import has_references, samples_of
 from ..data.facts import DataFacts
 from ..evaluate.metrics import METRICS
 from ..forms.cascade.facts import CascadeFacts, CascadeSummary
 from ..forms.deployment import Deployment
+from ..forms.exported import ExportedFile
 from ..forms.exports import Exported
-from ..forms.files import ExportedFile
 from ..forms.gguf.export import GgufExport
 from ..forms.judged import JudgedForm
 from ..forms.measure.machine import machine_facts
@@ -28,8 +28,7 @@ from ..report.maps import head_map, neuron_counts
 from ..report.provenance import RunRecord
 from ..report.report import FirstMetric, Report, plan_counts
 from ..report.text import FIRST_HIT
-from ..slim.config import is_slim
-from ..slim.siblings import families
+from ..slim.config import families, is_slim
 from .cut import Saved
 from .prepare import Prepared
 from .prune import PruneResult

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from .. import processes
 from ..checkpoint.classes import load_config, refuse_quantised
-from ..checkpoint.dense import Source, check_device_map, load_dense, source_of, task_class
+from ..checkpoint.load import Source, check_device_map, load_dense, source_of, task_class
 from ..checkpoint.save import check_in_sentence_transformers
 from ..checkpoint.sentence import cross_encoder_of, encoder_class, load_encoder, settings_of
 from ..data.batches import Batch, by_length, check_one_size, is_of_documents, samples_of
@@ -33,14 +33,14 @@ from ..evaluate.metrics import METRICS, check_metrics
 from ..evaluate.ranking import RowsKind
 from ..forms.cascade.cascade import check_classes
 from ..forms.cascade.export import CascadeOptions
-from ..forms.cascade.promise import check_rows
+from ..forms.cascade.threshold import check_rows
 from ..forms.measure.timing import Timing
 from ..forms.measured import MeasureOptions
 from ..forms.on_rows import ROWS
 from ..forms.runtimes.base import GPU_HALF_STEP
 from ..forms.runtimes.registry import RUNTIMES, check_dtypes, check_one_graph, check_runtime
 from ..kinds import MLP
-from ..model.sentence import SentenceSettings, TextEncoder
+from ..model.text_encoder import SentenceSettings, TextEncoder
 from ..recipe.sections import ExportSection
 from ..report.provenance import Request
 from ..slim.config import is_slim

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from .. import processes
 from ..checkpoint.folders import new_folder, refuse_existing
-from ..checkpoint.refits import REFIT
+from ..checkpoint.save import REFIT
 from ..checkpoint.served import write_served
 from ..evaluate.judge import Judge
 from ..evaluate.lm_eval import run_benchmarks
@@ -24,20 +24,20 @@ from ..forms.cascade.export import export_cascade
 from ..forms.cascade.facts import cascade_facts
 from ..forms.cost.latency import compare_with_full
 from ..forms.deployment import Deployment, fastest_kept
+from ..forms.exported import CASCADE, add_graphs, judge_exported, keep_file, link_files
 from ..forms.exports import Exported, Exporter, check_exports, export_formats, require_exporters
-from ..forms.files import CASCADE, add_graphs, judge_exported, keep_file, link_files
 from ..forms.form import Form, Forms
 from ..forms.gguf.export import GgufExport
 from ..forms.judged import judge_forms, time_forms, time_forms_on_rows
 from ..forms.measure.counts import Both
 from ..forms.measured import Measurements, measure_both
 from ..forms.runtimes.base import RUNTIMES, Format
-from ..model.sentence import TextEncoder
+from ..model.text_encoder import TextEncoder
 from ..progress import SILENT, Clock, Progress
 from ..recipe.budget import Found
 from ..recipe.sections import DeploySection, ExportSection
 from ..report.report import Report
-from ..units import Selection
+from ..units.units import Selection
 from .cut import Saved, save, warn_if_larger
 from .fastest import Answer, Decided, answers_of, choose_size, find_answer
 from .prepare import Prepared

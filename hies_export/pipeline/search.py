@@ -21,9 +21,9 @@ from ..progress import Progress
 from ..recipe.budget import Found, Outcome
 from ..report.outcomes import asked_words, found_words
 from ..score.criteria import Scores
-from ..slim.mask import masked_units
+from ..slim.check import masked_units
 from ..tasks import Predictions
-from ..units import PrunableModule, Selection
+from ..units.units import PrunableModule, Selection
 from .cut import Refit, Slim, cut_beside
 from .prepare import Prepared
 from .targets import Round

@@ -16,12 +16,11 @@ from ..kinds import ATTENTION, MLP
 from ..progress import Progress
 from ..recipe.budget import Budget, Found, Outcome, TimedSection
 from ..score.criteria import Scores
-from ..select import iterative
-from ..select.budget import CostTable, check_reachable, lowest_ratio, shares_to_try
-from ..select.bundles import bundles_lost
-from ..select.constraints import Constraints, check_budget
+from ..select import goal as iterative
+from ..select.constraints import Constraints, bundles_lost, check_budget
+from ..select.cost import CostTable, check_reachable, lowest_ratio, shares_to_try
 from ..select.select import select_units
-from ..units import Selection
+from ..units.units import Selection
 from .prepare import Prepared
 from .recipe import PruneSection
 

@@ -5,9 +5,10 @@ reading:
 
 - `report.py`, `details.py`: the typed parts of report.json, written and read; `schemas.py`: the files beside it;
   `provenance.py`: what a run was asked for, and digests of what it read.
-- `lead.py`: the first sentence of all renderings; `text.py`, `rows.py`: the other sentences, and the tables.
+- `lead.py`: the first sentence of all renderings; `outcomes.py`: a budget in words; `text.py`, `rows.py`: the other
+  sentences, and the tables.
 - `maps.py`: which heads, and how many neurons, every layer keeps.
-- `terminal.py`, `html.py`, `card.py`: one rendering each; `bench.py`: the same for a comparison.
+- `console.py`, `html.py`, `card.py`: one rendering each; `bench.py`: the same for a comparison.
 - `jinja.py`, `templates/`: the pages as templates, and the escaping of names in them; report.md is only a template.
 - `drawing.py`: where cells, bars and dots of the figures go; `figures.py`: the figures as files.
 

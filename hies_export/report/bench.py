@@ -10,12 +10,12 @@ from pydantic.dataclasses import dataclass
 from rich.console import Console
 
 from ..files import Rule, check, read_json
-from ..forms.measure.rows import LatencyRow
+from ..forms.measure.latency_rows import LatencyRow
+from .console import print_table
 from .drawing import latency_scale
 from .jinja import render
 from .report import REPORT, Report
 from .rows import environment_table, latency_table
-from .terminal import print_table
 from .text import environment_text, latency_text
 
 

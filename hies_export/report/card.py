@@ -10,7 +10,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from ..checkpoint.cards import LICENSE_KEYS
+from ..checkpoint.beside import LICENSE_KEYS
 from ..data.facts import DataFacts
 from ..tasks import TASKS
 from .jinja import render_report

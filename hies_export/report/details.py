@@ -14,8 +14,8 @@ from ..forms.judged import JudgedForm
 from ..forms.measure.counts import Both, FlopsByLayer
 from ..forms.measure.shapes import RowLength
 from ..recipe.budget import Outcome
+from ..slim.config import Family
 from ..slim.refit import LayerFit
-from ..slim.siblings import Family
 from .maps import NeuronCount
 
 Marks = Annotated[str, Field(pattern="^[■·]{1,16384}$")]

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
-from ..checkpoint.companions import fetch
+from ..checkpoint.beside import fetch
 from ..errors import RequestError
 from .report import Report
 

@@ -12,12 +12,12 @@ from pydantic.dataclasses import dataclass
 
 from ..files import Rule, check, read_json
 from ..forms.cascade.facts import CascadeSummary
-from ..forms.files import ExportedFile
+from ..forms.exported import ExportedFile
 from ..forms.measure.counts import Both, Count, FlopCount, Size, StoredBytes
+from ..forms.measure.latency_rows import LatencyRow
 from ..forms.measure.record import Record
-from ..forms.measure.rows import LatencyRow
 from ..kinds import ATTENTION, MLP
-from ..units import Selection
+from ..units.units import Selection
 from ..values import PruningPlan, dump_json
 from .details import Details
 

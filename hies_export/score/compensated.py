@@ -34,11 +34,11 @@ from ..calibrate.moments import MomentStream, Spread
 from ..calibrate.readings import EffectStream, LayerEffects
 from ..errors import RecipeError
 from ..kinds import ATTENTION
-from ..model.threads import threads_for
+from ..model.modes import threads_for
 from ..processes import mapped
 from ..progress import SILENT, Progress
 from ..score.criteria import Chain, Removal, Scores
-from ..units import PrunableModule
+from ..units.units import PrunableModule
 from .criteria import COMPENSATED
 from .merge import merged
 

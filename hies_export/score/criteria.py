@@ -15,7 +15,7 @@ from torch import Tensor
 from ..calibrate.statistics import Statistics
 from ..errors import RecipeError
 from ..kinds import ATTENTION, KINDS
-from ..units import Units
+from ..units.units import Units
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,9 @@ The input is `Scores` and the `Units` of every module; the output is a `Selectio
 a share of the dense model's cost (FLOPs, parameters or latency).
 
 select.py         `select_units`, for every budget
-constraints.py    `Constraints`, and the check that a budget of heads can be met
-bundles.py        which units go together: whole groups, or one unit of every group
-budget.py         `CostTable`, what bundles save, and the check that a budget of cost can be met
+constraints.py    `Constraints`, which units go together, and the check that a budget of heads can be met
+cost.py           `CostTable`, what bundles save, and the check that a budget of cost can be met
 joint.py          one budget of cost for several kinds, or for chains of removals
 knapsack.py       an exact solver for the multiple-choice knapsack
-iterative.py      one budget in several rounds, each scored on the model that the previous one left
+goal.py           one budget in several rounds, each scored on the model that the previous one left
 """

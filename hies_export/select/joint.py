@@ -17,10 +17,9 @@ from dataclasses import replace
 from ..errors import RecipeError
 from ..score.criteria import Chain, Removal, Scores
 from ..score.merge import edges_by_slope
-from ..units import Units
-from .budget import CostTable, check_reachable, saved_by, uniform_counts
-from .bundles import bundle_count, worst_first
-from .constraints import Constraints, removable_counts
+from ..units.units import Units
+from .constraints import Constraints, bundle_count, removable_counts, worst_first
+from .cost import CostTable, check_reachable, saved_by, uniform_counts
 from .knapsack import least_loss_saving
 
 # Costs count in steps of 1 / GRID of the dense model's, rounded so that no budget is exceeded.

@@ -11,10 +11,18 @@ import numpy as np
 from ..errors import PlanError, RecipeError
 from ..kinds import MLP
 from ..score.criteria import Scores
-from ..units import Selection, Units
-from .budget import CostTable, check_reachable, saved_by, uniform_counts
-from .bundles import bundle_count, ranked_bundles
-from .constraints import NONE, Constraints, check_budget, check_constraints, most_removable, removable_counts
+from ..units.units import Selection, Units
+from .constraints import (
+    NONE,
+    Constraints,
+    bundle_count,
+    check_budget,
+    check_constraints,
+    most_removable,
+    ranked_bundles,
+    removable_counts,
+)
+from .cost import CostTable, check_reachable, saved_by, uniform_counts
 from .joint import removed_jointly
 from .knapsack import least_loss, least_loss_saving
 

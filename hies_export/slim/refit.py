@@ -40,10 +40,10 @@ from ..calibrate.readings import Reading
 from ..data.batches import size_of
 from ..errors import NonFiniteError, RecipeError, RequestError
 from ..model.linear import weight_of
-from ..model.threads import threads_for
+from ..model.modes import threads_for
 from ..processes import mapped
 from ..progress import SILENT, Progress
-from ..units import PrunableModule, Selection
+from ..units.units import PrunableModule, Selection
 from ..values import PruningPlan, selection_of
 
 METHODS = ("bias", "least_squares", "scalars")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..data import Batch
-    from ..model.sentence import SentenceSettings
+    from ..model.text_encoder import SentenceSettings
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, PreTra
 from ..data.batches import CHOICE_KEYS, GROUP_KEY, IGNORED, TEXT_KEYS, Batch, check_numbers, size_of
 from ..data.columns import STRINGS, holds_images
 from ..errors import DataError, RequestError, did_you_mean, listed, quoted, refusing
-from ..model.sentence import TextEncoder
+from ..model.text_encoder import TextEncoder
 from ..model.tokens import finds_end_by_padding, is_token, numbers_by_padding
 from .classification import CLASSIFIED
 from .labels import read_labels

@@ -86,7 +86,7 @@ def task_of(model: Any, batch: Mapping[str, Tensor] | None = None, **options: An
     """
     from transformers import PreTrainedModel
 
-    from ..model.sentence import TextEncoder
+    from ..model.text_encoder import TextEncoder
 
     if isinstance(model, TextEncoder):
         return FeatureExtraction(model.config, settings=model.settings, **options)
@@ -131,7 +131,7 @@ def refuse_unknown(model: Any) -> None:
     """Refuse a model in memory that has no task, is none of transformers, or has weights that cannot be cut."""
     from transformers import PreTrainedModel
 
-    from ..model.sentence import TextEncoder
+    from ..model.text_encoder import TextEncoder
 
     if not isinstance(model, PreTrainedModel):
         raise RequestError(

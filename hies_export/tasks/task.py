@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..data import Batch
-    from ..model.sentence import Similarity
+    from ..model.text_encoder import Similarity
 
 AnyTask = TypeVar("AnyTask", bound="Task")
 Item = TypeVar("Item")

@@ -22,7 +22,7 @@ from hies_export.pipeline.choose import choose
 from hies_export.pipeline.prepare import prepare
 from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.progress import Silent
-from hies_export.slim.mask import masked_units
+from hies_export.slim.check import masked_units
 
 HERE = Path(__file__).parent
 CRITERIA = {

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from hies_export.calibrate.gates import Gates
 from hies_export.tasks import TextGeneration, task_of
 from hies_export.tasks.text_generation import text_labels
-from hies_export.units import PrunableModule
+from hies_export.units.units import PrunableModule
 
 MODULE = PrunableModule(name="m", units=3, unit_width=2, consumer="m.out")
 

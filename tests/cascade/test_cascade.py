@@ -26,8 +26,8 @@ from hies_export.errors import ParityError, RequestError
 from hies_export.evaluate.predict import predict
 from hies_export.forms.cascade import export as export_module
 from hies_export.forms.cascade.export import CascadeExport, CascadeOptions, export_cascade
-from hies_export.forms.cascade.graph import join_graphs
-from hies_export.forms.cascade.promise import margins
+from hies_export.forms.cascade.join import join_graphs
+from hies_export.forms.cascade.threshold import margins
 from hies_export.forms.onnx.export import export_onnx
 
 Batches = list[dict[str, torch.Tensor]]

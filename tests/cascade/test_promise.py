@@ -7,7 +7,7 @@ import torch
 from scipy import stats
 
 from hies_export.errors import DataError, PlanError, RequestError
-from hies_export.forms.cascade.promise import choose_threshold, margins
+from hies_export.forms.cascade.threshold import choose_threshold, margins
 
 
 def two_models(rows: int, *, generator: torch.Generator, classes: int = 3) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,7 +14,7 @@ from support.models import save_text_model, text_batch
 from transformers import AutoModelForSequenceClassification
 
 from hies_export import find_modules, load, prune
-from hies_export.checkpoint.companions import (
+from hies_export.checkpoint.beside import (
     COMPANIONS,
     DOCUMENTS,
     copy_companions,

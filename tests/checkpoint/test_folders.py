@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from support.models import bert
 
+from hies_export.checkpoint.beside import write_config
 from hies_export.checkpoint.folders import new_folder, refuse_other_file, replace_file
-from hies_export.checkpoint.settings import write_config
 from hies_export.errors import OutputExistsError
 
 

@@ -17,7 +17,7 @@ from transformers import BertForSequenceClassification, PreTrainedModel
 
 from hies_export import PruningPlan, ReloadMismatchError, RequestError, find_modules, load, prune_units, save_slim
 from hies_export.checkpoint.classes import load_config
-from hies_export.checkpoint.dense import task_class
+from hies_export.checkpoint.load import task_class
 from hies_export.checkpoint.save import check_reload
 from hies_export.kinds import KINDS, MLP
 from hies_export.model import modeling_hies

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM, BertModel
 
 from hies_export import RequestError, apply_plan, find_modules, load, prune_units, save_slim
-from hies_export.checkpoint.contents import Contents, contents
+from hies_export.checkpoint.folders import Contents, contents
 from hies_export.checkpoint.sentence import (
     cross_encoder_files,
     cross_encoder_of,
@@ -27,7 +27,7 @@ from hies_export.checkpoint.sentence import (
     load_sentence,
     settings_of,
 )
-from hies_export.model.sentence import TextEncoder
+from hies_export.model.text_encoder import TextEncoder
 from hies_export.values import PruningPlan
 
 

@@ -15,8 +15,8 @@ from support.tolerance import assert_near
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, PreTrainedModel
 
 from hies_export import PruningPlan, apply_plan, find_attention, find_modules, load, prune_units, save_slim
+from hies_export.checkpoint.beside import complete_settings, write_config
 from hies_export.checkpoint.classes import load_config
-from hies_export.checkpoint.settings import complete_settings, write_config
 from hies_export.forms.onnx.multimodal import image_text_batch
 from hies_export.kinds import MLP
 from hies_export.model.tokens import synthetic_batch

@@ -20,7 +20,7 @@ from transformers import (
 
 import hies_export
 from hies_export import Kept, PrunableModule, PruningPlan, find_attention, masked_units, prune_units
-from hies_export.checkpoint.loading import load_version4
+from hies_export.checkpoint.load import load_version4
 from hies_export.cli.main import main
 from hies_export.errors import RequestError, UnsupportedModelError
 from hies_export.slim.check import first_output

@@ -12,7 +12,7 @@ from transformers import BertForSequenceClassification
 
 from hies_export import Kept, PruningPlan, UnsupportedModelError
 from hies_export.cli.main import main
-from hies_export.prunable.find import FINDERS
+from hies_export.units.find import FINDERS
 
 PLAN = PruningPlan(
     kept={"layer.0.attention": Kept((0, 2, 3), 4), "layer.0": Kept(tuple(range(1000)), 1536, kind="mlp")},

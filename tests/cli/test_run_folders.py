@@ -10,7 +10,7 @@ from support.models import causal_lm, generative_tokenizer, save_text_model
 from support.runs import run_project, without_tracing
 
 import hies_export
-from hies_export.checkpoint.contents import Contents, contents
+from hies_export.checkpoint.folders import Contents, contents
 from hies_export.errors import RequestError
 
 TAKEN = "is the folder of a run: using its {}"

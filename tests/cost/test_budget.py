@@ -18,8 +18,7 @@ from hies_export.cli.main import main
 from hies_export.errors import RecipeError
 from hies_export.evaluate.interval import FAILURES
 from hies_export.evaluate.metrics import quality_loss
-from hies_export.forms.cost.cut import cut_bundles
-from hies_export.forms.cost.flops import flops_table
+from hies_export.forms.cost.flops import cut_bundles, flops_table
 from hies_export.forms.cost.latency import TimedCut, TimedOn, latency_table
 from hies_export.forms.exports import Exporter
 from hies_export.forms.form import Form
@@ -29,8 +28,8 @@ from hies_export.pipeline.recipe import PruneSection, PruningRecipe
 from hies_export.pipeline.search import most_by_few_failures, most_within
 from hies_export.recipe.sections import ExportSection
 from hies_export.score.criteria import Scores
-from hies_export.select.budget import CostTable
-from hies_export.select.bundles import bundle_count
+from hies_export.select.constraints import bundle_count
+from hies_export.select.cost import CostTable
 from hies_export.select.select import select_units
 
 

@@ -12,8 +12,7 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from hies_export.forms.cost import flops as flops_module
-from hies_export.forms.cost.cut import cut_bundles
-from hies_export.forms.cost.flops import flops_table
+from hies_export.forms.cost.flops import cut_bundles, flops_table
 from hies_export.forms.cost.latency import TimedCut, TimedOn, latency_table
 from hies_export.forms.cost.parameters import parameters_table
 from hies_export.forms.exports import Exporter
@@ -22,8 +21,8 @@ from hies_export.forms.measure.timing import Timing
 from hies_export.forms.runtimes.base import RUNTIMES
 from hies_export.model.copies import share_weights
 from hies_export.recipe.sections import ExportSection
-from hies_export.select.bundles import bundle_count
-from hies_export.units import PrunableModule
+from hies_export.select.constraints import bundle_count
+from hies_export.units.units import PrunableModule
 
 
 def uneven(modules: tuple[PrunableModule, ...], unit: str, seed: int) -> dict[str, int]:

@@ -16,7 +16,7 @@ from hies_export.evaluate import ranking
 from hies_export.evaluate.judge import Judge, Judgement
 from hies_export.evaluate.metrics import METRICS, check_metrics
 from hies_export.evaluate.ranking import RankedGroups, RankedTexts, kind_of_rows
-from hies_export.model.sentence import SentenceSettings, Similarity
+from hies_export.model.text_encoder import SentenceSettings, Similarity
 from hies_export.tasks import FeatureExtraction, Predictions
 
 Batches = list[dict[str, Tensor]]

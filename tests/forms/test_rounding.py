@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hies_export.calibrate.moments import Spread
 from hies_export.forms import rounding
 from hies_export.forms.rounding import DAMPING, Blocks, fit_blocks, read_layers, spreads
-from hies_export.model.threads import torch_threads
+from hies_export.model.modes import torch_threads
 
 SIZE, COUNT, OUTPUTS = 4, 3, 5
 GENERATOR = torch.Generator().manual_seed(0)

@@ -22,9 +22,9 @@ from hies_export.errors import DataError, RequestError
 from hies_export.evaluate.predict import predict
 from hies_export.forms.measure.latency import compare_latency
 from hies_export.model.copies import convert, parameter_bytes
-from hies_export.prunable.find import find_modules
 from hies_export.score.criteria import needs_of
 from hies_export.slim.check import compare_cut, first_output
+from hies_export.units.find import find_modules
 
 REFIT = {"method": "least_squares"}
 pytestmark = pytest.mark.filterwarnings("ignore:.*calibration tokens are too few")

@@ -11,7 +11,7 @@ from hies_export import collect_statistics, count_flops, find_modules, score_com
 from hies_export.calibrate.moments import MomentStream
 from hies_export.evaluate.predict import predict
 from hies_export.forms.measure.machine import machine_facts
-from hies_export.model import threads
+from hies_export.model import modes as threads
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hies_export.model.watch import intercept, watch
+from hies_export.model.modes import intercept, watch
 
 LAYERS = {"early": "first", "late": "block.last"}
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from unittest.mock import create_autospec
 
-from hies_export.forms.files import add_graphs
+from hies_export.forms.exported import add_graphs
 from hies_export.forms.onnx.export import OnnxExport
 
 

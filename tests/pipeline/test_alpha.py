@@ -9,7 +9,7 @@ from hies_export.pipeline.candidates import choose_alpha, choose_by_agreement
 from hies_export.pipeline.search import HeldOut
 from hies_export.score.criteria import Scores
 from hies_export.tasks import Predictions, TextGeneration
-from hies_export.units import Kept, Selection
+from hies_export.units.units import Kept, Selection
 
 
 class Given(HeldOut):

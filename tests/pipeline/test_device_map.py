@@ -9,13 +9,13 @@ from support.models import causal_lm
 from support.tolerance import assert_near
 
 from hies_export.calibrate.statistics import collect_statistics
-from hies_export.checkpoint import dense
-from hies_export.checkpoint.dense import load_dense
+from hies_export.checkpoint import load as dense
+from hies_export.checkpoint.load import load_dense
 from hies_export.errors import RequestError
-from hies_export.prunable.attention import find_attention
 from hies_export.score.criteria import score_units
 from hies_export.slim.check import compare_cut
 from hies_export.slim.cut import prune_units
+from hies_export.units.heads import find_attention
 
 hooks = pytest.importorskip("accelerate.hooks", reason="accelerate is not installed")
 

@@ -36,7 +36,7 @@ from hies_export.score.criteria import score_units
 from hies_export.select.select import select_units
 from hies_export.slim.cut import prune_units
 from hies_export.slim.refit import refit
-from hies_export.units import Selection
+from hies_export.units.units import Selection
 
 BOTH = ["attention", "mlp"]
 

@@ -14,8 +14,8 @@ from support.runs import hies, without_tracing
 from support.tolerance import assert_near
 from transformers import PreTrainedModel
 
-from hies_export.checkpoint.loading import load
-from hies_export.checkpoint.refits import REFIT
+from hies_export.checkpoint.load import load
+from hies_export.checkpoint.save import REFIT
 from hies_export.errors import DataError
 from hies_export.evaluate.judge import Judge
 from hies_export.evaluate.predict import predict

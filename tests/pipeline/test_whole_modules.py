@@ -14,7 +14,7 @@ from hies_export.forms.cost.flops import flops_table
 from hies_export.forms.measure.counts import count_flops
 from hies_export.model.tokens import synthetic_batch
 from hies_export.pipeline import targets
-from hies_export.select.budget import CostTable
+from hies_export.select.cost import CostTable
 
 FREE = {"modules": ["attention", "mlp"], "min_heads": 0, "min_neurons": 0}
 TIMED = {"runtime": "torch", "batch": 2, "sequence": 16}

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from hies_export.checkpoint.cards import read_card
+from hies_export.checkpoint.beside import read_card
 
 DEEP = "license: " + "[" * 3000
 BOMB = "a: &a [x, x]\nb: &b [*a, *a]\nlicense: [*b, *b]\n"

@@ -19,6 +19,7 @@ from support.reports import make_report
 
 from hies_export.forms.deployment import fastest_kept
 from hies_export.forms.judged import deciding_step
+from hies_export.report.console import print_report
 from hies_export.report.figures import CAPTIONS, draw_report
 from hies_export.report.frontier import (
     NARROW,
@@ -33,7 +34,6 @@ from hies_export.report.frontier import (
 from hies_export.report.html import render_html
 from hies_export.report.lead import lead_text
 from hies_export.report.report import Report
-from hies_export.report.terminal import print_report
 
 ROOT = Path(__file__).resolve().parents[2]
 # Model, bits, time and agreement of each form; the third is dominated.

@@ -6,8 +6,8 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
+from hies_export.report.console import PlainTable, map_text
 from hies_export.report.maps import CUT, KEPT, Line, UnitMap
-from hies_export.report.terminal import PlainTable, map_text
 
 HEADER = ("", "file", "same prediction", "time 1 row (3.82 ms)", "time 8 rows (23.1 ms)")
 ROWS = [

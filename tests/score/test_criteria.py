@@ -18,7 +18,7 @@ from hies_export.score.criteria import (
     needs_of,
     uses_alpha,
 )
-from hies_export.units import Units
+from hies_export.units.units import Units
 
 MODULES = (Units(name="a", units=2), Units(name="m", units=3, kind="mlp"), Units(name="b", units=2))
 HEADS = {"a": [1.0, 3.0], "b": [2.0, 5.0]}

@@ -7,10 +7,10 @@ import torch
 
 from hies_export import Constraints, NonFiniteError, PlanError, RecipeError, Scores, select_units
 from hies_export.score.criteria import Removal
-from hies_export.select.budget import CostTable
-from hies_export.select.bundles import bundle_count, bundles_lost, ranked_bundles
+from hies_export.select.constraints import bundle_count, bundles_lost, ranked_bundles
+from hies_export.select.cost import CostTable
 from hies_export.select.joint import chains_of
-from hies_export.units import Units
+from hies_export.units.units import Units
 
 GROUPED = Units(name="g", units=6, groups=2)
 SINGLE = Units(name="s", units=4)

@@ -6,7 +6,7 @@ import pytest
 
 from hies_export import Constraints, PlanError, RecipeError
 from hies_export.select.constraints import check_budget, check_constraints, most_removable, removable_counts
-from hies_export.units import Units
+from hies_export.units.units import Units
 
 MODULES = (
     Units(name="a0", units=12),

@@ -19,8 +19,8 @@ from hies_export.pipeline.choose import choose
 from hies_export.pipeline.resolve import resolve
 from hies_export.progress import Silent
 from hies_export.score.criteria import Scores
-from hies_export.select.iterative import HeadTarget, compose, head_targets
-from hies_export.units import Kept, Units
+from hies_export.select.goal import HeadTarget, compose, head_targets
+from hies_export.units.units import Kept, Units
 from hies_export.values import PruningPlan
 
 

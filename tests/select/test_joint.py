@@ -11,11 +11,11 @@ import torch
 from hies_export import Constraints, NonFiniteError, PlanError, RecipeError, Scores, Selection, select_units
 from hies_export.score.criteria import Chain, Removal
 from hies_export.select import joint
-from hies_export.select.budget import CostTable, lowest_ratio
 from hies_export.select.constraints import removable_counts
+from hies_export.select.cost import CostTable, lowest_ratio
 from hies_export.select.joint import by_slopes, chains_of
 from hies_export.select.knapsack import least_loss
-from hies_export.units import Units
+from hies_export.units.units import Units
 
 
 def heads(name: str, units: int, *, groups: int = 0) -> Units:

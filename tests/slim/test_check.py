@@ -14,10 +14,8 @@ from support.tolerance import CLOSE, assert_near
 from hies_export import CutMismatchError, Kept, PlanError, compare_cut, find_attention, find_modules, prune_units
 from hies_export.kinds import ATTENTION, MLP
 from hies_export.slim import check as check_module
-from hies_export.slim.check import check_selection, first_output
-from hies_export.slim.fingerprint import fingerprint
-from hies_export.slim.mask import masked_units
-from hies_export.units import PrunableModule, Units
+from hies_export.slim.check import check_selection, fingerprint, first_output, masked_units
+from hies_export.units.units import PrunableModule, Units
 
 
 def test_half_precision_is_compared_in_float32() -> None:

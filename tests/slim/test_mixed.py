@@ -21,7 +21,7 @@ SIZES = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4, 
 
 def uneven_neurons(
     model: PreTrainedModel, groups: int
-) -> tuple[Selection, tuple[hies_export.units.PrunableModule, ...]]:
+) -> tuple[Selection, tuple[hies_export.units.units.PrunableModule, ...]]:
     """Keep as many groups of heads in every layer, and a number of neurons that differs."""
     modules = find_modules(model, BATCH, kinds=KINDS)
     kept = random_neurons(modules, uniform=False)

@@ -19,8 +19,7 @@ from hies_export.forms.onnx.multimodal import image_text_batch
 from hies_export.kinds import KINDS
 from hies_export.model.copies import convert
 from hies_export.slim.check import first_output
-from hies_export.slim.config import is_slim
-from hies_export.slim.siblings import SIBLINGS, Family, as_sibling, families, tensor_shapes
+from hies_export.slim.config import SIBLINGS, Family, as_sibling, families, is_slim, tensor_shapes
 
 TASKS = ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "Model")
 

@@ -36,7 +36,7 @@ from hies_export.errors import RecipeError, UnsupportedModelError
 from hies_export.kinds import KINDS
 from hies_export.select.constraints import check_constraints
 from hies_export.slim.check import compare_cut, first_output
-from hies_export.units import PrunableModule
+from hies_export.units.units import PrunableModule
 
 TEXT = text_batch(labels=False)
 TOKENS = {"input_ids": torch.arange(5, 27).view(2, 11)}

@@ -27,7 +27,7 @@ from hies_export.forms.onnx.multimodal import is_vision_language
 from hies_export.kinds import ATTENTION, KINDS, UNIT_NAMES
 from hies_export.slim.check import compare_cut, first_output
 from hies_export.slim.config import is_slim
-from hies_export.units import PrunableModule
+from hies_export.units.units import PrunableModule
 from support.architectures import tiny
 from support.cuts import random_neurons, random_plan
 from support.references import NotApplicable, naive_statistics

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from hies_export import find_attention
 from hies_export.kinds import MLP
-from hies_export.units import PrunableModule, Selection, Slice, Span
+from hies_export.units.units import PrunableModule, Selection, Slice, Span
 from support.models import bert, causal_lm, text_batch
 
 Case = tuple[PreTrainedModel, tuple[PrunableModule, ...], dict[str, torch.Tensor]]

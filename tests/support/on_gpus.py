@@ -6,7 +6,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hies_export import PrunableModule
-from hies_export.prunable.find import find_modules
+from hies_export.units.find import find_modules
 from support.generative import padded, with_images
 from support.models import causal_lm, image_batch, llava, vit
 

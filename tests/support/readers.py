@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 from transformers import ViTImageProcessorPil
 
 from hies_export import Kept, PruningPlan, Report, apply_plan, load, prune_units
-from hies_export.checkpoint.cards import read_card
-from hies_export.checkpoint.loading import load_version4
-from hies_export.checkpoint.refits import REFIT, digest_tensors, read_refit
+from hies_export.checkpoint.beside import read_card
+from hies_export.checkpoint.load import load_version4
+from hies_export.checkpoint.save import REFIT, digest_tensors, read_refit
 from hies_export.cli.arguments import read_recipe
 from hies_export.data.processors import load_processor
 from hies_export.forms.cost.latency import TimedCut, _read
@@ -31,11 +31,11 @@ from hies_export.lab.sweep.journal import Journal
 from hies_export.lab.sweep.page import read_sweep, render_sweep
 from hies_export.report.bench import print_bench, read_report, render_bench
 from hies_export.report.card import render_card
+from hies_export.report.console import map_text, print_report
 from hies_export.report.figures import draw_report
 from hies_export.report.html import render_html
 from hies_export.report.jinja import render_markdown
 from hies_export.report.maps import KEPT, plan_maps
-from hies_export.report.terminal import map_text, print_report
 from hies_export.slim.check import check_selection
 from hies_export.tasks import TASKS
 from support.cuts import random_cut

@@ -16,7 +16,7 @@ from support.sentences import bert_encoder
 from transformers import BertConfig, BertForMultipleChoice, PreTrainedModel
 
 from hies_export.evaluate.metrics import METRICS
-from hies_export.model.sentence import Pooling, TextEncoder
+from hies_export.model.text_encoder import Pooling, TextEncoder
 from hies_export.report.card import render_card
 from hies_export.tasks import (
     COLUMNS,

@@ -27,14 +27,14 @@ from hies_export.evaluate.judge import Judge
 from hies_export.evaluate.predict import predict
 from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.pipeline.resolve import resolve
-from hies_export.prunable.attention import find_attention
 from hies_export.recipe.sections import EvaluationSection, HeldOutSection
 from hies_export.report.report import Report
 from hies_export.tasks import Predictions
 from hies_export.tasks.given import batches_of
 from hies_export.tasks.labels import places_in_entities
 from hies_export.tasks.token_classification import TokenClassification, entities_of
-from hies_export.units import PrunableModule
+from hies_export.units.heads import find_attention
+from hies_export.units.units import PrunableModule
 
 TASK = TokenClassification
 METRICS = ("entity_f1", "word_accuracy", "own_entity_f1")

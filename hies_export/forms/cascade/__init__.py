@@ -5,9 +5,9 @@ and one ONNX graph that computes the dense part only for the rows that need it.
 
 In the order of reading:
 
-- `promise.py`: choose the threshold by a finite-sample bound.
+- `threshold.py`: choose the threshold by a finite-sample bound.
 - `cascade.py`: `Cascade`, two models in memory or in any runtime.
-- `graph.py`: both models in one graph.
+- `join.py`: both models in one graph.
 - `export.py`: write that graph, and prove that it answers as the two models do.
 - `facts.py`: what a report says of a cascade.
 """

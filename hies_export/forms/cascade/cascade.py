@@ -22,7 +22,7 @@ from ..onnx.quantize import Quantize, check_quantizable
 from ..runtimes.base import Runtime
 from ..runtimes.registry import load_runtime
 from .export import CascadeExport, CascadeOptions, export_cascade
-from .promise import Promise, check_disagreement, check_rows, choose_threshold, margins
+from .threshold import Promise, check_disagreement, check_rows, choose_threshold, margins
 
 Model = Runtime | PreTrainedModel
 

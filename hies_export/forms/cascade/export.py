@@ -21,8 +21,8 @@ from ..onnx.quantize import Quantize
 from ..runtimes.bits import quantize_graph
 from ..runtimes.ort import ONNX_FILE
 from ..runtimes.registry import load_runtime
-from .graph import join_graphs
-from .promise import Promise, choose_threshold, margins
+from .join import join_graphs
+from .threshold import Promise, choose_threshold, margins
 
 # Metadata of a joined graph: its promise, as JSON.
 PROMISE = "hies_export.forms.cascade"

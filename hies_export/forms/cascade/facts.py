@@ -11,7 +11,7 @@ from ..measure.counts import Both, Count, Share, Size
 from ..measure.record import Record
 from ..runtimes.registry import load_runtime
 from .export import CascadeExport, CascadeOptions
-from .graph import PASSED_ON
+from .join import PASSED_ON
 
 
 @dataclass(frozen=True, kw_only=True)

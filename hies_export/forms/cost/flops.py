@@ -1,4 +1,6 @@
-"""Count the FLOPs that every module saves per bundle of units removed."""
+"""Cut a number of bundles from every module, and count the FLOPs that this saves.
+
+Which bundles go does not matter: the cost depends only on their number."""
 
 from __future__ import annotations
 
@@ -8,11 +10,31 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ...model.copies import share_weights
-from ...select.budget import CostTable
-from ...select.bundles import bundle_count
-from ...units import PrunableModule
+from ...select.constraints import bundle_count
+from ...select.cost import CostTable
+from ...slim.cut import prune_units
+from ...units.units import Kept, PrunableModule, Units
 from ..measure.counts import flops_by_module, innermost
-from .cut import cut_bundles
+
+
+def cut_bundles(
+    model: PreTrainedModel, modules: Sequence[PrunableModule], removed: Mapping[str, int], *, unit: str
+) -> PreTrainedModel:
+    """Return a copy of the model that shares its weights, without some bundles of modules, no matter which."""
+    kept = {
+        module.name: keep_first(module, bundle_count(module, unit) - removed.get(module.name, 0), unit)
+        for module in modules
+    }
+    return prune_units(share_weights(model), kept, modules, inplace=True)
+
+
+def keep_first(module: Units, bundles: int, unit: str) -> Kept:
+    """Return the units to keep so that the first bundles of a module stay."""
+    whole_groups = unit == "group" or module.group_size == 1
+    groups = range(bundles if whole_groups else module.groups)
+    per_group = range(module.group_size if whole_groups else bundles)
+    return module.kept(group * module.group_size + place for group in groups for place in per_group)
+
 
 # Bundles that modules lose in turn, in the cut that checks the counts.
 UNEVEN = (1, 3, 0, 2, 5)

@@ -22,9 +22,9 @@ from ...errors import RequestError
 from ...files import Rule, read_json
 from ...kinds import ATTENTION
 from ...progress import SILENT, Progress
-from ...select.budget import CostTable
-from ...select.bundles import bundle_count
-from ...units import PrunableModule, Units
+from ...select.constraints import bundle_count
+from ...select.cost import CostTable
+from ...units.units import PrunableModule, Units
 from ..compare import compare_two
 from ..exports import Exporter, read_by
 from ..form import Forms
@@ -34,8 +34,7 @@ from ..measure.machine import machine_facts
 from ..measure.ratios import is_noisy
 from ..measure.timing import Timing
 from ..runtimes.base import GPU_WIDTH_STEP, RUNTIMES
-from .cut import cut_bundles
-from .flops import flops_table
+from .flops import cut_bundles, flops_table
 
 # Share of its bundles that every module of a kind keeps in each timed cut; 0 stands for the smallest timed cut.
 LEVELS = (0.75, 0.5, 0.25, 0.0)

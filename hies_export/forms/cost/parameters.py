@@ -8,12 +8,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...model.linear import features_of
-from ...prunable.follow import feature_cuts, parameter_cuts
-from ...select.budget import CostTable
-from ...select.bundles import bundle_count
-from ...units import Kept, PrunableModule
+from ...select.constraints import bundle_count
+from ...select.cost import CostTable
+from ...units.follow import feature_cuts, parameter_cuts
+from ...units.units import Kept, PrunableModule
 from ..measure.counts import count_parameters
-from .cut import keep_first
+from .flops import keep_first
 
 
 def parameters_table(model: PreTrainedModel, modules: Sequence[PrunableModule], *, unit: str = "group") -> CostTable:

@@ -12,15 +12,14 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ...checkpoint.companions import copy_documents
+from ...checkpoint.beside import copy_documents, write_config
 from ...checkpoint.folders import new_folder, refuse_existing
-from ...checkpoint.settings import write_config
 from ...errors import RecipeError, require_package
 from ...model.tokens import synthetic_batch
 from ..runtimes.llamacpp import GGUF_FILE, is_installed
 from .architecture import Layout, find_layout, refused
-from .graph import check_same_function
 from .parity import Parity, check_parity
+from .reference import check_same_function
 from .rounding import rounded
 from .tensors import BLOCK, IN_BLOCKS, STORED_AS, named_tensors, stored_bytes, stored_type
 from .vocabulary import Vocabulary, find_vocabulary

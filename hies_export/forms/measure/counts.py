@@ -16,7 +16,7 @@ from ...model.copies import share_weights
 from ...model.internals import keys_and_values
 from ...model.modes import frozen, output_alone
 from ...model.tokens import forward_inputs
-from ...units import PrunableModule
+from ...units.units import PrunableModule
 from .record import Record
 
 T = TypeVar("T", int, float)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...model.threads import threads_of_small_work
+from ...model.modes import threads_of_small_work
 from ...version import __version__
 from ..runtimes.llamacpp import installed_version as node_llama_cpp_version
 

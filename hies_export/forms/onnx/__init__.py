@@ -10,7 +10,7 @@ In the order of reading:
 - `rewrites.py`: repair graphs that the exporter gets wrong, and arrange them for the CPU.
 - `decoder.py`: one graph that takes a prompt or continues from a key/value cache.
 - `multimodal.py`: the three graphs of a vision-language model.
-- `quantize.py`: `quantize_onnx`, a graph in 8 or 4 bits; `inputs.py`: what its layers read on calibration rows.
+- `quantize.py`: `quantize_onnx`, a graph in 8 or 4 bits, by what its layers read on calibration rows.
 - `generator.py`: `OnnxGenerator`, greedy generation from an exported folder.
 - `parity.py`: compare the graphs with torch, on more batches than the traced one.
 """

@@ -13,9 +13,8 @@ from typing import Any, Literal, get_args
 import torch
 from transformers import PreTrainedModel
 
-from ...checkpoint.companions import copy_documents
+from ...checkpoint.beside import copy_documents, name_tokenizer, write_config
 from ...checkpoint.folders import new_folder, refuse_existing
-from ...checkpoint.settings import name_tokenizer, write_config
 from ...errors import DataError, ExportError, RecipeError, RequestError, UnsupportedModelError
 from ...model.copies import convert, share_weights
 from ...model.internals import (

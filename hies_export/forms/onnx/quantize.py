@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,19 +13,37 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...checkpoint.folders import new_folder, refuse_existing
 from ...equal import FEWER_BITS
 from ...errors import ParityError, RequestError
-from ..rounding import spreads
+from ..rounding import Opens, spreads
 from ..runtimes.base import Provider
 from ..runtimes.bits import BLOCK, SMALLEST, quantize_graph
-from ..runtimes.ort import QUANTIZED_FILE, OnnxRuntime
+from ..runtimes.ort import ONNX_FILE, QUANTIZED_FILE, OnnxRuntime
 from .export import OnnxExport, copy_beside, export_onnx, save_program
-from .inputs import read_values
 from .multimodal import is_vision_language
 from .parity import without_padding
+
+
+def read_values(file: Path) -> Opens:
+    """Return what reads values of a graph by name, in ONNX Runtime."""
+    import onnx_ir
+
+    @contextmanager
+    def opens(names: Sequence[str]) -> Iterator[Callable[[Mapping[str, Any]], Mapping[str, Tensor]]]:
+        program = onnx_ir.load(file)
+        values = onnx_ir.convenience.create_value_mapping(program.graph)
+        program.graph.outputs[:] = [values[name] for name in names]
+        with TemporaryDirectory(prefix="hies-inputs-") as folder:
+            save_program(program, Path(folder) / ONNX_FILE)
+            runtime = OnnxRuntime(folder, threads=torch.get_num_threads())
+            yield lambda batch: {name: torch.from_numpy(states) for name, states in runtime.compute(batch).items()}
+
+    return opens
+
 
 Quantize = Literal["int8", "int4"]
 

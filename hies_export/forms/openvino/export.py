@@ -20,8 +20,7 @@ from ...checkpoint.folders import new_folder, refuse_existing
 from ...errors import ExportError, RequestError, require_package
 from ...progress import quiet
 from ..onnx.export import OnnxExport, copy_beside, export_onnx, save_program
-from ..onnx.inputs import read_values
-from ..onnx.quantize import largest_difference
+from ..onnx.quantize import largest_difference, read_values
 from ..runtimes.openvino import OPENVINO_FILE, OpenVinoRuntime, name_tensors
 from ..runtimes.ort import OnnxRuntime, input_array
 from .apart import APART, readers, set_apart

@@ -25,7 +25,7 @@ from ...model.internals import (
     graphs_skipped,
     keys_and_values,
 )
-from ...model.threads import torch_threads
+from ...model.modes import torch_threads
 from ...model.tokens import forward_inputs, positions_of
 from .base import Runtime, last_token, register_runtime
 

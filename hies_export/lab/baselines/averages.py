@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 
 from ...calibrate.readings import reading
 from ...errors import DataError
-from ...model.threads import threads_for
+from ...model.modes import threads_for
 from ...progress import SILENT, Progress
-from ...units import PrunableModule
+from ...units.units import PrunableModule
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from ...model.linear import features_of, weight_of
 from ...score.criteria import Scores
 from ...select.constraints import Constraints, check_budget
 from ...select.select import select_units
-from ...units import PrunableModule, Units
+from ...units.units import PrunableModule, Units
 from .names import CHANNELS
 
 

@@ -24,8 +24,8 @@ from transformers import PreTrainedModel
 
 from ...model.linear import weight_of
 from ...score.criteria import Removal, Scores
-from ...select.bundles import worst_first
-from ...units import PrunableModule, Selection, Units
+from ...select.constraints import worst_first
+from ...units.units import PrunableModule, Selection, Units
 from .averages import Averages
 from .names import FLAP
 

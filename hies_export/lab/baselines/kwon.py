@@ -27,11 +27,10 @@ from transformers import PreTrainedModel
 from ...calibrate.gates import Gates
 from ...data.batches import size_of
 from ...errors import DataError
-from ...model.modes import frozen, output_alone
-from ...model.watch import intercept
+from ...model.modes import frozen, intercept, output_alone
 from ...progress import SILENT, Progress
 from ...tasks import task_of
-from ...units import PrunableModule, Selection, Units
+from ...units.units import PrunableModule, Selection, Units
 
 
 def mask_gradients(

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from ...calibrate.weights import sum_by_unit
 from ...model.linear import weight_of
 from ...score.criteria import Scores
-from ...units import PrunableModule
+from ...units.units import PrunableModule
 from .names import MARTRA
 
 

@@ -21,12 +21,11 @@ from transformers import PreTrainedModel
 
 from ...data.batches import inputs_of, size_of
 from ...errors import DataError, UnsupportedModelError
-from ...model.modes import evaluating, frozen, output_alone
+from ...model.modes import evaluating, frozen, output_alone, watch
 from ...model.tokens import real_tokens
-from ...model.watch import watch
 from ...progress import SILENT, Progress
 from ...tasks import Predictions, task_of
-from ...units import PrunableModule
+from ...units.units import PrunableModule
 
 
 @dataclass(frozen=True)

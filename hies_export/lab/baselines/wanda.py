@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from ...model.linear import weight_of
 from ...score.criteria import Scores
-from ...units import PrunableModule
+from ...units.units import PrunableModule
 from .averages import Averages
 from .names import WANDA
 

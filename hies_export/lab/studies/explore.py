@@ -27,7 +27,7 @@ from ...report.text import held_out_rows
 from ...score.criteria import Scores, score_units
 from ...select.constraints import Constraints
 from ...select.select import select_units
-from ...units import Kept, Units
+from ...units.units import Kept, Units
 from ...values import PruningPlan, library_versions
 
 # Quality is predicted from plans of these criteria. At equal HIS lost, plans of other criteria differ in quality.

@@ -21,10 +21,10 @@ from ...evaluate.predict import predict, references
 from ...model.linear import weight_of
 from ...score.criteria import score_units
 from ...select.select import select_units
-from ...slim.mask import masked_units
+from ...slim.check import masked_units
 from ...tasks import Predictions, task_of
 from ...tasks.classification import problem_of
-from ...units import PrunableModule, Selection
+from ...units.units import PrunableModule, Selection
 
 SHARES = (0.1, 0.3, 0.5)
 # Largest curvature of a loss in its logits: the maximum of p (1 - p), the largest eigenvalue of diag(p) - p p^T

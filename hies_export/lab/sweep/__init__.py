@@ -11,7 +11,7 @@ In the order of reading:
 - `evaluating.py`: `Evaluator`, which evaluates a cell; `evaluate` does it in the worker of an executor.
 - `executors.py`: connects to the executor that a command line names.
 - `choosing.py`: `Chooser`, which scores and selects the units that a cell keeps.
-- `latency.py`: `Stopwatch`, which times the slim models.
+- `stopwatch.py`: `Stopwatch`, which times the slim models.
 - `shared.py`: the common parts of cells, computed once: the model, statistics, moments.
 - `journal.py`: the finished cells on disk, so that an interrupted sweep can continue.
 - `tables.py`: write the rows as JSON, CSV, Markdown and LaTeX.

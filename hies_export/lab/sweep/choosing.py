@@ -18,11 +18,10 @@ from ...pipeline.search import HeldOut
 from ...pipeline.targets import Round, Targets
 from ...progress import Clock, Progress
 from ...score.criteria import COMPENSATED_NAMES, Scores, score_units
-from ...select.budget import check_reachable, lowest_ratio
-from ...select.bundles import bundles_lost
-from ...select.constraints import check_budget
+from ...select.constraints import bundles_lost, check_budget
+from ...select.cost import check_reachable, lowest_ratio
 from ...select.select import select_units
-from ...units import Selection
+from ...units.units import Selection
 from ..baselines.flap import fluctuations, score_flap
 from ..baselines.kwon import rearranged
 from ..baselines.martra import score_martra

@@ -22,10 +22,10 @@ from ...pipeline.recipe import PruningRecipe
 from ...pipeline.search import predict_pruned
 from ...progress import SILENT, Clock, Progress
 from ...score.criteria import COMPENSATED_NAMES
-from ...select.bundles import bundles_lost
+from ...select.constraints import bundles_lost
 from ...slim.refit import LayerFit, compensate, refit
 from ...tasks import Predictions
-from ...units import Selection
+from ...units.units import Selection
 from ...values import library_versions
 from ..baselines.channels import check_channels, masked_channels, select_channels
 from ..baselines.flap import add_means

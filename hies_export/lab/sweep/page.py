@@ -18,8 +18,18 @@ from ...report.rows import Table, environment_table, filled
 from ...report.schemas import SWEEP, SWEEP_DETAILS, SweepAbout, SweepFile, SweepPage
 from ..baselines.names import JUDGED_ONLY
 from . import tables
-from .charts import Axis, Chart, Style, alpha_axis, budget_axis, chart, draw_chart, line_styles, time_axis
-from .frontier import sweep_frontier
+from .charts import (
+    Axis,
+    Chart,
+    Style,
+    alpha_axis,
+    budget_axis,
+    chart,
+    draw_chart,
+    line_styles,
+    sweep_frontier,
+    time_axis,
+)
 from .tables import COMPENSATIONS, Row, budget_name, budget_of, budgets_of, line_name, share_text
 
 PAGE = "sweep.html"

@@ -26,7 +26,7 @@ from ...recipe.sections import CompensationSection
 from ...score.criteria import COMPENSATED_NAMES, Scores, needs_of, uses_alpha
 from ...slim.cut import prune_units
 from ...tasks import Predictions
-from ...units import PrunableModule, Selection
+from ...units.units import PrunableModule, Selection
 from ..baselines.averages import Averages, input_averages
 from ..baselines.kwon import mask_gradients
 from ..baselines.names import CHANNELS, OWN_SAMPLES

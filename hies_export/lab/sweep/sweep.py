@@ -29,8 +29,8 @@ from ..baselines.names import JUDGED_ONLY
 from .evaluating import Evaluated, Evaluator, Work, evaluate
 from .grid import Cell, SweepGrid
 from .journal import Journal
-from .latency import LatencyRequest, Stopwatch
 from .page import write_page
+from .stopwatch import LatencyRequest, Stopwatch
 from .tables import write_results
 
 # Fields of the recipe that the grid replaces, by section.

@@ -15,9 +15,9 @@ from rich.text import Text
 
 from ...checkpoint.folders import replace_file
 from ...evaluate.metrics import higher_is_better
+from ...report.console import PlainTable
 from ...report.jinja import escape_markdown
 from ...report.schemas import REMOVES
-from ...report.terminal import PlainTable
 from ...values import dump_json
 from ..baselines.names import DIFFERENCES, OWN_SAMPLES
 

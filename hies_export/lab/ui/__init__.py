@@ -3,7 +3,7 @@
 The input is the folder that `hies-export run` or `sweep` wrote; the output is a page served on this machine, and the
 plans that a reader saves from it. `studies/explore.py` computes what the page shows.
 
-- `page.py`: the controls (Gradio), and what is drawn when they move.
+- `app.py`: the controls (Gradio), and what is drawn when they move.
 - `guard.py`: refuses requests that are not the page's own.
 - `templates/`: what is drawn; tables and figures are those of the report's templates.
 """

@@ -17,7 +17,7 @@ from hies_export.lab.baselines.flap import add_means, fluctuations, score_flap
 from hies_export.lab.baselines.kwon import exchanged, mask_gradients, rearranged
 from hies_export.lab.baselines.martra import score_martra
 from hies_export.lab.baselines.wanda import score_wanda
-from hies_export.select.budget import CostTable
+from hies_export.select.cost import CostTable
 
 
 def units_of(model: Any, batch: dict[str, Tensor]) -> tuple[PrunableModule, ...]:

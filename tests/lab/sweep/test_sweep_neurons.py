@@ -17,7 +17,7 @@ from hies_export.evaluate.predict import predict
 from hies_export.kinds import MLP
 from hies_export.lab.studies.explore import read_exploration
 from hies_export.lab.sweep.grid import COMPENSATIONS, SweepGrid, compensation_of
-from hies_export.lab.sweep.latency import LatencyRequest
+from hies_export.lab.sweep.stopwatch import LatencyRequest
 from hies_export.lab.sweep.sweep import sweep
 from hies_export.pipeline.choose import choose
 from hies_export.pipeline.cut import cut_beside

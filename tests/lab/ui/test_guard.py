@@ -72,7 +72,7 @@ def test_what_is_no_request_is_passed_on() -> None:
 def test_the_page_is_guarded() -> None:
     """Gradio's own server, asked as a browser does on behalf of the page and of other sites."""
     gradio = pytest.importorskip("gradio", reason="no Gradio here: pip install gradio")
-    from hies_export.lab.ui.page import serve
+    from hies_export.lab.ui.app import serve
 
     with gradio.Blocks(analytics_enabled=False) as page:
         gradio.Markdown("the page")

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from ..errors import PlanError
-from ..units import Selection, Units
-from .bundles import bundle_count
-from .constraints import Constraints, check_budget
+from ..units.units import Selection, Units
+from .constraints import Constraints, bundle_count, check_budget
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...data.batches import image_shape
 from ...errors import RequestError
 from ...forms.compare import compare_two
-from ...forms.cost.cut import cut_bundles
+from ...forms.cost.flops import cut_bundles
 from ...forms.exports import require_exporters
 from ...forms.form import Form, Forms
 from ...forms.measure.shapes import model_shapes

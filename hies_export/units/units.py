@@ -15,8 +15,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from .errors import quoted
-from .kinds import ATTENTION
+from ..errors import quoted
+from ..kinds import ATTENTION
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def runs(indices: Sequence[int]) -> list[tuple[int, int]]:
 
 
 @dataclass(frozen=True)
-class Count:
+class AttributeCount:
     """The meaning of an integer attribute of a module: a number of units or groups, times a factor."""
 
     of: str  # "units", "groups" or "group_size" (units per group)
@@ -155,7 +155,7 @@ class PrunableModule(Units):
     unit_width: int
     consumer: str
     slices: tuple[Slice, ...] = ()
-    attributes: Mapping[str, Count] = field(default_factory=dict)
+    attributes: Mapping[str, AttributeCount] = field(default_factory=dict)
     key_width: int | None = None
     narrowed: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 

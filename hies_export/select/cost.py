@@ -9,9 +9,8 @@ from typing import Any
 
 from ..errors import PlanError
 from ..kinds import UNIT_NAMES
-from ..units import Units
-from .bundles import bundle_count
-from .constraints import NONE, Constraints, removable_counts
+from ..units.units import Units
+from .constraints import NONE, Constraints, bundle_count, removable_counts
 
 # At most this many shares are tried one by one.
 MOST_SHARES = 1000

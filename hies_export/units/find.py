@@ -12,9 +12,9 @@ from ..model.copies import refuse_devices
 from ..model.internals import note_newer_release
 from ..model.tokens import short_samples
 from ..tasks.registry import refuse_adapters
-from ..units import PrunableModule
-from .attention import find_attention
-from .mlp import find_mlp
+from .heads import find_attention
+from .neurons import find_mlp
+from .units import PrunableModule
 
 Finder = Callable[[PreTrainedModel, Mapping[str, Tensor]], tuple[PrunableModule, ...]]
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..model import modeling_hies
 from ..model.linear import features_of
-from ..units import Kept, PrunableModule
+from .units import Kept, PrunableModule
 
 
 def feature_cuts(model: nn.Module, module: PrunableModule, kept: Kept) -> list[tuple[str, int, Tensor]]:

@@ -7,7 +7,7 @@ from support.families import architecture
 from support.models import text_batch
 
 from hies_export import PrunableModule, Scores, compare_cut, find_attention, prune_units
-from hies_export.units import Slice
+from hies_export.units.units import Slice
 
 
 def block(start: int, width: int, count: int, stride: int | None = None) -> tuple[tuple[int, ...], ...]:

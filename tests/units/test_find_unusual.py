@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 
 from hies_export import UnsupportedModelError, compare_cut, find_modules, prune_units
 from hies_export.kinds import ATTENTION, KINDS, MLP
-from hies_export.prunable.mlp import find_mlp
-from hies_export.prunable.probe import Probe
-from hies_export.prunable.reads import signature
-from hies_export.units import Count, Span
+from hies_export.units.neurons import find_mlp
+from hies_export.units.probe import Probe
+from hies_export.units.reads import signature
+from hies_export.units.units import AttributeCount, Span
 
 
 def text() -> dict[str, Tensor]:
@@ -177,7 +177,7 @@ def test_other_ways_to_compute_a_block(change: str) -> None:
     block = modules[1]
     assert block.parameters == (("model.layers.1.mlp.down_proj.before.factor",) if change == "scaled" else ())
     counting = {"scaled": "intermediate_size", "counted": "neurons"}.get(change)
-    assert dict(block.attributes) == ({counting: Count("units")} if counting else {})
+    assert dict(block.attributes) == ({counting: AttributeCount("units")} if counting else {})
     rows = {neuron: set(block.slices[0].indices([neuron]).tolist()) for neuron in range(64)}
     expected = {"interleaved": lambda n: {2 * n, 2 * n + 1}, "reversed": lambda n: {63 - n}}.get(change, lambda n: {n})
     assert rows == {neuron: expected(neuron) for neuron in range(64)}

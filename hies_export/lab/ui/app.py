@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...checkpoint.folders import replace_file
-from ...checkpoint.refits import REFIT
+from ...checkpoint.save import REFIT
 from ...errors import PlanError, require_package
 from ...evaluate.metrics import higher_is_better
 from ...report.drawing import BarFigure, Curve, Dot, MapFigure, neuron_bars, plan_figure, shaded

@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 
 from hies_export import Kept, PrunableModule, UnsupportedModelError, find_modules, prune_units
 from hies_export.kinds import ATTENTION, KINDS, MLP
-from hies_export.prunable import mlp
-from hies_export.prunable.attention import tower_of
-from hies_export.prunable.mlp import find_mlp
-from hies_export.prunable.probe import Probe
-from hies_export.prunable.reads import MIXED, NOWHERE, Reach, reach
 from hies_export.slim.config import is_slim
+from hies_export.units import neurons as mlp
+from hies_export.units.heads import tower_of
+from hies_export.units.neurons import find_mlp
+from hies_export.units.probe import Probe
+from hies_export.units.reads import MIXED, NOWHERE, Reach, reach
 
 Batch = dict[str, Tensor]
 

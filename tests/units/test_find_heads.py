@@ -20,7 +20,7 @@ from transformers import (
 from hies_export import RecipeError, collect_statistics, find_attention, prune_units, score_units
 from hies_export.errors import UnsupportedModelError
 from hies_export.slim.check import compare_cut
-from hies_export.units import PrunableModule
+from hies_export.units.units import PrunableModule
 
 SMALL = SIX_HEADS | {"vocab_size": 100, "max_position_embeddings": 64}
 RELATIVE = {"relative_attention": True, "position_buckets": 8, "pos_att_type": ["p2c", "c2p"]}

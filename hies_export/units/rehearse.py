@@ -17,10 +17,10 @@ from ..equal import FEW_STEPS, Difference
 from ..errors import UnsupportedModelError
 from ..kinds import UNIT_NAMES
 from ..model import modeling_hies
-from ..units import Count, Kept, PrunableModule
 from .follow import narrow_arguments, set_attributes
 from .probe import Probe
 from .reads import LinearObserver, sample, signature, tensors_in
+from .units import AttributeCount, Kept, PrunableModule
 
 
 class Found(Protocol):
@@ -39,9 +39,9 @@ Wrong = tuple[F, str]
 class Meanings:
     """What attributes of a module may count."""
 
-    by_name: Mapping[str, Count]  # name of an attribute -> what it counts if it has a fitting value
+    by_name: Mapping[str, AttributeCount]  # name of an attribute -> what it counts if it has a fitting value
     # What any attribute with a fitting value counts, in a class that fails a rehearsal otherwise.
-    by_value: Sequence[Count]
+    by_value: Sequence[AttributeCount]
 
 
 class Rehearsal(Generic[F]):
@@ -142,7 +142,7 @@ def rehearsed(
 
 def _counting(
     module: PrunableModule, attributes: Mapping[str, Any], known: Meanings, *, widths: bool
-) -> dict[str, Count]:
+) -> dict[str, AttributeCount]:
     """Return the attributes that count units, matched by name and value; with `widths` also by value alone."""
     found = {}
     for name, value in attributes.items():

@@ -1,0 +1,290 @@
+"""Read and write what stands beside the weights: processor files, the card, settings that transformers leaves out."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import ModelCardData, hf_hub_download, metadata_load, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError
+from transformers import PreTrainedModel
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
+
+from ..errors import RequestError, refusing
+from ..model.internals import commit_of, file_of, layers_unwarned
+from ..model.online import hub_or_cache
+from ..model.text_encoder import TextEncoder
+from ..slim.config import is_slim
+from .classes import read_config
+from .weights import weight_files
+
+logger = logging.getLogger(__name__)
+
+
+def _in_any_case(pattern: str) -> str:
+    """Return a pattern that matches letters of both cases, for `glob` and for the Hub's client."""
+    return "".join(f"[{letter.lower()}{letter.upper()}]" if letter.isalpha() else letter for letter in pattern)
+
+
+# What says by whom a model is and what one may do with it. README is left out: a slim model has a card of its own.
+DOCUMENTS = (
+    *map(_in_any_case, ("*license*", "*licence*", "licenses/*", "notice*", "copying*", "copyright*", "patents*")),
+    *map(_in_any_case, ("*use_policy*", "terms*", "citation*", "authors*", "*.md")),
+    "data_config.json",  # the training data of a SentenceTransformer
+)
+CARD = "README.md"
+# Files that make the folder of a checkpoint that of a SentenceTransformer or CrossEncoder.
+SENTENCE_FILES = ("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json")
+# Vocabularies of tokenizers. transformers saves tokenizer.json instead, but converters to other formats read these.
+VOCABULARIES = (
+    *("vocab.json", "vocab.txt", "merges.txt", "bpe.codes", "dict.txt", "vocab-src.json", "vocab-tgt.json"),
+    *("entity_vocab.json", "target_vocab.json", "word_shape.json", "word_pronunciation.json", "emoji.json"),
+    *("tokenizer.model*", "spiece.model", "spm.model", "spm_char.model", "sentencepiece*.model"),
+    *("*.spm", "*.tiktoken", "tekken.json", "prophetnet.tokenizer", "normalizer.json", "byte_maps.json"),
+)
+# Files of tokenizers, image processors and their chat templates.
+PROCESSORS = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
+    *("audio_tokenizer_config.json", "chat_template.json", "chat_template.jinja", "additional_chat_templates/*.jinja"),
+    *VOCABULARIES,
+)
+COMPANIONS = (*PROCESSORS, *DOCUMENTS)
+
+
+def fetch(model: str | Path, revision: str | None = None) -> Path:
+    """Return the folder of a checkpoint, after fetching the files of a Hub id, at a revision if one is given."""
+    read_config(model, revision=revision)
+    with _fetching(model):
+        weight_files(model, revision=revision)
+    return fetch_files(model, (CONFIG_NAME, GENERATION_CONFIG_NAME, *SENTENCE_FILES, *COMPANIONS), revision)
+
+
+def fetch_files(model: str | Path, patterns: Sequence[str], revision: str | None = None) -> Path:
+    """Return the folder of a checkpoint, after fetching those files of a Hub id whose names match a pattern."""
+    folder = str(model)
+    if not Path(model).is_dir():
+        with _fetching(model):
+            folder = snapshot_download(folder, allow_patterns=list(patterns), revision=revision)
+    return Path(folder)
+
+
+@contextmanager
+def _fetching(model: str | Path) -> Iterator[None]:
+    """Refuse a model whose files cannot be fetched in the block."""
+    remedy = "try again, or give the folder of a download"
+    with (
+        refusing(f"the files of {model} must be on this machine or on the Hub, but", remedy),
+        hub_or_cache(model, "model"),
+    ):
+        yield
+
+
+def copy_companions(source: Path, folder: Path, patterns: Sequence[str] = COMPANIONS) -> None:
+    """Copy the files that match a pattern and are not in the folder yet: by default processor and documents.
+
+    The card and hidden files are left out.
+    Links are followed only as the Hub's cache uses them: from a snapshot to the blobs of the same repository. Others
+    are left out with a warning, because they may lead to files that must not be passed on.
+    """
+    root = source.resolve()
+    for pattern in patterns:
+        for path in sorted(source.glob(pattern)):
+            name = path.relative_to(source)
+            if not path.is_file() or (folder / name).exists() or name.name.lower().startswith((".", "readme")):
+                continue
+            real = path.resolve()
+            if real != root / name and not _is_blob(real, root):
+                logger.warning(
+                    "%s was not copied, because it is a link to %s; copy it if it is the model's", path, real
+                )
+                continue
+            (folder / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(real, folder / name)
+
+
+def documents_of(model: PreTrainedModel) -> Path | None:
+    """Return the folder with the documents and the card of what a model was loaded from; None if it is not known.
+
+    Those of a model that was loaded from the Hub are fetched.
+    """
+    if isinstance(model, TextEncoder):
+        return model.settings.folder or documents_of(model.auto_model)
+    name = model.config.name_or_path
+    if not name or Path(name).is_dir():
+        return Path(name) if name else None
+    try:
+        config = file_of(name, CONFIG_NAME, local_files_only=True)
+        # The commit that the cache has; a name without one may be that of a folder that is gone.
+        return None if config is None else fetch_files(name, DOCUMENTS, commit_of(config))
+    except (OSError, RequestError) as error:
+        logger.warning("no licence was copied, as the files of %s cannot be read; add it: %s", name, error)
+        return None
+
+
+def copy_documents(model: PreTrainedModel, folder: Path) -> None:
+    """Copy the licence and other documents of what a model was loaded from, if that is known."""
+    source = documents_of(model)
+    if source is not None:
+        copy_companions(source, folder, DOCUMENTS)
+
+
+def _is_blob(file: Path, snapshot: Path) -> bool:
+    """Return whether a file is a blob of the repository whose snapshot a folder is, in a cache of the Hub."""
+    return snapshot.parent.name == "snapshots" and file.is_relative_to(snapshot.parents[1] / "blobs")
+
+
+# Metadata that the card of a slim model inherits from the dense model's.
+LICENSE_KEYS = ("license", "license_name", "license_link")
+_KEYS = ("base_model", *LICENSE_KEYS)
+_TEXT = "# A slim checkpoint, cut by hies-export\n"
+
+
+def read_card(model: str | Path) -> dict[str, Any]:
+    """Return `base_model` and the licence of a model's card, from its folder or else from the Hub; empty without any.
+
+    The card comes from outside, so anything but text and lists of text is left out.
+    """
+    try:
+        with hub_or_cache(model, "model card"):
+            file = Path(model) / CARD if Path(model).is_dir() else hf_hub_download(str(model), CARD)
+        found = metadata_load(file)
+    except (RequestError, HfHubHTTPError, OSError, ValueError, RecursionError, yaml.YAMLError):
+        return {}
+    if not isinstance(found, dict):
+        return {}
+    return {key: found[key] for key in _KEYS if _is_text(found.get(key))}
+
+
+def _is_text(value: Any) -> bool:
+    return all(isinstance(text, str) for text in (value if isinstance(value, list) else [value]))
+
+
+def under_licence(text: str | None, source: Path | None) -> str | None:
+    """Return a card with the licence that the card in a folder names; None if there is neither a text nor a licence."""
+    named = {} if source is None else read_card(source)
+    licence = {key: named[key] for key in LICENSE_KEYS if key in named}
+    if text is None and not licence:
+        return None
+    metadata = ModelCardData(library_name="transformers", tags=["hies-export", "pruning"], **licence).to_yaml()
+    return f"---\n{metadata}\n---\n\n{text or _TEXT}"
+
+
+def complete_settings(model: PreTrainedModel, folder: Path) -> None:
+    """Complete the config and the tokenizer's settings of a model that was saved in a folder, in place."""
+    file = folder / "config.json"
+    _keep_labels(model.config, file)
+    written = completed = json.loads(file.read_text(encoding="utf-8"))
+    if not is_slim(model):  # a slim class of ours needs transformers 5
+        older = _with_older_keys(completed)
+        completed = older if _reads_the_same(type(model.config), older, completed) else completed
+    if completed != written:
+        _write(completed, file)
+    name_tokenizer(folder)
+
+
+def write_config(model: PreTrainedModel, folder: Path) -> None:
+    """Write the config of a model beside its export, without pointers to code, and with a mark of who wrote it."""
+    config = copy.deepcopy(model.config)
+    of_config = model.auto_model if isinstance(model, TextEncoder) else model
+    config.architectures = [type(of_config).__name__]
+    config.dtype = model.dtype
+    if hasattr(config, "auto_map"):
+        del config.auto_map
+    config.exported_by = "hies-export"
+    config.to_json_file(folder / "config.json")
+    _keep_labels(config, folder / "config.json")
+
+
+def name_tokenizer(folder: Path) -> None:
+    """Name the tokenizer's class and its special tokens in a folder as transformers 4 does, which 5 reads too."""
+    file = folder / "tokenizer_config.json"
+    if not file.exists():
+        return
+    try:
+        written = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):  # `apply` copies the file as it is
+        return
+    if not isinstance(written, dict):
+        return
+    settings = dict(written)
+    if settings.get("tokenizer_class") == "TokenizersBackend":
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(settings.get("extra_special_tokens"), list):
+        settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
+    if settings != written:
+        file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _keep_labels(config: Any, file: Path) -> None:
+    """Write the labels of a classifier into its saved config if transformers left some out.
+
+    It leaves out two labels with its default names, LABEL_0 and LABEL_1, even if the config's class has another number
+    of labels by default, such as three in `BartConfig`. The head would then be loaded with that number of outputs. It
+    also leaves out a `label2id` that was never set beside an `id2label` that was.
+    """
+    with layers_unwarned():
+        read = type(config).from_json_file(file)
+    if config.id2label and (read.num_labels != config.num_labels or not read.label2id):
+        labels = {
+            "id2label": {str(number): label for number, label in config.id2label.items()},
+            "label2id": {str(label): int(number) for number, label in config.id2label.items()},
+        }
+        _write({**json.loads(file.read_text(encoding="utf-8")), **labels}, file)
+
+
+def _write(config: Mapping[str, Any], file: Path) -> None:
+    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _with_older_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a saved config with the settings of rotary embeddings under the keys of transformers 4 too.
+
+    Version 5 writes them into `rope_parameters`. Version 4 does not read that, uses the defaults of the class, and so
+    computes something else without an error. If kinds of layers differ in their parameters, nothing is added: the keys
+    of version 4 hold for all layers.
+    """
+    parts = {key: _with_older_keys(value) for key, value in config.items() if isinstance(value, dict)}
+    rotary, older = config.get("rope_parameters"), {}
+    if isinstance(rotary, dict) and "rope_theta" in rotary:
+        names = _OLDER_NAMES.get(config.get("model_type", ""), _OLDER)
+        older = {names[key]: rotary[key] for key in names if key in rotary}
+        scaling = {key: value for key, value in rotary.items() if key not in names}
+        if scaling.keys() - {"rope_type"} or scaling.get("rope_type", "default") != "default":
+            older["rope_scaling"] = scaling
+        elif config.get("model_type") in _SCALED_BY_DEFAULT:
+            older["rope_scaling"] = None
+    return {**older, **config, **parts}
+
+
+def _reads_the_same(config_class: Any, longer: dict[str, Any], config: dict[str, Any]) -> bool:
+    """Return whether transformers 5 reads a config with more keys as the same; some classes interpret them differently.
+
+    The keys themselves may stay, as fields that nothing reads.
+    """
+    try:
+        # Copies: a config keeps the dicts that it is made from, and adds to them.
+        return _covers(*(config_class.from_dict(copy.deepcopy(keys)).to_dict() for keys in (longer, config)))
+    except Exception:  # whatever a config's own code raises on keys that it does not expect
+        return False
+
+
+def _covers(one: Any, other: Any) -> bool:
+    """Return whether every field of `other` is in `one`, with the same value."""
+    if not (isinstance(one, dict) and isinstance(other, dict)):
+        return bool(one == other)
+    return all(key in one and _covers(one[key], value) for key, value in other.items())
+
+
+# Key in `rope_parameters` -> the key of transformers 4 at the top of the config; by model type where that has its own.
+_OLDER = {"rope_theta": "rope_theta", "partial_rotary_factor": "partial_rotary_factor"}
+# Without `rope_scaling`, transformers 4 scales the embeddings of these types as their first checkpoints do.
+_SCALED_BY_DEFAULT = ("apertus", "gpt_oss")
+_OLDER_NAMES = {"gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}}

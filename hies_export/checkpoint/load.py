@@ -1,0 +1,289 @@
+"""Load checkpoints: the dense model to prune, one in memory, and a slim one from a folder or the Hub."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+from transformers import PreTrainedModel
+
+from .. import processes
+from ..errors import RequestError, UnsupportedModelError, listed, quoted, refusing, require_package, root_cause
+from ..model.copies import parameter_bytes
+from ..model.internals import auto_classes, commit_of, empty_model, never_asking, reads_old_names, use_torch_attention
+from ..model.text_encoder import TextEncoder
+from ..model.tokens import synthetic_batch
+from ..slim.config import is_slim
+from ..slim.cut import prune_units
+from ..tasks import TASKS
+from ..units.heads import find_attention
+from ..units.units import PrunableModule
+from ..values import PruningPlan, library_versions
+from .beside import COMPANIONS, SENTENCE_FILES, fetch_files
+from .classes import AGAIN, class_named, config_of_class, find_model_class, hub_options, read_config
+from .weights import lacks_pooler, load_weights, skeleton_of_files, stored_dtype, stored_shapes, weight_files
+
+# Device maps of accelerate other than the names of devices.
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+@dataclass(frozen=True)
+class Source:
+    """How a dense model is stored.
+
+    Attributes:
+        folder: Where its files are; of a Hub id, those that were fetched.
+        dtype: What its slim version is saved in.
+        bytes: Size of its files of weights.
+        commit: Of a Hub id, the commit that its files are of.
+    """
+
+    folder: Path
+    dtype: torch.dtype
+    bytes: int
+    commit: str | None
+
+
+def source_of(model: PreTrainedModel, path: str | Path, config: Any, *, asked: str | None = None, **hub: Any) -> Source:
+    """Return how a model is stored.
+
+    A slim checkpoint is saved in the dtype of its source, unless another one is asked for; the dtype of computing does
+    not matter.
+    """
+    files = weight_files(path, **hub)
+    dtype = (stored_dtype(files, config) or model.dtype) if asked in (None, "auto") else getattr(torch, str(asked))
+    folder = fetch_files(path, (*COMPANIONS, *SENTENCE_FILES), hub.get("revision"))
+    size = sum(file.stat().st_size for file in files) or parameter_bytes(model)
+    return Source(folder, dtype, size, commit_of(folder))
+
+
+def task_class(path: str | Path, config: Any, *, task: str, **hub: Any) -> type[PreTrainedModel]:
+    """Return the model class of a checkpoint, and check that it fits the task."""
+    model_class = find_model_class(path, **hub)
+    auto_class = TASKS[task].auto_class
+    if auto_class not in auto_classes(model_class.__name__, config.model_type):
+        own: Any = model_class.config_class
+        if auto_class in auto_classes(model_class.__name__, own.model_type):
+            raise RequestError(
+                f"the model_type of a config must be that of the class in 'architectures', {own.model_type!r} of "
+                f"{model_class.__name__}, but {path} has {config.model_type!r}; correct its config.json"
+            )
+        raise RequestError(
+            f"{task} needs a model fine-tuned for it (one that {auto_class} loads), but {path} is a "
+            f"{model_class.__name__}; fine-tune it for the task first, or change the task"
+        )
+    if config.is_encoder_decoder and not TASKS[task].encoder_decoders:
+        raise RequestError(
+            f"{task} needs a model without a decoder, but {path} is a {model_class.__name__}, an encoder-decoder; "
+            "give an encoder, such as BERT"
+        )
+    return model_class
+
+
+def check_device_map(device_map: str | None) -> None:
+    """Refuse a device map that this machine does not have."""
+    if device_map is None or device_map in DEVICE_MAPS:
+        return
+    try:
+        reason = "it holds no weights" if torch.empty(0, device=device_map).is_meta else None
+    except (RuntimeError, AssertionError) as error:  # torch that was built without CUDA raises the latter
+        reason = root_cause(error)
+    if reason is not None:
+        raise RequestError(
+            f"device_map must be one of {', '.join(DEVICE_MAPS)} or a device of this machine, got "
+            f"{quoted(device_map)}: {reason}"
+        )
+
+
+@never_asking()
+def load_dense(
+    path: str | Path, model_class: Any, *, dtype: str | None = None, device_map: str | None = None, **hub: Any
+) -> PreTrainedModel:
+    """Load the model to prune, on the GPU if there is one; each of several processes has a model of its own.
+
+    By default the dtype is float32 on CPU, and the checkpoint's own ("auto") on GPU. With a device map, each of several
+    processes on a machine takes an equal part of the GPUs.
+    """
+    if device_map is not None:
+        require_package("accelerate", who="device_map needs", package="accelerate", extra="big")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    name = dtype or ("float32" if device == "cpu" else "auto")
+    model: Any = load_weights(
+        model_class,
+        path,
+        dtype=name if name == "auto" else getattr(torch, name),
+        device_map=device_map,
+        max_memory=_max_memory(device_map),
+        **hub,
+    )
+    left = sum(parameter.numel() for parameter in model.parameters() if parameter.is_meta)
+    if left:
+        raise RequestError(
+            f"a model must fit on the devices that it is spread over, but device_map {device_map} leaves {left:,} of "
+            f"{model.num_parameters():,} parameters to the CPU or the disk, where they cannot be scored or cut; use "
+            "more GPUs or a smaller dtype, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to run on the CPU"
+        )
+    return model if device_map is not None else model.to(device)
+
+
+def _max_memory(device_map: str | None) -> dict[int, int] | None:
+    """Return how much of which GPU a model may take, in bytes; None for no limit."""
+    devices = None if device_map is None else processes.own_devices()
+    return None if devices is None else {device: torch.cuda.mem_get_info(device)[0] for device in devices}
+
+
+def check_in_memory(model: PreTrainedModel) -> None:
+    """Refuse a model that was changed in ways that neither its copies nor its files would keep.
+
+    A forward that is a function put on a module computes with that module even in a copy, as after
+    `model.forward = torch.compile(model.forward)`. A checkpoint gives back the parameters of the class and the config,
+    and no others. Layers may have been resized.
+
+    Raises:
+        RequestError: A module has such a forward, a parameter holds no data, or names of parameters, or which of them
+            are shared, differ from what the class makes of the config.
+    """
+    inner = model.auto_model if isinstance(model, TextEncoder) else model
+    for name, module in inner.named_modules():
+        if isinstance(vars(module).get("forward"), FunctionType):
+            raise RequestError(
+                f"every module must compute by the forward of its class, but {name or 'the model'} has one of its own, "
+                "such as torch.compile or a patch puts there; prune the model first, or load it again without"
+            )
+    parameters = dict(inner.named_parameters(remove_duplicate=False))
+    if empty := [name for name, parameter in parameters.items() if parameter.is_meta]:
+        raise RequestError(
+            f"the weights must be in memory, but {listed(empty, most=3)} of this {type(inner).__name__} have no data; "
+            "load it without offloading its weights"
+        )
+    built = dict(empty_model(type(inner), inner.config).named_parameters(remove_duplicate=False))
+    surplus, lost = sorted(parameters.keys() - built.keys()), sorted(built.keys() - parameters.keys())
+    if surplus or (lost and not lacks_pooler(inner, lost)):
+        differs = [f"has {listed(surplus, most=3)}"] * bool(surplus) + [f"lacks {listed(lost, most=3)}"] * bool(lost)
+        raise RequestError(
+            "a model must have the parameters that its class and config give it, because no others come back from a "
+            f"checkpoint, but this {type(inner).__name__} {' and '.join(differs)}; change the config or the model back "
+            "(torch.nn.utils.prune.remove and remove_parametrizations make plain weights)"
+        )
+    for name, other in _shared(parameters):
+        if built[name] is not built[other]:
+            raise RequestError(
+                f"parameters may be shared only as the config says, as a checkpoint holds them once, but {name} of "
+                f"this {type(inner).__name__} is {other}; set tie_word_embeddings in its config if they are embeddings"
+            )
+
+
+def _shared(parameters: Mapping[str, Parameter]) -> Iterator[tuple[str, str]]:
+    """Yield the names of each parameter that has two, the later one first."""
+    first: dict[int, str] = {}
+    for name, parameter in parameters.items():
+        if first.setdefault(id(parameter), name) != name:
+            yield name, first[id(parameter)]
+
+
+@never_asking()
+def load(path: str | Path, **kwargs: Any) -> PreTrainedModel:
+    """Load a checkpoint, slim or not, as the model class it was saved from.
+
+    The folder's own `modeling_hies.py` is not executed, as the same code ships with this package. A checkpoint whose
+    heads were pruned by transformers 4 (`pruned_heads` in its config) loads as a slim model.
+
+    Args:
+        path: Folder or Hub id.
+        **kwargs: Passed to `from_pretrained`, such as `dtype` (default: the checkpoint's own), `revision`, `token`.
+
+    Returns:
+        The model, in evaluation mode.
+
+    Raises:
+        RequestError: There is no model at `path`, its class is not one of transformers', or its files are damaged,
+            incomplete or do not fit each other.
+
+    Examples:
+        >>> slim.save_pretrained(folder / "slim")
+        >>> type(load(folder / "slim")).__name__, count_parameters(load(folder / "slim")) == count_parameters(slim)
+        ('BertForSequenceClassification', True)
+    """
+    config = read_config(path, **hub_options(kwargs))
+    if config.get("pruned_heads"):
+        return load_version4(path, **kwargs)[0]
+    return load_weights(class_named(config, path), path, **kwargs)
+
+
+class HIESModel:
+    """Load slim checkpoints as an Auto class does: `HIESModel.from_pretrained("user/repo")` is `load("user/repo")`.
+
+    The model is of the class that the checkpoint was saved from, such as `BertForSequenceClassification`.
+    """
+
+    def __init__(self) -> None:
+        raise TypeError("HIESModel makes models of any class; use HIESModel.from_pretrained(folder or Hub id)")
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, **kwargs: Any) -> PreTrainedModel:
+        """Load a checkpoint, slim or not; see `load`."""
+        return load(path, **kwargs)
+
+
+@never_asking()
+def load_version4(path: str | Path, **kwargs: Any) -> tuple[PreTrainedModel, PruningPlan]:
+    """Load a checkpoint whose heads were pruned by transformers 4, which transformers 5 cannot load.
+
+    `prune_heads` of transformers 4 cut the weights as `hies_export.slim.cut` does, and wrote the removed heads into the
+    config, as `pruned_heads`: layer -> original indices. Returns the slim model, and the plan that cuts the original to
+    it.
+    """
+    stock = find_model_class(path, **hub_options(kwargs))
+    with refusing(f"the heads that pruned_heads names must be those of the model, but in {path} they are not", AGAIN):
+        config = config_of_class(stock, path, **hub_options(kwargs))
+        use_torch_attention(config)
+        pruned = {int(layer): heads for layer, heads in (getattr(config, "pruned_heads", None) or {}).items() if heads}
+        if not pruned:
+            raise RequestError(
+                f"a checkpoint to upgrade must have pruned_heads in its config, but {path} has none; it loads as it is"
+            )
+        del config.pruned_heads
+        shapes = stored_shapes(path)
+        skeleton = skeleton_of_files(stock, config, path, shapes)
+        modules = find_attention(skeleton, synthetic_batch(skeleton, batch=2, sequence=3))
+        plan = _plan_of_pruned_heads(path, pruned, modules)
+        skeleton = prune_units(skeleton, plan, modules, inplace=True)
+    slim_class = type(skeleton)
+    # These files have older names, which a slim class does not rename by itself.
+    reader: Any = reads_old_names(slim_class) if is_slim(skeleton) else stock
+    try:
+        model = load_weights(reader, path, shapes=shapes, config=skeleton.config, **kwargs)
+    except RequestError as error:
+        raise RequestError(f"the weights must be those that pruned_heads describes, but {error}") from error
+    model.__class__ = slim_class
+    return model.eval(), plan
+
+
+def _plan_of_pruned_heads(
+    path: str | Path, pruned: Mapping[int, Sequence[int]], modules: Sequence[PrunableModule]
+) -> PruningPlan:
+    """Return what transformers 4 kept; its layers are the modules in the model's order."""
+    kept = {}
+    for layer, module in enumerate(modules):
+        strange = [head for head in pruned.get(layer, ()) if head >= module.units]
+        if strange:
+            raise RequestError(
+                f"pruned_heads must be heads of their layer, but {path} names head {strange[0]} of layer {layer}, "
+                f"which had {module.units}"
+            )
+        stay = [head for head in range(module.units) if head not in pruned.get(layer, ())]
+        if not stay:
+            raise UnsupportedModelError(f"every layer must keep a head, but layer {layer} of {path} has none left")
+        kept[module.name] = module.kept(stay)
+    beyond = sorted(layer for layer in pruned if layer >= len(modules))
+    if beyond or any(module.units != module.groups for module in modules):
+        raise UnsupportedModelError(
+            f"pruned_heads must name layers of the model, in which each query head has its own key/value head, but "
+            f"{path} has {len(modules)} such layers and names {listed(sorted(pruned))}"
+        )
+    return PruningPlan(kept=kept, criterion="pruned_heads", versions=library_versions())

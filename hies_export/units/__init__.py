@@ -1,0 +1,16 @@
+"""Find the units of a model that can be removed, and rehearse their removal.
+
+The input is a model and a batch; the output is `PrunableModule`s: for each attention layer or feed-forward block, the
+rows and columns of its linear layers that belong to each head or neuron, and the attributes that count them. No weight
+is read.
+
+units.py      the values: modules, their units, and which of these a selection keeps
+find.py       `find_modules`: every kind by its finder
+heads.py      `find_attention`: heads that the attention function gets; what cannot be cut is refused with the reason
+own_heads.py  heads of models whose attention is code of their own, from the layers that read them
+neurons.py    `find_mlp`: the two linear layers of feed-forward blocks, and their neurons
+probe.py      a weightless copy of the model, and which feature reaches which head
+reads.py      one run of the copy: inputs of every linear layer, and which feature reaches which column
+rehearse.py   runs with fewer units, to find the attributes that must change
+follow.py     kept units -> kept rows and columns, and new values of attributes
+"""
