@@ -23,9 +23,9 @@ from hies_export.evaluate.interval import FAILURES, confidence_of_each, ratio_en
 from hies_export.evaluate.judge import Judge
 from hies_export.evaluate.predict import predict
 from hies_export.pipeline.choose import Chooser
-from hies_export.pipeline.cut import cut_beside
 from hies_export.pipeline.resolve import resolve
 from hies_export.pipeline.search import most_by_few_failures
+from hies_export.pipeline.stages import cut_beside
 from hies_export.progress import SILENT
 
 

@@ -23,8 +23,8 @@ from hies_export.cli.terminal import TerminalProgress
 from hies_export.evaluate.judge import Judge
 from hies_export.evaluate.predict import predict
 from hies_export.pipeline.choose import Chooser
-from hies_export.pipeline.cut import cut_beside
 from hies_export.pipeline.resolve import resolve
+from hies_export.pipeline.stages import cut_beside
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ from hies_export.cli.arguments import read_overrides
 from hies_export.forms.compare import compare_forms
 from hies_export.forms.form import Form
 from hies_export.forms.gguf.parity import as_stored
-from hies_export.forms.gguf.rounding import rounded
+from hies_export.forms.gguf.tensors import rounded
 from hies_export.forms.measure.machine import machine_facts
 from hies_export.forms.measure.timing import Timing
 from hies_export.forms.onnx.export import OnnxExport, export_onnx

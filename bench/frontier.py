@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from hies_export.forms.judged import FormTime, deciding_step, relative_times
-from hies_export.report.bench import Bench, read_report
+from hies_export.report.comparison import Bench, read_report
 from hies_export.report.figures import draw_frontier
 from hies_export.report.frontier import Measured, frontier_figure
-from hies_export.report.rows import form_name, form_step
+from hies_export.report.tables import form_name, form_step
 from hies_export.report.text import si
 
 REPORT, *PEERS, OUT = sys.argv[1:]

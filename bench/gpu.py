@@ -57,7 +57,7 @@ from hies_export.forms.runtimes.base import Runtime
 from hies_export.forms.runtimes.pytorch import peak_memory_bytes
 from hies_export.forms.runtimes.registry import check_runtime
 from hies_export.model.tokens import sequence_length, synthetic_batch
-from hies_export.report.bench import Bench, print_bench, render_bench
+from hies_export.report.comparison import Bench, print_bench, render_bench
 
 SHARES = (0.0, 0.3, 0.5)
 # Work that began in time may go on for so long.

@@ -27,10 +27,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hies_export.forms.measure.counts import count_parameters
 from hies_export.forms.measure.machine import machine_facts
-from hies_export.pipeline.cut import save
 from hies_export.pipeline.prune import prune_prepared
 from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.pipeline.resolve import resolve
+from hies_export.pipeline.stages import save
 
 T = TypeVar("T")
 

@@ -40,7 +40,7 @@ from hies_export.forms.runtimes.base import Runtime
 from hies_export.forms.runtimes.registry import check_runtime
 from hies_export.model.tokens import synthetic_batch
 from hies_export.recipe.sections import ExportSection
-from hies_export.report.bench import Bench, print_bench
+from hies_export.report.comparison import Bench, print_bench
 
 RESULTS = Path(__file__).with_name("results")
 

@@ -29,9 +29,9 @@ from hies_export.evaluate.predict import predict
 from hies_export.pipeline import draw as draws
 from hies_export.pipeline import search
 from hies_export.pipeline.choose import Chooser
-from hies_export.pipeline.cut import cut_beside
 from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.pipeline.resolve import Resolved, resolve
+from hies_export.pipeline.stages import cut_beside
 from hies_export.progress import SILENT
 from hies_export.tasks import Predictions, task_of
 

@@ -49,7 +49,7 @@ from hies_export.lab.baselines.names import SLICED
 from hies_export.lab.baselines.slicing import Bases, collect_bases, sliced
 from hies_export.lab.sweep.evaluating import Evaluator
 from hies_export.lab.sweep.grid import Cell, SweepGrid
-from hies_export.pipeline.cut import cut_beside
+from hies_export.pipeline.stages import cut_beside
 from hies_export.tasks import Columns, Predictions, TextGeneration
 
 METHODS = (

@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from .score.compensated import score_compensated
     from .score.criteria import CRITERIA, Scores, criterion, score_units
     from .select.constraints import Constraints
+    from .select.plan import Provenance, PruningPlan
     from .select.select import select_units
     from .slim.check import compare_cut, masked_units
     from .slim.cut import prune_units
@@ -71,7 +72,6 @@ if TYPE_CHECKING:
     from .units.find import find_modules
     from .units.heads import find_attention
     from .units.units import Kept, PrunableModule, Selection
-    from .values import Provenance, PruningPlan
 
 
 # Where each public name lives. Names are resolved on first use: importing this package imports no torch.
@@ -93,10 +93,10 @@ _HOMES = {
     "OutputExistsError": "errors",
     "ParityError": "errors",
     "PlanError": "errors",
-    "Provenance": "values",
+    "Provenance": "select.plan",
     "PrunableModule": "units.units",
     "PruneResult": "pipeline.prune",
-    "PruningPlan": "values",
+    "PruningPlan": "select.plan",
     "PruningRecipe": "pipeline.recipe",
     "PushError": "errors",
     "RecipeError": "errors",

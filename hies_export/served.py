@@ -23,7 +23,7 @@ try:
 except ImportError:  # version 5
     from sentence_transformers.models import InputModule
 
-from .checkpoint.served import SERVED_FILE, read_served
+from .checkpoint.served_settings import SERVED_FILE, read_served
 from .data.processors import read_as_asked
 from .forms.runtimes.base import Runtime
 from .forms.runtimes.registry import load_runtime

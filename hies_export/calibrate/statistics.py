@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..calibrate import inputs
+from ..calibrate import weight_gradients as weights
 from ..data.batches import OWN_KEY, batches_fingerprint, size_of
 from ..errors import DataError, StepError, memory_failure
 from ..kinds import ATTENTION
@@ -22,7 +24,6 @@ from ..model.modes import frozen, intercept, output_alone
 from ..progress import SILENT, Progress
 from ..tasks import task_of
 from ..units.units import PrunableModule
-from . import inputs, weights
 from .entropy import Entropies
 from .gates import Gates
 from .passes import run_pass

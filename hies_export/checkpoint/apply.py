@@ -15,12 +15,12 @@ from ..kinds import ATTENTION
 from ..model.text_encoder import TextEncoder
 from ..model.tokens import sample_batch
 from ..progress import SILENT, Progress
+from ..select.plan import PruningPlan
 from ..slim.check import fingerprint
 from ..slim.config import families
 from ..slim.cut import prune_units
 from ..units.find import find_modules
 from ..units.units import PrunableModule
-from ..values import PruningPlan
 from .beside import fetch
 from .classes import load_config, refuse_quantised
 from .folders import refuse_existing

@@ -18,12 +18,12 @@ from ..model.copies import parameter_bytes
 from ..model.internals import auto_classes, commit_of, empty_model, never_asking, reads_old_names, use_torch_attention
 from ..model.text_encoder import TextEncoder
 from ..model.tokens import synthetic_batch
+from ..select.plan import PruningPlan, library_versions
 from ..slim.config import is_slim
 from ..slim.cut import prune_units
 from ..tasks import TASKS
 from ..units.heads import find_attention
 from ..units.units import PrunableModule
-from ..values import PruningPlan, library_versions
 from .beside import COMPANIONS, SENTENCE_FILES, fetch_files
 from .classes import AGAIN, class_named, config_of_class, find_model_class, hub_options, read_config
 from .weights import lacks_pooler, load_weights, skeleton_of_files, stored_dtype, stored_shapes, weight_files

@@ -27,7 +27,7 @@ def run(options: Options) -> dict[str, Any]:
     from ..checkpoint.apply import apply_plan
     from ..checkpoint.folders import refuse_existing
     from ..checkpoint.save import refit_beside
-    from ..values import PruningPlan
+    from ..select.plan import PruningPlan
     from .terminal import plan_text, plan_totals
 
     options.plan = plan_in(options.plan, progress=options.progress)

@@ -55,7 +55,7 @@ def run(options: Options) -> dict[str, Any]:
     from ..forms.measure.machine import machine_facts
     from ..pipeline.bench import bench
     from ..pipeline.recipe import PruningRecipe
-    from ..report.bench import Bench, print_bench
+    from ..report.comparison import Bench, print_bench
 
     first, second = _models(options)
     rows = bench(

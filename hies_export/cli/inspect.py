@@ -44,7 +44,7 @@ def run(options: Options) -> dict[str, Any]:
 
 
 def _inspect_plan(file: Path, options: Options) -> dict[str, Any]:
-    from ..values import PruningPlan
+    from ..select.plan import PruningPlan
     from .terminal import plan_text, plan_totals, print_plan
 
     plan = PruningPlan.from_file(file)
@@ -142,7 +142,7 @@ def _print_flops(model: PreTrainedModel, found: Sequence[PrunableModule], option
     from ..forms.measure.shapes import image_shape_at, model_shapes
     from ..model.tokens import synthetic_batch
     from ..report.console import PlainTable
-    from ..report.rows import layer_table
+    from ..report.tables import layer_table
 
     image = image_shape_at(options.model, model)
     size, sequence = model_shapes(model, (), image=image)[0]
@@ -158,7 +158,7 @@ def _inspect_theory(options: Options) -> dict[str, Any]:
     from ..pipeline.recipe import PruningRecipe
     from ..pipeline.resolve import resolve
     from ..report.console import PlainTable
-    from ..values import dump_json
+    from ..select.plan import dump_json
 
     if not options.model.endswith((".yaml", ".yml")):
         raise RequestError(f"--theory needs a recipe, for its model and calibration rows, got {options.model!r}")

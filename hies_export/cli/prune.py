@@ -14,9 +14,9 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Options) -> None:
     """Write a slim checkpoint."""
-    from ..pipeline.cut import save, warn_if_larger
     from ..pipeline.prune import prune_prepared
     from ..pipeline.resolve import resolve
+    from ..pipeline.stages import save, warn_if_larger
     from ..slim.config import families
     from .terminal import plan_text, print_plan
 

@@ -47,7 +47,7 @@ def run(options: Options) -> dict[str, Any]:
 
 def _show_report(options: Options) -> Shown:
     from ..checkpoint.folders import Contents
-    from ..report.bench import Bench, print_bench, read_report, render_bench
+    from ..report.comparison import Bench, print_bench, read_report, render_bench
     from ..report.console import print_report
     from ..report.figures import draw_report
     from ..report.html import render_html
@@ -66,8 +66,8 @@ def _show_report(options: Options) -> Shown:
 
 
 def _show_sweep(options: Options) -> Shown:
-    from ..lab.sweep.figures import draw_sweep
     from ..lab.sweep.page import lead_text, read_sweep, render_sweep
+    from ..lab.sweep.svg import draw_sweep
     from .sweep import print_tables
 
     rows, about = read_sweep(options.folder)

@@ -64,7 +64,7 @@ def run(options: Options) -> dict[str, Any]:
     with open_executor(options.executor, progress=options.progress) if options.executor else nullcontext() as executor:
         result = sweep(recipe, grid, recipe.output, executor=executor, **how)
     if not options.no_figures:
-        from ..lab.sweep.figures import draw_sweep
+        from ..lab.sweep.svg import draw_sweep
         from ..report.figures import write_figures
 
         options.progress.stage("draw")
@@ -78,7 +78,7 @@ def run(options: Options) -> dict[str, Any]:
 
 def print_tables(rows: Sequence[Mapping[str, Any]], options: Options) -> None:
     """Print the tables of a sweep's rows, and how baselines differ from the originals."""
-    from ..lab.sweep.tables import sweep_tables, terminal_table
+    from ..lab.sweep.results import sweep_tables, terminal_table
 
     for table in sweep_tables(rows):
         options.console.print(f"\n{table.title}")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rich.console import Console
 
 if TYPE_CHECKING:
-    from ..values import PruningPlan
+    from ..select.plan import PruningPlan
 
 T = TypeVar("T")
 

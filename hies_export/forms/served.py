@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..checkpoint.folders import new_folder
 from ..checkpoint.save import check_in_sentence_transformers
-from ..checkpoint.served import write_served
+from ..checkpoint.served_settings import write_served
 from ..equal import OTHER_PROGRAM
 from ..model.text_encoder import TextEncoder
 from ..model.tokens import synthetic_batch

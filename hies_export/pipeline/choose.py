@@ -21,15 +21,15 @@ from ..progress import Progress
 from ..recipe.budget import Budget, DropBudget, KeepBudget, Outcome, TimedSection
 from ..score.criteria import AUTO, COMPENSATED, Scores
 from ..select.goal import filled_in
+from ..select.plan import Provenance, PruningPlan, library_versions
 from ..slim.check import fingerprint
 from ..units.find import find_modules
 from ..units.units import Selection
-from ..values import Provenance, PruningPlan, library_versions
 from .candidates import Candidates, choose_alpha, choose_by_agreement, criterion_of
-from .cut import Choice, Refitting, cut_beside
 from .prepare import Prepared
 from .recipe import PruneSection
 from .search import Guess, HeldOut, Judged, Search, Trial, Watch, judging
+from .stages import Choice, Refitting, cut_beside
 from .targets import Round, Targets
 
 # Below this share of the dense cost, removal in steps is the default of `criterion: auto`. Above, steps cost quality.

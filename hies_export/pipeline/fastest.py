@@ -36,12 +36,12 @@ from ..recipe.budget import Budget, Found, KeepBudget, TimedSection
 from ..recipe.sections import DeploySection
 from ..report.outcomes import asked_words, stays_words
 from .choose import Chooser
-from .cut import Choice, cut_beside
 from .draw import Looks, all_looks
 from .prepare import Prepared
 from .recipe import FLOPS_TO_TRY, PruneSection
 from .resolve import Resolved
 from .search import Trial, Watch
+from .stages import Choice, cut_beside
 
 logger = logging.getLogger(__name__)
 

@@ -39,21 +39,21 @@ from ..recipe.sections import ComparisonSection, CompensationSection, MultipleOf
 from ..report.console import PlainTable, map_text
 from ..report.maps import plan_maps
 from ..report.report import plan_counts
-from ..report.rows import Table, change, metric_name, own_rows, quality_row, ranking_rows, shown_metrics, si
+from ..report.tables import Table, change, metric_name, own_rows, quality_row, ranking_rows, shown_metrics, si
 from ..report.text import is_own
 from ..score.criteria import Scores
+from ..select.plan import PruningPlan
 from ..slim.refit import LayerFit
 from ..tasks import Task, task_of
 from ..tasks.given import batches_of, first_rows, split_held_out, unlabelled
 from ..tasks.registry import refuse_unknown
-from ..values import PruningPlan
 from .choose import choose
-from .cut import Choice, Slim, cut, save
 from .objects import Unwrapped, unwrap
 from .prepare import Judged, Prepared, Rows, check_apart, check_options, prepare
 from .push import push_folder
 from .recipe import Allocation, PruneSection, sentences
 from .search import Evaluation, confirm, evaluate
+from .stages import Choice, Slim, cut, save
 
 # Width of the table of a result, in characters.
 WIDTH = 100

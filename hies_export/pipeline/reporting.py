@@ -8,7 +8,7 @@ from typing import Any
 
 from ..checkpoint.beside import read_card
 from ..data.batches import has_references, samples_of
-from ..data.facts import DataFacts
+from ..data.splits import DataFacts
 from ..evaluate.metrics import METRICS
 from ..forms.cascade.facts import CascadeFacts, CascadeSummary
 from ..forms.deployment import Deployment
@@ -29,11 +29,11 @@ from ..report.provenance import RunRecord
 from ..report.report import FirstMetric, Report, plan_counts
 from ..report.text import FIRST_HIT
 from ..slim.config import families, is_slim
-from .cut import Saved
 from .prepare import Prepared
 from .prune import PruneResult
 from .resolve import Resolved
 from .search import Evaluation
+from .stages import Saved
 
 
 @dataclass(frozen=True)

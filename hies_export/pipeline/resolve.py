@@ -24,9 +24,9 @@ from ..checkpoint.load import Source, check_device_map, load_dense, source_of, t
 from ..checkpoint.save import check_in_sentence_transformers
 from ..checkpoint.sentence import cross_encoder_of, encoder_class, load_encoder, settings_of
 from ..data.batches import Batch, by_length, check_one_size, is_of_documents, samples_of
-from ..data.facts import may_overlap, whole_split
 from ..data.processors import load_processor, read_as_asked, settle_padding
 from ..data.rows import taken_from
+from ..data.splits import may_overlap, whole_split
 from ..evaluate.interval import confidence_of_each
 from ..evaluate.lm_eval import check_benchmarks
 from ..evaluate.metrics import METRICS, check_metrics

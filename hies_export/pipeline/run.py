@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from .. import processes
 from ..checkpoint.folders import new_folder, refuse_existing
 from ..checkpoint.save import REFIT
-from ..checkpoint.served import write_served
+from ..checkpoint.served_settings import write_served
 from ..evaluate.judge import Judge
 from ..evaluate.lm_eval import run_benchmarks
 from ..forms.cascade.export import export_cascade
@@ -38,7 +38,6 @@ from ..recipe.budget import Found
 from ..recipe.sections import DeploySection, ExportSection
 from ..report.report import Report
 from ..units.units import Selection
-from .cut import Saved, save, warn_if_larger
 from .fastest import Answer, Decided, answers_of, choose_size, find_answer
 from .prepare import Prepared
 from .prune import PruneResult, prune_prepared
@@ -46,6 +45,7 @@ from .recipe import PruneSection, PruningRecipe
 from .reporting import Deployed, Finished, build_report, write_report
 from .resolve import Resolved, resolve, runtimes_of
 from .search import Evaluation, evaluate
+from .stages import Saved, save, warn_if_larger
 from .targets import timed_on
 
 logger = logging.getLogger(__name__)

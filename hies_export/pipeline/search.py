@@ -24,8 +24,8 @@ from ..score.criteria import Scores
 from ..slim.check import masked_units
 from ..tasks import Predictions
 from ..units.units import PrunableModule, Selection
-from .cut import Refit, Slim, cut_beside
 from .prepare import Prepared
+from .stages import Refit, Slim, cut_beside
 from .targets import Round
 
 # Runs benchmarks on a model, and returns their values by name.

@@ -11,7 +11,7 @@ from rich.text import Text
 from .lead import lead_text
 from .maps import CUT, KEPT, UnitMap, unit_maps
 from .report import Report
-from .rows import Table, report_parts
+from .tables import Table, report_parts
 
 # Spaces between two columns.
 GAP = 2

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, FailFast, Field, FiniteFloat, field_serializer, model_validator
 
-from ..data.facts import DataFacts
+from ..data.splits import DataFacts
 from ..evaluate.judge import AlphaPoint, Quality, Tried
 from ..forms.cascade.facts import CascadeFacts
 from ..forms.deployment import Deployment

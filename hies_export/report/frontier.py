@@ -12,7 +12,7 @@ from ..forms.judged import JudgedForm, deciding_step, relative_times
 from . import canvas
 from .canvas import ACCENT, CARD, GREY, INK, LINE, MARKERS, MUTED, SECOND, SERIES
 from .report import Report
-from .rows import form_name, form_step
+from .tables import form_name, form_step
 from .text import keeps_metric, runtime_name, share_of
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from .drawing import Curve, Dot, MapFigure, Scale, latency_scale, neuron_bars, n
 from .jinja import render_report
 from .maps import CUT
 from .report import Report
-from .rows import size_rows
+from .tables import size_rows
 from .text import agreement, criterion_text
 
 # Numbers of a head that have a map: title, and how to read it.

@@ -10,7 +10,7 @@ from typing import Any
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined, select_autoescape
 
-from . import drawing, frontier, lead, maps, rows, text
+from . import drawing, frontier, lead, maps, tables, text
 from .report import Report
 
 
@@ -42,8 +42,15 @@ def environment(*packages: str) -> Environment:
         keep_trailing_newline=True,
     )
     made.filters |= {"md": escape_markdown, "code": code_span, "line": one_line, "literal": json.dumps}
-    made.filters |= {"row_name": rows.row_name, "ratio_text": rows.ratio_text, "pair_text": rows.pair_text}
-    made.globals |= {"drawing": drawing, "frontier": frontier, "lead": lead, "maps": maps, "rows": rows, "text": text}
+    made.filters |= {"row_name": tables.row_name, "ratio_text": tables.ratio_text, "pair_text": tables.pair_text}
+    made.globals |= {
+        "drawing": drawing,
+        "frontier": frontier,
+        "lead": lead,
+        "maps": maps,
+        "tables": tables,
+        "text": text,
+    }
     return made
 
 

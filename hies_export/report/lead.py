@@ -12,7 +12,7 @@ from ..forms.measure.latency_rows import LatencyRow
 from ..recipe.budget import Budget, KeepBudget, Outcome
 from .outcomes import asked_words, found_words
 from .report import Report
-from .rows import form_step
+from .tables import form_step
 from .text import evaluated_share, keeps_metric, runtime_name, samples_word
 
 

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from ..forms.measure.counts import Count
 from ..kinds import ATTENTION, MLP, UNIT_NAMES
-from ..values import PruningPlan
+from ..select.plan import PruningPlan
 
 KEPT, CUT = "■", "·"
 BAR_WIDTH = 24

@@ -17,8 +17,8 @@ from ..forms.measure.counts import Both, Count, FlopCount, Size, StoredBytes
 from ..forms.measure.latency_rows import LatencyRow
 from ..forms.measure.record import Record
 from ..kinds import ATTENTION, MLP
+from ..select.plan import PruningPlan, dump_json
 from ..units.units import Selection
-from ..values import PruningPlan, dump_json
 from .details import Details
 
 REPORT = Rule("a report must be a report.json or a run's folder", "give the folder a run wrote", shown=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..data.facts import DataFacts
+from ..data.splits import DataFacts
 from ..evaluate.metrics import METRICS, higher_is_better, title_of
 from ..forms.measure.latency_rows import LatencyRow
 from ..recipe.budget import KeepBudget, Outcome

@@ -20,8 +20,8 @@ from ..model.copies import convert
 from ..model.internals import exact_products
 from ..model.modes import evaluating, intercept, output_alone
 from ..model.tokens import short_samples
+from ..select.plan import PruningPlan, selection_of
 from ..units.units import PrunableModule, Selection, check_indices
-from ..values import PruningPlan, selection_of
 
 logger = logging.getLogger(__name__)
 

@@ -19,9 +19,9 @@ from ..model.linear import features_of, select_features, set_parameter
 from ..model.modes import output_alone
 from ..model.text_encoder import TextEncoder
 from ..model.tokens import sample_batch
+from ..select.plan import PruningPlan, selection_of
 from ..units.follow import feature_cuts, narrow_arguments, parameter_cuts, set_attributes
 from ..units.units import PrunableModule, Selection
-from ..values import PruningPlan, selection_of
 from .check import check_selection, check_weights, fingerprint
 from .config import Shapes, become_slim, per_layer_config, plain_model
 

@@ -43,8 +43,8 @@ from ..model.linear import weight_of
 from ..model.modes import threads_for
 from ..processes import mapped
 from ..progress import SILENT, Progress
+from ..select.plan import PruningPlan, selection_of
 from ..units.units import PrunableModule, Selection
-from ..values import PruningPlan, selection_of
 
 METHODS = ("bias", "least_squares", "scalars")
 # Candidates for lambda, relative to the mean of the diagonal of C_KK, or of the matrix that scalars solve; the error on

@@ -28,7 +28,7 @@ from hies_export.checkpoint.sentence import (
     settings_of,
 )
 from hies_export.model.text_encoder import TextEncoder
-from hies_export.values import PruningPlan
+from hies_export.select.plan import PruningPlan
 
 
 def tokens_of(folder: Path, batch: dict[str, Tensor]) -> list[Tensor]:

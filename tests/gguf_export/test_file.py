@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from hies_export import NonFiniteError, export_gguf
 from hies_export.forms.gguf import export
-from hies_export.forms.gguf.rounding import round_rows
+from hies_export.forms.gguf.tensors import round_rows
 
 gguf = pytest.importorskip("gguf", reason='no gguf: pip install "hies-export[gguf]"')
 

@@ -32,23 +32,23 @@ from hies_export.pipeline import resolve as resolve_module
 from hies_export.pipeline import targets
 from hies_export.pipeline.candidates import Candidates
 from hies_export.pipeline.choose import choose
-from hies_export.pipeline.cut import Choice, cut, save
 from hies_export.pipeline.prepare import Prepared
 from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.pipeline.resolve import resolve
 from hies_export.pipeline.search import predict_pruned
+from hies_export.pipeline.stages import Choice, cut, save
 from hies_export.progress import Silent
 from hies_export.report.report import Report
 from hies_export.score.compensated import score_compensated
 from hies_export.score.criteria import Scores, score_units
 from hies_export.select.cost import CostTable
 from hies_export.select.goal import compose
+from hies_export.select.plan import PruningPlan
 from hies_export.select.select import select_units
 from hies_export.slim.cut import prune_units
 from hies_export.slim.refit import Compensation, refit
 from hies_export.units.find import find_modules
 from hies_export.units.units import Selection
-from hies_export.values import PruningPlan
 
 BUDGET = 0.45
 TOLERANCE = 0.02

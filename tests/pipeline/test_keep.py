@@ -23,12 +23,12 @@ from hies_export.evaluate.predict import predict
 from hies_export.forms.cost.flops import flops_table
 from hies_export.pipeline import targets
 from hies_export.pipeline.choose import Chooser, choose
-from hies_export.pipeline.cut import cut
 from hies_export.pipeline.draw import Draws, Splits, draw
 from hies_export.pipeline.prepare import Judged
 from hies_export.pipeline.recipe import PruneSection, PruningRecipe
 from hies_export.pipeline.resolve import resolve
 from hies_export.pipeline.search import confirm
+from hies_export.pipeline.stages import cut
 from hies_export.progress import Silent
 from hies_export.recipe.budget import Budget, KeepBudget, Outcome
 from hies_export.report.outcomes import asked_words

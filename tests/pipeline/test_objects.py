@@ -11,7 +11,7 @@ from transformers import BertModel
 
 from hies_export import RequestError, prune
 from hies_export.checkpoint.sentence import load_sentence
-from hies_export.checkpoint.served import read_served
+from hies_export.checkpoint.served_settings import read_served
 
 
 def test_an_encoder_comes_back_as_an_encoder(tmp_path: Path) -> None:

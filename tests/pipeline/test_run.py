@@ -34,7 +34,7 @@ from hies_export.pipeline.resolve import resolve
 from hies_export.recipe.sections import ExportSection, HeldOutSection
 from hies_export.report.maps import CUT, KEPT
 from hies_export.report.report import Report
-from hies_export.values import PruningPlan
+from hies_export.select.plan import PruningPlan
 
 SUMMARY = {
     *("model", "task", "criterion", "alpha", "seed", "heads", "parameters", "bytes", "flops", "quality", "stability"),

@@ -25,7 +25,7 @@ from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.pipeline.resolve import resolve
 from hies_export.pipeline.run import run
 from hies_export.report.report import Report
-from hies_export.values import PruningPlan
+from hies_export.select.plan import PruningPlan
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +182,7 @@ def test_a_refit_that_the_dtype_cannot_hold_is_refused(
             slim.classifier.bias.fill_(1e6)
         return []
 
-    monkeypatch.setattr("hies_export.pipeline.cut._refit", huge)
+    monkeypatch.setattr("hies_export.pipeline.stages._refit", huge)
     assert hies("prune", project / "recipe.yaml", "-o", tmp_path / "slim") == 1
     assert "too large for float16; set save_dtype" in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "slim").exists()

@@ -14,7 +14,7 @@ from hies_export.report.html import render_html
 from hies_export.report.jinja import render_markdown
 from hies_export.report.lead import asked_row, lead_text
 from hies_export.report.report import FirstMetric, Report
-from hies_export.report.rows import forms_table
+from hies_export.report.tables import forms_table
 from hies_export.report.text import alpha_text, budget_text, si, tried_text
 
 TIMED = {"ratio": 0.85, "runtime": "torch", "batch": 1, "sequence": 128}

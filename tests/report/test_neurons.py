@@ -19,7 +19,7 @@ from hies_export.report.html import render_html
 from hies_export.report.jinja import render_markdown
 from hies_export.report.maps import BAR_WIDTH, CUT, KEPT, bar, plan_maps
 from hies_export.report.report import UnitCounts, plan_counts
-from hies_export.report.rows import comparison_table, layer_table, tried_table
+from hies_export.report.tables import comparison_table, layer_table, tried_table
 from hies_export.report.text import method_text, removed_text, title
 
 PLAN = PruningPlan(

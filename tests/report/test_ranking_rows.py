@@ -15,7 +15,7 @@ from hies_export.report.jinja import render_markdown
 from hies_export.report.lead import lead_text
 from hies_export.report.outcomes import asked_words
 from hies_export.report.report import Report
-from hies_export.report.rows import comparison_table, kept_bars, quality_table
+from hies_export.report.tables import comparison_table, kept_bars, quality_table
 from hies_export.report.text import budget_text
 
 NDCG = {

@@ -18,8 +18,8 @@ from support.reports import DATA, SERVED, latency_row, make_report, outcome, ter
 
 from hies_export import OutputExistsError, Report, RequestError
 from hies_export.forms.exported import ExportedFile
-from hies_export.report.bench import Bench, print_bench, read_report, render_bench
 from hies_export.report.card import render_card
+from hies_export.report.comparison import Bench, print_bench, read_report, render_bench
 from hies_export.report.figures import CAPTIONS, draw_report, write_figures
 from hies_export.report.html import render_html
 from hies_export.report.jinja import one_line, render_markdown

@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 
 from hies_export import Constraints, find_attention, prune_units, select_units
 from hies_export.score.criteria import Scores
+from hies_export.select.plan import Provenance, PruningPlan, library_versions
 from hies_export.units.units import Kept, PrunableModule, Units
-from hies_export.values import Provenance, PruningPlan, library_versions
 
 T = TypeVar("T")
 

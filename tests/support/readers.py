@@ -26,11 +26,11 @@ from hies_export.data.processors import load_processor
 from hies_export.forms.cost.latency import TimedCut, _read
 from hies_export.forms.onnx.generator import _special_tokens
 from hies_export.lab.studies.explore import estimate, lost_share, read_exploration
-from hies_export.lab.sweep.figures import draw_sweep
 from hies_export.lab.sweep.journal import Journal
 from hies_export.lab.sweep.page import read_sweep, render_sweep
-from hies_export.report.bench import print_bench, read_report, render_bench
+from hies_export.lab.sweep.svg import draw_sweep
 from hies_export.report.card import render_card
+from hies_export.report.comparison import print_bench, read_report, render_bench
 from hies_export.report.console import map_text, print_report
 from hies_export.report.figures import draw_report
 from hies_export.report.html import render_html

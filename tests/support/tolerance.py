@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from hies_export.equal import Difference
-from hies_export.values import PruningPlan
+from hies_export.select.plan import PruningPlan
 
 CLOSE = 1e-5
 # Refitted weights, and what is computed with them: the systems that they solve amplify what the moments differ by.

@@ -20,8 +20,7 @@ from ..runtimes.llamacpp import GGUF_FILE, is_installed
 from .architecture import Layout, find_layout, refused
 from .parity import Parity, check_parity
 from .reference import check_same_function
-from .rounding import rounded
-from .tensors import BLOCK, IN_BLOCKS, STORED_AS, named_tensors, stored_bytes, stored_type
+from .tensors import BLOCK, IN_BLOCKS, STORED_AS, named_tensors, rounded, stored_bytes, stored_type
 from .vocabulary import Vocabulary, find_vocabulary
 
 # Tokens of the text on which the model is compared with llama.cpp's computation before anything is written.

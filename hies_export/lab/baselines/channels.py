@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...calibrate.weights import channel_rows, has_channels
+from ...calibrate.weight_gradients import channel_rows, has_channels
 from ...errors import UnsupportedModelError
 from ...model.linear import features_of, weight_of
 from ...score.criteria import Scores

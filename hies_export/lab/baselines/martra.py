@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...calibrate.weights import sum_by_unit
+from ...calibrate.weight_gradients import sum_by_unit
 from ...model.linear import weight_of
 from ...score.criteria import Scores
 from ...units.units import PrunableModule

@@ -26,9 +26,9 @@ from ...report.schemas import REMOVES, SCORES, SWEEP, SWEEP_DETAILS, ScoresFile,
 from ...report.text import held_out_rows
 from ...score.criteria import Scores, score_units
 from ...select.constraints import Constraints
+from ...select.plan import PruningPlan, library_versions
 from ...select.select import select_units
 from ...units.units import Kept, Units
-from ...values import PruningPlan, library_versions
 
 # Quality is predicted from plans of these criteria. At equal HIS lost, plans of other criteria differ in quality.
 FAMILY = ("hies", "his")

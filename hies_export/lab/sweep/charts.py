@@ -14,7 +14,7 @@ from ...evaluate.metrics import higher_is_better
 from ...kinds import ATTENTION
 from ...report.canvas import CARD, GREY, INK, LINE, MARKERS, SERIES, canvas
 from ...report.frontier import FrontierFigure, Measured, Shape, frontier
-from .tables import COMPENSATIONS, Row, budget_name, budget_of, budgets_of, deviation, line_name, percent, share_text
+from .results import COMPENSATIONS, Row, budget_name, budget_of, budgets_of, deviation, line_name, percent, share_text
 
 # The size of a chart, in units of the SVG.
 WIDTH, HEIGHT = 400, 262

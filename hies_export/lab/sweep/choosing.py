@@ -13,8 +13,8 @@ from scipy.integrate import trapezoid
 from ...errors import RecipeError
 from ...evaluate.metrics import higher_is_better
 from ...pipeline.candidates import ALPHAS, choose_alpha
-from ...pipeline.cut import Refit
 from ...pipeline.search import HeldOut
+from ...pipeline.stages import Refit
 from ...pipeline.targets import Round, Targets
 from ...progress import Clock, Progress
 from ...score.criteria import COMPENSATED_NAMES, Scores, score_units

@@ -17,16 +17,16 @@ from ...errors import RequestError
 from ...evaluate.judge import Judge, Quality
 from ...evaluate.predict import predict
 from ...kinds import ATTENTION, KINDS, MLP
-from ...pipeline.cut import Refit
 from ...pipeline.recipe import PruningRecipe
 from ...pipeline.search import predict_pruned
+from ...pipeline.stages import Refit
 from ...progress import SILENT, Clock, Progress
 from ...score.criteria import COMPENSATED_NAMES
 from ...select.constraints import bundles_lost
+from ...select.plan import library_versions
 from ...slim.refit import LayerFit, compensate, refit
 from ...tasks import Predictions
 from ...units.units import Selection
-from ...values import library_versions
 from ..baselines.channels import check_channels, masked_channels, select_channels
 from ..baselines.flap import add_means
 from ..baselines.names import CHANNELS, JUDGED_ONLY, MARTRA, SLICED, SLICED_TUNED

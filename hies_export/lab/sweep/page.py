@@ -14,10 +14,10 @@ from ...errors import RequestError
 from ...files import read_json
 from ...report.canvas import for_page
 from ...report.jinja import environment
-from ...report.rows import Table, environment_table, filled
 from ...report.schemas import SWEEP, SWEEP_DETAILS, SweepAbout, SweepFile, SweepPage
+from ...report.tables import Table, environment_table, filled
 from ..baselines.names import JUDGED_ONLY
-from . import tables
+from . import results
 from .charts import (
     Axis,
     Chart,
@@ -30,7 +30,7 @@ from .charts import (
     sweep_frontier,
     time_axis,
 )
-from .tables import COMPENSATIONS, Row, budget_name, budget_of, budgets_of, line_name, share_text
+from .results import COMPENSATIONS, Row, budget_name, budget_of, budgets_of, line_name, share_text
 
 PAGE = "sweep.html"
 QUANTITIES = ("stability", "quality")
@@ -70,7 +70,7 @@ def write_page(folder: Path) -> Path:
 
 def render_sweep(rows: Sequence[Row], about: SweepAbout, *, name: str) -> str:
     """Return the page; `name` is the sweep's, used if it does not know its model."""
-    quality, stability = tables.sweep_tables(rows)
+    quality, stability = results.sweep_tables(rows)
     shown = drawn_rows(rows)
     styles = line_styles(shown)
     alphas = alpha_panels(rows)
@@ -107,13 +107,13 @@ def lead_text(rows: Sequence[Row]) -> str:
     Baselines that are judged but cannot be cut are left out, if there are others.
     """
     rows = [row for row in rows if row["criterion"] not in JUDGED_ONLY] or rows
-    quality, stability = tables.sweep_tables(rows)
+    quality, stability = results.sweep_tables(rows)
     budgets = stability.budgets
     column = len(budgets) // 2
     there = {name: mean for name, means in stability.means.items() if (mean := means[column]) is not None}
     best = max(there, key=lambda name: there[name])
     share = f"{share_text(budgets[column])} of the {budget_name(rows)}"
-    dense = rows[0]["quality_dense"] * tables.percent(rows[0]["metric"])
+    dense = rows[0]["quality_dense"] * results.percent(rows[0]["metric"])
     text = (
         f"With {share}, {best} keeps {there[best]:.1f}% of the predictions; {rows[0]['metric']} is "
         f"{quality.means[best][column]:.2f} (dense {dense:.2f})."
@@ -139,7 +139,7 @@ def _subtitle(rows: Sequence[Row], about: SweepAbout) -> str:
 
 def drawn_rows(rows: Sequence[Row]) -> list[Row]:
     """Return the rows of the curves: of the first calibration size, and of automatic alphas if there are any."""
-    shown = tables.of_first_size(rows)
+    shown = results.of_first_size(rows)
     chosen = [row for row in shown if row.get("alpha_by") != "given"]
     given = {row["alpha"] for row in shown if row.get("alpha_by") == "given"}
     return chosen if chosen and len(given) >= FEWEST_ALPHAS else shown
@@ -160,7 +160,7 @@ def timed_panels(rows: Sequence[Row], styles: Mapping[str, Style]) -> list[Panel
 
 def alpha_panels(rows: Sequence[Row]) -> list[Panel]:
     """Return quality and stability of HIES by the alphas that were given, a line per budget; nothing for a few."""
-    given = [r for r in tables.of_first_size(rows) if r["criterion"] == "hies" and r.get("alpha_by") == "given"]
+    given = [r for r in results.of_first_size(rows) if r["criterion"] == "hies" and r.get("alpha_by") == "given"]
     if len({row["alpha"] for row in given}) < FEWEST_ALPHAS:
         return []
 
@@ -172,7 +172,7 @@ def alpha_panels(rows: Sequence[Row]) -> list[Panel]:
     drawn = []
     for modules in dict.fromkeys(row.get("modules") for row in given):
         alike = [row for row in given if row.get("modules") == modules]
-        title = f"{{}}, {tables.modules_label(alike[0])}" if modules else "{}"
+        title = f"{{}}, {results.modules_label(alike[0])}" if modules else "{}"
         drawn += panels(alike, alpha_axis(given), styles, QUANTITIES, name=name, title=title)
     return drawn
 
@@ -203,7 +203,7 @@ def _removed_table(rows: Sequence[Row]) -> Table | None:
     if not any(row.get("neurons_removed") for row in rows):
         return None
     budgets = budgets_of(rows)
-    cut = {tables.method_label(row, rows) for row in rows if row["heads_removed"] is not None}
+    cut = {results.method_label(row, rows) for row in rows if row["heads_removed"] is not None}
 
     def cell(alike: Sequence[Row]) -> str:
         if not alike:
@@ -212,7 +212,7 @@ def _removed_table(rows: Sequence[Row]) -> Table | None:
         return f"{heads:.0f} + {neurons:,.0f}"
 
     header = (budget_name(rows), *map(share_text, budgets))
-    found = [(name, by) for name, by in tables.grouped(rows).items() if name in cut]
+    found = [(name, by) for name, by in results.grouped(rows).items() if name in cut]
     return Table(header, [(name, *(cell(by.get(b, ())) for b in budgets)) for name, by in found])
 
 
@@ -226,7 +226,7 @@ def _every_row(rows: Sequence[Row]) -> Table:
         "criterion": lambda row: row["criterion"],
         "alpha": number("alpha", "g"),
         "alpha by": lambda row: row.get("alpha_by") or "",
-        "removes": tables.modules_label if any(row.get("modules") for row in rows) else lambda row: "",
+        "removes": results.modules_label if any(row.get("modules") for row in rows) else lambda row: "",
         budget_name(rows): lambda row: share_text(budget_of(row)),
         "seed": lambda row: str(row["seed"]),
         "samples": lambda row: f"{row['calibration_samples']:,}",

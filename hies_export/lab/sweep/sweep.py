@@ -23,15 +23,15 @@ from ...forms.measure.machine import machine_facts
 from ...pipeline.recipe import PruningRecipe
 from ...progress import SILENT, Progress
 from ...report.provenance import digests_of
+from ...select.plan import library_versions
 from ...tasks import TASKS
-from ...values import library_versions
 from ..baselines.names import JUDGED_ONLY
 from .evaluating import Evaluated, Evaluator, Work, evaluate
 from .grid import Cell, SweepGrid
 from .journal import Journal
 from .page import write_page
+from .results import write_results
 from .stopwatch import LatencyRequest, Stopwatch
-from .tables import write_results
 
 # Fields of the recipe that the grid replaces, by section.
 _GIVEN_BY_THE_GRID = {"calibration": ("samples", "seed"), "prune": ("criterion", "alpha", "budget", "modules")}

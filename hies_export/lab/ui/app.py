@@ -19,9 +19,9 @@ from ...report.drawing import BarFigure, Curve, Dot, MapFigure, neuron_bars, pla
 from ...report.jinja import environment, escape_markdown
 from ...report.maps import head_map, neuron_counts
 from ...report.report import plan_counts
-from ...report.rows import Table, filled
+from ...report.tables import Table, filled
 from ...report.text import removed_text
-from ...values import PruningPlan
+from ...select.plan import PruningPlan
 from ..studies import explore
 from ..studies.explore import FAMILY, Exploration, Measured, Result, Trial
 from .guard import THIS_MACHINE, Guard

@@ -12,8 +12,8 @@ from support.sweeps import sweep_row, write_sweep
 
 from hies_export.errors import RequestError
 from hies_export.lab.sweep.charts import line_styles, sweep_frontier
-from hies_export.lab.sweep.figures import draw_sweep, head_maps
-from hies_export.lab.sweep.tables import render_markdown, sweep_tables
+from hies_export.lab.sweep.results import render_markdown, sweep_tables
+from hies_export.lab.sweep.svg import draw_sweep, head_maps
 from hies_export.report.figures import write_figures
 from hies_export.report.frontier import frontier
 

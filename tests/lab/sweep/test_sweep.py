@@ -27,8 +27,8 @@ from hies_export.lab.baselines.slicing import collect_bases, fine_tuned, sliced
 from hies_export.lab.sweep.choosing import weighted_area
 from hies_export.lab.sweep.grid import SweepGrid
 from hies_export.lab.sweep.journal import Journal
+from hies_export.lab.sweep.results import render_latex, render_markdown, sweep_tables, terminal_table
 from hies_export.lab.sweep.sweep import sweep
-from hies_export.lab.sweep.tables import render_latex, render_markdown, sweep_tables, terminal_table
 from hies_export.pipeline.choose import choose
 from hies_export.pipeline.resolve import resolve
 from hies_export.pipeline.run import evaluate_run

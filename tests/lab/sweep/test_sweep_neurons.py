@@ -20,8 +20,8 @@ from hies_export.lab.sweep.grid import COMPENSATIONS, SweepGrid, compensation_of
 from hies_export.lab.sweep.stopwatch import LatencyRequest
 from hies_export.lab.sweep.sweep import sweep
 from hies_export.pipeline.choose import choose
-from hies_export.pipeline.cut import cut_beside
 from hies_export.pipeline.resolve import resolve
+from hies_export.pipeline.stages import cut_beside
 from hies_export.progress import Silent
 
 pytestmark = pytest.mark.filterwarnings("ignore::hies_export.slim.refit.FewTokensWarning")

@@ -13,8 +13,8 @@ from support.reports import make_report
 from hies_export.calibrate.statistics import Calibration, Statistics
 from hies_export.lab.studies.explore import Exploration, lost_share, read_exploration
 from hies_export.lab.ui.app import draw, save
+from hies_export.select.plan import PruningPlan
 from hies_export.units.units import Kept
-from hies_export.values import PruningPlan
 
 HEADS = ("layer.0.attention", "layer.1.attention")
 BLOCKS = ("layer.0", "layer.1")

@@ -11,7 +11,7 @@ from support.sweeps import save_sweep_project
 from hies_export.cli.main import main
 from hies_export.lab.studies.explore import estimate, lost_share, read_exploration
 from hies_export.lab.ui.app import MEASURED, _trial_table, draw, save
-from hies_export.values import PruningPlan
+from hies_export.select.plan import PruningPlan
 
 pytestmark = pytest.mark.filterwarnings("ignore::hies_export.slim.refit.FewTokensWarning")
 

@@ -28,15 +28,16 @@ from ..progress import Progress
 from ..recipe.budget import Outcome
 from ..recipe.sections import CompensationSection
 from ..score.criteria import AUTO, Scores
+from ..select.plan import PruningPlan, dump_json
 from ..slim.check import compare_cut
 from ..slim.cut import prune_units
 from ..slim.refit import Compensation, LayerFit, compensate, refit
 from ..units.units import PrunableModule, Selection
-from ..values import PruningPlan, dump_json
 from .prepare import Prepared
 from .recipe import PruneSection
 
 logger = logging.getLogger(__name__)
+
 
 # Refits a model that was cut by a selection, in place.
 Refit = Callable[[PreTrainedModel, Selection], list[LayerFit]]

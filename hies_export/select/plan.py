@@ -1,7 +1,4 @@
-"""Define a plan: a selection of units with its provenance, saved as JSON, and what else writes JSON.
-
-`units.py` has the units that can be pruned, and those that a selection keeps.
-"""
+"""Define a plan: a selection of units with its provenance, saved as JSON, and what else writes JSON."""
 
 from __future__ import annotations
 
@@ -15,11 +12,11 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, FailFast, Field, FiniteFloat, model_validator
 from torch import Tensor
 
-from .errors import PlanError
-from .files import Rule, Schema, parse_json, read_json
-from .kinds import ATTENTION, MLP
-from .units.units import Kept, Selection, check_indices
-from .version import __version__
+from ..errors import PlanError
+from ..files import Rule, Schema, parse_json, read_json
+from ..kinds import ATTENTION, MLP
+from ..units.units import Kept, Selection, check_indices
+from ..version import __version__
 
 PLAN_FORMAT = 2
 

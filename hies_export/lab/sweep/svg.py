@@ -22,7 +22,7 @@ from ...score.criteria import score_units
 from ..baselines.names import OWN_SAMPLES
 from .charts import COLOURED, Axis, Style, draw_chart, line_styles, sweep_frontier
 from .page import Panel, alpha_panels, budget_panels, drawn_rows, panels, timed_panels
-from .tables import Row, budget_name, budget_of, budgets_of, line_name, of_first_size, share_text
+from .results import Row, budget_name, budget_of, budgets_of, line_name, of_first_size, share_text
 
 
 def draw_sweep(folder: Path) -> dict[str, str]:

@@ -18,7 +18,7 @@ from ...evaluate.metrics import higher_is_better
 from ...report.console import PlainTable
 from ...report.jinja import escape_markdown
 from ...report.schemas import REMOVES
-from ...values import dump_json
+from ...select.plan import dump_json
 from ..baselines.names import DIFFERENCES, OWN_SAMPLES
 
 Row = Mapping[str, Any]

@@ -15,7 +15,7 @@ from .console import print_table
 from .drawing import latency_scale
 from .jinja import render
 from .report import REPORT, Report
-from .rows import environment_table, latency_table
+from .tables import environment_table, latency_table
 from .text import environment_text, latency_text
 
 
