@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..calibrate import inputs
-from ..calibrate import weight_gradients as weights
 from ..data.batches import OWN_KEY, batches_fingerprint, size_of
 from ..errors import DataError, StepError, memory_failure
 from ..kinds import ATTENTION
@@ -24,6 +22,7 @@ from ..model.modes import frozen, intercept, output_alone
 from ..progress import SILENT, Progress
 from ..tasks import task_of
 from ..units.units import PrunableModule
+from . import inputs, weight_gradients
 from .entropy import Entropies
 from .gates import Gates
 from .passes import run_pass
@@ -106,7 +105,7 @@ def collect_statistics(
             not used (as in the last layer of LLaVA's tower) has an HIS of 0.
         needs: Statistics to collect beside "his", "fisher", "entropy" and "weight_l2", which are always collected:
             "activation_l2", "output_norm" and "obs" (see `inputs.InputSums`), "taylor" and "channel_taylor" (see
-            `weights.WeightGradients`).
+            `weight_gradients.WeightGradients`).
         progress: Shows the loop over the batches.
 
     Returns:
@@ -147,7 +146,7 @@ def _check_labels(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], 
     if not batches:
         raise DataError("calibration needs at least one sample, got none; raise calibration.samples")
     labelled = "labels" in batches[0] and OWN_KEY not in batches[0]
-    if not labelled and model.can_generate() and not set(weights.STATISTICS).isdisjoint(needs):
+    if not labelled and model.can_generate() and not set(weight_gradients.STATISTICS).isdisjoint(needs):
         raise DataError("this model needs labels to be scored by the gradients of its weights; set data.label")
     task_of(model, batches[0]).check_batches(batches)
     return labelled
@@ -173,8 +172,8 @@ class _Pass:
         attention = [module for module in modules if module.kind == ATTENTION]
         self._entropies = Entropies(model, attention)
         self._inputs = None if set(inputs.STATISTICS).isdisjoint(needs) else inputs.InputSums(model, modules, needs)
-        wanted = not set(weights.STATISTICS).isdisjoint(needs)
-        self._weights = weights.WeightGradients(model, modules) if wanted else None
+        wanted = not set(weight_gradients.STATISTICS).isdisjoint(needs)
+        self._weights = weight_gradients.WeightGradients(model, modules) if wanted else None
         # By what is added up, and by module, (units,): also the samples with attention rows, and batches with maps.
         self._sums = {name: _zeros(modules) for name in ("his", "fisher")}
         self._sums |= {name: _zeros(attention) for name in ("entropy", "rows", "maps")}
@@ -271,7 +270,7 @@ class _Pass:
         for name, added in found.inputs:
             assert self._inputs is not None
             self._inputs.add(name, added)
-        for layer, gradient in found.weights.items():
+        for layer, gradient in found.weight_gradients.items():
             assert self._weights is not None
             if gradient is not None:
                 self._weights.add(layer, gradient, found.factor)
@@ -289,7 +288,7 @@ class _Pass:
             "his": {name: total / samples for name, total in his.items()},
             "fisher": {name: total / samples for name, total in fisher.items()},
             **({"entropy": averages} if all(seen.all() for seen in maps.values()) else {}),
-            "weight_l2": {module.name: weights.weight_l2(self._model, module) for module in self._modules},
+            "weight_l2": {module.name: weight_gradients.weight_l2(self._model, module) for module in self._modules},
             **({} if self._inputs is None else self._inputs.values()),
             **({} if self._weights is None else self._weights.values()),
         }

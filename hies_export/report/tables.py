@@ -11,7 +11,7 @@ from ..evaluate.metrics import METRICS, title_of
 from ..forms.judged import FormTime, JudgedForm
 from ..forms.measure.counts import Both, LayerFlops
 from ..forms.measure.latency_rows import LatencyRow
-from ..report import text
+from . import text
 from .report import FirstMetric, Report
 from .text import FIRST_HIT, agreement, named_units, runtime_name, si
 

@@ -37,9 +37,8 @@ from ..kinds import ATTENTION
 from ..model.modes import threads_for
 from ..processes import mapped
 from ..progress import SILENT, Progress
-from ..score.criteria import Chain, Removal, Scores
 from ..units.units import PrunableModule
-from .criteria import COMPENSATED
+from .criteria import COMPENSATED, Chain, Removal, Scores
 from .merge import merged
 
 # Neurons are removed this share of a layer at a time.

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from ..score.criteria import Chain, Removal
+from .criteria import Chain, Removal
 
 
 class Edge(NamedTuple):
