@@ -270,7 +270,7 @@ class _Pass:
         for name, added in found.inputs:
             assert self._inputs is not None
             self._inputs.add(name, added)
-        for layer, gradient in found.weight_gradients.items():
+        for layer, gradient in found.weights.items():
             assert self._weights is not None
             if gradient is not None:
                 self._weights.add(layer, gradient, found.factor)
