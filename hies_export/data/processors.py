@@ -40,6 +40,8 @@ LOADERS: dict[tuple[bool, bool], tuple[Any, str]] = {
 }
 # Height and width of an image that shows in which size a processor gives images to a model.
 SQUARE = 224
+# No model has as many embeddings; the largest vocabularies have 262,144 tokens.
+MOST_TOKENS = 1 << 24
 REMEDY = "save the one the model was trained with into that folder with save_pretrained"
 
 
@@ -64,7 +66,11 @@ def load_processor(path: str | Path, *, task: Reads, revision: str | None = None
         words = set()
         if hasattr(tokenizer, "get_vocab"):
             special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
-            words = set(tokenizer.get_vocab().values()) - special
+            numbers = set(tokenizer.get_vocab().values())
+            if (largest := max(numbers, default=0)) >= MOST_TOKENS:
+                # tokenizers copies a vocabulary by looking up every number up to the largest one.
+                raise ValueError(f"it numbers a token {largest:,}")
+            words = numbers - special
     with refusing(f"{needs} that works, but the one of {path} does not", REMEDY, DataError):
         _try_out(loaded, task)
     if not task.text:

@@ -1,7 +1,9 @@
 """Checks and batches against values worked out by hand."""
 
 import io
+import json
 import logging
+from pathlib import Path
 from unittest.mock import Mock
 
 import datasets
@@ -12,7 +14,7 @@ import pytest
 import tokenizers
 import torch
 import transformers
-from support.models import word_tokenizer
+from support.models import save_text_model, word_tokenizer
 from support.reading import reading
 from transformers import (
     BertConfig,
@@ -539,3 +541,15 @@ def test_fingerprint_depends_on_the_values_alone():
     assert not same["a"].is_contiguous()
     again = {"a": tensor, "b": torch.tensor(1.0, dtype=torch.bfloat16)}
     assert batches_fingerprint([same]) == batches_fingerprint([again])
+
+
+def test_a_tokenizer_with_a_number_that_no_model_has_is_refused(tmp_path: Path) -> None:
+    # Copying it would look up a billion numbers.
+    save_text_model(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    content = json.loads(file.read_text())
+    word = next(iter(content["model"]["vocab"]))
+    content["model"]["vocab"][word] = 10**9
+    file.write_text(json.dumps(content))
+    with pytest.raises(DataError, match=r"a tokenizer, but .* it numbers a token 1,000,000,000"):
+        load_processor(tmp_path, task=TASKS["text-classification"])
