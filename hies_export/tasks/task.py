@@ -111,8 +111,8 @@ class Loss(NamedTuple):
 class Task(ABC):
     """A task, bound to a model's configuration: how rows are read, how units are scored, what is predicted and judged.
 
-    A task is a subclass with `register_task`. It must have `batches`, `name`, `auto_class`, `reads`, `needs`, `predicts`
-    and `metrics`. All else has a default, for one row of logits per sample, (samples, classes), of which the largest is
+    A task is a subclass with `register_task`. It must have `batches`, `name`, `auto_class`, `needs`, `predicts` and
+    `metrics`. All else has a default, for one row of logits per sample, (samples, classes), of which the largest is
     the answer. The class attributes are the facts that recipes are checked against, before torch is imported.
 
     Args:
