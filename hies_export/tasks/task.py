@@ -111,9 +111,9 @@ class Loss(NamedTuple):
 class Task(ABC):
     """A task, bound to a model's configuration: how rows are read, how units are scored, what is predicted and judged.
 
-    A task is a subclass with `register_task`. It must have `batches`, `name`, `auto_class`, `reads`, `needs`,
-    `predicts` and `metrics`. All else has a default, for one row of logits per sample, (samples, classes), of which the
-    largest is the answer. Recipes are checked against the class attributes, before torch is imported.
+    A task is a subclass with `register_task`. It must have `batches`, `name`, `auto_class`, `needs`, `predicts` and
+    `metrics`. All else has a default, for one row of logits per sample, (samples, classes), of which the largest is the
+    answer. Recipes are checked against the class attributes, before torch is imported.
 
     Args:
         config: The configuration of a model. Its labels, problem type, positions and vocabulary are read.

@@ -266,8 +266,7 @@ def test_auto_is_judged_on_rows_that_nothing_else_saw(done: Run, monkeypatch: py
     options = done.recipe.prune
     draws = draws_module.Draws.of(options, done.recipe.calibration)
     assert (draws.scoring, draws.held_out, draws.compensation, draws.apart) == (20, 90, 60, True)
-    reader = resolve_module._reader(done.recipe, resolve_module._Found.of(done.recipe), prepared.processor)
-    load = partial(reader.load, files=done.recipe.data.files)
+    load = partial(prepared.task.load, files=done.recipe.data.files)
     splits = resolve_module.splits_of(done.recipe)
     found = draws_module.draw(splits, load, options, draws)
     drawn = load("train", samples=150, shuffle_seed=0)
@@ -355,7 +354,8 @@ def test_the_most_that_a_metric_allows_of_both_kinds(folder: Path, monkeypatch: 
     least = 1 - sum(row[-2] for row in table.saved.values())  # a unit of each module stays
 
     def quality(selection: Selection) -> float:
-        return pearson(prepared, predict_pruned(prepared.model, selection, prepared.modules, prepared.rows.held_out))
+        found = predict_pruned(prepared.model, selection, prepared.modules, prepared.rows.held_out)
+        return pearson(prepared, found.values)
 
     selections = [
         select_units(scores, prepared.modules, table=table, ratio=1 - (1 - least) * step / 12 + 1e-9)
