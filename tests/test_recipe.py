@@ -49,7 +49,7 @@ def test_a_latency_budget_is_met_in_one_dtype() -> None:
     [
         ("prun", {}, "prun is not a field of the recipe; did you mean 'prune'"),
         ("prune.alhpa", 0.5, "prune.alhpa is not a field of the recipe; did you mean 'alpha'"),
-        ("data.zzz", 1, "data.zzz is not a field of the recipe; the fields here are name, files, text"),
+        ("data.zzz", 1, "data.zzz is not a field of the recipe; the fields here are text, image, prompt"),
         ("prune.budget.heads", 1.2, r"prune.budget.heads: sparsity must be in \(0, 1\), got 1.2"),
         ("prune.budget.heads", 0, r"sparsity must be in \(0, 1\), got 0"),
         ("prune.budget.heads", "half", "prune.budget.heads must be .* number.*, got 'half'"),

@@ -54,7 +54,7 @@ class Splits:
     @property
     def together(self) -> str | None:
         """The column of what rows have in common that are not divided: a query."""
-        return self.data.query or self.data.group
+        return self.data.together
 
     def until(self, rows: datasets.Dataset, end: int) -> int:
         """Return the first place from `end` on at which drawn rows can be divided."""

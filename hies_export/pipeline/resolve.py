@@ -44,7 +44,7 @@ from ..model.text_encoder import SentenceSettings, TextEncoder
 from ..recipe.sections import ExportSection
 from ..report.provenance import Request
 from ..slim.config import is_slim
-from ..tasks import TASKS, Columns, FeatureExtraction, Task, TextGeneration
+from ..tasks import TASKS, FeatureExtraction, Task, TextGeneration
 from .draw import Drawn, Draws, Promise, Splits, draw, evaluated, hold_out
 from .prepare import Judged, Prepared, Rows, check_apart, check_options, prepare
 from .recipe import PruneSection, PruningRecipe
@@ -393,9 +393,9 @@ class _Found:
 
 def _to_read(task: Task, recipe: PruningRecipe, found: _Found, processor: Any, metrics: Sequence[str] = ()) -> Task:
     """Return the task that reads the columns of a recipe, to be judged by these metrics."""
-    columns = Columns(**{name: getattr(recipe.data, name) for name in Columns.__dataclass_fields__})
+    columns = recipe.data
     if columns.max_length is None and found.pairs is not None:
-        columns = replace(columns, max_length=found.pairs.max_length)
+        columns = columns.model_copy(update={"max_length": found.pairs.max_length})
     if metrics and METRICS[metrics[0]].of == "choices" and isinstance(task, TextGeneration):
         task = task.of_choices()
     return task.to_read(columns, processor)

@@ -56,13 +56,10 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-class DataSection(Section):
-    """Where the rows are and which columns matter.
+class Columns(Section):
+    """Which columns of rows are read, and how.
 
     Attributes:
-        name: Hub data set, its configuration last ("nyu-mll/glue/sst2"); or
-        files: split -> file (jsonl, csv, tsv, parquet, txt, gzipped or not), image folder, or folder that
-            `save_to_disk` wrote.
         text: One or two text columns; one for text-generation.
         image: Image column.
         prompt: What to ask, with the columns it reads in braces: "Question: {question}"; instead of `text` in
@@ -86,8 +83,6 @@ class DataSection(Section):
             for as the tokenizer begins a text.
     """
 
-    name: str | None = None
-    files: dict[str, Path] | None = None
     text: tuple[str, ...] = ()
     image: str | None = None
     prompt: str | None = None
@@ -114,10 +109,28 @@ class DataSection(Section):
         return value
 
     @model_validator(mode="after")
-    def _blocks_begin(self) -> DataSection:
+    def _blocks_begin(self) -> Columns:
         if self.bos != "auto" and not self.packing:
             raise ValueError("bos is for packed blocks, but packing is false; leave bos out")
         return self
+
+    @property
+    def together(self) -> str | None:
+        """The column of what rows have in common that are drawn together: a query."""
+        return self.query or self.group
+
+
+class DataSection(Columns):
+    """Where the rows are and which columns matter.
+
+    Attributes:
+        name: Hub data set, its configuration last ("nyu-mll/glue/sst2"); or
+        files: split -> file (jsonl, csv, tsv, parquet, txt, gzipped or not), image folder, or folder that
+            `save_to_disk` wrote.
+    """
+
+    name: str | None = None
+    files: dict[str, Path] | None = None
 
     @model_validator(mode="after")
     def _one_source(self) -> DataSection:

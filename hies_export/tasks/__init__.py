@@ -1,7 +1,7 @@
 """The class that says what a task is: how rows are read for it, how units are scored by it, and what is predicted.
 
-- `task.py`: `Task`, bound to a model's configuration, with the defaults of a row of logits per sample; `Columns` that
-  it reads, and the `Predictions` that it compares.
+- `task.py`: `Task`, bound to a model's configuration, with the defaults of a row of logits per sample, and the
+  `Predictions` that it compares.
 - `classification.py` and the other files named as the Hub names a task: a class each. `labels.py` and `prompts.py`
   read what several of them need.
 - `registry.py`: all of them by their names, and the task of a model.
@@ -11,13 +11,14 @@ A recipe is checked against the tasks before torch is imported, which takes seco
 and what reads rows, by `late.py`.
 """
 
+from ..recipe.sections import Columns
 from .classification import ImageClassification, TextClassification
 from .feature_extraction import FeatureExtraction
 from .fill_mask import FillMask
 from .image_text_to_text import ImageTextToText
 from .question_answering import QuestionAnswering
 from .registry import TASKS, find_task, register_task, task_of
-from .task import COLUMNS, Columns, Loss, Predictions, Task, Use, batched
+from .task import COLUMNS, Loss, Predictions, Task, Use, batched
 from .text2text_generation import AutomaticSpeechRecognition, Text2TextGeneration
 from .text_generation import TextGeneration
 from .token_classification import TokenClassification

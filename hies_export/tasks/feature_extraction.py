@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from ..errors import DataError, quoted
+from ..recipe.sections import Columns
 from .late import data, torch
-from .task import Columns, Predictions, Task, Use, batched, random_projection
+from .task import Predictions, Task, Use, batched, random_projection
 
 if TYPE_CHECKING:
     import datasets

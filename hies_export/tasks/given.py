@@ -8,18 +8,20 @@ from typing import Any
 
 import datasets
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, PreTrainedModel, default_data_collator
 
 from ..data.batches import CHOICE_KEYS, GROUP_KEY, IGNORED, TEXT_KEYS, Batch, check_numbers, size_of
 from ..data.columns import STRINGS, holds_images
-from ..errors import DataError, RequestError, did_you_mean, listed, quoted, refusing
+from ..errors import DataError, RequestError, did_you_mean, first_line, listed, quoted, refusing
 from ..model.text_encoder import TextEncoder
 from ..model.tokens import finds_end_by_padding, is_token, numbers_by_padding
+from ..recipe.sections import Columns
 from .classification import CLASSIFIED
 from .labels import read_labels
-from .task import Columns, Task, Use
+from .task import Task, Use
 
 # Rows of a data set that go through the model at once.
 BATCH_SIZE = 16
@@ -173,12 +175,14 @@ def _of_rows(
         raise RequestError(
             f"{what} with the columns {listed(rows.column_names)} needs processor=, the model's tokenizer or processor"
         )
-    known = Columns.__dataclass_fields__
+    known = Columns.model_fields
     if unknown := [name for name in fields if name not in known]:
         raise RequestError(f"columns must be among {', '.join(known)}, got {listed(unknown)}")
-    if isinstance(text := fields.get("text", ()), str):
-        text = (text,)
-    task = task.to_read(Columns(**{**fields, "text": text}), processor)
+    try:
+        columns = Columns(**fields)
+    except ValidationError as error:
+        raise RequestError(f"columns must be names of columns, got {dict(fields)}: {first_line(error)}") from None
+    task = task.to_read(columns, processor)
     task.check_rows(rows)
     return task.read(task.draw(rows, in_order=True), size=BATCH_SIZE, use=use)
 

@@ -6,10 +6,11 @@ import copy
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from ..errors import DataError, NonFiniteError, did_you_mean, listed, quoted
+from ..recipe.sections import Columns
 from .late import data, torch
 
 if TYPE_CHECKING:
@@ -31,33 +32,6 @@ COLUMNS = ("text", "image", "prompt", "answer", "query", "document", "label", "g
 # What rows are read for: to score units by their labels, to refit without them, to judge predictions with all that
 # metrics compare, or to time rows in their own order.
 Use = Literal["score", "refit", "judge", "time"]
-
-
-@dataclass(frozen=True)
-class Columns:
-    """Which columns of the rows a task reads, and how, by the fields of a recipe's `data` section."""
-
-    text: tuple[str, ...] = ()
-    image: str | None = None
-    label: str | None = None
-    prompt: str | None = None
-    answer: str | None = None
-    query: str | None = None
-    document: str | None = None
-    group: str | None = None
-    # Tokens a text is cut to; None for as many as tokenizer and model take. Plain text to generate is cut into blocks
-    # of this length, by default 512 if the model takes as many. A prompt with an answer loses its first tokens, but
-    # none of the answer's; one with an image is refused if it is too long.
-    max_length: int | None = None
-    packing: bool = True  # whether plain text to generate is packed into blocks; otherwise every row is a sample
-    # Whether a block begins with the begin-of-text token, as one of its tokens; by default if the tokenizer begins a
-    # text with it.
-    bos: bool | Literal["auto"] = "auto"
-
-    @property
-    def together(self) -> str | None:
-        """The column of what rows have in common that are drawn together: a query."""
-        return self.query or self.group
 
 
 @dataclass(frozen=True)
@@ -271,7 +245,7 @@ class Task(ABC):
         """Turn samples into batches for `model(**batch)`, in their order, padded with the config's `pad_token_id`."""
         task = self
         if use == "refit" and not self.places_by_labels:
-            task = self._changed(columns=replace(self.columns, label=None))
+            task = self._changed(columns=self.columns.model_copy(update={"label": None}))
         return list(task.batches(samples, size, use)) if len(samples) else []
 
     @abstractmethod

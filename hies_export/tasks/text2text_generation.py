@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from ..errors import DataError, refusing
+from ..recipe.sections import Columns
 from .late import data, torch
-from .task import Columns
 from .text_generation import TextGeneration, check_token_labels
 
 if TYPE_CHECKING:

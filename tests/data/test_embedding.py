@@ -27,7 +27,7 @@ def tokenizer() -> Any:
 
 
 def reader(**options: Any) -> Task:
-    columns = Columns(**{key: options.pop(key) for key in list(options) if key in Columns.__dataclass_fields__})
+    columns = Columns(**{key: options.pop(key) for key in list(options) if key in Columns.model_fields})
     return FeatureExtraction(BertConfig(), settings=SentenceSettings((), **options)).to_read(columns, tokenizer())
 
 

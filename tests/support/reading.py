@@ -1,6 +1,5 @@
 """Tasks made of a name, a configuration, columns and a processor, and predictions made of numbers."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,7 @@ NOTHING = Columns()
 
 def reading(task: str, *, columns: Columns = NOTHING, config: Any, processor: Any = None, **fields: Any) -> Task:
     """Return a task bound to a configuration that reads these columns; `fields` are further ones of `Columns`."""
-    return TASKS[task](config).to_read(replace(columns, **fields), processor)
+    return TASKS[task](config).to_read(columns.model_copy(update=fields), processor)
 
 
 def classifying(kind: str = "classes", labels: int = 3, **options: Any) -> TextClassification:

@@ -47,7 +47,7 @@ print("torch" in sys.modules)
 
 
 def test_every_field_that_names_a_column_is_read_by_a_task() -> None:
-    assert set(COLUMNS) == set(Columns.__dataclass_fields__) - {"max_length", "packing", "bos"}
+    assert set(COLUMNS) == set(Columns.model_fields) - {"max_length", "packing", "bos"}
     assert set(COLUMNS) == {name for task in TASKS.values() for names in task.reads for name in names.split()}
 
 
