@@ -10,7 +10,7 @@ import numpy as np
 
 from hies_export.forms.compare import Step
 from hies_export.forms.form import Form
-from hies_export.forms.measure.latency import LatencyComparison
+from hies_export.forms.measure.ratios import LatencyComparison
 from hies_export.forms.runtimes.base import register_runtime
 from hies_export.forms.runtimes.openvino import OpenVinoRuntime
 from hies_export.forms.runtimes.ort import onnx_file

@@ -33,11 +33,11 @@ from hies_export.forms.compare import time_on
 from hies_export.forms.exports import Exporter, best_for
 from hies_export.forms.form import Forms
 from hies_export.forms.measure.counts import count_both_flops
-from hies_export.forms.measure.latency import compare_latency
 from hies_export.forms.measure.machine import machine_facts
+from hies_export.forms.measure.ratios import compare_latency
 from hies_export.forms.measure.timing import Timing
+from hies_export.forms.runtimes.available import check_runtime
 from hies_export.forms.runtimes.base import Runtime
-from hies_export.forms.runtimes.registry import check_runtime
 from hies_export.model.tokens import synthetic_batch
 from hies_export.recipe.sections import ExportSection
 from hies_export.report.comparison import Bench, print_bench

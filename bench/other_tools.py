@@ -29,7 +29,7 @@ from hies_export.forms.measure.machine import machine_facts
 from hies_export.forms.measure.timing import Timing
 from hies_export.forms.onnx.export import export_onnx
 from hies_export.forms.onnx.quantize import quantize_onnx
-from hies_export.forms.runtimes.registry import load_runtime
+from hies_export.forms.runtimes.available import load_runtime
 from hies_export.pipeline.draw import Draws
 from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.pipeline.resolve import Resolved, resolve

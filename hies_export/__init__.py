@@ -48,12 +48,12 @@ if TYPE_CHECKING:
     from .forms.generate import generate_text
     from .forms.gguf.export import export_gguf
     from .forms.measure.counts import count_flops, count_parameters
-    from .forms.measure.latency import compare_latency
+    from .forms.measure.ratios import compare_latency
     from .forms.onnx.export import export_onnx
     from .forms.onnx.generator import OnnxGenerator
     from .forms.onnx.quantize import quantize_onnx
     from .forms.openvino.export import quantize_openvino
-    from .forms.runtimes.registry import load_runtime
+    from .forms.runtimes.available import load_runtime
     from .pipeline.bench import bench
     from .pipeline.prune import PruneResult, prune
     from .pipeline.push import push_to_hub
@@ -112,7 +112,7 @@ _HOMES = {
     "bench": "pipeline.bench",
     "collect_statistics": "calibrate.statistics",
     "compare_cut": "slim.check",
-    "compare_latency": "forms.measure.latency",
+    "compare_latency": "forms.measure.ratios",
     "compensate": "slim.refit",
     "count_flops": "forms.measure.counts",
     "count_parameters": "forms.measure.counts",
@@ -125,7 +125,7 @@ _HOMES = {
     "flops_table": "forms.cost.flops",
     "generate_text": "forms.generate",
     "load": "checkpoint.load",
-    "load_runtime": "forms.runtimes.registry",
+    "load_runtime": "forms.runtimes.available",
     "masked_units": "slim.check",
     "parameters_table": "forms.cost.parameters",
     "prune": "pipeline.prune",

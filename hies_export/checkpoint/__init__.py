@@ -11,5 +11,5 @@ beside.py    the files beside the weights: fetched, copied and completed; the ca
 sentence.py  what a SentenceTransformer folder holds besides its encoder
 save.py      `save_slim`: slim model -> folder, loaded again in every way and compared; refits beside a plan
 apply.py     `apply_plan`: checkpoint, plan -> slim folder
-served.py    the settings of an export that sentence-transformers runs
+served_settings.py  the settings of an export that sentence-transformers runs
 """

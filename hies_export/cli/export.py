@@ -80,7 +80,7 @@ def _export_graph(options: Options) -> dict[str, Any]:
     from ..forms.exports import Exporter, export_options
     from ..forms.onnx.multimodal import image_text_batch, is_vision_language
     from ..forms.openvino.export import check_calibrated
-    from ..forms.served import export_served
+    from ..forms.served_export import export_served
     from ..model.tokens import synthetic_batch
 
     asked = export_options(options.format, options.provider or "cpu", options.dtype, options.quantize)

@@ -12,8 +12,8 @@ from torch import Tensor
 from ..progress import SILENT, Progress
 from .form import Form
 from .measure.counts import FlopCount, Shape
-from .measure.latency import LatencyComparison, compare_rounds
 from .measure.latency_rows import LatencyRow, with_contradictions
+from .measure.ratios import LatencyComparison, compare_rounds
 from .measure.timing import Phase, Rounds, Timing, balanced_order, time_rounds
 from .runtimes.base import RUNTIMES, Runtime
 

@@ -14,8 +14,8 @@ from .form import Form, Forms
 from .judged import FormTime, JudgedForm, deciding_step, ratios, relative_times
 from .measure.counts import Share
 from .onnx.quantize import check_quantizable
+from .runtimes.available import check_runtime
 from .runtimes.base import RUNTIMES
-from .runtimes.registry import check_runtime
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from ..tasks import Predictions, Task, task_of
 from .cascade.export import CascadeExport, CascadeOptions
 from .exports import Exported, Exporter, read_by
 from .onnx.export import OnnxExport
+from .runtimes.available import load_runtime
 from .runtimes.base import RUNTIMES, Runtime
-from .runtimes.registry import load_runtime
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ import torch
 from ..data.batches import Batch
 from ..progress import SILENT, Progress
 from .form import Form
-from .measure.latency import RowsTime
-from .measure.ratios import BOOTSTRAP_SAMPLES, Ratio
+from .measure.ratios import BOOTSTRAP_SAMPLES, Ratio, RowsTime
 from .measure.timing import balanced_order, collecting_paused
 from .runtimes.base import RUNTIMES, Runtime
 

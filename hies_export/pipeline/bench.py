@@ -25,10 +25,10 @@ from ..forms.measure.shapes import check_shapes, image_shape_at, model_shapes
 from ..forms.measure.timing import Timing
 from ..forms.on_rows import time_on_rows
 from ..forms.onnx.multimodal import is_vision_language
+from ..forms.runtimes.available import check_dtypes, check_runtime
 from ..forms.runtimes.base import RUNTIMES, Format
 from ..forms.runtimes.llamacpp import find_gguf
 from ..forms.runtimes.ort import ONNX_FILE, QUANTIZED_FILE, refuse_parts
-from ..forms.runtimes.registry import check_dtypes, check_runtime
 from ..model.internals import empty_model, never_asking
 from ..model.tokens import synthetic_batch
 from ..progress import SILENT, Progress

@@ -27,9 +27,9 @@ from ..forms.exports import Exported, Exporter, export_options
 from ..forms.measure.counts import Both, FlopCount, count_both_flops, count_parameters
 from ..forms.onnx.export import OnnxExport
 from ..forms.onnx.quantize import Quantize
+from ..forms.runtimes.available import check_dtypes, check_one_graph, check_runtime
 from ..forms.runtimes.base import Provider
-from ..forms.runtimes.registry import check_dtypes, check_one_graph, check_runtime
-from ..forms.served import export_served
+from ..forms.served_export import export_served
 from ..model.internals import uncompiled, without_compiler
 from ..model.modes import evaluating
 from ..model.text_encoder import TextEncoder

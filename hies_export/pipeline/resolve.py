@@ -37,8 +37,8 @@ from ..forms.cascade.threshold import check_rows
 from ..forms.measure.timing import Timing
 from ..forms.measured import MeasureOptions
 from ..forms.on_rows import ROWS
+from ..forms.runtimes.available import RUNTIMES, check_dtypes, check_one_graph, check_runtime
 from ..forms.runtimes.base import GPU_HALF_STEP
-from ..forms.runtimes.registry import RUNTIMES, check_dtypes, check_one_graph, check_runtime
 from ..kinds import MLP
 from ..model.text_encoder import SentenceSettings, TextEncoder
 from ..recipe.sections import ExportSection

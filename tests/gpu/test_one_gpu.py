@@ -20,7 +20,7 @@ from hies_export import CRITERIA, load, load_runtime, prune, prune_units, score_
 from hies_export.calibrate.statistics import collect_statistics
 from hies_export.errors import DataError, RequestError
 from hies_export.evaluate.predict import predict
-from hies_export.forms.measure.latency import compare_latency
+from hies_export.forms.measure.ratios import compare_latency
 from hies_export.model.copies import convert, parameter_bytes
 from hies_export.score.criteria import needs_of
 from hies_export.slim.check import compare_cut, first_output

@@ -24,10 +24,9 @@ from hies_export.forms.compare import time_on
 from hies_export.forms.form import Form
 from hies_export.forms.measure import counts, machine, timing
 from hies_export.forms.measure.counts import FlopCount, count_flops, count_parameters
-from hies_export.forms.measure.latency import compare_latency
 from hies_export.forms.measure.latency_rows import LatencyRow
 from hies_export.forms.measure.machine import gpu_facts, machine_facts
-from hies_export.forms.measure.ratios import is_noisy, paired_ratio, realised_share
+from hies_export.forms.measure.ratios import compare_latency, is_noisy, paired_ratio, realised_share
 from hies_export.forms.measure.timing import Timing, balanced_order
 from hies_export.forms.runtimes import base as runtime
 from hies_export.forms.runtimes.base import RUNTIMES, Runtime

@@ -10,8 +10,8 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from hies_export.forms.runtimes.available import load_runtime
 from hies_export.forms.runtimes.bits import quantize_graph
-from hies_export.forms.runtimes.registry import load_runtime
 
 WIDTH, HIDDEN, VOCABULARY = 128, 160, 200
 RNG = np.random.default_rng(0)

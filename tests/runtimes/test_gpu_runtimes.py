@@ -13,9 +13,9 @@ from support.models import bert, causal_lm, image_batch, text_batch, vit
 from hies_export import MissingRuntimeError, export_onnx, load_runtime
 from hies_export.forms.onnx import parity
 from hies_export.forms.runtimes import ort_gpu as gpu_runtimes
+from hies_export.forms.runtimes.available import check_runtime
 from hies_export.forms.runtimes.ort import OnnxRuntime
 from hies_export.forms.runtimes.ort_gpu import CudaOnnxRuntime
-from hies_export.forms.runtimes.registry import check_runtime
 
 
 class OnTheCpu(CudaOnnxRuntime):

@@ -19,8 +19,8 @@ from ...tasks.classification import Classification
 from ...tasks.registry import task_by_class, task_of
 from ..onnx.export import export_onnx
 from ..onnx.quantize import Quantize, check_quantizable
+from ..runtimes.available import load_runtime
 from ..runtimes.base import Runtime
-from ..runtimes.registry import load_runtime
 from .export import CascadeExport, CascadeOptions, export_cascade
 from .threshold import Promise, check_disagreement, check_rows, choose_threshold, margins
 

@@ -18,9 +18,9 @@ from ...evaluate.interval import CONFIDENCE, upper_rate
 from ...evaluate.predict import logits_by
 from ..onnx.export import OnnxExport, copy_beside, save_program
 from ..onnx.quantize import Quantize
+from ..runtimes.available import load_runtime
 from ..runtimes.bits import quantize_graph
 from ..runtimes.ort import ONNX_FILE
-from ..runtimes.registry import load_runtime
 from .join import join_graphs
 from .threshold import Promise, choose_threshold, margins
 

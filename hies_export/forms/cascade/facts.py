@@ -9,7 +9,7 @@ from ...data.batches import Batch
 from ...evaluate.interval import CONFIDENCE
 from ..measure.counts import Both, Count, Share, Size
 from ..measure.record import Record
-from ..runtimes.registry import load_runtime
+from ..runtimes.available import load_runtime
 from .export import CascadeExport, CascadeOptions
 from .join import PASSED_ON
 

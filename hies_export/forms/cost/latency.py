@@ -29,9 +29,8 @@ from ..compare import compare_two
 from ..exports import Exporter, read_by
 from ..form import Forms
 from ..measure.counts import Shape
-from ..measure.latency import LatencyComparison
 from ..measure.machine import machine_facts
-from ..measure.ratios import is_noisy
+from ..measure.ratios import LatencyComparison, is_noisy
 from ..measure.timing import Timing
 from ..runtimes.base import GPU_WIDTH_STEP, RUNTIMES
 from .flops import cut_bundles, flops_table

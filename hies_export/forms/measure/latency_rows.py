@@ -9,8 +9,7 @@ from typing import ClassVar
 from pydantic import ConfigDict
 
 from .counts import Both, FlopCount, Ratio, Shape, Size
-from .latency import LatencyComparison, RowsTime
-from .ratios import WIDEST_CONTROL, realised_share
+from .ratios import WIDEST_CONTROL, LatencyComparison, RowsTime, realised_share
 from .record import Record
 from .timing import Phase
 

@@ -12,7 +12,7 @@ In the order of reading:
 - `ort_gpu.py`: `onnxruntime-cuda`.
 - `openvino.py`: `openvino`.
 - `llamacpp.py`: `llamacpp`, with `llamacpp.mjs`, which runs the model in Node and times it there.
-- `registry.py`: import these modules, which registers them; `load_runtime`.
+- `available.py`: import these modules, which registers them; `load_runtime`.
 
 To add a runtime, write one module and name it in one line:
 
@@ -20,7 +20,7 @@ To add a runtime, write one module and name it in one line:
    `provider`, `dtype`, `prepare`, `run` and `fetch`; for decoders also `decodes` and `prepare_step`; for a device with
    its own clock also `time_ns`. A runtime of ONNX Runtime should subclass `OnnxRuntime`; another one that reads ONNX
    graphs should subclass `GraphRuntime`, as `openvino.py` does.
-2. The module's name in the import of `registry.py`.
+2. The module's name in the import of `available.py`.
 
 Recipes, `bench`, latency budgets and the report then accept it, and a test compares every registered runtime with
 torch. If it needs a package, add an extra to pyproject.toml, name the extra in `require`, and list the package in

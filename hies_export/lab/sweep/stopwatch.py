@@ -19,7 +19,7 @@ from ...forms.exports import require_exporters
 from ...forms.form import Form, Forms
 from ...forms.measure.shapes import model_shapes
 from ...forms.measure.timing import Timing
-from ...forms.runtimes.registry import RUNTIMES, check_one_graph, check_runtime, check_task
+from ...forms.runtimes.available import RUNTIMES, check_one_graph, check_runtime, check_task
 from ...model.tokens import longest_sequence, synthetic_batch
 from ...progress import Progress
 from ...tasks import Task

@@ -10,10 +10,9 @@ from transformers import PreTrainedModel
 
 from ...errors import RecipeError, RequestError, did_you_mean
 from ...tasks import Task
+from .base import RUNTIMES, Runtime
 
 # Imported because their decorators register the runtimes.
-from . import llamacpp, openvino, ort, ort_gpu, pytorch  # noqa: F401
-from .base import RUNTIMES, Runtime
 
 
 def check_runtime(name: str, *, task: type[Task] | None = None) -> None:
