@@ -8,7 +8,7 @@ In the order of reading:
 - `counts.py`: parameters, FLOPs (total and per layer) and bytes of the key/value cache.
 - `shapes.py`: the shapes to measure a model at, and whether it runs there.
 - `timing.py`: run dense, slim and control in turns, and check that they are comparable. Returns times in ms.
-- `ratios.py`: `compare_latency` of two loaded models: the median of paired ratios, its bootstrap interval, and the limit
+- `ratios.py`: `compare_latency` of two loaded models: the median of paired ratios, its interval, and the limit
   beyond which a control is noisy.
 - `latency_rows.py`: `LatencyRow`, a comparison as a row of report.json, and which rows contradict others.
 - `record.py`: dataclasses that read like that file.
