@@ -37,6 +37,7 @@ from hies_export.pipeline.propose import propose_recipe
 from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.pipeline.resolve import resolve
 from hies_export.pipeline.search import Trial
+from hies_export.recipe.budget import Found
 from hies_export.report.report import Report
 from hies_export.tasks import COLUMNS
 
@@ -152,9 +153,10 @@ def test_a_form_that_cannot_become_the_fastest_is_searched_no_further(
 ) -> None:
     """Every cut breaks the promise in the slower form, whose dense model takes twice the time."""
 
-    def judge(trial: Trial) -> tuple[float, float]:
+    def judge(trial: Trial) -> Found:
         judged.append(trial.runtime)
-        return (1.0, 1.0) if trial.guess or trial.runtime == "onnxruntime-cpu" else (0.0, 0.0)
+        kept = 1.0 if trial.guess or trial.runtime == "onnxruntime-cpu" else 0.0
+        return Found(kept, kept)
 
     def slowed(*given: Any) -> DenseForms:
         found = try_dense(*given)

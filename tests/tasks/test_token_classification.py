@@ -410,14 +410,13 @@ def test_a_promise_is_over_sentences_or_entities(over: str, tmp_path: Path) -> N
     recipe = save_tagger(tmp_path, prune={**MODULES, "budget": {"keep": keep}}, held_out=held_out)
     assert hies("run", recipe) == 0
     report = Report.from_file(tmp_path / "out")
-    budget: Any = report.details.budget
-    assert (budget.word, budget.metric) == ("sentence", keep.get("metric"))
+    outcome: Any = report.details.outcome
+    assert (outcome.word, outcome.budget.metric) == ("sentence", keep.get("metric"))
     text = (tmp_path / "out" / "report.md").read_text()
     assert f"Budget: 50 % of the {over}, promised on " in text
     assert f"; promised 50 % of the {over}; kept " in text.split("\n\n")[1]
-    judged = {row["kept"] for row in budget.judged}
-    assert budget.slim in judged
-    assert budget.slim_end >= 0.5
+    assert outcome.found.value in {row["kept"] for row in outcome.judged}
+    assert outcome.found.bound >= 0.5
 
 
 OWN_FIRST = ["own_entity_f1", "entity_f1", "word_accuracy"]
