@@ -92,8 +92,8 @@ SMALL_FLOPS = 2e9
 # Side of a patch in pixels, if the config does not give one number.
 _PATCH = 16
 # Variables by which the number of threads is chosen; torchrun sets the first one.
-_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-_AT_START = torch.get_num_threads()
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+_THREADS_AT_START = torch.get_num_threads()
 
 
 @contextmanager
@@ -123,7 +123,7 @@ def threads_for(model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> Abstr
 
 def chosen_by_hand() -> bool:
     """Return whether the environment sets the number of threads, or it was set after this module was imported."""
-    return any(os.environ.get(name) for name in _VARIABLES) or torch.get_num_threads() != _AT_START
+    return any(os.environ.get(name) for name in _THREAD_VARIABLES) or torch.get_num_threads() != _THREADS_AT_START
 
 
 def threads_of_small_work() -> int:
@@ -134,11 +134,11 @@ def threads_of_small_work() -> int:
 def mean_flops(model: Any, batches: Sequence[Mapping[str, Any]]) -> float:
     """Estimate the FLOPs of the forward pass over a batch: two for each weight of a linear layer and each token."""
     layers: list[Any] = [layer for layer in model.modules() if is_linear(layer)]
-    tokens = sum(_tokens(model, batch) for batch in batches)
+    tokens = sum(_tokens_in(model, batch) for batch in batches)
     return 2 * sum(layer.weight.numel() for layer in layers) * tokens / len(batches)
 
 
-def _tokens(model: Any, batch: Mapping[str, Any]) -> float:
+def _tokens_in(model: Any, batch: Mapping[str, Any]) -> float:
     """Return about how many tokens or patches a batch has; infinite for inputs that are neither text nor images."""
     if "input_ids" in batch:
         return float(batch["input_ids"].numel())

@@ -300,7 +300,9 @@ def hold_out(splits: Splits, promise: Promise | None, load: Callable[..., datase
     if whole_split(split) == whole_split(scored):
         return splits
     if evaluation.rows == "first":
-        _warn(promise, splits, f"evaluation.rows: first leaves no rows of {split!r} to draw", "leave it out")
+        _warn_of_no_promise(
+            promise, splits, f"evaluation.rows: first leaves no rows of {split!r} to draw", "leave it out"
+        )
         return splits
     loaded = load(split, samples=1 if together is None else None)
     rows = total = taken_from(loaded)
@@ -315,7 +317,9 @@ def hold_out(splits: Splits, promise: Promise | None, load: Callable[..., datase
     if not count:
         enough = math.ceil(4 * promise.sizes[-1] / 3)
         why = f"the split {split!r} has {rows:,} rows, too few to promise {promise.words} on some and to judge it on "
-        _warn(promise, splits, f"{why}the others, which takes {enough:,}", "evaluate on more rows, ask for less")
+        _warn_of_no_promise(
+            promise, splits, f"{why}the others, which takes {enough:,}", "evaluate on more rows, ask for less"
+        )
         return splits
     if promise.limited and count < promise.most:
         logger.warning(
@@ -330,7 +334,7 @@ def hold_out(splits: Splits, promise: Promise | None, load: Callable[..., datase
     return replace(splits, evaluation=evaluation, held_out=HeldOutSection(split=split, samples=count))
 
 
-def _warn(promise: Promise, splits: Splits, why: str, remedy: str) -> None:
+def _warn_of_no_promise(promise: Promise, splits: Splits, why: str, remedy: str) -> None:
     """Warn that a promise is made on rows of the split that units are scored on."""
     logger.warning(
         "%s: %s is promised on further rows of %r, and if the model was trained on these, it keeps less of new ones; "

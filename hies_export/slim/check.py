@@ -58,10 +58,10 @@ def masked_units(
 
 # Weights that differ by this share of their norm are different weights. Rounding to bfloat16 moves a number of a
 # fingerprint by 0.001 of the norm (one standard deviation); between two fine-tunings of one model it moves by 0.04.
-TOLERANCE = 0.006
+FINGERPRINT_TOLERANCE = 0.006
 
 # Signs repeat after this many elements.
-PERIOD = 1 << 20
+SIGN_PERIOD = 1 << 20
 # Odd 64-bit numbers, written as signed ones.
 _FACTORS = (-0x61C8864680B583EB, -0x3D4D51C2D82B14B1)
 _MIX = -0x40A7B892E31B1A47
@@ -81,7 +81,7 @@ def fingerprint_of(tensor: Tensor) -> tuple[float, ...]:
     large a share of the norm as the weights do (random projections, Johnson and Lindenstrauss 1984).
     """
     squares, sums = 0.0, torch.zeros(len(_FACTORS), dtype=torch.float64)
-    for part in tensor.flatten().split(PERIOD):
+    for part in tensor.flatten().split(SIGN_PERIOD):
         numbers = part.double()
         squares += numbers.square().sum().item()
         sums += (_signs(numbers.device)[:, : len(numbers)] @ numbers).cpu()
@@ -90,8 +90,8 @@ def fingerprint_of(tensor: Tensor) -> tuple[float, ...]:
 
 @cache
 def _signs(device: torch.device) -> Tensor:
-    """Return two fixed patterns of signs, (2, PERIOD); torch's own generators may change between versions."""
-    hashed = torch.arange(PERIOD, device=device) * torch.tensor(_FACTORS, device=device)[:, None]
+    """Return two fixed patterns of signs, (2, SIGN_PERIOD); torch's own generators may change between versions."""
+    hashed = torch.arange(SIGN_PERIOD, device=device) * torch.tensor(_FACTORS, device=device)[:, None]
     hashed = (hashed ^ (hashed >> 29)) * _MIX
     return torch.where(hashed < 0, -1.0, 1.0).double()
 
@@ -101,8 +101,8 @@ def check_weights(made_for: Mapping[str, Sequence[float]], found: Mapping[str, S
     lacking = next((name for name in made_for if name not in found), None)
     if lacking is not None:
         raise PlanError(f"a plan must be for the weights it is applied to, but this model has no {lacking}; {_ADVICE}")
-    apart = {name: _apart(made, found[name]) for name, made in made_for.items()}
-    others = [name for name in made_for if not apart[name] <= TOLERANCE]  # NaN too
+    apart = {name: _distance(made, found[name]) for name, made in made_for.items()}
+    others = [name for name in made_for if not apart[name] <= FINGERPRINT_TOLERANCE]  # NaN too
     if others:
         name = max(others, key=lambda name: apart[name])
         raise PlanError(
@@ -111,7 +111,7 @@ def check_weights(made_for: Mapping[str, Sequence[float]], found: Mapping[str, S
         )
 
 
-def _apart(made: Sequence[float], here: Sequence[float]) -> float:
+def _distance(made: Sequence[float], here: Sequence[float]) -> float:
     """Return the distance of two fingerprints, as a share of the norm."""
     return max(abs(one - other) for one, other in zip(made, here, strict=True)) / max(made[0], 1e-30)
 
@@ -140,8 +140,8 @@ def check_selection(selection: Selection, modules: Sequence[PrunableModule]) -> 
         kept = selection[module.name]
         if (kept.total, kept.groups, kept.kind) != (module.units, module.groups, module.kind):
             raise PlanError(
-                f"the plan is for {_counts(kept.kind, kept.total, kept.groups)} in {module.name}, but the model has "
-                f"{_counts(module.kind, module.units, module.groups)}; make a plan for this model"
+                f"the plan is for {_in_words(kept.kind, kept.total, kept.groups)} in {module.name}, but the model has "
+                f"{_in_words(module.kind, module.units, module.groups)}; make a plan for this model"
             )
         _check_units(kept.units, module)
 
@@ -163,7 +163,7 @@ def _check_units(units: Sequence[int], module: PrunableModule) -> None:
         )
 
 
-def _counts(kind: str, units: int, groups: int) -> str:
+def _in_words(kind: str, units: int, groups: int) -> str:
     return f"{units} query and {groups} key/value heads" if kind == ATTENTION else f"{units} {UNIT_NAMES[kind]}s"
 
 

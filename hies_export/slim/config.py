@@ -39,7 +39,7 @@ class Sibling:
     """A family that computes what another one does, if the fields that the other lacks have these values."""
 
     model_type: str
-    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 # tests/slim/test_siblings.py runs every pair on the same weights.
@@ -49,6 +49,18 @@ SIBLINGS: dict[str, tuple[Sibling, ...]] = {
 }
 # Keys of a config that say what it is, not what it computes.
 _IDENTITY = ("model_type", "architectures", "transformers_version")
+# What configs call the number of neurons.
+_NEURONS = ("intermediate_size", "ffn_dim", "hidden_dim")
+# A field below this may be a ratio of the number of neurons to the width of the model.
+_LARGEST_RATIO = 64
+# Different numbers of neurons that are tried for one field, such as those of an encoder and of a decoder.
+_MOST_COUNTS = 4
+
+PerLayer = dict[str, dict[str, int]]
+"""Index of a layer -> field of the config -> its value in that layer."""
+
+Settings = dict[int, dict[str, Any]]
+"""Position of a config in `configs_in` -> its new fields."""
 
 
 def as_sibling(
@@ -62,7 +74,7 @@ def as_sibling(
     own = configs_in(model.config)
     for position, fields in settings.items():
         for sibling in SIBLINGS.get(own[position].model_type, ()):
-            config = _config(own[position], fields, sibling)
+            config = _sibling_config(own[position], fields, sibling)
             twin = None if config is None else _empty_twin(model, config, position, settings)
             if twin is not None and tensor_shapes(twin) == shapes:
                 return _with_weights(twin, model)
@@ -131,7 +143,7 @@ def tensor_shapes(model: nn.Module) -> dict[str, Any]:
     return {n: t.shape for n, t in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
 
 
-def _config(config: PreTrainedConfig, settings: Mapping[str, Any], sibling: Sibling) -> PreTrainedConfig | None:
+def _sibling_config(config: PreTrainedConfig, settings: Mapping[str, Any], sibling: Sibling) -> PreTrainedConfig | None:
     """Return the sibling's config with the same meaning, or None if it lacks a field that is in use, or refuses one."""
     target = CONFIG_MAPPING[sibling.model_type]
     known = {field.name for field in dataclasses.fields(target)}
@@ -180,13 +192,6 @@ def _with_weights(twin: PreTrainedModel, model: PreTrainedModel) -> PreTrainedMo
     return twin.train(model.training)
 
 
-PerLayer = dict[str, dict[str, int]]
-"""Index of a layer -> field of the config -> its value in that layer."""
-
-# What configs call the number of neurons.
-_NEURONS = ("intermediate_size", "ffn_dim", "hidden_dim")
-
-
 def per_layer_config(
     model: PreTrainedModel, selection: Selection, modules: Sequence[PrunableModule]
 ) -> PerLayer | None:
@@ -206,7 +211,7 @@ def per_layer_config(
         own = getattr(model.get_submodule(module.name), "config", model.config)
         if len(layer) != 1 or own is not model.config or (layer[0], module.kind) in seen:
             return None
-        fields = _fields(model.config, layer[0], module, selection)
+        fields = _layer_fields(model.config, layer[0], module, selection)
         if fields is None:
             return None
         seen.add((layer[0], module.kind))
@@ -223,16 +228,16 @@ def set_layers(config: PreTrainedConfig, layers: PerLayer | None) -> None:
     """
     if layers:
         trial = copy.deepcopy(config)
-        _say(trial, layers)
+        _write_layers(trial, layers)
         try:
             with layers_unwarned():
                 type(config).from_dict(trial.to_dict())
         except Exception:  # whatever a config's own code raises on layers that differ
             layers = None
-    _say(config, layers)
+    _write_layers(config, layers)
 
 
-def _say(config: Any, layers: PerLayer | None) -> None:
+def _write_layers(config: Any, layers: PerLayer | None) -> None:
     if layers and any("num_attention_heads" in fields for fields in layers.values()):
         config.head_dim = head_width(config)
     describe_layers(config, layers)
@@ -246,7 +251,7 @@ def head_width(config: PreTrainedConfig) -> int | None:
     return width if type(width) is int else None
 
 
-def _fields(config: Any, layer: str, module: PrunableModule, selection: Selection) -> dict[str, int] | None:
+def _layer_fields(config: Any, layer: str, module: PrunableModule, selection: Selection) -> dict[str, int] | None:
     """Return the fields that describe what a module of a layer keeps, or None if the config lacks one of them."""
     kept = selection[module.name]
     if not kept.units:  # the schema's `skip` names classes of layers, and no family reads it yet
@@ -301,9 +306,8 @@ class Shapes:
     linear: dict[str, list[int]] = field(default_factory=dict)  # layer -> [out_features, in_features]
     parameters: dict[str, list[int]] = field(default_factory=dict)  # outside of linear layers
     attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
-    narrowed: dict[str, dict[str, list[Any]]] = field(
-        default_factory=dict
-    )  # module -> argument -> which heads it takes
+    # Module -> argument -> which heads it takes.
+    narrowed: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
     skipped: dict[str, dict[str, Any]] = field(default_factory=dict)  # attention without heads -> how it is skipped
 
     def __bool__(self) -> bool:
@@ -357,15 +361,6 @@ def _auto_map(stock: type, model: PreTrainedModel) -> dict[str, str]:
     return {auto_class: f"{module}.{name}" for auto_class, name in names.items()}
 
 
-Settings = dict[int, dict[str, Any]]
-"""Position of a config in `configs_in` -> its new fields."""
-
-# A field below this may be a ratio of the number of neurons to the width of the model.
-_LARGEST_RATIO = 64
-# Different numbers of neurons that are tried for one field, such as those of an encoder and of a decoder.
-_MOST_COUNTS = 4
-
-
 def plain_model(
     model: PreTrainedModel, selection: Selection, modules: Sequence[PrunableModule]
 ) -> PreTrainedModel | None:
@@ -387,7 +382,7 @@ def plain_model(
         if found is None:
             return None
         settings = {key: settings.get(key, {}) | found.get(key, {}) for key in (*settings, *found)}
-    stock, shapes = _stock(model, settings), tensor_shapes(model)
+    stock, shapes = _stock_model(model, settings), tensor_shapes(model)
     if stock is None:
         return as_sibling(model, settings, shapes)
     if tensor_shapes(stock) != shapes:
@@ -436,7 +431,7 @@ class _NeuronFields:
 
     def settings(self) -> Settings | None:
         """Return fields that give every module the number of neurons that stay, or None if there are none."""
-        dense = _stock(self._model, {})
+        dense = _stock_model(self._model, {})
         if dense is None:
             return None
         shapes = tensor_shapes(dense)
@@ -461,7 +456,7 @@ class _NeuronFields:
 
     def _governed(self, position: int, name: str, value: Any, dense: Mapping[str, torch.Size]) -> dict[str, int]:
         """Return module -> its neurons with another value of a field; empty if that changes other shapes too."""
-        stock = _stock(self._model, {position: {name: value}})
+        stock = _stock_model(self._model, {position: {name: value}})
         if stock is None:
             return {}
         shapes = tensor_shapes(stock)
@@ -497,7 +492,7 @@ class _NeuronFields:
                 yield position, known.name, [stays for _, stays in counts]
 
 
-def _stock(model: PreTrainedModel, settings: Settings) -> PreTrainedModel | None:
+def _stock_model(model: PreTrainedModel, settings: Settings) -> PreTrainedModel | None:
     """Return the stock model, on the meta device, of a model's config with other fields; None if there is none."""
     try:
         candidate = changed_config(model.config, settings)

@@ -143,15 +143,17 @@ def how_to_skip(model: PreTrainedModel, modules: Sequence[PrunableModule]) -> di
     if isinstance(model, TextEncoder):
         return how_to_skip(model.auto_model, [module.below(model.base_model_prefix) for module in attention])
     if model.config.is_encoder_decoder:
-        raise _refusal(attention[0], "is part of an encoder-decoder")
+        raise _cannot_skip(attention[0], "is part of an encoder-decoder")
     batch = sample_batch(model, sequence=4)
     try:
-        return _seen(share_weights(model, device="meta"), attention, {k: v.to("meta") for k, v in batch.items()})
+        return _inputs_and_outputs(
+            share_weights(model, device="meta"), attention, {k: v.to("meta") for k, v in batch.items()}
+        )
     except (RuntimeError, NotImplementedError):  # the forward depends on the values of its inputs
-        return _seen(share_weights(model), attention, {k: v.to(model.device) for k, v in batch.items()})
+        return _inputs_and_outputs(share_weights(model), attention, {k: v.to(model.device) for k, v in batch.items()})
 
 
-def _seen(
+def _inputs_and_outputs(
     model: PreTrainedModel, modules: Sequence[PrunableModule], batch: Mapping[str, Tensor]
 ) -> dict[str, dict[str, Any]]:
     """Run a copy of the model, and return how each module is skipped."""
@@ -167,24 +169,26 @@ def _seen(
             model.get_submodule(layer).register_forward_hook(hook, with_kwargs=True)
     with output_alone(model.eval()), torch.no_grad():
         model(**batch)
-    return {module.name: _how(module, *found[module.name], *read[module.name]) for module in modules}
+    return {module.name: _way_to_skip(module, *found[module.name], *read[module.name]) for module in modules}
 
 
-def _how(module: PrunableModule, given: Tensor, returned: Any, read: Tensor, computed: Tensor) -> dict[str, Any]:
+def _way_to_skip(
+    module: PrunableModule, given: Tensor, returned: Any, read: Tensor, computed: Tensor
+) -> dict[str, Any]:
     """Return how one module is skipped, from its input and output, and those of its consumer."""
     inside = module.consumer.startswith(f"{module.name}.")
     outputs = returned if isinstance(returned, tuple) else (returned,)
     if len(outputs) > _MOST_OUTPUTS:
-        raise _refusal(module, f"returns {len(outputs)} values")
+        raise _cannot_skip(module, f"returns {len(outputs)} values")
     if inside and not outputs[0].is_set_to(computed):
-        raise _refusal(module, f"computes more after {module.consumer}")
+        raise _cannot_skip(module, f"computes more after {module.consumer}")
     if given.shape[:-1] != read.shape[:-1]:
-        raise _refusal(module, f"gives {module.consumer} other rows than it takes")
+        raise _cannot_skip(module, f"gives {module.consumer} other rows than it takes")
     consumer = module.consumer.removeprefix(f"{module.name}.") if inside else ""
     return {"outputs": len(outputs) if isinstance(returned, tuple) else 0, "consumer": consumer}
 
 
-def _refusal(module: PrunableModule, reason: str) -> UnsupportedModelError:
+def _cannot_skip(module: PrunableModule, reason: str) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"attention can lose all its heads where its output is that of its consumer, but {module.name} {reason}; set "
         "min_heads to at least 1"

@@ -227,8 +227,8 @@ def _describe(found: FoundAttention, label: str) -> PrunableModule:
         raise refuse(f"{heads} query, {key_value_heads} key and {found.value.shape[1]} value heads do not match")
     if found.head_bias:
         raise NotOnInterfaceError(str(refuse("every head has an attention bias of its own")))
-    owned = _features(found, refuse)
-    parameters = _parameters(found, refuse)
+    owned = _features_by_head(found, refuse)
+    parameters = _parameter_slices(found, refuse)
     _add_gates(owned, found, refuse)
     return PrunableModule(
         name=found.name,
@@ -250,7 +250,7 @@ def _describe(found: FoundAttention, label: str) -> PrunableModule:
     )
 
 
-def _features(found: FoundAttention, refuse: Refusal) -> _Owned:
+def _features_by_head(found: FoundAttention, refuse: Refusal) -> _Owned:
     """Return which features of the layers in front of the attention belong to which query or key/value head."""
     owned: _Owned = {}
     heads, key_value_heads = found.query.shape[1], found.key.shape[1]
@@ -277,7 +277,7 @@ def _by_head(head_of: Tensor, heads: int) -> list[list[int]]:
     return [(head_of == head).nonzero().flatten().tolist() for head in range(heads)]
 
 
-def _parameters(found: FoundAttention, refuse: Refusal) -> list[Slice]:
+def _parameter_slices(found: FoundAttention, refuse: Refusal) -> list[Slice]:
     """Return the rows of parameters outside of linear layers that belong to single heads."""
     slices = []
     for parameter, (per_group, head_of) in found.per_head.items():

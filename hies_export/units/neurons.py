@@ -71,7 +71,7 @@ def found_blocks(
     Near misses are only reported in layers that have no block.
     """
     reasons: dict[str, str] = {}
-    blocks = _named(model, _blocks(dense, reasons), layers)
+    blocks = _name_layers(model, _blocks(dense, reasons), layers)
     having = {layers[block.consumer] for block in blocks}
     return blocks, {name: why for name, why in reasons.items() if layers[name] not in having}
 
@@ -155,7 +155,7 @@ def _equal(one: FoundBlock, other: FoundBlock) -> bool:
     )
 
 
-def _named(model: nn.Module, blocks: Sequence[FoundBlock], layers: Mapping[str, str]) -> list[FoundBlock]:
+def _name_layers(model: nn.Module, blocks: Sequence[FoundBlock], layers: Mapping[str, str]) -> list[FoundBlock]:
     """Return the blocks inside of layers, named after the innermost module with all of their linear layers.
 
     If that module has other linear layers, as an attention module has, or two blocks share it, a block is named after
@@ -231,7 +231,7 @@ def find_mlp(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> tuple[Pruna
         )
 
     def rehearse(pairs: Sequence[tuple[FoundBlock, PrunableModule]]) -> Wrong[FoundBlock] | None:
-        return ConsumerRehearsal(dense, probe, pairs, _some).run(batch)
+        return ConsumerRehearsal(dense, probe, pairs, _without_some).run(batch)
 
     pairs = [(block, _describe(block, probe, label)) for block in blocks]
     return rehearsed(label, probe, pairs, _neuron_counts, rehearse, supported=SUPPORTED)
@@ -300,6 +300,6 @@ def _neuron_counts(module: PrunableModule) -> Meanings:
     )
 
 
-def _some(module: PrunableModule) -> Kept:
+def _without_some(module: PrunableModule) -> Kept:
     """Return two thirds of the units: those whose number is no multiple of three; all if there is only one."""
     return module.kept(u for u in range(module.units) if u % 3 or module.units == 1)

@@ -39,7 +39,7 @@ def naive(values: list[float], period: int) -> list[float]:
 
 @pytest.mark.parametrize("period", [100, 2**20])
 def test_a_fingerprint_is_what_a_loop_finds(period: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fingerprints, "PERIOD", period)
+    monkeypatch.setattr(fingerprints, "SIGN_PERIOD", period)
     fingerprints._signs.cache_clear()
     weight = torch.randn(37, 29)
     assert list(fingerprint_of(weight)) == pytest.approx(naive(weight.flatten().tolist(), period))
@@ -77,7 +77,9 @@ def test_another_fine_tuning_of_one_base_is_refused(
         modules = find_modules(one, batch, kinds=kinds)
         mine, theirs = fingerprint(one, modules), fingerprint(other, modules)
         # Norms alone would not tell them apart, for some layers at least.
-        assert min(abs(mine[name][0] / theirs[name][0] - 1) for name in mine) < 1e-3 < fingerprints.TOLERANCE
+        assert (
+            min(abs(mine[name][0] / theirs[name][0] - 1) for name in mine) < 1e-3 < fingerprints.FINGERPRINT_TOLERANCE
+        )
         for made, here in ((mine, theirs), (theirs, mine)):
             with pytest.raises(PlanError, match=r"differ from the ones it was made for, by about 0\.\d+ of their norm"):
                 check_weights(made, here)

@@ -92,7 +92,7 @@ def quantize_onnx(
     """
     import onnx_ir
 
-    _check(quantize, exported.provider, exported.dtype, decodes=exported.decodes, parts=len(exported.files))
+    _check_request(quantize, exported.provider, exported.dtype, decodes=exported.decodes, parts=len(exported.files))
     folder = Path(folder)
     refuse_existing(folder, overwrite=overwrite, inputs={"export": exported.folder})
     program = onnx_ir.load(exported.file)
@@ -148,7 +148,7 @@ def check_quantizable(
 ) -> None:
     """Refuse, by a RequestError, what `quantize_onnx` would refuse once the model is exported."""
     parts = 3 if is_vision_language(model) else 1
-    _check(quantize, provider, dtype, decodes=model.can_generate(), parts=parts)
+    _check_request(quantize, provider, dtype, decodes=model.can_generate(), parts=parts)
     if max((parameter.numel() for parameter in model.parameters() if parameter.dim() == 2), default=0) < SMALLEST:
         raise _too_small(quantize)
 
@@ -160,7 +160,7 @@ def _too_small(quantize: str) -> RequestError:
     )
 
 
-def _check(quantize: str, provider: str, dtype: str, *, decodes: bool, parts: int) -> None:
+def _check_request(quantize: str, provider: str, dtype: str, *, decodes: bool, parts: int) -> None:
     """Refuse exports that have no quantised form here."""
     if parts > 1:
         raise RequestError(f"quantize: {quantize} needs a single graph, got a vision-language model; leave it out")
