@@ -20,7 +20,7 @@ def _two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = torch.get_num_threads()
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(threads, "_AT_START", 2)
+    monkeypatch.setattr(threads, "_THREADS_AT_START", 2)
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)
