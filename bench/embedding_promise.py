@@ -24,7 +24,7 @@ from hies_export.evaluate.judge import Judge
 from hies_export.evaluate.predict import predict
 from hies_export.pipeline.choose import Chooser
 from hies_export.pipeline.resolve import resolve
-from hies_export.pipeline.search import most_by_few_failures
+from hies_export.pipeline.search import largest
 from hies_export.pipeline.stages import cut_beside
 from hies_export.progress import SILENT
 
@@ -43,7 +43,7 @@ def main() -> None:
         order = torch.randperm(len(dense), generator=torch.Generator().manual_seed(draw))
         promised, others = order[: len(order) // 2], order[len(order) // 2 :]
         ends = [_low_end(cut[promised], dense[promised]) for cut in cuts]
-        size = most_by_few_failures(partial(_holds, ends, options.keep), len(cuts), near=len(cuts) // 2)
+        size = largest(len(cuts), partial(_holds, ends, options.keep), near=len(cuts) // 2, failures=FAILURES)
         kept = (cuts[size - 1][others].mean() / dense[others].mean()).item() if size else 1.0
         held += kept >= options.keep
         found = f"{options.shares[size - 1]:.2f} | at least {100 * ends[size - 1]:.2f} %" if size else "no cut |"

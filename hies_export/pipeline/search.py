@@ -239,13 +239,14 @@ class Search:
 
     def _larger(self, scores: Scores, weights: float, best: Judged | None) -> Judged | None:
         known = 0 if best is None else best.trial.size
-        size = most_within(partial(self._holds, scores, weights), len(self._sizes), at_least=known)
+        size = largest(len(self._sizes), partial(self._holds, scores, weights), at_least=known)
         return best if size == known else self._at(scores, weights, size)
 
     def near(self, guess: Guess) -> Judged | None:
         """Return the largest cut that keeps the promise, by few failing cuts around a guess; None if none does."""
         scores, weights = guess.scores, guess.token_weights
-        size = most_by_few_failures(partial(self._holds, scores, weights), len(self._sizes), near=guess.size)
+        holds = partial(self._holds, scores, weights)
+        size = largest(len(self._sizes), holds, near=guess.size, failures=FAILURES)
         return self._at(scores, weights, size) if size else None
 
     @property
@@ -289,44 +290,41 @@ class Search:
         return replace(known, trial=replace(known.trial, scores=scores, size=size))
 
 
-def most_within(passes: Callable[[int], bool], count: int, *, at_least: int = 0) -> int:
-    """Return the largest size in 1..count that passes, by bisection; `at_least` if no larger one is found.
+def largest(
+    count: int,
+    holds: Callable[[int], bool],
+    *,
+    near: int | None = None,
+    at_least: int = 0,
+    failures: int | None = None,
+) -> int:
+    """Return the largest size in 1..count that holds, `at_least` if no larger one does.
 
-    Bisection assumes that every size below a passing one passes too. A size that is returned was tried, unless it is
-    `at_least`.
+    It assumes that every size below one that holds does so too. A size that is returned was tried, unless it is
+    `at_least`. Without a limit of failures, it halves what is open. With one, it begins a tenth below `near`, as a size
+    that fails costs more than one that holds, and goes up from the largest that held, in the steps that take the fewest
+    trials in the worst case: for 100 sizes and 3 failures at most 14.
+
+    Args:
+        count: Number of sizes.
+        holds: Returns whether a size holds; it is asked for no size twice.
+        near: A guess of the size.
+        at_least: A size that is known to hold; smaller ones are not looked for.
+        failures: How many sizes may fail.
     """
-    if at_least and at_least < count and not passes(at_least + 1):
-        return at_least
     low, high = at_least, count + 1
+    size = (low + 1 if low else high // 2) if near is None else max(low + 1, round(0.9 * near))
     while high - low > 1:
-        middle = (low + high) // 2
-        if passes(middle):
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-def most_by_few_failures(passes: Callable[[int], bool], sizes: int, *, near: int) -> int:
-    """Return the largest size in 1..sizes that passes, 0 if none does, by a search in which at most `FAILURES` fail.
-
-    The search begins a tenth below a guess, because a size that fails costs more than one that passes. It then goes up
-    from the largest that passed, in steps that take the fewest trials in the worst case. With a single failure left,
-    these are steps of one. For 100 sizes, 14 trials are enough. It assumes, as bisection does, that every size below a
-    passing one passes too.
-    """
-    low, high, size, failures = 0, sizes + 1, max(1, round(0.9 * near)), FAILURES
-    while high - low > 1:
-        if passes(size):
+        if holds(size):
             low = size
         else:
-            high, failures = size, failures - 1
-        size = low + _step(high - low - 1, failures)
+            high, failures = size, None if failures is None else failures - 1
+        size = (low + high) // 2 if failures is None else low + _step_up(high - low - 1, failures)
     return low
 
 
-def _step(sizes: int, failures: int) -> int:
-    """Return how far to go up if so many sizes are open and so many may fail.
+def _step_up(sizes: int, failures: int) -> int:
+    """Return how far to go up if so many sizes are open and so many may fail; with a single failure left, by one.
 
     With d trials, of which f may fail, C(d, 1) + ... + C(d, f) sizes can be told apart. If the next trial fails, those
     below it are left to d - 1 trials and f - 1 failures.

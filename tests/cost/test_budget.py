@@ -25,7 +25,7 @@ from hies_export.forms.form import Form
 from hies_export.forms.measure.counts import count_flops
 from hies_export.forms.measure.timing import Timing
 from hies_export.pipeline.recipe import PruneSection, PruningRecipe
-from hies_export.pipeline.search import most_by_few_failures, most_within
+from hies_export.pipeline.search import largest
 from hies_export.recipe.sections import ExportSection
 from hies_export.score.criteria import Scores
 from hies_export.select.constraints import bundle_count
@@ -80,7 +80,7 @@ def test_bisection_finds_the_last_that_passes(right: int, known: int) -> None:
         assert 1 <= step <= 8
         return step <= right
 
-    assert most_within(passes, 8, at_least=known) == max(right, known)
+    assert largest(8, passes, at_least=known) == max(right, known)
     assert len(tried) <= 5
 
 
@@ -95,7 +95,7 @@ def test_a_search_by_few_failures_finds_the_last_that_passes(sizes: int, most: i
                 assert 1 <= step <= sizes
                 return step <= right
 
-            assert most_by_few_failures(passes, sizes, near=near) == right
+            assert largest(sizes, passes, near=near, failures=FAILURES) == right
             assert tried[0] == max(1, round(0.9 * near))
             assert sum(step > right for step in tried) <= FAILURES
             assert len(set(tried)) == len(tried)

@@ -19,7 +19,7 @@ from hies_export.evaluate.interval import (
     share_ends,
     upper_rate,
 )
-from hies_export.pipeline.search import most_by_few_failures, most_within
+from hies_export.pipeline.search import largest
 
 
 def exact(right: int, count: int, confidence: float = 0.95) -> float:
@@ -168,9 +168,9 @@ def test_a_search_among_many_cuts_keeps_its_promise_as_often_as_it_says(guess: i
             tried.append(size)
             return bool(kept[size - 1] >= least[looks])
 
-        broken[1] += most_within(partial(passes, looks=1), 100) >= 20
+        broken[1] += largest(100, partial(passes, looks=1)) >= 20
         tried.clear()
-        broken[FAILURES] += most_by_few_failures(partial(passes, looks=FAILURES), 100, near=guess) >= 20
+        broken[FAILURES] += largest(100, partial(passes, looks=FAILURES), near=guess, failures=FAILURES) >= 20
         most = max(most, len(tried))
     assert broken[FAILURES] / draws <= 0.025 < broken[1] / draws
     assert most <= 14

@@ -20,7 +20,7 @@ from hies_export.pipeline.draw import Draws, Looks, Promise, Splits, all_looks, 
 from hies_export.pipeline.fastest import looks_of
 from hies_export.pipeline.recipe import PruneSection, PruningRecipe
 from hies_export.pipeline.resolve import Resolved, resolve
-from hies_export.pipeline.search import most_by_few_failures
+from hies_export.pipeline.search import largest
 from hies_export.recipe.budget import Budget, KeepBudget
 from hies_export.recipe.sections import CalibrationSection, DataSection, EvaluationSection
 
@@ -204,7 +204,7 @@ def promised(truth: Truth, divide: Callable[[Splits], Splits]) -> tuple[int, flo
     def holds(size: int) -> bool:
         return lower_share(held_out > size, confidence=confidence) >= 0.95
 
-    size = most_by_few_failures(holds, 100, near=16)
+    size = largest(100, holds, near=16, failures=FAILURES)
     return size, (held_out > size).double().mean().item(), (others > size).double().mean().item()
 
 
