@@ -143,7 +143,6 @@ def _is_blob(file: Path, snapshot: Path) -> bool:
 
 # Metadata that the card of a slim model inherits from the dense model's.
 LICENSE_KEYS = ("license", "license_name", "license_link")
-_KEYS = ("base_model", *LICENSE_KEYS)
 _TEXT = "# A slim checkpoint, cut by hies-export\n"
 
 
@@ -160,11 +159,9 @@ def read_card(model: str | Path) -> dict[str, Any]:
         return {}
     if not isinstance(found, dict):
         return {}
-    return {key: found[key] for key in _KEYS if _is_text(found.get(key))}
-
-
-def _is_text(value: Any) -> bool:
-    return all(isinstance(text, str) for text in (value if isinstance(value, list) else [value]))
+    values = {key: found.get(key) for key in ("base_model", *LICENSE_KEYS)}
+    texts = {key: value if isinstance(value, list) else [value] for key, value in values.items()}
+    return {key: values[key] for key in values if all(isinstance(text, str) for text in texts[key])}
 
 
 def under_licence(text: str | None, source: Path | None) -> str | None:
@@ -220,7 +217,12 @@ def name_tokenizer(folder: Path) -> None:
     if isinstance(settings.get("extra_special_tokens"), list):
         settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
     if settings != written:
-        file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_json(file, settings)
+
+
+def write_json(file: Path, content: Any) -> None:
+    """Write a JSON file as tokenizers and sentence-transformers do."""
+    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _keep_labels(config: Any, file: Path) -> None:

@@ -51,10 +51,11 @@ from .beside import (
     copy_companions,
     documents_of,
     under_licence,
+    write_json,
 )
 from .classes import find_model_class
 from .folders import new_folder
-from .sentence import MODULES_FILE, cross_encoder_in, cross_encoder_settings, load_sentence, write_json, write_modules
+from .sentence import MODULES_FILE, cross_encoder_in, cross_encoder_settings, load_sentence, write_modules
 
 logger = logging.getLogger(__name__)
 

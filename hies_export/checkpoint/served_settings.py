@@ -9,7 +9,8 @@ from pydantic import Field
 
 from ..files import Rule, Schema, read_json
 from ..model.text_encoder import TextEncoder
-from .sentence import MODULES_FILE, write_json, write_text_settings
+from .beside import write_json
+from .sentence import MODULES_FILE, write_text_settings
 
 SERVED_FILE = "hies_served.json"
 _CLASS = "hies_export.served.OnnxEncoder"
