@@ -35,8 +35,8 @@ def _in_any_case(pattern: str) -> str:
 
 # What says by whom a model is and what one may do with it. README is left out: a slim model has a card of its own.
 DOCUMENTS = (
-    *map(_in_any_case, ("*license*", "*licence*", "licenses/*", "notice*", "copying*", "copyright*", "patents*")),
-    *map(_in_any_case, ("*use_policy*", "terms*", "citation*", "authors*", "*.md")),
+    *map(_in_any_case, ("*license*", "*licence*", "licenses/*", "*use_policy*", "terms*", "notice*", "copying*")),
+    *map(_in_any_case, ("copyright*", "patents*", "citation*", "authors*", "*.md")),
     "data_config.json",  # the training data of a SentenceTransformer
 )
 CARD = "README.md"
@@ -101,7 +101,8 @@ def copy_companions(source: Path, folder: Path, patterns: Sequence[str] = COMPAN
             if not path.is_file() or (folder / name).exists() or name.name.lower().startswith((".", "readme")):
                 continue
             real = path.resolve()
-            if real != root / name and not _is_blob(real, root):
+            is_blob = root.parent.name == "snapshots" and real.is_relative_to(root.parents[1] / "blobs")
+            if real != root / name and not is_blob:
                 logger.warning(
                     "%s was not copied, because it is a link to %s; copy it if it is the model's", path, real
                 )
@@ -134,11 +135,6 @@ def copy_documents(model: PreTrainedModel, folder: Path) -> None:
     source = documents_of(model)
     if source is not None:
         copy_companions(source, folder, DOCUMENTS)
-
-
-def _is_blob(file: Path, snapshot: Path) -> bool:
-    """Return whether a file is a blob of the repository whose snapshot a folder is, in a cache of the Hub."""
-    return snapshot.parent.name == "snapshots" and file.is_relative_to(snapshot.parents[1] / "blobs")
 
 
 # Metadata that the card of a slim model inherits from the dense model's.

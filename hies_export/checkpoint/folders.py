@@ -8,7 +8,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from enum import Enum
-from itertools import chain
 from pathlib import Path
 
 from ..errors import MERGE, OutputExistsError, RequestError
@@ -210,8 +209,8 @@ def refuse_other(path: str | Path, *welcome: Contents, must: str = MUST) -> None
     found = contents(path)
     if found in (Contents.NOTHING, Contents.CHECKPOINT, *welcome):
         return
-    inside = (config.parent for config in sorted(Path(path).glob("*/config.json")) if found is Contents.OTHER)
-    slim = (folder for folder in (Path(path, "slim"), Path(path).parent / "slim") if (folder / "config.json").is_file())
-    near = chain(slim, inside)
-    instead = f"; give {folder}" if (folder := next(near, None)) else ""
+    inside = sorted(Path(path).glob("*")) if found is Contents.OTHER else []
+    near = (Path(path, "slim"), Path(path).parent / "slim", *inside)
+    folder = next((folder for folder in near if (folder / "config.json").is_file()), None)
+    instead = "" if folder is None else f"; give {folder}"
     raise RequestError(f"{must}, but {path} is {found.value}{instead}")

@@ -7,7 +7,6 @@ import hashlib
 import inspect
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -361,14 +360,6 @@ beside its plan as `refit.safetensors`. `prune(model, batches, plan=PLAN, compen
 """
 
 
-@dataclass(frozen=True)
-class RefittedLayers:
-    """The refitted parameters of a compensated model, by name, and the file that they were read from."""
-
-    file: Path
-    tensors: Mapping[str, Tensor]
-
-
 def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
     """Return the SHA-256 of the names, dtypes, shapes and bytes of tensors, in the order of their names."""
     total = hashlib.sha256()
@@ -384,36 +375,36 @@ def refit_beside(plan: PruningPlan, file: Path) -> Path | None:
     return beside if plan.refit is not None and beside.is_file() else None
 
 
-def read_refit(plan: PruningPlan, file: Path) -> RefittedLayers:
-    """Return a plan's refitted parameters, after checking that the plan was written with this file."""
+def read_refit(plan: PruningPlan, file: Path) -> dict[str, Tensor]:
+    """Return a plan's refitted parameters by name, after checking that the plan was written with this file."""
     if plan.refit is None:
         raise PlanError(
             f"refitted layers must be those of the plan, but this plan names none, got {file}; leave them out "
             "(refit=None), or give the plan that was written with them"
         )
     with refusing(f"refitted layers must be a safetensors file, but {file} is none", _ADVICE, PlanError):
-        tensors = load_file(file)
+        tensors: dict[str, Tensor] = load_file(file)
     found = digest_tensors(tensors)
     if found != plan.refit:
         raise PlanError(
             f"refitted layers must be those of the plan, whose digest is {plan.refit[:12]}, but that of {file} is "
             f"{found[:12]}; {_ADVICE}"
         )
-    return RefittedLayers(file, tensors)
+    return tensors
 
 
-def load_refit(model: PreTrainedModel, refitted: RefittedLayers) -> None:
+def load_refit(model: PreTrainedModel, refitted: Mapping[str, Tensor]) -> None:
     """Put refitted parameters into a slim model, in place; raise a `PlanError` if one does not fit, and change none."""
     state = model.state_dict()
-    for name, tensor in refitted.tensors.items():
+    for name, tensor in refitted.items():
         if name not in state or tensor.shape != state[name].shape:
             has = f"{list(state[name].shape)} there" if name in state else "no such parameter"
             raise PlanError(
-                f"refitted layers must fit the model that the plan leaves, but {name} is {list(tensor.shape)} in "
-                f"{refitted.file}, and the model has {has}; {_ADVICE}"
+                f"refitted layers must fit the model that the plan leaves, but {name} is {list(tensor.shape)}, and the "
+                f"model has {has}; {_ADVICE}"
             )
     with torch.no_grad():
-        for name, tensor in refitted.tensors.items():
+        for name, tensor in refitted.items():
             model.get_parameter_or_buffer(name).copy_(tensor)
 
 

@@ -368,8 +368,7 @@ def encoder_class(path: str | Path, **hub: Any) -> type[PreTrainedModel]:
         RequestError: The encoder takes more than texts.
     """
     found = _base_class(path, **hub)
-    # A single one is a string.
-    modalities: str | Sequence[str] = found.input_modalities
+    modalities: str | Sequence[str] = found.input_modalities  # a single one is a string
     _refuse_others({modalities} if isinstance(modalities, str) else {*modalities}, path)
     return found
 
@@ -538,17 +537,8 @@ def _max_length(encoder: Path, asked: int | None) -> int | None:
 
 def of_options(options: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return what config_sentence_transformers.json asks for, by the fields of `SentenceSettings`."""
-    return {
-        "prompts": _prompts_by_kind(options, where),
-        "similarity": options.get("similarity_fn_name") or "cosine",
-        "truncate_dim": options.get("truncate_dim"),
-        "options": options,
-    }
-
-
-def _prompts_by_kind(options: Mapping[str, Any], where: str) -> dict[str, str]:
-    """Return the prompts by the kind of text, as `encode_query`, `encode_document` and `encode` choose them."""
     prompts = options.get("prompts") or {}
+    # As `encode_query`, `encode_document` and `encode` choose them.
     found = {kind: prompts[kind] for kind in _KINDS if prompts.get(kind)}
     if other := [name for name in ("passage", "corpus") if prompts.get(name) and "document" not in found]:
         logger.warning(
@@ -558,7 +548,14 @@ def _prompts_by_kind(options: Mapping[str, Any], where: str) -> dict[str, str]:
     default = options.get("default_prompt_name")
     if default is not None and default not in (*prompts, *_KINDS):
         raise _OPTIONS.refused(f"{where} has no prompt named {quoted(default)}, its default")
-    return found | ({"text": prompts[default]} if default is not None and prompts.get(default) else {})
+    if default is not None and prompts.get(default):
+        found["text"] = prompts[default]
+    return {
+        "prompts": found,
+        "similarity": options.get("similarity_fn_name") or "cosine",
+        "truncate_dim": options.get("truncate_dim"),
+        "options": options,
+    }
 
 
 Weights = Callable[[], dict[str, Tensor]]
