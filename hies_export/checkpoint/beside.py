@@ -59,12 +59,16 @@ PROCESSORS = (
 COMPANIONS = (*PROCESSORS, *DOCUMENTS)
 
 
-def fetch(model: str | Path, revision: str | None = None) -> Path:
-    """Return the folder of a checkpoint, after fetching the files of a Hub id, at a revision if one is given."""
+def fetch(
+    model: str | Path,
+    revision: str | None = None,
+    patterns: Sequence[str] = (CONFIG_NAME, GENERATION_CONFIG_NAME, *SENTENCE_FILES, *COMPANIONS),
+) -> Path:
+    """Return the folder of a checkpoint, after fetching the weights of a Hub id and the files that match a pattern."""
     read_config(model, revision=revision)
     with _fetching(model):
         weight_files(model, revision=revision)
-    return fetch_files(model, (CONFIG_NAME, GENERATION_CONFIG_NAME, *SENTENCE_FILES, *COMPANIONS), revision)
+    return fetch_files(model, patterns, revision)
 
 
 def fetch_files(model: str | Path, patterns: Sequence[str], revision: str | None = None) -> Path:

@@ -36,10 +36,10 @@ from ..model.text_encoder import (
 )
 from ..model.tokens import longest_sequence
 from ..slim.config import is_slim, slim_class
-from .beside import COMPANIONS, SENTENCE_FILES, copy_companions, fetch_files, write_json
+from .beside import COMPANIONS, SENTENCE_FILES, copy_companions, fetch, fetch_files, write_json
 from .classes import AGAIN, CORRECT, find_model_class, load_config, read_config
 from .load import load_dense
-from .weights import load_weights, weight_files
+from .weights import load_weights
 
 logger = logging.getLogger(__name__)
 
@@ -309,7 +309,7 @@ def settings_of(
     options = _options(path, revision=revision)
     if (kind := options.get("model_type")) in _WHY_NOT:
         raise RequestError(f"{path} must be a SentenceTransformer, but is a {kind}: it {_WHY_NOT[kind]}")
-    if not is_sentence_transformer(path, revision=revision):
+    if (listing := _file(path, MODULES_FILE, revision=revision)) is None:
         return _of_bare(path, pooling, normalize, revision)
     given = {"pooling": pooling, "normalize": normalize}
     if asked := [f"{name}: {value}" for name, value in given.items() if value is not None]:
@@ -317,18 +317,16 @@ def settings_of(
             f"pooling and normalize are for an encoder without {MODULES_FILE}, but {path} is a SentenceTransformer "
             f"with its own, got {listed(asked)}; leave them out"
         )
-    modules = _modules(path, revision)
+    modules = _modules(listing, where=str(path))
     first = modules[0].path
     patterns = [*_OWN_FILES, *(f"{module.path}/*" for module in modules if module.path)]
-    if not first:
-        read_config(path, revision=revision)
-        weight_files(path, revision=revision)
-    folder = fetch_files(path, patterns, revision)
+    folder = fetch_files(path, patterns, revision) if first else fetch(path, revision, patterns)
     encoder = folder / first
-    text = text_settings(_text_fields(encoder), load_config(encoder), where=str(path))
+    config = load_config(encoder)
+    text = text_settings(_text_fields(encoder), config, where=str(path))
+    text["max_length"] = _max_length(encoder, config, text["max_length"])
     readout = _readout(folder, modules, options)
-    settings = SentenceSettings(readout, folder, encoder, **text, **of_options(options, str(path)))
-    return replace(settings, max_length=_max_length(encoder, settings.max_length))
+    return SentenceSettings(readout, folder, encoder, **text, **of_options(options, str(path)))
 
 
 def load_encoder(settings: SentenceSettings, *, dtype: str | None = None, device_map: str | None = None) -> TextEncoder:
@@ -339,15 +337,14 @@ def load_encoder(settings: SentenceSettings, *, dtype: str | None = None, device
 
 
 @never_asking()
-def load_sentence(path: str | Path, *, revision: str | None = None, **kwargs: Any) -> TextEncoder:
+def load_sentence(path: str | Path, **kwargs: Any) -> TextEncoder:
     """Load a SentenceTransformer, slim or not, on the CPU, without executing code from its folder.
 
     Args:
         path: Folder or Hub id.
-        revision: Revision of a Hub id.
         **kwargs: Passed to `from_pretrained`, such as `dtype` (default: the checkpoint's own).
     """
-    settings = settings_of(path, revision=revision)
+    settings = settings_of(path)
     assert settings.encoder is not None
     return encoder_with(load_weights(encoder_class(settings.encoder), settings.encoder, **kwargs), settings)
 
@@ -359,7 +356,7 @@ def encoder_with(encoder: PreTrainedModel, settings: SentenceSettings) -> TextEn
     return model.eval()
 
 
-def encoder_class(path: str | Path, **hub: Any) -> type[PreTrainedModel]:
+def encoder_class(path: Path) -> type[PreTrainedModel]:
     """Return the class that sentence-transformers loads an encoder by, or its slim version.
 
     A config may name a class with another head, such as BertForMaskedLM, or none: the base model is loaded.
@@ -367,14 +364,14 @@ def encoder_class(path: str | Path, **hub: Any) -> type[PreTrainedModel]:
     Raises:
         RequestError: The encoder takes more than texts.
     """
-    found = _base_class(path, **hub)
+    found = _base_class(path)
     modalities: str | Sequence[str] = found.input_modalities  # a single one is a string
     _refuse_others({modalities} if isinstance(modalities, str) else {*modalities}, path)
     return found
 
 
-def _base_class(path: str | Path, **hub: Any) -> type[PreTrainedModel]:
-    config = load_config(path, **hub)
+def _base_class(path: Path) -> type[PreTrainedModel]:
+    config = load_config(path)
     slim = getattr(config, "hies_export", None) is not None
     if config.model_type in _NO_ENCODERS:
         raise RequestError(
@@ -387,7 +384,7 @@ def _base_class(path: str | Path, **hub: Any) -> type[PreTrainedModel]:
     base = model_class_of(config, "AutoModel")
     if base is not None and not config.architectures:
         return base
-    named = find_model_class(path, **hub)
+    named = find_model_class(path)
     if base is None or slim or "AutoModel" in auto_classes(named.__name__, config.model_type):
         return named
     return base
@@ -406,14 +403,9 @@ def _of_bare(path: str | Path, pooling: str | None, normalize: bool | None, revi
             f"an encoder without {MODULES_FILE} needs pooling: {', '.join(POOLINGS)}, but {path} came without; give "
             "the one that it was trained with, and normalize: true if its embeddings have length 1"
         )
-    weight_files(path, revision=revision)
-    folder = fetch_files(path, _OWN_FILES, revision)
-    return SentenceSettings(
-        readout=tuple(make_readout(pooling, normalize=bool(normalize))),
-        folder=folder,
-        encoder=folder,
-        max_length=_max_length(folder, None),
-    )
+    folder = fetch(path, revision, _OWN_FILES)
+    readout = make_readout(pooling, normalize=bool(normalize))
+    return SentenceSettings(tuple(readout), folder, folder, max_length=_max_length(folder, load_config(folder)))
 
 
 def make_readout(pooling: str, *, normalize: bool = False) -> list[nn.Module]:
@@ -423,16 +415,14 @@ def make_readout(pooling: str, *, normalize: bool = False) -> list[nn.Module]:
     return [Pooling([POOLINGS[pooling]]), *([Normalize()] if normalize else [])]
 
 
-def _modules(path: str | Path, revision: str | None) -> list[_Module]:
+def _modules(file: Path, *, where: str) -> list[_Module]:
     """Return the entries of modules.json: a Transformer, a Pooling, and what may follow."""
-    file = _file(path, MODULES_FILE, revision=revision)
-    assert file is not None
     modules = [_Module.model_validate(entry) for entry in read_json(file, list[_Module], _SENTENCE)]
     for module in modules:
-        where = Path(module.path)
-        if where.is_absolute() or ".." in where.parts:
+        path = Path(module.path)
+        if path.is_absolute() or ".." in path.parts:
             raise _SENTENCE.refused(f"{file} names {quoted(module.path)}, which is outside the folder")
-    check_modules([module.type for module in modules], where=str(path))
+    check_modules([module.type for module in modules], where=where)
     return modules
 
 
@@ -525,14 +515,13 @@ def _check_output(text: _Text, task: str, where: str) -> None:
         )
 
 
-def _max_length(encoder: Path, asked: int | None) -> int | None:
+def _max_length(encoder: Path, config: Any, asked: int | None = None) -> int | None:
     """Return the longest text: as the folder says, or what the tokenizer and the encoder's positions allow."""
     if asked is None:
         file = encoder / "tokenizer_config.json"
         asked = read_json(file, dict[str, Any], _SENTENCE).get("model_max_length") if file.is_file() else None
-    most = longest_sequence(load_config(encoder))
-    lengths = [int(length) for length in (asked, most) if isinstance(length, (int, float)) and 0 < length < 1e9]
-    return min(lengths, default=None)
+    lengths = [n for n in (asked, longest_sequence(config)) if isinstance(n, (int, float)) and 0 < n < 1e9]
+    return min(map(int, lengths), default=None)
 
 
 def of_options(options: Mapping[str, Any], where: str) -> dict[str, Any]:
