@@ -109,7 +109,12 @@ def refuse_existing(
     output = Path(folder).resolve()
     for what, given in (inputs or {}).items():
         path = Path(given).resolve()
-        relation = _relation(output, path)
+        overlaps = {
+            "is": output == path,
+            "holds": path.is_relative_to(output),
+            "lies inside": output.is_relative_to(path),
+        }
+        relation = next((words for words, so in overlaps.items() if so), None)
         if path.exists() and relation is not None:
             raise OutputExistsError(
                 f"overwrite=True must not delete what is read, but the output folder {folder} {relation} the {what} "
@@ -120,15 +125,6 @@ def refuse_existing(
             f"overwrite=True replaces only an empty folder or one that hies-export wrote, but {folder} is something "
             "else; choose another folder, or move or delete that one yourself"
         )
-
-
-def _relation(output: Path, path: Path) -> str | None:
-    """Return how an output folder overlaps an input, both resolved; None if it does not."""
-    if output == path:
-        return "is"
-    if path.is_relative_to(output):
-        return "holds"
-    return "lies inside" if output.is_relative_to(path) else None
 
 
 def _is_ours(path: Path) -> bool:

@@ -150,21 +150,17 @@ def check_reload(model: PreTrainedModel, folder: str | Path, batch: Mapping[str,
     if computing != dtype:
         model = convert(model, dtype=computing)
     saved = saved_state(model)
-    prefix = "" if model.base_model is model else model.base_model_prefix + "."
-    task_output = first_output(model, batch)
-    # The Auto classes run the code in a slim folder, which is the file that this package wrote there, and no other.
-    remote = {"trust_remote_code": is_slim(model)}
-    ways: list[tuple[str, Any, dict[str, Any], str, nn.Module, Tensor]] = [
-        ("hies_export.load", find_model_class(folder), {}, "", model, task_output),
-    ]
-    of_base: dict[str, Tensor] = {}
+    own_class: Any = find_model_class(folder)
+    ways: list[tuple[str, Any, nn.Module, Mapping[str, Tensor]]] = [("hies_export.load", own_class, model, batch)]
     if has_auto_base(model):
-        base, of_base = model.base_model, _for_base_model(model, batch)
-        ways.append(("AutoModel", AutoModel, remote, prefix, base, first_output(base, of_base)))
-    for name in auto_classes(type(model).__name__, model.config.model_type):
-        if name != "AutoModel":
-            ways.append((name, getattr(transformers, name), remote, "", model, task_output))
-    for way, loader, options, under, original, expected in ways:
+        ways.append(("AutoModel", AutoModel, model.base_model, _for_base_model(model, batch)))
+    names = auto_classes(type(model).__name__, model.config.model_type)
+    ways += [(name, getattr(transformers, name), model, batch) for name in names if name != "AutoModel"]
+    for way, loader, original, inputs in ways:
+        expected = first_output(original, inputs)
+        under = "" if original is model else f"{model.base_model_prefix}."
+        # The Auto classes run the code in a slim folder, which is the file that this package wrote there, and no other.
+        options = {} if loader is own_class else {"trust_remote_code": is_slim(model)}
         must = f"a saved model must load again, but through {way} it failed with"
         with refusing(must, "nothing was kept", ReloadMismatchError):
             loaded, info = loader.from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
@@ -174,7 +170,6 @@ def check_reload(model: PreTrainedModel, folder: str | Path, batch: Mapping[str,
                 f"every saved weight must load again, but through {way} {missing or info['mismatched_keys']} did not; "
                 "nothing was kept"
             )
-        inputs = of_base if way == "AutoModel" else batch
         loaded = loaded.to(model.device) if computing == dtype else loaded.to(model.device, computing)
         with refusing(
             f"a saved model must run again, but through {way} it failed with", "nothing was kept", ReloadMismatchError

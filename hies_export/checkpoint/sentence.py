@@ -46,10 +46,9 @@ logger = logging.getLogger(__name__)
 MODULES_FILE = "modules.json"
 OPTIONS_FILE = "config_sentence_transformers.json"
 # The settings of the module Transformer; older folders name the file after the kind of encoder.
-_TEXT_FILES = (
-    "sentence_bert_config.json",
-    *(f"sentence_{kind}_config.json" for kind in ("roberta", "distilbert", "camembert", "albert")),
-    *(f"sentence_{kind}_config.json" for kind in ("xlm-roberta", "xlnet")),
+_TEXT_FILES = tuple(
+    f"sentence_{kind}_config.json"
+    for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
 # Where sentence-transformers 5 has its modules; 6 still finds them there.
 _MODULES = "sentence_transformers.models"
