@@ -273,8 +273,7 @@ def _plan_of_pruned_heads(
         if not stay:
             raise UnsupportedModelError(f"every layer must keep a head, but layer {layer} of {path} has none left")
         kept[module.name] = module.kept(stay)
-    beyond = sorted(layer for layer in pruned if layer >= len(modules))
-    if beyond or any(module.units != module.groups for module in modules):
+    if max(pruned) >= len(modules) or any(module.units != module.groups for module in modules):
         raise UnsupportedModelError(
             f"pruned_heads must name layers of the model, in which each query head has its own key/value head, but "
             f"{path} has {len(modules)} such layers and names {listed(sorted(pruned))}"

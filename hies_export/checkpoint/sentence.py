@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 import transformers
@@ -547,6 +547,7 @@ def of_options(options: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 Weights = Callable[[], dict[str, Tensor]]
+Layer = TypeVar("Layer", bound=nn.Module)
 
 
 def _readout(folder: Path, modules: list[_Module], options: Mapping[str, Any]) -> tuple[nn.Module, ...]:
@@ -570,12 +571,11 @@ def readout_module(kind: str, config: Mapping[str, Any], weights: Weights, *, wh
         return Pooling([modes] if isinstance(modes, str) else modes, include_prompt=pooling.include_prompt)
     layer = check(dict(config), _LAYERS[kind], _READOUT, where=where)
     if isinstance(layer, _Dense):
-        sizes, bias = (layer.in_features, layer.out_features), layer.bias
-        linear = _filled(lambda: nn.Linear(*sizes, bias=bias), "linear", weights, where)
-        return Dense(linear, _activation(layer.activation_function, where))
+        linear = partial(nn.Linear, layer.in_features, layer.out_features, bias=layer.bias)
+        activation = _activation(layer.activation_function, where)
+        return Dense(_filled(linear, "linear", weights, where), activation)
     if isinstance(layer, _LayerNorm):
-        size = layer.dimension
-        return cast(nn.Module, _filled(lambda: nn.LayerNorm(size), "norm", weights, where))
+        return _filled(partial(nn.LayerNorm, layer.dimension), "norm", weights, where)
     return nn.Dropout(layer.dropout) if isinstance(layer, _Dropout) else Normalize()
 
 
@@ -595,7 +595,7 @@ def _weights(folder: Path) -> dict[str, Tensor]:
         return load_file(safe) if safe.is_file() else dict(torch.load(older, map_location="cpu", weights_only=True))
 
 
-def _filled(layer: Callable[[], nn.Module], under: str, weights: Weights, where: str) -> Any:
+def _filled(layer: Callable[[], Layer], under: str, weights: Weights, where: str) -> Layer:
     """Return a module's layer, which has a name there, with its weights; without memory for other ones."""
     named = {name.removeprefix(f"{under}."): tensor for name, tensor in weights().items()}
     with refusing(f"the weights of {where} must be those that its config describes, but are not", AGAIN):
@@ -730,19 +730,15 @@ def _written(model: TextEncoder) -> Iterator[tuple[str, dict[str, Any], dict[str
         elif isinstance(module, Dense):
             linear, activation = module.linear, type(module.activation)
             width = linear.out_features
-            yield (
-                "Dense",
-                {
-                    "in_features": linear.in_features,
-                    "out_features": width,
-                    "bias": linear.bias is not None,
-                    "activation_function": f"{activation.__module__}.{activation.__name__}",
-                },
-                {f"linear.{name}": _stored(tensor) for name, tensor in linear.state_dict().items()},
-            )
+            config = {
+                "in_features": linear.in_features,
+                "out_features": width,
+                "bias": linear.bias is not None,
+                "activation_function": f"{activation.__module__}.{activation.__name__}",
+            }
+            yield "Dense", config, _tensors(linear, "linear")
         elif isinstance(module, nn.LayerNorm):
-            weights = {f"norm.{name}": _stored(tensor) for name, tensor in module.state_dict().items()}
-            yield "LayerNorm", {"dimension": width}, weights
+            yield "LayerNorm", {"dimension": width}, _tensors(module, "norm")
         elif isinstance(module, nn.Dropout):
             yield "Dropout", {"dropout": module.p}, {}
         else:
@@ -766,5 +762,6 @@ def _pooling_config(pooling: Pooling, width: int) -> dict[str, Any]:
     }
 
 
-def _stored(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu").contiguous()
+def _tensors(layer: nn.Module, under: str) -> dict[str, Tensor]:
+    """Return the weights of a module's layer as safetensors stores them, by the names that `_filled` reads."""
+    return {f"{under}.{name}": tensor.detach().cpu().contiguous() for name, tensor in layer.state_dict().items()}
