@@ -203,11 +203,9 @@ def write_config(model: PreTrainedModel, folder: Path) -> None:
 def name_tokenizer(folder: Path) -> None:
     """Name the tokenizer's class and its special tokens in a folder as transformers 4 does, which 5 reads too."""
     file = folder / "tokenizer_config.json"
-    if not file.exists():
-        return
     try:
         written = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):  # `apply` copies the file as it is
+    except (FileNotFoundError, ValueError, RecursionError):  # `apply` copies a damaged file as it is
         return
     if not isinstance(written, dict):
         return

@@ -597,8 +597,8 @@ def _weights(folder: Path) -> dict[str, Tensor]:
 
 def _filled(layer: Callable[[], Layer], under: str, weights: Weights, where: str) -> Layer:
     """Return a module's layer, which has a name there, with its weights; without memory for other ones."""
-    named = {name.removeprefix(f"{under}."): tensor for name, tensor in weights().items()}
     with refusing(f"the weights of {where} must be those that its config describes, but are not", AGAIN):
+        named = {name.removeprefix(f"{under}."): tensor for name, tensor in weights().items()}
         with torch.device("meta"):
             made = layer()
         made.load_state_dict(named, assign=True)

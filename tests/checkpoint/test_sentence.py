@@ -194,6 +194,17 @@ def test_weights_of_older_folders_are_read(tmp_path: Path) -> None:
     save_file({"linear.weight": torch.ones(3, 3)}, folder / "2_Dense/model.safetensors")
     with pytest.raises(RequestError, match="2_Dense must be those that its config describes"):
         settings_of(folder)
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        (folder / "2_Dense" / name).unlink()
+    with pytest.raises(RequestError, match="2_Dense must hold the weights of its module, but .*: FileNotFoundError"):
+        settings_of(folder)
+
+
+def test_a_damaged_tokenizer_config_is_refused(tmp_path: Path) -> None:
+    folder = sentence_folder(tmp_path / "dense", text={"max_seq_length": None})
+    (folder / "tokenizer_config.json").write_text('{"model_max_length": 5')
+    with pytest.raises(RequestError, match="tokenizer_config.json is no JSON"):
+        settings_of(folder)
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
