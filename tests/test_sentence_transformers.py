@@ -27,7 +27,8 @@ from hies_export import (
     save_slim,
 )
 from hies_export.checkpoint import sentence
-from hies_export.checkpoint.sentence import load_sentence, write_json, write_text_settings
+from hies_export.checkpoint.beside import write_json
+from hies_export.checkpoint.sentence import load_sentence, write_text_settings
 from hies_export.data.batches import inputs_of
 from hies_export.model.text_encoder import TextEncoder
 from hies_export.pipeline.resolve import resolve

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -117,18 +116,13 @@ def apply_plan(
 
 def _load(model: str | Path) -> tuple[Path, PreTrainedModel]:
     """Return the folder of a checkpoint's weights, and its model, in the dtype that they are stored in."""
-    if is_sentence_transformer(model):
-        source = settings_of(model).encoder
-        assert source is not None
-        return source, load_sentence(model, dtype=_dtype(source))
-    source = fetch(model)
-    return source, load(source, dtype=_dtype(source))
-
-
-def _dtype(source: Path) -> torch.dtype | str:
+    embeds = is_sentence_transformer(model)
+    source = settings_of(model).encoder if embeds else fetch(model)
+    assert source is not None
     config = load_config(source)
     refuse_quantised(config, source)
-    return stored_dtype(weight_files(source), config) or "auto"
+    dtype = stored_dtype(weight_files(source), config) or "auto"
+    return source, load_sentence(model, dtype=dtype) if embeds else load(source, dtype=dtype)
 
 
 def _find_modules(

@@ -35,8 +35,8 @@ def _in_any_case(pattern: str) -> str:
 
 # What says by whom a model is and what one may do with it. README is left out: a slim model has a card of its own.
 DOCUMENTS = (
-    *map(_in_any_case, ("*license*", "*licence*", "licenses/*", "notice*", "copying*", "copyright*", "patents*")),
-    *map(_in_any_case, ("*use_policy*", "terms*", "citation*", "authors*", "*.md")),
+    *map(_in_any_case, ("*license*", "*licence*", "licenses/*", "*use_policy*", "terms*", "notice*", "copying*")),
+    *map(_in_any_case, ("copyright*", "patents*", "citation*", "authors*", "*.md")),
     "data_config.json",  # the training data of a SentenceTransformer
 )
 CARD = "README.md"
@@ -59,12 +59,16 @@ PROCESSORS = (
 COMPANIONS = (*PROCESSORS, *DOCUMENTS)
 
 
-def fetch(model: str | Path, revision: str | None = None) -> Path:
-    """Return the folder of a checkpoint, after fetching the files of a Hub id, at a revision if one is given."""
+def fetch(
+    model: str | Path,
+    revision: str | None = None,
+    patterns: Sequence[str] = (CONFIG_NAME, GENERATION_CONFIG_NAME, *SENTENCE_FILES, *COMPANIONS),
+) -> Path:
+    """Return the folder of a checkpoint, after fetching the weights of a Hub id and the files that match a pattern."""
     read_config(model, revision=revision)
     with _fetching(model):
         weight_files(model, revision=revision)
-    return fetch_files(model, (CONFIG_NAME, GENERATION_CONFIG_NAME, *SENTENCE_FILES, *COMPANIONS), revision)
+    return fetch_files(model, patterns, revision)
 
 
 def fetch_files(model: str | Path, patterns: Sequence[str], revision: str | None = None) -> Path:
@@ -101,7 +105,8 @@ def copy_companions(source: Path, folder: Path, patterns: Sequence[str] = COMPAN
             if not path.is_file() or (folder / name).exists() or name.name.lower().startswith((".", "readme")):
                 continue
             real = path.resolve()
-            if real != root / name and not _is_blob(real, root):
+            is_blob = root.parent.name == "snapshots" and real.is_relative_to(root.parents[1] / "blobs")
+            if real != root / name and not is_blob:
                 logger.warning(
                     "%s was not copied, because it is a link to %s; copy it if it is the model's", path, real
                 )
@@ -136,14 +141,8 @@ def copy_documents(model: PreTrainedModel, folder: Path) -> None:
         copy_companions(source, folder, DOCUMENTS)
 
 
-def _is_blob(file: Path, snapshot: Path) -> bool:
-    """Return whether a file is a blob of the repository whose snapshot a folder is, in a cache of the Hub."""
-    return snapshot.parent.name == "snapshots" and file.is_relative_to(snapshot.parents[1] / "blobs")
-
-
 # Metadata that the card of a slim model inherits from the dense model's.
 LICENSE_KEYS = ("license", "license_name", "license_link")
-_KEYS = ("base_model", *LICENSE_KEYS)
 _TEXT = "# A slim checkpoint, cut by hies-export\n"
 
 
@@ -160,11 +159,9 @@ def read_card(model: str | Path) -> dict[str, Any]:
         return {}
     if not isinstance(found, dict):
         return {}
-    return {key: found[key] for key in _KEYS if _is_text(found.get(key))}
-
-
-def _is_text(value: Any) -> bool:
-    return all(isinstance(text, str) for text in (value if isinstance(value, list) else [value]))
+    values = {key: found.get(key) for key in ("base_model", *LICENSE_KEYS)}
+    texts = {key: value if isinstance(value, list) else [value] for key, value in values.items()}
+    return {key: values[key] for key in values if all(isinstance(text, str) for text in texts[key])}
 
 
 def under_licence(text: str | None, source: Path | None) -> str | None:
@@ -206,11 +203,9 @@ def write_config(model: PreTrainedModel, folder: Path) -> None:
 def name_tokenizer(folder: Path) -> None:
     """Name the tokenizer's class and its special tokens in a folder as transformers 4 does, which 5 reads too."""
     file = folder / "tokenizer_config.json"
-    if not file.exists():
-        return
     try:
         written = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):  # `apply` copies the file as it is
+    except (FileNotFoundError, ValueError, RecursionError):  # `apply` copies a damaged file as it is
         return
     if not isinstance(written, dict):
         return
@@ -220,7 +215,12 @@ def name_tokenizer(folder: Path) -> None:
     if isinstance(settings.get("extra_special_tokens"), list):
         settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
     if settings != written:
-        file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_json(file, settings)
+
+
+def write_json(file: Path, content: Any) -> None:
+    """Write a JSON file as tokenizers and sentence-transformers do."""
+    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _keep_labels(config: Any, file: Path) -> None:

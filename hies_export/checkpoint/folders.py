@@ -8,7 +8,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from enum import Enum
-from itertools import chain
 from pathlib import Path
 
 from ..errors import MERGE, OutputExistsError, RequestError
@@ -110,7 +109,12 @@ def refuse_existing(
     output = Path(folder).resolve()
     for what, given in (inputs or {}).items():
         path = Path(given).resolve()
-        relation = _relation(output, path)
+        overlaps = {
+            "is": output == path,
+            "holds": path.is_relative_to(output),
+            "lies inside": output.is_relative_to(path),
+        }
+        relation = next((words for words, so in overlaps.items() if so), None)
         if path.exists() and relation is not None:
             raise OutputExistsError(
                 f"overwrite=True must not delete what is read, but the output folder {folder} {relation} the {what} "
@@ -121,15 +125,6 @@ def refuse_existing(
             f"overwrite=True replaces only an empty folder or one that hies-export wrote, but {folder} is something "
             "else; choose another folder, or move or delete that one yourself"
         )
-
-
-def _relation(output: Path, path: Path) -> str | None:
-    """Return how an output folder overlaps an input, both resolved; None if it does not."""
-    if output == path:
-        return "is"
-    if path.is_relative_to(output):
-        return "holds"
-    return "lies inside" if output.is_relative_to(path) else None
 
 
 def _is_ours(path: Path) -> bool:
@@ -210,8 +205,8 @@ def refuse_other(path: str | Path, *welcome: Contents, must: str = MUST) -> None
     found = contents(path)
     if found in (Contents.NOTHING, Contents.CHECKPOINT, *welcome):
         return
-    inside = (config.parent for config in sorted(Path(path).glob("*/config.json")) if found is Contents.OTHER)
-    slim = (folder for folder in (Path(path, "slim"), Path(path).parent / "slim") if (folder / "config.json").is_file())
-    near = chain(slim, inside)
-    instead = f"; give {folder}" if (folder := next(near, None)) else ""
+    inside = sorted(Path(path).glob("*")) if found is Contents.OTHER else []
+    near = (Path(path, "slim"), Path(path).parent / "slim", *inside)
+    folder = next((folder for folder in near if (folder / "config.json").is_file()), None)
+    instead = "" if folder is None else f"; give {folder}"
     raise RequestError(f"{must}, but {path} is {found.value}{instead}")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 import torch
-from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from .. import processes
@@ -170,20 +169,14 @@ def check_in_memory(model: PreTrainedModel) -> None:
             f"checkpoint, but this {type(inner).__name__} {' and '.join(differs)}; change the config or the model back "
             "(torch.nn.utils.prune.remove and remove_parametrizations make plain weights)"
         )
-    for name, other in _shared(parameters):
+    first: dict[int, str] = {}
+    for name, parameter in parameters.items():
+        other = first.setdefault(id(parameter), name)
         if built[name] is not built[other]:
             raise RequestError(
                 f"parameters may be shared only as the config says, as a checkpoint holds them once, but {name} of "
                 f"this {type(inner).__name__} is {other}; set tie_word_embeddings in its config if they are embeddings"
             )
-
-
-def _shared(parameters: Mapping[str, Parameter]) -> Iterator[tuple[str, str]]:
-    """Yield the names of each parameter that has two, the later one first."""
-    first: dict[int, str] = {}
-    for name, parameter in parameters.items():
-        if first.setdefault(id(parameter), name) != name:
-            yield name, first[id(parameter)]
 
 
 @never_asking()
@@ -280,8 +273,7 @@ def _plan_of_pruned_heads(
         if not stay:
             raise UnsupportedModelError(f"every layer must keep a head, but layer {layer} of {path} has none left")
         kept[module.name] = module.kept(stay)
-    beyond = sorted(layer for layer in pruned if layer >= len(modules))
-    if beyond or any(module.units != module.groups for module in modules):
+    if max(pruned) >= len(modules) or any(module.units != module.groups for module in modules):
         raise UnsupportedModelError(
             f"pruned_heads must name layers of the model, in which each query head has its own key/value head, but "
             f"{path} has {len(modules)} such layers and names {listed(sorted(pruned))}"

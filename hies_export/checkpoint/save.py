@@ -7,7 +7,6 @@ import hashlib
 import inspect
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -51,10 +50,11 @@ from .beside import (
     copy_companions,
     documents_of,
     under_licence,
+    write_json,
 )
 from .classes import find_model_class
 from .folders import new_folder
-from .sentence import MODULES_FILE, cross_encoder_in, cross_encoder_settings, load_sentence, write_json, write_modules
+from .sentence import MODULES_FILE, cross_encoder_in, cross_encoder_settings, load_sentence, write_modules
 
 logger = logging.getLogger(__name__)
 
@@ -150,21 +150,17 @@ def check_reload(model: PreTrainedModel, folder: str | Path, batch: Mapping[str,
     if computing != dtype:
         model = convert(model, dtype=computing)
     saved = saved_state(model)
-    prefix = "" if model.base_model is model else model.base_model_prefix + "."
-    task_output = first_output(model, batch)
-    # The Auto classes run the code in a slim folder, which is the file that this package wrote there, and no other.
-    remote = {"trust_remote_code": is_slim(model)}
-    ways: list[tuple[str, Any, dict[str, Any], str, nn.Module, Tensor]] = [
-        ("hies_export.load", find_model_class(folder), {}, "", model, task_output),
-    ]
-    of_base: dict[str, Tensor] = {}
+    own_class: Any = find_model_class(folder)
+    ways: list[tuple[str, Any, nn.Module, Mapping[str, Tensor]]] = [("hies_export.load", own_class, model, batch)]
     if has_auto_base(model):
-        base, of_base = model.base_model, _for_base_model(model, batch)
-        ways.append(("AutoModel", AutoModel, remote, prefix, base, first_output(base, of_base)))
-    for name in auto_classes(type(model).__name__, model.config.model_type):
-        if name != "AutoModel":
-            ways.append((name, getattr(transformers, name), remote, "", model, task_output))
-    for way, loader, options, under, original, expected in ways:
+        ways.append(("AutoModel", AutoModel, model.base_model, _for_base_model(model, batch)))
+    names = auto_classes(type(model).__name__, model.config.model_type)
+    ways += [(name, getattr(transformers, name), model, batch) for name in names if name != "AutoModel"]
+    for way, loader, original, inputs in ways:
+        expected = first_output(original, inputs)
+        under = "" if original is model else f"{model.base_model_prefix}."
+        # The Auto classes run the code in a slim folder, which is the file that this package wrote there, and no other.
+        options = {} if loader is own_class else {"trust_remote_code": is_slim(model)}
         must = f"a saved model must load again, but through {way} it failed with"
         with refusing(must, "nothing was kept", ReloadMismatchError):
             loaded, info = loader.from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
@@ -174,7 +170,6 @@ def check_reload(model: PreTrainedModel, folder: str | Path, batch: Mapping[str,
                 f"every saved weight must load again, but through {way} {missing or info['mismatched_keys']} did not; "
                 "nothing was kept"
             )
-        inputs = of_base if way == "AutoModel" else batch
         loaded = loaded.to(model.device) if computing == dtype else loaded.to(model.device, computing)
         with refusing(
             f"a saved model must run again, but through {way} it failed with", "nothing was kept", ReloadMismatchError
@@ -360,14 +355,6 @@ beside its plan as `refit.safetensors`. `prune(model, batches, plan=PLAN, compen
 """
 
 
-@dataclass(frozen=True)
-class RefittedLayers:
-    """The refitted parameters of a compensated model, by name, and the file that they were read from."""
-
-    file: Path
-    tensors: Mapping[str, Tensor]
-
-
 def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
     """Return the SHA-256 of the names, dtypes, shapes and bytes of tensors, in the order of their names."""
     total = hashlib.sha256()
@@ -383,36 +370,36 @@ def refit_beside(plan: PruningPlan, file: Path) -> Path | None:
     return beside if plan.refit is not None and beside.is_file() else None
 
 
-def read_refit(plan: PruningPlan, file: Path) -> RefittedLayers:
-    """Return a plan's refitted parameters, after checking that the plan was written with this file."""
+def read_refit(plan: PruningPlan, file: Path) -> dict[str, Tensor]:
+    """Return a plan's refitted parameters by name, after checking that the plan was written with this file."""
     if plan.refit is None:
         raise PlanError(
             f"refitted layers must be those of the plan, but this plan names none, got {file}; leave them out "
             "(refit=None), or give the plan that was written with them"
         )
     with refusing(f"refitted layers must be a safetensors file, but {file} is none", _ADVICE, PlanError):
-        tensors = load_file(file)
+        tensors: dict[str, Tensor] = load_file(file)
     found = digest_tensors(tensors)
     if found != plan.refit:
         raise PlanError(
             f"refitted layers must be those of the plan, whose digest is {plan.refit[:12]}, but that of {file} is "
             f"{found[:12]}; {_ADVICE}"
         )
-    return RefittedLayers(file, tensors)
+    return tensors
 
 
-def load_refit(model: PreTrainedModel, refitted: RefittedLayers) -> None:
+def load_refit(model: PreTrainedModel, refitted: Mapping[str, Tensor]) -> None:
     """Put refitted parameters into a slim model, in place; raise a `PlanError` if one does not fit, and change none."""
     state = model.state_dict()
-    for name, tensor in refitted.tensors.items():
+    for name, tensor in refitted.items():
         if name not in state or tensor.shape != state[name].shape:
             has = f"{list(state[name].shape)} there" if name in state else "no such parameter"
             raise PlanError(
-                f"refitted layers must fit the model that the plan leaves, but {name} is {list(tensor.shape)} in "
-                f"{refitted.file}, and the model has {has}; {_ADVICE}"
+                f"refitted layers must fit the model that the plan leaves, but {name} is {list(tensor.shape)}, and the "
+                f"model has {has}; {_ADVICE}"
             )
     with torch.no_grad():
-        for name, tensor in refitted.tensors.items():
+        for name, tensor in refitted.items():
             model.get_parameter_or_buffer(name).copy_(tensor)
 
 

@@ -6,14 +6,13 @@ The formats are those of sentence-transformers, which is not needed. What is wri
 from __future__ import annotations
 
 import copy
-import importlib
-import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 import transformers
@@ -27,7 +26,6 @@ from ..files import Rule, Schema, check, read_json
 from ..model.internals import auto_classes, file_of, model_class_of, never_asking
 from ..model.online import hub_or_cache
 from ..model.text_encoder import (
-    POOLING_MODES,
     Dense,
     Normalize,
     Pooling,
@@ -38,20 +36,19 @@ from ..model.text_encoder import (
 )
 from ..model.tokens import longest_sequence
 from ..slim.config import is_slim, slim_class
-from .beside import COMPANIONS, SENTENCE_FILES, copy_companions, fetch_files
+from .beside import COMPANIONS, SENTENCE_FILES, copy_companions, fetch, fetch_files, write_json
 from .classes import AGAIN, CORRECT, find_model_class, load_config, read_config
 from .load import load_dense
-from .weights import load_weights, weight_files
+from .weights import load_weights
 
 logger = logging.getLogger(__name__)
 
 MODULES_FILE = "modules.json"
 OPTIONS_FILE = "config_sentence_transformers.json"
 # The settings of the module Transformer; older folders name the file after the kind of encoder.
-_TEXT_FILES = (
-    "sentence_bert_config.json",
-    *(f"sentence_{kind}_config.json" for kind in ("roberta", "distilbert", "camembert", "albert")),
-    *(f"sentence_{kind}_config.json" for kind in ("xlm-roberta", "xlnet")),
+_TEXT_FILES = tuple(
+    f"sentence_{kind}_config.json"
+    for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
 # Where sentence-transformers 5 has its modules; 6 still finds them there.
 _MODULES = "sentence_transformers.models"
@@ -79,47 +76,57 @@ _NO_ENCODERS = (
     *("blenderbot", "blenderbot-small", "m2m_100", "pegasus", "pegasus_x", "marian"),
     *("t5gemma2", "t5gemma2_encoder", "t5gemma2_text"),
 )
+# What is read of a folder, beside the weights in its root and the folders of its modules.
+_OWN_FILES = ("*.json", "*.jinja", *COMPANIONS)
 # Kinds of text whose prompts have their names.
 _KINDS = ("query", "document")
 # Older names of fields in the settings of the module Transformer.
 _OLDER = {"model_args": "model_kwargs", "tokenizer_args": "processor_kwargs", "config_args": "config_kwargs"}
 # Those of its fields that a slim folder has too; the others are said by its other files, or by `SentenceSettings`.
 _KEPT = ("query_length", "document_length", "unpad_inputs", "processing_kwargs", "processor_kwargs", "model_kwargs")
-# Task of a Transformer -> what its module gives, and which output of its model that is.
+# Task of a Transformer -> what its module gives, which output of its model that is, and what must hold.
 _OUTPUTS = {
-    "feature-extraction": ("token_embeddings", "last_hidden_state"),
-    "sequence-classification": ("scores", "logits"),
+    "feature-extraction": (
+        *("token_embeddings", "last_hidden_state"),
+        "the Transformer of an embedding model must give the embeddings of its tokens (task feature-extraction, output "
+        "last_hidden_state)",
+    ),
+    "sequence-classification": (
+        *("scores", "logits"),
+        "the Transformer of a CrossEncoder must give the logits of its classes",
+    ),
 }
 _SENTENCE = Rule("a SentenceTransformer folder must hold what sentence-transformers wrote", AGAIN)
 _OPTIONS = Rule(f"{OPTIONS_FILE} must ask for what sentence-transformers knows", CORRECT)
+_READOUT = Rule(
+    "a module after the pooling must be known here, and turn one embedding per text into another",
+    "give a model of such modules, or save it again",
+)
 _TEXT = Rule(
     "what the settings of a Transformer ask for must be known here, as it may change the embeddings",
     "take it out if they are the same without, or write what is the model's or the tokenizer's into its own config",
 )
+_SPARSE = "makes sparse embeddings; give a dense embedding model"
+_PER_TOKEN = "keeps a vector per token; give a model of one embedding per text"
+# Class of a module, or model_type in config_sentence_transformers.json -> why it is refused, and what to do instead.
 _WHY_NOT = {
-    "Router": "routes texts through several encoders; load one of them, and save it as a folder of its own",
-    "Asym": "routes texts through several encoders; load one of them, and save it as a folder of its own",
-    "SpladePooling": "makes sparse embeddings; give a dense embedding model",
-    "MLMTransformer": "makes sparse embeddings; give a dense embedding model",
-    "SparseAutoEncoder": "makes sparse embeddings; give a dense embedding model",
-    "CSRSparsity": "makes sparse embeddings; give a dense embedding model",
-    "SparseStaticEmbedding": "makes sparse embeddings; give a dense embedding model",
-    "MultiVectorMask": "keeps a vector per token; give a model of one embedding per text",
-    "TokenPooling": "keeps a vector per token; give a model of one embedding per text",
+    "SparseEncoder": _SPARSE,
+    "MultiVectorEncoder": _PER_TOKEN,
+    "CrossEncoder": "scores pairs of texts; use the task text-classification",
     "CLIPModel": "also embeds images; give a model of texts",
-    "WordEmbeddings": "has no attention to prune; give a Transformer",
-    "StaticEmbedding": "has no attention to prune; give a Transformer",
-    "BoW": "has no attention to prune; give a Transformer",
-    "CNN": "is a layer that only training can fit to a pruned encoder; give a model without it",
-    "LSTM": "is a layer that only training can fit to a pruned encoder; give a model without it",
     "WordWeights": "weighs tokens by their words; give a model without it",
     "WeightedLayerPooling": "reads all layers of the encoder; give a model that pools the last one",
-}
-# model_type in config_sentence_transformers.json -> what to do instead.
-_OTHER_TYPES = {
-    "SparseEncoder": "it makes sparse embeddings; give a dense embedding model",
-    "MultiVectorEncoder": "it keeps a vector per token; give a model of one embedding per text",
-    "CrossEncoder": "it scores pairs of texts; use the task text-classification",
+    **dict.fromkeys(("SpladePooling", "MLMTransformer", "SparseAutoEncoder", "CSRSparsity"), _SPARSE),
+    "SparseStaticEmbedding": _SPARSE,
+    **dict.fromkeys(("MultiVectorMask", "TokenPooling"), _PER_TOKEN),
+    **dict.fromkeys(
+        ("Router", "Asym"),
+        "routes texts through several encoders; load one of them, and save it as a folder of its own",
+    ),
+    **dict.fromkeys(("WordEmbeddings", "StaticEmbedding", "BoW"), "has no attention to prune; give a Transformer"),
+    **dict.fromkeys(
+        ("CNN", "LSTM"), "is a layer that only training can fit to a pruned encoder; give a model without it"
+    ),
 }
 
 
@@ -213,7 +220,7 @@ class _Pooling(_Known):
 
     embedding_dimension: Any = None
     word_embedding_dimension: Any = None
-    pooling_mode: str | list[str] | None = None
+    pooling_mode: PoolingMode | Annotated[list[PoolingMode], Field(min_length=1)] | None = None
     pooling_mode_cls_token: bool = False
     pooling_mode_max_tokens: bool = False
     pooling_mode_mean_tokens: bool = False
@@ -224,17 +231,35 @@ class _Pooling(_Known):
 
 
 class _Layer(Schema):
-    """The config of a module Dense, Normalize, LayerNorm or Dropout."""
+    """The config of a module Normalize, and what those of the other layers have too."""
 
-    in_features: int | None = None
-    out_features: int | None = None
+    module_input_name: Literal["sentence_embedding"] = "sentence_embedding"
+    module_output_name: Literal["sentence_embedding"] | None = None
+
+
+class _Dense(_Layer):
+    in_features: int
+    out_features: int
     bias: bool = True
     activation_function: str = "torch.nn.modules.activation.Tanh"
-    module_input_name: str = "sentence_embedding"
-    module_output_name: str | None = None
-    use_residual: bool = False
-    dimension: int | None = None
+    use_residual: Literal[False] = False
+
+
+class _LayerNorm(_Layer):
+    dimension: int
+
+
+class _Dropout(_Layer):
     dropout: float = Field(0.2, ge=0, le=1)
+
+
+# Class of a module that may follow the pooling -> what its config has.
+_LAYERS: dict[str, type[_Layer]] = {
+    "Dense": _Dense,
+    "Normalize": _Layer,
+    "LayerNorm": _LayerNorm,
+    "Dropout": _Dropout,
+}
 
 
 # Read
@@ -261,7 +286,8 @@ def _file(path: str | Path, name: str, **hub: Any) -> Path | None:
 
 def _options(path: str | Path, **hub: Any) -> dict[str, Any]:
     file = _file(path, OPTIONS_FILE, **hub)
-    return {} if file is None else _read(file, _Options, _OPTIONS)
+    options: dict[str, Any] = {} if file is None else read_json(file, _Options, _OPTIONS)
+    return options
 
 
 def settings_of(
@@ -280,8 +306,9 @@ def settings_of(
             `pooling`, or a SentenceTransformer with it.
     """
     options = _options(path, revision=revision)
-    _refuse_type(options.get("model_type"), path)
-    if not is_sentence_transformer(path, revision=revision):
+    if (kind := options.get("model_type")) in _WHY_NOT:
+        raise RequestError(f"{path} must be a SentenceTransformer, but is a {kind}: it {_WHY_NOT[kind]}")
+    if (listing := _file(path, MODULES_FILE, revision=revision)) is None:
         return _of_bare(path, pooling, normalize, revision)
     given = {"pooling": pooling, "normalize": normalize}
     if asked := [f"{name}: {value}" for name, value in given.items() if value is not None]:
@@ -289,18 +316,16 @@ def settings_of(
             f"pooling and normalize are for an encoder without {MODULES_FILE}, but {path} is a SentenceTransformer "
             f"with its own, got {listed(asked)}; leave them out"
         )
-    modules = _modules(path, revision)
+    modules = _modules(listing, where=str(path))
     first = modules[0].path
-    patterns = [*_own_files(first), *(f"{module.path}/*" for module in modules[1:] if module.path)]
-    if not first:
-        read_config(path, revision=revision)
-        weight_files(path, revision=revision)
-    folder = fetch_files(path, patterns, revision)
+    patterns = [*_OWN_FILES, *(f"{module.path}/*" for module in modules if module.path)]
+    folder = fetch_files(path, patterns, revision) if first else fetch(path, revision, patterns)
     encoder = folder / first
-    text = text_settings(_text_fields(encoder), load_config(encoder), where=str(path))
+    config = load_config(encoder)
+    text = text_settings(_text_fields(encoder), config, where=str(path))
+    text["max_length"] = _max_length(encoder, config, text["max_length"])
     readout = _readout(folder, modules, options)
-    settings = SentenceSettings(readout, folder, encoder, **text, **of_options(options, str(path)))
-    return replace(settings, max_length=_max_length(encoder, settings.max_length))
+    return SentenceSettings(readout, folder, encoder, **text, **of_options(options, str(path)))
 
 
 def load_encoder(settings: SentenceSettings, *, dtype: str | None = None, device_map: str | None = None) -> TextEncoder:
@@ -311,15 +336,14 @@ def load_encoder(settings: SentenceSettings, *, dtype: str | None = None, device
 
 
 @never_asking()
-def load_sentence(path: str | Path, *, revision: str | None = None, **kwargs: Any) -> TextEncoder:
+def load_sentence(path: str | Path, **kwargs: Any) -> TextEncoder:
     """Load a SentenceTransformer, slim or not, on the CPU, without executing code from its folder.
 
     Args:
         path: Folder or Hub id.
-        revision: Revision of a Hub id.
         **kwargs: Passed to `from_pretrained`, such as `dtype` (default: the checkpoint's own).
     """
-    settings = settings_of(path, revision=revision)
+    settings = settings_of(path)
     assert settings.encoder is not None
     return encoder_with(load_weights(encoder_class(settings.encoder), settings.encoder, **kwargs), settings)
 
@@ -331,7 +355,7 @@ def encoder_with(encoder: PreTrainedModel, settings: SentenceSettings) -> TextEn
     return model.eval()
 
 
-def encoder_class(path: str | Path, **hub: Any) -> type[PreTrainedModel]:
+def encoder_class(path: Path) -> type[PreTrainedModel]:
     """Return the class that sentence-transformers loads an encoder by, or its slim version.
 
     A config may name a class with another head, such as BertForMaskedLM, or none: the base model is loaded.
@@ -339,15 +363,15 @@ def encoder_class(path: str | Path, **hub: Any) -> type[PreTrainedModel]:
     Raises:
         RequestError: The encoder takes more than texts.
     """
-    found = _base_class(path, **hub)
-    # A single one is a string.
-    modalities: str | Sequence[str] = found.input_modalities
+    found = _base_class(path)
+    modalities: str | Sequence[str] = found.input_modalities  # a single one is a string
     _refuse_others({modalities} if isinstance(modalities, str) else {*modalities}, path)
     return found
 
 
-def _base_class(path: str | Path, **hub: Any) -> type[PreTrainedModel]:
-    config = load_config(path, **hub)
+def _base_class(path: Path) -> type[PreTrainedModel]:
+    config = load_config(path)
+    slim = getattr(config, "hies_export", None) is not None
     if config.model_type in _NO_ENCODERS:
         raise RequestError(
             f"the encoder of an embedding model must be a class of its own that transformers exports, but that of "
@@ -355,16 +379,14 @@ def _base_class(path: str | Path, **hub: Any) -> type[PreTrainedModel]:
         )
     if (own := _ENCODERS.get(config.model_type)) is not None:
         stock = getattr(transformers, own)
-        return stock if getattr(config, "hies_export", None) is None else slim_class(stock)
-    if not config.architectures and (base := model_class_of(config, "AutoModel")) is not None:
+        return slim_class(stock) if slim else stock
+    base = model_class_of(config, "AutoModel")
+    if base is not None and not config.architectures:
         return base
-    named = find_model_class(path, **hub)
-    if "AutoModel" in auto_classes(named.__name__, config.model_type):
+    named = find_model_class(path)
+    if base is None or slim or "AutoModel" in auto_classes(named.__name__, config.model_type):
         return named
-    found = model_class_of(config, "AutoModel")
-    if found is None or getattr(config, "hies_export", None) is not None:
-        return named
-    return found
+    return base
 
 
 def _refuse_others(modalities: Set[str], path: str | Path) -> None:
@@ -380,14 +402,9 @@ def _of_bare(path: str | Path, pooling: str | None, normalize: bool | None, revi
             f"an encoder without {MODULES_FILE} needs pooling: {', '.join(POOLINGS)}, but {path} came without; give "
             "the one that it was trained with, and normalize: true if its embeddings have length 1"
         )
-    weight_files(path, revision=revision)
-    folder = fetch_files(path, _own_files(""), revision)
-    return SentenceSettings(
-        readout=tuple(make_readout(pooling, normalize=bool(normalize))),
-        folder=folder,
-        encoder=folder,
-        max_length=_max_length(folder, None),
-    )
+    folder = fetch(path, revision, _OWN_FILES)
+    readout = make_readout(pooling, normalize=bool(normalize))
+    return SentenceSettings(tuple(readout), folder, folder, max_length=_max_length(folder, load_config(folder)))
 
 
 def make_readout(pooling: str, *, normalize: bool = False) -> list[nn.Module]:
@@ -397,22 +414,14 @@ def make_readout(pooling: str, *, normalize: bool = False) -> list[nn.Module]:
     return [Pooling([POOLINGS[pooling]]), *([Normalize()] if normalize else [])]
 
 
-def _own_files(module: str) -> list[str]:
-    """Return patterns of the files that are read of a folder, beside the weights in its root."""
-    files = ["*.json", "*.jinja", *COMPANIONS]
-    return files if not module else [*files, f"{module}/*"]
-
-
-def _modules(path: str | Path, revision: str | None) -> list[_Module]:
+def _modules(file: Path, *, where: str) -> list[_Module]:
     """Return the entries of modules.json: a Transformer, a Pooling, and what may follow."""
-    file = _file(path, MODULES_FILE, revision=revision)
-    assert file is not None
     modules = [_Module.model_validate(entry) for entry in read_json(file, list[_Module], _SENTENCE)]
     for module in modules:
-        where = Path(module.path)
-        if where.is_absolute() or ".." in where.parts:
+        path = Path(module.path)
+        if path.is_absolute() or ".." in path.parts:
             raise _SENTENCE.refused(f"{file} names {quoted(module.path)}, which is outside the folder")
-    check_modules([module.type for module in modules], where=str(path))
+    check_modules([module.type for module in modules], where=where)
     return modules
 
 
@@ -437,17 +446,6 @@ def check_modules(types: Sequence[str], *, where: str) -> list[str]:
             f"is {shortened(listed(names)) or 'empty'}; give a model of these modules"
         )
     return names
-
-
-def _refuse_type(model_type: str | None, path: str | Path) -> None:
-    if model_type in _OTHER_TYPES:
-        raise RequestError(f"{path} must be a SentenceTransformer, but is a {model_type}: {_OTHER_TYPES[model_type]}")
-
-
-def _read(file: Path, schema: type[Schema], rule: Rule = _SENTENCE) -> dict[str, Any]:
-    """Return the content of a JSON file, empty if there is none."""
-    found: dict[str, Any] = read_json(file, schema, rule) if file.is_file() else {}
-    return found
 
 
 def _text_fields(encoder: Path) -> dict[str, Any]:
@@ -505,46 +503,30 @@ def _check_output(text: _Text, task: str, where: str) -> None:
             f"texts must be read as they are, but {where} puts them into a chat template (modality_config: message); "
             f"if it was not trained so, leave text alone in the modality_config of {_TEXT_FILES[0]}"
         )
-    output, method_output = _OUTPUTS[task]
+    output, method_output, must = _OUTPUTS[task]
     wanted = {"method": "forward", "method_output_name": method_output}
     reads = modalities.get("text", wanted)
-    if (text.transformer_task, text.module_output_name or output) != (task, output) or any(
-        reads.get(key) != value for key, value in wanted.items()
-    ):
-        must = {
-            "feature-extraction": "the Transformer of an embedding model must give the embeddings of its tokens (task "
-            "feature-extraction, output last_hidden_state)",
-            "sequence-classification": "the Transformer of a CrossEncoder must give the logits of its classes",
-        }
+    asked = text.transformer_task, text.module_output_name or output
+    if asked != (task, output) or any(reads.get(key) != value for key, value in wanted.items()):
         raise RequestError(
-            f"{must[task]}, but that of {where} is for {shortened(text.transformer_task)} and gives "
+            f"{must}, but that of {where} is for {shortened(text.transformer_task)} and gives "
             f"{quoted(reads.get('method_output_name'))}; give a model that does"
         )
 
 
-def _max_length(encoder: Path, asked: int | None) -> int | None:
+def _max_length(encoder: Path, config: Any, asked: int | None = None) -> int | None:
     """Return the longest text: as the folder says, or what the tokenizer and the encoder's positions allow."""
     if asked is None:
         file = encoder / "tokenizer_config.json"
-        asked = json.loads(file.read_text(encoding="utf-8")).get("model_max_length") if file.is_file() else None
-    most = longest_sequence(load_config(encoder))
-    lengths = [int(length) for length in (asked, most) if isinstance(length, (int, float)) and 0 < length < 1e9]
-    return min(lengths, default=None)
+        asked = read_json(file, dict[str, Any], _SENTENCE).get("model_max_length") if file.is_file() else None
+    lengths = [n for n in (asked, longest_sequence(config)) if isinstance(n, (int, float)) and 0 < n < 1e9]
+    return min(map(int, lengths), default=None)
 
 
 def of_options(options: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return what config_sentence_transformers.json asks for, by the fields of `SentenceSettings`."""
-    return {
-        "prompts": _prompts_by_kind(options, where),
-        "similarity": options.get("similarity_fn_name") or "cosine",
-        "truncate_dim": options.get("truncate_dim"),
-        "options": options,
-    }
-
-
-def _prompts_by_kind(options: Mapping[str, Any], where: str) -> dict[str, str]:
-    """Return the prompts by the kind of text, as `encode_query`, `encode_document` and `encode` choose them."""
     prompts = options.get("prompts") or {}
+    # As `encode_query`, `encode_document` and `encode` choose them.
     found = {kind: prompts[kind] for kind in _KINDS if prompts.get(kind)}
     if other := [name for name in ("passage", "corpus") if prompts.get(name) and "document" not in found]:
         logger.warning(
@@ -554,18 +536,27 @@ def _prompts_by_kind(options: Mapping[str, Any], where: str) -> dict[str, str]:
     default = options.get("default_prompt_name")
     if default is not None and default not in (*prompts, *_KINDS):
         raise _OPTIONS.refused(f"{where} has no prompt named {quoted(default)}, its default")
-    return found | ({"text": prompts[default]} if default is not None and prompts.get(default) else {})
+    if default is not None and prompts.get(default):
+        found["text"] = prompts[default]
+    return {
+        "prompts": found,
+        "similarity": options.get("similarity_fn_name") or "cosine",
+        "truncate_dim": options.get("truncate_dim"),
+        "options": options,
+    }
 
 
 Weights = Callable[[], dict[str, Tensor]]
+Layer = TypeVar("Layer", bound=nn.Module)
 
 
 def _readout(folder: Path, modules: list[_Module], options: Mapping[str, Any]) -> tuple[nn.Module, ...]:
     found: list[nn.Module] = []
     for module in modules[1:]:
         where = folder / module.path
+        file = where / "config.json"
+        config = read_json(file, dict[str, Any], _SENTENCE) if file.is_file() else {}
         kind = module.type.rpartition(".")[2]
-        config = _read(where / "config.json", _Pooling if kind == "Pooling" else _Layer)
         found.append(readout_module(kind, config, partial(_weights, where), where=str(where)))
     check_prompts(found[0], options.get("prompts") or {}, where=str(folder))
     return tuple(found)
@@ -574,11 +565,18 @@ def _readout(folder: Path, modules: list[_Module], options: Mapping[str, Any]) -
 def readout_module(kind: str, config: Mapping[str, Any], weights: Weights, *, where: str) -> nn.Module:
     """Return a module of a readout from its class, config and weights in sentence-transformers."""
     if kind == "Pooling":
-        pooling = check(dict(config), _Pooling, _SENTENCE, where=where)
-        return Pooling(_modes(pooling, where), include_prompt=pooling.include_prompt)
-    layer = check(dict(config), _Layer, _SENTENCE, where=where)
-    _check_layer(layer, kind, where)
-    return _LAYERS[kind](layer, weights, where)
+        pooling: _Pooling = check(dict(config), _Pooling, _SENTENCE, where=where)
+        by_flags = [mode for mode, flag in _FLAGS.items() if getattr(pooling, flag)]
+        modes = pooling.pooling_mode or by_flags or ["mean"]
+        return Pooling([modes] if isinstance(modes, str) else modes, include_prompt=pooling.include_prompt)
+    layer = check(dict(config), _LAYERS[kind], _READOUT, where=where)
+    if isinstance(layer, _Dense):
+        linear = partial(nn.Linear, layer.in_features, layer.out_features, bias=layer.bias)
+        activation = _activation(layer.activation_function, where)
+        return Dense(_filled(linear, "linear", weights, where), activation)
+    if isinstance(layer, _LayerNorm):
+        return _filled(partial(nn.LayerNorm, layer.dimension), "norm", weights, where)
+    return nn.Dropout(layer.dropout) if isinstance(layer, _Dropout) else Normalize()
 
 
 def check_prompts(pooling: nn.Module, prompts: Mapping[str, str | None], *, where: str) -> None:
@@ -591,99 +589,35 @@ def check_prompts(pooling: nn.Module, prompts: Mapping[str, str | None], *, wher
         )
 
 
-def _modes(pooling: _Pooling, where: str) -> list[PoolingMode]:
-    named = pooling.pooling_mode
-    if named is None:
-        return [mode for mode, flag in _FLAGS.items() if getattr(pooling, flag)] or ["mean"]
-    asked = [named] if isinstance(named, str) else list(named)
-    modes: list[PoolingMode] = [mode for name in asked for mode in get_args(PoolingMode) if mode == name]
-    if not modes or len(modes) != len(asked):
-        raise _SENTENCE.refused(
-            f"{where} pools by {shortened(listed(asked)) or 'nothing'}, and known are {', '.join(POOLING_MODES)}"
-        )
-    return modes
-
-
-def _check_layer(layer: _Layer, kind: str, where: str) -> None:
-    """Refuse a layer that does not turn one embedding per text into another."""
-    output = layer.module_output_name or layer.module_input_name
-    if (layer.module_input_name, output) != ("sentence_embedding", "sentence_embedding"):
-        raise RequestError(
-            f"{kind} must turn sentence_embedding into sentence_embedding, but that of {where} turns "
-            f"{shortened(layer.module_input_name)} into {shortened(output)}; give a model of one embedding per text"
-        )
-    if layer.use_residual:
-        raise RequestError(f"a Dense must have no residual, but that of {where} has one; give a model without it")
-
-
 def _weights(folder: Path) -> dict[str, Tensor]:
-    for name, load in (("model.safetensors", load_file), ("pytorch_model.bin", _load_bin)):
-        if (folder / name).is_file():
-            with refusing(f"{folder / name} must hold the weights of its module, but does not load", AGAIN):
-                return load(folder / name)
-    raise _SENTENCE.refused(f"{folder} has no model.safetensors or pytorch_model.bin")
+    safe, older = folder / "model.safetensors", folder / "pytorch_model.bin"
+    with refusing(f"{folder} must hold the weights of its module, but they do not load", AGAIN):
+        return load_file(safe) if safe.is_file() else dict(torch.load(older, map_location="cpu", weights_only=True))
 
 
-def _load_bin(file: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
-    return found
-
-
-def _filled(layer: Callable[[], nn.Module], under: str, weights: Weights, where: str) -> Any:
+def _filled(layer: Callable[[], Layer], under: str, weights: Weights, where: str) -> Layer:
     """Return a module's layer, which has a name there, with its weights; without memory for other ones."""
-    named = {name.removeprefix(f"{under}."): tensor for name, tensor in weights().items()}
     with refusing(f"the weights of {where} must be those that its config describes, but are not", AGAIN):
+        named = {name.removeprefix(f"{under}."): tensor for name, tensor in weights().items()}
         with torch.device("meta"):
             made = layer()
         made.load_state_dict(named, assign=True)
     return made
 
 
-def _dense(config: _Layer, weights: Weights, where: str) -> nn.Module:
-    if config.in_features is None or config.out_features is None:
-        raise _SENTENCE.refused(f"{where} has no in_features and out_features")
-    sizes = config.in_features, config.out_features
-    linear = _filled(lambda: nn.Linear(*sizes, bias=config.bias), "linear", weights, where)
-    return Dense(linear, _activation(config.activation_function, where))
-
-
 def _activation(name: str, where: str) -> nn.Module:
     package, _, class_name = name.rpartition(".")
-    found = None
-    # Nothing else is imported: a folder must not say which code runs.
+    made = None
+    # Nothing is imported: a folder must not say which code runs.
     if package == "torch.nn" or package.startswith("torch.nn.modules."):
-        with refusing(f"the activation of {where} must be a class of torch.nn, but is {quoted(name)}", AGAIN):
-            found = getattr(importlib.import_module(package), class_name)()
-    if not isinstance(found, nn.Module):
+        with suppress(Exception):
+            made = getattr(nn, class_name)()
+    if not isinstance(made, nn.Module):
         raise RequestError(
-            f"the activation of a Dense must be a class of torch.nn, but that of {where} is {quoted(name)}; give a "
-            "model with such a one"
+            f"the activation of a Dense must be a class of torch.nn that needs no arguments, but that of {where} is "
+            f"{quoted(name)}; give a model with such a one"
         )
-    return found
-
-
-def _normalize(config: _Layer, weights: Weights, where: str) -> nn.Module:
-    return Normalize()
-
-
-def _layer_norm(config: _Layer, weights: Weights, where: str) -> nn.Module:
-    if config.dimension is None:
-        raise _SENTENCE.refused(f"{where} has no dimension")
-    size = config.dimension
-    return cast(nn.Module, _filled(lambda: nn.LayerNorm(size), "norm", weights, where))
-
-
-def _dropout(config: _Layer, weights: Weights, where: str) -> nn.Module:
-    return nn.Dropout(config.dropout)
-
-
-# Class of a module that may follow the pooling -> what makes it.
-_LAYERS: dict[str, Callable[[_Layer, Weights, str], nn.Module]] = {
-    "Dense": _dense,
-    "Normalize": _normalize,
-    "LayerNorm": _layer_norm,
-    "Dropout": _dropout,
-}
+    return made
 
 
 # Write
@@ -744,14 +678,11 @@ def cross_encoder_in(folder: Path) -> dict[str, Any]:
 
     Raises a RequestError if it has further modules, which would be a head of its own.
     """
-    names = (MODULES_FILE, _TEXT_FILES[0], OPTIONS_FILE)
-    if not all((folder / name).is_file() for name in (MODULES_FILE, OPTIONS_FILE)):
-        return {}
-    if _read(folder / OPTIONS_FILE, _Options, _OPTIONS).get("model_type") != "CrossEncoder":
+    if not (folder / MODULES_FILE).is_file() or _options(folder).get("model_type") != "CrossEncoder":
         return {}
     types = [entry["type"].rpartition(".")[2] for entry in read_json(folder / MODULES_FILE, list[_Module], _SENTENCE)]
     check_cross_encoder_modules(types, where=str(folder))
-    return {name: read_json(folder / name, Any, _SENTENCE) for name in names if (folder / name).is_file()}
+    return {name: read_json(folder / name, Any, _SENTENCE) for name in SENTENCE_FILES if (folder / name).is_file()}
 
 
 def check_cross_encoder_modules(names: Sequence[str], *, where: str) -> None:
@@ -799,19 +730,15 @@ def _written(model: TextEncoder) -> Iterator[tuple[str, dict[str, Any], dict[str
         elif isinstance(module, Dense):
             linear, activation = module.linear, type(module.activation)
             width = linear.out_features
-            yield (
-                "Dense",
-                {
-                    "in_features": linear.in_features,
-                    "out_features": width,
-                    "bias": linear.bias is not None,
-                    "activation_function": f"{activation.__module__}.{activation.__name__}",
-                },
-                {f"linear.{name}": _stored(tensor) for name, tensor in linear.state_dict().items()},
-            )
+            config = {
+                "in_features": linear.in_features,
+                "out_features": width,
+                "bias": linear.bias is not None,
+                "activation_function": f"{activation.__module__}.{activation.__name__}",
+            }
+            yield "Dense", config, _tensors(linear, "linear")
         elif isinstance(module, nn.LayerNorm):
-            weights = {f"norm.{name}": _stored(tensor) for name, tensor in module.state_dict().items()}
-            yield "LayerNorm", {"dimension": width}, weights
+            yield "LayerNorm", {"dimension": width}, _tensors(module, "norm")
         elif isinstance(module, nn.Dropout):
             yield "Dropout", {"dropout": module.p}, {}
         else:
@@ -835,10 +762,6 @@ def _pooling_config(pooling: Pooling, width: int) -> dict[str, Any]:
     }
 
 
-def _stored(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu").contiguous()
-
-
-def write_json(file: Path, content: Any) -> None:
-    """Write a JSON file as sentence-transformers does."""
-    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+def _tensors(layer: nn.Module, under: str) -> dict[str, Tensor]:
+    """Return the weights of a module's layer as safetensors stores them, by the names that `_filled` reads."""
+    return {f"{under}.{name}": tensor.detach().cpu().contiguous() for name, tensor in layer.state_dict().items()}

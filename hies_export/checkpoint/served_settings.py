@@ -9,7 +9,8 @@ from pydantic import Field
 
 from ..files import Rule, Schema, read_json
 from ..model.text_encoder import TextEncoder
-from .sentence import MODULES_FILE, write_json, write_text_settings
+from .beside import write_json
+from .sentence import MODULES_FILE, write_text_settings
 
 SERVED_FILE = "hies_served.json"
 _CLASS = "hies_export.served.OnnxEncoder"
@@ -31,15 +32,7 @@ class _Served(Schema):
     attributes: dict[str, Any] = Field(default_factory=dict)
 
 
-def write_served(
-    folder: str | Path,
-    model: TextEncoder,
-    *,
-    file: str,
-    runtime: str = "onnxruntime-cpu",
-    dtype: str | None = None,
-    threads: int | None = None,
-) -> None:
+def write_served(folder: Path, model: TextEncoder, *, file: str, runtime: str, dtype: str | None = None) -> None:
     """Make an export's folder, which has the graph and the tokenizer, a folder of sentence-transformers.
 
     Args:
@@ -48,16 +41,14 @@ def write_served(
         file: Name of the graph's file in the folder.
         runtime: Name of the runtime that it is to run on, as for `load_runtime`.
         dtype: Dtype to compute in, if the runtime offers other ones than the graph's.
-        threads: Threads of the CPU; None for as many as torch has there.
     """
-    folder, settings = Path(folder), model.settings
+    settings = model.settings
     write_json(folder / MODULES_FILE, [{"idx": 0, "name": "0", "path": "", "type": _CLASS}])
     served = _Served(
         file=file,
         dimension=model.dimension,
         runtime=runtime,
         dtype=dtype,
-        threads=threads,
         max_seq_length=settings.max_length,
         do_lower_case=settings.lower,
         lengths=dict(settings.lengths),

@@ -120,10 +120,10 @@ def skeleton_of_files(model_class: Any, config: Any, path: str | Path, shapes: S
 
 def load_weights(model_class: Any, path: str | Path, *, shapes: Shapes | None = None, **kwargs: Any) -> PreTrainedModel:
     """Return the model of a checkpoint, in evaluation mode; `kwargs` are passed to `from_pretrained`."""
-    offline = kwargs.get("local_files_only", False)
+    hub, offline = hub_options(kwargs), kwargs.get("local_files_only", False)
     with hub_or_cache(path, "model", local_files_only=offline):
-        refuse_adapter(path, **hub_options(kwargs))
-    config = kwargs.get("config") or config_of_class(model_class, path, **hub_options(kwargs))
+        refuse_adapter(path, **hub)  # first: transformers would read the config that the adapter names
+    config = kwargs.get("config") or config_of_class(model_class, path, **hub)
     kwargs = {**use_torch_attention(config), **kwargs}
     quantised = is_quantised(config)
     with (
@@ -151,7 +151,7 @@ def load_weights(model_class: Any, path: str | Path, *, shapes: Shapes | None = 
             "one into 'architectures' in its config.json; otherwise save the checkpoint again from that model"
         )
     if not quantised:  # the scales and zero points of quantised layers are read by their quantisers
-        _check_surplus(model, path, info["unexpected_keys"], **hub_options(kwargs))
+        _check_surplus(model, path, info["unexpected_keys"], **hub)
     return model.eval()
 
 

@@ -194,6 +194,17 @@ def test_weights_of_older_folders_are_read(tmp_path: Path) -> None:
     save_file({"linear.weight": torch.ones(3, 3)}, folder / "2_Dense/model.safetensors")
     with pytest.raises(RequestError, match="2_Dense must be those that its config describes"):
         settings_of(folder)
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        (folder / "2_Dense" / name).unlink()
+    with pytest.raises(RequestError, match="2_Dense must hold the weights of its module, but .*: FileNotFoundError"):
+        settings_of(folder)
+
+
+def test_a_damaged_tokenizer_config_is_refused(tmp_path: Path) -> None:
+    folder = sentence_folder(tmp_path / "dense", text={"max_seq_length": None})
+    (folder / "tokenizer_config.json").write_text('{"model_max_length": 5')
+    with pytest.raises(RequestError, match="tokenizer_config.json is no JSON"):
+        settings_of(folder)
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
@@ -217,14 +228,17 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "dense of tokens": (
         {"layers": [dense(WIDTH, 4, module_input_name="token_embeddings")]},
-        "turns token_embeddings into token_embeddings; give",
+        "2_Dense module_input_name: Input should be 'sentence_embedding', got 'token_embeddings'; give",
     ),
-    "residual": ({"layers": [dense(WIDTH, WIDTH, use_residual=True)]}, "a Dense must have no residual"),
+    "residual": (
+        {"layers": [dense(WIDTH, WIDTH, use_residual=True)]},
+        "use_residual: Input should be False",
+    ),
     "activation": (
         {"layers": [dense(WIDTH, 4, activation_function="os.system")]},
-        "must be a class of torch.nn, but that of .* is 'os.system'",
+        "must be a class of torch.nn that needs no arguments, but that of .* is 'os.system'",
     ),
-    "mode": ({"pooling": {"pooling_mode": "median"}}, "pools by median, and known are cls"),
+    "mode": ({"pooling": {"pooling_mode": "median"}}, "pooling_mode.* Input should be 'cls', .*, got 'median'"),
     "images": (
         {"text": {"modality_config": {"image": {}, "text": {}}}},
         "must embed texts alone, but .* also takes image",
@@ -258,7 +272,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         "processing_kwargs.text.truncation: Input should be True or 'longest_first'",
     ),
     "model's class": ({"text": {"model_args": {"rope_theta": 7}}}, "model_kwargs.rope_theta: is not known, got 7"),
-    "pooling": ({"pooling": MEAN | {"weights": [1]}}, r"1_Pooling/config.json weights: is not known, got \[1\]"),
+    "pooling": ({"pooling": MEAN | {"weights": [1]}}, r"1_Pooling weights: is not known, got \[1\]"),
 }
 
 
