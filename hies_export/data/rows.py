@@ -130,8 +130,8 @@ def mapped_rows(
 def take(
     rows: datasets.Dataset,
     *,
-    samples: int | None,
-    shuffle_seed: int | None,
+    samples: int | None = None,
+    shuffle_seed: int | None = None,
     in_order: bool = False,
     together: str | None = None,
 ) -> datasets.Dataset:

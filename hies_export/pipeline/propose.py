@@ -15,7 +15,8 @@ from ..data.rows import hub_splits, load_rows, taken_from
 from ..errors import DataError, RequestError, listed
 from ..tasks import TASKS, Columns, Task
 from ..tasks.classification import CLASSIFIED
-from ..tasks.given import LABELS, numbers_column, queries_and_documents, usual_columns
+from ..tasks.feature_extraction import numbers_column
+from ..tasks.given import LABELS, usual_columns
 from ..tasks.registry import embedding_task, task_by_class
 from .recipe import PruningRecipe
 
@@ -151,13 +152,11 @@ def _columns(rows: datasets.Dataset, task: type[Task]) -> dict[str, Any]:
     if found := task.usual_columns(rows.features):
         return found
     label = next((name for name in LABELS if name in rows.column_names), None)
-    if task.embeds and (found := queries_and_documents(rows)):
-        return found
     if task.text and not task.images:
         for pair in _PAIRS:
             if len(pair) <= task.text_columns and set(pair) <= set(rows.column_names):
                 if task.embeds:
-                    label = numbers_column(rows) if len(pair) == 2 else None
+                    label = numbers_column(rows.features) if len(pair) == 2 else None
                 return {"text": pair, "label": label if "text label" in task.reads else None}
     try:
         return usual_columns(rows, task)

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from ..errors import DataError, quoted
 from ..recipe.sections import Columns
-from .late import data, torch
+from .late import data, datasets, torch
 from .task import Predictions, Task, Use, batched, random_projection
 
 if TYPE_CHECKING:
-    import datasets
     from torch import Tensor
     from transformers import PreTrainedModel
 
@@ -21,6 +20,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Usual columns of queries, of the documents that they should find, and of how much these are wanted or alike.
+_QUERIES, _DOCUMENTS = ("query", "question", "anchor"), ("document", "passage", "positive")
+_SCORES = ("labels", "label", "label_ids", "score", "similarity_score")
 # Kinds of texts, which may have prompts of their own.
 QUERY, DOCUMENT, TEXT = "query", "document", "text"
 
@@ -64,6 +66,14 @@ class FeatureExtraction(Task):
         self.settings = settings
         if settings is not None:
             self.similarity = settings.similarity
+
+    @classmethod
+    def usual_columns(cls, features: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return the columns of queries, documents and what is wanted, if a data set has them by these names."""
+        query, document = (next((name for name in of if name in features), None) for of in (_QUERIES, _DOCUMENTS))
+        if query is None or document is None:
+            return None
+        return {"query": query, "document": document, "label": numbers_column(features)}
 
     def to_read(self, columns: Columns, processor: Any = None) -> FeatureExtraction:
         """Return the same task, with a copy of the tokenizer that reads as the settings ask."""
@@ -194,6 +204,16 @@ class FeatureExtraction(Task):
     def same(self, dense: Predictions, other: Predictions) -> NoReturn:
         """Refuse: embeddings are compared by what they rank."""
         raise DataError("embeddings are compared by what they rank; judge them with rows that can be ranked")
+
+
+def numbers_column(features: Mapping[str, Any]) -> str | None:
+    """Return the usual column of scores that are numbers, or lists of numbers; None if there is none."""
+    for name in _SCORES:
+        feature = getattr(features.get(name), "feature", features.get(name))
+        number = str(getattr(feature, "dtype", "")).startswith(("int", "float"))
+        if number and not isinstance(feature, datasets.ClassLabel):
+            return name
+    return None
 
 
 def _described(texts: int, most: int, kind: str) -> Batch:

@@ -223,22 +223,13 @@ class Task(ABC):
         """Refuse rows without a label or an answer that the model knows; by default, none is looked at."""
         return
 
-    def draw(
-        self,
-        rows: datasets.Dataset,
-        *,
-        samples: int | None = None,
-        shuffle_seed: int | None = None,
-        in_order: bool = False,
-    ) -> datasets.Dataset:
+    def draw(self, rows: datasets.Dataset, **drawn: Any) -> datasets.Dataset:
         """Turn all rows, in their own order, into one row per sample, and `take` as many of these as wanted."""
-        together = self.columns.together
-        return data.take(
-            self.samples(rows), samples=samples, shuffle_seed=shuffle_seed, in_order=in_order, together=together
-        )
+        samples = rows if self.a_row_is_a_sample else self.samples(rows)
+        return data.take(samples, **drawn, together=self.columns.together)
 
     def samples(self, rows: datasets.Dataset) -> datasets.Dataset:
-        """Return one row per sample."""
+        """Return one row per sample, where a row is not one; by default, each is."""
         return rows
 
     def read(self, samples: datasets.Dataset, *, size: int, use: Use = "score") -> list[Batch]:
@@ -272,20 +263,16 @@ class Task(ABC):
         found = model(**{key: value.to(device) if hasattr(value, "to") else value for key, value in inputs.items()})
         return stack([getattr(found, name) for name in self.output_names])
 
-    def replaces_labels(self, batch: Batch) -> bool:
-        """Return whether the loss of a batch without labels is that of what the model predicts itself: `own_labels`.
-
-        A number, an embedding and the rank of a candidate are a loss themselves.
-        """
-        return self.predicts not in ("numbers", "embeddings") and data.GROUP_KEY not in batch
-
     def own_labels(self, model: PreTrainedModel, batch: Batch, output: Tensor) -> Tensor:
         """Return what the model predicts for a batch, as labels of its loss."""
         return output.argmax(-1)
 
     def with_labels(self, model: PreTrainedModel, batch: Batch) -> Batch:
-        """Return the batch with labels: its own, or else what the model predicts, if its loss needs any."""
-        if "labels" in batch or not self.replaces_labels(batch):
+        """Return the batch with labels: its own, or else what the model predicts, if its loss needs any.
+
+        A number, an embedding and the rank of a candidate are a loss themselves.
+        """
+        if "labels" in batch or self.predicts in ("numbers", "embeddings") or data.GROUP_KEY in batch:
             return dict(batch)
         with torch.no_grad():
             output = self.output(model, batch)

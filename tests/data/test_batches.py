@@ -88,7 +88,7 @@ GOOD = {"input_ids": IDS}
         ([], "batches must have at least one batch, got none; an iterator"),
         ([(IDS, MASK)], r"must map names of arguments to tensors, but batch 0 \(from 0\) of batches is a tuple"),
         ([GOOD, IDS], r"batch 1 \(from 0\) of batches is a Tensor"),
-        ([{}], "a batch must have inputs of the model, but .* has nothing"),
+        ([{}], "the samples, one or more, but .* has nothing"),
         ([GOOD | {"idx": torch.arange(3)}], "argument of BertForSequenceClassification.forward, .* 'idx'; leave"),
         ([GOOD | {"label": torch.tensor([0, 1, 2])}], "has 'label'; leave it out; did you mean 'labels'?"),
         ([GOOD | {"kwargs": IDS}], "has 'kwargs'"),
@@ -209,8 +209,6 @@ def test_batches_of_a_reranker_may_say_how_rows_belong_together() -> None:
     assert found["group"].tolist() == [0, 1]
     with pytest.raises(DataError, match="every key of a batch must be an argument .* has 'group'; leave it out"):
         check(bert(), [described])
-    with pytest.raises(DataError, match="a batch must have inputs of the model, but .* has group, grades"):
-        check(bert(num_labels=1), [{key: described[key] for key in ("group", "grades")}])
 
 
 def test_the_keys_of_choices_are_kept_where_all_of_them_are_there(models: dict[str, PreTrainedModel]) -> None:
