@@ -367,14 +367,13 @@ def _numbered_alike(rows: datasets.Dataset, files: Mapping[str, str | Path]) -> 
             table = {number: together.index(name) for number, name in table.items()} | {-1: -1}
             classes = datasets.ClassLabel(names=together)
         feature = classes if isinstance(rows.features[column], datasets.ClassLabel) else datasets.List(classes)
-        values = [_by_table(value, table) for value in column_values(rows, column)]
+        values = [
+            [table.get(one) for one in value] if isinstance(value, list) else table.get(value)
+            for value in column_values(rows, column)
+        ]
         with quiet():
             rows = rows.remove_columns(column).add_column(column, values, feature=feature)
     return rows.select_columns(columns)
-
-
-def _by_table(value: Any, table: Mapping[Any, Any]) -> Any:
-    return [table.get(one) for one in value] if isinstance(value, list) else table.get(value)
 
 
 def _classes(feature: Any) -> list[str] | None:
@@ -424,7 +423,13 @@ def _build(builder: str, patterns: list[str], cache: str, **options: Any) -> dat
         rows = datasets.load_dataset(
             builder, data_files={"train": patterns}, split="train", cache_dir=cache, keep_in_memory=False, **options
         )
-    return _validated(rows)
+    for file in rows.cache_files:
+        # pyarrow reads text that is not UTF-8 without complaint. Not through the map: every touched page of it would
+        # stay in memory.
+        with pa.OSFile(file["filename"]) as source, pa.ipc.open_stream(source) as batches:
+            for batch in batches:
+                batch.validate(full=True)
+    return rows
 
 
 @contextmanager
@@ -433,13 +438,3 @@ def _reading() -> Iterator[None]:
         # pandas warns so before it drops the surplus cells of rows wider than the header.
         warnings.filterwarnings("error", message="Length of header")
         yield
-
-
-def _validated(rows: datasets.Dataset) -> datasets.Dataset:
-    """Return mapped rows whose text is UTF-8: pyarrow reads other text without complaint."""
-    for file in rows.cache_files:
-        # Not through the map: every touched page of it would stay in memory.
-        with pa.OSFile(file["filename"]) as source, pa.ipc.open_stream(source) as batches:
-            for batch in batches:
-                batch.validate(full=True)
-    return rows

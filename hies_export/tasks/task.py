@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
 from ..errors import DataError, NonFiniteError, did_you_mean, listed, quoted
 from ..recipe.sections import Columns
 from .late import data, torch
+from .prompts import template_fields
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -186,7 +187,8 @@ class Task(ABC):
         if refusal := self.refusal(columns):
             raise DataError(f"{refusal}; the data has {listed(data.own_columns(rows))}")
         inputs = (*columns.text, *([columns.image] if columns.image else []))
-        others = (columns.query, columns.document, columns.group, columns.label)
+        asked = (columns.query, columns.document, *template_fields(columns.prompt or ""), columns.answer)
+        others = (*asked, columns.group, columns.label)
         for column in (*inputs, *(name for name in others if name)):
             if column not in rows.column_names:
                 known = data.own_columns(rows)

@@ -14,10 +14,10 @@ from ..errors import DataError, listed, quoted
 from .late import data, datasets, np, torch
 from .prompts import (
     Choices,
-    check_one_question,
     check_prompt,
     end_of_text,
     filled,
+    is_list,
     one_row_per_choice,
     one_row_per_question,
     right_choice,
@@ -90,11 +90,16 @@ class TextGeneration(Task):
 
     def check_targets(self, rows: datasets.Dataset) -> None:
         """Refuse prompts without an answer, or without the number of the right choice."""
-        if self.prompted:
-            check_prompt(rows, **self.template)
-            if self.columns.label:
-                right_choice(rows, answer=self.template["answer"], label=self.columns.label)
-                check_one_question(rows, prompt=self.template["prompt"])
+        if not self.prompted:
+            return
+        check_prompt(rows, **self.template)
+        if self.columns.label:
+            right_choice(rows, answer=self.template["answer"], label=self.columns.label)
+            if several := [name for name in template_fields(self.template["prompt"]) if is_list(rows.features[name])]:
+                raise DataError(
+                    f"a prompt with choices must have one question in a row, but {several[0]!r} holds lists; write a "
+                    "row for each question, or leave data.label out"
+                )
 
     def samples(self, rows: datasets.Dataset) -> datasets.Dataset:
         """Return a row per question, or packed blocks of plain text."""
