@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from ..errors import DataError, quoted
 from ..recipe.sections import Columns
+from .labels import LABELS
 from .late import data, datasets, torch
 from .task import Predictions, Task, Use, batched, random_projection
 
@@ -22,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 # Usual columns of queries, of the documents that they should find, and of how much these are wanted or alike.
 _QUERIES, _DOCUMENTS = ("query", "question", "anchor"), ("document", "passage", "positive")
-_SCORES = ("labels", "label", "label_ids", "score", "similarity_score")
+_SCORES = (*LABELS, "score", "similarity_score")
 # Kinds of texts, which may have prompts of their own.
 QUERY, DOCUMENT, TEXT = "query", "document", "text"
 
@@ -126,20 +127,18 @@ class FeatureExtraction(Task):
 
     def _texts(self, samples: datasets.Dataset, size: int) -> Iterator[Batch]:
         """Batches of the distinct texts of each kind."""
-        texts = [item for item in dict.fromkeys(self._each(samples)) if item[1].strip()]
-        for kind in (QUERY, DOCUMENT, TEXT):
-            of_kind = [text for each, text in texts if each == kind]
-            yield from (self._encoded(kind, part) for part in batched(of_kind, size))
-
-    def _each(self, samples: datasets.Dataset) -> Iterator[tuple[str, str]]:
-        """Yield the kind and the text of all texts."""
         if self.columns.query:
-            for query, documents, _ in _answers(samples, *self._of_queries):
-                yield QUERY, query
-                yield from ((DOCUMENT, document) for document in documents)
+            answers = list(_answers(samples, *self._of_queries))
+            kinds = {
+                QUERY: [query for query, _, _ in answers],
+                DOCUMENT: [document for _, documents, _ in answers for document in documents],
+            }
         else:
             columns = (samples[column][:] for column in self.columns.text)
-            yield from ((TEXT, text) for row in zip(*columns, strict=True) for text in row)
+            kinds = {TEXT: [text for row in zip(*columns, strict=True) for text in row]}
+        for kind, texts in kinds.items():
+            distinct = [text for text in dict.fromkeys(texts) if text.strip()]
+            yield from (self._encoded(kind, part) for part in batched(distinct, size))
 
     def _queries(self, samples: datasets.Dataset) -> dict[str, tuple[list[str], Batch]]:
         """Return the queries and the documents, each with its description."""

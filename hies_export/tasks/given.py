@@ -21,15 +21,13 @@ from ..model.tokens import finds_end_by_padding, is_token, numbers_by_padding
 from ..recipe.sections import Columns
 from .classification import CLASSIFIED
 from .feature_extraction import numbers_column
-from .labels import read_labels
+from .labels import LABELS, read_labels
 from .task import Task, Use
 
 # Rows of a data set that go through the model at once.
 BATCH_SIZE = 16
 # Texts of an item of a list -> what the list is of, and an example.
 _LISTS = {1: ("texts", "['a text', 'another']"), 2: ("pairs of texts", "[('a query', 'a document')]")}
-# Columns of labels, as transformers' collators know them.
-LABELS = ("labels", "label", "label_ids")
 
 
 def batches_of(
@@ -72,8 +70,11 @@ def batches_of(
             raise DataError(f"{what} must have at least one row, got an empty data set")
         if columns is None and model.main_input_name in given.features:
             given = _of_inputs(model, given, processor, task)
-        elif columns is None:
-            fields = usual_columns(given, type(task))
+        elif columns is None and (fields := usual_columns(given, type(task))) is None:
+            raise DataError(
+                f"{task.name} needs columns= that name what to read ({task.needs}), such as "
+                f"columns={{'text': 'sentence'}}, got none for a data set with {listed(given.column_names)}"
+            )
     elif columns is not None:
         raise RequestError(
             f"columns= belongs to a datasets.Dataset, but {what} is a {type(given).__name__}; leave it out"
@@ -181,28 +182,32 @@ def _of_rows(
     return task.read(task.draw(rows, in_order=True), size=BATCH_SIZE, use=use)
 
 
-def usual_columns(rows: datasets.Dataset, task: type[Task]) -> dict[str, Any]:
-    """Return the columns of a data set whose names and types leave no choice."""
+def usual_columns(
+    rows: datasets.Dataset, task: type[Task], *, preferred: Iterable[Sequence[str]] = ()
+) -> dict[str, Any] | None:
+    """Return the columns of a data set whose names and types leave no choice; None if they do.
+
+    Where there are other texts too, those are read that come first among the `preferred` names.
+    """
     if found := task.usual_columns(rows.features):
         return found
     typed = rows.features if task.columns_by_type else {}
-    texts = [name for name, feature in typed.items() if getattr(feature, "dtype", None) in STRINGS]
+    fitting = (names for names in preferred if len(names) <= task.text_columns and {*names} <= {*rows.column_names})
+    named = next(fitting, None)
+    texts = named or [name for name, feature in typed.items() if getattr(feature, "dtype", None) in STRINGS]
     images = [name for name, feature in typed.items() if holds_images(feature)]
     label = next((name for name in LABELS if name in rows.column_names), None)
     texts = [name for name in texts if name != label]
     if task.embeds:
         # The only text, or a pair with a number.
         score = numbers_column(rows.features) if len(texts) == 2 else None
-        if len(texts) == 1 or score is not None:
+        if len(texts) == 1 or score is not None or named:
             return {"text": tuple(texts), "label": score}
     elif task.images and not task.text and len(images) == 1:
         return {"image": images[0], "label": label}
     elif task.text and not task.images and 1 <= len(texts) <= task.text_columns:
         return {"text": tuple(texts), "label": label if "text label" in task.reads else None}
-    raise DataError(
-        f"{task.name} needs columns= that name what to read ({task.needs}), such as columns={{'text': 'sentence'}}, "
-        f"got none for a data set with {listed(rows.column_names)}"
-    )
+    return None
 
 
 def check_batches(model: PreTrainedModel, batches: Iterable[Any], task: Task, *, what: str = "batches") -> list[Batch]:

@@ -15,7 +15,6 @@ from .text_generation import TextGeneration, check_answer, with_positions
 if TYPE_CHECKING:
     import datasets
     import PIL.Image
-    from torch import Tensor
 
     from ..data import Batch
 
@@ -66,7 +65,12 @@ class ImageTextToText(TextGeneration):
                         f"{data.row_name(samples, row)} has {length}; raise max_length, or shorten the prompt"
                     )
             data.check_vocabulary(encoded["input_ids"], self.config)
-            batch = with_positions(encoded, self.config, _labels(encoded, answer_tokens))
+            # The answers' tokens are the last real ones, no matter how many tokens the image took before them.
+            mask = encoded["attention_mask"]
+            tokens_to_the_end = mask.flip(-1).cumsum(-1).flip(-1)
+            is_answer = mask.bool() & (tokens_to_the_end <= torch.tensor(answer_tokens)[:, None])
+            labels = encoded["input_ids"].where(is_answer, data.IGNORED)
+            batch = with_positions(encoded, self.config, labels)
             yield batch if choices is None else batch | choices.of(rows)
 
     def prompt_and_answer(self, row: dict[str, Any], choice: str | None = None) -> tuple[str, str]:
@@ -118,14 +122,6 @@ class ImageTextToText(TextGeneration):
                 return_tensors="pt",
             )
         )
-
-
-def _labels(batch: Batch, answer_tokens: Sequence[int]) -> Tensor:
-    """The answers' tokens: the last real ones, no matter how many tokens the image took before them."""
-    mask = batch["attention_mask"]
-    tokens_to_the_end = mask.flip(-1).cumsum(-1).flip(-1)
-    is_answer = mask.bool() & (tokens_to_the_end <= torch.tensor(answer_tokens)[:, None])
-    return batch["input_ids"].where(is_answer, data.IGNORED)
 
 
 def with_image_token(prompt: str, processor: Any) -> str:

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-
+# Columns of labels, as transformers' collators know them.
+LABELS = ("labels", "label", "label_ids")
 # How names of classes say which word of an entity they are for, and its type: B-PER, b_per, PER-B, or a letter alone.
 # The letters are those of IOB (B for the first word, I for others), IOBES and BILOU (E or L for the last, S or U for an
 # only one), BMES and BMEWO (M for others, W for an only one).

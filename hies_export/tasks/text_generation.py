@@ -435,6 +435,8 @@ def pack_text(rows: datasets.Dataset, *, column: str, tokenizer: Any, length: in
     a txt file, or rows of which some are blank (as in WikiText), are instead the lines of one running text, joined by
     line breaks: a blank row is the empty line between paragraphs or stories.
     """
+    import pyarrow as pa
+
     running = rows.info.builder_name == "text" or not all(text.strip() for text in data.column_values(rows, column))
     between = tokenizer.bos_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
     if between is None and len(rows) > 1 and not running:
@@ -459,13 +461,8 @@ def pack_text(rows: datasets.Dataset, *, column: str, tokenizer: Any, length: in
             )
         file.flush()
         tokens = np.memmap(file, dtype=np.int64, mode="r", shape=(count,))
-    return _cut(tokens, min(length, count))
-
-
-def _cut(tokens: np.ndarray, length: int) -> datasets.Dataset:
-    """Return tokens (tokens,) cut into whole blocks, without a copy of them."""
-    import pyarrow as pa
-
-    starts = np.arange(0, len(tokens) - len(tokens) % length + 1, length, dtype=np.int64)
+    length = min(length, count)
+    starts = np.arange(0, count - count % length + 1, length, dtype=np.int64)
+    # Without a copy of the tokens.
     blocks = pa.LargeListArray.from_arrays(pa.array(starts), pa.array(tokens[: starts[-1]]))
     return datasets.Dataset(datasets.table.InMemoryTable(pa.table({BLOCK: blocks})))
