@@ -119,14 +119,18 @@ class FeatureExtraction(Task):
     def batches(self, samples: datasets.Dataset, size: int, use: Use) -> Iterator[Batch]:
         """Yield batches of the distinct texts, the shortest first, or in their order to be timed."""
         if use in ("judge", "time") and (self.columns.query or self.scored_pairs):
-            texts = self._queries(samples) if self.columns.query else self._pairs(samples)
-            found = self._of_kinds(texts, size)
+            kinds = self._queries(samples) if self.columns.query else self._pairs(samples)
         else:
-            found = self._texts(samples, size)
-        yield from found if use == "time" else data.by_length(list(found), config=self.config)
+            kinds = self._texts(samples)
+        found = [
+            self._encoded(kind, [texts[row] for row in part]) | {key: value[part] for key, value in described.items()}
+            for kind, (texts, described) in kinds.items()
+            for part in batched(range(len(texts)), size)
+        ]
+        yield from found if use == "time" else data.by_length(found, config=self.config)
 
-    def _texts(self, samples: datasets.Dataset, size: int) -> Iterator[Batch]:
-        """Batches of the distinct texts of each kind."""
+    def _texts(self, samples: datasets.Dataset) -> dict[str, tuple[list[str], Batch]]:
+        """Return the distinct texts of each kind, without a description."""
         if self.columns.query:
             answers = list(_answers(samples, *self._of_queries))
             kinds = {
@@ -136,9 +140,7 @@ class FeatureExtraction(Task):
         else:
             columns = (samples[column][:] for column in self.columns.text)
             kinds = {TEXT: [text for row in zip(*columns, strict=True) for text in row]}
-        for kind, texts in kinds.items():
-            distinct = [text for text in dict.fromkeys(texts) if text.strip()]
-            yield from (self._encoded(kind, part) for part in batched(distinct, size))
+        return {kind: ([text for text in dict.fromkeys(texts) if text.strip()], {}) for kind, texts in kinds.items()}
 
     def _queries(self, samples: datasets.Dataset) -> dict[str, tuple[list[str], Batch]]:
         """Return the queries and the documents, each with its description."""
@@ -175,12 +177,6 @@ class FeatureExtraction(Task):
             "score": torch.tensor(scores, dtype=torch.float32).repeat_interleave(2),
         }
         return {TEXT: ([text for pair in pairs for text in pair], described)}
-
-    def _of_kinds(self, texts: Mapping[str, tuple[list[str], Batch]], size: int) -> Iterator[Batch]:
-        for kind, (of_kind, described) in texts.items():
-            for part in batched(range(len(of_kind)), size):
-                batch = self._encoded(kind, [of_kind[row] for row in part])
-                yield batch | {key: value[part] for key, value in described.items()}
 
     def _encoded(self, kind: str, texts: Sequence[str]) -> Batch:
         settings, asked = self.settings, self.columns.max_length

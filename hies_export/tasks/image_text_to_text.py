@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import DataError, refusing
 from .late import data, torch
-from .prompts import answer_text, tokenise
+from .prompts import answer_text, end_of_text, tokenise
 from .task import Use, batched
 from .text_generation import TextGeneration, check_answer, with_positions
 
@@ -47,7 +47,8 @@ class ImageTextToText(TextGeneration):
         tokenizer, limit = self.prepare_tokenizer()
         data.give_padding(tokenizer)
         samples, choices = self.with_one_answer(samples, use)
-        texts, column, end = self.texts(samples), str(self.columns.image), self.end(choices)
+        texts, column = self.texts(samples), str(self.columns.image)
+        end = end_of_text(tokenizer) if choices is None else ""
         good = _decodable(data.as_images(samples, column), column)
         for part in batched(good, size):
             rows = [row for row, _ in part]

@@ -343,7 +343,9 @@ class Task(ABC):
     def same(self, dense: Predictions, other: Predictions) -> Tensor:
         """Return which predictions are the same, (predictions,) bool; DataError if they are of other samples."""
         check_same_samples(dense, other)
-        same = (self.decide(dense) == self.decide(other)).reshape(len(dense.values), -1).all(-1)
+        one, two, tolerance = self.decide(dense), self.decide(other), self.tolerance_on(dense)
+        alike = one == two if tolerance is None else (one - two).abs() <= tolerance
+        same = alike.reshape(len(dense.values), -1).all(-1)
         return dense.per_sample(~same) == 0 if dense.whole else same
 
     def tolerance_on(self, dense: Predictions) -> float | None:

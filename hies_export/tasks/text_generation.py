@@ -197,7 +197,7 @@ class TextGeneration(Task):
         self, samples: datasets.Dataset, choices: Choices | None, tokenizer: Any, limit: int | None
     ) -> list[tuple[list[int], int]]:
         """Return the tokens of each prompt with its answer, cut on the left, and how many at the end are its answer."""
-        found, end = [], self.end(choices)
+        found, end = [], end_of_text(tokenizer) if choices is None else ""
         for number, row in enumerate(self.texts(samples)):
             pair = self.prompt_and_answer(row, None if choices is None else choices.text[number])
             ids, answer_tokens = tokenise(*pair, tokenizer, end)
@@ -207,10 +207,6 @@ class TextGeneration(Task):
                 ids = begin + ids[len(ids) - limit + len(begin) :]
             found.append((ids, answer_tokens))
         return found
-
-    def end(self, choices: Choices | None) -> str:
-        """Return what ends an answer; nothing where every choice is read."""
-        return "" if choices is not None else end_of_text(getattr(self.processor, "tokenizer", self.processor))
 
     def _padded(self, samples: Sequence[tuple[list[int], int]], tokenizer: Any) -> Batch:
         """Return a batch of (tokens, how many at the end are labels), padded on the tokenizer's side."""
