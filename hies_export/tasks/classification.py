@@ -105,33 +105,31 @@ class Classification(Task):
         labels = read_labels(rows, column=column, config=self.config, numbers=numbers)
         return torch.tensor(labels, dtype=torch.float32 if numbers else torch.int64)
 
-    def check_labels(self, labels: Tensor, place: str) -> None:
-        """Refuse labels that a classifier or a regression would fail on in the middle of a pass."""
-        given = f"but {place} has {labels.dtype} of shape {tuple(labels.shape)}"
+    def canonical(self, model: PreTrainedModel, batch: Batch) -> Batch:
+        """Return a batch, or refuse labels that a classifier or a regression would fail on in the middle of a pass."""
+        if "labels" not in batch:
+            return dict(batch)
+        labels, count, numbers = batch["labels"], self.config.num_labels, self.predicts == "numbers"
+        given = f"but a batch has {labels.dtype} of shape {tuple(labels.shape)}"
         if self.predicts == "labels":
-            count = self.config.num_labels
             if labels.shape[1:] != (count,) or not labels.is_floating_point():
                 raise DataError(
                     f"the labels of a multi-label classifier must be floating numbers, (samples, {count}), {given}"
                 )
             if len(wrong := labels[(labels != 0) & (labels != 1)]):
                 raise DataError(
-                    f"the labels of a multi-label classifier must be 0 or 1, but {place} has {wrong[0].item():g}"
+                    f"the labels of a multi-label classifier must be 0 or 1, but a batch has {wrong[0].item():g}"
                 )
-            return
-        numbers = self.predicts == "numbers"
-        if labels.dim() != 1 or labels.is_floating_point() != numbers:
-            hint = ""
-            if not numbers and labels.is_floating_point() and labels.dim() == 2:
-                hint = (
-                    "; if it is a multi-label classifier, set its config's problem_type to multi_label_classification"
-                )
+        elif labels.dim() != 1 or labels.is_floating_point() != numbers:
+            flags = not numbers and labels.is_floating_point() and labels.dim() == 2
+            hint = "; if it is a multi-label classifier, set its config's problem_type to multi_label_classification"
             raise DataError(
                 f"the labels of a {'regression' if numbers else 'classifier'} must be one "
-                f"{'floating number' if numbers else 'class number'} per sample, {given}{hint}"
+                f"{'floating number' if numbers else 'class number'} per sample, {given}{hint if flags else ''}"
             )
-        if not numbers:
-            data.check_numbers(labels, len(ClassNames(self.config).names), "labels", place, dtypes=(torch.int64,))
+        elif not numbers:
+            data.check_numbers(labels, len(ClassNames(self.config).names), "labels", "a batch", dtypes=(torch.int64,))
+        return dict(batch)
 
     def own_labels(self, model: PreTrainedModel, batch: Batch, output: Tensor) -> Tensor:
         """Return the likeliest class of each sample, (batch,), or 1 for each label of its set, (batch, labels)."""

@@ -138,7 +138,14 @@ def read_labels(rows: datasets.Dataset, *, column: str, config: Any, numbers: bo
                 "remove such rows, or leave data.label out to run without labels"
             )
     if numbers:
-        return _regression_labels(values, feature, column=column)
+        if isinstance(feature, datasets.ClassLabel) or not all(map(data.is_number, values)):
+            raise DataError(
+                f"the labels of a regression must be numbers, but {column!r} holds {data.kind_of(feature)} such as "
+                f"{quoted(values[0])}"
+            )
+        if all(value == -1 for value in values):
+            raise DataError(_hidden(f"in every row of {column!r}"))
+        return [float(value) for value in values]
     return class_numbers(
         values, feature, column=column, classes=ClassNames(config), place=lambda row: data.row_name(rows, row)
     )
@@ -203,10 +210,8 @@ def class_numbers(
 
 def _check_numbering(names: Sequence[str], *, column: str, classes: ClassNames) -> None:
     """Refuse classes of other names than the model's, unless they are as many and their order can be the model's."""
-    given, own = (
-        f"the {len(names)} classes of {column!r} ({listed(names)})",
-        f"the model's {len(classes.names)} ({classes})",
-    )
+    given = f"the {len(names)} classes of {column!r} ({listed(names)})"
+    own = f"the model's {len(classes.names)} ({classes})"
     remedy = (
         "name them so, set id2label in the model's config to their names, or leave data.label out to run without labels"
     )
@@ -226,17 +231,6 @@ def _names_of_values(values: Sequence[int], feature: Any, classes: ClassNames) -
     if feature.dtype == "bool":
         return {False: "False", True: "True"}
     return {value: str(value) for value in values} if classes.are_numbers else {}
-
-
-def _regression_labels(values: list[Any], feature: Any, *, column: str) -> list[float]:
-    if isinstance(feature, datasets.ClassLabel) or not all(map(data.is_number, values)):
-        raise DataError(
-            f"the labels of a regression must be numbers, but {column!r} holds {data.kind_of(feature)} such as "
-            f"{quoted(values[0])}"
-        )
-    if all(value == -1 for value in values):
-        raise DataError(_hidden(f"in every row of {column!r}"))
-    return [float(value) for value in values]
 
 
 def _hidden(where: str) -> str:

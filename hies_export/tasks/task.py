@@ -248,12 +248,12 @@ class Task(ABC):
         What else says how rows belong together has fixed names, see `data/batches.py`.
         """
 
-    def check_labels(self, labels: Tensor, place: str) -> None:
-        """Refuse, by a DataError, labels of a user's batch that the model would fail on; `place` names the batch."""
-        return
-
     def canonical(self, model: PreTrainedModel, batch: Batch) -> Batch:
-        """Return a batch that a user gave as `read` gives it: what is to be predicted is in `labels`."""
+        """Return a batch that a user gave as `read` gives it: what is to be predicted is in `labels`.
+
+        Raises:
+            DataError: The labels are none that the model has.
+        """
         return dict(batch)
 
     # How units are scored.
