@@ -65,11 +65,6 @@ class Predictions:
             return len(self.values)
         return int(self.sample[-1]) + 1 if len(self.sample) else 0
 
-    @property
-    def sample_of(self) -> Tensor | None:
-        """The sample of every prediction, (predictions,) int64; None if each has its own."""
-        return None if self.whole else self.sample
-
     def per_sample(self, values: Tensor) -> Tensor:
         """Return the sum over each sample of numbers of (values,), (samples,) float64."""
         assert self.sample is not None

@@ -185,9 +185,7 @@ class TokenClassification(Task):
         if not classes.find("O"):
             raise DataError(f"words outside of spans need a class O, but the model has {classes}")
         feature = getattr(rows.features[column], "feature", None)
-        names = (
-            getattr(feature["label"], "names", None) if isinstance(feature, Mapping) and "label" in feature else None
-        )
+        names = getattr(feature.get("label"), "names", None) if isinstance(feature, Mapping) else None
         texts, labels = rows[self.columns.text[0]][:], rows[column][:]
         found = []
         for row, (text, spans) in enumerate(zip(texts, labels, strict=True)):
