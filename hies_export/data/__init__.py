@@ -42,7 +42,6 @@ from .rows import (
     has_one_value,
     load_rows,
     mapped_rows,
-    number_rows,
     own_columns,
     row_name,
     take,

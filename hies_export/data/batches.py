@@ -177,7 +177,10 @@ def by_length(batches: Sequence[Batch], *, config: Any) -> list[Batch]:
     order = sorted(range(len(samples)), key=lambda i: lengths[i])
     size = max(len(batch["input_ids"]) for batch in batches)
     found = []
-    for of_kind in _queries_first(samples, order) if "document" in samples[0] else [order]:
+    kinds = [order]
+    if "document" in samples[0]:  # queries first
+        kinds = [[i for i in order if (samples[i]["document"] >= 0) == documents] for documents in (False, True)]
+    for of_kind in kinds:
         for start in range(0, len(of_kind), size):
             chosen = [samples[i] for i in of_kind[start : start + size]]
             # Without padding; values of whole samples have none.
@@ -187,11 +190,6 @@ def by_length(batches: Sequence[Batch], *, config: Any) -> list[Batch]:
             }
             found.append({key: padded(values, fill.get(key, 0), left=left) for key, values in columns.items()})
     return found
-
-
-def _queries_first(samples: Sequence[Batch], order: Sequence[int]) -> list[list[int]]:
-    """Return the numbers of samples that are queries, and of those that are documents."""
-    return [[i for i in order if (samples[i]["document"] >= 0) == documents] for documents in (False, True)]
 
 
 def _is_text(batch: Batch) -> bool:

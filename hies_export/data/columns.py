@@ -23,14 +23,10 @@ STRINGS = ("string", "large_string")
 
 def read_numbers(rows: datasets.Dataset, *, column: str, what: str) -> list[float]:
     """Return the number of each row that is `what`, in words, such as the similarity of two texts."""
-    feature, values = rows.features[column], rows[column][:]
+    names, values = getattr(rows.features[column], "names", None), rows[column][:]
     for row, value in enumerate(values):
-        if isinstance(feature, datasets.ClassLabel) or not is_number(value):
-            given = (
-                f"the class {quoted(feature.names[value])}"
-                if isinstance(feature, datasets.ClassLabel)
-                else quoted(value)
-            )
+        if names or not is_number(value):
+            given = f"the class {quoted(names[value])}" if names else quoted(value)
             raise DataError(
                 f"{what} must be a number, but {row_name(rows, row)} has {given} in {column!r}; write numbers, or "
                 "leave data.label out"

@@ -85,7 +85,7 @@ def load_rows(
     """
     with mapped_rows(name=name, files=files, split=split, numbered=numbered) as rows:
         path = None if files is None else Path(files[split.partition("[")[0]]).expanduser()
-        if path is not None and _is_image_folder(path) and samples and shuffle_seed is None:
+        if path is not None and path.is_dir() and not _is_saved(path) and samples and shuffle_seed is None:
             shuffle_seed = 0
         if together is not None and not has_one_value(rows, together):
             together = None  # what reads the rows refuses it
@@ -107,8 +107,8 @@ def mapped_rows(
             rows, source = splits[split], f"the split {split!r}"
         else:
             path = Path(files[split]).expanduser().absolute()
-            if (saved := _saved(path, split)) is not None:
-                rows = saved
+            if _is_saved(path):
+                rows = _load_saved(path, split)
             else:
                 rows = _load_image_folder(path, cache) if path.is_dir() else _load_files(path, cache)
             rows = _numbered_alike(rows, files)
@@ -130,8 +130,8 @@ def mapped_rows(
 def take(
     rows: datasets.Dataset,
     *,
-    samples: int | None,
-    shuffle_seed: int | None,
+    samples: int | None = None,
+    shuffle_seed: int | None = None,
     in_order: bool = False,
     together: str | None = None,
 ) -> datasets.Dataset:
@@ -322,11 +322,13 @@ def _reason(error: Exception) -> str:
     return "it has none" if cause == "StopIteration" or "corresponds to no data" in cause else cause
 
 
-def _saved(path: Path, split: str) -> datasets.Dataset | None:
-    """Return the rows of a split that `save_to_disk` wrote to a folder; None if it did not write it."""
-    whole = path / "dataset_dict.json"
-    if not (whole.is_file() or (path / "state.json").is_file()):
-        return None
+def _is_saved(path: Path) -> bool:
+    """Return whether `save_to_disk` wrote a folder; others are those of images."""
+    return (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
+
+
+def _load_saved(path: Path, split: str) -> datasets.Dataset:
+    """Return the rows of a split that `save_to_disk` wrote to a folder."""
     must = f"{path} must be a folder as save_to_disk writes it, but it does not load"
     with refusing(must, "save the data set again", DataError), quiet():
         found = datasets.load_from_disk(path)
@@ -338,11 +340,6 @@ def _saved(path: Path, split: str) -> datasets.Dataset | None:
             )
         found = found[split]
     return found.with_format(None)
-
-
-def _is_image_folder(path: Path) -> bool:
-    written = (path / name for name in ("dataset_dict.json", "state.json"))
-    return path.is_dir() and not any(file.is_file() for file in written)
 
 
 def _numbered_alike(rows: datasets.Dataset, files: Mapping[str, str | Path]) -> datasets.Dataset:
@@ -367,14 +364,13 @@ def _numbered_alike(rows: datasets.Dataset, files: Mapping[str, str | Path]) -> 
             table = {number: together.index(name) for number, name in table.items()} | {-1: -1}
             classes = datasets.ClassLabel(names=together)
         feature = classes if isinstance(rows.features[column], datasets.ClassLabel) else datasets.List(classes)
-        values = [_by_table(value, table) for value in column_values(rows, column)]
+        values = [
+            [table.get(one) for one in value] if isinstance(value, list) else table.get(value)
+            for value in column_values(rows, column)
+        ]
         with quiet():
             rows = rows.remove_columns(column).add_column(column, values, feature=feature)
     return rows.select_columns(columns)
-
-
-def _by_table(value: Any, table: Mapping[Any, Any]) -> Any:
-    return [table.get(one) for one in value] if isinstance(value, list) else table.get(value)
 
 
 def _classes(feature: Any) -> list[str] | None:
@@ -396,12 +392,12 @@ def _one_numbering(known: Sequence[Sequence[str]]) -> list[str] | None:
 
 def _stored_features(path: Path, split: str) -> Mapping[str, Any]:
     """Return the columns of the rows of a path, as far as it tells without reading rows."""
-    if _is_image_folder(path):
+    if _is_saved(path):
+        return _load_saved(path, split).features
+    if path.is_dir():
         images = (file for file in path.glob("[!.]*/[!.]*") if file.suffix.lower() in ImageFolder.EXTENSIONS)
         named = {image.parent.name for image in images if not image.parent.name.startswith("__")}  # as `datasets` does
         return {"label": datasets.ClassLabel(names=sorted(named))}
-    if (saved := _saved(path, split)) is not None:
-        return saved.features
     if path.suffix.lower() == ".parquet" and (parts := _parts(path)):
         with suppress(Exception):  # reading the split itself says what is wrong with it
             return datasets.Features.from_arrow_schema(parquet.read_schema(parts[0]))
@@ -424,7 +420,13 @@ def _build(builder: str, patterns: list[str], cache: str, **options: Any) -> dat
         rows = datasets.load_dataset(
             builder, data_files={"train": patterns}, split="train", cache_dir=cache, keep_in_memory=False, **options
         )
-    return _validated(rows)
+    for file in rows.cache_files:
+        # pyarrow reads text that is not UTF-8 without complaint. Not through the map: every touched page of it would
+        # stay in memory.
+        with pa.OSFile(file["filename"]) as source, pa.ipc.open_stream(source) as batches:
+            for batch in batches:
+                batch.validate(full=True)
+    return rows
 
 
 @contextmanager
@@ -433,13 +435,3 @@ def _reading() -> Iterator[None]:
         # pandas warns so before it drops the surplus cells of rows wider than the header.
         warnings.filterwarnings("error", message="Length of header")
         yield
-
-
-def _validated(rows: datasets.Dataset) -> datasets.Dataset:
-    """Return mapped rows whose text is UTF-8: pyarrow reads other text without complaint."""
-    for file in rows.cache_files:
-        # Not through the map: every touched page of it would stay in memory.
-        with pa.OSFile(file["filename"]) as source, pa.ipc.open_stream(source) as batches:
-            for batch in batches:
-                batch.validate(full=True)
-    return rows

@@ -255,7 +255,7 @@ class Judge:
     @property
     def samples(self) -> torch.Tensor | None:
         """Sample of every prediction; None if each has its own."""
-        return self.dense.sample_of
+        return None if self.dense.whole else self.dense.sample
 
     @property
     def _scale(self) -> float:

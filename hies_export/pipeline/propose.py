@@ -15,7 +15,7 @@ from ..data.rows import hub_splits, load_rows, taken_from
 from ..errors import DataError, RequestError, listed
 from ..tasks import TASKS, Columns, Task
 from ..tasks.classification import CLASSIFIED
-from ..tasks.given import LABELS, numbers_column, queries_and_documents, usual_columns
+from ..tasks.given import usual_columns
 from ..tasks.registry import embedding_task, task_by_class
 from .recipe import PruningRecipe
 
@@ -87,7 +87,13 @@ def propose_recipe(
     given = {"text": tuple(text), "image": image, "label": label, "query": query, "document": document, "group": group}
     columns: dict[str, Any] = {key: value for key, value in given.items() if value}
     if not text and image is None and query is None:
-        columns = {key: value for key, value in _columns(rows, task).items() if value} | columns
+        usual = usual_columns(rows, task, preferred=_PAIRS)
+        if usual is None:
+            raise DataError(
+                f"{task.name} needs to know which columns to read ({task.needs}), and the data set has "
+                f"{listed(rows.column_names)}; name them with --text, --image, --label, or --query and --document"
+            )
+        columns = {key: value for key, value in usual.items() if value} | columns
     if task(config).predicts == "numbers" and len(columns.get("text", ())) == 2 and group is None:
         found = next((name for name in _GROUPS if name in rows.column_names), None)
         columns |= {} if found is None else {"group": found}
@@ -144,25 +150,3 @@ def _task_of(model: str, config: Any) -> type[Task]:
             f"config of {model} names {name or 'none'}; give a checkpoint with the head that it was fine-tuned with"
         )
     return task
-
-
-def _columns(rows: datasets.Dataset, task: type[Task]) -> dict[str, Any]:
-    """Return the columns to read: a usual pair of texts, or the only possible ones."""
-    if found := task.usual_columns(rows.features):
-        return found
-    label = next((name for name in LABELS if name in rows.column_names), None)
-    if task.embeds and (found := queries_and_documents(rows)):
-        return found
-    if task.text and not task.images:
-        for pair in _PAIRS:
-            if len(pair) <= task.text_columns and set(pair) <= set(rows.column_names):
-                if task.embeds:
-                    label = numbers_column(rows) if len(pair) == 2 else None
-                return {"text": pair, "label": label if "text label" in task.reads else None}
-    try:
-        return usual_columns(rows, task)
-    except DataError:
-        raise DataError(
-            f"{task.name} needs to know which columns to read ({task.needs}), and the data set has "
-            f"{listed(rows.column_names)}; name them with --text, --image, --label, or --query and --document"
-        ) from None

@@ -17,7 +17,7 @@ from .feature_extraction import FeatureExtraction
 from .fill_mask import FillMask
 from .image_text_to_text import ImageTextToText
 from .question_answering import QuestionAnswering
-from .registry import TASKS, find_task, register_task, task_of
+from .registry import TASKS, register_task, task_of
 from .task import COLUMNS, Loss, Predictions, Task, Use, batched
 from .text2text_generation import AutomaticSpeechRecognition, Text2TextGeneration
 from .text_generation import TextGeneration
@@ -42,7 +42,6 @@ __all__ = [
     "TokenClassification",
     "Use",
     "batched",
-    "find_task",
     "register_task",
     "task_of",
 ]

@@ -11,7 +11,7 @@ from ..equal import SAME_CODE
 from ..errors import DataError, RequestError, quoted, refusing
 from .labels import ClassNames, read_label_sets, read_labels
 from .late import data, torch
-from .task import Predictions, Task, Use, batched, check_references, check_same_samples, random_projection
+from .task import Predictions, Task, Use, batched, check_references, random_projection
 
 if TYPE_CHECKING:
     import datasets
@@ -89,10 +89,14 @@ class Classification(Task):
             self._labels(rows)
 
     def batches(self, samples: datasets.Dataset, size: int, use: Use) -> Iterator[Batch]:
-        """Yield batches with `labels`, if there is a column of them."""
-        labels = self._labels(samples) if self.columns.label else None
+        """Yield batches of the model's inputs, and of what is known of the samples."""
+        known = self.known(samples, use)
         for part in batched(range(len(samples)), size):
-            yield self.inputs(samples, part) | ({} if labels is None else {"labels": labels[part]})
+            yield self.inputs(samples, part) | {key: values[part] for key, values in known.items()}
+
+    def known(self, samples: datasets.Dataset, use: Use) -> Batch:
+        """Return the `labels` of all samples, if there is a column of them."""
+        return {"labels": self._labels(samples)} if self.columns.label else {}
 
     def _labels(self, rows: datasets.Dataset) -> Tensor:
         column, numbers = str(self.columns.label), self.predicts == "numbers"
@@ -101,33 +105,31 @@ class Classification(Task):
         labels = read_labels(rows, column=column, config=self.config, numbers=numbers)
         return torch.tensor(labels, dtype=torch.float32 if numbers else torch.int64)
 
-    def check_labels(self, labels: Tensor, place: str) -> None:
-        """Refuse labels that a classifier or a regression would fail on in the middle of a pass."""
-        given = f"but {place} has {labels.dtype} of shape {tuple(labels.shape)}"
+    def canonical(self, model: PreTrainedModel, batch: Batch) -> Batch:
+        """Return a batch, or refuse labels that a classifier or a regression would fail on in the middle of a pass."""
+        if "labels" not in batch:
+            return dict(batch)
+        labels, count, numbers = batch["labels"], self.config.num_labels, self.predicts == "numbers"
+        given = f"but a batch has {labels.dtype} of shape {tuple(labels.shape)}"
         if self.predicts == "labels":
-            count = self.config.num_labels
             if labels.shape[1:] != (count,) or not labels.is_floating_point():
                 raise DataError(
                     f"the labels of a multi-label classifier must be floating numbers, (samples, {count}), {given}"
                 )
             if len(wrong := labels[(labels != 0) & (labels != 1)]):
                 raise DataError(
-                    f"the labels of a multi-label classifier must be 0 or 1, but {place} has {wrong[0].item():g}"
+                    f"the labels of a multi-label classifier must be 0 or 1, but a batch has {wrong[0].item():g}"
                 )
-            return
-        numbers = self.predicts == "numbers"
-        if labels.dim() != 1 or labels.is_floating_point() != numbers:
-            hint = ""
-            if not numbers and labels.is_floating_point() and labels.dim() == 2:
-                hint = (
-                    "; if it is a multi-label classifier, set its config's problem_type to multi_label_classification"
-                )
+        elif labels.dim() != 1 or labels.is_floating_point() != numbers:
+            flags = not numbers and labels.is_floating_point() and labels.dim() == 2
+            hint = "; if it is a multi-label classifier, set its config's problem_type to multi_label_classification"
             raise DataError(
                 f"the labels of a {'regression' if numbers else 'classifier'} must be one "
-                f"{'floating number' if numbers else 'class number'} per sample, {given}{hint}"
+                f"{'floating number' if numbers else 'class number'} per sample, {given}{hint if flags else ''}"
             )
-        if not numbers:
-            data.check_numbers(labels, len(ClassNames(self.config).names), "labels", place, dtypes=(torch.int64,))
+        elif not numbers:
+            data.check_numbers(labels, len(ClassNames(self.config).names), "labels", "a batch", dtypes=(torch.int64,))
+        return dict(batch)
 
     def own_labels(self, model: PreTrainedModel, batch: Batch, output: Tensor) -> Tensor:
         """Return the likeliest class of each sample, (batch,), or 1 for each label of its set, (batch, labels)."""
@@ -152,14 +154,6 @@ class Classification(Task):
 
     def _applies(self, logits: Tensor) -> Tensor:
         return logits > math.log(self.threshold / (1 - self.threshold))
-
-    def same(self, dense: Predictions, other: Predictions) -> Tensor:
-        """Return which samples have the same prediction, (samples,) bool; numbers but for `tolerance_on`."""
-        tolerance = self.tolerance_on(dense)
-        if tolerance is None:
-            return super().same(dense, other)
-        check_same_samples(dense, other)
-        return (self.decide(dense) - self.decide(other)).abs() <= tolerance
 
     def tolerance_on(self, dense: Predictions) -> float | None:
         """Return the largest difference from the dense model's numbers of numbers that are the same.
@@ -218,22 +212,20 @@ class TextClassification(Classification):
         if self.columns.label:
             data.read_numbers(rows, column=self.columns.label, what=_GRADE)
 
-    def batches(self, samples: datasets.Dataset, size: int, use: Use) -> Iterator[Batch]:
-        """Yield batches of `input_ids`, `attention_mask` and whatever else the tokenizer gives, (batch, longest)."""
+    def known(self, samples: datasets.Dataset, use: Use) -> Batch:
+        """Return the labels of all samples, or of candidates what they belong to, and to judge, how much wanted."""
         if self.columns.group is None:
-            yield from super().batches(samples, size, use)
-            return
+            return super().known(samples, use)
         numbers: dict[Any, int] = {}
         queries = [numbers.setdefault(value, len(numbers)) for value in samples[self.columns.group][:]]
         described = {data.GROUP_KEY: torch.tensor(queries)}
         if use in ("judge", "time") and self.columns.label:
             grades = data.read_numbers(samples, column=self.columns.label, what=_GRADE)
             described["grades"] = torch.tensor(grades, dtype=torch.float32)
-        for part in batched(range(len(samples)), size):
-            yield self.inputs(samples, part) | {key: values[part] for key, values in described.items()}
+        return described
 
     def inputs(self, samples: datasets.Dataset, part: list[int]) -> Batch:
-        """Return texts or pairs of texts, padded on the tokenizer's side."""
+        """Return what the tokenizer gives for texts or pairs of texts, (batch, longest), padded on its side."""
         texts = samples.select_columns(list(self.columns.text))[part]
         columns: Sequence[Sequence[str]] = [texts[name] for name in self.columns.text]
         return data.encoded(self.processor, self.config, *columns, max_length=self.columns.max_length)

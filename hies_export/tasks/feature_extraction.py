@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from ..errors import DataError, quoted
 from ..recipe.sections import Columns
-from .late import data, torch
+from .labels import LABELS
+from .late import data, datasets, torch
 from .task import Predictions, Task, Use, batched, random_projection
 
 if TYPE_CHECKING:
-    import datasets
     from torch import Tensor
     from transformers import PreTrainedModel
 
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Usual columns of queries, of the documents that they should find, and of how much these are wanted or alike.
+_QUERIES, _DOCUMENTS = ("query", "question", "anchor"), ("document", "passage", "positive")
+_SCORES = (*LABELS, "score", "similarity_score")
 # Kinds of texts, which may have prompts of their own.
 QUERY, DOCUMENT, TEXT = "query", "document", "text"
 
@@ -65,6 +68,14 @@ class FeatureExtraction(Task):
         if settings is not None:
             self.similarity = settings.similarity
 
+    @classmethod
+    def usual_columns(cls, features: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return the columns of queries, documents and what is wanted, if a data set has them by these names."""
+        query, document = (next((name for name in of if name in features), None) for of in (_QUERIES, _DOCUMENTS))
+        if query is None or document is None:
+            return None
+        return {"query": query, "document": document, "label": numbers_column(features)}
+
     def to_read(self, columns: Columns, processor: Any = None) -> FeatureExtraction:
         """Return the same task, with a copy of the tokenizer that reads as the settings ask."""
         found, settings = super().to_read(columns, processor), self.settings
@@ -108,28 +119,28 @@ class FeatureExtraction(Task):
     def batches(self, samples: datasets.Dataset, size: int, use: Use) -> Iterator[Batch]:
         """Yield batches of the distinct texts, the shortest first, or in their order to be timed."""
         if use in ("judge", "time") and (self.columns.query or self.scored_pairs):
-            texts = self._queries(samples) if self.columns.query else self._pairs(samples)
-            found = self._of_kinds(texts, size)
+            kinds = self._queries(samples) if self.columns.query else self._pairs(samples)
         else:
-            found = self._texts(samples, size)
-        yield from found if use == "time" else data.by_length(list(found), config=self.config)
+            kinds = self._texts(samples)
+        found = [
+            self._encoded(kind, [texts[row] for row in part]) | {key: value[part] for key, value in described.items()}
+            for kind, (texts, described) in kinds.items()
+            for part in batched(range(len(texts)), size)
+        ]
+        yield from found if use == "time" else data.by_length(found, config=self.config)
 
-    def _texts(self, samples: datasets.Dataset, size: int) -> Iterator[Batch]:
-        """Batches of the distinct texts of each kind."""
-        texts = [item for item in dict.fromkeys(self._each(samples)) if item[1].strip()]
-        for kind in (QUERY, DOCUMENT, TEXT):
-            of_kind = [text for each, text in texts if each == kind]
-            yield from (self._encoded(kind, part) for part in batched(of_kind, size))
-
-    def _each(self, samples: datasets.Dataset) -> Iterator[tuple[str, str]]:
-        """Yield the kind and the text of all texts."""
+    def _texts(self, samples: datasets.Dataset) -> dict[str, tuple[list[str], Batch]]:
+        """Return the distinct texts of each kind, without a description."""
         if self.columns.query:
-            for query, documents, _ in _answers(samples, *self._of_queries):
-                yield QUERY, query
-                yield from ((DOCUMENT, document) for document in documents)
+            answers = list(_answers(samples, *self._of_queries))
+            kinds = {
+                QUERY: [query for query, _, _ in answers],
+                DOCUMENT: [document for _, documents, _ in answers for document in documents],
+            }
         else:
             columns = (samples[column][:] for column in self.columns.text)
-            yield from ((TEXT, text) for row in zip(*columns, strict=True) for text in row)
+            kinds = {TEXT: [text for row in zip(*columns, strict=True) for text in row]}
+        return {kind: ([text for text in dict.fromkeys(texts) if text.strip()], {}) for kind, texts in kinds.items()}
 
     def _queries(self, samples: datasets.Dataset) -> dict[str, tuple[list[str], Batch]]:
         """Return the queries and the documents, each with its description."""
@@ -167,12 +178,6 @@ class FeatureExtraction(Task):
         }
         return {TEXT: ([text for pair in pairs for text in pair], described)}
 
-    def _of_kinds(self, texts: Mapping[str, tuple[list[str], Batch]], size: int) -> Iterator[Batch]:
-        for kind, (of_kind, described) in texts.items():
-            for part in batched(range(len(of_kind)), size):
-                batch = self._encoded(kind, [of_kind[row] for row in part])
-                yield batch | {key: value[part] for key, value in described.items()}
-
     def _encoded(self, kind: str, texts: Sequence[str]) -> Batch:
         settings, asked = self.settings, self.columns.max_length
         prompt, length, special = "", asked, True
@@ -194,6 +199,16 @@ class FeatureExtraction(Task):
     def same(self, dense: Predictions, other: Predictions) -> NoReturn:
         """Refuse: embeddings are compared by what they rank."""
         raise DataError("embeddings are compared by what they rank; judge them with rows that can be ranked")
+
+
+def numbers_column(features: Mapping[str, Any]) -> str | None:
+    """Return the usual column of scores that are numbers, or lists of numbers; None if there is none."""
+    for name in _SCORES:
+        feature = getattr(features.get(name), "feature", features.get(name))
+        number = str(getattr(feature, "dtype", "")).startswith(("int", "float"))
+        if number and not isinstance(feature, datasets.ClassLabel):
+            return name
+    return None
 
 
 def _described(texts: int, most: int, kind: str) -> Batch:

@@ -57,10 +57,6 @@ class FillMask(TextGeneration):
                     f"every row must have text to mask, but {data.row_name(rows, row)} is blank; leave it out"
                 )
 
-    def samples(self, rows: datasets.Dataset) -> datasets.Dataset:
-        """Return the rows themselves."""
-        return rows
-
     def batches(self, samples: datasets.Dataset, size: int, use: Use) -> Iterator[Batch]:
         """Yield batches of texts with masks."""
         texts = samples[self.columns.text[0]][:]

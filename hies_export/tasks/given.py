@@ -20,19 +20,14 @@ from ..model.text_encoder import TextEncoder
 from ..model.tokens import finds_end_by_padding, is_token, numbers_by_padding
 from ..recipe.sections import Columns
 from .classification import CLASSIFIED
-from .labels import read_labels
+from .feature_extraction import numbers_column
+from .labels import LABELS, read_labels
 from .task import Task, Use
 
 # Rows of a data set that go through the model at once.
 BATCH_SIZE = 16
 # Texts of an item of a list -> what the list is of, and an example.
 _LISTS = {1: ("texts", "['a text', 'another']"), 2: ("pairs of texts", "[('a query', 'a document')]")}
-# Usual columns of queries, and of the documents that they should find.
-_SEARCHED = (("query", "question", "anchor"), ("document", "passage", "positive"))
-# Columns of labels, as transformers' collators know them.
-LABELS = ("labels", "label", "label_ids")
-# Columns of how similar two texts are.
-SCORES = (*LABELS, "score", "similarity_score")
 
 
 def batches_of(
@@ -74,8 +69,12 @@ def batches_of(
         if not len(given):
             raise DataError(f"{what} must have at least one row, got an empty data set")
         if columns is None and model.main_input_name in given.features:
-            return _labelled(model, task, _of_inputs(model, given, processor, task))
-        fields = usual_columns(given, type(task)) if columns is None else columns
+            given = _of_inputs(model, given, processor, task)
+        elif columns is None and (fields := usual_columns(given, type(task))) is None:
+            raise DataError(
+                f"{task.name} needs columns= that name what to read ({task.needs}), such as "
+                f"columns={{'text': 'sentence'}}, got none for a data set with {listed(given.column_names)}"
+            )
     elif columns is not None:
         raise RequestError(
             f"columns= belongs to a datasets.Dataset, but {what} is a {type(given).__name__}; leave it out"
@@ -83,8 +82,12 @@ def batches_of(
     elif isinstance(given, (list, tuple)) and any(isinstance(item, str) or _is_pair(item) for item in given):
         given, fields = _of_texts(given, what, task)
     if fields is None:
-        return _labelled(model, task, check_batches(model, given, task, what=what))
-    return _labelled(model, task, _of_rows(given, what, task, processor, {"max_length": max_length, **fields}, use))
+        batches = check_batches(model, given, task, what=what)
+    else:
+        batches = _of_rows(given, what, task, processor, {"max_length": max_length, **fields}, use)
+    if task.predicts in ("words", "tokens") and not model.config.is_encoder_decoder:
+        batches = [_padding_unlabelled(batch, shift=task.shift) for batch in batches]
+    return [task.canonical(model, batch) for batch in batches]
 
 
 def _has_tensors(rows: datasets.IterableDataset) -> bool:
@@ -104,26 +107,18 @@ def _of_texts(texts: Sequence[Any], what: str, task: Task) -> tuple[datasets.Dat
         )
     needed, example = _LISTS[task.of_item]
     for number, item in enumerate(texts):
-        if not (isinstance(item, str) if task.of_item == 1 else _is_pair(item)):
+        of_item = item if _is_pair(item) else [item]
+        if len(of_item) != task.of_item or not all(isinstance(text, str) and text.strip() for text in of_item):
             raise DataError(
-                f"{what} must be {needed} only, such as {example}, but item {number} (from 0) is a "
-                f"{type(item).__name__}: {quoted(item)}"
+                f"{what} must be {needed} only, none of them blank, such as {example}, but item {number} (from 0) is "
+                f"{quoted(item)}"
             )
-        if not all(text.strip() for text in ([item] if task.of_item == 1 else item)):
-            raise DataError(f"{what} must be {needed} that are not blank, but item {number} (from 0) is; leave it out")
     if task.of_item == 1:
         return datasets.Dataset.from_dict({"text": list(texts)}), {"text": ("text",)}
     rows = datasets.Dataset.from_dict({"query": [pair[0] for pair in texts], "document": [pair[1] for pair in texts]})
     fields: dict[str, Any] = {"text": ("query", "document")}
     # A model with one number orders the candidates of a query.
     return rows, fields | ({"group": "query"} if task.predicts == "numbers" else {})
-
-
-def _labelled(model: PreTrainedModel, task: Task, batches: Iterable[Batch]) -> list[Batch]:
-    """Return the batches as readers give them, with labels that say what is predicted, if they must."""
-    if task.predicts in ("words", "tokens") and not model.config.is_encoder_decoder:
-        batches = [_padding_unlabelled(batch, shift=task.shift) for batch in batches]
-    return [task.canonical(model, batch) for batch in batches]
 
 
 def _padding_unlabelled(batch: Batch, *, shift: int) -> Batch:
@@ -164,7 +159,7 @@ def _of_inputs(model: PreTrainedModel, rows: datasets.Dataset, processor: Any, t
     for batch in found:
         if is_token(pad, model.config) and {"input_ids", "attention_mask"} <= batch.keys():
             batch["input_ids"] = batch["input_ids"].where(batch["attention_mask"].bool(), pad)
-    return check_batches(model, found, task)
+    return found
 
 
 def _of_rows(
@@ -187,60 +182,32 @@ def _of_rows(
     return task.read(task.draw(rows, in_order=True), size=BATCH_SIZE, use=use)
 
 
-def usual_columns(rows: datasets.Dataset, task: type[Task]) -> dict[str, Any]:
-    """Return the columns of a data set whose names and types leave no choice."""
+def usual_columns(
+    rows: datasets.Dataset, task: type[Task], *, preferred: Iterable[Sequence[str]] = ()
+) -> dict[str, Any] | None:
+    """Return the columns of a data set whose names and types leave no choice; None if they do.
+
+    Where there are other texts too, those are read that come first among the `preferred` names.
+    """
     if found := task.usual_columns(rows.features):
         return found
-    if not task.columns_by_type:
-        raise _unnamed(rows, task, "{'text': ('question', 'context'), 'label': 'answers'}")
-    texts = [name for name, feature in rows.features.items() if getattr(feature, "dtype", None) in STRINGS]
-    images = [name for name, feature in rows.features.items() if holds_images(feature)]
+    typed = rows.features if task.columns_by_type else {}
+    fitting = (names for names in preferred if len(names) <= task.text_columns and {*names} <= {*rows.column_names})
+    named = next(fitting, None)
+    texts = named or [name for name, feature in typed.items() if getattr(feature, "dtype", None) in STRINGS]
+    images = [name for name, feature in typed.items() if holds_images(feature)]
     label = next((name for name in LABELS if name in rows.column_names), None)
     texts = [name for name in texts if name != label]
     if task.embeds:
-        return _usual_texts(rows, texts, task)
-    if task.images and not task.text and len(images) == 1:
+        # The only text, or a pair with a number.
+        score = numbers_column(rows.features) if len(texts) == 2 else None
+        if len(texts) == 1 or score is not None or named:
+            return {"text": tuple(texts), "label": score}
+    elif task.images and not task.text and len(images) == 1:
         return {"image": images[0], "label": label}
-    if task.text and not task.images and 1 <= len(texts) <= task.text_columns:
+    elif task.text and not task.images and 1 <= len(texts) <= task.text_columns:
         return {"text": tuple(texts), "label": label if "text label" in task.reads else None}
-    raise _unnamed(rows, task, "{'text': 'sentence', 'label': 'label'}")
-
-
-def _usual_texts(rows: datasets.Dataset, texts: Sequence[str], task: type[Task]) -> dict[str, Any]:
-    """Return the columns of texts to embed: queries and documents, a pair with a number, or the only text."""
-    if found := queries_and_documents(rows):
-        return found
-    label = numbers_column(rows)
-    if len(texts) == 1 or (len(texts) == 2 and label is not None):
-        return {"text": tuple(texts), "label": label if len(texts) == 2 else None}
-    raise _unnamed(rows, task, "{'text': 'sentence'}")
-
-
-def queries_and_documents(rows: datasets.Dataset) -> dict[str, Any]:
-    """Return the columns of queries, documents and what is wanted, if a data set has them by these names."""
-    query, document = (next((name for name in names if name in rows.column_names), None) for names in _SEARCHED)
-    if query is None or document is None:
-        return {}
-    return {"query": query, "document": document, "label": numbers_column(rows)}
-
-
-def numbers_column(rows: datasets.Dataset) -> str | None:
-    """Return the usual column of scores that are numbers, or lists of numbers; None if there is none."""
-    for name in SCORES:
-        feature = rows.features.get(name)
-        feature = getattr(feature, "feature", feature)
-        if not isinstance(feature, datasets.ClassLabel) and str(getattr(feature, "dtype", "")).startswith(
-            ("int", "float")
-        ):
-            return name
     return None
-
-
-def _unnamed(rows: datasets.Dataset, task: type[Task], example: str) -> DataError:
-    return DataError(
-        f"{task.name} needs columns= that name what to read ({task.needs}), such as columns={example}, got none for a "
-        f"data set with {listed(rows.column_names)}"
-    )
 
 
 def check_batches(model: PreTrainedModel, batches: Iterable[Any], task: Task, *, what: str = "batches") -> list[Batch]:
@@ -283,10 +250,8 @@ def _checked(model: PreTrainedModel, batch: Any, place: str, task: Task) -> Batc
                 f"a batch must hold tensors only, but {quoted(key)} of {place} is a {type(value).__name__}; make "
                 "tensors of it (tokenizers and image processors do with return_tensors='pt'), or leave it out"
             )
-    if not batch.keys() - {"labels", *described}:
-        raise DataError(f"a batch must have inputs of the model, but {place} has {listed(batch) or 'nothing'}")
-    if len({value.shape[:1] for value in batch.values()}) > 1 or not all(map(Tensor.numel, batch.values())):
-        shapes = listed(f"{key} {tuple(value.shape)}" for key, value in batch.items())
+    if len({value.shape[:1] for value in batch.values()}) != 1 or not all(map(Tensor.numel, batch.values())):
+        shapes = listed(f"{key} {tuple(value.shape)}" for key, value in batch.items()) or "nothing"
         raise DataError(f"the first axis of every tensor must be the samples, one or more, but {place} has {shapes}")
     found = {str(key): value.detach().cpu() for key, value in batch.items()}
     for key, value in found.items():
@@ -295,8 +260,6 @@ def _checked(model: PreTrainedModel, batch: Any, place: str, task: Task) -> Batc
     vocabulary = getattr(model.config.get_text_config(), "vocab_size", None)
     if "input_ids" in found and vocabulary is not None:
         check_numbers(found["input_ids"], vocabulary, "input_ids", place, dtypes=(torch.int32, torch.int64))
-    if "labels" in found:
-        task.check_labels(found["labels"], place)
     _check_padding(model, found, place)
     return found
 

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import DataError, refusing
 from .late import data, torch
-from .prompts import answer_text, tokenise
+from .prompts import answer_text, end_of_text, tokenise
 from .task import Use, batched
 from .text_generation import TextGeneration, check_answer, with_positions
 
 if TYPE_CHECKING:
     import datasets
     import PIL.Image
-    from torch import Tensor
 
     from ..data import Batch
 
@@ -48,7 +47,8 @@ class ImageTextToText(TextGeneration):
         tokenizer, limit = self.prepare_tokenizer()
         data.give_padding(tokenizer)
         samples, choices = self.with_one_answer(samples, use)
-        texts, column, end = self.texts(samples), str(self.columns.image), self.end(choices)
+        texts, column = self.texts(samples), str(self.columns.image)
+        end = end_of_text(tokenizer) if choices is None else ""
         good = _decodable(data.as_images(samples, column), column)
         for part in batched(good, size):
             rows = [row for row, _ in part]
@@ -66,7 +66,12 @@ class ImageTextToText(TextGeneration):
                         f"{data.row_name(samples, row)} has {length}; raise max_length, or shorten the prompt"
                     )
             data.check_vocabulary(encoded["input_ids"], self.config)
-            batch = with_positions(encoded, self.config, _labels(encoded, answer_tokens))
+            # The answers' tokens are the last real ones, no matter how many tokens the image took before them.
+            mask = encoded["attention_mask"]
+            tokens_to_the_end = mask.flip(-1).cumsum(-1).flip(-1)
+            is_answer = mask.bool() & (tokens_to_the_end <= torch.tensor(answer_tokens)[:, None])
+            labels = encoded["input_ids"].where(is_answer, data.IGNORED)
+            batch = with_positions(encoded, self.config, labels)
             yield batch if choices is None else batch | choices.of(rows)
 
     def prompt_and_answer(self, row: dict[str, Any], choice: str | None = None) -> tuple[str, str]:
@@ -118,14 +123,6 @@ class ImageTextToText(TextGeneration):
                 return_tensors="pt",
             )
         )
-
-
-def _labels(batch: Batch, answer_tokens: Sequence[int]) -> Tensor:
-    """The answers' tokens: the last real ones, no matter how many tokens the image took before them."""
-    mask = batch["attention_mask"]
-    tokens_to_the_end = mask.flip(-1).cumsum(-1).flip(-1)
-    is_answer = mask.bool() & (tokens_to_the_end <= torch.tensor(answer_tokens)[:, None])
-    return batch["input_ids"].where(is_answer, data.IGNORED)
 
 
 def with_image_token(prompt: str, processor: Any) -> str:

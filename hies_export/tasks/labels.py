@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DataError, RequestError, listed, quoted
-from ..progress import quiet
 from .late import data, datasets, torch
 
 if TYPE_CHECKING:
@@ -21,7 +20,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-
+# Columns of labels, as transformers' collators know them.
+LABELS = ("labels", "label", "label_ids")
 # How names of classes say which word of an entity they are for, and its type: B-PER, b_per, PER-B, or a letter alone.
 # The letters are those of IOB (B for the first word, I for others), IOBES and BILOU (E or L for the last, S or U for an
 # only one), BMES and BMEWO (M for others, W for an only one).
@@ -137,7 +137,14 @@ def read_labels(rows: datasets.Dataset, *, column: str, config: Any, numbers: bo
                 "remove such rows, or leave data.label out to run without labels"
             )
     if numbers:
-        return _regression_labels(values, feature, column=column)
+        if isinstance(feature, datasets.ClassLabel) or not all(map(data.is_number, values)):
+            raise DataError(
+                f"the labels of a regression must be numbers, but {column!r} holds {data.kind_of(feature)} such as "
+                f"{quoted(values[0])}"
+            )
+        if all(value == -1 for value in values):
+            raise DataError(_hidden(f"in every row of {column!r}"))
+        return [float(value) for value in values]
     return class_numbers(
         values, feature, column=column, classes=ClassNames(config), place=lambda row: data.row_name(rows, row)
     )
@@ -200,12 +207,25 @@ def class_numbers(
     return [int(value) for value in values]
 
 
+def class_numbers_of_lists(
+    rows: datasets.Dataset, lists: Sequence[Sequence[Any]], feature: Any, *, column: str, classes: ClassNames
+) -> list[list[int]]:
+    """Return the numbers of the classes in the list of each row, see `class_numbers`."""
+    places = [row for row, of_row in enumerate(lists) for _ in of_row]
+    values = [value for of_row in lists for value in of_row]
+
+    def place(index: int) -> str:
+        return data.row_name(rows, places[index])
+
+    found = class_numbers(values, feature, column=column, classes=classes, place=place) if values else []
+    numbers = iter(found)
+    return [[next(numbers) for _ in of_row] for of_row in lists]
+
+
 def _check_numbering(names: Sequence[str], *, column: str, classes: ClassNames) -> None:
     """Refuse classes of other names than the model's, unless they are as many and their order can be the model's."""
-    given, own = (
-        f"the {len(names)} classes of {column!r} ({listed(names)})",
-        f"the model's {len(classes.names)} ({classes})",
-    )
+    given = f"the {len(names)} classes of {column!r} ({listed(names)})"
+    own = f"the model's {len(classes.names)} ({classes})"
     remedy = (
         "name them so, set id2label in the model's config to their names, or leave data.label out to run without labels"
     )
@@ -225,17 +245,6 @@ def _names_of_values(values: Sequence[int], feature: Any, classes: ClassNames) -
     if feature.dtype == "bool":
         return {False: "False", True: "True"}
     return {value: str(value) for value in values} if classes.are_numbers else {}
-
-
-def _regression_labels(values: list[Any], feature: Any, *, column: str) -> list[float]:
-    if isinstance(feature, datasets.ClassLabel) or not all(map(data.is_number, values)):
-        raise DataError(
-            f"the labels of a regression must be numbers, but {column!r} holds {data.kind_of(feature)} such as "
-            f"{quoted(values[0])}"
-        )
-    if all(value == -1 for value in values):
-        raise DataError(_hidden(f"in every row of {column!r}"))
-    return [float(value) for value in values]
 
 
 def _hidden(where: str) -> str:
@@ -304,21 +313,5 @@ def read_label_sets(rows: datasets.Dataset, *, column: str, config: Any) -> Tens
             f"the labels in {column!r} must be 0 or 1 for each of the model's {count} labels, or lists of their "
             f"numbers or names, but {data.row_name(rows, wrong)} has {quoted(values[wrong])}"
         )
-    return _of_members(rows, sets, inner, column, config)
-
-
-def _of_members(rows: datasets.Dataset, sets: list[list[Any]], inner: Any, column: str, config: Any) -> Tensor:
-    """Return label sets that are given by the numbers or names of their labels."""
-    found = torch.zeros(len(rows), config.num_labels)
-    places = [row for row, labels in enumerate(sets) for _ in labels]
-    if places:
-        # A row for each label, with the number of the row that it comes from.
-        numbers = [name for name in rows.column_names if name not in data.own_columns(rows)]
-        with quiet():
-            alone = rows.select_columns(numbers or column)
-            alone = alone if numbers else data.number_rows(alone, source="the data").remove_columns(column)
-            members = alone.select(places).add_column(
-                column, [label for labels in sets for label in labels], feature=inner
-            )
-        found[places, torch.tensor(read_labels(members, column=column, config=config))] = 1.0
-    return found
+    members = map(set, class_numbers_of_lists(rows, sets, inner, column=column, classes=classes))
+    return torch.tensor([[float(number in of_row) for number in range(count)] for of_row in members])

@@ -8,14 +8,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..errors import DataError, did_you_mean, listed, quoted, refusing
+from ..errors import DataError, quoted, refusing
 from .late import data, datasets, torch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def _is_list(feature: Any) -> bool:
+def is_list(feature: Any) -> bool:
+    """Return whether a column holds lists."""
     return isinstance(feature, (datasets.List, datasets.LargeList))
 
 
@@ -33,14 +34,10 @@ def template_fields(template: str) -> tuple[str, ...]:
 
 
 def check_prompt(rows: datasets.Dataset, *, prompt: str, answer: str) -> None:
-    """Check that the columns of template and answer are there, and that every row has both, lists of equal length."""
+    """Check that every row has what the template and the answer are made of, text or lists of text of equal length."""
     for what, column in [*(("a field of data.prompt", f) for f in template_fields(prompt)), ("data.answer", answer)]:
-        if column not in rows.column_names:
-            known = data.own_columns(rows)
-            hint = did_you_mean(column, known)
-            raise DataError(f"{what} must be a column of the data ({listed(known)}), got {quoted(column)}{hint}")
         inner = rows.features[column]
-        while _is_list(inner):
+        while is_list(inner):
             inner = inner.feature
         dtype = str(getattr(inner, "dtype", ""))
         if dtype not in data.STRINGS and not dtype.startswith(("int", "uint", "float", "bool")):
@@ -76,7 +73,7 @@ def one_row_per_question(rows: datasets.Dataset, *, prompt: str, answer: str) ->
 
 def right_choice(rows: datasets.Dataset, *, answer: str, label: str) -> datasets.Dataset:
     """Replace the choices in the answer column by the one whose number is in the label column, from 0."""
-    if not _is_list(rows.features[answer]):
+    if not is_list(rows.features[answer]):
         raise DataError(
             f"data.label is the number of the right choice, so data.answer must hold lists of choices, but {answer!r} "
             f"holds {data.kind_of(rows.features[answer])}; leave data.label out if there is one answer"
@@ -91,16 +88,6 @@ def right_choice(rows: datasets.Dataset, *, answer: str, label: str) -> datasets
         chosen.append(choices[int(number)])
     kind = rows.features[answer].feature
     return rows.remove_columns(answer).add_column(answer, chosen, feature=kind)
-
-
-def check_one_question(rows: datasets.Dataset, *, prompt: str) -> None:
-    """Check that no column of a prompt with choices holds lists of questions."""
-    for column in template_fields(prompt):
-        if _is_list(rows.features[column]):
-            raise DataError(
-                f"a prompt with choices must have one question in a row, but {column!r} holds lists; write a row for "
-                "each question, or leave data.label out"
-            )
 
 
 class Choices(NamedTuple):
@@ -124,8 +111,8 @@ def one_row_per_choice(rows: datasets.Dataset, *, answer: str, label: str) -> tu
 
 
 def _listed_columns(rows: datasets.Dataset, *, prompt: str, answer: str) -> list[str]:
-    asked = [field for field in template_fields(prompt) if _is_list(rows.features[field])]
-    answers = [answer] if asked and answer not in asked and _is_list(rows.features[answer]) else []
+    asked = [field for field in template_fields(prompt) if is_list(rows.features[field])]
+    answers = [answer] if asked and answer not in asked and is_list(rows.features[answer]) else []
     return asked + answers
 
 

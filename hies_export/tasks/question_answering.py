@@ -150,7 +150,8 @@ class QuestionAnswering(Task):
 
     def batches(self, samples: datasets.Dataset, size: int, use: Use) -> Iterator[Batch]:
         """Yield batches of windows."""
-        contexts = [_code_points(context) for context in samples[self.columns.text[1]][:]]
+        code_points = ([*map(ord, context)] for context in samples[self.columns.text[1]][:])
+        contexts = [torch.tensor(points, dtype=torch.int32) for points in code_points]
         answers = None if self.columns.label is None else [*map(torch.tensor, self._answers(samples))]
         for part in batched(self._in_windows(samples), size):
             questions = [question for question, _ in part]
@@ -382,7 +383,3 @@ def _windows(batches: Sequence[Batch]) -> list[list[int]]:
 def _without_blanks(text: str) -> str:
     """Return a text without the blanks and invisible characters that it begins with."""
     return "".join(itertools.dropwhile(lambda letter: letter.isspace() or not letter.isprintable(), text))
-
-
-def _code_points(text: str) -> Tensor:
-    return torch.tensor([*map(ord, text)], dtype=torch.int32)

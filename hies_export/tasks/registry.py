@@ -21,7 +21,21 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-TASKS: dict[str, type[Task]] = {}
+TASKS: dict[str, type[Task]] = {
+    task.name: task
+    for task in (
+        TextClassification,
+        TokenClassification,
+        QuestionAnswering,
+        FillMask,
+        FeatureExtraction,
+        ImageClassification,
+        TextGeneration,
+        ImageTextToText,
+        Text2TextGeneration,
+        AutomaticSpeechRecognition,
+    )
+}
 
 
 def register_task(task: type[Task]) -> type[Task]:
@@ -54,28 +68,6 @@ def register_task(task: type[Task]) -> type[Task]:
         raise RequestError(f"the columns of a task must be among {', '.join(COLUMNS)}, got {', '.join(unknown)}")
     TASKS[task.name] = task
     return task
-
-
-for _task in (
-    TextClassification,
-    TokenClassification,
-    QuestionAnswering,
-    FillMask,
-    FeatureExtraction,
-    ImageClassification,
-    TextGeneration,
-    ImageTextToText,
-    Text2TextGeneration,
-    AutomaticSpeechRecognition,
-):
-    register_task(_task)
-
-
-def find_task(name: str) -> type[Task]:
-    """Return the task of a name, or raise a `RequestError`."""
-    if name not in TASKS:
-        raise RequestError(f"the task must be one of {', '.join(TASKS)}, got {name!r}")
-    return TASKS[name]
 
 
 def task_of(model: Any, batch: Mapping[str, Tensor] | None = None, **options: Any) -> Task:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
 from ..errors import DataError, NonFiniteError, did_you_mean, listed, quoted
 from ..recipe.sections import Columns
 from .late import data, torch
+from .prompts import template_fields
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -63,11 +64,6 @@ class Predictions:
         if self.sample is None:
             return len(self.values)
         return int(self.sample[-1]) + 1 if len(self.sample) else 0
-
-    @property
-    def sample_of(self) -> Tensor | None:
-        """The sample of every prediction, (predictions,) int64; None if each has its own."""
-        return None if self.whole else self.sample
 
     def per_sample(self, values: Tensor) -> Tensor:
         """Return the sum over each sample of numbers of (values,), (samples,) float64."""
@@ -186,7 +182,8 @@ class Task(ABC):
         if refusal := self.refusal(columns):
             raise DataError(f"{refusal}; the data has {listed(data.own_columns(rows))}")
         inputs = (*columns.text, *([columns.image] if columns.image else []))
-        others = (columns.query, columns.document, columns.group, columns.label)
+        asked = (columns.query, columns.document, *template_fields(columns.prompt or ""), columns.answer)
+        others = (*asked, columns.group, columns.label)
         for column in (*inputs, *(name for name in others if name)):
             if column not in rows.column_names:
                 known = data.own_columns(rows)
@@ -223,22 +220,13 @@ class Task(ABC):
         """Refuse rows without a label or an answer that the model knows; by default, none is looked at."""
         return
 
-    def draw(
-        self,
-        rows: datasets.Dataset,
-        *,
-        samples: int | None = None,
-        shuffle_seed: int | None = None,
-        in_order: bool = False,
-    ) -> datasets.Dataset:
+    def draw(self, rows: datasets.Dataset, **drawn: Any) -> datasets.Dataset:
         """Turn all rows, in their own order, into one row per sample, and `take` as many of these as wanted."""
-        together = self.columns.together
-        return data.take(
-            self.samples(rows), samples=samples, shuffle_seed=shuffle_seed, in_order=in_order, together=together
-        )
+        samples = rows if self.a_row_is_a_sample else self.samples(rows)
+        return data.take(samples, **drawn, together=self.columns.together)
 
     def samples(self, rows: datasets.Dataset) -> datasets.Dataset:
-        """Return one row per sample."""
+        """Return one row per sample, where a row is not one; by default, each is."""
         return rows
 
     def read(self, samples: datasets.Dataset, *, size: int, use: Use = "score") -> list[Batch]:
@@ -255,12 +243,12 @@ class Task(ABC):
         What else says how rows belong together has fixed names, see `data/batches.py`.
         """
 
-    def check_labels(self, labels: Tensor, place: str) -> None:
-        """Refuse, by a DataError, labels of a user's batch that the model would fail on; `place` names the batch."""
-        return
-
     def canonical(self, model: PreTrainedModel, batch: Batch) -> Batch:
-        """Return a batch that a user gave as `read` gives it: what is to be predicted is in `labels`."""
+        """Return a batch that a user gave as `read` gives it: what is to be predicted is in `labels`.
+
+        Raises:
+            DataError: The labels are none that the model has.
+        """
         return dict(batch)
 
     # How units are scored.
@@ -272,20 +260,16 @@ class Task(ABC):
         found = model(**{key: value.to(device) if hasattr(value, "to") else value for key, value in inputs.items()})
         return stack([getattr(found, name) for name in self.output_names])
 
-    def replaces_labels(self, batch: Batch) -> bool:
-        """Return whether the loss of a batch without labels is that of what the model predicts itself: `own_labels`.
-
-        A number, an embedding and the rank of a candidate are a loss themselves.
-        """
-        return self.predicts not in ("numbers", "embeddings") and data.GROUP_KEY not in batch
-
     def own_labels(self, model: PreTrainedModel, batch: Batch, output: Tensor) -> Tensor:
         """Return what the model predicts for a batch, as labels of its loss."""
         return output.argmax(-1)
 
     def with_labels(self, model: PreTrainedModel, batch: Batch) -> Batch:
-        """Return the batch with labels: its own, or else what the model predicts, if its loss needs any."""
-        if "labels" in batch or not self.replaces_labels(batch):
+        """Return the batch with labels: its own, or else what the model predicts, if its loss needs any.
+
+        A number, an embedding and the rank of a candidate are a loss themselves.
+        """
+        if "labels" in batch or self.predicts in ("numbers", "embeddings") or data.GROUP_KEY in batch:
             return dict(batch)
         with torch.no_grad():
             output = self.output(model, batch)
@@ -354,7 +338,9 @@ class Task(ABC):
     def same(self, dense: Predictions, other: Predictions) -> Tensor:
         """Return which predictions are the same, (predictions,) bool; DataError if they are of other samples."""
         check_same_samples(dense, other)
-        same = (self.decide(dense) == self.decide(other)).reshape(len(dense.values), -1).all(-1)
+        one, two, tolerance = self.decide(dense), self.decide(other), self.tolerance_on(dense)
+        alike = one == two if tolerance is None else (one - two).abs() <= tolerance
+        same = alike.reshape(len(dense.values), -1).all(-1)
         return dense.per_sample(~same) == 0 if dense.whole else same
 
     def tolerance_on(self, dense: Predictions) -> float | None:

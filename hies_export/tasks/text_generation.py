@@ -14,10 +14,10 @@ from ..errors import DataError, listed, quoted
 from .late import data, datasets, np, torch
 from .prompts import (
     Choices,
-    check_one_question,
     check_prompt,
     end_of_text,
     filled,
+    is_list,
     one_row_per_choice,
     one_row_per_question,
     right_choice,
@@ -90,11 +90,16 @@ class TextGeneration(Task):
 
     def check_targets(self, rows: datasets.Dataset) -> None:
         """Refuse prompts without an answer, or without the number of the right choice."""
-        if self.prompted:
-            check_prompt(rows, **self.template)
-            if self.columns.label:
-                right_choice(rows, answer=self.template["answer"], label=self.columns.label)
-                check_one_question(rows, prompt=self.template["prompt"])
+        if not self.prompted:
+            return
+        check_prompt(rows, **self.template)
+        if self.columns.label:
+            right_choice(rows, answer=self.template["answer"], label=self.columns.label)
+            if several := [name for name in template_fields(self.template["prompt"]) if is_list(rows.features[name])]:
+                raise DataError(
+                    f"a prompt with choices must have one question in a row, but {several[0]!r} holds lists; write a "
+                    "row for each question, or leave data.label out"
+                )
 
     def samples(self, rows: datasets.Dataset) -> datasets.Dataset:
         """Return a row per question, or packed blocks of plain text."""
@@ -192,7 +197,7 @@ class TextGeneration(Task):
         self, samples: datasets.Dataset, choices: Choices | None, tokenizer: Any, limit: int | None
     ) -> list[tuple[list[int], int]]:
         """Return the tokens of each prompt with its answer, cut on the left, and how many at the end are its answer."""
-        found, end = [], self.end(choices)
+        found, end = [], end_of_text(tokenizer) if choices is None else ""
         for number, row in enumerate(self.texts(samples)):
             pair = self.prompt_and_answer(row, None if choices is None else choices.text[number])
             ids, answer_tokens = tokenise(*pair, tokenizer, end)
@@ -202,10 +207,6 @@ class TextGeneration(Task):
                 ids = begin + ids[len(ids) - limit + len(begin) :]
             found.append((ids, answer_tokens))
         return found
-
-    def end(self, choices: Choices | None) -> str:
-        """Return what ends an answer; nothing where every choice is read."""
-        return "" if choices is not None else end_of_text(getattr(self.processor, "tokenizer", self.processor))
 
     def _padded(self, samples: Sequence[tuple[list[int], int]], tokenizer: Any) -> Batch:
         """Return a batch of (tokens, how many at the end are labels), padded on the tokenizer's side."""
@@ -430,6 +431,8 @@ def pack_text(rows: datasets.Dataset, *, column: str, tokenizer: Any, length: in
     a txt file, or rows of which some are blank (as in WikiText), are instead the lines of one running text, joined by
     line breaks: a blank row is the empty line between paragraphs or stories.
     """
+    import pyarrow as pa
+
     running = rows.info.builder_name == "text" or not all(text.strip() for text in data.column_values(rows, column))
     between = tokenizer.bos_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
     if between is None and len(rows) > 1 and not running:
@@ -454,13 +457,8 @@ def pack_text(rows: datasets.Dataset, *, column: str, tokenizer: Any, length: in
             )
         file.flush()
         tokens = np.memmap(file, dtype=np.int64, mode="r", shape=(count,))
-    return _cut(tokens, min(length, count))
-
-
-def _cut(tokens: np.ndarray, length: int) -> datasets.Dataset:
-    """Return tokens (tokens,) cut into whole blocks, without a copy of them."""
-    import pyarrow as pa
-
-    starts = np.arange(0, len(tokens) - len(tokens) % length + 1, length, dtype=np.int64)
+    length = min(length, count)
+    starts = np.arange(0, count - count % length + 1, length, dtype=np.int64)
+    # Without a copy of the tokens.
     blocks = pa.LargeListArray.from_arrays(pa.array(starts), pa.array(tokens[: starts[-1]]))
     return datasets.Dataset(datasets.table.InMemoryTable(pa.table({BLOCK: blocks})))

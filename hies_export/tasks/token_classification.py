@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,7 +9,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import DataError, listed, quoted
-from .labels import ClassNames, class_numbers, places_in_entities
+from .labels import ClassNames, class_numbers_of_lists, places_in_entities
 from .late import data, np, torch
 from .task import Predictions, Task, Use, batched, check_references, check_same_samples, random_projection
 
@@ -169,15 +168,7 @@ class TokenClassification(Task):
                     "which marks tokens without one; give words and their classes, which are then aligned with the "
                     "tokens"
                 )
-        ends = list(itertools.accumulate(map(len, labels)))
-        numbers = class_numbers(
-            [label for of_row in labels for label in of_row],
-            feature,
-            column=column,
-            classes=ClassNames(self.config),
-            place=lambda index: data.row_name(rows, bisect.bisect(ends, index)),
-        )
-        return [numbers[end - len(of_row) : end] for end, of_row in zip(ends, labels, strict=True)]
+        return class_numbers_of_lists(rows, labels, feature, column=column, classes=ClassNames(self.config))
 
     def _spans(self, rows: datasets.Dataset) -> list[list[_Span]]:
         """Return the spans of each row, by their places."""
@@ -185,9 +176,7 @@ class TokenClassification(Task):
         if not classes.find("O"):
             raise DataError(f"words outside of spans need a class O, but the model has {classes}")
         feature = getattr(rows.features[column], "feature", None)
-        names = (
-            getattr(feature["label"], "names", None) if isinstance(feature, Mapping) and "label" in feature else None
-        )
+        names = getattr(feature.get("label"), "names", None) if isinstance(feature, Mapping) else None
         texts, labels = rows[self.columns.text[0]][:], rows[column][:]
         found = []
         for row, (text, spans) in enumerate(zip(texts, labels, strict=True)):

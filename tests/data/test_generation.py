@@ -232,10 +232,10 @@ def test_templates() -> None:
     for columns, match in (
         (
             Columns(prompt="{qestion}", answer="answer"),
-            r"data.prompt must be a column .*question, answer, hint.*, got 'qestion'; did you mean 'question'",
+            r"the column 'qestion', but it has question, answer, hint; did you mean 'question'",
         ),
         (Columns(prompt="{question", answer="answer"), "must be a template such as"),
-        (Columns(prompt="{question}", answer="anser"), r"data.answer must be .* 'anser'; did you mean 'answer'"),
+        (Columns(prompt="{question}", answer="anser"), "the column 'anser', .*; did you mean 'answer'"),
         (Columns(prompt="{question}"), r"needs data\.text \(one column\), or data\.prompt and data\.answer"),
         (Columns(), r"needs data\.text \(one column\), or .*; the data has question, answer, hint"),
     ):

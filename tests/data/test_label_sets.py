@@ -47,7 +47,7 @@ def test_a_row_has_the_numbers_names_or_flags_of_its_labels(values: list[Any], f
 
 def test_a_row_of_a_data_set_in_memory_is_named_by_its_place() -> None:
     rows = datasets.Dataset.from_dict({"label": [[0], [1, 2, 3]]}).select([1, 0])
-    with pytest.raises(DataError, match=r"but row 0 of the data \(from 0\) has 3 in 'label'"):
+    with pytest.raises(DataError, match=r"but row 0 \(from 0\) has 3 in 'label'"):
         read_label_sets(rows, column="label", config=config(*NAMES))
 
 
