@@ -26,7 +26,8 @@ from hies_export.data.batches import inputs_of
 from hies_export.data.rows import load_rows
 from hies_export.evaluate.judge import compute_metrics
 from hies_export.evaluate.predict import predict, references
-from hies_export.tasks import TASKS, Columns, Task
+from hies_export.recipe.sections import Columns
+from hies_export.tasks import TASKS, Task
 
 
 def main() -> None:

@@ -39,8 +39,9 @@ from transformers import (
 from hies_export import Constraints, Scores, collect_statistics, find_attention, select_units
 from hies_export.evaluate.judge import Judge
 from hies_export.pipeline.search import predict_pruned
+from hies_export.recipe.sections import Columns
 from hies_export.report.console import PlainTable
-from hies_export.tasks import TASKS, Columns
+from hies_export.tasks import TASKS
 
 SAMPLES = 256
 WORDS = [f"word{number}" for number in range(1000)]

@@ -50,7 +50,8 @@ from hies_export.lab.baselines.slicing import Bases, collect_bases, sliced
 from hies_export.lab.sweep.evaluating import Evaluator
 from hies_export.lab.sweep.grid import Cell, SweepGrid
 from hies_export.pipeline.stages import cut_beside
-from hies_export.tasks import Columns, Predictions, TextGeneration
+from hies_export.recipe.sections import Columns
+from hies_export.tasks import Predictions, TextGeneration
 
 METHODS = (
     "compensated+least_squares:both",

@@ -32,8 +32,9 @@ from hies_export.checkpoint.sentence import load_sentence, write_text_settings
 from hies_export.data.batches import inputs_of
 from hies_export.model.text_encoder import TextEncoder
 from hies_export.pipeline.resolve import resolve
+from hies_export.recipe.sections import Columns
 from hies_export.select.plan import PruningPlan
-from hies_export.tasks import Columns, task_of
+from hies_export.tasks import task_of
 
 st = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
 # It warns of its own older names, and of what it does not find on the Hub.

@@ -37,10 +37,11 @@ from ..model.internals import (
 from ..model.modes import evaluating
 from ..model.text_encoder import SentenceSettings, TextEncoder
 from ..model.tokens import longest_sequence
+from ..recipe.sections import Columns
 from ..select.plan import PruningPlan
 from ..slim.check import first_output
 from ..slim.config import is_slim
-from ..tasks import Columns, FeatureExtraction, task_of
+from ..tasks import FeatureExtraction, task_of
 from .beside import (
     CARD,
     DOCUMENTS,

@@ -13,7 +13,8 @@ from ..checkpoint.classes import load_config
 from ..checkpoint.sentence import is_sentence_transformer
 from ..data.rows import hub_splits, load_rows, taken_from
 from ..errors import DataError, RequestError, listed
-from ..tasks import TASKS, Columns, Task
+from ..recipe.sections import Columns
+from ..tasks import TASKS, Task
 from ..tasks.classification import CLASSIFIED
 from ..tasks.given import usual_columns
 from ..tasks.registry import embedding_task, task_by_class

@@ -11,7 +11,6 @@ A recipe is checked against the tasks before torch is imported, which takes seco
 and what reads rows, by `late.py`.
 """
 
-from ..recipe.sections import Columns
 from .classification import ImageClassification, TextClassification
 from .feature_extraction import FeatureExtraction
 from .fill_mask import FillMask
@@ -27,7 +26,6 @@ __all__ = [
     "COLUMNS",
     "TASKS",
     "AutomaticSpeechRecognition",
-    "Columns",
     "FeatureExtraction",
     "FillMask",
     "ImageClassification",

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from ..errors import DataError, quoted
-from ..recipe.sections import Columns
 from .labels import LABELS
 from .late import data, datasets, torch
 from .task import Predictions, Task, Use, batched, random_projection
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
 
     from ..data import Batch
     from ..model.text_encoder import SentenceSettings
+    from ..recipe.sections import Columns
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from ..errors import DataError, NonFiniteError, did_you_mean, listed, quoted
-from ..recipe.sections import Columns
 from .late import data, torch
 from .prompts import template_fields
 
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
 
     from ..data import Batch
     from ..model.text_encoder import Similarity
+    from ..recipe.sections import Columns
 
 AnyTask = TypeVar("AnyTask", bound="Task")
 Item = TypeVar("Item")
@@ -126,6 +126,8 @@ class Task(ABC):
     similarity: Similarity = "cosine"  # by what embeddings are compared
 
     def __init__(self, config: Any, *, tolerance: float | None = None, threshold: float = 0.5) -> None:
+        from ..recipe.sections import Columns
+
         self.config, self.tolerance, self.threshold = config, tolerance, threshold
         self.columns = Columns()
         self.processor: Any = None

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from ..errors import DataError, refusing
-from ..recipe.sections import Columns
 from .late import data, torch
 from .text_generation import TextGeneration, check_token_labels
 
@@ -15,6 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..data import Batch
+    from ..recipe.sections import Columns
 
 
 class Text2TextGeneration(TextGeneration):

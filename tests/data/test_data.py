@@ -31,7 +31,8 @@ from hies_export.data.columns import as_images, image_of_file, image_of_row
 from hies_export.data.processors import load_processor, settle_padding
 from hies_export.data.rows import load_rows
 from hies_export.errors import DataError, RequestError
-from hies_export.tasks import TASKS, Columns
+from hies_export.recipe.sections import Columns
+from hies_export.tasks import TASKS
 
 
 def rows_of(columns, features=None):

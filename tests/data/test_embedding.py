@@ -15,7 +15,8 @@ from hies_export.data.batches import ROW_KEYS, by_length
 from hies_export.data.rows import take
 from hies_export.errors import DataError, RequestError
 from hies_export.model.text_encoder import Normalize, Pooling, SentenceSettings, TextEncoder
-from hies_export.tasks import TASKS, Columns, FeatureExtraction, Task, Use, task_of
+from hies_export.recipe.sections import Columns
+from hies_export.tasks import TASKS, FeatureExtraction, Task, Use, task_of
 from hies_export.tasks.given import batches_of, check_batches, usual_columns
 
 WORDS = [*"abcdefghijklmnop", "query", "passage", "B"]

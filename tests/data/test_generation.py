@@ -22,7 +22,8 @@ from hies_export.data.batches import by_length
 from hies_export.data.processors import load_processor
 from hies_export.data.rows import load_rows
 from hies_export.errors import DataError
-from hies_export.tasks import TASKS, Columns, Task
+from hies_export.recipe.sections import Columns
+from hies_export.tasks import TASKS, Task
 
 TEXT = Columns(text=("text",))
 ASKED = Columns(prompt="Q {question} A", answer="answer")

@@ -14,7 +14,7 @@ from support.reading import reading
 from hies_export.data import rows as rows_module
 from hies_export.data.rows import load_rows
 from hies_export.errors import DataError
-from hies_export.tasks import Columns
+from hies_export.recipe.sections import Columns
 
 
 def write(path: Path, count: int) -> Path:

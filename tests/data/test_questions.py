@@ -17,7 +17,8 @@ from transformers import BertConfig
 from hies_export.data.batches import by_length, samples_of
 from hies_export.errors import DataError, RequestError
 from hies_export.evaluate.predict import predict, references
-from hies_export.tasks import TASKS, Columns, Task, task_of
+from hies_export.recipe.sections import Columns
+from hies_export.tasks import TASKS, Task, task_of
 from hies_export.tasks.given import batches_of
 
 TASK = TASKS["question-answering"]

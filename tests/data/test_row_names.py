@@ -17,7 +17,7 @@ from transformers import BertConfig, LlamaConfig, LlavaConfig, PreTrainedTokeniz
 
 from hies_export.data.rows import number_rows, own_columns, row_name
 from hies_export.errors import DataError
-from hies_export.tasks import Columns
+from hies_export.recipe.sections import Columns
 from hies_export.tasks.prompts import one_row_per_question, right_choice
 
 ROWS = 40

@@ -12,7 +12,8 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from hies_export.data.rows import number_rows
 from hies_export.errors import DataError
-from hies_export.tasks import TASKS, Columns, Task
+from hies_export.recipe.sections import Columns
+from hies_export.tasks import TASKS, Task
 
 TASK = TASKS["token-classification"]
 NUMBERS = {"id2label": dict(enumerate(TAGS)), "label2id": {tag: number for number, tag in enumerate(TAGS)}}

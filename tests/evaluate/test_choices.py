@@ -20,7 +20,8 @@ from hies_export.evaluate.judge import Judge, standard_error
 from hies_export.evaluate.metrics import check_metrics
 from hies_export.evaluate.predict import predict, references
 from hies_export.pipeline.resolve import resolve
-from hies_export.tasks import Columns, TextGeneration
+from hies_export.recipe.sections import Columns
+from hies_export.tasks import TextGeneration
 
 LETTERS = "abcdefghijkl"
 ROWS = [

@@ -18,8 +18,7 @@ from hies_export.errors import RequestError
 from hies_export.pipeline.draw import Draws, Promise, Splits, draw, evaluated, hold_out
 from hies_export.pipeline.recipe import PruneSection, PruningRecipe
 from hies_export.pipeline.resolve import resolve
-from hies_export.recipe.sections import CalibrationSection, DataSection, EvaluationSection, HeldOutSection
-from hies_export.tasks import Columns
+from hies_export.recipe.sections import CalibrationSection, Columns, DataSection, EvaluationSection, HeldOutSection
 
 OPTIONS = PruneSection.model_validate({"budget": {"flops": 0.5}})
 # Rows that add documents only.

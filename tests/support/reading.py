@@ -5,7 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from hies_export.tasks import TASKS, Columns, Predictions, Task, TextClassification
+from hies_export.recipe.sections import Columns
+from hies_export.tasks import TASKS, Predictions, Task, TextClassification
 
 NOTHING = Columns()
 

@@ -44,7 +44,8 @@ from hies_export.evaluate.judge import compute_metrics
 from hies_export.evaluate.predict import predict, references
 from hies_export.forms import deployment
 from hies_export.pipeline import targets
-from hies_export.tasks import TASKS, Columns, task_of
+from hies_export.recipe.sections import Columns
+from hies_export.tasks import TASKS, task_of
 from hies_export.tasks.fill_mask import FillMask
 
 WORDS = [f"w{number}" for number in range(40)]

@@ -29,8 +29,9 @@ from hies_export.pipeline import targets
 from hies_export.pipeline.propose import propose_recipe
 from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.pipeline.resolve import resolve
+from hies_export.recipe.sections import Columns
 from hies_export.report.report import Report
-from hies_export.tasks import Columns, task_of
+from hies_export.tasks import task_of
 from hies_export.tasks.given import batches_of
 from hies_export.tasks.question_answering import LONGEST, QuestionAnswering
 from hies_export.units.find import find_modules

@@ -17,11 +17,11 @@ from transformers import BertConfig, BertForMultipleChoice, PreTrainedModel
 
 from hies_export.evaluate.metrics import METRICS
 from hies_export.model.text_encoder import Pooling, TextEncoder
+from hies_export.recipe.sections import Columns
 from hies_export.report.card import render_card
 from hies_export.tasks import (
     COLUMNS,
     TASKS,
-    Columns,
     FeatureExtraction,
     ImageClassification,
     Task,
