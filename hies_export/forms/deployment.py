@@ -40,7 +40,7 @@ class DeployWay:
             lower end of its 95 % interval.
         dense_ratio: Time of the dense model, relative to the first way's.
         flops: Share of the FLOPs left by the largest cut that keeps the promise; None if no cut was searched for.
-        judged: The cuts that were tried, as in `KeepOutcome`.
+        judged: The cuts that were tried, as in `Outcome`.
         problem: Why the runtime does not serve the model.
         search: Why no cut was found.
     """

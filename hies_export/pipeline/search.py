@@ -152,7 +152,7 @@ class Judged:
     @property
     def met(self) -> bool:
         """Whether the cut keeps the promise."""
-        return self.outcome.met
+        return self.trial.promise.budget.met(self.found)
 
     @property
     def row(self) -> dict[str, Any]:

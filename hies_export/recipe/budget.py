@@ -7,7 +7,7 @@ An `Outcome` is a budget with everything that a run found out about it; it is wr
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -35,7 +35,7 @@ class TimedSection(Section):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(batch, sequence), or (batch,)."""
+        """The shape that is timed: (batch, sequence), or (batch,) where no sequence is given."""
         return (self.batch,) if self.sequence is None else (self.batch, self.sequence)
 
 
@@ -251,10 +251,7 @@ class Outcome:
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields that say something, for report.json."""
-        said = {field.name: getattr(self, field.name) for field in fields(self)}
-        found = {} if self.found is None else {"found": {k: v for k, v in vars(self.found).items() if v is not None}}
-        return {
-            **{name: value for name, value in said.items() if value not in (None, ())},
-            "budget": self.budget.model_dump(exclude_unset=True, exclude_none=True),
-            **found,
-        }
+        found = self.found and {name: value for name, value in vars(self.found).items() if value is not None}
+        budget = self.budget.model_dump(exclude_unset=True, exclude_none=True)
+        said = vars(self) | {"budget": budget, "found": found}
+        return {name: value for name, value in said.items() if value not in (None, ())}

@@ -278,7 +278,7 @@ class TokenClassification(Task):
 
     @staticmethod
     def _counts(predictions: Predictions) -> list[int]:
-        """Return how many words each sample has."""
+        """Return the number of words of each sample, (samples,)."""
         assert predictions.sample is not None
         return predictions.sample.bincount().tolist()
 

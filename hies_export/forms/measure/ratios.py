@@ -35,7 +35,7 @@ class Percentiles:
 
     @classmethod
     def of(cls, times_ms: np.ndarray) -> Percentiles:
-        """Return the percentiles of the times of all runs, (runs,)."""
+        """Return the percentiles of times of (runs,), in milliseconds."""
         return cls(*(float(value) for value in np.percentile(times_ms, (50, 90, 99))))
 
 
