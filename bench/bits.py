@@ -38,9 +38,9 @@ from hies_export.forms.measure.timing import Timing
 from hies_export.forms.onnx.export import export_onnx
 from hies_export.forms.onnx.quantize import quantize_onnx
 from hies_export.forms.openvino.export import export_openvino, quantize_openvino
-from hies_export.pipeline.prepare import Prepared
+from hies_export.pipeline.job import Job
+from hies_export.pipeline.load_job import load_job
 from hies_export.pipeline.recipe import PruningRecipe
-from hies_export.pipeline.resolve import resolve
 from hies_export.pipeline.run import run
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
@@ -106,9 +106,9 @@ def recipe_of(options: argparse.Namespace, name: str, flops: float, seed: int) -
 
 def print_forms(recipes: Sequence[PruningRecipe], other: str | None, *, title: str) -> None:
     """Print agreement (mean over seeds, with the lowest and highest) and time of every form."""
-    resolved = resolve(recipes[0])
-    prepared = resolved.prepared
-    judges = {"evaluation rows": Judge.on(prepared.model, resolved.evaluation, **vars(prepared.judged))}
+    resolved = load_job(recipes[0])
+    prepared = resolved
+    judges = {"evaluation rows": resolved.judge(resolved.rows.evaluation)}
     if other:
         judges["other rows"] = judge_of_other(recipes[0], other)
     with tempfile.TemporaryDirectory() as temporary:
@@ -132,9 +132,9 @@ def print_forms(recipes: Sequence[PruningRecipe], other: str | None, *, title: s
                         [prepared.model] if what == "dense" else [slim_of(recipe) for recipe in recipes]
                     )
                 ]
-        timed = compare_forms([forms[0] for forms in served.values()], prepared.measured, timing=Timing(repeats=30))
+        timed = compare_forms([forms[0] for forms in served.values()], prepared.shapes, timing=Timing(repeats=30))
         times = time_cells(timed, len(served))
-        metrics = prepared.judged.metrics
+        metrics = prepared.metrics
         print(f"\n## {title}\n")
         print(
             f"| | file | {' | '.join([*judges, *metrics])} | " + " | ".join(f"time {b} x {s}" for b, s in SHAPES) + " |"
@@ -161,7 +161,7 @@ def slim_of(recipe: PruningRecipe) -> PreTrainedModel:
     return load_sentence(folder) if is_sentence_transformer(folder) else load(folder)
 
 
-def calibrated(prepared: Prepared, model: PreTrainedModel, folder: Path) -> Path:
+def calibrated(prepared: Job, model: PreTrainedModel, folder: Path) -> Path:
     """Export a model in 8 bits for OpenVINO, calibrated on the rows that the first seed's was refitted on."""
     rows = prepared.exporter.rows
     return export_openvino(model, folder, batch=prepared.sample, rows=rows).folder
@@ -212,8 +212,8 @@ def judge_of_other(recipe: PruningRecipe, rows: str) -> Judge:
             "evaluation": recipe.evaluation.model_copy(update={"split": split, "metrics": ()}),
         }
     )
-    resolved = resolve(other)
-    return Judge.on(resolved.prepared.model, resolved.evaluation, **vars(resolved.prepared.judged))
+    resolved = load_job(other)
+    return resolved.judge(resolved.rows.evaluation)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,8 @@ from .runtimes.base import RUNTIMES
 
 logger = logging.getLogger(__name__)
 
+# A runtime, and the bits that it computes in.
+Way = tuple[str, str]
 # The bits that are tried on each installed runtime.
 WAYS = {
     "onnxruntime-cpu": ("float32",),
@@ -74,16 +76,7 @@ class Deployment:
     ranking: Mapping[str, Mapping[str, float]] | None = None
 
 
-@dataclass(frozen=True)
-class DenseForms:
-    """The dense model in all forms: their results, the judge on the held-out rows, and the forms themselves."""
-
-    ways: list[DeployWay]
-    judge: Judge
-    forms: Forms
-
-
-def find_ways(task: type[Task], runtimes: Sequence[str]) -> list[tuple[str, str]]:
+def find_ways(task: type[Task], runtimes: Sequence[str]) -> list[Way]:
     """Return the runtimes that are installed, or those asked for, each with the bits to try."""
     if unknown := [name for name in runtimes if name in RUNTIMES and name not in WAYS]:
         raise RecipeError([f"runtimes to deploy on must be among {', '.join(WAYS)}, got {', '.join(unknown)}"])
@@ -100,8 +93,8 @@ def find_ways(task: type[Task], runtimes: Sequence[str]) -> list[tuple[str, str]
 
 
 def try_dense(
-    forms: Forms, judge: Judge, ways: Sequence[tuple[str, str]], timed: Callable[[Sequence[Form]], list[list[FormTime]]]
-) -> DenseForms:
+    forms: Forms, judge: Judge, ways: Iterable[Way], timed: Callable[[Sequence[Form]], list[list[FormTime]]]
+) -> list[DeployWay]:
     """Judge the dense model in every form on the held-out rows, and time it; a form that fails keeps its reason."""
     tried: list[DeployWay] = []
     able: list[Form] = []
@@ -126,7 +119,7 @@ def try_dense(
         forms.progress.stage("time all forms of the dense model")
         times = ratios(timed(able))
     left = iter(times)
-    return DenseForms([way if way.problem else replace(way, dense_ratio=next(left)) for way in tried], judge, forms)
+    return [way if way.problem else replace(way, dense_ratio=next(left)) for way in tried]
 
 
 def fastest_kept(forms: Sequence[JudgedForm], promise: float) -> tuple[int | None, int]:

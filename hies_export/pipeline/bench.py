@@ -34,8 +34,8 @@ from ..model.tokens import synthetic_batch
 from ..progress import SILENT, Progress
 from ..recipe.sections import ExportSection
 from ..tasks import TASKS
+from .load_job import rows_in_order
 from .recipe import PruningRecipe
-from .resolve import rows_in_order
 
 # What an export is called, and a runtime that reads it.
 _EXPORTED: dict[Format, tuple[str, str]] = {

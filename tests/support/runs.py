@@ -19,7 +19,7 @@ from hies_export.checkpoint.folders import new_folder
 from hies_export.cli.main import main
 from hies_export.evaluate.metrics import METRICS
 from hies_export.forms.onnx.export import OnnxExport, export_onnx
-from hies_export.pipeline.resolve import Resolved
+from hies_export.pipeline.job import Job
 from hies_export.tasks import TASKS
 from support.models import save_project
 
@@ -82,7 +82,7 @@ def without_tracing() -> Iterator[None]:
         yield
 
 
-def held_out_and_evaluated(found: Resolved) -> list[list[tuple[int, ...]]]:
+def held_out_and_evaluated(found: Job) -> list[list[tuple[int, ...]]]:
     """Return the token ids of the rows that are held out, and of those that are evaluated, each in sorted order."""
     return [
         sorted(
@@ -90,5 +90,5 @@ def held_out_and_evaluated(found: Resolved) -> list[list[tuple[int, ...]]]:
             for batch in batches
             for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
         )
-        for batches in (found.prepared.rows.held_out, found.evaluation)
+        for batches in (found.rows.held_out, found.rows.evaluation)
     ]

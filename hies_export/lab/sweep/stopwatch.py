@@ -57,10 +57,10 @@ class Stopwatch:
         self._shared, self._journal, self._request, self._progress = shared, journal, request, progress
         model = shared.base.model
         if shared.base.task.in_parts:
-            self._shape, self._batch = next(iter(shared.base.measured.items()))
+            self._shape, self._batch = next(iter(shared.base.shapes.items()))
         else:
             longest = longest_sequence(model.config) or request.shape[1]
-            image = image_shape(shared.base.rows.calibration[0])
+            image = image_shape(shared.base.rows.score[0])
             (self._shape,) = model_shapes(model, [(request.shape[0], min(request.shape[1], longest))], image=image)
             self._batch = synthetic_batch(model, batch=self._shape[0], sequence=self._shape[1], image=image)
 

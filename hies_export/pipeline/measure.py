@@ -1,0 +1,217 @@
+"""Export, count, judge and time both models of a run, and name the form to deploy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ..checkpoint.served_settings import write_served
+from ..evaluate.judge import Judge
+from ..forms.cascade.export import CascadeExport, export_cascade
+from ..forms.cascade.facts import CascadeFacts, CascadeSummary, cascade_facts
+from ..forms.cost.latency import compare_with_full
+from ..forms.deployment import Deployment, DeployWay, fastest_kept
+from ..forms.exported import CASCADE, ExportedFile, add_graphs, judge_exported, keep_file, link_files
+from ..forms.exports import Exported
+from ..forms.form import Form, Forms
+from ..forms.gguf.export import GgufExport
+from ..forms.judged import JudgedForm, judge_forms, time_forms, time_forms_on_rows
+from ..forms.measure.counts import Both
+from ..forms.measured import Measurements, measure_both
+from ..forms.runtimes.base import RUNTIMES
+from ..model.text_encoder import TextEncoder
+from ..recipe.budget import Found, Outcome
+from ..recipe.sections import ExportSection
+from .fastest import answers_of, looks_of
+from .job import Job
+from .stages import Choice, Saved, Slim
+
+# Sizes of the batches in which forms are timed on the rows.
+BATCHES = (1, 8, 32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Both models in all forms: counted, judged, timed; and which to deploy.
+
+    Attributes:
+        sizes: What was counted, and the times on every runtime that the recipe names.
+        exported: The slim model's export.
+        file: How that predicts.
+        forms: Both models in several runtimes and bits.
+        deployment: Which of them to deploy, if that was asked.
+        cascade: What the report says of the cascade, if there is one.
+        outcome: The budget, with what was counted or timed of it.
+    """
+
+    sizes: Measurements
+    exported: Exported
+    file: ExportedFile
+    forms: list[JudgedForm]
+    deployment: Deployment | None
+    cascade: tuple[CascadeSummary, CascadeFacts] | None
+    outcome: Outcome | None
+
+
+def measure(job: Job, forms: Forms, choice: Choice, slim: Slim, saved: Saved, folder: Path) -> Measured:
+    """Export the slim model into the folder of a run, and judge and time it there beside the dense one.
+
+    Both are counted, and timed on every runtime that the recipe names. All forms of both, in fewer bits and joined in a
+    cascade, are then judged and timed beside each other.
+    """
+    if job.deploy is not None:
+        in_int8 = any(way.bits == "int8" and way.bits not in RUNTIMES[way.runtime].calibrated for way in _ways(choice))
+        job = replace(job, export=job.export.model_copy(update={"quantize": "int8" if in_int8 else None}))
+        forms.exporter = job.exporter
+    exports = _export(job, forms, slim, folder)
+    assert job.source is not None
+    with job.clock("measure"):
+        stored = Both(job.source.bytes, saved.bytes)
+        sizes = measure_both(forms, job.measure, modules=job.modules, batches=job.shapes, stored=stored)
+        judge = job.judge(job.rows.evaluation, index=None)
+        joined = _join(job, forms, choice, folder)
+        judged = _judge_and_time(job, forms, choice, judge, joined, same=not slim.plan.removes)
+        deployment = None
+        if job.deploy is not None:
+            deployment = _deployment(job, forms, choice, judge, judged, folder, same=not slim.plan.removes)
+        cascade = None if joined is None else _cascade(job, forms, choice, judge, joined, judged[-1])
+        file = judge_exported(forms.export("slim", job.export), folder, judge.on_dense_index(), judged)
+    add_graphs(exports.values(), folder / "slim")
+    if isinstance(slim.model, TextEncoder):
+        _serve(slim.model, exports, judged, deployment, folder)
+    return Measured(
+        sizes=sizes,
+        exported=exports[job.export.unquantized],
+        file=file,
+        forms=judged,
+        deployment=deployment,
+        cascade=cascade,
+        outcome=_with_cost(job, slim, choice.outcome, sizes),
+    )
+
+
+def _ways(choice: Choice) -> list[DeployWay]:
+    """Return the ways of a deployment that work, the dense float32 graph first."""
+    return [way for way in choice.ways if way.problem is None]
+
+
+def _export(job: Job, forms: Forms, slim: Slim, folder: Path) -> dict[ExportSection, Exported]:
+    """Export the slim model into the folder of a run, and quantise the export if asked."""
+    options, plain = job.export, job.export.unquantized
+    with job.clock("export"):
+        job.progress.stage(f"export to {plain.format.upper()}, and compare with torch")
+        found = {plain: forms.exporter.export(slim.model, folder / plain.format, plain)}
+        if options.quantize:
+            job.progress.stage(f"quantise to {options.quantize}, and compare with float32")
+            place = folder / f"{options.format}-{options.quantize}"
+            found[options] = forms.exporter.quantize(found[plain], place, options)
+    forms.add("slim", slim.model, found)
+    return found
+
+
+def _join(job: Job, forms: Forms, choice: Choice, folder: Path) -> CascadeExport | None:
+    """Write the cascade of both models into the folder of a run, if one is asked for."""
+    if choice.cascade is None:
+        return None
+    job.progress.stage("join both models in a cascade, and compare it with them")
+    slim, dense = (forms.plain_onnx(name) for name in ("slim", "dense"))
+    rows, answers = job.rows.promise, answers_of(job)
+    return export_cascade(slim, dense, folder / CASCADE, batches=rows, answers=answers, options=choice.cascade)
+
+
+def _judge_and_time(
+    job: Job, forms: Forms, choice: Choice, judge: Judge, joined: CascadeExport | None, *, same: bool
+) -> list[JudgedForm]:
+    """Judge and time all forms of a run beside each other; where nothing was cut, those of the dense model alone."""
+    running: list[Form] = []
+    if not job.task.in_parts:  # models in several graphs have no forms
+        ways = [(way.runtime, way.bits) for way in _ways(choice)]
+        ways = ways if job.deploy else job.measure.ways_to_judge(job.export, choice.cascade)
+        running = [forms.form(name, *way) for way in ways for name in (("dense",) if same else ("dense", "slim"))]
+        if choice.cascade is not None and joined is not None:
+            running.append(Form.of_cascade(joined, choice.cascade))
+    if not running:
+        return []
+    held_out = job.judge(job.rows.held_out, confidence=looks_of(job).confidence) if job.deploy else None
+    judged = judge_forms(running, judge.on_dense_index(), held_out, progress=job.progress)
+    job.progress.stage("time all forms of both models")
+    if joined is None and not (job.deploy and job.on_rows):
+        timing = job.measure.timing
+        times = time_forms(running, job.shapes, timing=timing, decode=True, progress=job.progress)
+    else:
+        assert job.rows.in_order is not None
+        in_order = {size: job.rows.in_order(size) for size in BATCHES}
+        times = time_forms_on_rows(running, in_order, progress=job.progress)
+    return [replace(form, times=of_form) for form, of_form in zip(judged, times, strict=True)]
+
+
+def _deployment(
+    job: Job, forms: Forms, choice: Choice, judge: Judge, judged: list[JudgedForm], folder: Path, *, same: bool
+) -> Deployment:
+    """Name the fastest form that keeps the promise, and keep its file in the folder of the run."""
+    assert job.deploy is not None
+    best, step = fastest_kept(judged, job.deploy.keep)
+    seconds, ranking = time.monotonic() - job.began, None
+    if best is not None and job.task.embeds:
+        form = forms.form(judged[best].model, judged[best].runtime, judged[best].bits)
+        ranking = judge.ranking(form.predict(judge.batches, judge.task))
+    # Last, as it moves what the form reads.
+    file = None if best is None else keep_file(forms, judged[best], folder, same=same)
+    return Deployment(job.deploy.keep, best, step, list(choice.ways), seconds, file, ranking)
+
+
+def _cascade(
+    job: Job, forms: Forms, choice: Choice, judge: Judge, joined: CascadeExport, judged: JudgedForm
+) -> tuple[CascadeSummary, CascadeFacts]:
+    asked = choice.cascade
+    assert asked is not None
+    part = forms.export("slim", job.export.unquantized.model_copy(update={"quantize": asked.quantize}))
+    return cascade_facts(
+        asked,
+        joined,
+        judge.batches,
+        parts=Both(forms.plain_onnx("dense").bytes, part.bytes),
+        stability=judged.stability,
+        tried=choice.sizes,
+    )
+
+
+def _serve(
+    model: TextEncoder,
+    exports: Mapping[ExportSection, Exported],
+    judged: list[JudgedForm],
+    found: Deployment | None,
+    folder: Path,
+) -> None:
+    """Write `served/`, which sentence-transformers runs: the form to deploy, or else the last of the exports."""
+    if found is None:
+        exported = [*exports.values()][-1]
+        assert not isinstance(exported, GgufExport)
+        file, runtime, dtype = exported.file, exported.runtime, None
+    elif found.form is not None and found.file is not None:
+        form = judged[found.form]
+        bits = form.bits if form.bits in RUNTIMES[form.runtime].hints else None
+        file, runtime, dtype = folder / found.file, form.runtime, bits
+    else:
+        return
+    link_files(file.parent, folder / "served")
+    write_served(folder / "served", model, file=file.name, runtime=runtime, dtype=dtype)
+
+
+def _with_cost(job: Job, slim: Slim, outcome: Outcome | None, sizes: Measurements) -> Outcome | None:
+    """Return the outcome of a budget of cost with what was counted or timed; others stay as they are."""
+    if outcome is None or outcome.budget.ratio is None:
+        return outcome
+    asked = outcome.budget.latency
+    if asked is None:
+        counted = sizes.flops.ratio if outcome.budget.flops is not None else sizes.parameters.ratio
+        return replace(outcome, found=Found(counted), noisy=None)
+    if asked.of == "float32":
+        timed = compare_with_full(slim.model, job.model, job.timed_on, progress=job.progress)
+        return replace(outcome, found=Found(timed.ratio.median), noisy=timed.noisy)
+    where = (asked.runtime, asked.batch, asked.sequence)
+    rows = (row for row in sizes.latency if row.phase != "decode" and asked.dtype in (None, row.dtype))
+    row = next(row for row in rows if (row.runtime, row.batch, row.sequence) == where)
+    return replace(outcome, found=Found(row.ratio), noisy=row.noisy)
