@@ -64,7 +64,7 @@ def test_a_run_judges_its_cascade_on_the_evaluated_rows(folder: Path) -> None:
     dense = AutoModelForSequenceClassification.from_pretrained(folder.parent / "model")
     session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
     same, passed = [], []
-    for batch in evaluated.evaluation:
+    for batch in evaluated.rows.evaluation:
         usual = {"token_type_ids": torch.zeros_like(batch["input_ids"]), **batch}
         given = {node.name: usual[node.name].numpy() for node in session.get_inputs()}
         logits, unsure = session.run(["logits", "passed_on"], given)

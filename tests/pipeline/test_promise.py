@@ -152,7 +152,7 @@ def test_too_few_rows_are_said_by_name(folder: Path, caplog: pytest.LogCaptureFi
 
 def test_a_loss_of_a_metric_is_promised_on_rows_of_the_evaluated_split(folder: Path, tmp_path: Path) -> None:
     loss = {"keep": {"metric": "pearson", "by": 0.1}}
-    assert load_job(recipe_of(folder, prune__budget=loss)).splits.held_out is None
+    assert load_job(recipe_of(folder, prune__budget=loss)).rows.splits.held_out is None
     save_project(tmp_path, train=20, validation=300, prune={"budget": {"keep": {"metric": "accuracy", "by": 0.1}}})
     assert counts(load_job(recipe_of(tmp_path, calibration__samples=5))) == (200, 100)
 
@@ -160,9 +160,9 @@ def test_a_loss_of_a_metric_is_promised_on_rows_of_the_evaluated_split(folder: P
 def test_a_cascade_and_a_choice_have_a_part_each(tmp_path: Path) -> None:
     sections = {"calibration": {"samples": 20}, "cascade": {"disagreement": 0.3}}
     save_project(tmp_path, train=60, validation=40, prune={"budget": {"heads": 0.5}, "alpha": 0.5}, **sections)
-    assert load_job(recipe_of(tmp_path)).splits.held_out.samples == 26  # type: ignore[union-attr]
+    assert load_job(recipe_of(tmp_path)).rows.splits.held_out.samples == 26  # type: ignore[union-attr]
     rows = load_job(recipe_of(tmp_path, prune__alpha="auto")).rows
-    assert (samples_of(rows.held_out), samples_of(rows.promised)) == (13, 13)
+    assert (samples_of(rows.held_out), samples_of(rows.promise)) == (13, 13)
 
 
 def test_blocks_of_text_are_promised_on_and_judged(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_blocks_of_text_are_promised_on_and_judged(tmp_path: Path) -> None:
     files = {"files": {"train": "text.txt", "validation": "validation.txt"}, "text": "text", "max_length": 24}
     asked = {"data": {**files, "files": {split: tmp_path / name for split, name in files["files"].items()}}}
     run = PruningRecipe.from_yaml(recipe, asked)
-    every = samples_of(load_job(run.with_overrides({"prune.budget": {"heads": 0.5}})).evaluation)
+    every = samples_of(load_job(run.with_overrides({"prune.budget": {"heads": 0.5}})).rows.evaluation)
     found = load_job(run)
     assert counts(found) == (2 * every // 3, every - 2 * every // 3)
     assert held_out_and_evaluated(found) == held_out_and_evaluated(load_job(run.to_deploy(keep=0.5)))

@@ -426,7 +426,7 @@ def test_a_promise_over_entities_needs_fewer_rows_than_one_over_sentences(tmp_pa
     """Of 200 rows, two thirds are held out if these are enough to promise 97 %: 122 for entities, 180 for sentences."""
     recipe = PruningRecipe.from_yaml(save_tagger(tmp_path, validation=200, prune={"budget": {"heads": 0.3}}))
     over_entities = recipe.model_copy(update={"evaluation": EvaluationSection(split="validation", metrics=OWN_FIRST)})
-    assert load_job(over_entities.to_deploy(keep=0.97)).splits.held_out == HeldOutSection(
+    assert load_job(over_entities.to_deploy(keep=0.97)).rows.splits.held_out == HeldOutSection(
         split="validation", samples=133
     )
     with pytest.raises(
