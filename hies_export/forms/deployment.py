@@ -19,14 +19,6 @@ from .runtimes.base import RUNTIMES
 
 logger = logging.getLogger(__name__)
 
-# The bits that are tried on each installed runtime.
-WAYS = {
-    "onnxruntime-cpu": ("float32",),
-    "onnxruntime-cpu-int8": ("int8",),
-    "openvino": ("float32", "bfloat16", "int8"),
-    "onnxruntime-cuda": ("float32", "float16"),
-    "llamacpp": ("q8_0", "q4_0"),
-}
 # A cut is searched for in at most this many forms, the fastest of the dense model; the cut model is then tried in all.
 SEARCHED = 2
 
@@ -85,17 +77,18 @@ class DenseForms:
 
 def find_ways(task: type[Task], runtimes: Sequence[str]) -> list[tuple[str, str]]:
     """Return the runtimes that are installed, or those asked for, each with the bits to try."""
-    if unknown := [name for name in runtimes if name in RUNTIMES and name not in WAYS]:
-        raise RecipeError([f"runtimes to deploy on must be among {', '.join(WAYS)}, got {', '.join(unknown)}"])
+    able = [name for name, runtime in RUNTIMES.items() if runtime.bits]
+    if unknown := [name for name in runtimes if name in RUNTIMES and name not in able]:
+        raise RecipeError([f"runtimes to deploy on must be among {', '.join(able)}, got {', '.join(unknown)}"])
     found = []
-    for name in runtimes or WAYS:
+    for name in runtimes or able:
         try:
             check_runtime(name, task=task)
         except (MissingRuntimeError, RecipeError):
             if runtimes:
                 raise
             continue
-        found += [(name, bits) for bits in WAYS[name]]
+        found += [(name, bits) for bits in RUNTIMES[name].bits]
     return found
 
 

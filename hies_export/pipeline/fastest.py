@@ -24,8 +24,8 @@ from ..evaluate.ranking import kind_of_rows
 from ..forms.cascade.export import CascadeOptions
 from ..forms.cascade.facts import SizeTried
 from ..forms.deployment import SEARCHED, DenseForms, DeployWay, find_ways, try_dense
-from ..forms.exports import Exporter
 from ..forms.form import Form, Forms
+from ..forms.formats import Exporter
 from ..forms.judged import FormTime, ratios, time_forms, time_forms_on_rows
 from ..forms.on_rows import mixed
 from ..forms.onnx.quantize import Quantize

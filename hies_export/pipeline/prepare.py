@@ -16,8 +16,8 @@ from ..evaluate.interval import CONFIDENCE
 from ..evaluate.metrics import METRICS
 from ..evaluate.predict import Predictor, predict
 from ..evaluate.ranking import RowsKind, keeps_predictions, kind_of_rows
-from ..forms.exports import Exporter
 from ..forms.form import predictor
+from ..forms.formats import Exporter, Given
 from ..forms.measure.shapes import RowLength, check_shapes, model_shapes, row_length
 from ..forms.measure.timing import Timing
 from ..kinds import ATTENTION
@@ -138,7 +138,7 @@ def prepare(
         if kind not in {module.kind for module in scored}:
             raise RequestError(f"prune.modules names {kind}, but the towers to prune have none; change prune.modules")
     sample, refitted_on = first_samples(rows.calibration[0]), rows.compensation or rows.calibration
-    exporter = Exporter(export or ExportSection(), sample, processor, refitted_on)
+    exporter = Exporter(export or ExportSection(), Given(sample, processor, refitted_on))
     return Prepared(
         model=model,
         processor=processor,

@@ -23,9 +23,8 @@ from ..evaluate.judge import Judge
 from ..evaluate.metrics import check_metrics
 from ..evaluate.ranking import kind_of_rows
 from ..forms.cascade.cascade import Cascade
-from ..forms.exports import Exported, Exporter, export_options
+from ..forms.formats import FORMATS, Export, Given, export_options
 from ..forms.measure.counts import Both, FlopCount, count_both_flops, count_parameters
-from ..forms.onnx.export import OnnxExport
 from ..forms.onnx.quantize import Quantize
 from ..forms.runtimes.available import check_dtypes, check_one_graph, check_runtime
 from ..forms.runtimes.base import Provider
@@ -153,7 +152,7 @@ class PruneResult:
         dtype: str = "float32",
         quantize: Quantize | None = None,
         overwrite: bool = False,
-    ) -> OnnxExport:
+    ) -> Export:
         """Export the slim model to an ONNX folder, run it in ONNX Runtime, and compare with torch.
 
         Of an embedding model, `SentenceTransformer(folder, trust_remote_code=True)` runs the graph.
@@ -178,14 +177,9 @@ class PruneResult:
         """
         options, processor = export_options("onnx", provider, dtype, quantize), processor or self.prepared.processor
         if isinstance(self.slim.model, TextEncoder):
-            exported: Exported = export_served(
-                self.slim.model, folder, options, processor=processor, overwrite=overwrite
-            )
-        else:
-            exporter = Exporter(options, _two_rows(self.prepared.sample), processor, self.prepared.exporter.rows)
-            exported = exporter.export(self.slim.model, Path(folder), overwrite=overwrite)
-        assert isinstance(exported, OnnxExport)
-        return exported
+            return export_served(self.slim.model, folder, options, processor=processor, overwrite=overwrite)
+        given = Given(_two_rows(self.prepared.sample), processor, self.prepared.exporter.given.rows)
+        return FORMATS["onnx"].write(self.slim.model, Path(folder), options, given, overwrite=overwrite)
 
     def cascade(self, rows: Any, *, disagreement: float, columns: Mapping[str, Any] | None = None) -> Cascade:
         """Leave rows that the slim model is unsure of to the dense one, so that few answers change.

@@ -25,13 +25,20 @@ from ..forms.cascade.facts import cascade_facts
 from ..forms.cost.latency import compare_with_full
 from ..forms.deployment import Deployment, fastest_kept
 from ..forms.exported import CASCADE, add_graphs, judge_exported, keep_file, link_files
-from ..forms.exports import Exported, Exporter, check_exports, export_formats, require_exporters
 from ..forms.form import Form, Forms
-from ..forms.gguf.export import GgufExport
+from ..forms.formats import (
+    FORMATS,
+    Export,
+    Exporter,
+    check_exports,
+    export_formats,
+    require_exporters,
+    runtime_of,
+)
 from ..forms.judged import judge_forms, time_forms, time_forms_on_rows
 from ..forms.measure.counts import Both
 from ..forms.measured import Measurements, measure_both
-from ..forms.runtimes.base import RUNTIMES, Format
+from ..forms.runtimes.base import RUNTIMES
 from ..model.text_encoder import TextEncoder
 from ..progress import SILENT, Clock, Progress
 from ..recipe.budget import Found
@@ -136,18 +143,16 @@ def deploy(
     return run(recipe, overwrite=overwrite, command=command, progress=progress)
 
 
-def _check_exports(resolved: Resolved, recipe: PruningRecipe, formats: Iterable[Format]) -> None:
+def _check_exports(resolved: Resolved, recipe: PruningRecipe, formats: Iterable[str]) -> None:
     """Refuse a model that has no form in some formats, by the layers that a cut may leave; see `check_exports`."""
     prepared, constraints = resolved.prepared, resolved.options.constraints
     parts = constraints.parts(prepared.scored)
     check_exports(
         formats,
         prepared.model,
-        prepared.processor,
-        prepared.exporter.sample,
+        replace(prepared.exporter, options=recipe.export),
         uneven=bool(constraints.keep_layers) or not all(constraints.uniform(part) for part in parts),
         skips=bool(constraints.skippable),
-        quantize=recipe.export.quantize if recipe.export.format == "onnx" else None,
     )
 
 
@@ -266,7 +271,7 @@ def _decide(resolved: Resolved, clock: Clock, progress: Progress) -> Decided:
 
 def _export(
     exporter: Exporter, model: PreTrainedModel, folder: Path, clock: Clock, progress: Progress
-) -> dict[ExportSection, Exported]:
+) -> dict[ExportSection, Export]:
     """Export the slim model into the folder of a run, and quantise the export if asked."""
     options = exporter.options
     plain = options.unquantized
@@ -306,7 +311,7 @@ def _judge_deployed(
     joined = None
     if asked is not None and answers is not None:
         progress.stage("join both models in a cascade, and compare it with them")
-        slim, dense = (forms.plain_onnx(name) for name in ("slim", "dense"))
+        slim, dense = (forms.plain(name) for name in ("slim", "dense"))
         rows = prepared.rows.promised
         joined = export_cascade(slim, dense, folder / CASCADE, batches=rows, answers=answers, options=asked)
     running: list[Form] = []
@@ -342,7 +347,7 @@ def _judge_deployed(
             asked,
             joined,
             judge.batches,
-            parts=Both(forms.plain_onnx("dense").bytes, part.bytes),
+            parts=Both(forms.plain("dense").bytes, part.bytes),
             stability=judged[-1].stability,
             tried=decided.sizes,
         )
@@ -350,13 +355,14 @@ def _judge_deployed(
     return Deployed(exported, judged, deployment, cascade)
 
 
-def _serve(model: TextEncoder, exports: Mapping[ExportSection, Exported], deployed: Deployed, folder: Path) -> None:
+def _serve(model: TextEncoder, exports: Mapping[ExportSection, Export], deployed: Deployed, folder: Path) -> None:
     """Write `served/`, which sentence-transformers runs: the form to deploy, or else the last of the exports."""
     found = deployed.deployment
     if found is None:
         exported = [*exports.values()][-1]
-        assert not isinstance(exported, GgufExport)
-        file, runtime, dtype = exported.file, exported.runtime, None
+        if not FORMATS[exported.format].served:
+            return
+        file, runtime, dtype = exported.file, str(runtime_of(exported.how)), None
     elif found.form is not None and found.file is not None:
         form = deployed.forms[found.form]
         bits = form.bits if form.bits in RUNTIMES[form.runtime].hints else None
