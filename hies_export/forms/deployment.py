@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from ..errors import HiesError, MissingRuntimeError, PlanError, RecipeError
 from ..evaluate.judge import Judge
 from ..tasks import Task
@@ -53,8 +55,9 @@ class Deployment:
     """Which form to deploy: the fastest that keeps a share of `promise` on held-out rows, by its lower end.
 
     `form` is its index among the forms, None if none keeps the promise; `step` is the index of the compared times, the
-    first that are not noisy; `seconds` is the time of the search; `file` is the form's file in the run's folder. Of an
-    embedding model, `ranking` has what the file itself ranks, as in a report.
+    first that are not noisy; `seconds` is the time of the search; `file` is the form's file in the run's folder: `slim` of
+    the slim model in torch, None of the dense one. Of an embedding model, `ranking` has what the form itself ranks, as
+    in a report.
     """
 
     promise: Share
@@ -76,8 +79,10 @@ class DenseForms:
 
 
 def find_ways(task: type[Task], runtimes: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the runtimes that are installed, or those asked for, each with the bits to try."""
-    able = [name for name, runtime in RUNTIMES.items() if runtime.bits]
+    """Return the runtimes that are installed, or those asked for, each with the bits to try: in torch on a GPU only."""
+    on_gpu = torch.cuda.is_available()
+    able = [name for name, runtime in RUNTIMES.items() if runtime.bits and (on_gpu or not runtime.reads_models)]
+    able.sort(key=lambda name: RUNTIMES[name].reads_models)  # the first form, which times relate to, is in float32
     if unknown := [name for name in runtimes if name in RUNTIMES and name not in able]:
         raise RecipeError([f"runtimes to deploy on must be among {', '.join(able)}, got {', '.join(unknown)}"])
     found = []

@@ -13,10 +13,11 @@ from .formats import FORMATS, Export, runtime_of
 from .judged import JudgedForm
 from .measure.counts import Count, Size
 from .measure.record import Record
+from .runtimes.base import RUNTIMES
 from .runtimes.ort import ONNX_FILE
 
-# The folder of a cascade in that of a run.
-CASCADE = "onnx-cascade"
+# The folders of a cascade and of the slim checkpoint in that of a run.
+CASCADE, SLIM = "onnx-cascade", "slim"
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,13 +108,16 @@ def _link(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def keep_file(forms: Forms, form: JudgedForm, folder: Path, *, same: bool) -> str:
+def keep_file(forms: Forms, form: JudgedForm, folder: Path, *, same: bool) -> str | None:
     """Return the file of a form in the folder of a run, after moving its export there if it lies elsewhere.
 
-    If both models are the `same`, the slim one's file is that of the dense one too.
+    If both models are the `same`, the slim one's file is that of the dense one too. In torch, the file of the slim
+    model is its checkpoint, and the dense one has none there.
     """
     if form.model == "cascade":
         return f"{CASCADE}/{ONNX_FILE}"
+    if RUNTIMES[form.runtime].reads_models:
+        return SLIM if same or form.model == "slim" else None
     export = forms.export("slim" if same else form.model, forms.read_by(form.runtime, form.bits))
     place = export.folder
     if place.parent != folder:

@@ -356,15 +356,15 @@ def _judge_deployed(
 
 
 def _serve(model: TextEncoder, exports: Mapping[ExportSection, Export], deployed: Deployed, folder: Path) -> None:
-    """Write `served/`, which sentence-transformers runs: the form to deploy, or else the last of the exports."""
+    """Write `served/`, which sentence-transformers runs: the file to deploy, or else the last of the exports."""
     found = deployed.deployment
-    if found is None:
+    form = None if found is None or found.form is None else deployed.forms[found.form]
+    if found is None or (form is not None and RUNTIMES[form.runtime].reads_models):
         exported = [*exports.values()][-1]
         if not FORMATS[exported.format].served:
             return
         file, runtime, dtype = exported.file, str(runtime_of(exported.how)), None
-    elif found.form is not None and found.file is not None:
-        form = deployed.forms[found.form]
+    elif form is not None and found.file is not None:
         bits = form.bits if form.bits in RUNTIMES[form.runtime].hints else None
         file, runtime, dtype = folder / found.file, form.runtime, bits
     else:
