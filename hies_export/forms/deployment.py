@@ -55,9 +55,9 @@ class Deployment:
     """Which form to deploy: the fastest that keeps a share of `promise` on held-out rows, by its lower end.
 
     `form` is its index among the forms, None if none keeps the promise; `step` is the index of the compared times, the
-    first that are not noisy; `seconds` is the time of the search; `file` is the form's file in the run's folder: `slim` of
-    the slim model in torch, None of the dense one. Of an embedding model, `ranking` has what the form itself ranks, as
-    in a report.
+    first that are not noisy; `seconds` is the time of the search; `file` is the form's file in the run's folder. In
+    torch that is `slim`, or None for the dense model. Of an embedding model, `ranking` has what the form itself ranks,
+    as in a report.
     """
 
     promise: Share

@@ -87,7 +87,6 @@ class Format:
         dtypes: The dtypes that weights can be stored in.
         hub_folder: The folder of a checkpoint in which tools look for it; None if they do not.
         hub_names: Bits -> the names under which tools look for a file in these bits, if not its own.
-        served: Whether sentence-transformers runs it by `hies_export.served`.
     """
 
     title: str
@@ -98,7 +97,6 @@ class Format:
     dtypes: tuple[str, ...] = ("float32",)
     hub_folder: str | None = None
     hub_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    served: bool = False
 
 
 FORMATS: Registry[Format] = Registry(
@@ -137,10 +135,7 @@ def export_options(
 
 def best_for(runtime: str, dtype: str) -> ExportSection:
     """Return the options of the export that a runtime computes fastest in a dtype."""
-    known = RUNTIMES[runtime]
-    if dtype in known.calibrated:
-        return export_options(known.calibrated[dtype], quantize=dtype)
-    return export_options(known.format, known.fused_for, known.exported_in(dtype))
+    return read_by(export_options(provider=RUNTIMES[runtime].fused_for), runtime, dtype)
 
 
 def read_by(options: ExportSection, runtime: str, dtype: str | None = None) -> ExportSection:
@@ -150,11 +145,10 @@ def read_by(options: ExportSection, runtime: str, dtype: str | None = None) -> E
     """
     known = RUNTIMES[runtime]
     if dtype is not None and dtype in known.calibrated:
-        return best_for(runtime, dtype)
+        return export_options(known.calibrated[dtype], quantize=dtype)
     stored = options.dtype if dtype is None else known.exported_in(dtype)
-    return export_options(
-        known.format, options.provider, stored if stored in FORMATS[known.format].dtypes else "float32"
-    )
+    stored = stored if stored in FORMATS[known.format].dtypes else "float32"
+    return export_options(known.format, options.provider, stored)
 
 
 def runtime_of(how: ExportSection, bits: str | None = None) -> str | None:

@@ -32,20 +32,18 @@ def export_served(
     """Export an embedding model, for `SentenceTransformer(folder, trust_remote_code=True)`.
 
     The graph gives `sentence_embedding`, (texts, dimension), and `last_hidden_state`, (texts, tokens, width). `rows`
-    are those of `Given`. Raises RequestError for a format that sentence-transformers cannot run.
+    are those of `Given`. Raises RequestError for a format that no runtime reads.
     """
-    known = FORMATS[how.format]
-    if not known.served:
-        served = ", ".join(name for name, one in FORMATS.items() if one.served)
-        raise RequestError(f"an embedding model must be exported to one of {served}, got {how.format}; give another")
+    if (runtime := runtime_of(how)) is None:
+        raise RequestError(f"an embedding model needs a format that a runtime reads, got {how.format}; give another")
     longest = model.settings.max_length
     sample = synthetic_batch(model, batch=2, sequence=16 if longest is None else min(16, longest))
     with new_folder(folder, overwrite=overwrite) as written:
-        exported = known.write(model, written / "graph", how, Given(sample, processor, rows))
+        exported = FORMATS[how.format].write(model, written / "graph", how, Given(sample, processor, rows))
         for file in exported.folder.iterdir():
             file.rename(written / file.name)
         exported.folder.rmdir()
-        write_served(written, model, file=exported.file.name, runtime=str(runtime_of(how)))
+        write_served(written, model, file=exported.file.name, runtime=runtime)
         if (how.provider, how.dtype, how.quantize) == ("cpu", "float32", None):
             check_in_sentence_transformers(model, written, processor, limit=OTHER_PROGRAM["float32"])
     folder = Path(folder)

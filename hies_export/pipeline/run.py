@@ -27,7 +27,6 @@ from ..forms.deployment import Deployment, fastest_kept
 from ..forms.exported import CASCADE, add_graphs, judge_exported, keep_file, link_files
 from ..forms.form import Form, Forms
 from ..forms.formats import (
-    FORMATS,
     Export,
     Exporter,
     check_exports,
@@ -361,13 +360,13 @@ def _serve(model: TextEncoder, exports: Mapping[ExportSection, Export], deployed
     form = None if found is None or found.form is None else deployed.forms[found.form]
     if found is None or (form is not None and RUNTIMES[form.runtime].reads_models):
         exported = [*exports.values()][-1]
-        if not FORMATS[exported.format].served:
-            return
-        file, runtime, dtype = exported.file, str(runtime_of(exported.how)), None
+        file, runtime, dtype = exported.file, runtime_of(exported.how), None
     elif form is not None and found.file is not None:
         bits = form.bits if form.bits in RUNTIMES[form.runtime].hints else None
         file, runtime, dtype = folder / found.file, form.runtime, bits
     else:
+        return
+    if runtime is None:
         return
     link_files(file.parent, folder / "served")
     write_served(folder / "served", model, file=file.name, runtime=runtime, dtype=dtype)

@@ -16,8 +16,7 @@ from ...checkpoint.beside import copy_documents, write_config
 from ...checkpoint.folders import Contents, new_folder, refuse_existing
 from ...errors import RecipeError, require_package
 from ...model.tokens import synthetic_batch
-from ...recipe.sections import ExportSection
-from ..formats import FORMATS, Export, Format, Given, export_options
+from ..formats import FORMATS, Export, Format, export_options
 from ..runtimes.llamacpp import GGUF_FILE, LlamaCppRuntime, is_installed
 from .architecture import Layout, find_layout, refused
 from .parity import check_parity
@@ -212,15 +211,12 @@ def _write_vocabulary(writer: Any, vocabulary: Vocabulary) -> None:
         writer.add_chat_template([{"name": n, "template": text} for n, text in vocabulary.chat_templates.items()])
 
 
-def _export(model: PreTrainedModel, folder: Path, how: ExportSection, given: Given, *, overwrite: bool) -> Export:
-    written: dict[str, Any] = {"dtype": how.dtype, "rows": given.rows, "overwrite": overwrite}
-    return export_gguf(model, folder, tokenizer=given.processor, **written)
-
-
 FORMATS["gguf"] = Format(
     title=Contents.GGUF.value,
     require=require_gguf,
     check=lambda model, how, given, **may: check_exportable(model, given.processor, **may),
-    write=_export,
+    write=lambda model, folder, how, given, **options: export_gguf(
+        model, folder, tokenizer=given.processor, dtype=how.dtype, rows=given.rows, **options
+    ),
     dtypes=tuple(STORED_AS),
 )

@@ -112,8 +112,7 @@ def export_onnx(
     target = Path(folder)
     _check_request(provider, dtype)
     refuse_existing(target, overwrite=overwrite)
-    require_onnx_exporter()
-    require_onnxruntime("cpu" if provider == "cpu" else "gpu")
+    require_onnx("cpu" if provider == "cpu" else "gpu")
     given = {name: tensor.cpu() for name, tensor in forward_inputs(model, batch).items()}
     if model.main_input_name not in given:
         raise DataError(f"the batch must have {model.main_input_name!r}, got {', '.join(sorted(batch))}")
@@ -140,6 +139,12 @@ def export_onnx(
         checked_on=runtime.name if len(names["files"]) == 1 else None,
         **names,
     )
+
+
+def require_onnx(extra: str = "cpu") -> None:
+    """Refuse, by a MissingRuntimeError, to go on without transformers' exporter or the ONNX Runtime of an extra."""
+    require_onnx_exporter()
+    require_onnxruntime(extra)
 
 
 def check_traceable(model: PreTrainedModel, batch: Mapping[str, Any]) -> None:

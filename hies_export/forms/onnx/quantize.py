@@ -19,13 +19,12 @@ from transformers import PreTrainedModel
 from ...checkpoint.folders import Contents, new_folder, refuse_existing
 from ...equal import FEWER_BITS
 from ...errors import ExportError, ParityError, RequestError
-from ...model.internals import require_onnx_exporter
 from ...recipe.sections import ExportSection
 from ..formats import FORMATS, Export, Format, Given
 from ..rounding import Opens, spreads
 from ..runtimes.bits import BLOCK, SMALLEST, quantize_graph
-from ..runtimes.ort import ONNX_FILE, QUANTIZED_FILE, OnnxRuntime, require_onnxruntime
-from .export import DTYPES, check_traceable, copy_beside, export_onnx, save_program
+from ..runtimes.ort import ONNX_FILE, QUANTIZED_FILE, OnnxRuntime
+from .export import DTYPES, check_traceable, copy_beside, export_onnx, require_onnx, save_program
 from .multimodal import is_vision_language
 from .parity import without_padding
 
@@ -233,14 +232,9 @@ def _ort_config(bits: int) -> dict[str, Any]:
     }
 
 
-def _require() -> None:
-    require_onnx_exporter()
-    require_onnxruntime()
-
-
 FORMATS["onnx"] = Format(
     title=Contents.ONNX.value,
-    require=_require,
+    require=require_onnx,
     check=_check,
     write=export_in_bits,
     quantize=_quantized,
@@ -248,5 +242,4 @@ FORMATS["onnx"] = Format(
     hub_folder="onnx",
     # Those of transformers.js, and of sentence-transformers.
     hub_names={"int8": ("model_quantized.onnx", "model_qint8_avx512_vnni.onnx"), "int4": ("model_q4.onnx",)},
-    served=True,
 )

@@ -231,5 +231,4 @@ FORMATS["openvino"] = Format(
     write=export_openvino,
     quantize=lambda exported, folder, how, given: quantize_openvino(exported, folder, rows=given.rows),
     hub_folder="openvino",
-    served=True,
 )
