@@ -32,6 +32,7 @@ from hies_export.cli.arguments import read_overrides
 from hies_export.evaluate.judge import Judge
 from hies_export.forms.compare import compare_forms
 from hies_export.forms.form import Form
+from hies_export.forms.formats import Given
 from hies_export.forms.measure.counts import count_both_flops, count_parameters
 from hies_export.forms.measure.machine import machine_facts
 from hies_export.forms.measure.timing import Timing
@@ -42,6 +43,7 @@ from hies_export.pipeline.job import Job
 from hies_export.pipeline.load_job import load_job
 from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.pipeline.run import run
+from hies_export.recipe.sections import ExportSection
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 SHAPED = {
@@ -164,7 +166,7 @@ def slim_of(recipe: PruningRecipe) -> PreTrainedModel:
 def calibrated(prepared: Job, model: PreTrainedModel, folder: Path) -> Path:
     """Export a model in 8 bits for OpenVINO, calibrated on the rows that the first seed's was refitted on."""
     rows = prepared.exporter.rows
-    return export_openvino(model, folder, batch=prepared.sample, rows=rows).folder
+    return export_openvino(model, folder, ExportSection(), Given(prepared.sample, rows=rows)).folder
 
 
 def print_shape(shape: Shape, plan: Path) -> None:

@@ -26,11 +26,12 @@ from torch import Tensor
 from hies_export.cli.arguments import read_overrides
 from hies_export.forms.compare import compare_forms
 from hies_export.forms.form import Form
+from hies_export.forms.formats import Export
 from hies_export.forms.gguf.parity import as_stored
 from hies_export.forms.gguf.tensors import rounded
 from hies_export.forms.measure.machine import machine_facts
 from hies_export.forms.measure.timing import Timing
-from hies_export.forms.onnx.export import OnnxExport, export_onnx
+from hies_export.forms.onnx.export import export_onnx
 from hies_export.forms.onnx.quantize import quantize_onnx
 from hies_export.forms.runtimes.bits import SMALLEST
 from hies_export.forms.runtimes.ort import OnnxRuntime
@@ -93,7 +94,7 @@ class Table:
         return math.exp(lost / sum(ids[:, 1:].numel() for ids, _ in pairs))
 
 
-def in_onnx(exported: OnnxExport, batches: Sequence[Any]) -> Iterator[Tensor]:
+def in_onnx(exported: Export, batches: Sequence[Any]) -> Iterator[Tensor]:
     """Yield log probabilities of next tokens, (rows, tokens - 1, vocabulary), by ONNX Runtime."""
     runtime = OnnxRuntime(exported.folder, threads=torch.get_num_threads())
     for batch in batches:

@@ -46,8 +46,8 @@ from transformers import PreTrainedModel
 from hies_export.checkpoint.folders import replace_file
 from hies_export.errors import HiesError, root_cause
 from hies_export.forms.compare import time_on
-from hies_export.forms.exports import Exporter, best_for
 from hies_export.forms.form import Forms
+from hies_export.forms.formats import Exporter, Given, best_for
 from hies_export.forms.measure.counts import count_both_flops
 from hies_export.forms.measure.latency_rows import LatencyRow
 from hies_export.forms.measure.machine import machine_facts
@@ -219,7 +219,7 @@ def _time_shares(
     made = [shape.batch(dense, *size) for size in sizes]
     batches = {(len(next(iter(batch.values()))), sequence_length(dense, batch)): batch for batch in made}
     with tempfile.TemporaryDirectory() as folder:
-        exporter = Exporter(best_for(runtime, dtype), synthetic_batch(dense, batch=2, sequence=16))
+        exporter = Exporter(best_for(runtime, dtype), Given(synthetic_batch(dense, batch=2, sequence=16)))
         forms = Forms({"dense": dense}, exporter, Path(folder))
         for share in shares:
             session.check_time(f"at {share:.0%} of the heads")

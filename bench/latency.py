@@ -30,8 +30,8 @@ from rich.console import Console
 from hies_export import PruningPlan, find_attention, load
 from hies_export.checkpoint.folders import replace_file
 from hies_export.forms.compare import time_on
-from hies_export.forms.exports import Exporter, best_for
 from hies_export.forms.form import Forms
+from hies_export.forms.formats import Exporter, Given, best_for
 from hies_export.forms.measure.counts import count_both_flops
 from hies_export.forms.measure.machine import machine_facts
 from hies_export.forms.measure.ratios import compare_latency
@@ -115,7 +115,7 @@ def main() -> None:
     console, rows = Console(highlight=False, markup=False, width=140), []
     cost_us = overhead_us()
     with tempfile.TemporaryDirectory() as folder:
-        exporter = Exporter(ExportSection(), synthetic_batch(dense, batch=2, sequence=16))
+        exporter = Exporter(ExportSection(), Given(synthetic_batch(dense, batch=2, sequence=16)))
         forms = Forms({"dense": dense}, exporter, Path(folder))
         for what, cut in cuts.items():
             forms.add(what, slim := cut())

@@ -5,7 +5,7 @@ taken beside each other.
 
 In the order of reading:
 
-- `exports.py`: `Exporter`, which exports a model to a format, and the options of an export; `served_export.py`: an
+- `formats.py`: `Export`, the table `FORMATS` of what writes one, and the options of an export; `served_export.py`: an
   embedding model's export as a folder of sentence-transformers.
 - `form.py`: `Form`, and `Forms`, which makes them: every model is exported once for what a runtime reads.
 - `compare.py`: time forms interleaved, loaded as often as a runtime needs; `on_rows.py`: on the rows of a data set.

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from ..errors import HiesError, MissingRuntimeError, PlanError, RecipeError
 from ..evaluate.judge import Judge
 from ..tasks import Task
@@ -21,14 +23,6 @@ logger = logging.getLogger(__name__)
 
 # A runtime, and the bits that it computes in.
 Way = tuple[str, str]
-# The bits that are tried on each installed runtime.
-WAYS = {
-    "onnxruntime-cpu": ("float32",),
-    "onnxruntime-cpu-int8": ("int8",),
-    "openvino": ("float32", "bfloat16", "int8"),
-    "onnxruntime-cuda": ("float32", "float16"),
-    "llamacpp": ("q8_0", "q4_0"),
-}
 # A cut is searched for in at most this many forms, the fastest of the dense model; the cut model is then tried in all.
 SEARCHED = 2
 
@@ -63,8 +57,9 @@ class Deployment:
     """Which form to deploy: the fastest that keeps a share of `promise` on held-out rows, by its lower end.
 
     `form` is its index among the forms, None if none keeps the promise; `step` is the index of the compared times, the
-    first that are not noisy; `seconds` is the time of the search; `file` is the form's file in the run's folder. Of an
-    embedding model, `ranking` has what the file itself ranks, as in a report.
+    first that are not noisy; `seconds` is the time of the search; `file` is the form's file in the run's folder. In
+    torch that is `slim`, or None for the dense model. Of an embedding model, `ranking` has what the form itself ranks,
+    as in a report.
     """
 
     promise: Share
@@ -77,18 +72,21 @@ class Deployment:
 
 
 def find_ways(task: type[Task], runtimes: Sequence[str]) -> list[Way]:
-    """Return the runtimes that are installed, or those asked for, each with the bits to try."""
-    if unknown := [name for name in runtimes if name in RUNTIMES and name not in WAYS]:
-        raise RecipeError([f"runtimes to deploy on must be among {', '.join(WAYS)}, got {', '.join(unknown)}"])
+    """Return the runtimes that are installed, or those asked for, each with the bits to try: in torch on a GPU only."""
+    on_gpu = torch.cuda.is_available()
+    able = [name for name, runtime in RUNTIMES.items() if runtime.bits and (on_gpu or not runtime.reads_models)]
+    able.sort(key=lambda name: RUNTIMES[name].reads_models)  # the first form, which times relate to, is in float32
+    if unknown := [name for name in runtimes if name in RUNTIMES and name not in able]:
+        raise RecipeError([f"runtimes to deploy on must be among {', '.join(able)}, got {', '.join(unknown)}"])
     found = []
-    for name in runtimes or WAYS:
+    for name in runtimes or able:
         try:
             check_runtime(name, task=task)
         except (MissingRuntimeError, RecipeError):
             if runtimes:
                 raise
             continue
-        found += [(name, bits) for bits in WAYS[name]]
+        found += [(name, bits) for bits in RUNTIMES[name].bits]
     return found
 
 

@@ -12,19 +12,14 @@ from ..units.units import PrunableModule
 from .cascade.export import CascadeOptions
 from .compare import time_on
 from .form import Forms
-from .gguf.export import GgufExport
+from .formats import runtime_of
 from .measure import counts
 from .measure.counts import Both, FlopCount, FlopsByLayer, Shape, StoredBytes
 from .measure.latency_rows import LatencyRow
 from .measure.timing import Timing
 
-# The form that forms of a quantised model are compared with, and the runtime of each quantised export.
+# The form that forms of a quantised model are compared with.
 _FULL = ("onnxruntime-cpu", "float32")
-_QUANTIZED = {
-    ("onnx", "int8"): "onnxruntime-cpu-int8",
-    ("onnx", "int4"): "onnxruntime-cpu",
-    ("openvino", "int8"): "openvino",
-}
 
 
 @dataclass(frozen=True)
@@ -42,8 +37,8 @@ class MeasureOptions:
         ways = [(name, bits) for name, bits in self.ways if bits is not None]
         if export.quantize is not None:
             fewer = [way for way in ways if way[1] != "float32"]
-            own = _QUANTIZED[export.format, export.quantize], export.quantize
-            ways = list(dict.fromkeys([_FULL, own, *fewer]))
+            own = runtime_of(export, export.quantize)
+            ways = list(dict.fromkeys([_FULL, *([] if own is None else [(own, export.quantize)]), *fewer]))
         if cascade is not None:
             served = [] if cascade.quantize else [(cascade.runtime, cascade.bits)]
             return list(dict.fromkeys([_FULL, *ways, *served]))
@@ -79,11 +74,11 @@ def measure_both(
     FLOPs per layer are counted on the first of the batches.
     """
     dense, slim, progress = forms.model("dense"), forms.model("slim"), forms.progress
-    exported = forms.export("slim", forms.exporter.options.unquantized)
+    exported = forms.plain("slim")
     flops = counts.count_both_flops(dense, slim, batches)
     shape = next(iter(batches))
     dense_layers, slim_layers = (counts.flops_per_layer(m, batches[shape], modules) for m in (dense, slim))
-    cache = [counts.cache_bytes_per_token(model) for model in (dense, slim)]
+    cache, files = [counts.cache_bytes_per_token(model) for model in (dense, slim)], {exported.format: exported.bytes}
     latency = []
     # All exports come first, because one may fail; copies in other bits are made for one runtime at a time.
     forms.export_for(("dense", "slim"), options.ways)
@@ -96,14 +91,9 @@ def measure_both(
             timing=options.timing,
             progress=progress,
         )
-    of_gguf = isinstance(exported, GgufExport)
     return Measurements(
         parameters=Both(counts.count_parameters(dense), counts.count_parameters(slim)),
-        bytes=StoredBytes(
-            *(stored.dense, stored.slim),
-            onnx=None if of_gguf else exported.bytes,
-            gguf=exported.bytes if of_gguf else None,
-        ),
+        bytes=StoredBytes(stored.dense, stored.slim, *(files.get(format) for format in ("onnx", "gguf"))),
         flops=flops[shape],
         flops_per_layer=FlopsByLayer(dense_layers, slim_layers, shape),
         cache_bytes_per_token=None if cache[0] is None or cache[1] is None else Both(cache[0], cache[1]),

@@ -17,8 +17,8 @@ from ..data.batches import Batch, image_shape
 from ..data.processors import load_processor
 from ..errors import RequestError, refusing
 from ..forms.compare import time_on
-from ..forms.exports import Exporter, best_for, require_exporters
 from ..forms.form import Form, Forms
+from ..forms.formats import FORMATS, Exporter, Given, best_for, export_options, require_exporters, runtime_of
 from ..forms.measure.counts import FlopCount, Shape, count_both_flops
 from ..forms.measure.latency_rows import LatencyRow
 from ..forms.measure.shapes import check_shapes, image_shape_at, model_shapes
@@ -26,7 +26,7 @@ from ..forms.measure.timing import Timing
 from ..forms.on_rows import time_on_rows
 from ..forms.onnx.multimodal import is_vision_language
 from ..forms.runtimes.available import check_dtypes, check_runtime
-from ..forms.runtimes.base import RUNTIMES, Format
+from ..forms.runtimes.base import RUNTIMES
 from ..forms.runtimes.llamacpp import find_gguf
 from ..forms.runtimes.ort import ONNX_FILE, QUANTIZED_FILE, refuse_parts
 from ..model.internals import empty_model, never_asking
@@ -36,13 +36,6 @@ from ..recipe.sections import ExportSection
 from ..tasks import TASKS
 from .load_job import rows_in_order
 from .recipe import PruningRecipe
-
-# What an export is called, and a runtime that reads it.
-_EXPORTED: dict[Format, tuple[str, str]] = {
-    "onnx": (Contents.ONNX.value, "onnxruntime-cpu"),
-    "openvino": (Contents.OPENVINO.value, "openvino"),
-    "gguf": (Contents.GGUF.value, "llamacpp"),
-}
 
 
 def bench(
@@ -138,7 +131,7 @@ def _check_inputs(models: Sequence[PreTrainedModel], images: Sequence[Sequence[i
         raise RequestError(f"two models must take the same kind of input to be compared, got {' and '.join(kinds)}")
 
 
-def _format(folder: Path) -> Format | None:
+def _format(folder: Path) -> str | None:
     """Return the export format of a folder or file; None for a checkpoint."""
     if find_gguf(folder) is not None:
         return "gguf"
@@ -149,7 +142,8 @@ def _format(folder: Path) -> Format | None:
 
 def _default_runtimes(folders: Sequence[Path]) -> tuple[str, ...]:
     formats = set(map(_format, folders))
-    return next(((_EXPORTED[format][1],) for format in ("gguf", "openvino", "onnx") if format in formats), ("torch",))
+    found = next((format for format in ("gguf", "openvino", "onnx") if format in formats), None)
+    return ("torch",) if found is None else (str(runtime_of(export_options(found))),)
 
 
 def _check_request(folders: Sequence[Path], runtimes: Sequence[str], dtypes: Sequence[str]) -> None:
@@ -162,10 +156,10 @@ def _check_request(folders: Sequence[Path], runtimes: Sequence[str], dtypes: Seq
         format = _format(folder)
         if format is None:
             continue
-        what, other = _EXPORTED[format]
+        what, other = FORMATS[format].title, runtime_of(export_options(format))
         for runtime in runtimes:
             if format not in RUNTIMES[runtime].formats():
-                needed = "a checkpoint" if RUNTIMES[runtime].reads_models else _EXPORTED[RUNTIMES[runtime].format][0]
+                needed = "a checkpoint" if RUNTIMES[runtime].reads_models else FORMATS[RUNTIMES[runtime].format].title
                 raise RequestError(f"runtime {runtime} needs {needed}, but {folder} is {what}; use {other}")
         if dtypes:
             raise RequestError(f"a dtype can be chosen for checkpoints, but {folder} is {what} with its own")
@@ -201,7 +195,7 @@ def _exports(folder: Path, place: Path, ways: Sequence[tuple[str, str]]) -> dict
     of_gguf = any(RUNTIMES[runtime].format == "gguf" for runtime, _ in ways)
     tokenizer = load_processor(folder, task=TASKS["text-generation"]) if of_gguf else None
     sample = synthetic_batch(model, batch=2, sequence=16, image=image_shape_at(folder, model))
-    exporter = Exporter(ExportSection(), sample, tokenizer)
+    exporter = Exporter(ExportSection(), Given(sample, tokenizer))
     forms = Forms({str(folder): model}, exporter, place)
     return {way: forms.form(str(folder), *way, best_for(*way)) for way in ways}
 

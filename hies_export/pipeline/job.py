@@ -29,8 +29,8 @@ from ..forms.cascade.export import CascadeOptions
 from ..forms.cost.flops import flops_table
 from ..forms.cost.latency import TimedOn
 from ..forms.cost.parameters import parameters_table
-from ..forms.exports import Exporter
 from ..forms.form import predictor
+from ..forms.formats import Exporter, Given
 from ..forms.measure.counts import Shape
 from ..forms.measure.shapes import RowLength, check_shapes, model_shapes, row_length
 from ..forms.measure.timing import Timing
@@ -160,7 +160,7 @@ class Job:
     @property
     def exporter(self) -> Exporter:
         """What exports models for runtimes that read files."""
-        return Exporter(self.export, self.sample, self.processor, self.rows.refit or self.rows.score)
+        return Exporter(self.export, Given(self.sample, self.processor, self.rows.refit or self.rows.score))
 
     @property
     def on_rows(self) -> bool:

@@ -9,14 +9,13 @@ from pathlib import Path
 
 from ..checkpoint.served_settings import write_served
 from ..evaluate.judge import Judge
-from ..forms.cascade.export import CascadeExport, export_cascade
+from ..forms.cascade.export import export_cascade
 from ..forms.cascade.facts import CascadeFacts, CascadeSummary, cascade_facts
 from ..forms.cost.latency import compare_with_full
 from ..forms.deployment import Deployment, DeployWay, fastest_kept
 from ..forms.exported import CASCADE, ExportedFile, add_graphs, judge_exported, keep_file, link_files
-from ..forms.exports import Exported
 from ..forms.form import Form, Forms
-from ..forms.gguf.export import GgufExport
+from ..forms.formats import Export, runtime_of
 from ..forms.judged import JudgedForm, judge_forms, time_forms, time_forms_on_rows
 from ..forms.measure.counts import Both
 from ..forms.measured import Measurements, measure_both
@@ -47,7 +46,7 @@ class Measured:
     """
 
     sizes: Measurements
-    exported: Exported
+    exported: Export
     file: ExportedFile
     forms: list[JudgedForm]
     deployment: Deployment | None
@@ -97,7 +96,7 @@ def _ways(choice: Choice) -> list[DeployWay]:
     return [way for way in choice.ways if way.problem is None]
 
 
-def _export(job: Job, forms: Forms, slim: Slim, folder: Path) -> dict[ExportSection, Exported]:
+def _export(job: Job, forms: Forms, slim: Slim, folder: Path) -> dict[ExportSection, Export]:
     """Export the slim model into the folder of a run, and quantise the export if asked."""
     options, plain = job.export, job.export.unquantized
     with job.clock("export"):
@@ -111,18 +110,18 @@ def _export(job: Job, forms: Forms, slim: Slim, folder: Path) -> dict[ExportSect
     return found
 
 
-def _join(job: Job, forms: Forms, choice: Choice, folder: Path) -> CascadeExport | None:
+def _join(job: Job, forms: Forms, choice: Choice, folder: Path) -> Export | None:
     """Write the cascade of both models into the folder of a run, if one is asked for."""
     if choice.cascade is None:
         return None
     job.progress.stage("join both models in a cascade, and compare it with them")
-    slim, dense = (forms.plain_onnx(name) for name in ("slim", "dense"))
+    slim, dense = (forms.plain(name) for name in ("slim", "dense"))
     rows, answers = job.rows.promise, answers_of(job)
     return export_cascade(slim, dense, folder / CASCADE, batches=rows, answers=answers, options=choice.cascade)
 
 
 def _judge_and_time(
-    job: Job, forms: Forms, choice: Choice, judge: Judge, joined: CascadeExport | None, *, same: bool
+    job: Job, forms: Forms, choice: Choice, judge: Judge, joined: Export | None, *, same: bool
 ) -> list[JudgedForm]:
     """Judge and time all forms of a run beside each other; where nothing was cut, those of the dense model alone."""
     running: list[Form] = []
@@ -163,7 +162,7 @@ def _deployment(
 
 
 def _cascade(
-    job: Job, forms: Forms, choice: Choice, judge: Judge, joined: CascadeExport, judged: JudgedForm
+    job: Job, forms: Forms, choice: Choice, judge: Judge, joined: Export, judged: JudgedForm
 ) -> tuple[CascadeSummary, CascadeFacts]:
     asked = choice.cascade
     assert asked is not None
@@ -172,7 +171,7 @@ def _cascade(
         asked,
         joined,
         judge.batches,
-        parts=Both(forms.plain_onnx("dense").bytes, part.bytes),
+        parts=Both(forms.plain("dense").bytes, part.bytes),
         stability=judged.stability,
         tried=choice.sizes,
     )
@@ -180,21 +179,22 @@ def _cascade(
 
 def _serve(
     model: TextEncoder,
-    exports: Mapping[ExportSection, Exported],
+    exports: Mapping[ExportSection, Export],
     judged: list[JudgedForm],
     found: Deployment | None,
     folder: Path,
 ) -> None:
-    """Write `served/`, which sentence-transformers runs: the form to deploy, or else the last of the exports."""
-    if found is None:
+    """Write `served/`, which sentence-transformers runs: the file to deploy, or else the last of the exports."""
+    form = None if found is None or found.form is None else judged[found.form]
+    if found is None or (form is not None and RUNTIMES[form.runtime].reads_models):
         exported = [*exports.values()][-1]
-        assert not isinstance(exported, GgufExport)
-        file, runtime, dtype = exported.file, exported.runtime, None
-    elif found.form is not None and found.file is not None:
-        form = judged[found.form]
+        file, runtime, dtype = exported.file, runtime_of(exported.how), None
+    elif form is not None and found.file is not None:
         bits = form.bits if form.bits in RUNTIMES[form.runtime].hints else None
         file, runtime, dtype = folder / found.file, form.runtime, bits
     else:
+        return
+    if runtime is None:
         return
     link_files(file.parent, folder / "served")
     write_served(folder / "served", model, file=file.name, runtime=runtime, dtype=dtype)

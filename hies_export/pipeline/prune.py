@@ -18,9 +18,8 @@ from transformers import PreTrainedModel
 from ..data.batches import Batch, has_references, samples_of
 from ..errors import RecipeError, RequestError
 from ..forms.cascade.cascade import Cascade
-from ..forms.exports import Exported, Exporter, export_options
+from ..forms.formats import FORMATS, Export, Given, export_options
 from ..forms.measure.counts import Both, FlopCount, count_both_flops, count_parameters
-from ..forms.onnx.export import OnnxExport
 from ..forms.onnx.quantize import Quantize
 from ..forms.runtimes.base import Provider
 from ..forms.served_export import export_served
@@ -146,7 +145,7 @@ class PruneResult:
         dtype: str = "float32",
         quantize: Quantize | None = None,
         overwrite: bool = False,
-    ) -> OnnxExport:
+    ) -> Export:
         """Export the slim model to an ONNX folder, run it in ONNX Runtime, and compare with torch.
 
         Of an embedding model, `SentenceTransformer(folder, trust_remote_code=True)` runs the graph.
@@ -171,14 +170,9 @@ class PruneResult:
         """
         options, processor = export_options("onnx", provider, dtype, quantize), processor or self.job.processor
         if isinstance(self.slim.model, TextEncoder):
-            exported: Exported = export_served(
-                self.slim.model, folder, options, processor=processor, overwrite=overwrite
-            )
-        else:
-            exporter = Exporter(options, _two_rows(self.job.sample), processor, self.job.exporter.rows)
-            exported = exporter.export(self.slim.model, Path(folder), overwrite=overwrite)
-        assert isinstance(exported, OnnxExport)
-        return exported
+            return export_served(self.slim.model, folder, options, processor=processor, overwrite=overwrite)
+        given = Given(_two_rows(self.job.sample), processor, self.job.exporter.given.rows)
+        return FORMATS["onnx"].write(self.slim.model, Path(folder), options, given, overwrite=overwrite)
 
     def cascade(self, rows: Any, *, disagreement: float, columns: Mapping[str, Any] | None = None) -> Cascade:
         """Leave rows that the slim model is unsure of to the dense one, so that few answers change.

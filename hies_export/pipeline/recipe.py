@@ -386,6 +386,14 @@ class PruningRecipe(Section):
             )
         return self
 
+    @field_validator("export")
+    @classmethod
+    def _has_a_known_format(cls, export: ExportSection) -> ExportSection:
+        from ..forms.formats import FORMATS
+
+        _known(export.format, FORMATS, what="format")
+        return export
+
     @model_validator(mode="after")
     def _gguf_is_of_a_decoder(self) -> PruningRecipe:
         if self.export.format == "gguf" and not TASKS[self.task].decodes_text:

@@ -10,10 +10,8 @@ from ..checkpoint.beside import read_card
 from ..data.batches import has_references, samples_of
 from ..data.splits import DataFacts
 from ..evaluate.metrics import METRICS
-from ..forms.exports import Exported
-from ..forms.gguf.export import GgufExport
+from ..forms.formats import Export
 from ..forms.measure.machine import machine_facts
-from ..forms.onnx.export import OnnxExport
 from ..kinds import ATTENTION
 from ..report.card import render_card
 from ..report.details import Details
@@ -133,20 +131,16 @@ def _data_facts(job: Job, choice: Choice) -> DataFacts:
     )
 
 
-def _export_differences(exported: Exported) -> dict[str, float | None]:
+def _export_differences(exported: Export) -> dict[str, float | None]:
     """Return how far the exported model's outputs are from torch's, as fields of a report."""
-    if not isinstance(exported, GgufExport):
-        return {"onnx_max_abs": exported.max_abs}
-    return {"onnx_max_abs": None, "gguf_max_abs": exported.parity.max_abs if exported.parity else None}
+    found = {"onnx": None, exported.format: exported.max_abs}
+    return {f"{format}_max_abs": found[format] for format in ("onnx", "gguf") if format in found}
 
 
-def _export_details(exported: Exported) -> dict[str, Any]:
+def _export_details(exported: Export) -> dict[str, Any]:
     """Return the report's details about the exported model."""
-    if isinstance(exported, GgufExport):
-        parity = asdict(exported.parity) if exported.parity else None
-        return {"gguf": {"architecture": exported.architecture, "types": exported.types, "parity": parity}}
-    assert isinstance(exported, OnnxExport)  # OpenVINO's format is made from it
-    return {"onnx": {"inputs": exported.inputs, "outputs": exported.outputs, "fused": exported.fused_ops}}
+    names = {"inputs": exported.inputs, "outputs": exported.outputs} if exported.inputs else {}
+    return {exported.format: {**names, **exported.facts}}
 
 
 def write_report(folder: Path, report: Report) -> None:

@@ -13,9 +13,8 @@ from .. import processes
 from ..calibrate.statistics import Statistics
 from ..checkpoint.folders import new_folder, refuse_existing
 from ..checkpoint.save import REFIT
-from ..forms.exports import check_exports, export_formats, require_exporters
 from ..forms.form import Forms
-from ..forms.runtimes.base import Format
+from ..forms.formats import check_exports, export_formats, require_exporters
 from ..progress import SILENT, Progress
 from ..report.report import Report
 from .choose import choose
@@ -127,7 +126,7 @@ def deploy(
     return run(recipe, overwrite=overwrite, command=command, progress=progress)
 
 
-def _formats(recipe: PruningRecipe) -> set[Format]:
+def _formats(recipe: PruningRecipe) -> list[str]:
     """Return the formats that a run exports to."""
     if recipe.deploy is not None:
         return export_formats(recipe.export, ())
@@ -136,18 +135,16 @@ def _formats(recipe: PruningRecipe) -> set[Format]:
     return export_formats(recipe.export, runtimes_of(recipe), dtypes)
 
 
-def _check_exports(job: Job, formats: Iterable[Format]) -> None:
+def _check_exports(job: Job, formats: Iterable[str]) -> None:
     """Refuse a model that has no form in some formats, by the layers that a cut may leave; see `check_exports`."""
     constraints = job.options.constraints
     parts = constraints.parts(job.scored)
     check_exports(
         formats,
         job.model,
-        job.processor,
-        job.sample,
+        job.exporter,
         uneven=bool(constraints.keep_layers) or not all(constraints.uniform(part) for part in parts),
         skips=bool(constraints.skippable),
-        quantize=job.export.quantize if job.export.format == "onnx" else None,
     )
 
 

@@ -13,13 +13,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from hies_export.pipeline.prepare import prepare
 from smoke import smoke_overrides
 
 from hies_export.evaluate.lm_eval import run_benchmarks
 from hies_export.lab.sweep.grid import SweepGrid
 from hies_export.lab.sweep.sweep import sweep
 from hies_export.pipeline.choose import choose
-from hies_export.pipeline.prepare import prepare
 from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.progress import Silent
 from hies_export.slim.check import masked_units

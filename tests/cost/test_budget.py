@@ -20,8 +20,8 @@ from hies_export.evaluate.interval import FAILURES
 from hies_export.evaluate.metrics import quality_loss
 from hies_export.forms.cost.flops import cut_bundles, flops_table
 from hies_export.forms.cost.latency import TimedCut, TimedOn, latency_table
-from hies_export.forms.exports import Exporter
 from hies_export.forms.form import Form
+from hies_export.forms.formats import Exporter, Given
 from hies_export.forms.measure.counts import count_flops
 from hies_export.forms.measure.timing import Timing
 from hies_export.pipeline.recipe import PruneSection, PruningRecipe
@@ -141,7 +141,7 @@ def test_a_timed_table_is_kept_unless_it_is_noisy(
     monkeypatch.setattr("hies_export.forms.cost.latency.compare_two", compare)
     model, batch = bert(), text_batch(2, 12, padding=False, labels=False)
     sites = find_attention(model, batch)
-    where = TimedOn("torch", batch, Timing(repeats=6), Exporter(ExportSection(), batch))
+    where = TimedOn("torch", batch, Timing(repeats=6), Exporter(ExportSection(), Given(batch)))
     table = latency_table(model, sites, where, cache=tmp_path)
     assert [(round(6 * point["kept"]), point["ratio"]) for point in table.measured] == [
         *((4, 0.9), (3, 0.8), (2, 0.65), (1, 0.6))
@@ -164,7 +164,7 @@ def test_a_kept_table_is_read_for_the_same_model_and_shape_only(
 
     def table(tokens: int, dtype: str = "float32") -> CostTable:
         batch = text_batch(2, tokens, padding=False, labels=False)
-        where = TimedOn("torch", batch, Timing(repeats=2), Exporter(ExportSection(dtype=dtype), batch))
+        where = TimedOn("torch", batch, Timing(repeats=2), Exporter(ExportSection(dtype=dtype), Given(batch)))
         return latency_table(model, sites, where, cache=tmp_path)
 
     first, kept = table(12), [(12,), (13,), (13, "float16")]

@@ -3,6 +3,7 @@
 import gc
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +12,8 @@ from support.models import bert, text_batch
 
 from hies_export.errors import ExportError
 from hies_export.forms import compare, measured
-from hies_export.forms.exports import Exporter
 from hies_export.forms.form import Form, Forms
+from hies_export.forms.formats import Exporter, Given
 from hies_export.forms.measure.counts import Both
 from hies_export.forms.measure.timing import Timing
 from hies_export.forms.measured import MeasureOptions, measure_both
@@ -23,7 +24,7 @@ class Recording(Exporter):
     """Write nothing, and remember what was asked for; a dtype in `failing` fails."""
 
     def __init__(self, failing: str = ""):
-        super().__init__(ExportSection(), text_batch(2, 6))
+        super().__init__(ExportSection(), Given(text_batch(2, 6)))
         object.__setattr__(self, "made", [])
         object.__setattr__(self, "failing", failing)
 
@@ -33,11 +34,7 @@ class Recording(Exporter):
         if options.dtype == self.failing:  # type: ignore[attr-defined]
             raise ExportError(f"no graph in {options.dtype}")
 
-        class Exported:
-            bytes = 7
-
-        Exported.folder = folder  # type: ignore[attr-defined]
-        return Exported()
+        return SimpleNamespace(folder=folder, bytes=7, format="onnx")
 
 
 def test_a_model_is_exported_once_for_all_runtimes_that_read_the_same(tmp_path: Path) -> None:

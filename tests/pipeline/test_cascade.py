@@ -11,12 +11,11 @@ import onnxruntime
 import pytest
 import torch
 from support.models import save_project, save_regressor, save_stories, save_text_model
-from support.runs import hies
+from support.runs import deploy_on, hies
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hies_export import load_runtime, prune
 from hies_export.errors import RequestError
-from hies_export.forms import deployment as deploying
 from hies_export.forms import judged as judging
 from hies_export.forms.cascade.cascade import Cascade
 from hies_export.forms.form import Forms
@@ -170,7 +169,7 @@ def test_in_memory(tmp_path: Path) -> None:
     exported = cascade.export_onnx(tmp_path / "onnx")
     assert (exported.folder / "tokenizer.json").is_file()
     # The file's is higher by what a margin may move, 1e-4 of the largest logit.
-    assert 0.9e-4 < exported.promise.threshold - cascade.promise.threshold < 1e-3
+    assert 0.9e-4 < exported.facts["promise"].threshold - cascade.promise.threshold < 1e-3
     with pytest.raises(RequestError, match=r"from 299 held-out rows or more, and there are 40"):
         result.cascade(batches[2:], disagreement=0.01)
 
@@ -270,7 +269,7 @@ def test_numbers_and_tokens_are_refused(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.slow
 def test_deploy_tries_cascades(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choosing, "SIZES", 3)
-    monkeypatch.setattr(deploying, "WAYS", {"onnxruntime-cpu": ("float32",)})
+    deploy_on(monkeypatch)
     monkeypatch.setattr(fastest, "FLOPS_TO_TRY", (0.8, 0.6))
 
     def timed(forms: Any, rows: Any, **_: Any) -> Any:

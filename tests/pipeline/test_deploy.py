@@ -13,7 +13,7 @@ from scipy.stats import binomtest
 from support.hub import TOKEN, Hub
 from support.models import save_regressor, save_text_model
 from support.references import same_in_onnxruntime
-from support.runs import hies
+from support.runs import deploy_on, hies
 from transformers import BertForNextSentencePrediction, BertModel
 
 from hies_export import (
@@ -27,7 +27,6 @@ from hies_export import (
 from hies_export.cli.deploy import minutes
 from hies_export.data.batches import samples_of
 from hies_export.evaluate.judge import Judge
-from hies_export.forms import deployment
 from hies_export.forms.deployment import DeployWay, try_dense
 from hies_export.forms.form import Form, Forms
 from hies_export.pipeline import choose as choosing
@@ -65,7 +64,7 @@ def test_the_form_to_deploy_is_the_fastest_that_keeps_the_promise(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(choosing, "SIZES", 3)
-    monkeypatch.setattr(deployment, "WAYS", {"onnxruntime-cpu": ("float32",), "onnxruntime-cpu-int8": ("int8",)})
+    deploy_on(monkeypatch, "onnxruntime-cpu", "onnxruntime-cpu-int8")
     # All heads stay, and yet the models are not the same.
     recipe, out = folder / "recipe.yaml", tmp_path / "out"
     assert hies("deploy", recipe, "--set", "prune.modules=[mlp]", "--keep", "0.25", "-o", out) == 0
@@ -104,7 +103,7 @@ def test_the_form_to_deploy_is_the_fastest_that_keeps_the_promise(
 def test_where_no_cut_keeps_the_promise_the_dense_form_is_the_answer(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(deployment, "WAYS", {"onnxruntime-cpu": ("float32",)})
+    deploy_on(monkeypatch)
     asked = {"keep": 0.5, "minutes": 0, "runtimes": ["onnxruntime-cpu"]}
     fields = ("--set", "prune.budget=null", "--set", f"deploy={json.dumps(asked)}", "--set", "measure.shapes=[]")
     assert hies("run", folder / "recipe.yaml", *fields, "-o", tmp_path / "out") == 0
@@ -141,7 +140,7 @@ def test_a_runtime_that_fails_in_the_search_leaves_the_others(
         return fail
 
     monkeypatch.setattr(choosing, "SIZES", 6)
-    monkeypatch.setattr(deployment, "WAYS", {"onnxruntime-cpu": ("float32",)})
+    deploy_on(monkeypatch)
     monkeypatch.setattr(jobs, "predictor", predictor)
     answer = searched(recipe_of(folder, tmp_path / "out"), keep=0.4)
     (way,) = answer.ways
@@ -159,7 +158,7 @@ def test_a_form_that_cannot_become_the_fastest_is_searched_no_further(
         return [fast, replace(fast, runtime="openvino", bits="bfloat16", dense_ratio=10.0)]
 
     monkeypatch.setattr(choosing, "SIZES", 6)
-    monkeypatch.setattr(deployment, "WAYS", {"onnxruntime-cpu": ("float32",)})
+    deploy_on(monkeypatch)
     monkeypatch.setattr(Judge, "found", lambda *_: Found(1.0, 1.0))
     monkeypatch.setattr(fastest, "try_dense", slowed)
     monkeypatch.setattr(fastest, "looks_of", lambda *_: Looks(2))
@@ -192,7 +191,7 @@ def test_a_runtime_that_fails_is_left_out_by_its_reason(
     def fail(*_: Any) -> None:
         raise ExportError("ONNX Runtime must run the graph, and stopped")
 
-    monkeypatch.setattr(deployment, "WAYS", {"onnxruntime-cpu": ("float32",)})
+    deploy_on(monkeypatch)
     monkeypatch.setattr(Form, "predict", fail)
     with pytest.raises(PlanError, match="no runtime here serves the dense model: ONNX Runtime must run the graph"):
         deploy(recipe_of(folder, tmp_path / "out"), keep=0.4)

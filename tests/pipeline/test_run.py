@@ -479,7 +479,7 @@ def test_a_checkpoint_is_loaded_once_for_all_exports(tmp_path: Path, monkeypatch
 
     def export(self: Any, model: Any, folder: Path, options: ExportSection) -> SimpleNamespace:
         exported.append((folder.parent.name, options.dtype))
-        return SimpleNamespace(folder=folder, bytes=1)
+        return SimpleNamespace(folder=folder, bytes=1, format="onnx")
 
     monkeypatch.setattr(benching, "load", load)
     monkeypatch.setattr(benching.Exporter, "export", export)

@@ -18,7 +18,9 @@ import hies_export.pipeline.run
 from hies_export.checkpoint.folders import new_folder
 from hies_export.cli.main import main
 from hies_export.evaluate.metrics import METRICS
-from hies_export.forms.onnx.export import OnnxExport, export_onnx
+from hies_export.forms.formats import Export, export_options
+from hies_export.forms.onnx.export import export_onnx
+from hies_export.forms.runtimes.base import RUNTIMES
 from hies_export.pipeline.job import Job
 from hies_export.tasks import TASKS
 from support.models import save_project
@@ -60,18 +62,24 @@ def registries_restored() -> Iterator[None]:
         yield
 
 
+def deploy_on(patch: pytest.MonkeyPatch, *runtimes: str) -> None:
+    """Let `deploy` try these runtimes only, by default ONNX Runtime in float32."""
+    for name, runtime in RUNTIMES.items():
+        patch.setattr(runtime, "bits", runtime.bits if name in (runtimes or ("onnxruntime-cpu",)) else ())
+
+
 @contextmanager
 def without_tracing() -> Iterator[None]:
     """Let a run that is timed in torch write an ONNX file that is no graph, because tracing takes most of its time."""
 
-    def write(model: PreTrainedModel, folder: str | Path, *, provider: str = "cpu", **options: Any) -> OnnxExport:
+    def write(model: PreTrainedModel, folder: str | Path, *, provider: str = "cpu", **options: Any) -> Export:
         with new_folder(Path(folder), overwrite=options.get("overwrite", False)) as staging:
             (staging / "model.onnx").write_bytes(b"no graph")
             model.config.save_pretrained(staging)
             if options.get("processor") is not None:
                 options["processor"].save_pretrained(staging)
         file = Path(folder) / "model.onnx"
-        return OnnxExport(Path(folder), file, (file.name,), 8, 0.0, provider, "float32", "none", (), (), {})
+        return Export("onnx", Path(folder), file, (file.name,), 8, export_options("onnx", provider), 0.0)
 
     with pytest.MonkeyPatch.context() as patch:
         for name, module in list(sys.modules.items()):

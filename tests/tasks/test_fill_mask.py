@@ -12,6 +12,7 @@ from support.generative import padded
 from support.models import SIX_HEADS, shake, word_tokenizer
 from support.reading import reading
 from support.references import naive_statistics
+from support.runs import deploy_on
 from transformers import (
     AutoModelForSequenceClassification,
     BartConfig,
@@ -42,7 +43,6 @@ from hies_export import (
 )
 from hies_export.evaluate.judge import compute_metrics
 from hies_export.evaluate.predict import predict, references
-from hies_export.forms import deployment
 from hies_export.pipeline import choose as choosing
 from hies_export.recipe.sections import Columns
 from hies_export.tasks import TASKS, task_of
@@ -265,7 +265,7 @@ def test_a_run_judges_its_int8_form_and_says_how_to_load_it(model: PreTrainedMod
 @pytest.mark.slow
 def test_deploy_keeps_the_promise(model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choosing, "SIZES", 2)
-    monkeypatch.setattr(deployment, "WAYS", {"onnxruntime-cpu": ("float32",)})
+    deploy_on(monkeypatch)
     prune = {"modules": ["attention"], "criterion": "his"}
     deploy(recipe_of(tmp_path, model, prune=prune, deploy={"keep": 0.97}))
     found = Report.from_file(tmp_path / "out").details.deployment

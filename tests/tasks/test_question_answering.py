@@ -15,7 +15,7 @@ from datasets import Dataset
 from support.answers import letter_tokenizer, questions, reading_model, save_questions
 from support.models import shake
 from support.reading import reading
-from support.runs import hies
+from support.runs import deploy_on, hies
 from torch import Tensor
 from transformers import AutoModelForQuestionAnswering, LlamaConfig, LlamaForQuestionAnswering
 
@@ -24,7 +24,6 @@ from hies_export.calibrate.statistics import collect_statistics
 from hies_export.data.batches import inputs_of, samples_of
 from hies_export.evaluate.judge import compute_metrics
 from hies_export.evaluate.predict import predict, predict_by, references
-from hies_export.forms import deployment
 from hies_export.pipeline import choose as choosing
 from hies_export.pipeline.load_job import load_job
 from hies_export.pipeline.propose import propose_recipe
@@ -443,7 +442,7 @@ def answer(model: Any, row: Mapping[str, Any]) -> str:
 @pytest.mark.slow
 def test_the_form_to_deploy_keeps_the_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choosing, "SIZES", 3)
-    monkeypatch.setattr(deployment, "WAYS", {"onnxruntime-cpu": ("float32",)})
+    deploy_on(monkeypatch)
     recipe = save_questions(
         tmp_path,
         train=40,

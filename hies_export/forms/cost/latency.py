@@ -26,8 +26,8 @@ from ...select.constraints import bundle_count
 from ...select.cost import CostTable
 from ...units.units import PrunableModule, Units
 from ..compare import compare_two
-from ..exports import Exporter, read_by
 from ..form import Forms
+from ..formats import Exporter, read_by
 from ..measure.counts import Shape
 from ..measure.machine import machine_facts
 from ..measure.ratios import LatencyComparison, is_noisy

@@ -6,7 +6,6 @@ import logging
 import shutil
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -27,6 +26,7 @@ from ...model.internals import (
 from ...model.modes import output_alone
 from ...model.tokens import end_of_text, forward_inputs, longest_sequence, short_samples
 from ...progress import quiet
+from ..formats import Export, export_options
 from ..runtimes.base import Provider
 from ..runtimes.ort import ONNX_FILE, require_onnxruntime
 from .decoder import check_decoder, left_padded, trace_decoder
@@ -54,37 +54,6 @@ Kind = Literal["encoder", "decoder", "vision-language"]
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class OnnxExport:
-    """An exported model whose outputs agree with torch's."""
-
-    folder: Path  # the folder, with graphs, config.json and the processor's files
-    file: Path  # the graph, `model.onnx`; for a vision-language model the decoder, `decoder_model_merged.onnx`
-    # Names of all graphs; a vision-language model also has `vision_encoder.onnx` and `embed_tokens.onnx`.
-    files: tuple[str, ...]
-    bytes: int  # size of graphs and weights in bytes
-    max_abs: float  # largest absolute difference from torch over all outputs of all checked batches
-    provider: str  # the provider that the graphs are fused for, `cpu` or `cuda`
-    dtype: str  # dtype of weights and activations that are not quantised, `float32` or `float16`
-    checked_on: str  # the execution provider that the comparison ran on
-    inputs: tuple[str, ...]  # names of the inputs of `file`
-    outputs: tuple[str, ...]  # names of the outputs of `file`
-    fused_ops: dict[str, int]  # number of occurrences of each of ONNX Runtime's own operators, over all graphs
-    quantize: str | None = None  # "int8" if linear layers are quantised; see `quantize_onnx`
-    # Number of linear layers by dtype, `int8` and `float32`, if some are quantised.
-    layers: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def decodes(self) -> bool:
-        """Whether the graph takes a key/value cache."""
-        return any(name.startswith("past_key_values.") for name in self.inputs)
-
-    @property
-    def runtime(self) -> str:
-        """The name of the runtime that the graphs are for."""
-        return f"onnxruntime-{self.provider}"
-
-
 def export_onnx(
     model: PreTrainedModel,
     folder: str | Path,
@@ -94,7 +63,7 @@ def export_onnx(
     provider: Provider = "cpu",
     dtype: str = "float32",
     overwrite: bool = False,
-) -> OnnxExport:
+) -> Export:
     """Write a model as ONNX graphs with Optimum's file names, and compare them with torch.
 
     An encoder becomes `folder/model.onnx`. Its batch axis is dynamic, and for text its sequence axis too. It is
@@ -143,8 +112,7 @@ def export_onnx(
     target = Path(folder)
     _check_request(provider, dtype)
     refuse_existing(target, overwrite=overwrite)
-    require_onnx_exporter()
-    require_onnxruntime("cpu" if provider == "cpu" else "gpu")
+    require_onnx("cpu" if provider == "cpu" else "gpu")
     given = {name: tensor.cpu() for name, tensor in forward_inputs(model, batch).items()}
     if model.main_input_name not in given:
         raise DataError(f"the batch must have {model.main_input_name!r}, got {', '.join(sorted(batch))}")
@@ -156,21 +124,27 @@ def export_onnx(
             programs, batches = _trace(kind, traced, given, provider)
             size = sum(save_program(program, staging / name) for name, program in programs.items())
         _write_companions(staging, traced, processor)
-        facts = _facts(programs)
+        names = _names(programs)
         programs.clear()  # a graph has copies of the weights, transposed or joined, and the comparison reads the files
         with quiet(verbose=logger.isEnabledFor(logging.DEBUG)), exact_products():
-            check = check_parity if kind == "encoder" else check_generation
-            max_abs, checked_on = check(staging, reference, batches, dtype, compared_on(provider))
-    return OnnxExport(
+            check, runtime = check_parity if kind == "encoder" else check_generation, compared_on(provider)
+            max_abs = check(staging, reference, batches, dtype, runtime)
+    return Export(
+        format="onnx",
         folder=target,
-        file=target / facts["files"][-1],
+        file=target / names["files"][-1],
         bytes=size,
+        how=export_options("onnx", provider, dtype),
         max_abs=max_abs,
-        provider=provider,
-        dtype=dtype,
-        checked_on=checked_on,
-        **facts,
+        checked_on=runtime.name if len(names["files"]) == 1 else None,
+        **names,
     )
+
+
+def require_onnx(extra: str = "cpu") -> None:
+    """Refuse, by a MissingRuntimeError, to go on without transformers' exporter or the ONNX Runtime of an extra."""
+    require_onnx_exporter()
+    require_onnxruntime(extra)
 
 
 def check_traceable(model: PreTrainedModel, batch: Mapping[str, Any]) -> None:
@@ -224,15 +198,15 @@ def _first_layers(model: PreTrainedModel) -> PreTrainedModel:
     return copied
 
 
-def _facts(programs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what an `OnnxExport` says of graphs, of which the last is the main one."""
+def _names(programs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what an `Export` says of graphs, of which the last is the main one."""
     *_, main = (program.graph for program in programs.values())
     nodes = [node for program in programs.values() for node in program.graph.all_nodes()]
     return {
         "files": tuple(programs),
         "inputs": tuple(value.name for value in main.inputs),
         "outputs": tuple(value.name for value in main.outputs),
-        "fused_ops": dict(Counter(node.op_type for node in nodes if node.domain == "com.microsoft")),
+        "facts": {"fused": dict(Counter(node.op_type for node in nodes if node.domain == "com.microsoft"))},
     }
 
 
@@ -312,7 +286,7 @@ def save_program(program: Any, file: Path) -> int:
     return sum(part.stat().st_size for part in file.parent.glob(f"{file.name}*"))
 
 
-def copy_beside(exported: OnnxExport, folder: Path) -> None:
+def copy_beside(exported: Export, folder: Path) -> None:
     """Copy what lies beside the graph of an export into another one's folder."""
     ignored = shutil.ignore_patterns(f"{exported.file.name}*")
     shutil.copytree(exported.folder, folder, ignore=ignored, dirs_exist_ok=True)

@@ -15,8 +15,8 @@ from ...data.batches import image_shape
 from ...errors import RequestError
 from ...forms.compare import compare_two
 from ...forms.cost.flops import cut_bundles
-from ...forms.exports import require_exporters
 from ...forms.form import Form, Forms
+from ...forms.formats import require_exporters
 from ...forms.measure.shapes import model_shapes
 from ...forms.measure.timing import Timing
 from ...forms.runtimes.available import RUNTIMES, check_one_graph, check_runtime, check_task
