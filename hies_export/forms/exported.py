@@ -11,7 +11,7 @@ from ..evaluate.judge import Judge
 from .exports import Exported
 from .form import Form, Forms
 from .gguf.export import GgufExport
-from .judged import JudgedForm
+from .judge import Judged
 from .measure.counts import Count, Size
 from .measure.record import Record
 from .onnx.export import OnnxExport
@@ -57,7 +57,7 @@ class ExportedFile(Record):
     float_neurons: Count | None
 
 
-def judge_exported(exported: Exported, folder: Path, judge: Judge, forms: Sequence[JudgedForm]) -> ExportedFile:
+def judge_exported(exported: Exported, folder: Path, judge: Judge, forms: Sequence[Judged]) -> ExportedFile:
     """Return the exported file of a run with its quality on the evaluation rows; it is not run again if a form was."""
     quantize = None if isinstance(exported, GgufExport) else exported.quantize
     metric, known = judge.metrics[0], []
@@ -136,7 +136,7 @@ def _runtime_of(exported: Exported) -> str | None:
     return next((name for name, provider in known.items() if provider == exported.checked_on), None)
 
 
-def keep_file(forms: Forms, form: JudgedForm, folder: Path, *, same: bool) -> str:
+def keep_file(forms: Forms, form: Judged, folder: Path, *, same: bool) -> str:
     """Return the file of a form in the folder of a run, after moving its export there if it lies elsewhere.
 
     If both models are the `same`, the slim one's file is that of the dense one too.

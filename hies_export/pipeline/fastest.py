@@ -26,11 +26,11 @@ from ..forms.cascade.facts import SizeTried
 from ..forms.deployment import SEARCHED, DenseForms, DeployWay, find_ways, try_dense
 from ..forms.exports import Exporter
 from ..forms.form import Form, Forms
-from ..forms.judged import FormTime, ratios, time_forms, time_forms_on_rows
-from ..forms.on_rows import mixed
 from ..forms.onnx.quantize import Quantize
 from ..forms.runtimes.base import RUNTIMES
 from ..forms.sizes import cut_sizes, join_sizes
+from ..forms.time import Timed, in_mixed_order, ratios, rows_by_shape
+from ..forms.time import time as time_forms
 from ..progress import Progress
 from ..recipe.budget import Budget, Found, KeepBudget, TimedSection
 from ..recipe.sections import DeploySection
@@ -138,17 +138,17 @@ def find_answer(resolved: Resolved, asked: DeploySection, folder: Path, began: f
 
 def _quick_times(
     resolved: Resolved, progress: Progress, forms: Sequence[Form], *, cascades: bool = False
-) -> list[list[FormTime]]:
+) -> list[Timed]:
     """Time forms beside each other as a deployment is timed, at the first of its shapes and without many repeats."""
     prepared = resolved.prepared
     shape, batch = next(iter(prepared.measured.items()))
     if prepared.on_rows:
         rows = resolved.in_order(1)[:QUICK_ROWS]
     elif cascades:  # what a cascade takes depends on the rows
-        rows = mixed(prepared.rows.promised, shape[0])
+        rows = in_mixed_order(prepared.rows.promised, shape[0])
     else:
-        return time_forms(forms, {shape: batch}, progress=progress)
-    return time_forms_on_rows(forms, {shape[0]: rows}, progress=progress)
+        return time_forms(forms, {shape: [batch]}, progress=progress)
+    return time_forms(forms, rows_by_shape({shape[0]: rows}), progress=progress)
 
 
 class Search:
@@ -364,7 +364,8 @@ def choose_size(
             problems = "; ".join(f"with {size.flops:.2f} of the FLOPs, {size.problem}" for size in tried)
             raise PlanError(f"no cascade keeps the promise: {problems}")
         progress.stage("time the cascades on the held-out rows")
-        timed = time_forms_on_rows([dense, *running], {BATCH: mixed(rows, BATCH)}, progress=progress)
+        in_batches = rows_by_shape({BATCH: in_mixed_order(rows, BATCH)})
+        timed = time_forms([dense, *running], in_batches, progress=progress)
     times = iter(ratios(timed)[1:])
     sizes = [one.tried if one.form is None else replace(one.tried, time=next(times)) for one in joined]
     _, best = min((size.time, number) for number, size in enumerate(sizes) if size.time is not None)

@@ -19,11 +19,10 @@ from ..evaluate.ranking import RowsKind, keeps_predictions, kind_of_rows
 from ..forms.exports import Exporter
 from ..forms.form import predictor
 from ..forms.measure.shapes import RowLength, check_shapes, model_shapes, row_length
-from ..forms.measure.timing import Timing
 from ..kinds import ATTENTION
 from ..model.tokens import first_samples, synthetic_batch
 from ..recipe.budget import TimedSection
-from ..recipe.sections import ExportSection
+from ..recipe.sections import ExportSection, MeasureSection
 from ..score.criteria import AUTO, COMPENSATED, COMPENSATED_NAMES, CRITERIA
 from ..select.constraints import check_budget, check_constraints
 from ..slim.cut import how_to_skip
@@ -83,7 +82,7 @@ class Prepared:
     measured: dict[tuple[int, int], Batch]  # to time with, by (batch, sequence); FLOPs are counted on the first
     length: RowLength | None  # of the rows, where it stands for a length that was not given
     exporter: Exporter  # for runtimes that read exports
-    timing: Timing  # how often cuts are run, for a budget of time
+    timing: MeasureSection  # how often cuts are run, for a budget of time
     seed: int  # of the criterion `random`; plans record it
 
     @property
@@ -114,7 +113,7 @@ def prepare(
     timed: TimedSection | None = None,
     deploys: bool = False,
     export: ExportSection | None = None,
-    timing: Timing | None = None,
+    timing: MeasureSection | None = None,
     seed: int = 0,
 ) -> Prepared:
     """Find the modules of a model that may lose units, and check that it runs on the rows, and at the shapes to time.
@@ -150,7 +149,7 @@ def prepare(
         measured=measured,
         length=length,
         exporter=exporter,
-        timing=timing or Timing(),
+        timing=timing or MeasureSection(),
         seed=seed,
     )
 

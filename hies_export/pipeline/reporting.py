@@ -15,7 +15,7 @@ from ..forms.deployment import Deployment
 from ..forms.exported import ExportedFile
 from ..forms.exports import Exported
 from ..forms.gguf.export import GgufExport
-from ..forms.judged import JudgedForm
+from ..forms.judge import Judged
 from ..forms.measure.machine import machine_facts
 from ..forms.measured import Measurements
 from ..forms.onnx.export import OnnxExport
@@ -41,7 +41,7 @@ class Deployed:
     """How what a run exports predicts on the evaluation rows, and how fast it is."""
 
     file: ExportedFile
-    forms: list[JudgedForm]  # of both models, in several runtimes and bits
+    forms: list[Judged]  # of both models, in several runtimes and bits
     deployment: Deployment | None  # which of them to deploy, if that was asked
     cascade: tuple[CascadeSummary, CascadeFacts] | None
 

@@ -34,11 +34,10 @@ from ..evaluate.ranking import RowsKind
 from ..forms.cascade.cascade import check_classes
 from ..forms.cascade.export import CascadeOptions
 from ..forms.cascade.threshold import check_rows
-from ..forms.measure.timing import Timing
 from ..forms.measured import MeasureOptions
-from ..forms.on_rows import ROWS
 from ..forms.runtimes.available import RUNTIMES, check_dtypes, check_one_graph, check_runtime
 from ..forms.runtimes.base import GPU_HALF_STEP
+from ..forms.time import ROWS
 from ..kinds import MLP
 from ..model.text_encoder import SentenceSettings, TextEncoder
 from ..recipe.sections import ExportSection
@@ -97,7 +96,7 @@ def resolve(
     config, task = found.config, _task(recipe, found)
     metrics = _metrics(recipe, task)
     names = _checked_runtimes(recipe, runtimes_of(recipe, runtimes))
-    measure = MeasureOptions(_ways(recipe, names), _timing(recipe))
+    measure = MeasureOptions(_ways(recipe, names), recipe.measure.repeats, recipe.measure.min_seconds)
     check_device_map(recipe.device_map)
     processor = found.processor(TASKS[recipe.task])
     task = _to_read(task, recipe, found, processor, metrics)
@@ -129,7 +128,7 @@ def resolve(
         timed=options.goal.timed,
         deploys=recipe.deploy is not None,
         export=recipe.export,
-        timing=_timing(recipe),
+        timing=recipe.measure,
         seed=recipe.calibration.seed,
     )
     options = _aligned(options, prepared, recipe.export)
@@ -299,10 +298,6 @@ def _kind_of_rows(recipe: PruningRecipe) -> RowsKind | None:
     if not TASKS[recipe.task].embeds:
         return None
     return "queries" if data.query is not None else "texts" if data.label is None else "pairs"
-
-
-def _timing(recipe: PruningRecipe) -> Timing:
-    return Timing(repeats=recipe.measure.repeats, min_seconds=recipe.measure.min_seconds)
 
 
 def runtimes_of(recipe: PruningRecipe, wanted: tuple[str, ...] | None = None) -> tuple[str, ...]:

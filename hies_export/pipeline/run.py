@@ -23,15 +23,18 @@ from ..evaluate.lm_eval import run_benchmarks
 from ..forms.cascade.export import export_cascade
 from ..forms.cascade.facts import cascade_facts
 from ..forms.cost.latency import compare_with_full
-from ..forms.deployment import Deployment, fastest_kept
+from ..forms.deployment import Deployment
 from ..forms.exported import CASCADE, add_graphs, judge_exported, keep_file, link_files
 from ..forms.exports import Exported, Exporter, check_exports, export_formats, require_exporters
 from ..forms.form import Form, Forms
 from ..forms.gguf.export import GgufExport
-from ..forms.judged import judge_forms, time_forms, time_forms_on_rows
+from ..forms.judge import judge as judge_forms
+from ..forms.judge import with_times
 from ..forms.measure.counts import Both
 from ..forms.measured import Measurements, measure_both
 from ..forms.runtimes.base import RUNTIMES, Format
+from ..forms.time import Timed, fastest, rows_by_shape
+from ..forms.time import time as time_forms
 from ..model.text_encoder import TextEncoder
 from ..progress import SILENT, Clock, Progress
 from ..recipe.budget import Found
@@ -317,18 +320,21 @@ def _judge_deployed(
         if asked is not None and joined is not None:
             running.append(Form.of_cascade(joined, asked))
     judged = judge_forms(running, judge, answer.dense.judge if answer else None, progress=progress)
+    timed: list[Timed] = []
     if running:
         progress.stage("time all forms of both models")
         if joined is None and not (answer is not None and prepared.on_rows):
-            timing = resolved.measure.timing
-            times = time_forms(running, prepared.measured, timing=timing, decode=True, progress=progress)
+            how: dict[str, Any] = {"repeats": resolved.measure.repeats, "min_seconds": resolved.measure.min_seconds}
+            once = {shape: [batch] for shape, batch in prepared.measured.items()}
+            timed = time_forms(running, once, decode=True, progress=progress, **how)
         else:
-            in_order = {size: resolved.in_order(size) for size in BATCHES}
-            times = time_forms_on_rows(running, in_order, progress=progress)
-        judged = [replace(form, times=of_form) for form, of_form in zip(judged, times, strict=True)]
+            in_order = rows_by_shape({size: resolved.in_order(size) for size in BATCHES})
+            timed = time_forms(running, in_order, progress=progress)
+        judged = with_times(judged, timed)
     deployment = cascade = None
     if answer is not None:
-        best, step = fastest_kept(judged, answer.promise)
+        kept = [n for n, form in enumerate(judged) if form.at_least is not None and form.at_least >= answer.promise]
+        best, step = fastest(timed, kept)
         seconds = time.monotonic() - answer.began
         ranking = None
         if best is not None and prepared.task.embeds:
@@ -380,7 +386,7 @@ def _with_cost(
         found, noisy = Found(counted), None
     elif asked.of == "float32":
         timed = compare_with_full(result.model, prepared.model, timed_on(prepared, options), progress=progress)
-        found, noisy = Found(timed.ratio.median), timed.noisy
+        found, noisy = Found(timed.ratio), timed.noisy
     else:
         where = (asked.runtime, asked.batch, asked.sequence)
         rows = (row for row in measured.latency if row.phase != "decode" and asked.dtype in (None, row.dtype))

@@ -154,9 +154,7 @@ class Targets:
         self._progress.stage("time the dense model in the bits of the budget, and in float32")
         found = processes.on_main(
             lambda: (
-                compare_with_full(
-                    model, model, timed_on(self._prepared, self._options), progress=self._progress
-                ).ratio.median
+                compare_with_full(model, model, timed_on(self._prepared, self._options), progress=self._progress).ratio
             )
         )
         if found <= timed.ratio:
@@ -209,9 +207,10 @@ def timed_on(prepared: Prepared, options: PruneSection) -> TimedOn:
     return TimedOn(
         runtime=timed.runtime,
         batch=prepared.measured[_budget_shape(prepared, timed)],
-        timing=prepared.timing,
         exporter=prepared.exporter,
         dtype=timed.dtype,
+        repeats=prepared.timing.repeats,
+        min_seconds=prepared.timing.min_seconds,
     )
 
 
