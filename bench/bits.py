@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from forms import SHAPES, bytes_of, print_base, print_times, time_cells
+from forms import SHAPES, bytes_of, print_base, print_times, time_beside, time_cells
 from models import DEBERTA, LLAMA_SMALL, MPNET, WIDTHS, Shape, cut_like, llama
 from transformers import PreTrainedModel
 
@@ -30,12 +30,10 @@ from hies_export import PruningPlan, load
 from hies_export.checkpoint.sentence import is_sentence_transformer, load_sentence
 from hies_export.cli.arguments import read_overrides
 from hies_export.evaluate.judge import Judge
-from hies_export.forms.compare import compare_forms
 from hies_export.forms.form import Form
 from hies_export.forms.formats import Given
 from hies_export.forms.measure.counts import count_both_flops, count_parameters
 from hies_export.forms.measure.machine import machine_facts
-from hies_export.forms.measure.timing import Timing
 from hies_export.forms.onnx.export import export_onnx
 from hies_export.forms.onnx.quantize import quantize_onnx
 from hies_export.forms.openvino.export import export_openvino, quantize_openvino
@@ -134,7 +132,7 @@ def print_forms(recipes: Sequence[PruningRecipe], other: str | None, *, title: s
                         [prepared.model] if what == "dense" else [slim_of(recipe) for recipe in recipes]
                     )
                 ]
-        timed = compare_forms([forms[0] for forms in served.values()], prepared.shapes, timing=Timing(repeats=30))
+        timed = time_beside([forms[0] for forms in served.values()], prepared.shapes)
         times = time_cells(timed, len(served))
         metrics = prepared.metrics
         print(f"\n## {title}\n")
@@ -154,7 +152,7 @@ def print_forms(recipes: Sequence[PruningRecipe], other: str | None, *, title: s
             ]
             cells += [f"{np.mean([one.metrics[of] for one in found['evaluation rows']]):.4f}" for of in metrics]
             print(f"| {' | '.join([*cells, *times[number]])} |", flush=True)
-    print_base(timed)
+    print_base(timed, len(served))
 
 
 def slim_of(recipe: PruningRecipe) -> PreTrainedModel:
@@ -191,7 +189,7 @@ def print_shape(shape: Shape, plan: Path) -> None:
             if find_spec("nncf") is not None and not model.can_generate():
                 fewer = quantize_openvino(exported, Path(temporary) / f"{what}-openvino", rows=[batches[SHAPES[1]]])
                 served[f"{what} int8, OpenVINO"] = Form(what, "openvino", fewer.folder, "int8")
-        timed = compare_forms([*served.values()], batches, timing=Timing(repeats=30))
+        timed = time_beside([*served.values()], batches)
     count = count_parameters(model) / 1e6
     print(f"\n## {shape.name}, {count:.1f} M parameters, random weights, {flops.ratio:.2f} of the FLOPs\n")
     print_times("", served, timed)

@@ -18,18 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from bits import RECIPES, Spoken
-from forms import print_base, step_names, time_cells
+from forms import print_base, step_names, time_beside, time_cells
 
 from hies_export.calibrate.moments import MomentStream
 from hies_export.cli.arguments import read_overrides
 from hies_export.errors import PlanError
 from hies_export.evaluate.judge import Judge
-from hies_export.forms.compare import compare_forms
 from hies_export.forms.cost.flops import flops_table
 from hies_export.forms.cost.latency import latency_table
 from hies_export.forms.form import Form
 from hies_export.forms.measure.counts import count_flops
-from hies_export.forms.measure.timing import Timing
 from hies_export.forms.onnx.export import export_onnx
 from hies_export.kinds import ATTENTION, KINDS
 from hies_export.model.copies import share_weights
@@ -162,13 +160,13 @@ def print_times(resolved: Job, folder: Path, *, title: str) -> None:
     prepared = resolved
     found = json.loads((folder / "models.json").read_text())
     forms = [Form(one["name"], RUNTIME, folder / one["name"]) for one in found]
-    timed = compare_forms(forms, prepared.shapes, timing=Timing(repeats=30))
+    timed = time_beside(forms, prepared.shapes)
     print(f"\n## {title}\n")
     heads = ["", "same answers", *prepared.metrics, "heads; neurons kept", "FLOPs", *step_names(timed)]
     print(f"| {' | '.join(heads)} |\n|" + " --- |" * len(heads))
     for one, times in zip(found, time_cells(timed, len(found)), strict=True):
         print(f"| {' | '.join([one['name'], *one['cells'], *times])} |")
-    print_base(timed)
+    print_base(timed, len(found))
 
 
 if __name__ == "__main__":

@@ -19,18 +19,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from forms import print_times
+from forms import print_times, time_beside
 from models import LLAMA_SMALL, llama
 from torch import Tensor
 
 from hies_export.cli.arguments import read_overrides
-from hies_export.forms.compare import compare_forms
 from hies_export.forms.form import Form
 from hies_export.forms.formats import Export
 from hies_export.forms.gguf.parity import as_stored
 from hies_export.forms.gguf.tensors import rounded
 from hies_export.forms.measure.machine import machine_facts
-from hies_export.forms.measure.timing import Timing
 from hies_export.forms.onnx.export import export_onnx
 from hies_export.forms.onnx.quantize import quantize_onnx
 from hies_export.forms.runtimes.bits import SMALLEST
@@ -121,7 +119,7 @@ def print_times_of_llama(rounds: int) -> None:
                 *(exported, Path(temporary) / how), batch=shape.batch(model, 1, 16), quantize="int4", rows=rows
             )
             forms[f"int4, {how}, {fewer.bytes / 1e6:.1f} MB"] = Form("dense", "onnxruntime-cpu", fewer.folder)
-        timed = compare_forms([*forms.values()], batches, timing=Timing(repeats=rounds))
+        timed = time_beside([*forms.values()], batches, repeats=rounds)
     print()
     print_times("LLaMA of 56 M", forms, timed)
 

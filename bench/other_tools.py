@@ -19,14 +19,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from forms import SHAPES, bytes_of, print_base, time_cell, times_of
+from forms import SHAPES, bytes_of, print_base, time_beside, time_cell, times_of
 
 from hies_export.cli.arguments import read_overrides
 from hies_export.evaluate.judge import Judge
-from hies_export.forms.compare import compare_forms
 from hies_export.forms.form import Form
 from hies_export.forms.measure.machine import machine_facts
-from hies_export.forms.measure.timing import Timing
 from hies_export.forms.onnx.export import export_onnx
 from hies_export.forms.onnx.quantize import quantize_onnx
 from hies_export.forms.runtimes.available import load_runtime
@@ -75,14 +73,13 @@ def main() -> None:
     rows = [*our_rows(options.run, options.given), *their_rows(options.made)]
     for row in rows:
         judge_row(row, judge)
-    timed = compare_forms(
-        [row.form for row in rows if row.form], resolved.shapes, timing=Timing(repeats=options.repeats)
-    )
+    forms = [row.form for row in rows if row.form]
+    timed = time_beside(forms, resolved.shapes, repeats=options.repeats)
     running = [row for row in rows if row.form]
     for row, times in zip(running, times_of(timed, len(running)), strict=True):
         row.found["times"] = times
     print_rows(rows, judge)
-    print_base(timed)
+    print_base(timed, len(forms))
     facts = machine_facts()
     print(", ".join(f"{key} {facts[key]}" for key in ("cpu", "threads", "torch", "onnxruntime", "openvino")))
     if options.json:

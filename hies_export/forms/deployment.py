@@ -1,4 +1,4 @@
-"""Try the dense model in all forms, and name the fastest form that keeps a promise."""
+"""Try the dense model in all forms, and record what was found of each."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ..errors import HiesError, MissingRuntimeError, PlanError, RecipeError
 from ..evaluate.judge import Judge
 from ..tasks import Task
 from .form import Form, Forms
-from .judged import FormTime, JudgedForm, deciding_step, ratios, relative_times
 from .measure.counts import Share
 from .onnx.quantize import check_quantizable
 from .runtimes.available import check_runtime
 from .runtimes.base import RUNTIMES
+from .time import Timed, ratios
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ def find_ways(task: type[Task], runtimes: Sequence[str]) -> list[Way]:
 
 
 def try_dense(
-    forms: Forms, judge: Judge, ways: Iterable[Way], timed: Callable[[Sequence[Form]], list[list[FormTime]]]
+    forms: Forms, judge: Judge, ways: Iterable[Way], timed: Callable[[Sequence[Form]], list[Timed]]
 ) -> list[DeployWay]:
     """Judge the dense model in every form on the held-out rows, and time it; a form that fails keeps its reason."""
     tried: list[DeployWay] = []
@@ -118,26 +118,3 @@ def try_dense(
         times = ratios(timed(able))
     left = iter(times)
     return [way if way.problem else replace(way, dense_ratio=next(left)) for way in tried]
-
-
-def fastest_kept(forms: Sequence[JudgedForm], promise: float) -> tuple[int | None, int]:
-    """Return which form is the fastest of those that keep a promise, None if none does, and the step that decides.
-
-    That is the first step whose control was not too noisy, or at which the fastest is faster than all others by their
-    intervals, whatever the noise: what is fastest at one shape need not be so at another.
-    """
-    kept = [n for n, form in enumerate(forms) if form.at_least is not None and form.at_least >= promise]
-
-    def ordered(step: int) -> list[int]:
-        times = relative_times(forms, step)
-        return sorted(kept, key=lambda number: times[number])
-
-    def decides(step: int) -> bool:
-        first, *others = ordered(step)
-        high = forms[first].times[step].ratio_high
-        return not forms[0].times[step].noisy or all(high < forms[n].times[step].ratio_low for n in others)
-
-    if not kept:
-        return None, deciding_step(forms) or 0
-    step = next(filter(decides, range(len(forms[0].times))), 0)
-    return ordered(step)[0], step

@@ -10,7 +10,7 @@ from pathlib import Path
 from ..evaluate.judge import Judge
 from .form import Form, Forms
 from .formats import FORMATS, Export, runtime_of
-from .judged import JudgedForm
+from .judge import Judged
 from .measure.counts import Count, Size
 from .measure.record import Record
 from .runtimes.base import RUNTIMES
@@ -54,7 +54,7 @@ class ExportedFile(Record):
     float_neurons: Count | None
 
 
-def judge_exported(exported: Export, folder: Path, judge: Judge, forms: Sequence[JudgedForm]) -> ExportedFile:
+def judge_exported(exported: Export, folder: Path, judge: Judge, forms: Sequence[Judged]) -> ExportedFile:
     """Return the exported file of a run with its quality on the evaluation rows; it is not run again if a form was."""
     metric, known, quantize = judge.metrics[0], [], exported.how.quantize
     if quantize is not None:
@@ -108,7 +108,7 @@ def _link(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def keep_file(forms: Forms, form: JudgedForm, folder: Path, *, same: bool) -> str | None:
+def keep_file(forms: Forms, form: Judged, folder: Path, *, same: bool) -> str | None:
     """Return the file of a form in the folder of a run, after moving its export there if it lies elsewhere.
 
     If both models are the `same`, the slim one's file is that of the dense one too. In torch, the file of the slim

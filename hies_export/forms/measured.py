@@ -10,13 +10,12 @@ from torch import Tensor
 from ..recipe.sections import ExportSection
 from ..units.units import PrunableModule
 from .cascade.export import CascadeOptions
-from .compare import time_on
 from .form import Forms
 from .formats import runtime_of
+from .latency_rows import LatencyRow, latency_rows
 from .measure import counts
 from .measure.counts import Both, FlopCount, FlopsByLayer, Shape, StoredBytes
-from .measure.latency_rows import LatencyRow
-from .measure.timing import Timing
+from .time import time
 
 # The form that forms of a quantised model are compared with.
 _FULL = ("onnxruntime-cpu", "float32")
@@ -27,7 +26,8 @@ class MeasureOptions:
     """Which runtimes to time on, each with bits (None: as the models are), and how often."""
 
     ways: tuple[tuple[str, str | None], ...]
-    timing: Timing
+    repeats: int = 30
+    min_seconds: float = 0.0
 
     def ways_to_judge(self, export: ExportSection, cascade: CascadeOptions | None) -> list[tuple[str, str]]:
         """Return the runtimes and bits to judge both models in: those measured, those exported, and float32.
@@ -84,12 +84,17 @@ def measure_both(
     forms.export_for(("dense", "slim"), options.ways)
     for runtime, bits in options.ways:
         progress.stage(f"time both models on {runtime}" + ("" if bits is None else f" in {bits}"))
-        latency += time_on(
-            *(forms.form(name, runtime, bits) for name in ("dense", "slim")),
-            batches=batches,
-            flops=flops,
-            timing=options.timing,
-            progress=progress,
+        # Nothing else refers to these forms, whose models may be copies.
+        latency += latency_rows(
+            time(
+                [forms.form(name, runtime, bits) for name in ("dense", "slim")],
+                {shape: [batch] for shape, batch in batches.items()},
+                repeats=options.repeats,
+                min_seconds=options.min_seconds,
+                decode=True,
+                progress=progress,
+            ),
+            flops,
         )
     return Measurements(
         parameters=Both(counts.count_parameters(dense), counts.count_parameters(slim)),

@@ -259,7 +259,7 @@ def _time_in_full(job: Job) -> float:
         return 1.0
     job.progress.stage("time the dense model in the bits of the budget, and in float32")
     found: float = processes.on_main(
-        lambda: compare_with_full(job.model, job.model, job.timed_on, progress=job.progress).ratio.median
+        lambda: compare_with_full(job.model, job.model, job.timed_on, progress=job.progress).ratio
     )
     if found <= timed.ratio:
         raise PlanError(

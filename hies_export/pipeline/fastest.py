@@ -21,10 +21,10 @@ from ..evaluate.predict import predict
 from ..forms.cascade.export import CascadeOptions
 from ..forms.deployment import SEARCHED, DeployWay, Way, find_ways, try_dense
 from ..forms.form import Form, Forms
-from ..forms.judged import FormTime, ratios, time_forms, time_forms_on_rows
-from ..forms.on_rows import mixed
 from ..forms.runtimes.base import RUNTIMES
 from ..forms.sizes import cut_sizes, join_sizes
+from ..forms.time import Timed, in_mixed_order, ratios, rows_by_shape
+from ..forms.time import time as time_forms
 from ..progress import OutOfTime, Until
 from ..recipe.budget import Budget, Outcome, TimedSection
 from ..report.outcomes import asked_words
@@ -60,17 +60,17 @@ def looks_of(job: Job) -> Looks:
     return next((one for one in able if samples_of(rows) >= one.rows(share, metric)), able[-1])
 
 
-def quick_times(job: Job, forms: Sequence[Form], *, cascades: bool = False) -> list[list[FormTime]]:
+def quick_times(job: Job, forms: Sequence[Form], *, cascades: bool = False) -> list[Timed]:
     """Time forms beside each other as a deployment is timed, at the first of its shapes and without many repeats."""
     shape, batch = next(iter(job.shapes.items()))
     if job.on_rows:
         assert job.rows.in_order is not None
         rows = job.rows.in_order(1)[:QUICK_ROWS]
     elif cascades:  # what a cascade takes depends on the rows
-        rows = mixed(job.rows.promise, shape[0])
+        rows = in_mixed_order(job.rows.promise, shape[0])
     else:
-        return time_forms(forms, {shape: batch}, progress=job.progress)
-    return time_forms_on_rows(forms, {shape[0]: rows}, progress=job.progress)
+        return time_forms(forms, {shape: [batch]}, progress=job.progress)
+    return time_forms(forms, rows_by_shape({shape[0]: rows}), progress=job.progress)
 
 
 @dataclass(frozen=True)
@@ -282,7 +282,8 @@ def find_cascade(job: Job, statistics: Statistics, forms: Forms) -> Choice:
         problems = "; ".join(f"with {size.flops:.2f} of the FLOPs, {size.problem}" for size in tried)
         raise PlanError(f"no cascade keeps the promise: {problems}")
     job.progress.stage("time the cascades on the held-out rows")
-    timed = time_forms_on_rows([dense, *running], {BATCH: mixed(rows, BATCH)}, progress=job.progress)
+    in_batches = rows_by_shape({BATCH: in_mixed_order(rows, BATCH)})
+    timed = time_forms([dense, *running], in_batches, progress=job.progress)
     times = iter(ratios(timed)[1:])
     sizes = [one.tried if one.form is None else replace(one.tried, time=next(times)) for one in joined]
     _, best = min((size.time, number) for number, size in enumerate(sizes) if size.time is not None)

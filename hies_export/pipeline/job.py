@@ -33,7 +33,6 @@ from ..forms.form import predictor
 from ..forms.formats import Exporter, Given
 from ..forms.measure.counts import Shape
 from ..forms.measure.shapes import RowLength, check_shapes, model_shapes, row_length
-from ..forms.measure.timing import Timing
 from ..forms.measured import MeasureOptions
 from ..forms.runtimes.available import check_dtypes, check_one_graph, check_runtime
 from ..kinds import ATTENTION
@@ -101,7 +100,7 @@ class Job:
         metrics: How predictions are compared, the most important metric first.
         shapes: A batch to time with by (batch, sequence); FLOPs are counted on the first.
         length: Length of the rows, where it stands for a sequence that was not given.
-        export: The form of its export.
+        exporter: What exports models for runtimes that read files, by the options of the recipe.
         measure: Which runtimes to time on, and how often.
         evaluation: How it is judged, and the benchmarks to run.
         cascade, shares: How to join both models, and the shares of the FLOPs to choose the slim one's size among.
@@ -122,9 +121,9 @@ class Job:
     options: PruneSection
     metrics: tuple[str, ...]
     shapes: Mapping[Shape, Batch]
+    exporter: Exporter
     length: RowLength | None = None
-    export: ExportSection = field(default_factory=ExportSection)
-    measure: MeasureOptions = field(default_factory=lambda: MeasureOptions((), Timing()))
+    measure: MeasureOptions = field(default_factory=lambda: MeasureOptions(()))
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
     cascade: CascadeOptions | None = None
     shares: tuple[float, ...] = ()
@@ -158,9 +157,9 @@ class Job:
         return None if self.source is None else self.source.dtype
 
     @property
-    def exporter(self) -> Exporter:
-        """What exports models for runtimes that read files."""
-        return Exporter(self.export, Given(self.sample, self.processor, self.rows.refit or self.rows.score))
+    def export(self) -> ExportSection:
+        """The form of its export."""
+        return self.exporter.options
 
     @property
     def on_rows(self) -> bool:
@@ -198,9 +197,10 @@ class Job:
         return TimedOn(
             runtime=timed.runtime,
             batch=self.shapes[self.shape_of(timed)],
-            timing=self.measure.timing,
             exporter=self.exporter,
             dtype=timed.dtype,
+            repeats=self.measure.repeats,
+            min_seconds=self.measure.min_seconds,
         )
 
     def judge(self, batches: Sequence[Batch], **how: Any) -> Judge:
@@ -238,8 +238,10 @@ def make_job(
     options: PruneSection,
     *,
     task: Task,
+    processor: Any,
     shapes: Sequence[tuple[int, ...]] = (),
     deploy: DeploySection | None = None,
+    export: ExportSection | None = None,
     **known: Any,
 ) -> Job:
     """Find the modules of a model that may lose units, and check that it runs on the rows, and at the shapes to time.
@@ -260,14 +262,17 @@ def make_job(
     for kind in options.modules:
         if kind not in {module.kind for module in scored}:
             raise RequestError(f"prune.modules names {kind}, but the towers to prune have none; change prune.modules")
+    given = Given(first_samples(first), processor, rows.refit or rows.score)
     return Job(
         model=model,
+        processor=processor,
         task=task,
         modules=modules,
         scored=scored,
         rows=rows,
         options=options,
         shapes=batches,
+        exporter=Exporter(export or ExportSection(), given),
         length=length,
         deploy=deploy,
         **known,

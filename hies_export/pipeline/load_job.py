@@ -34,11 +34,10 @@ from ..evaluate.ranking import RowsKind
 from ..forms.cascade.cascade import check_classes
 from ..forms.cascade.export import CascadeOptions
 from ..forms.cascade.threshold import check_rows
-from ..forms.measure.timing import Timing
 from ..forms.measured import MeasureOptions
-from ..forms.on_rows import ROWS
 from ..forms.runtimes.available import RUNTIMES, check_dtypes, check_one_graph, check_runtime
 from ..forms.runtimes.base import GPU_HALF_STEP
+from ..forms.time import ROWS
 from ..kinds import MLP
 from ..model.text_encoder import SentenceSettings, TextEncoder
 from ..progress import SILENT, Progress
@@ -73,7 +72,6 @@ def load_job(
     config, task = found.config, _task(recipe, found)
     metrics = _metrics(recipe, task)
     names = _checked_runtimes(recipe, runtimes_of(recipe, runtimes))
-    timing = Timing(repeats=recipe.measure.repeats, min_seconds=recipe.measure.min_seconds)
     check_device_map(recipe.device_map)
     processor = found.processor(TASKS[recipe.task])
     task = _to_read(task, recipe, found, processor, metrics)
@@ -114,7 +112,7 @@ def load_job(
         processor=processor,
         metrics=metrics,
         export=recipe.export,
-        measure=MeasureOptions(_ways(recipe, names), timing),
+        measure=MeasureOptions(_ways(recipe, names), recipe.measure.repeats, recipe.measure.min_seconds),
         evaluation=splits.evaluation,
         cascade=_cascade(recipe, model, batches),
         shares=recipe.shares,

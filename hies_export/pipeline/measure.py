@@ -6,20 +6,24 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ..checkpoint.served_settings import write_served
 from ..evaluate.judge import Judge
 from ..forms.cascade.export import export_cascade
 from ..forms.cascade.facts import CascadeFacts, CascadeSummary, cascade_facts
 from ..forms.cost.latency import compare_with_full
-from ..forms.deployment import Deployment, DeployWay, fastest_kept
+from ..forms.deployment import Deployment, DeployWay
 from ..forms.exported import CASCADE, ExportedFile, add_graphs, judge_exported, keep_file, link_files
 from ..forms.form import Form, Forms
 from ..forms.formats import Export, runtime_of
-from ..forms.judged import JudgedForm, judge_forms, time_forms, time_forms_on_rows
+from ..forms.judge import Judged, with_times
+from ..forms.judge import judge as judge_forms
 from ..forms.measure.counts import Both
 from ..forms.measured import Measurements, measure_both
 from ..forms.runtimes.base import RUNTIMES
+from ..forms.time import Timed, fastest, rows_by_shape
+from ..forms.time import time as time_forms
 from ..model.text_encoder import TextEncoder
 from ..recipe.budget import Found, Outcome
 from ..recipe.sections import ExportSection
@@ -48,7 +52,7 @@ class Measured:
     sizes: Measurements
     exported: Export
     file: ExportedFile
-    forms: list[JudgedForm]
+    forms: list[Judged]
     deployment: Deployment | None
     cascade: tuple[CascadeSummary, CascadeFacts] | None
     outcome: Outcome | None
@@ -62,7 +66,8 @@ def measure(job: Job, forms: Forms, choice: Choice, slim: Slim, saved: Saved, fo
     """
     if job.deploy is not None:
         in_int8 = any(way.bits == "int8" and way.bits not in RUNTIMES[way.runtime].calibrated for way in _ways(choice))
-        job = replace(job, export=job.export.model_copy(update={"quantize": "int8" if in_int8 else None}))
+        export = job.export.model_copy(update={"quantize": "int8" if in_int8 else None})
+        job = replace(job, exporter=replace(job.exporter, options=export))
         forms.exporter = job.exporter
     exports = _export(job, forms, slim, folder)
     assert job.source is not None
@@ -71,10 +76,10 @@ def measure(job: Job, forms: Forms, choice: Choice, slim: Slim, saved: Saved, fo
         sizes = measure_both(forms, job.measure, modules=job.modules, batches=job.shapes, stored=stored)
         judge = job.judge(job.rows.evaluation, index=None)
         joined = _join(job, forms, choice, folder)
-        judged = _judge_and_time(job, forms, choice, judge, joined, same=not slim.plan.removes)
+        judged, timed = _judge_and_time(job, forms, choice, judge, joined, same=not slim.plan.removes)
         deployment = None
         if job.deploy is not None:
-            deployment = _deployment(job, forms, choice, judge, judged, folder, same=not slim.plan.removes)
+            deployment = _deployment(job, forms, choice, judge, judged, timed, folder, same=not slim.plan.removes)
         cascade = None if joined is None else _cascade(job, forms, choice, judge, joined, judged[-1])
         file = judge_exported(forms.export("slim", job.export), folder, judge.on_dense_index(), judged)
     add_graphs(exports.values(), folder / "slim")
@@ -122,7 +127,7 @@ def _join(job: Job, forms: Forms, choice: Choice, folder: Path) -> Export | None
 
 def _judge_and_time(
     job: Job, forms: Forms, choice: Choice, judge: Judge, joined: Export | None, *, same: bool
-) -> list[JudgedForm]:
+) -> tuple[list[Judged], list[Timed]]:
     """Judge and time all forms of a run beside each other; where nothing was cut, those of the dense model alone."""
     running: list[Form] = []
     if not job.task.in_parts:  # models in several graphs have no forms
@@ -132,26 +137,36 @@ def _judge_and_time(
         if choice.cascade is not None and joined is not None:
             running.append(Form.of_cascade(joined, choice.cascade))
     if not running:
-        return []
+        return [], []
     held_out = job.judge(job.rows.held_out, confidence=looks_of(job).confidence) if job.deploy else None
     judged = judge_forms(running, judge.on_dense_index(), held_out, progress=job.progress)
     job.progress.stage("time all forms of both models")
     if joined is None and not (job.deploy and job.on_rows):
-        timing = job.measure.timing
-        times = time_forms(running, job.shapes, timing=timing, decode=True, progress=job.progress)
+        how: dict[str, Any] = {"repeats": job.measure.repeats, "min_seconds": job.measure.min_seconds}
+        once = {shape: [batch] for shape, batch in job.shapes.items()}
+        timed = time_forms(running, once, decode=True, progress=job.progress, **how)
     else:
         assert job.rows.in_order is not None
-        in_order = {size: job.rows.in_order(size) for size in BATCHES}
-        times = time_forms_on_rows(running, in_order, progress=job.progress)
-    return [replace(form, times=of_form) for form, of_form in zip(judged, times, strict=True)]
+        in_order = rows_by_shape({size: job.rows.in_order(size) for size in BATCHES})
+        timed = time_forms(running, in_order, progress=job.progress)
+    return with_times(judged, timed), timed
 
 
 def _deployment(
-    job: Job, forms: Forms, choice: Choice, judge: Judge, judged: list[JudgedForm], folder: Path, *, same: bool
+    job: Job,
+    forms: Forms,
+    choice: Choice,
+    judge: Judge,
+    judged: list[Judged],
+    timed: list[Timed],
+    folder: Path,
+    *,
+    same: bool,
 ) -> Deployment:
     """Name the fastest form that keeps the promise, and keep its file in the folder of the run."""
     assert job.deploy is not None
-    best, step = fastest_kept(judged, job.deploy.keep)
+    kept = [n for n, form in enumerate(judged) if form.at_least is not None and form.at_least >= job.deploy.keep]
+    best, step = fastest(timed, kept)
     seconds, ranking = time.monotonic() - job.began, None
     if best is not None and job.task.embeds:
         form = forms.form(judged[best].model, judged[best].runtime, judged[best].bits)
@@ -162,7 +177,7 @@ def _deployment(
 
 
 def _cascade(
-    job: Job, forms: Forms, choice: Choice, judge: Judge, joined: Export, judged: JudgedForm
+    job: Job, forms: Forms, choice: Choice, judge: Judge, joined: Export, judged: Judged
 ) -> tuple[CascadeSummary, CascadeFacts]:
     asked = choice.cascade
     assert asked is not None
@@ -180,7 +195,7 @@ def _cascade(
 def _serve(
     model: TextEncoder,
     exports: Mapping[ExportSection, Export],
-    judged: list[JudgedForm],
+    judged: list[Judged],
     found: Deployment | None,
     folder: Path,
 ) -> None:
@@ -210,7 +225,7 @@ def _with_cost(job: Job, slim: Slim, outcome: Outcome | None, sizes: Measurement
         return replace(outcome, found=Found(counted), noisy=None)
     if asked.of == "float32":
         timed = compare_with_full(slim.model, job.model, job.timed_on, progress=job.progress)
-        return replace(outcome, found=Found(timed.ratio.median), noisy=timed.noisy)
+        return replace(outcome, found=Found(timed.ratio), noisy=timed.noisy)
     where = (asked.runtime, asked.batch, asked.sequence)
     rows = (row for row in sizes.latency if row.phase != "decode" and asked.dtype in (None, row.dtype))
     row = next(row for row in rows if (row.runtime, row.batch, row.sequence) == where)

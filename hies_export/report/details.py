@@ -10,7 +10,7 @@ from ..data.splits import DataFacts
 from ..evaluate.judge import AlphaPoint, Quality, Tried
 from ..forms.cascade.facts import CascadeFacts
 from ..forms.deployment import Deployment
-from ..forms.judged import JudgedForm
+from ..forms.judge import Judged
 from ..forms.measure.counts import Both, FlopsByLayer
 from ..forms.measure.shapes import RowLength
 from ..recipe.budget import Outcome
@@ -62,7 +62,7 @@ class Details(BaseModel):
     auto_class: str = "AutoModel"
     onnx: dict[str, Any] | None = None
     gguf: dict[str, Any] | None = None
-    forms: list[JudgedForm] = Field(default_factory=list)
+    forms: list[Judged] = Field(default_factory=list)
     deployment: Deployment | None = None
     cascade: CascadeFacts | None = None
     row_length: RowLength | None = None

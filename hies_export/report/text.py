@@ -9,7 +9,7 @@ from typing import Any
 
 from ..data.splits import DataFacts
 from ..evaluate.metrics import METRICS, higher_is_better, title_of
-from ..forms.measure.latency_rows import LatencyRow
+from ..forms.latency_rows import LatencyRow
 from ..recipe.budget import KeepBudget, Outcome
 from ..tasks import TASKS
 from .outcomes import asked_words, found_words, stays_words
@@ -367,10 +367,9 @@ def latency_text(rows: Sequence[LatencyRow], names: tuple[str, str] = ("dense", 
     loads = dict.fromkeys(f"{row.loads} times on {row.runtime}" for row in rows if row.loads > 1)
     loaded = f"The models were loaded anew {' and '.join(loads)}. " if loads else ""
     apart = ", on llamacpp in a process for each," if any(row.runtime == "llamacpp" for row in rows) else ""
-    how = "the median of paired ratios to their mean, and its 95 % interval is from a bootstrap over loads, "
-    how += "copies and runs"
-    if all(row.phase == "rows" for row in rows):
-        how = "that of total times to their mean, and its 95 % interval is from a bootstrap over batches"
+    on_rows = all(row.phase == "rows" for row in rows)
+    how, runs = ("that of total times", "batches") if on_rows else ("the median of paired ratios", "runs")
+    how += f" to their mean, and its 95 % interval is from a bootstrap over loads, copies and {runs}"
     sentences = [
         f"Timed interleaved in one process{apart} with two copies of {first}; the ratio is {how}. {loaded}"
         f"The control, {first} against itself, gave {min(controls):.3f} to {max(controls):.3f}."

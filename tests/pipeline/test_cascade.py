@@ -16,11 +16,10 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hies_export import load_runtime, prune
 from hies_export.errors import RequestError
-from hies_export.forms import judged as judging
 from hies_export.forms.cascade.cascade import Cascade
 from hies_export.forms.form import Forms
-from hies_export.forms.on_rows import time_on_rows
 from hies_export.forms.runtimes.ort import OnnxRuntime
+from hies_export.forms.time import time
 from hies_export.pipeline import choose as choosing
 from hies_export.pipeline import fastest
 from hies_export.pipeline.fastest import find_cascade
@@ -117,17 +116,18 @@ def test_the_size_is_chosen_by_the_time_of_the_cascade(tmp_path: Path, monkeypat
     resolved = load_job(PruningRecipe.from_yaml(recipe))
     assert resolved.cascade is not None
     assert resolved.shares == (0.75, 0.55, 0.35)
-    timed: list[list[float]] = []
+    timed: list[float] = []
 
     def remembered(*args: Any, **named: Any) -> Any:
-        found = time_on_rows(*args, **named)
-        timed.extend([one.ratio.median for one in times] for times in found.values())
+        found = time(*args, **named)
+        assert {one.phase for one in found} == {"rows"}
+        timed.extend(one.ratio for one in found)
         return found
 
-    monkeypatch.setattr(judging, "time_on_rows", remembered)
+    monkeypatch.setattr(fastest, "time_forms", remembered)
     forms = Forms({"dense": resolved.model}, resolved.exporter, tmp_path)
     tried = find_cascade(resolved, calibrate(resolved), forms)
-    assert [size.time for size in tried.sizes] == timed[0][1:]
+    assert [size.time for size in tried.sizes] == timed[1:]
     best = min(tried.sizes, key=lambda size: size.time)
     heads, neurons = (tried.plan.of_kind(kind) for kind in ("attention", "mlp"))
     kept = sum(len(kept.units) for part in (heads, neurons) for kept in part.values())
@@ -274,12 +274,10 @@ def test_deploy_tries_cascades(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     def timed(forms: Any, rows: Any, **_: Any) -> Any:
         """Take the last one for the fastest."""
-        assert [*rows] == [2]
-        found = [time for (time,) in judging.time_forms_on_rows(forms, rows)]
-        ends = {"ratio_low": 0.0, "ratio_high": 1.0}
-        return [[replace(time, ratio=1 - index / 10, **ends)] for index, time in enumerate(found)]
+        assert [size for size, _ in rows] == [2]
+        return [replace(one, ratio=1 - index / 10) for index, one in enumerate(time(forms, rows))]
 
-    monkeypatch.setattr(fastest, "time_forms_on_rows", timed)
+    monkeypatch.setattr(fastest, "time_forms", timed)
     prune_section = {"modules": ["attention", "mlp"], "criterion": "fisher"}
     recipe = make_project(tmp_path, prune=prune_section, cascade=None, deploy={"keep": 0.6})
     report = PruningRecipe.from_yaml(recipe).run()

@@ -222,7 +222,7 @@ def test_a_form_to_deploy_that_is_no_export_of_the_run_is_ranked_and_moved_there
     sentence_folder(tmp_path / "model", [])
     monkeypatch.setattr(choosing, "SIZES", 3)
     deploy_on(monkeypatch)
-    monkeypatch.setattr(measuring, "fastest_kept", lambda *_: (0, 0))
+    monkeypatch.setattr(measuring, "fastest", lambda *_: (0, 0))
     recipe = project(tmp_path, (texts(40), texts(40, 50)), columns={"text": "text"})
     hies_export.deploy(recipe, keep=0.3)
     report = Report.from_file(recipe.output)

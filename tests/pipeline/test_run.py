@@ -483,7 +483,7 @@ def test_a_checkpoint_is_loaded_once_for_all_exports(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(benching, "load", load)
     monkeypatch.setattr(benching.Exporter, "export", export)
-    monkeypatch.setattr(benching, "time_on", lambda *_, **__: [])
+    monkeypatch.setattr(benching, "time", lambda *_, **__: [])
     model = tmp_path / "model"
     bench(model, model, runtimes=["onnxruntime-cpu"], dtypes=["float32", "float16"], shapes=[(1, 8)])
     assert exported == [(place, dtype) for place in ("first", "second") for dtype in ("float32", "float16")]

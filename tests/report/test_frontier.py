@@ -9,7 +9,6 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,7 @@ import pytest
 from support.browser import Browser
 from support.reports import make_report
 
-from hies_export.forms.deployment import fastest_kept
-from hies_export.forms.judged import deciding_step
+from hies_export.forms.judge import deciding_step
 from hies_export.report.console import print_report
 from hies_export.report.figures import CAPTIONS, draw_report
 from hies_export.report.frontier import (
@@ -262,16 +260,6 @@ def test_a_noisy_shape_decides_nothing() -> None:
     assert frontier_figure(noisy) is None
     assert "What to deploy" not in render_html(noisy)
     assert frontier_figure(make_report()) is None
-
-
-def test_a_noisy_shape_decides_what_to_deploy_only_where_the_fastest_is_clear() -> None:
-    forms = report_of(noisy=(True, False)).details.forms
-    assert fastest_kept(forms, 0.98) == (3, 0)
-    assert fastest_kept(forms, 0.99) == (1, 0)
-    # Its interval reaches that of the next one.
-    wide = replace(forms[3].times[0], ratio_high=0.5)
-    assert fastest_kept([*forms[:3], replace(forms[3], times=[wide, *forms[3].times[1:]])], 0.98) == (3, 1)
-    assert fastest_kept(forms, 1.0) == (None, 1)
 
 
 def test_the_page_and_the_lead_say_what_to_deploy(capsys: pytest.CaptureFixture[str]) -> None:
