@@ -12,7 +12,7 @@ from ..evaluate.judge import Judge
 from ..progress import SILENT, Progress
 from .form import Form
 from .measure.counts import Ratio, Share, Size
-from .time import Phase, Timed
+from .time import Phase, Timed, ratios
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,8 @@ class Judged:
         metrics: All metrics, by name.
         stability: Share of predictions that equal the dense model's.
         stability_low, stability_high: Ends of its 95 % interval.
-        times: A row for each shape and phase. For the first form, its control's.
+        times: A row for each shape and phase; of a form that is no candidate to deploy, for the first one only. For the
+            first form, its control's.
         kept, at_least: If something is promised, the share that is kept on the held-out rows, as in `Judge.kept`, and
             the lower end of its 95 % interval.
     """
@@ -109,12 +110,22 @@ def with_times(judged: Sequence[Judged], timed: Sequence[Timed]) -> list[Judged]
     ]
 
 
+def on_frontier(judged: Sequence[Judged], timed: Sequence[Timed]) -> list[int]:
+    """Return the forms than which no other is both faster and closer to the dense model, by the first time of each."""
+    found = list(zip(ratios(timed), (form.stability for form in judged), strict=True))
+    return [
+        number
+        for number, (time, same) in enumerate(found)
+        if not any((t <= time and s >= same) and (t, s) != (time, same) for t, s in found)
+    ]
+
+
 def deciding_step(forms: Sequence[Judged]) -> int | None:
     """Return the first shape that was not too noisy to compare times at; None if all were, or there are no forms."""
     steps = range(len(forms[0].times)) if forms else ()
     return next((step for step in steps if not forms[0].times[step].noisy), None)
 
 
-def relative_times(forms: Sequence[Judged], step: int) -> list[float]:
-    """Return the times of forms at a step relative to the first form's, whose own row is its control."""
-    return [1.0, *(form.times[step].ratio for form in forms[1:])]
+def relative_times(forms: Sequence[Judged], step: int) -> list[float | None]:
+    """Return the times of forms at a step relative to the first form's, which counts as 1; None where unknown."""
+    return [1.0, *(form.times[step].ratio if step < len(form.times) else None for form in forms[1:])]

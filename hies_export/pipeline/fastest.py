@@ -105,7 +105,8 @@ def find_fastest(job: Job, statistics: Statistics, forms: Forms) -> Choice:
             "give more held-out rows"
         )
     # What is left to do with the answer takes about as long as what was done with the dense model.
-    hurried = replace(job, progress=Until(job.progress, job.deadline - (time.monotonic() - began)))
+    spent = time.monotonic() - began
+    hurried = replace(job, progress=Until(job.progress, job.deadline - spent))
     scored: list[Scores] = []
     found: list[_Found] = []
     try:
@@ -122,10 +123,12 @@ def find_fastest(job: Job, statistics: Statistics, forms: Forms) -> Choice:
             if way in tried:  # and so was not searched
                 tried[tried.index(way)] = replace(way, search=str(error))
     if found:
-        return replace(min(found, key=lambda one: one.takes).choice, ways=tuple(tried))
-    job.progress.stage("nothing is cut: the fastest dense form that keeps the promise is the answer")
-    scores = scored or score(job, statistics, "his")
-    return replace(nothing(job, statistics, scores[0], promise), served=_served(job, order[0]), ways=tuple(tried))
+        choice = min(found, key=lambda one: one.takes).choice
+    else:
+        job.progress.stage("nothing is cut: the fastest dense form that keeps the promise is the answer")
+        scores = scored or score(job, statistics, "his")
+        choice = replace(nothing(job, statistics, scores[0], promise), served=_served(job, order[0]))
+    return replace(choice, ways=tuple(tried), dense_seconds=spent)
 
 
 def _in_time(job: Job, ways: Sequence[Way]) -> Iterator[Way]:

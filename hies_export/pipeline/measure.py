@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint.served_settings import write_served
+from ..data.batches import Batch
 from ..evaluate.judge import Judge
 from ..forms.cascade.export import export_cascade
 from ..forms.cascade.facts import CascadeFacts, CascadeSummary, cascade_facts
@@ -17,22 +18,24 @@ from ..forms.deployment import Deployment, DeployWay
 from ..forms.exported import CASCADE, ExportedFile, add_graphs, judge_exported, keep_file, link_files
 from ..forms.form import Form, Forms
 from ..forms.formats import Export, runtime_of
-from ..forms.judge import Judged, with_times
+from ..forms.judge import Judged, on_frontier, with_times
 from ..forms.judge import judge as judge_forms
-from ..forms.measure.counts import Both
+from ..forms.measure.counts import Both, Shape
 from ..forms.measured import Measurements, measure_both
 from ..forms.runtimes.base import RUNTIMES
-from ..forms.time import Timed, fastest, rows_by_shape
+from ..forms.time import fastest, ratios, rows_by_shape
 from ..forms.time import time as time_forms
 from ..model.text_encoder import TextEncoder
 from ..recipe.budget import Found, Outcome
 from ..recipe.sections import ExportSection
-from .fastest import answers_of, looks_of
+from .fastest import answers_of, looks_of, quick_times
 from .job import Job
 from .stages import Choice, Saved, Slim
 
 # Sizes of the batches in which forms are timed on the rows.
 BATCHES = (1, 8, 32)
+# So many of the forms that keep the promise of a deployment, the fastest, are timed in all sizes.
+CANDIDATES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,10 +79,14 @@ def measure(job: Job, forms: Forms, choice: Choice, slim: Slim, saved: Saved, fo
         sizes = measure_both(forms, job.measure, modules=job.modules, batches=job.shapes, stored=stored)
         judge = job.judge(job.rows.evaluation, index=None)
         joined = _join(job, forms, choice, folder)
-        judged, timed = _judge_and_time(job, forms, choice, judge, joined, same=not slim.plan.removes)
+        running = _forms(job, forms, choice, joined, same=not slim.plan.removes)
+        judged = _judge(job, running, choice, judge.on_dense_index())
+        best, step = None, 0
+        if running:
+            judged, best, step = _time(job, choice, running, judged, cascade=joined is not None)
         deployment = None
         if job.deploy is not None:
-            deployment = _deployment(job, forms, choice, judge, judged, timed, folder, same=not slim.plan.removes)
+            deployment = _deployment(job, forms, choice, judge, judged, best, step, folder)
         cascade = None if joined is None else _cascade(job, forms, choice, judge, joined, judged[-1])
         file = judge_exported(forms.export("slim", job.export), folder, judge.on_dense_index(), judged)
     add_graphs(exports.values(), folder / "slim")
@@ -125,31 +132,74 @@ def _join(job: Job, forms: Forms, choice: Choice, folder: Path) -> Export | None
     return export_cascade(slim, dense, folder / CASCADE, batches=rows, answers=answers, options=choice.cascade)
 
 
-def _judge_and_time(
-    job: Job, forms: Forms, choice: Choice, judge: Judge, joined: Export | None, *, same: bool
-) -> tuple[list[Judged], list[Timed]]:
-    """Judge and time all forms of a run beside each other; where nothing was cut, those of the dense model alone."""
-    running: list[Form] = []
-    if not job.task.in_parts:  # models in several graphs have no forms
+def _forms(job: Job, forms: Forms, choice: Choice, joined: Export | None, *, same: bool) -> list[Form]:
+    """Return all forms of a run, the dense float32 graph first; where nothing was cut, those of the dense model alone.
+
+    When the time that `deploy` gives is nearly over, these are the form to deploy and the dense ones beside it.
+    """
+    if job.task.in_parts:  # models in several graphs have no forms
+        return []
+    if job.deploy is None:
+        ways = job.measure.ways_to_judge(job.export, choice.cascade)
+    else:
         ways = [(way.runtime, way.bits) for way in _ways(choice)]
-        ways = ways if job.deploy else job.measure.ways_to_judge(job.export, choice.cascade)
-        running = [forms.form(name, *way) for way in ways for name in (("dense",) if same else ("dense", "slim"))]
-        if choice.cascade is not None and joined is not None:
-            running.append(Form.of_cascade(joined, choice.cascade))
-    if not running:
-        return [], []
-    held_out = job.judge(job.rows.held_out, confidence=looks_of(job).confidence) if job.deploy else None
-    judged = judge_forms(running, judge.on_dense_index(), held_out, progress=job.progress)
+        if _hurried(job, choice) and choice.served is not None:
+            ways = [way for way in ways if way in (ways[0], (choice.served.runtime, choice.served.dtype))]
+    found = [forms.form(name, *way) for way in ways for name in (("dense",) if same else ("dense", "slim"))]
+    if choice.cascade is not None and joined is not None:
+        found.append(Form.of_cascade(joined, choice.cascade))
+    return found
+
+
+def _judge(job: Job, running: Sequence[Form], choice: Choice, judge: Judge) -> list[Judged]:
+    """Judge forms on the evaluation rows, and against the promise of a deployment."""
+    if job.deploy is None:
+        return judge_forms(running, judge, progress=job.progress)
+    held_out = job.judge(job.rows.held_out, confidence=looks_of(job).confidence)
+    known = {("dense", way.runtime, way.bits): way for way in _ways(choice)}
+    found = []
+    for form in running:
+        way = known.get((form.model, form.runtime, str(form.bits)))
+        (judged,) = judge_forms([form], judge, None if way else held_out, progress=job.progress)
+        found.append(judged if way is None else replace(judged, kept=way.kept, at_least=way.at_least))
+    return found
+
+
+def _hurried(job: Job, choice: Choice) -> bool:
+    """Return whether less time is left than trying the slim model in all forms, and timing them, would take."""
+    return job.deadline - time.monotonic() < 2 * choice.dense_seconds
+
+
+def _time(
+    job: Job, choice: Choice, running: Sequence[Form], judged: Sequence[Judged], *, cascade: bool
+) -> tuple[list[Judged], int | None, int]:
+    """Return judged forms with their times, which one to deploy, and the step that decides; see `fastest`.
+
+    Of a deployment, all are timed briefly. Those on the frontier, the dense float32 graph and the candidates to deploy
+    are then timed beside each other in all sizes.
+    """
     job.progress.stage("time all forms of both models")
-    if joined is None and not (job.deploy and job.on_rows):
-        how: dict[str, Any] = {"repeats": job.measure.repeats, "min_seconds": job.measure.min_seconds}
-        once = {shape: [batch] for shape, batch in job.shapes.items()}
-        timed = time_forms(running, once, decode=True, progress=job.progress, **how)
+    how: dict[str, Any] = {"progress": job.progress}
+    if not cascade and not (job.deploy and job.on_rows):
+        batches: Mapping[Shape, Sequence[Batch]] = {shape: [batch] for shape, batch in job.shapes.items()}
+        how |= {"repeats": job.measure.repeats, "min_seconds": job.measure.min_seconds, "decode": True}
     else:
         assert job.rows.in_order is not None
-        in_order = rows_by_shape({size: job.rows.in_order(size) for size in BATCHES})
-        timed = time_forms(running, in_order, progress=job.progress)
-    return with_times(judged, timed), timed
+        batches = rows_by_shape({size: job.rows.in_order(size) for size in BATCHES})
+    if job.deploy is None:
+        return with_times(judged, time_forms(running, batches, **how)), None, 0
+    briefly = quick_times(job, running, cascades=cascade)
+    found = with_times(judged, briefly)
+    able = [n for n, form in enumerate(judged) if form.at_least is not None and form.at_least >= job.deploy.keep]
+    if _hurried(job, choice):
+        return found, *fastest(briefly, able)
+    chosen = sorted({0, *on_frontier(judged, briefly), *sorted(able, key=ratios(briefly).__getitem__)[:CANDIDATES]})
+    job.progress.stage(f"time the {len(chosen)} forms that may be deployed, in all sizes")
+    timed = time_forms([running[number] for number in chosen], batches, **how)
+    for number, form in zip(chosen, with_times([judged[number] for number in chosen], timed), strict=True):
+        found[number] = form
+    best, step = fastest(timed, [place for place, number in enumerate(chosen) if number in able])
+    return found, None if best is None else chosen[best], step
 
 
 def _deployment(
@@ -158,20 +208,18 @@ def _deployment(
     choice: Choice,
     judge: Judge,
     judged: list[Judged],
-    timed: list[Timed],
+    best: int | None,
+    step: int,
     folder: Path,
-    *,
-    same: bool,
 ) -> Deployment:
     """Name the fastest form that keeps the promise, and keep its file in the folder of the run."""
     assert job.deploy is not None
-    kept = [n for n, form in enumerate(judged) if form.at_least is not None and form.at_least >= job.deploy.keep]
-    best, step = fastest(timed, kept)
     seconds, ranking = time.monotonic() - job.began, None
     if best is not None and job.task.embeds:
         form = forms.form(judged[best].model, judged[best].runtime, judged[best].bits)
         ranking = judge.ranking(form.predict(judge.batches, judge.task))
     # Last, as it moves what the form reads.
+    same = all(form.model == "dense" for form in judged)
     file = None if best is None else keep_file(forms, judged[best], folder, same=same)
     return Deployment(job.deploy.keep, best, step, list(choice.ways), seconds, file, ranking)
 

@@ -87,6 +87,7 @@ class Choice:
         served: What serves the model that was judged; None for torch.
         cascade, sizes: How it is joined with the dense model, and the sizes of cascades that were tried.
         ways: The forms that `deploy` tried, and the results.
+        dense_seconds: How long it took to try the dense model in them; the slim one takes about as long.
     """
 
     plan: PruningPlan
@@ -100,6 +101,7 @@ class Choice:
     cascade: CascadeOptions | None = None
     sizes: tuple[SizeTried, ...] = ()
     ways: tuple[DeployWay, ...] = ()
+    dense_seconds: float = 0.0
 
     def write(self, folder: Path) -> None:
         """Write scores.json (statistics and scores per unit) and plan.json."""

@@ -81,12 +81,12 @@ class Details(BaseModel):
 
     @model_validator(mode="after")
     def _forms_fit(self) -> Details:
-        steps = {len(form.times) for form in self.forms}
-        if len(steps) > 1:
-            raise ValueError("every one of forms must have as many times as the first")
+        steps = [len(form.times) for form in self.forms]
+        if steps and (min(steps) < 1 or max(steps) > steps[0]):
+            raise ValueError("every one of forms must have a time, and at most as many as the first")
         found = self.deployment
         if found is None or found.form is None:
             return self
-        if not (0 <= found.form < len(self.forms) and 0 <= found.step < max(steps)):
+        if not (0 <= found.form < len(self.forms) and 0 <= found.step < len(self.forms[found.form].times)):
             raise ValueError("deployment.form and deployment.step must be places in forms and their times")
         return self

@@ -126,6 +126,7 @@ def frontier_figure(report: Report, others: Sequence[Measured] = ()) -> Frontier
             chosen=number == chosen,
         )
         for number, (form, time, same) in enumerate(zip(forms, relative_times(forms, step), kept, strict=True))
+        if time is not None
     ]
     return FrontierFigure(
         [*measured, *(one._replace(shape=len(runtimes)) for one in others)],

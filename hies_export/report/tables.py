@@ -276,7 +276,7 @@ def _form_metric(form: Judged, name: str, first: str) -> str:
 
 
 def _form_ratio(form: Judged, step: int) -> str:
-    return ratio_text(form.times[step])
+    return ratio_text(form.times[step]) if step < len(form.times) else ""
 
 
 def tried_table(report: Report) -> Table | None:

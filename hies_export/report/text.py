@@ -219,9 +219,11 @@ def forms_text(report: Report) -> str:
         counts = f" Of the slim model, {count} linear layers are in {bits}, {small} in float32."
     on_rows = any(time.phase == "rows" for time in forms[0].times)
     timed = " on these rows as they come" if on_rows else ""
+    brief = any(len(form.times) < len(forms[0].times) for form in forms)
+    others = " Forms that another one beats were timed briefly, in the first column only." if brief else ""
     return (
-        f"Every form ran the evaluation rows itself. All were timed{timed}, interleaved in one process. Time is "
-        f"relative to {forms[0].model} {forms[0].bits}; its own row times a second copy, the control.{counts}"
+        f"Every form ran the evaluation rows itself. All were timed{timed}, interleaved in one process.{others} Time "
+        f"is relative to {forms[0].model} {forms[0].bits}; its own row times a second copy, the control.{counts}"
     )
 
 
