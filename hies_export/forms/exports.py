@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from .gguf.export import GgufExport, check_exportable, export_gguf, require_gguf
 from .onnx.export import DTYPES as ONNX_DTYPES
 from .onnx.export import OnnxExport, check_traceable
 from .onnx.quantize import Quantize, check_quantizable, export_in_bits, quantize_onnx
+from .onnx.resize import Traces
 from .openvino.export import OpenVinoExport, check_calibrated, export_openvino, quantize_openvino, require_nncf
 from .runtimes.base import RUNTIMES, Format
 from .runtimes.ort import require_onnxruntime
@@ -66,12 +67,14 @@ class Exporter:
         processor: The tokenizer or image processor that is saved beside a graph, or in a GGUF file.
         rows: Batches that weights in 4 bits are rounded by (without any, to nearest), and that 8 bits on OpenVINO are
             calibrated on.
+        traces: The graphs that were traced; those of further cuts of a model are made of them.
     """
 
     options: ExportSection
     sample: Mapping[str, Tensor]
     processor: Any = None
     rows: Sequence[Mapping[str, Tensor]] = ()
+    traces: Traces = field(default_factory=Traces, repr=False, compare=False)
 
     def export(
         self, model: PreTrainedModel, folder: Path, options: ExportSection | None = None, *, overwrite: bool = False
@@ -81,7 +84,7 @@ class Exporter:
         given: dict[str, Any] = {"rows": self.rows, "overwrite": overwrite}
         if options.format == "gguf":
             return export_gguf(model, folder, tokenizer=self.processor, dtype=options.dtype, **given)
-        given |= {"batch": self.sample, "processor": self.processor}
+        given |= {"batch": self.sample, "processor": self.processor, "traces": self.traces}
         if options.format == "openvino":
             return export_openvino(model, folder, **given)
         return export_in_bits(

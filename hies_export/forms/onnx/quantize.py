@@ -26,6 +26,7 @@ from ..runtimes.ort import ONNX_FILE, QUANTIZED_FILE, OnnxRuntime
 from .export import OnnxExport, copy_beside, export_onnx, save_program
 from .multimodal import is_vision_language
 from .parity import without_padding
+from .resize import Traces
 
 
 def read_values(file: Path) -> Opens:
@@ -130,10 +131,11 @@ def export_in_bits(
     dtype: str = "float32",
     quantize: Quantize | None = None,
     rows: Sequence[Mapping[str, Any]] = (),
+    traces: Traces | None = None,
     overwrite: bool = False,
 ) -> OnnxExport:
     """Export a model to ONNX, and quantise the graph if asked; see `export_onnx` and `quantize_onnx`."""
-    how: dict[str, Any] = {"batch": batch, "processor": processor}
+    how: dict[str, Any] = {"batch": batch, "processor": processor, "traces": traces}
     if quantize is None:
         return export_onnx(model, folder, provider=provider, dtype=dtype, overwrite=overwrite, **how)
     check_quantizable(model, quantize, provider=provider, dtype=dtype)

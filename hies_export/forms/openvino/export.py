@@ -21,6 +21,7 @@ from ...errors import ExportError, RequestError, require_package
 from ...progress import quiet
 from ..onnx.export import OnnxExport, copy_beside, export_onnx, save_program
 from ..onnx.quantize import largest_difference, read_values
+from ..onnx.resize import Traces
 from ..runtimes.openvino import OPENVINO_FILE, OpenVinoRuntime, name_tensors
 from ..runtimes.ort import OnnxRuntime, input_array
 from .apart import APART, readers, set_apart
@@ -119,6 +120,7 @@ def export_openvino(
     batch: Mapping[str, Any],
     processor: Any = None,
     rows: Sequence[Mapping[str, Any]],
+    traces: Traces | None = None,
     overwrite: bool = False,
 ) -> OpenVinoExport:
     """Export an encoder to ONNX, and quantise the graph for OpenVINO; see `export_onnx` and `quantize_openvino`."""
@@ -126,7 +128,7 @@ def export_openvino(
     check_calibrated("cpu", "float32", decodes=model.can_generate(), rows=rows)
     refuse_existing(Path(folder), overwrite=overwrite)
     with TemporaryDirectory(prefix="hies-float32-") as temporary:
-        exported = export_onnx(model, Path(temporary) / "onnx", batch=batch, processor=processor)
+        exported = export_onnx(model, Path(temporary) / "onnx", batch=batch, processor=processor, traces=traces)
         return quantize_openvino(exported, folder, rows=rows, overwrite=overwrite)
 
 
