@@ -8,6 +8,7 @@ In the order of reading:
 - `export.py`: `export_onnx`, the whole export of encoders, decoders and vision-language models.
 - `trace.py`: run transformers' exporter, keep the axes open, name them.
 - `rewrites.py`: repair graphs that the exporter gets wrong, and arrange them for the CPU.
+- `resize.py`: the graph of one more cut from those of two others, instead of a trace.
 - `decoder.py`: one graph that takes a prompt or continues from a key/value cache.
 - `multimodal.py`: the three graphs of a vision-language model.
 - `quantize.py`: `quantize_onnx`, a graph in 8 or 4 bits, by what its layers read on calibration rows.

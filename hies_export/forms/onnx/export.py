@@ -173,10 +173,10 @@ def export_onnx(
     # A vision-language model has three graphs, and no runtime reads them, so that none is exported often.
     traces = None if kind == "vision-language" else traces
     key = kind, provider, dtype, *sample
-    resized = None if traces is None else traces.resized(key, traced)
-    if resized is not None:
+    programs = {ONNX_FILE: None if traces is None else traces.resized(key, traced)}
+    if programs[ONNX_FILE] is not None:
         try:
-            return written({ONNX_FILE: resized})
+            return written(programs)
         except (ExportError, ParityError) as error:
             logger.debug("the model is traced, as the graph that was made for it is wrong: %s", error)
     with quiet(verbose=talk), output_alone(traced, cache=kind != "encoder"):

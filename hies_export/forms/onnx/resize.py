@@ -126,9 +126,13 @@ class _Template:
     def resized(self, tensors: Mapping[str, np.ndarray]) -> Any:
         """Return the graph with the weights and widths of a cut model; None if it is not known."""
         different = {name for name, array in tensors.items() if array.shape != self._shapes[name]}
-        same = all(np.array_equal(tensors[name], array) for name, array in self._unused.items())
+        if not different <= self._resized:
+            return None
+        # What changed must be in the graph.
+        if not all(np.array_equal(tensors[name], array) for name, array in self._unused.items()):
+            return None
         weights = self._weights_of(tensors)
-        if not different <= self._resized or not same or weights is None:
+        if weights is None:
             return None
         shapes = _shapes(tensors, weights)
         contents: dict[Place, list[Any]] = {}
@@ -146,11 +150,10 @@ class _Template:
         """Return the weights of the graph of a cut model; None if they are not known."""
         found = {}
         for name, pieces in self._pieces.items():
-            parts = [piece.of(tensors) for piece in pieces]
-            known = [part for part in parts if part is not None]
-            if len(known) < len(parts) or len({len(part) for part in known}) > 1:
+            parts = [part for piece in pieces if (part := piece.of(tensors)) is not None]
+            if len(parts) < len(pieces) or len({len(part) for part in parts}) > 1:
                 return None
-            joined = known[0] if len(known) == 1 else np.concatenate(known, axis=1)
+            joined = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
             shape = self._shapes["graph", name]
             if len(shape) != 2:
                 wide = [axis for axis, size in enumerate(shape) if size > 1]
@@ -326,6 +329,9 @@ def _contents(program: Any, weights: Collection[tuple[int, int]]) -> Iterator[tu
                 yield ("wire", number, index), (numbers[producer], str(value.index()))
             elif value.const_value is not None:
                 yield ("constant", number, index), _numbers_in(value.const_value)
+            elif node.op_type == "Shape":  # of inputs with the same axis, the exporter reads any
+                read = slice(node.attributes.get_int("start", 0), node.attributes.get_int("end", None))
+                yield ("wire", number, index), tuple(str(dim) for dim in _dims(value)[read])
             else:
                 yield ("wire", number, index), (value.name,)
         for index, value in enumerate(node.outputs):
