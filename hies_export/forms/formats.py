@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from ..entry_points import Registry
 from ..recipe.sections import ExportSection
 from .runtimes.base import RUNTIMES
+from .traces import Traces
 
 
 @dataclass(frozen=True)
@@ -64,11 +65,13 @@ class Given:
         processor: The tokenizer or image processor that is saved beside the model, or in its file.
         rows: Batches that weights in 4 bits are rounded by (without any, to nearest), and that 8 bits on OpenVINO are
             calibrated on.
+        traces: The graphs that were traced; those of further cuts of a model are made of them.
     """
 
     sample: Mapping[str, Tensor]
     processor: Any = None
     rows: Sequence[Mapping[str, Tensor]] = ()
+    traces: Traces = field(default_factory=Traces, repr=False, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)

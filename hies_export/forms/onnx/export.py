@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ...checkpoint.beside import copy_documents, name_tokenizer, write_config
 from ...checkpoint.folders import new_folder, refuse_existing
-from ...errors import DataError, ExportError, RecipeError, RequestError, UnsupportedModelError
+from ...errors import DataError, ExportError, ParityError, RecipeError, RequestError, UnsupportedModelError
 from ...model.copies import convert, share_weights
 from ...model.internals import (
     configs_in,
@@ -29,6 +29,7 @@ from ...progress import quiet
 from ..formats import Export, export_options
 from ..runtimes.base import Provider
 from ..runtimes.ort import ONNX_FILE, require_onnxruntime
+from ..traces import Traces
 from .decoder import check_decoder, left_padded, trace_decoder
 from .multimodal import check_vision_language, is_vision_language, trace_vision_language
 from .parity import SPARE_POSITIONS, check_generation, check_parity, compared_on, generation_batches, parity_batches
@@ -62,6 +63,7 @@ def export_onnx(
     processor: Any = None,
     provider: Provider = "cpu",
     dtype: str = "float32",
+    traces: Traces | None = None,
     overwrite: bool = False,
 ) -> Export:
     """Write a model as ONNX graphs with Optimum's file names, and compare them with torch.
@@ -88,6 +90,8 @@ def export_onnx(
         provider: The execution provider to fuse the graphs for, `cpu` or `cuda`.
         dtype: Dtype of weights and of floating inputs and outputs, `float32` or `float16`. Outputs must agree with
             torch in float32 within 1e-3, or for `float16` within 2e-2 times max(1, largest output).
+        traces: Graphs of other cuts of the same model. If they say what this one's is, it is not traced; the comparison
+            is the same. A graph that is traced is added to them.
         overwrite: Replace an existing folder.
 
     Returns:
@@ -117,28 +121,45 @@ def export_onnx(
     if model.main_input_name not in given:
         raise DataError(f"the batch must have {model.main_input_name!r}, got {', '.join(sorted(batch))}")
     kind, given = _kind(model, given)
+    sample, batches = _samples(kind, model, given)
     reference = _float32_copy(model)
     traced = _traceable_copy(reference, provider, DTYPES[dtype])
-    with new_folder(target, overwrite=overwrite) as staging:
-        with quiet(verbose=logger.isEnabledFor(logging.DEBUG)), output_alone(traced, cache=kind != "encoder"):
-            programs, batches = _trace(kind, traced, given, provider)
+    talk = logger.isEnabledFor(logging.DEBUG)
+
+    def written(programs: dict[str, Any]) -> Export:
+        with new_folder(target, overwrite=overwrite) as staging:
             size = sum(save_program(program, staging / name) for name, program in programs.items())
-        _write_companions(staging, traced, processor)
-        names = _names(programs)
-        programs.clear()  # a graph has copies of the weights, transposed or joined, and the comparison reads the files
-        with quiet(verbose=logger.isEnabledFor(logging.DEBUG)), exact_products():
-            check, runtime = check_parity if kind == "encoder" else check_generation, compared_on(provider)
-            max_abs = check(staging, reference, batches, dtype, runtime)
-    return Export(
-        format="onnx",
-        folder=target,
-        file=target / names["files"][-1],
-        bytes=size,
-        how=export_options("onnx", provider, dtype),
-        max_abs=max_abs,
-        checked_on=runtime.name if len(names["files"]) == 1 else None,
-        **names,
-    )
+            _write_companions(staging, traced, processor)
+            names = _names(programs)
+            programs.clear()  # a graph has copies of the weights, transposed or joined; the comparison reads the files
+            with quiet(verbose=talk), exact_products():
+                check, runtime = check_parity if kind == "encoder" else check_generation, compared_on(provider)
+                max_abs = check(staging, reference, batches, dtype, runtime)
+        return Export(
+            format="onnx",
+            folder=target,
+            file=target / names["files"][-1],
+            bytes=size,
+            how=export_options("onnx", provider, dtype),
+            max_abs=max_abs,
+            checked_on=runtime.name if len(names["files"]) == 1 else None,
+            **names,
+        )
+
+    # A vision-language model has three graphs, and no runtime reads them, so that none is exported often.
+    traces = None if kind == "vision-language" else traces
+    key = kind, provider, dtype, *sample
+    programs = {ONNX_FILE: None if traces is None else traces.resized(key, traced)}
+    if programs[ONNX_FILE] is not None:
+        try:
+            return written(programs)
+        except (ExportError, ParityError) as error:
+            logger.debug("the model is traced, as the graph that was made for it is wrong: %s", error)
+    with quiet(verbose=talk), output_alone(traced, cache=kind != "encoder"):
+        programs = _trace(kind, traced, sample, provider)
+    if traces is not None:
+        traces.add(key, traced, programs[ONNX_FILE])
+    return written(programs)
 
 
 def require_onnx(extra: str = "cpu") -> None:
@@ -179,8 +200,9 @@ def _is_known(model: PreTrainedModel) -> bool:
 
 def _try_to_trace(kind: Kind, model: PreTrainedModel, given: dict[str, torch.Tensor]) -> None:
     traced = _traceable_copy(_float32_copy(model), "cpu", torch.float32)
+    sample, _ = _samples(kind, model, given)
     with quiet(verbose=logger.isEnabledFor(logging.DEBUG)), output_alone(traced, cache=kind != "encoder"):
-        _trace(kind, traced, given, "cpu")
+        _trace(kind, traced, sample, "cpu")
 
 
 def _first_layers(model: PreTrainedModel) -> PreTrainedModel:
@@ -239,19 +261,22 @@ def _kind(model: PreTrainedModel, given: dict[str, torch.Tensor]) -> tuple[Kind,
     return "decoder", {name: given[name][:, :length] for name in ("input_ids", "attention_mask")}
 
 
-def _trace(
-    kind: Kind, model: PreTrainedModel, given: dict[str, torch.Tensor], fusions: Provider
-) -> tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]:
-    """Trace the model; return the graphs by file name, the decoder last, and the batches to compare them on."""
+def _samples(
+    kind: Kind, model: PreTrainedModel, given: dict[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
+    """Return the batch to trace a model with, and the batches to compare its graphs on."""
     if kind == "encoder":
         sample = trace_sample(model, given)
-        return {ONNX_FILE: trace_onnx(model, sample, fusions)}, parity_batches(given, sample, end=end_of_text(model))
-    image_token_id = model.config.image_token_id if kind == "vision-language" else None
-    padded = left_padded(given, image_token_id=image_token_id)
-    batches = generation_batches(given, padded)
-    if kind == "decoder":
-        return {ONNX_FILE: trace_decoder(model, padded, fusions)}, batches
-    return trace_vision_language(model, padded, fusions), batches
+        return sample, parity_batches(given, sample, end=end_of_text(model))
+    padded = left_padded(given, image_token_id=model.config.image_token_id if kind == "vision-language" else None)
+    return padded, generation_batches(given, padded)
+
+
+def _trace(kind: Kind, model: PreTrainedModel, sample: dict[str, torch.Tensor], fusions: Provider) -> dict[str, Any]:
+    """Trace the model; return the graphs by file name, the decoder last."""
+    if kind == "vision-language":
+        return trace_vision_language(model, sample, fusions)
+    return {ONNX_FILE: (trace_onnx if kind == "encoder" else trace_decoder)(model, sample, fusions)}
 
 
 def _float32_copy(model: PreTrainedModel) -> PreTrainedModel:

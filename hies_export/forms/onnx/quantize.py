@@ -126,7 +126,7 @@ def export_in_bits(
     model: PreTrainedModel, folder: Path, how: ExportSection, given: Given, *, overwrite: bool = False
 ) -> Export:
     """Export a model to ONNX, and quantise the graph if asked; see `export_onnx` and `quantize_onnx`."""
-    beside: dict[str, Any] = {"batch": given.sample, "processor": given.processor}
+    beside: dict[str, Any] = {"batch": given.sample, "processor": given.processor, "traces": given.traces}
     if how.quantize is None:
         return export_onnx(model, folder, provider=how.provider, dtype=how.dtype, overwrite=overwrite, **beside)
     check_quantizable(model, how.quantize, provider=how.provider, dtype=how.dtype)

@@ -117,7 +117,8 @@ def export_openvino(
     check_calibrated(how, decodes=model.can_generate(), rows=given.rows)
     refuse_existing(folder, overwrite=overwrite)
     with TemporaryDirectory(prefix="hies-float32-") as temporary:
-        exported = export_onnx(model, Path(temporary) / "onnx", batch=given.sample, processor=given.processor)
+        made: dict[str, Any] = {"batch": given.sample, "processor": given.processor, "traces": given.traces}
+        exported = export_onnx(model, Path(temporary) / "onnx", **made)
         return quantize_openvino(exported, folder, rows=given.rows, overwrite=overwrite)
 
 
