@@ -177,7 +177,7 @@ def test_metrics_of_choices_are_the_default_and_those_of_tokens_judge_the_right_
     rows = found.rows
     assert samples_of(rows.held_out) == 13
     assert all("choice" in batch for batch in (*rows.held_out, *found.rows.evaluation))
-    assert not any("choice" in batch for batch in rows.calibration)
+    assert not any("choice" in batch for batch in rows.score)
     found = prepared(metrics=["exact_match", "perplexity"])
     assert not any("choice" in batch for batch in found.rows.evaluation)
     assert samples_of(found.rows.evaluation) == 17

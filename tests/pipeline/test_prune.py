@@ -153,9 +153,9 @@ def test_a_run_and_a_call_choose_the_same(section: dict[str, Any], tmp_path: Pat
     run = json.loads((tmp_path / "out" / "plan.json").read_text())
     rows = load_job(recipe).rows
     model = BertForSequenceClassification.from_pretrained(tmp_path / "model")
-    refit_on = rows.compensation or None
+    refit_on = rows.refit or None
     result = prune(
-        model, rows.calibration, held_out=rows.held_out, compensation_batches=refit_on, seed=3, shape=(2, 16), **section
+        model, rows.score, held_out=rows.held_out, compensation_batches=refit_on, seed=3, shape=(2, 16), **section
     )
     plan = json.loads(result.plan.to_json())
     for name in ("kept", "criterion", "alpha", "seed", "calibration"):

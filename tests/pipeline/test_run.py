@@ -211,7 +211,7 @@ def test_choices_can_be_judged_on_a_split_of_their_own(tmp_path: Path) -> None:
         own = recipe.model_copy(update={"held_out": HeldOutSection(split="other", samples=samples)})
         rows = load_job(own).rows
         assert sum(len(batch["input_ids"]) for batch in rows.held_out) == count
-        assert sum(len(batch["input_ids"]) for batch in rows.calibration) == 12  # no row is kept aside any more
+        assert sum(len(batch["input_ids"]) for batch in rows.score) == 12  # no row is kept aside any more
     with pytest.raises(RequestError, match="alpha: auto needs samples beyond .* as held_out, or set alpha"):
         load_job(recipe)
 
