@@ -165,7 +165,6 @@ def compare_latency(
     *,
     batch: Mapping[str, Any],
     phase: Phase = "forward",
-    seed: int = 0,
     control: Runtime | None = None,
     repeats: int = 30,
     warmup: int = 5,
@@ -181,7 +180,6 @@ def compare_latency(
         batch: The batch to run, prepared once for each model.
         phase: "forward" times one pass over all tokens; for a model that generates, this is called "prefill". "decode"
             times one step on the last token, with the others in the cache.
-        seed: Seed of the bootstrap.
         control: The dense model loaded a second time; by default `dense` itself, which hides differences between
             copies.
         repeats: Least number of timed runs of each model; a multiple of 6 balances the order of three exactly.
@@ -209,7 +207,7 @@ def compare_latency(
             ["a decode step needs models that generate from a cache, and these do not: time the forward pass"]
         )
     how: dict[str, Any] = {"repeats": repeats, "min_seconds": min_seconds, "warmup": warmup}
-    one, other = _compare((None, None), shape_of(batch), phase, [_run_in_turns(runners, [batch], phase, **how)], seed)
+    one, other = _compare((None, None), shape_of(batch), phase, [_run_in_turns(runners, [batch], phase, **how)])
     return one, other
 
 
@@ -397,17 +395,15 @@ def balanced_order(count: int, number: int) -> list[int]:
     return order[::-1] if number % 2 else order
 
 
-def _compare(
-    forms: Sequence[Form | None], shape: Shape, phase: Phase, loads: Sequence[_Load], seed: int = 0
-) -> list[Timed]:
+def _compare(forms: Sequence[Form | None], shape: Shape, phase: Phase, loads: Sequence[_Load]) -> list[Timed]:
     """Compare all models with the first over the rounds of at least one load."""
     times, total = [load.times_ms for load in loads], phase == "rows"
-    control = ratio_with_interval([t[:, :1] for t in times], [t[:, -1] for t in times], total=total, seed=seed)
+    control = ratio_with_interval([t[:, :1] for t in times], [t[:, -1] for t in times], total=total)
     found = []
     for number, form in enumerate(forms):
         own = [t[:, number] for t in times]
         both = [t[:, [0, -1]] for t in times]
-        ratio, low, high = ratio_with_interval(both, own, total=total, seed=seed) if number else control
+        ratio, low, high = ratio_with_interval(both, own, total=total) if number else control
         runs = np.concatenate(own)
         ms, *high_ms = [runs.mean()] if total else np.percentile(runs, (50, 90, 99))
         p90_ms, p99_ms = map(float, high_ms) if high_ms else (None, None)
