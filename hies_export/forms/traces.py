@@ -171,12 +171,17 @@ class _Template:
     def _explanation(
         self, place: Place, old: int, new: int, shapes: Mapping[Hashable, tuple[int, ...]]
     ) -> tuple[Hashable, int] | None:
-        """Return the width of the nearest weights that has changed as a number has."""
+        """Return the width of the nearest weights that has changed as a number has.
+
+        They are looked for at what is computed from the number's node, and at all that this is computed from. Not at
+        what else is computed from that, since all layers read the attention mask and the states.
+        """
         kind, number, _ = place
-        ahead = deque(self._program.graph.inputs[number].consumers() if kind == "input" else [self._nodes[number]])
+        starts = self._program.graph.inputs[number].consumers() if kind == "input" else [self._nodes[number]]
+        ahead = deque((node, True) for node in starts)  # a node, and whether those that read it are next to it
         seen = {*ahead}
         while ahead:
-            node = ahead.popleft()
+            node, onwards = ahead.popleft()
             inputs = [value for value in node.inputs if value is not None]
             for value in inputs:
                 names = [("graph", value.name), *(piece.name for piece in self._pieces.get(value.name, ()))]
@@ -184,12 +189,11 @@ class _Template:
                     for axis, (was, now) in enumerate(zip(self._shapes[name], shapes[name], strict=True)):
                         if was != now and old * now == new * was:
                             return name, axis
-            before = [value.producer() for value in inputs]
-            after = [user for value in node.outputs for user in value.consumers()]
-            for beside in (*before, *after):
-                if beside is not None and beside not in seen:
-                    seen.add(beside)
-                    ahead.append(beside)
+            beside = [(value.producer(), False) for value in inputs if value.producer() is not None]
+            if onwards:
+                beside += [(user, True) for value in node.outputs for user in value.consumers()]
+            ahead.extend(step for step in dict.fromkeys(beside) if step not in seen)
+            seen.update(beside)
         return None
 
 
