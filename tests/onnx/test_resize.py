@@ -132,7 +132,11 @@ def test_the_graph_is_that_of_a_new_trace(
     fresh = export_onnx(second, tmp_path / "fresh", batch=batch)
     assert len(traced) == 3
     assert described(resized.file) == described(fresh.file)
-    assert (resized.facts["fused"], resized.outputs, resized.max_abs) == (fresh.facts["fused"], fresh.outputs, fresh.max_abs)
+    assert (resized.facts["fused"], resized.outputs, resized.max_abs) == (
+        fresh.facts["fused"],
+        fresh.outputs,
+        fresh.max_abs,
+    )
 
 
 @pytest.fixture(scope="module")
