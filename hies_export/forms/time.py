@@ -100,6 +100,7 @@ def time(
     *,
     repeats: int = 10,
     min_seconds: float = 0.0,
+    loads: int = 100,
     decode: bool = False,
     progress: Progress = SILENT,
 ) -> list[Timed]:
@@ -116,6 +117,7 @@ def time(
         batches: Batches by (batch, sequence); see `rows_by_shape` for a data set's rows.
         repeats: Least number of runs of a batch by each form, divided among the loads.
         min_seconds: Continue beyond `repeats` until the runs of all forms at a shape add up to this many seconds.
+        loads: How often to load each, at most; fewer loads tell less of how copies of a model differ.
         decode: Whether to time a decode step too, if all forms decode from a cache.
         progress: Shows the loop.
 
@@ -129,7 +131,7 @@ def time(
     """
     check_repeats(repeats=repeats, min_seconds=min_seconds)
     runtimes = dict.fromkeys(form.runtime for form in forms)
-    loads = min(max(RUNTIMES[name].loads for name in runtimes), repeats)
+    loads = min(loads, repeats, max(RUNTIMES[name].loads for name in runtimes))
     loaded = [*forms, forms[0]]
     runners: dict[int, Runtime] = {}
     found: dict[tuple[Shape, Phase], list[_Load]] = {}

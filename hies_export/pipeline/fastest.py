@@ -46,6 +46,8 @@ CASCADED = ("onnxruntime-cpu", "onnxruntime-cpu-int8", "openvino")
 UNSURE = 1.1
 # Rows that are timed one at a time where cuts, or forms of the dense model, are compared.
 QUICK_ROWS = 128
+# How often each is loaded for that. Loading and warming up take longer than the timed runs.
+QUICK_LOADS = 2
 # Rows in a batch where the times of cascades of several sizes are compared.
 BATCH = 8
 
@@ -69,8 +71,8 @@ def quick_times(job: Job, forms: Sequence[Form], *, cascades: bool = False) -> l
     elif cascades:  # what a cascade takes depends on the rows
         rows = in_mixed_order(job.rows.promise, shape[0])
     else:
-        return time_forms(forms, {shape: [batch]}, progress=job.progress)
-    return time_forms(forms, rows_by_shape({shape[0]: rows}), progress=job.progress)
+        return time_forms(forms, {shape: [batch]}, loads=QUICK_LOADS, progress=job.progress)
+    return time_forms(forms, rows_by_shape({shape[0]: rows}), loads=QUICK_LOADS, progress=job.progress)
 
 
 @dataclass(frozen=True)

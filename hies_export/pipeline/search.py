@@ -22,6 +22,7 @@ from ..report.outcomes import asked_words, found_words, stays_words
 from ..score.criteria import Scores
 from ..select.cost import CostTable
 from ..select.goal import Goal
+from ..tasks.given import first_rows
 from .held_out import Key, key_of
 from .job import Job
 from .stages import (
@@ -38,6 +39,8 @@ from .stages import (
 # A cut loses this many times as much of nDCG@10 against the dense ranking as of nDCG@10, or more: MiniLM on BoolQ 3.5
 # to 9 (bench/results/embedding-quality.txt). Only the guess of a size assumes it.
 OWN_LOSS = 3
+# Rows that a size is guessed on, at most: the held-out rows decide, and the guess only says where they begin.
+GUESS_ROWS = 512
 
 
 def search(
@@ -90,6 +93,8 @@ def guess(
         return smallest
     job.progress.stage("guess how much to remove, on rows that are not held out")
     by_own, keep = job.kind(rows) in ("texts", "groups"), promise.budget.keep
+    if keeps_predictions(job.kind(rows)):
+        rows = first_rows(rows, GUESS_ROWS)
     judge = job.judge(rows, **judging(promise) | ({"metrics": ("own_ndcg@10",)} if by_own else {}))
     if by_own and keep is not None and keep.metric != "own_ndcg@10" and keep.predictions is not None:
         asked = keep.model_copy(update={"predictions": 1 - OWN_LOSS * (1 - keep.predictions)})
