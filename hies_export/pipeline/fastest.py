@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
@@ -19,6 +20,7 @@ from ..errors import HiesError, PlanError
 from ..evaluate.judge import Judge
 from ..evaluate.predict import predict
 from ..forms.cascade.export import CascadeOptions
+from ..forms.cost.flops import cut_bundles
 from ..forms.deployment import SEARCHED, DeployWay, Way, find_ways, try_dense
 from ..forms.form import Form, Forms
 from ..forms.runtimes.base import RUNTIMES
@@ -29,6 +31,7 @@ from ..progress import OutOfTime, Until
 from ..recipe.budget import Budget, Outcome, TimedSection
 from ..report.outcomes import asked_words
 from ..score.criteria import Scores
+from ..select.constraints import bundle_count
 from ..select.goal import Goal
 from .choose import choose, choose_within, sizes_of
 from .draw import Looks, all_looks
@@ -112,6 +115,7 @@ def find_fastest(job: Job, statistics: Statistics, forms: Forms) -> Choice:
     scored: list[Scores] = []
     found: list[_Found] = []
     try:
+        _trace_a_cut(hurried, forms)
         scored += score(hurried, statistics)
         for one in _search_ways(hurried, statistics, scored, promise, judge, order[: looks.forms], tried):
             found += _as_files(job, statistics, forms, judge, promise, one)
@@ -131,6 +135,16 @@ def find_fastest(job: Job, statistics: Statistics, forms: Forms) -> Choice:
         scores = scored or score(job, statistics, "his")
         choice = replace(nothing(job, statistics, scores[0], promise), served=_served(job, order[0]))
     return replace(choice, ways=tuple(tried), dense_seconds=spent)
+
+
+def _trace_a_cut(job: Job, forms: Forms) -> None:
+    """Export a cut that takes a bundle from every module, so that no further cut has to be traced; see `Traces`."""
+    unit = job.options.unit
+    lost = {module.name: 1 for module in job.scored if bundle_count(module, unit) > 1}
+    forms.add("one cut", cut_bundles(job.model, job.scored, lost, unit=unit))
+    job.progress.stage("trace a cut")
+    with contextlib.suppress(HiesError):  # then every cut is traced
+        forms.plain("one cut")
 
 
 def _in_time(job: Job, ways: Sequence[Way]) -> Iterator[Way]:
