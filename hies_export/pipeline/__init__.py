@@ -7,8 +7,8 @@ In the order of reading:
 
 - `job.py`: `Job`, and `job_in_memory`; `load_job.py`: the job of a recipe. `accept.py` checks the model on its rows.
 - `stages.py`: `calibrate`, `score`, `select`, `cut`, `compare`, `save`, and the values between them.
-- `choose.py`: what stays within the budget; `search.py`: the largest cut that keeps a promise; `held_out.py`: alphas and
-  criteria, by held-out rows.
+- `choose.py`: what stays within the budget; `search.py`: the largest cut that keeps a promise; `held_out.py`: alphas
+  and criteria, by held-out rows.
 - `prune.py`: `prune`, these stages in memory.
 - `run.py`: `run`, these stages with a folder; `deploy`, a run whose cut is searched for in all forms (`fastest.py`).
 - `measure.py`: both models exported, judged and timed; `reporting.py`: everything as a `Report` and its files.

@@ -26,6 +26,7 @@ from .job import Job
 from .search import budget_where, search
 from .stages import (
     Choice,
+    Refit,
     Trial,
     calibrate,
     choice_of,
@@ -124,17 +125,18 @@ def _in_rounds(
 ) -> _Picked:
     """Choose in a number of rounds, each of which scores the model that the previous ones left."""
     picked: _Picked | None = None
+    refit = refit_of(job, statistics, token_weights_of(job)[0])  # of cuts of the dense model
     for number, goal in enumerate(_goals(job, table, count), start=1):
         if count > 1:
             job.progress.stage(f"step {number} of {count}")
         if picked is None:
-            picked = _pick(job, job, statistics, scored or score(job, statistics, criterion), goal({}))
+            picked = _pick(job, job, statistics, scored or score(job, statistics, criterion), goal({}), refit)
             continue
         before = picked.trial.selection
         left = _left_by(job, statistics, picked.trial, criterion)
         lost = bundles_lost(before, job.scored, unit=job.options.unit)
         found = calibrate(left)
-        picked = _after(picked, _pick(job, left, found, score(left, found), goal(lost), before))
+        picked = _after(picked, _pick(job, left, found, score(left, found), goal(lost), refit, before))
     assert picked is not None
     return picked
 
@@ -145,6 +147,7 @@ def _pick(
     statistics: Statistics,
     scored: Sequence[Scores],
     goal: Goal,
+    refit: Refit | None,
     before: Selection | None = None,
 ) -> _Picked:
     """Choose in one round, from the model `left` by a selection `before`; with several alphas, by held-out rows."""
@@ -157,7 +160,7 @@ def _pick(
     if len(scored) == 1:
         return _Picked(statistics, Trial(scored[0], selected(scored[0]), weights))
     job.progress.stage("choose alpha on held-out rows")
-    rows = HeldOut(job.judge(job.rows.held_out), job.model, job.modules, refit_of(job, statistics, weights))
+    rows = HeldOut(job.judge(job.rows.held_out), job.model, job.modules, refit)
     tracked = job.progress.track(scored, "choose alpha")
     chosen = choose_alpha(((scores, selected(scores)) for scores in tracked), rows)
     return _Picked(statistics, Trial(chosen.scores, chosen.selection, weights), chosen.curve)

@@ -263,7 +263,7 @@ def test_a_ratio_to_float32_counts_what_fewer_bits_save(
         compared.append((where.runtime, where.full, where.dtype))
         return SimpleNamespace(ratio=0.9 if model is dense else 0.71, noisy=False)
 
-    for module in ("targets", "run"):
+    for module in ("choose", "measure"):
         monkeypatch.setattr(f"hies_export.pipeline.{module}.compare_with_full", compare)
     latency = {"runtime": "torch", "batch": 3, "sequence": 20, "dtype": "bfloat16", "of": "float32"}
     assert run(project, {"latency": latency | {"ratio": 0.75}}) == 0

@@ -112,8 +112,8 @@ def test_where_no_cut_keeps_the_promise_the_dense_form_is_the_answer(
     found = report.details.deployment
     assert f"deploy {tmp_path / 'out' / found.file}" in capsys.readouterr().out.splitlines()
     times = report.details.forms[0].times
-    # No shapes are given, so rows are timed as they come.
-    assert [(time.batch, time.phase) for time in times] == [(1, "rows"), (8, "rows"), (32, "rows")]
+    # No shapes are given, so rows are timed as they come; and briefly, as no time is left.
+    assert [(time.batch, time.phase) for time in times] == [(1, "rows")]
     assert found.promise == report.details.outcome.budget.share == 0.5
     assert (found.form, [form.model for form in report.details.forms]) == (0, ["dense"])
     assert found.ways[0].search == "the time is over before: rank units by greedy removal"

@@ -4,7 +4,7 @@ import runpy
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -57,8 +57,10 @@ def run_script(path: Path, *arguments: object) -> None:
 
 @contextmanager
 def registries_restored() -> Iterator[None]:
-    """Forget afterwards which criteria, metrics and tasks were registered inside the block."""
-    with mock.patch.dict(hies_export.CRITERIA), mock.patch.dict(METRICS), mock.patch.dict(TASKS):
+    """Forget afterwards which criteria, metrics, tasks and runtimes were registered inside the block."""
+    with ExitStack() as stack:
+        for known in (hies_export.CRITERIA, METRICS, TASKS, RUNTIMES):
+            stack.enter_context(mock.patch.dict(known))
         yield
 
 
