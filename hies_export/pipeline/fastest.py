@@ -139,10 +139,10 @@ def find_fastest(job: Job, statistics: Statistics, forms: Forms) -> Choice:
 
 def _trace_a_cut(job: Job, forms: Forms) -> None:
     """Export a cut that takes a bundle from every module, so that no further cut has to be traced; see `Traces`."""
+    job.progress.stage("trace a cut")
     unit = job.options.unit
     lost = {module.name: 1 for module in job.scored if bundle_count(module, unit) > 1}
     forms.add("one cut", cut_bundles(job.model, job.scored, lost, unit=unit))
-    job.progress.stage("trace a cut")
     with contextlib.suppress(HiesError):  # then every cut is traced
         forms.plain("one cut")
 

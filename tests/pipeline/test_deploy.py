@@ -116,7 +116,7 @@ def test_where_no_cut_keeps_the_promise_the_dense_form_is_the_answer(
     assert [(time.batch, time.phase) for time in times] == [(1, "rows")]
     assert found.promise == report.details.outcome.budget.share == 0.5
     assert (found.form, [form.model for form in report.details.forms]) == (0, ["dense"])
-    assert found.ways[0].search == "the time is over before: rank units by greedy removal"
+    assert found.ways[0].search == "the time is over before: trace a cut"
     assert (report.neurons.removed, report.heads.removed, report.stability) == (0, 0, 1.0)
     rows = load_job(recipe_of(folder, tmp_path / "out")).rows.held_out
     same = same_in_onnxruntime(folder / "model", tmp_path / "out" / found.file, rows, tolerance=0.02)
