@@ -21,7 +21,7 @@ from ..evaluate.judge import Judge
 from ..evaluate.predict import predict
 from ..forms.cascade.export import CascadeOptions
 from ..forms.cost.flops import cut_bundles
-from ..forms.deployment import SEARCHED, DeployWay, Way, find_ways, try_dense
+from ..forms.deployment import DeployWay, Way, find_ways, try_dense
 from ..forms.form import Form, Forms
 from ..forms.runtimes.base import RUNTIMES
 from ..forms.sizes import cut_sizes, join_sizes
@@ -237,7 +237,7 @@ def _cascades(
     tried: Sequence[DeployWay],
     like: Choice | None,
 ) -> list[_Found]:
-    """Return cascades of a classifier that keep the promise in the fastest forms.
+    """Return cascades of a classifier that keep the promise, in the form in which the dense model is fastest.
 
     The dense model in 8 bits need not keep the promise by itself: the dense part is in float32.
     """
@@ -249,28 +249,28 @@ def _cascades(
         for way in tried
         if way.runtime in CASCADED and way.problem is None and way.bits not in RUNTIMES[way.runtime].calibrated
     ]
-    ways = sorted(able, key=lambda way: way.dense_ratio or 0.0)[:SEARCHED]
-    rows, answers, found = job.rows.promise, answers_of(job), []
-    cuts = cut_sizes(forms, FLOPS_TO_TRY, _cuts(job, statistics, scored, like))
-    for way in ways:
-        asked = CascadeOptions(
-            disagreement=1 - job.deploy.keep,
-            confidence=(1 + looks_of(job).confidence) / 2,  # its interval is one-sided
-            quantize="int8" if way.bits == "int8" else None,
-            runtime=way.runtime.removesuffix("-int8"),
-            dtype=None if way.bits == "int8" else way.bits,
-        )
-        try:
-            joined = join_sizes(forms, cuts, asked, batches=rows, answers=answers)
-        except HiesError as error:
-            logger.warning("no cascade is deployed on %s in %s: %s", way.runtime, way.bits, error)
-            continue
-        sizes = tuple(one.tried for one in joined)
-        for one in joined:
-            if one.cut is not None and one.form is not None:
-                choice = replace(one.cut, served=_served(job, way), cascade=asked, sizes=sizes)
-                found.append(_Found(way, choice, form=one.form))
-    return found
+    if not able:
+        return []
+    way = min(able, key=lambda way: way.dense_ratio or 0.0)
+    asked = CascadeOptions(
+        disagreement=1 - job.deploy.keep,
+        confidence=(1 + looks_of(job).confidence) / 2,  # its interval is one-sided
+        quantize="int8" if way.bits == "int8" else None,
+        runtime=way.runtime.removesuffix("-int8"),
+        dtype=None if way.bits == "int8" else way.bits,
+    )
+    try:
+        cuts = cut_sizes(forms, FLOPS_TO_TRY, _cuts(job, statistics, scored, like))
+        joined = join_sizes(forms, cuts, asked, batches=job.rows.promise, answers=answers_of(job))
+    except HiesError as error:
+        logger.warning("no cascade is deployed on %s in %s: %s", way.runtime, way.bits, error)
+        return []
+    sizes = tuple(one.tried for one in joined)
+    return [
+        _Found(way, replace(one.cut, served=_served(job, way), cascade=asked, sizes=sizes), form=one.form)
+        for one in joined
+        if one.cut is not None and one.form is not None
+    ]
 
 
 def _fastest(job: Job, found: Sequence[_Found]) -> _Found:

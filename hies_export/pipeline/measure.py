@@ -36,6 +36,8 @@ from .stages import Choice, Saved, Slim
 BATCHES = (1, 8, 32)
 # So many of the forms that keep the promise of a deployment, the fastest, are timed in all sizes.
 CANDIDATES = 2
+# How often each of them is loaded for that.
+LOADS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +147,16 @@ def _forms(job: Job, forms: Forms, choice: Choice, joined: Export | None, *, sam
         ways = [(way.runtime, way.bits) for way in _ways(choice)]
         if _hurried(job, choice) and choice.served is not None:
             ways = [way for way in ways if way in (ways[0], (choice.served.runtime, choice.served.dtype))]
-    found = [forms.form(name, *way) for way in ways for name in (("dense",) if same else ("dense", "slim"))]
+    # What has to be calibrated anew is made of the slim model only where the dense one keeps the promise in it.
+    broken = {
+        (way.runtime, way.bits)
+        for way in choice.ways
+        if job.deploy and way.bits in RUNTIMES[way.runtime].calibrated and (way.at_least or 0.0) < job.deploy.keep
+    }
+    found = []
+    for way in ways:
+        names = ("dense",) if same or way in broken else ("dense", "slim")
+        found += [forms.form(name, *way) for name in names]
     if choice.cascade is not None and joined is not None:
         found.append(Form.of_cascade(joined, choice.cascade))
     return found
@@ -195,7 +206,7 @@ def _time(
         return found, *fastest(briefly, able)
     chosen = sorted({0, *on_frontier(judged, briefly), *sorted(able, key=ratios(briefly).__getitem__)[:CANDIDATES]})
     job.progress.stage(f"time the {len(chosen)} forms that may be deployed, in all sizes")
-    timed = time_forms([running[number] for number in chosen], batches, **how)
+    timed = time_forms([running[number] for number in chosen], batches, loads=LOADS, **how)
     for number, form in zip(chosen, with_times([judged[number] for number in chosen], timed), strict=True):
         found[number] = form
     best, step = fastest(timed, [place for place, number in enumerate(chosen) if number in able])
