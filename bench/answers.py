@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from hies_export.forms.judged import JudgedForm
+from hies_export.forms.judge import Judged
 from hies_export.report.report import Report
 
 
@@ -43,7 +43,7 @@ def main() -> None:
         print(f"| {' | '.join(cells)} |")
 
 
-def times(form: JudgedForm) -> str:
+def times(form: Judged) -> str:
     """Return the ratio of a form at every shape."""
     return "; ".join(
         f"{at.batch} x {at.sequence}{'' if at.phase == 'forward' else ' ' + at.phase} "

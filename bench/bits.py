@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from forms import SHAPES, bytes_of, print_base, print_times, time_cells
+from forms import SHAPES, bytes_of, print_base, print_times, time_beside, time_cells
 from models import DEBERTA, LLAMA_SMALL, MPNET, WIDTHS, Shape, cut_like, llama
 from transformers import PreTrainedModel
 
@@ -30,18 +30,18 @@ from hies_export import PruningPlan, load
 from hies_export.checkpoint.sentence import is_sentence_transformer, load_sentence
 from hies_export.cli.arguments import read_overrides
 from hies_export.evaluate.judge import Judge
-from hies_export.forms.compare import compare_forms
 from hies_export.forms.form import Form
+from hies_export.forms.formats import Given
 from hies_export.forms.measure.counts import count_both_flops, count_parameters
 from hies_export.forms.measure.machine import machine_facts
-from hies_export.forms.measure.timing import Timing
 from hies_export.forms.onnx.export import export_onnx
 from hies_export.forms.onnx.quantize import quantize_onnx
 from hies_export.forms.openvino.export import export_openvino, quantize_openvino
-from hies_export.pipeline.prepare import Prepared
+from hies_export.pipeline.job import Job
+from hies_export.pipeline.load_job import load_job
 from hies_export.pipeline.recipe import PruningRecipe
-from hies_export.pipeline.resolve import resolve
 from hies_export.pipeline.run import run
+from hies_export.recipe.sections import ExportSection
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 SHAPED = {
@@ -106,9 +106,9 @@ def recipe_of(options: argparse.Namespace, name: str, flops: float, seed: int) -
 
 def print_forms(recipes: Sequence[PruningRecipe], other: str | None, *, title: str) -> None:
     """Print agreement (mean over seeds, with the lowest and highest) and time of every form."""
-    resolved = resolve(recipes[0])
-    prepared = resolved.prepared
-    judges = {"evaluation rows": Judge.on(prepared.model, resolved.evaluation, **vars(prepared.judged))}
+    resolved = load_job(recipes[0])
+    prepared = resolved
+    judges = {"evaluation rows": resolved.judge(resolved.rows.evaluation)}
     if other:
         judges["other rows"] = judge_of_other(recipes[0], other)
     with tempfile.TemporaryDirectory() as temporary:
@@ -132,9 +132,9 @@ def print_forms(recipes: Sequence[PruningRecipe], other: str | None, *, title: s
                         [prepared.model] if what == "dense" else [slim_of(recipe) for recipe in recipes]
                     )
                 ]
-        timed = compare_forms([forms[0] for forms in served.values()], prepared.measured, timing=Timing(repeats=30))
+        timed = time_beside([forms[0] for forms in served.values()], prepared.shapes)
         times = time_cells(timed, len(served))
-        metrics = prepared.judged.metrics
+        metrics = prepared.metrics
         print(f"\n## {title}\n")
         print(
             f"| | file | {' | '.join([*judges, *metrics])} | " + " | ".join(f"time {b} x {s}" for b, s in SHAPES) + " |"
@@ -152,7 +152,7 @@ def print_forms(recipes: Sequence[PruningRecipe], other: str | None, *, title: s
             ]
             cells += [f"{np.mean([one.metrics[of] for one in found['evaluation rows']]):.4f}" for of in metrics]
             print(f"| {' | '.join([*cells, *times[number]])} |", flush=True)
-    print_base(timed)
+    print_base(timed, len(served))
 
 
 def slim_of(recipe: PruningRecipe) -> PreTrainedModel:
@@ -161,10 +161,10 @@ def slim_of(recipe: PruningRecipe) -> PreTrainedModel:
     return load_sentence(folder) if is_sentence_transformer(folder) else load(folder)
 
 
-def calibrated(prepared: Prepared, model: PreTrainedModel, folder: Path) -> Path:
+def calibrated(prepared: Job, model: PreTrainedModel, folder: Path) -> Path:
     """Export a model in 8 bits for OpenVINO, calibrated on the rows that the first seed's was refitted on."""
     rows = prepared.exporter.rows
-    return export_openvino(model, folder, batch=prepared.sample, rows=rows).folder
+    return export_openvino(model, folder, ExportSection(), Given(prepared.sample, rows=rows)).folder
 
 
 def print_shape(shape: Shape, plan: Path) -> None:
@@ -189,7 +189,7 @@ def print_shape(shape: Shape, plan: Path) -> None:
             if find_spec("nncf") is not None and not model.can_generate():
                 fewer = quantize_openvino(exported, Path(temporary) / f"{what}-openvino", rows=[batches[SHAPES[1]]])
                 served[f"{what} int8, OpenVINO"] = Form(what, "openvino", fewer.folder, "int8")
-        timed = compare_forms([*served.values()], batches, timing=Timing(repeats=30))
+        timed = time_beside([*served.values()], batches)
     count = count_parameters(model) / 1e6
     print(f"\n## {shape.name}, {count:.1f} M parameters, random weights, {flops.ratio:.2f} of the FLOPs\n")
     print_times("", served, timed)
@@ -212,8 +212,8 @@ def judge_of_other(recipe: PruningRecipe, rows: str) -> Judge:
             "evaluation": recipe.evaluation.model_copy(update={"split": split, "metrics": ()}),
         }
     )
-    resolved = resolve(other)
-    return Judge.on(resolved.prepared.model, resolved.evaluation, **vars(resolved.prepared.judged))
+    resolved = load_job(other)
+    return resolved.judge(resolved.rows.evaluation)
 
 
 if __name__ == "__main__":

@@ -151,7 +151,8 @@ def measure(name: str, task: Task) -> Row:
     peak = max(usage.ru_maxrss for usage in used) * 1024 / 1e9  # Linux counts in KiB
     if isinstance(made, str):
         return Row(seconds, cpu, peak, None, made)
-    found = f"{made.architecture}, {made.parity}" if name.startswith("gguf") else f"max_abs {made.max_abs:.1e}"
+    facts = made.facts
+    found = f"{facts['architecture']}, {facts['parity']}" if "parity" in facts else f"max_abs {made.max_abs:.1e}"
     return Row(seconds, cpu, peak, made.bytes / 1e6, found, made)
 
 

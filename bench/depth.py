@@ -18,24 +18,22 @@ from pathlib import Path
 from typing import Any
 
 from bits import RECIPES, Spoken
-from forms import print_base, step_names, time_cells
+from forms import print_base, step_names, time_beside, time_cells
 
 from hies_export.calibrate.moments import MomentStream
 from hies_export.cli.arguments import read_overrides
 from hies_export.errors import PlanError
 from hies_export.evaluate.judge import Judge
-from hies_export.forms.compare import compare_forms
 from hies_export.forms.cost.flops import flops_table
 from hies_export.forms.cost.latency import latency_table
 from hies_export.forms.form import Form
 from hies_export.forms.measure.counts import count_flops
-from hies_export.forms.measure.timing import Timing
 from hies_export.forms.onnx.export import export_onnx
 from hies_export.kinds import ATTENTION, KINDS
 from hies_export.model.copies import share_weights
+from hies_export.pipeline.job import Job
+from hies_export.pipeline.load_job import load_job
 from hies_export.pipeline.recipe import PruningRecipe
-from hies_export.pipeline.resolve import Resolved, resolve
-from hies_export.pipeline.targets import timed_on
 from hies_export.score.compensated import score_compensated
 from hies_export.select.constraints import Constraints
 from hies_export.select.cost import CostTable
@@ -63,7 +61,7 @@ def main() -> None:
         folder = options.out / name
         folder.mkdir(parents=True, exist_ok=True)
         recipe = recipe_of(name, options.fields, options.shape)
-        resolved = resolve(recipe)
+        resolved = load_job(recipe)
         if "costs" in options.steps:
             write_costs(recipe, resolved, folder)
         if "models" in options.steps:
@@ -91,30 +89,30 @@ def recipe_of(name: str, overrides: Sequence[str], shape: str = SHAPE) -> Prunin
     return PruningRecipe.from_yaml(RECIPES / f"{name}.yaml", overrides=fields | read_overrides(overrides))
 
 
-def write_costs(recipe: PruningRecipe, resolved: Resolved, folder: Path) -> None:
+def write_costs(recipe: PruningRecipe, resolved: Job, folder: Path) -> None:
     """Write what removals save of the FLOPs and of the time."""
-    prepared = resolved.prepared
-    flops = flops_table(prepared.model, prepared.modules, batch=prepared.measured[SHAPES[0]])
-    where = timed_on(prepared, recipe.options)
+    prepared = resolved
+    flops = flops_table(prepared.model, prepared.modules, batch=prepared.shapes[SHAPES[0]])
+    where = prepared.timed_on
     time = latency_table(prepared.model, prepared.modules, where, skippable=KINDS, progress=Spoken())
     for row in time.measured:
         print(f"{row['kind']}, {row['kept']:.4f} kept: {row['ratio']:.3f} of the time")
     (folder / "costs.json").write_text(json.dumps({"FLOPs": flops.saved, "time": time.saved}))
 
 
-def write_models(resolved: Resolved, folder: Path, ratios: list[float]) -> None:
+def write_models(resolved: Job, folder: Path, ratios: list[float]) -> None:
     """Choose, cut, refit and export a model for each budget and each way to cut; write what each keeps."""
-    prepared = resolved.prepared
+    prepared = resolved
     model, modules, rows = prepared.model, prepared.modules, prepared.rows
     moments = MomentStream(model, modules, rows.compensation, progress=Spoken())
     scores = score_compensated(model, rows.calibration, modules, moments=moments, progress=Spoken())
-    judge = Judge.on(model, resolved.evaluation, **vars(prepared.judged))
+    judge = resolved.judge(resolved.rows.evaluation)
     file = folder / "models.json"
     found = json.loads(file.read_text()) if file.is_file() else []
     if not found:
         dense = export_onnx(model, folder / "dense", batch=prepared.sample, overwrite=True).folder
         found = [{"name": "dense", "cells": [*cells_of(judge, dense), "", "1.000"]}]
-    batch = prepared.measured[SHAPES[0]]
+    batch = prepared.shapes[SHAPES[0]]
     for what, saved in json.loads((folder / "costs.json").read_text()).items():
         table = CostTable(what, {name: tuple(row) for name, row in saved.items()})
         for ratio in ratios:
@@ -136,10 +134,10 @@ def write_models(resolved: Resolved, folder: Path, ratios: list[float]) -> None:
                 print(found[-1], flush=True)
 
 
-def ways(resolved: Resolved) -> dict[str, Constraints]:
+def ways(resolved: Job) -> dict[str, Constraints]:
     """Return the constraints of each way to cut a model; modules of a kind have the same size."""
     # `multiple_of` counts key/value heads where query heads share them.
-    sizes = {module.kind: module.units // module.group_size for module in resolved.prepared.modules}
+    sizes = {module.kind: module.units // module.group_size for module in resolved.modules}
     free: dict[str, Any] = {"min_heads": 0, "min_neurons": 0}
     whole: dict[str, Any] = {"multiple_of": sizes[ATTENTION], "neurons_multiple_of": sizes["mlp"]}
     return {"width": Constraints(), "depth": Constraints(**free, **whole), "both": Constraints(**free)}
@@ -157,18 +155,18 @@ def kept_cell(kept: Selection) -> str:
     return "; ".join(" ".join(map(str, counts)) for counts in of_kind)
 
 
-def print_times(resolved: Resolved, folder: Path, *, title: str) -> None:
+def print_times(resolved: Job, folder: Path, *, title: str) -> None:
     """Time all models in one interleaved run, and print the table."""
-    prepared = resolved.prepared
+    prepared = resolved
     found = json.loads((folder / "models.json").read_text())
     forms = [Form(one["name"], RUNTIME, folder / one["name"]) for one in found]
-    timed = compare_forms(forms, prepared.measured, timing=Timing(repeats=30))
+    timed = time_beside(forms, prepared.shapes)
     print(f"\n## {title}\n")
-    heads = ["", "same answers", *prepared.judged.metrics, "heads; neurons kept", "FLOPs", *step_names(timed)]
+    heads = ["", "same answers", *prepared.metrics, "heads; neurons kept", "FLOPs", *step_names(timed)]
     print(f"| {' | '.join(heads)} |\n|" + " --- |" * len(heads))
     for one, times in zip(found, time_cells(timed, len(found)), strict=True):
         print(f"| {' | '.join([one['name'], *one['cells'], *times])} |")
-    print_base(timed)
+    print_base(timed, len(found))
 
 
 if __name__ == "__main__":

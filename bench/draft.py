@@ -41,8 +41,7 @@ from hies_export import PruningPlan
 from hies_export.checkpoint.load import load
 from hies_export.forms.measure.counts import count_parameters
 from hies_export.forms.measure.machine import machine_facts
-from hies_export.forms.measure.ratios import Ratio, paired_ratio
-from hies_export.forms.measure.timing import balanced_order
+from hies_export.forms.time import balanced_order, ratio_with_interval
 
 # Tokens that the draft proposes at most, and the probability below which it stops: fixed numbers, and what transformers
 # does by itself.
@@ -164,26 +163,26 @@ def measure(
         for index in balanced_order(len(ways), number):
             ways[index].measure(prompt)
 
-    def ratio(way: Way) -> Ratio:
-        return paired_ratio([np.array([alone.seconds, control.seconds]).T], [np.array(way.seconds)])
+    def ratio(way: Way) -> tuple[float, float, float]:
+        return ratio_with_interval([np.array([alone.seconds, control.seconds]).T], [np.array(way.seconds)])
 
     speed = sum(made.shape[1] for made in alone.made) / sum(alone.seconds)
-    again = paired_ratio([np.array([alone.seconds]).T], [np.array(control.seconds)])
+    again = ratio_with_interval([np.array([alone.seconds]).T], [np.array(control.seconds)])
     print(
         f"\n## {name}, {count_parameters(dense) / 1e6:.2f} M parameters, {len(prompts)} prompts, {tokens} tokens each\n"
     )
-    print(f"dense alone {speed:.0f} tokens/s; control {again.median:.3f} ({again.low:.3f} to {again.high:.3f})\n")
+    print(f"dense alone {speed:.0f} tokens/s; control {again[0]:.3f} ({again[1]:.3f} to {again[2]:.3f})\n")
     print(
         "| draft | parameters | a | c | bound | drafted | accepted | equal | time |" + (" time at a |" if kept else "")
     )
     print("| --- |" + " --- |" * (9 if kept else 8))
     for of, model in slim.items():
         agreement = np.mean([agreed(model, prompt, made) for prompt, made in zip(prompts, alone.made, strict=True)])
-        cost = ratio(lone[of]).median
+        cost, *_ = ratio(lone[of])
         for how in [how for name, how in drafts if name == of]:
             way = drafts[of, how]
             equal = sum(torch.equal(one, other) for one, other in zip(way.made, alone.made, strict=True))
-            found = ratio(way)
+            found, low, high = ratio(way)
             cells = [
                 of,
                 f"{count_parameters(model) / count_parameters(dense):.2f}",
@@ -193,10 +192,10 @@ def measure(
                 how,
                 f"{way.tokens_a_run - 1:.2f}",
                 f"{equal} of {len(prompts)}",
-                f"{found.median:.2f} ({found.low:.2f} to {found.high:.2f})",
+                f"{found:.2f} ({low:.2f} to {high:.2f})",
             ]
             if kept:
-                cells.append(f"{found.median * way.tokens_a_run / kept[of, how]:.2f}")
+                cells.append(f"{found * way.tokens_a_run / kept[of, how]:.2f}")
             print(f"| {' | '.join(cells)} |")
     return {key: way.tokens_a_run for key, way in drafts.items()}
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,12 @@ from embedding_data import boolq_halves
 from embedding_quality import recipe, rows, write
 
 from hies_export.evaluate.interval import FAILURES, confidence_of_each, ratio_ends
-from hies_export.evaluate.judge import Judge
 from hies_export.evaluate.predict import predict
-from hies_export.pipeline.choose import Chooser
-from hies_export.pipeline.resolve import resolve
+from hies_export.pipeline.choose import choose
+from hies_export.pipeline.load_job import load_job
 from hies_export.pipeline.search import largest
-from hies_export.pipeline.stages import cut_beside
-from hies_export.progress import SILENT
+from hies_export.pipeline.stages import calibrate, cut_beside, refit_of, score
+from hies_export.recipe.budget import Budget
 
 
 def main() -> None:
@@ -66,10 +66,11 @@ def _ndcg(options: argparse.Namespace, folder: Path) -> tuple[torch.Tensor, list
     for file, split in zip(files.values(), (scored, judged), strict=True):
         write(file, rows(split))
     columns: dict[str, Any] = {"query": "question", "document": "passage"}
-    resolved = resolve(recipe(options, options.seed, columns, files, folder))
-    prepared = resolved.prepared
-    judge = Judge.on(prepared.model, resolved.evaluation, metrics=("ndcg@10",), task=prepared.task)
-    chooser = Chooser(prepared, resolved.options, SILENT, None)
+    resolved = load_job(recipe(options, options.seed, columns, files, folder))
+    prepared = resolved
+    judge = resolved.judge(resolved.rows.evaluation, metrics=("ndcg@10",))
+    statistics = calibrate(prepared)
+    scored, refit = score(prepared, statistics), refit_of(prepared, statistics)
 
     def ndcg(model: Any) -> torch.Tensor:
         found = judge.rankings(predict(model, judge.batches)).ndcg
@@ -78,8 +79,9 @@ def _ndcg(options: argparse.Namespace, folder: Path) -> tuple[torch.Tensor, list
 
     cuts = []
     for share in options.shares:
-        choice = chooser.at(share)
-        cuts.append(ndcg(cut_beside(prepared.model, choice.plan.kept, prepared.modules, choice.refit)))
+        asked = prepared.options.model_copy(update={"budget": Budget(flops=share)})
+        choice = choose(replace(prepared, options=asked), statistics, scored)
+        cuts.append(ndcg(cut_beside(prepared.model, choice.plan.kept, prepared.modules, refit)))
     return ndcg(prepared.model), cuts
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,10 @@ from hies_export import PruningRecipe
 from hies_export.cli.terminal import TerminalProgress
 from hies_export.evaluate.judge import Judge
 from hies_export.evaluate.predict import predict
-from hies_export.pipeline.choose import Chooser
-from hies_export.pipeline.resolve import resolve
-from hies_export.pipeline.stages import cut_beside
+from hies_export.pipeline.choose import choose
+from hies_export.pipeline.load_job import load_job
+from hies_export.pipeline.stages import calibrate, cut_beside, refit_of, score
+from hies_export.recipe.budget import Budget
 
 
 def main() -> None:
@@ -49,25 +51,25 @@ def _judge_seed(options: argparse.Namespace, seed: int, folder: Path) -> None:
     write(folder / "pairs.jsonl", [{"a": a, "b": b, "score": score} for a, b, score in pairs])
     columns: dict[str, Any] = {"query": "question", "document": "passage"}
     files = {"train": folder / "train.jsonl", "validation": folder / "validation.jsonl"}
-    resolved = resolve(recipe(options, seed, columns, files, folder))
-    prepared = resolved.prepared
-    of_pairs = resolve(
+    resolved = load_job(recipe(options, seed, columns, files, folder))
+    prepared = resolved
+    of_pairs = load_job(
         recipe(
             options, seed, {"text": ["a", "b"], "label": "score"}, dict.fromkeys(files, folder / "pairs.jsonl"), folder
         )
     )
-    judges = [
-        Judge.on(prepared.model, batches, **vars(of.prepared.judged), index=None)
-        for of, batches in ((resolved, resolved.evaluation), (of_pairs, of_pairs.evaluation))
-    ]
+    judges = [replace(of, model=resolved.model).judge(of.rows.evaluation, index=None) for of in (resolved, of_pairs)]
     if options.text is not None:
         files = dict.fromkeys(files, options.text)
-        prepared = resolve(recipe(options, seed, {"text": options.column}, files, folder)).prepared
-    chooser = Chooser(prepared, resolved.options, TerminalProgress(Console(stderr=True)), None)
+        prepared = load_job(recipe(options, seed, {"text": options.column}, files, folder))
+    prepared = replace(prepared, options=resolved.options, progress=TerminalProgress(Console(stderr=True)))
+    statistics = calibrate(prepared)
+    scored, refit = score(prepared, statistics), refit_of(prepared, statistics)
     _show(options, seed, 1.0, prepared.model, judges, None)
     for share in options.shares:
-        choice = chooser.at(share)
-        slim = cut_beside(prepared.model, choice.plan.kept, prepared.modules, choice.refit)
+        asked = prepared.options.model_copy(update={"budget": Budget(flops=share)})
+        choice = choose(replace(prepared, options=asked), statistics, scored)
+        slim = cut_beside(prepared.model, choice.plan.kept, prepared.modules, refit)
         _show(options, seed, share, slim, judges, choice.plan)
 
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hies_export.forms.compare import Step
+from hies_export.data.batches import Batch
 from hies_export.forms.form import Form
-from hies_export.forms.measure.ratios import LatencyComparison
+from hies_export.forms.measure.counts import Shape
 from hies_export.forms.runtimes.base import register_runtime
 from hies_export.forms.runtimes.openvino import OpenVinoRuntime
 from hies_export.forms.runtimes.ort import onnx_file
+from hies_export.forms.time import Timed, time
 
 SHAPES = ((1, 128), (8, 128))
 
@@ -41,7 +42,12 @@ class OpenVinoDefault(OpenVinoRuntime):
         return {"logits": np.array(result.get_output_tensor(0).data, dtype=np.float32)}
 
 
-def time_cells(timed: Mapping[Step, list[LatencyComparison]], count: int) -> list[list[str]]:
+def time_beside(forms: Sequence[Form], batches: Mapping[Shape, Batch], *, repeats: int = 30) -> list[Timed]:
+    """Time forms beside each other on one batch a shape, and also a step of models that generate."""
+    return time(forms, {shape: [batch] for shape, batch in batches.items()}, repeats=repeats, decode=True)
+
+
+def time_cells(timed: Sequence[Timed], count: int) -> list[list[str]]:
     """Return the times of every form by shape as cells of a table."""
     return [[time_cell(time) for time in times] for times in times_of(timed, count)]
 
@@ -51,37 +57,36 @@ def time_cell(time: Mapping[str, Any]) -> str:
     return f"{time['ratio']:.3f} [{time['low']:.3f}, {time['high']:.3f}]{'*' * time['noisy']}"
 
 
-def times_of(timed: Mapping[Step, list[LatencyComparison]], count: int) -> list[list[dict[str, Any]]]:
+def times_of(timed: Sequence[Timed], count: int) -> list[list[dict[str, Any]]]:
     """Return the times of every form by shape: ratios to the first form, with 95 % intervals; of that the control's."""
-    rows: list[list[dict[str, Any]]] = []
-    for number in range(count):
-        rows.append([])
-        for ((batch, sequence), _), comparisons in timed.items():
-            one = comparisons[max(0, number - 1)]
-            ratio = one.ratio if number else one.control
-            found = {"ratio": ratio.median, "low": ratio.low, "high": ratio.high, "noisy": one.noisy}
-            rows[-1].append({"batch": batch, "sequence": sequence, **found})
-    return rows
+    return [
+        [
+            {"batch": one.shape[0], "sequence": one.shape[1]}
+            | {"ratio": one.ratio, "low": one.low, "high": one.high, "noisy": one.noisy}
+            for one in timed[number::count]
+        ]
+        for number in range(count)
+    ]
 
 
-def step_names(timed: Iterable[Step]) -> list[str]:
+def step_names(timed: Sequence[Timed]) -> list[str]:
     """Return what was timed, such as "forward 8 x 128"."""
-    return [f"{phase} {batch} x {sequence}" for (batch, sequence), phase in timed]
+    return list(dict.fromkeys(f"{one.phase} {one.shape[0]} x {one.shape[1]}" for one in timed))
 
 
-def print_times(name: str, names: Iterable[str], timed: Mapping[Step, list[LatencyComparison]]) -> None:
+def print_times(name: str, names: Iterable[str], timed: Sequence[Timed]) -> None:
     """Print the times of all forms, by their names, in a table that begins with a `name`, and that of the first."""
     steps, names = step_names(timed), [*names]
     print(f"| {name} | {' | '.join(steps)} |\n| --- |" + " --- |" * len(steps))
     for one, times in zip(names, time_cells(timed, len(names)), strict=True):
         print(f"| {' | '.join([one, *times])} |")
-    print_base(timed)
+    print_base(timed, len(names))
 
 
-def print_base(timed: Mapping[Step, list[LatencyComparison]]) -> None:
-    """Print the time of the dense float32 form."""
-    for ((batch, sequence), phase), (first, *_) in timed.items():
-        print(f"dense float32, {phase} {batch} x {sequence}: {first.dense.p50_ms:.2f} ms, {first.threads} threads")
+def print_base(timed: Sequence[Timed], count: int) -> None:
+    """Print the time of the dense float32 form, the first of so many."""
+    for name, first in zip(step_names(timed), timed[::count], strict=True):
+        print(f"dense float32, {name}: {first.ms:.2f} ms, {first.threads} threads")
     print("The first row's times are those of a second copy, the control; * is a noisy one.")
 
 

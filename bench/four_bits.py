@@ -19,23 +19,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from forms import print_times
+from forms import print_times, time_beside
 from models import LLAMA_SMALL, llama
 from torch import Tensor
 
 from hies_export.cli.arguments import read_overrides
-from hies_export.forms.compare import compare_forms
 from hies_export.forms.form import Form
+from hies_export.forms.formats import Export
 from hies_export.forms.gguf.parity import as_stored
 from hies_export.forms.gguf.tensors import rounded
 from hies_export.forms.measure.machine import machine_facts
-from hies_export.forms.measure.timing import Timing
-from hies_export.forms.onnx.export import OnnxExport, export_onnx
+from hies_export.forms.onnx.export import export_onnx
 from hies_export.forms.onnx.quantize import quantize_onnx
 from hies_export.forms.runtimes.bits import SMALLEST
 from hies_export.forms.runtimes.ort import OnnxRuntime
+from hies_export.pipeline.load_job import load_job
 from hies_export.pipeline.recipe import PruningRecipe
-from hies_export.pipeline.resolve import resolve
 
 RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "stories-llama.yaml"
 
@@ -47,9 +46,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     options = parser.parse_args()
     fields = {"evaluation.samples": None} | read_overrides(options.fields)
-    resolved = resolve(PruningRecipe.from_yaml(options.recipe, overrides=fields))
-    prepared = resolved.prepared
-    batches, rows = resolved.evaluation, prepared.exporter.rows
+    resolved = load_job(PruningRecipe.from_yaml(options.recipe, overrides=fields))
+    prepared = resolved
+    batches, rows = resolved.rows.evaluation, prepared.exporter.rows
     with tempfile.TemporaryDirectory() as temporary:
         exported = export_onnx(prepared.model, Path(temporary) / "float32", batch=prepared.sample)
         table = Table(batches, in_onnx(exported, batches))
@@ -93,7 +92,7 @@ class Table:
         return math.exp(lost / sum(ids[:, 1:].numel() for ids, _ in pairs))
 
 
-def in_onnx(exported: OnnxExport, batches: Sequence[Any]) -> Iterator[Tensor]:
+def in_onnx(exported: Export, batches: Sequence[Any]) -> Iterator[Tensor]:
     """Yield log probabilities of next tokens, (rows, tokens - 1, vocabulary), by ONNX Runtime."""
     runtime = OnnxRuntime(exported.folder, threads=torch.get_num_threads())
     for batch in batches:
@@ -120,7 +119,7 @@ def print_times_of_llama(rounds: int) -> None:
                 *(exported, Path(temporary) / how), batch=shape.batch(model, 1, 16), quantize="int4", rows=rows
             )
             forms[f"int4, {how}, {fewer.bytes / 1e6:.1f} MB"] = Form("dense", "onnxruntime-cpu", fewer.folder)
-        timed = compare_forms([*forms.values()], batches, timing=Timing(repeats=rounds))
+        timed = time_beside([*forms.values()], batches, repeats=rounds)
     print()
     print_times("LLaMA of 56 M", forms, timed)
 

@@ -17,12 +17,13 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from forms import time_beside
 from gpu_checks import CHECKS
 from models import (
     BERT_BASE,
@@ -45,17 +46,15 @@ from transformers import PreTrainedModel
 
 from hies_export.checkpoint.folders import replace_file
 from hies_export.errors import HiesError, root_cause
-from hies_export.forms.compare import time_on
-from hies_export.forms.exports import Exporter, best_for
-from hies_export.forms.form import Forms
+from hies_export.forms.form import Form, Forms
+from hies_export.forms.formats import Exporter, Given, best_for
+from hies_export.forms.latency_rows import latency_rows
 from hies_export.forms.measure.counts import count_both_flops
-from hies_export.forms.measure.latency_rows import LatencyRow
 from hies_export.forms.measure.machine import machine_facts
-from hies_export.forms.measure.ratios import compare_latency
-from hies_export.forms.measure.timing import Timing
 from hies_export.forms.runtimes.available import check_runtime
 from hies_export.forms.runtimes.base import Runtime
 from hies_export.forms.runtimes.pytorch import peak_memory_bytes
+from hies_export.forms.time import compare_latency
 from hies_export.model.tokens import sequence_length, synthetic_batch
 from hies_export.report.comparison import Bench, print_bench, render_bench
 
@@ -219,7 +218,7 @@ def _time_shares(
     made = [shape.batch(dense, *size) for size in sizes]
     batches = {(len(next(iter(batch.values()))), sequence_length(dense, batch)): batch for batch in made}
     with tempfile.TemporaryDirectory() as folder:
-        exporter = Exporter(best_for(runtime, dtype), synthetic_batch(dense, batch=2, sequence=16))
+        exporter = Exporter(best_for(runtime, dtype), Given(synthetic_batch(dense, batch=2, sequence=16)))
         forms = Forms({"dense": dense}, exporter, Path(folder))
         for share in shares:
             session.check_time(f"at {share:.0%} of the heads")
@@ -227,9 +226,7 @@ def _time_shares(
             forms.add(name := f"{share:.0%}" if share else "dense", slim)
             both = [forms.form(one, runtime) for one in ("dense", name)]
             flops = count_both_flops(dense, slim, batches)
-            timing = Timing(repeats=session.repeats)
-            rows = time_on(*both, batches=batches, flops=flops, timing=timing)
-            for row in rows:
+            for row in latency_rows(time_beside(both, batches, repeats=session.repeats), flops):
                 session.row(session.latency, {"model": f"{shape.name} -{share:.0%}", **asdict(row)})
 
 
@@ -246,8 +243,9 @@ def time_scoring(session: Session, shape: Shape, *, dtype: str, size: tuple[int,
         found = compare_latency(
             ways[0], ways[1], control=ways[2], batch={**batch, "labels": labels}, repeats=session.repeats, warmup=2
         )
-        row = asdict(LatencyRow.of(found, runtime="torch", shape=size))
-        session.row(session.scoring, {"model": shape.name, **row})
+        form = Form(shape.name, "torch", model)
+        (row,) = latency_rows([replace(one, form=form, shape=size) for one in found], {})
+        session.row(session.scoring, {"model": shape.name, **asdict(row)})
 
     session.attempt(f"scoring {shape.name}, {dtype}", work)
 

@@ -27,10 +27,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hies_export.forms.measure.counts import count_parameters
 from hies_export.forms.measure.machine import machine_facts
-from hies_export.pipeline.prune import prune_prepared
+from hies_export.pipeline.choose import choose
+from hies_export.pipeline.load_job import load_job
 from hies_export.pipeline.recipe import PruningRecipe
-from hies_export.pipeline.resolve import resolve
-from hies_export.pipeline.stages import save
+from hies_export.pipeline.stages import calibrate, cut, save
 
 T = TypeVar("T")
 
@@ -137,18 +137,19 @@ def main() -> None:
         save_text(folder / "validation.jsonl", 4)
         stages = Stages()
         recipe = recipe_of(folder, options)
-        prepared = resolve(recipe).prepared
-        done = prune_prepared(prepared, recipe.prune, compensation=recipe.prune.compensation, progress=stages)
-        saved = save(done.slim, prepared, recipe.output)
+        prepared = load_job(recipe, progress=stages)
+        choice = choose(prepared, calibrate(prepared))
+        done = cut(prepared, choice)
+        saved = save(prepared, done, recipe.output)
         stages.stage("end")
     plan = done.plan
     row = {
         "parameters": {"dense": count_parameters(prepared.model), "slim": count_parameters(done.model)},
         "heads": [plan.heads, plan.heads - plan.removed],
         "neurons": [plan.neurons, plan.neurons - plan.removed_neurons],
-        "flops": done.outcome.predicted,
+        "flops": choice.outcome.predicted,
         "refitted": len(done.fits),
-        "cut_max_abs": done.slim.cut_max_abs,
+        "cut_max_abs": done.cut_max_abs,
         "reload_max_abs": saved.reload_max_abs,
         "tokens": {"score": options.samples * TOKENS_PER_ROW, "refit": options.rows * TOKENS_PER_ROW},
         "memory_gb": options.memory_gb,

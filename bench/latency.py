@@ -24,20 +24,20 @@ from time import perf_counter_ns
 from typing import Any
 
 import torch
+from forms import time_beside
 from models import WIDTHS, cut_like, uniformly_pruned
 from rich.console import Console
 
 from hies_export import PruningPlan, find_attention, load
 from hies_export.checkpoint.folders import replace_file
-from hies_export.forms.compare import time_on
-from hies_export.forms.exports import Exporter, best_for
 from hies_export.forms.form import Forms
+from hies_export.forms.formats import Exporter, Given, best_for
+from hies_export.forms.latency_rows import latency_rows
 from hies_export.forms.measure.counts import count_both_flops
 from hies_export.forms.measure.machine import machine_facts
-from hies_export.forms.measure.ratios import compare_latency
-from hies_export.forms.measure.timing import Timing
 from hies_export.forms.runtimes.available import check_runtime
 from hies_export.forms.runtimes.base import Runtime
+from hies_export.forms.time import compare_latency
 from hies_export.model.tokens import synthetic_batch
 from hies_export.recipe.sections import ExportSection
 from hies_export.report.comparison import Bench, print_bench
@@ -73,7 +73,7 @@ def overhead_us(repeats: int = 6000) -> float:
             runner.run({})
         bare.append(perf_counter_ns() - start_ns)
     first, second, control = nothing
-    compare_latency(first, second, control=control, batch={}, repeats=repeats)
+    compare_latency(first, second, control=control, batch={"input_ids": torch.zeros(1, 1)}, repeats=repeats)
     rounds = [after - before for before, after in pairwise(first.runs_ns[-repeats:])]
     return (statistics.median(rounds) - statistics.median(bare)) / 3 / 1000
 
@@ -115,7 +115,7 @@ def main() -> None:
     console, rows = Console(highlight=False, markup=False, width=140), []
     cost_us = overhead_us()
     with tempfile.TemporaryDirectory() as folder:
-        exporter = Exporter(ExportSection(), synthetic_batch(dense, batch=2, sequence=16))
+        exporter = Exporter(ExportSection(), Given(synthetic_batch(dense, batch=2, sequence=16)))
         forms = Forms({"dense": dense}, exporter, Path(folder))
         for what, cut in cuts.items():
             forms.add(what, slim := cut())
@@ -124,8 +124,7 @@ def main() -> None:
                 console.print(f"{name}, {what}, {runtime}")
                 best = best_for(runtime, "float32")
                 both = [forms.form(one, runtime, options=best) for one in ("dense", what)]
-                timing = Timing(repeats=options.repeats)
-                found = time_on(*both, batches=batches, flops=flops, timing=timing)
+                found = latency_rows(time_beside(both, batches, repeats=options.repeats), flops)
                 rows += [{"model": f"{name} {what}", **asdict(row)} for row in found]
     values = {
         "title": f"{name}: {title}",

@@ -19,10 +19,9 @@ from depth import recipe_of
 from torch import Tensor, nn
 
 from hies_export.data.batches import inputs_of
-from hies_export.evaluate.judge import Judge
 from hies_export.evaluate.predict import predict
 from hies_export.forms.measure.counts import count_flops
-from hies_export.pipeline.resolve import resolve
+from hies_export.pipeline.load_job import load_job
 
 RIDGE = 1e-4  # of the mean square of the inputs
 
@@ -48,14 +47,14 @@ def main() -> None:
     parser.add_argument("--set", dest="fields", action="append", default=[], help="as of hies-export run")
     options = parser.parse_args()
     for name in options.recipes:
-        resolved = resolve(recipe_of(name, options.fields))
-        prepared = resolved.prepared
-        model, batch = prepared.model, next(iter(prepared.measured.values()))
-        judge = Judge.on(model, resolved.evaluation, **vars(prepared.judged))
+        resolved = load_job(recipe_of(name, options.fields))
+        prepared = resolved
+        model, batch = prepared.model, next(iter(prepared.shapes.values()))
+        judge = resolved.judge(resolved.rows.evaluation)
         dense = judge.of(judge.dense).metrics
         print(f"\n## {name}; dense: {', '.join(f'{key} {value:.4f}' for key, value in dense.items())}\n")
         print(f"| layers replaced | same answers | {' | '.join(dense)} | FLOPs |\n|{' --- |' * (3 + len(dense))}")
-        states = states_of(model, prepared.rows.compensation)
+        states = states_of(model, prepared.rows.refit)
         for count in options.layers:
             for first in range(len(states) - count):
                 slim = replaced(model, first, count, least_squares(states[first], states[first + count]))

@@ -38,7 +38,7 @@ from transformers import (
 
 from hies_export import Constraints, Scores, collect_statistics, find_attention, select_units
 from hies_export.evaluate.judge import Judge
-from hies_export.pipeline.search import predict_pruned
+from hies_export.pipeline.stages import predict_pruned
 from hies_export.recipe.sections import Columns
 from hies_export.report.console import PlainTable
 from hies_export.tasks import TASKS

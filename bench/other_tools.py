@@ -19,20 +19,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from forms import SHAPES, bytes_of, print_base, time_cell, times_of
+from forms import SHAPES, bytes_of, print_base, time_beside, time_cell, times_of
 
 from hies_export.cli.arguments import read_overrides
 from hies_export.evaluate.judge import Judge
-from hies_export.forms.compare import compare_forms
 from hies_export.forms.form import Form
 from hies_export.forms.measure.machine import machine_facts
-from hies_export.forms.measure.timing import Timing
 from hies_export.forms.onnx.export import export_onnx
 from hies_export.forms.onnx.quantize import quantize_onnx
 from hies_export.forms.runtimes.available import load_runtime
 from hies_export.pipeline.draw import Draws
+from hies_export.pipeline.job import Job
+from hies_export.pipeline.load_job import load_job
 from hies_export.pipeline.recipe import PruningRecipe
-from hies_export.pipeline.resolve import Resolved, resolve
 
 ROWS = 100_000  # of the calibration split at most; each tool takes as many from the start as it does by default
 
@@ -66,37 +65,36 @@ def main() -> None:
     }
     recipe = PruningRecipe.from_yaml(options.recipe, overrides=fields)
     draws = Draws(seed=recipe.calibration.seed, scoring=ROWS, held_out=0, compensation=0)
-    resolved = resolve(recipe, draws=draws)
+    resolved = load_job(recipe, draws=draws)
     if options.step == "give":
         give(resolved, options.run, options.given)
         return
-    judge = Judge.on(resolved.prepared.model, resolved.evaluation, **vars(resolved.prepared.judged))
+    judge = resolved.judge(resolved.rows.evaluation)
     rows = [*our_rows(options.run, options.given), *their_rows(options.made)]
     for row in rows:
         judge_row(row, judge)
-    timed = compare_forms(
-        [row.form for row in rows if row.form], resolved.prepared.measured, timing=Timing(repeats=options.repeats)
-    )
+    forms = [row.form for row in rows if row.form]
+    timed = time_beside(forms, resolved.shapes, repeats=options.repeats)
     running = [row for row in rows if row.form]
     for row, times in zip(running, times_of(timed, len(running)), strict=True):
         row.found["times"] = times
     print_rows(rows, judge)
-    print_base(timed)
+    print_base(timed, len(forms))
     facts = machine_facts()
     print(", ".join(f"{key} {facts[key]}" for key in ("cpu", "threads", "torch", "onnxruntime", "openvino")))
     if options.json:
         options.json.write_text(json.dumps([as_json(row) for row in rows], indent=1) + "\n")
 
 
-def give(resolved: Resolved, run: Path, given: Path) -> None:
+def give(resolved: Job, run: Path, given: Path) -> None:
     """Write the dense checkpoint in float32, its exports, the training rows and the run's share of FLOPs."""
-    prepared = resolved.prepared
+    prepared = resolved
     given.mkdir(parents=True, exist_ok=True)
     prepared.model.save_pretrained(given / "checkpoint")
     prepared.processor.save_pretrained(given / "checkpoint")
     exported = export_onnx(prepared.model, given / "dense", batch=prepared.sample, overwrite=True)
     quantize_onnx(exported, given / "dense-int8", batch=prepared.sample, overwrite=True)
-    batches = prepared.rows.calibration
+    batches = prepared.rows.score
     longest = max(batch["input_ids"].shape[1] for batch in batches)
     arrays = {"labels": torch.cat([batch["labels"] for batch in batches]).numpy()}
     for name in ("input_ids", "attention_mask", "token_type_ids"):

@@ -58,19 +58,17 @@ def print_costs(files: dict[str, str], options: argparse.Namespace) -> None:
 
 def interleave(files: dict[str, str], options: argparse.Namespace) -> None:
     import torch
-    from forms import print_base, time_cells
+    from forms import print_base, time_beside, time_cells
 
-    from hies_export.forms.compare import compare_forms
     from hies_export.forms.form import Form
-    from hies_export.forms.measure.timing import Timing
 
     torch.set_num_threads(options.threads)
     batch = {name: torch.from_numpy(tokens(name, options.shape)) for name in ("input_ids", "attention_mask")}
     forms = [Form(name, "onnxruntime-cpu", Path(file)) for name, file in files.items()]
-    timed = compare_forms(forms, {options.shape: batch}, timing=Timing(repeats=options.runs))
+    timed = time_beside(forms, {options.shape: batch}, repeats=options.runs)
     for name, cells in zip(files, time_cells(timed, len(files)), strict=True):
         print(f"| {name} | {' | '.join(cells)} |")
-    print_base(timed)
+    print_base(timed, len(files))
 
 
 def in_onnxruntime(file: str, options: argparse.Namespace) -> Costs:

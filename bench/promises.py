@@ -12,7 +12,6 @@ of the 40 % that nothing else is drawn from.
 from __future__ import annotations
 
 import argparse
-import copy
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 
 import torch
 
+from hies_export.calibrate.statistics import Statistics
 from hies_export.cli.arguments import read_overrides
 from hies_export.data.batches import Batch
 from hies_export.evaluate import judge as judging
@@ -28,11 +28,12 @@ from hies_export.evaluate.judge import Judge
 from hies_export.evaluate.predict import predict
 from hies_export.pipeline import draw as draws
 from hies_export.pipeline import search
-from hies_export.pipeline.choose import Chooser
+from hies_export.pipeline.choose import sizes_of
+from hies_export.pipeline.job import Job
+from hies_export.pipeline.load_job import load_job
 from hies_export.pipeline.recipe import PruningRecipe
-from hies_export.pipeline.resolve import Resolved, resolve
-from hies_export.pipeline.stages import cut_beside
-from hies_export.progress import SILENT
+from hies_export.pipeline.stages import calibrate, cut_beside, refit_of, score
+from hies_export.score.criteria import Scores
 from hies_export.tasks import Predictions, task_of
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
@@ -87,45 +88,39 @@ def rows_of(name: str, seed: int, options: argparse.Namespace) -> Iterator[tuple
         **read_overrides(options.fields),
     }
     recipe = PruningRecipe.from_yaml(RECIPES / f"minilm-{name}.yaml", overrides=fields)
-    first: Chooser | None = None
+    known: tuple[Statistics, list[Scores]] | None = None
     for division in range(options.divisions):
         draws.EVALUATION_SEED = options.divisions * seed + division
-        resolved = resolve(recipe)
-        prepared = resolved.prepared
-        if first is None:
+        resolved = load_job(recipe)
+        if known is None:
             predict_once()
-            first = Chooser(prepared, resolved.options, SILENT, resolved.source.dtype)
-            first.score()
-        judge = Judge.on(prepared.model, resolved.evaluation, **vars(prepared.judged))
-        ways = {"evaluated split": prepared.rows.held_out}
+            statistics = calibrate(resolved)
+            known = statistics, score(resolved, statistics)
+        judge = resolved.judge(resolved.rows.evaluation)
+        ways = {"evaluated split": resolved.rows.held_out}
         if options.further and division == 0:
             # As if no evaluated row could be held out. The rows to score and to refit on, and so all scores, stay.
             further = recipe.with_overrides({"evaluation.rows": "first"})
-            of_training = resolve(further, loaded=resolved).prepared.rows.held_out
+            of_training = load_job(further, like=resolved).rows.held_out
         if options.further:
             ways["further training rows"] = of_training
         for way, rows in ways.items():
-            yield way, row_of(f"{way} | {seed} | {division}", on_rows(first, rows), resolved, judge)
+            job = replace(resolved, rows=replace(resolved.rows, held_out=rows))
+            yield way, row_of(f"{way} | {seed} | {division}", job, *known, judge)
 
 
-def on_rows(chooser: Chooser, held_out: list[Batch]) -> Chooser:
-    """Return a chooser that holds out other rows, and shares all scores and moments."""
-    other, prepared = copy.copy(chooser), chooser._prepared
-    other._prepared = replace(prepared, rows=replace(prepared.rows, held_out=held_out))
-    return other
-
-
-def row_of(name: str, chooser: Chooser, resolved: Resolved, judge: Judge) -> float:
+def row_of(name: str, job: Job, statistics: Statistics, scored: list[Scores], judge: Judge) -> float:
     """Make a promise, print its row of the table after a name, and return the share that the judging rows keep."""
-    keep, prepared = resolved.options.goal.keep, resolved.prepared
+    keep = job.budget.keep
     assert keep is not None
-    choice = chooser.by_keep(keep)
-    found = search.predict_pruned(prepared.model, choice.plan.kept, prepared.modules, judge.batches, refit=choice.refit)
+    choice = search.search(job, statistics, scored, sizes_of(job, None))
+    refit = refit_of(job, statistics, choice.token_weights)
+    found = search.predict_pruned(job.model, choice.plan.kept, job.modules, judge.batches, refit=refit)
     same, outcome = judge.agreement(found), choice.outcome
     kept = same.double().mean().item()
     # A search ends at the last cut that passed.
     *_, chosen = (row for row in outcome.judged if "guess" not in row and row["at_least"] >= keep.predictions)
-    flops_left = chooser.flops_left(choice.plan.kept)
+    flops_left = job.flops_left(choice.plan.kept)
     shares = [flops_left, chosen["kept"], chosen["at_least"], kept, lower_share(same)]
     flops, *shown = (f"{100 * share:.2f} %" for share in shares)
     cells = [name, flops, f"{outcome.samples:,}", *shown[:2], f"{len(same):,}", *shown[2:]]

@@ -102,7 +102,7 @@ class Bench:
         self._shared = self._evaluator.shared
         self._cells = {(name_of(cell), cell.flops): cell for cell in self._evaluator.chooser.cells()}
         with self._evaluator.clock("judge dense"):  # now, because SliceGPT changes the dense model while it is judged
-            self._judges = {"text": self._shared.judge(self._shared.resolved.evaluation), **self._of_tasks()}
+            self._judges = {"text": self._shared.base.judge(self._shared.base.rows.evaluation), **self._of_tasks()}
 
     @property
     def seconds(self) -> dict[str, float]:

@@ -48,12 +48,12 @@ if TYPE_CHECKING:
     from .forms.generate import generate_text
     from .forms.gguf.export import export_gguf
     from .forms.measure.counts import count_flops, count_parameters
-    from .forms.measure.ratios import compare_latency
     from .forms.onnx.export import export_onnx
     from .forms.onnx.generator import OnnxGenerator
     from .forms.onnx.quantize import quantize_onnx
     from .forms.openvino.export import quantize_openvino
     from .forms.runtimes.available import load_runtime
+    from .forms.time import compare_latency
     from .pipeline.bench import bench
     from .pipeline.prune import PruneResult, prune
     from .pipeline.push import push_to_hub
@@ -112,7 +112,7 @@ _HOMES = {
     "bench": "pipeline.bench",
     "collect_statistics": "calibrate.statistics",
     "compare_cut": "slim.check",
-    "compare_latency": "forms.measure.ratios",
+    "compare_latency": "forms.time",
     "compensate": "slim.refit",
     "count_flops": "forms.measure.counts",
     "count_parameters": "forms.measure.counts",

@@ -40,6 +40,37 @@ class Silent:
 SILENT: Progress = Silent()
 
 
+class OutOfTime(Exception):
+    """A moment is over at which a search should end; it is always caught by who set the moment."""
+
+
+class Until:
+    """Progress that raises OutOfTime where a stage or an item of a loop would begin after a moment.
+
+    Args:
+        shown: The progress that shows the stages and loops.
+        moment: By `time.monotonic`.
+    """
+
+    def __init__(self, shown: Progress, moment: float):
+        self._shown, self._moment = shown, moment
+
+    def stage(self, name: str) -> None:
+        """Report that a stage begins; raises OutOfTime."""
+        self._check(name)
+        self._shown.stage(name)
+
+    def track(self, items: Sequence[T], name: str) -> Iterator[T]:
+        """Yield the items of a loop in order, and report each; raises OutOfTime."""
+        for item in self._shown.track(items, name):
+            self._check(name)
+            yield item
+
+    def _check(self, name: str) -> None:
+        if time.monotonic() > self._moment:
+            raise OutOfTime(f"the time is over before: {name}")
+
+
 class Clock:
     """Stopwatch by kind of work. Time in a nested block counts for the nested block only.
 

@@ -31,7 +31,7 @@ from hies_export.checkpoint.beside import write_json
 from hies_export.checkpoint.sentence import load_sentence, write_text_settings
 from hies_export.data.batches import inputs_of
 from hies_export.model.text_encoder import TextEncoder
-from hies_export.pipeline.resolve import resolve
+from hies_export.pipeline.load_job import load_job
 from hies_export.recipe.sections import Columns
 from hies_export.select.plan import PruningPlan
 from hies_export.tasks import task_of
@@ -149,7 +149,7 @@ def test_a_given_folder_that_gives_other_numbers_there_is_refused_before_the_wor
     with pytest.raises(
         RequestError, match=r"fails with: .*requires.*transformers>=99.*correct the settings in its files"
     ):
-        resolve(recipe)
+        load_job(recipe)
 
 
 def test_the_encoder_of_a_t5_loads_by_a_class_of_its_own(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_prune_gives_back_a_sentence_transformer(tmp_path: Path) -> None:
     assert given[0].model.config.to_dict() == config
     # Pruning read the texts with the prompt.
     expected = given.tokenizer("w3 " + texts[0])["input_ids"]
-    assert any(row.tolist()[: len(expected)] == expected for row in result.prepared.rows.calibration[0]["input_ids"])
+    assert any(row.tolist()[: len(expected)] == expected for row in result.job.rows.score[0]["input_ids"])
     result.save_pretrained(tmp_path / "slim")
     again = st.SentenceTransformer(str(tmp_path / "slim"), device="cpu", trust_remote_code=True)
     np.testing.assert_allclose(again.encode(TEXTS), slim.encode(TEXTS), atol=1e-6)

@@ -25,6 +25,7 @@ from ..units.units import PrunableModule
 from . import inputs, weight_gradients
 from .entropy import Entropies
 from .gates import Gates
+from .moments import MomentStream
 from .passes import run_pass
 
 logger = logging.getLogger(__name__)
@@ -53,10 +54,12 @@ class Statistics:
             (attention only) is the mean entropy of the head's attention rows, normalised by their length to [0, 1].
             "weight_l2" is the L2 norm of the unit's weights. The docstring of `hies_export.calibrate` lists the others.
         calibration: The run that produced them.
+        moments: What consumers read on the rows to refit on, collected when first asked for; None without such rows.
     """
 
     values: Mapping[str, Mapping[str, Tensor]]
     calibration: Calibration
+    moments: MomentStream | None = None
 
     def __getitem__(self, statistic: str) -> Mapping[str, Tensor]:
         return self.values[statistic]

@@ -155,19 +155,18 @@ def _print_flops(model: PreTrainedModel, found: Sequence[PrunableModule], option
 
 def _inspect_theory(options: Options) -> dict[str, Any]:
     from ..lab.studies.theory import theory
+    from ..pipeline.load_job import load_job
     from ..pipeline.recipe import PruningRecipe
-    from ..pipeline.resolve import resolve
     from ..report.console import PlainTable
     from ..select.plan import dump_json
 
     if not options.model.endswith((".yaml", ".yml")):
         raise RequestError(f"--theory needs a recipe, for its model and calibration rows, got {options.model!r}")
     recipe = PruningRecipe.from_yaml(options.model)
-    options.progress.stage("load the model")
-    prepared = resolve(recipe).prepared
+    job = load_job(recipe, progress=options.progress)
     options.progress.stage("theory")
     alpha = 0.9 if recipe.prune.alpha == "auto" else recipe.prune.alpha
-    found = theory(prepared.model, prepared.rows.calibration, prepared.scored, alpha=alpha)
+    found = theory(job.model, job.rows.score, job.scored, alpha=alpha)
     lines = []
     for name, n in found.modules.items():
         deficit = f"{n.deficit.min():.2f} to {n.deficit.max():.2f}"

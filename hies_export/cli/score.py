@@ -16,16 +16,16 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(options: Options) -> None:
     """Score, select, and write scores.json and plan.json."""
     from ..pipeline.choose import choose
-    from ..pipeline.resolve import resolve
+    from ..pipeline.load_job import load_job
     from ..pipeline.run import output_folder
+    from ..pipeline.stages import calibrate
     from .terminal import plan_text, print_plan
 
     recipe = read_recipe(options)
     refuse_output(options, recipe)
     with output_folder(recipe.output, overwrite=options.overwrite) as folder:
-        options.progress.stage("load the model and the data")
-        resolved = resolve(recipe)
-        choice = choose(resolved.prepared, resolved.options, progress=options.progress)
+        job = load_job(recipe, progress=options.progress)
+        choice = choose(job, calibrate(job))
         if processes.is_first():
             choice.write(folder)
     print_plan(choice.plan, options.console)

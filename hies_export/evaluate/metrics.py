@@ -14,6 +14,7 @@ import numpy as np
 import scipy.stats
 import sklearn.metrics
 
+from ..entry_points import Registry
 from ..errors import DataError, RecipeError, did_you_mean
 from ..progress import quiet
 from .ranking import RowsKind
@@ -53,7 +54,7 @@ class Metric:
 
 
 # The metrics below, and those of the `evaluate` library that were asked for in this process.
-METRICS: dict[str, Metric] = {}
+METRICS: Registry[Metric] = Registry("metrics")
 
 
 def register_metric(
@@ -263,7 +264,7 @@ def title_of(name: str) -> str:
 
 def counted_by(name: str | None) -> str | None:
     """Return what a promise of a share of a metric is over, "entities"; None if it is over the metric itself."""
-    return METRICS[name].counts if name in METRICS else None
+    return METRICS[name].counts if name is not None and name in METRICS else None
 
 
 def higher_is_better(name: str) -> bool:

@@ -1,32 +1,28 @@
-"""Try the dense model in all forms, and name the fastest form that keeps a promise."""
+"""Try the dense model in all forms, and record what was found of each."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+import torch
 
 from ..errors import HiesError, MissingRuntimeError, PlanError, RecipeError
 from ..evaluate.judge import Judge
 from ..tasks import Task
 from .form import Form, Forms
-from .judged import FormTime, JudgedForm, deciding_step, ratios, relative_times
 from .measure.counts import Share
 from .onnx.quantize import check_quantizable
 from .runtimes.available import check_runtime
 from .runtimes.base import RUNTIMES
+from .time import Timed, ratios
 
 logger = logging.getLogger(__name__)
 
-# The bits that are tried on each installed runtime.
-WAYS = {
-    "onnxruntime-cpu": ("float32",),
-    "onnxruntime-cpu-int8": ("int8",),
-    "openvino": ("float32", "bfloat16", "int8"),
-    "onnxruntime-cuda": ("float32", "float16"),
-    "llamacpp": ("q8_0", "q4_0"),
-}
+# A runtime, and the bits that it computes in.
+Way = tuple[str, str]
 # A cut is searched for in at most this many forms, the fastest of the dense model; the cut model is then tried in all.
 SEARCHED = 2
 
@@ -61,8 +57,9 @@ class Deployment:
     """Which form to deploy: the fastest that keeps a share of `promise` on held-out rows, by its lower end.
 
     `form` is its index among the forms, None if none keeps the promise; `step` is the index of the compared times, the
-    first that are not noisy; `seconds` is the time of the search; `file` is the form's file in the run's folder. Of an
-    embedding model, `ranking` has what the file itself ranks, as in a report.
+    first that are not noisy; `seconds` is the time of the search; `file` is the form's file in the run's folder. In
+    torch that is `slim`, or None for the dense model. Of an embedding model, `ranking` has what the form itself ranks,
+    as in a report.
     """
 
     promise: Share
@@ -74,34 +71,28 @@ class Deployment:
     ranking: Mapping[str, Mapping[str, float]] | None = None
 
 
-@dataclass(frozen=True)
-class DenseForms:
-    """The dense model in all forms: their results, the judge on the held-out rows, and the forms themselves."""
-
-    ways: list[DeployWay]
-    judge: Judge
-    forms: Forms
-
-
-def find_ways(task: type[Task], runtimes: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the runtimes that are installed, or those asked for, each with the bits to try."""
-    if unknown := [name for name in runtimes if name in RUNTIMES and name not in WAYS]:
-        raise RecipeError([f"runtimes to deploy on must be among {', '.join(WAYS)}, got {', '.join(unknown)}"])
+def find_ways(task: type[Task], runtimes: Sequence[str]) -> list[Way]:
+    """Return the runtimes that are installed, or those asked for, each with the bits to try: in torch on a GPU only."""
+    on_gpu = torch.cuda.is_available()
+    able = [name for name, runtime in RUNTIMES.items() if runtime.bits and (on_gpu or not runtime.reads_models)]
+    able.sort(key=lambda name: RUNTIMES[name].reads_models)  # the first form, which times relate to, is in float32
+    if unknown := [name for name in runtimes if name in RUNTIMES and name not in able]:
+        raise RecipeError([f"runtimes to deploy on must be among {', '.join(able)}, got {', '.join(unknown)}"])
     found = []
-    for name in runtimes or WAYS:
+    for name in runtimes or able:
         try:
             check_runtime(name, task=task)
         except (MissingRuntimeError, RecipeError):
             if runtimes:
                 raise
             continue
-        found += [(name, bits) for bits in WAYS[name]]
+        found += [(name, bits) for bits in RUNTIMES[name].bits]
     return found
 
 
 def try_dense(
-    forms: Forms, judge: Judge, ways: Sequence[tuple[str, str]], timed: Callable[[Sequence[Form]], list[list[FormTime]]]
-) -> DenseForms:
+    forms: Forms, judge: Judge, ways: Iterable[Way], timed: Callable[[Sequence[Form]], list[Timed]]
+) -> list[DeployWay]:
     """Judge the dense model in every form on the held-out rows, and time it; a form that fails keeps its reason."""
     tried: list[DeployWay] = []
     able: list[Form] = []
@@ -126,27 +117,4 @@ def try_dense(
         forms.progress.stage("time all forms of the dense model")
         times = ratios(timed(able))
     left = iter(times)
-    return DenseForms([way if way.problem else replace(way, dense_ratio=next(left)) for way in tried], judge, forms)
-
-
-def fastest_kept(forms: Sequence[JudgedForm], promise: float) -> tuple[int | None, int]:
-    """Return which form is the fastest of those that keep a promise, None if none does, and the step that decides.
-
-    That is the first step whose control was not too noisy, or at which the fastest is faster than all others by their
-    intervals, whatever the noise: what is fastest at one shape need not be so at another.
-    """
-    kept = [n for n, form in enumerate(forms) if form.at_least is not None and form.at_least >= promise]
-
-    def ordered(step: int) -> list[int]:
-        times = relative_times(forms, step)
-        return sorted(kept, key=lambda number: times[number])
-
-    def decides(step: int) -> bool:
-        first, *others = ordered(step)
-        high = forms[first].times[step].ratio_high
-        return not forms[0].times[step].noisy or all(high < forms[n].times[step].ratio_low for n in others)
-
-    if not kept:
-        return None, deciding_step(forms) or 0
-    step = next(filter(decides, range(len(forms[0].times))), 0)
-    return ordered(step)[0], step
+    return [way if way.problem else replace(way, dense_ratio=next(left)) for way in tried]

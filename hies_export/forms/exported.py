@@ -8,19 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..evaluate.judge import Judge
-from .exports import Exported
 from .form import Form, Forms
-from .gguf.export import GgufExport
-from .judged import JudgedForm
+from .formats import FORMATS, Export, runtime_of
+from .judge import Judged
 from .measure.counts import Count, Size
 from .measure.record import Record
-from .onnx.export import OnnxExport
-from .openvino.export import OpenVinoExport
-from .runtimes.base import RUNTIMES, Format
-from .runtimes.ort import ONNX_FILE, OnnxRuntime
+from .runtimes.base import RUNTIMES
+from .runtimes.ort import ONNX_FILE
 
-# The folder of a cascade in that of a run.
-CASCADE = "onnx-cascade"
+# The folders of a cascade and of the slim checkpoint in that of a run.
+CASCADE, SLIM = "onnx-cascade", "slim"
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +34,7 @@ class ExportedFile(Record):
 
     Attributes:
         file: Where it is in the folder of the run.
-        format: "onnx", "openvino" or "gguf".
+        format: A name in `FORMATS`, such as "onnx", "openvino" or "gguf".
         quantize: "int8" if its linear layers are in 8 bits.
         bytes: Size of graph and weights.
         quality: The first metric; None if no runtime here gives the file's logits (GGUF, models in several graphs).
@@ -57,52 +54,44 @@ class ExportedFile(Record):
     float_neurons: Count | None
 
 
-def judge_exported(exported: Exported, folder: Path, judge: Judge, forms: Sequence[JudgedForm]) -> ExportedFile:
+def judge_exported(exported: Export, folder: Path, judge: Judge, forms: Sequence[Judged]) -> ExportedFile:
     """Return the exported file of a run with its quality on the evaluation rows; it is not run again if a form was."""
-    quantize = None if isinstance(exported, GgufExport) else exported.quantize
-    metric, known = judge.metrics[0], []
+    metric, known, quantize = judge.metrics[0], [], exported.how.quantize
     if quantize is not None:
         # If nothing was cut, the last form in these bits is the dense one's.
-        runs = [form for form in forms if form.bits == quantize]
-        own = [form for form in runs if (form.runtime == "openvino") == isinstance(exported, OpenVinoExport)]
-        known = [(form.quality, form.stability) for form in own][-1:]
-    elif (runtime := _runtime_of(exported)) is not None:
-        found = judge.of(Form("slim", runtime, exported.folder).predict(judge.batches, judge.task))
+        own = runtime_of(exported.how, quantize), quantize
+        known = [(form.quality, form.stability) for form in forms if (form.runtime, form.bits) == own][-1:]
+    elif exported.checked_on is not None:
+        found = judge.of(Form("slim", exported.checked_on, exported.folder).predict(judge.batches, judge.task))
         known = [(found.metrics[metric], found.stability)]
     quality, stability = known[0] if known else (None, None)
     return ExportedFile(
         file=exported.file.relative_to(folder).as_posix(),
-        format=_format(exported),
+        format=exported.format,
         quantize=quantize,
         bytes=exported.bytes,
         quality=None if quality is None else Metric(metric, quality),
         stability=stability,
-        layers=None if isinstance(exported, GgufExport) or not quantize else exported.layers,
+        layers=exported.facts.get("layers"),
         float_neurons=0 if quantize else None,
     )
 
 
-# The file of a graph in fewer bits -> its names on the Hub: those of transformers.js, and of sentence-transformers.
-_HUB_NAMES = {"int8": ("model_quantized.onnx", "model_qint8_avx512_vnni.onnx"), "int4": ("model_q4.onnx",)}
-
-
-def add_graphs(exports: Iterable[Exported], folder: Path) -> None:
+def add_graphs(exports: Iterable[Export], folder: Path) -> None:
     """Put the graphs of a model into `onnx/` and `openvino/` of its checkpoint's folder, where tools look for them.
 
     Files on the same disk are linked, and take no space again.
     """
     for exported in exports:
-        if isinstance(exported, OnnxExport):
-            (folder / "onnx").mkdir(exist_ok=True)
-            for part in sorted(exported.folder.glob("*.onnx*")):
-                # A graph finds weights in a file beside it by that file's own name.
-                renamed = exported.quantize is not None and part.suffix == ".onnx"
-                for name in _HUB_NAMES[str(exported.quantize)] if renamed else (part.name,):
-                    _link(part, folder / "onnx" / name)
-        elif isinstance(exported, OpenVinoExport):
-            (folder / "openvino").mkdir(exist_ok=True)
-            for part in sorted(exported.folder.glob(f"{exported.file.stem}.*")):
-                _link(part, folder / "openvino" / part.name)
+        known, stems = FORMATS[exported.format], {Path(name).stem for name in exported.files}
+        if known.hub_folder is None:
+            continue
+        (place := folder / known.hub_folder).mkdir(exist_ok=True)
+        for part in sorted(path for path in exported.folder.iterdir() if path.stem in stems):
+            # A graph finds weights in a file beside it by that file's own name.
+            renamed = known.hub_names.get(str(exported.how.quantize)) if part.name == exported.file.name else None
+            for name in renamed or (part.name,):
+                _link(part, place / name)
 
 
 def link_files(source: Path, target: Path) -> None:
@@ -112,11 +101,6 @@ def link_files(source: Path, target: Path) -> None:
         _link(part, target / part.name)
 
 
-def _format(exported: Exported) -> Format:
-    """Return the format of an export."""
-    return "gguf" if isinstance(exported, GgufExport) else "onnx" if isinstance(exported, OnnxExport) else "openvino"
-
-
 def _link(source: Path, target: Path) -> None:
     try:
         target.hardlink_to(source)
@@ -124,27 +108,18 @@ def _link(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def _runtime_of(exported: Exported) -> str | None:
-    """Return the runtime on which an export was compared with torch; None if it was not, or has several graphs."""
-    if isinstance(exported, GgufExport):
-        return None if exported.parity is None else "llamacpp"
-    if isinstance(exported, OpenVinoExport):
-        return exported.runtime
-    if len(exported.files) > 1:
-        return None
-    known = {name: runtime.requested for name, runtime in RUNTIMES.items() if issubclass(runtime, OnnxRuntime)}
-    return next((name for name, provider in known.items() if provider == exported.checked_on), None)
-
-
-def keep_file(forms: Forms, form: JudgedForm, folder: Path, *, same: bool) -> str:
+def keep_file(forms: Forms, form: Judged, folder: Path, *, same: bool) -> str | None:
     """Return the file of a form in the folder of a run, after moving its export there if it lies elsewhere.
 
-    If both models are the `same`, the slim one's file is that of the dense one too.
+    If both models are the `same`, the slim one's file is that of the dense one too. In torch, the file of the slim
+    model is its checkpoint, and the dense one has none there.
     """
     if form.model == "cascade":
         return f"{CASCADE}/{ONNX_FILE}"
+    if RUNTIMES[form.runtime].reads_models:
+        return SLIM if same or form.model == "slim" else None
     export = forms.export("slim" if same else form.model, forms.read_by(form.runtime, form.bits))
     place = export.folder
     if place.parent != folder:
-        place = place.rename(folder / f"{form.model}-{_format(export)}-{form.bits}")
+        place = place.rename(folder / f"{form.model}-{export.format}-{form.bits}")
     return (place.relative_to(folder) / export.file.relative_to(export.folder)).as_posix()

@@ -18,9 +18,8 @@ from ..model.copies import convert
 from ..progress import SILENT, Progress
 from ..recipe.sections import ExportSection
 from ..tasks import Predictions, Task, task_of
-from .cascade.export import CascadeExport, CascadeOptions
-from .exports import Exported, Exporter, read_by
-from .onnx.export import OnnxExport
+from .cascade.export import CascadeOptions
+from .formats import Export, Exporter, read_by
 from .runtimes.available import load_runtime
 from .runtimes.base import RUNTIMES, Runtime
 
@@ -44,7 +43,7 @@ class Form:
     bytes: int | None = None
 
     @classmethod
-    def of_cascade(cls, exported: CascadeExport, options: CascadeOptions) -> Form:
+    def of_cascade(cls, exported: Export, options: CascadeOptions) -> Form:
         """Return a cascade on the runtime that it was made for."""
         return cls("cascade", options.runtime, exported.folder, options.bits, exported.bytes)
 
@@ -72,9 +71,9 @@ class Forms:
         self.exporter, self.folder, self.progress = exporter, folder, progress
         self._models = dict(models)
         # An export that failed is not tried again: what it raised is raised again.
-        self._exports: dict[tuple[str, ExportSection], Exported | HiesError] = {}
+        self._exports: dict[tuple[str, ExportSection], Export | HiesError] = {}
 
-    def add(self, name: str, model: PreTrainedModel, exports: Mapping[ExportSection, Exported] | None = None) -> None:
+    def add(self, name: str, model: PreTrainedModel, exports: Mapping[ExportSection, Export] | None = None) -> None:
         """Add a model, with the exports that there are of it already."""
         self._models[name] = model
         self._exports.update({(name, options): exported for options, exported in (exports or {}).items()})
@@ -83,7 +82,7 @@ class Forms:
         """Return a model by its name."""
         return self._models[name]
 
-    def exports_of(self, name: str) -> dict[ExportSection, Exported]:
+    def exports_of(self, name: str) -> dict[ExportSection, Export]:
         """Return the exports that were made of a model, by their options."""
         return {
             options: exported
@@ -94,13 +93,13 @@ class Forms:
     def read_by(self, runtime: str, bits: str | None = None) -> ExportSection:
         """Return the options of the export that a runtime reads to compute in some bits, by default the export's own.
 
-        The bits of the run's own quantised ONNX export are served by that export.
+        The bits of the run's own quantised export are served by that export.
         """
-        options = self.exporter.options
-        own = bits is not None and bits == options.quantize and bits not in RUNTIMES[runtime].calibrated
-        return options if own and options.format == "onnx" else read_by(options.unquantized, runtime, bits)
+        options, known = self.exporter.options, RUNTIMES[runtime]
+        own = bits is not None and bits == options.quantize and bits not in known.calibrated
+        return options if own and options.format == known.format else read_by(options.unquantized, runtime, bits)
 
-    def export(self, name: str, options: ExportSection) -> Exported:
+    def export(self, name: str, options: ExportSection) -> Export:
         """Return the export of a model; a quantised one is made from the plain one, if there is one."""
         key = name, options
         if key not in self._exports:
@@ -114,18 +113,16 @@ class Forms:
             raise found
         return found
 
-    def _exported(self, name: str, options: ExportSection) -> Exported:
+    def _exported(self, name: str, options: ExportSection) -> Export:
         place = self.folder / f"{Path(name).name}-{sum(made == name for made, _ in self._exports)}"
         plain = self._exports.get((name, options.unquantized))
-        if options.quantize and isinstance(plain, OnnxExport):
+        if options.quantize and plain is not None and not isinstance(plain, HiesError):
             return self.exporter.quantize(plain, place, options)
         return self.exporter.export(self._models[name], place, options)
 
-    def plain_onnx(self, name: str) -> OnnxExport:
-        """Return the ONNX export of a model that is not quantised, by the options of the exporter."""
-        exported = self.export(name, self.exporter.options.unquantized)
-        assert isinstance(exported, OnnxExport)
-        return exported
+    def plain(self, name: str) -> Export:
+        """Return the export of a model by the options of the exporter, but not quantised."""
+        return self.export(name, self.exporter.options.unquantized)
 
     def export_for(self, names: Sequence[str], ways: Iterable[tuple[str, str | None]]) -> None:
         """Export models for all runtimes that read exports, each with bits, before anything else: one may fail."""

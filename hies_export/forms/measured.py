@@ -10,21 +10,15 @@ from torch import Tensor
 from ..recipe.sections import ExportSection
 from ..units.units import PrunableModule
 from .cascade.export import CascadeOptions
-from .compare import time_on
 from .form import Forms
-from .gguf.export import GgufExport
+from .formats import runtime_of
+from .latency_rows import LatencyRow, latency_rows
 from .measure import counts
 from .measure.counts import Both, FlopCount, FlopsByLayer, Shape, StoredBytes
-from .measure.latency_rows import LatencyRow
-from .measure.timing import Timing
+from .time import time
 
-# The form that forms of a quantised model are compared with, and the runtime of each quantised export.
+# The form that forms of a quantised model are compared with.
 _FULL = ("onnxruntime-cpu", "float32")
-_QUANTIZED = {
-    ("onnx", "int8"): "onnxruntime-cpu-int8",
-    ("onnx", "int4"): "onnxruntime-cpu",
-    ("openvino", "int8"): "openvino",
-}
 
 
 @dataclass(frozen=True)
@@ -32,7 +26,8 @@ class MeasureOptions:
     """Which runtimes to time on, each with bits (None: as the models are), and how often."""
 
     ways: tuple[tuple[str, str | None], ...]
-    timing: Timing
+    repeats: int = 30
+    min_seconds: float = 0.0
 
     def ways_to_judge(self, export: ExportSection, cascade: CascadeOptions | None) -> list[tuple[str, str]]:
         """Return the runtimes and bits to judge both models in: those measured, those exported, and float32.
@@ -42,8 +37,8 @@ class MeasureOptions:
         ways = [(name, bits) for name, bits in self.ways if bits is not None]
         if export.quantize is not None:
             fewer = [way for way in ways if way[1] != "float32"]
-            own = _QUANTIZED[export.format, export.quantize], export.quantize
-            ways = list(dict.fromkeys([_FULL, own, *fewer]))
+            own = runtime_of(export, export.quantize)
+            ways = list(dict.fromkeys([_FULL, *([] if own is None else [(own, export.quantize)]), *fewer]))
         if cascade is not None:
             served = [] if cascade.quantize else [(cascade.runtime, cascade.bits)]
             return list(dict.fromkeys([_FULL, *ways, *served]))
@@ -79,31 +74,31 @@ def measure_both(
     FLOPs per layer are counted on the first of the batches.
     """
     dense, slim, progress = forms.model("dense"), forms.model("slim"), forms.progress
-    exported = forms.export("slim", forms.exporter.options.unquantized)
+    exported = forms.plain("slim")
     flops = counts.count_both_flops(dense, slim, batches)
     shape = next(iter(batches))
     dense_layers, slim_layers = (counts.flops_per_layer(m, batches[shape], modules) for m in (dense, slim))
-    cache = [counts.cache_bytes_per_token(model) for model in (dense, slim)]
+    cache, files = [counts.cache_bytes_per_token(model) for model in (dense, slim)], {exported.format: exported.bytes}
     latency = []
     # All exports come first, because one may fail; copies in other bits are made for one runtime at a time.
     forms.export_for(("dense", "slim"), options.ways)
     for runtime, bits in options.ways:
         progress.stage(f"time both models on {runtime}" + ("" if bits is None else f" in {bits}"))
-        latency += time_on(
-            *(forms.form(name, runtime, bits) for name in ("dense", "slim")),
-            batches=batches,
-            flops=flops,
-            timing=options.timing,
-            progress=progress,
+        # Nothing else refers to these forms, whose models may be copies.
+        latency += latency_rows(
+            time(
+                [forms.form(name, runtime, bits) for name in ("dense", "slim")],
+                {shape: [batch] for shape, batch in batches.items()},
+                repeats=options.repeats,
+                min_seconds=options.min_seconds,
+                decode=True,
+                progress=progress,
+            ),
+            flops,
         )
-    of_gguf = isinstance(exported, GgufExport)
     return Measurements(
         parameters=Both(counts.count_parameters(dense), counts.count_parameters(slim)),
-        bytes=StoredBytes(
-            *(stored.dense, stored.slim),
-            onnx=None if of_gguf else exported.bytes,
-            gguf=exported.bytes if of_gguf else None,
-        ),
+        bytes=StoredBytes(stored.dense, stored.slim, *(files.get(format) for format in ("onnx", "gguf"))),
         flops=flops[shape],
         flops_per_layer=FlopsByLayer(dense_layers, slim_layers, shape),
         cache_bytes_per_token=None if cache[0] is None or cache[1] is None else Both(cache[0], cache[1]),

@@ -13,38 +13,38 @@ from ..checkpoint.folders import new_folder
 from ..checkpoint.save import check_in_sentence_transformers
 from ..checkpoint.served_settings import write_served
 from ..equal import OTHER_PROGRAM
+from ..errors import RequestError
 from ..model.text_encoder import TextEncoder
 from ..model.tokens import synthetic_batch
 from ..recipe.sections import ExportSection
-from .exports import Exporter
-from .onnx.export import OnnxExport
-from .openvino.export import OpenVinoExport
+from .formats import FORMATS, Export, Given, runtime_of
 
 
 def export_served(
     model: TextEncoder,
     folder: str | Path,
-    options: ExportSection,
+    how: ExportSection,
     *,
     processor: Any = None,
     rows: Sequence[Mapping[str, Tensor]] = (),
     overwrite: bool = False,
-) -> OnnxExport | OpenVinoExport:
-    """Export an embedding model as `Exporter` does, for `SentenceTransformer(folder, trust_remote_code=True)`.
+) -> Export:
+    """Export an embedding model, for `SentenceTransformer(folder, trust_remote_code=True)`.
 
     The graph gives `sentence_embedding`, (texts, dimension), and `last_hidden_state`, (texts, tokens, width). `rows`
-    are those of `Exporter`.
+    are those of `Given`. Raises RequestError for a format that no runtime reads.
     """
+    if (runtime := runtime_of(how)) is None:
+        raise RequestError(f"an embedding model needs a format that a runtime reads, got {how.format}; give another")
     longest = model.settings.max_length
     sample = synthetic_batch(model, batch=2, sequence=16 if longest is None else min(16, longest))
     with new_folder(folder, overwrite=overwrite) as written:
-        exported = Exporter(options, sample, processor, rows).export(model, written / "graph")
-        assert isinstance(exported, OnnxExport | OpenVinoExport)
+        exported = FORMATS[how.format].write(model, written / "graph", how, Given(sample, processor, rows))
         for file in exported.folder.iterdir():
             file.rename(written / file.name)
         exported.folder.rmdir()
-        write_served(written, model, file=exported.file.name, runtime=exported.runtime)
-        if (options.provider, options.dtype, options.quantize) == ("cpu", "float32", None):
+        write_served(written, model, file=exported.file.name, runtime=runtime)
+        if (how.provider, how.dtype, how.quantize) == ("cpu", "float32", None):
             check_in_sentence_transformers(model, written, processor, limit=OTHER_PROGRAM["float32"])
     folder = Path(folder)
     return replace(exported, folder=folder, file=folder / exported.file.name)

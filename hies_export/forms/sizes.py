@@ -14,7 +14,7 @@ from ..errors import ParityError, PlanError
 from .cascade.export import CascadeOptions, export_cascade
 from .cascade.facts import SizeTried
 from .form import Form, Forms
-from .onnx.export import OnnxExport
+from .formats import Export
 
 T = TypeVar("T")
 
@@ -25,7 +25,7 @@ class Sized(Generic[T]):
 
     flops: float
     cut: T | None = None
-    exported: OnnxExport | None = None
+    exported: Export | None = None
     problem: str | None = None
 
 
@@ -48,7 +48,7 @@ def cut_sizes(
         try:
             made, model, left = cut(share)
             forms.add(name := f"{share:g}-for-cascade", model)
-            found.append(Sized(left, made, forms.plain_onnx(name)))
+            found.append(Sized(left, made, forms.plain(name)))
         except (PlanError, ParityError) as error:
             found.append(Sized(share, problem=str(error)))
     return found
@@ -69,13 +69,14 @@ def join_sizes(
         tried, form = SizeTried(flops=cut.flops, problem=cut.problem), None
         if cut.exported is not None:
             forms.progress.stage(f"join {cut.flops:.2f} of the FLOPs in a cascade on {runtime} in {bits}")
-            dense, place = forms.plain_onnx("dense"), forms.folder / f"cascade-{runtime}-{bits}-{number}"
+            dense, place = forms.plain("dense"), forms.folder / f"cascade-{runtime}-{bits}-{number}"
             try:
                 made = export_cascade(cut.exported, dense, place, batches=batches, answers=answers, options=options)
             except (PlanError, ParityError) as error:
                 tried = replace(tried, problem=str(error))
             else:
-                tried = replace(tried, passed_on=made.promise.passed_on, differ=made.promise.differ)
+                promise = made.facts["promise"]
+                tried = replace(tried, passed_on=promise.passed_on, differ=promise.differ)
                 form = Form.of_cascade(made, options)
         found.append(Joined(cut.cut, tried, form))
     return found

@@ -34,7 +34,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.image_processing_auto import AutoImageProcessor as AutoImageProcessor
 from transformers.utils import cached_file
 
-from ..errors import MissingRuntimeError, RequestError
+from ..errors import ExportError, MissingRuntimeError, RequestError, first_line
 from ..progress import quiet
 
 logger = logging.getLogger(__name__)
@@ -518,6 +518,17 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
     finally:
         for module, call in before:
             module._compiled_call_impl = call
+
+
+@contextmanager
+def refused_compilations(who: str) -> Iterator[None]:
+    """Turn what torch's compiler raises into an ExportError, which begins with who compiles."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    try:
+        yield
+    except TorchDynamoException as error:
+        raise ExportError(f"{who} must compile the model, and torch refused: {first_line(error)}") from error
 
 
 def compile_many_shapes(most: int) -> None:

@@ -1,20 +1,18 @@
 """Prune a model in memory, or run a recipe from start to end.
 
 The input is a model with batches, or a recipe; the output is a `PruneResult`, or the folder of a run and its `Report`.
-A recipe is resolved once; the stages see what is loaded, and their own sections of it.
+Both become a `Job`, and every stage is a function of a `Job` and of what the stage before it returned.
 
 In the order of reading:
 
-- `prune.py`: `prune`, which chooses, cuts, compensates and judges.
-- `run.py`: `run`, which loads, prunes, saves, exports, measures and reports; `deploy`, a run whose cut is searched for.
+- `job.py`: `Job`, and `job_in_memory`; `load_job.py`: the job of a recipe. `accept.py` checks the model on its rows.
+- `stages.py`: `calibrate`, `score`, `select`, `cut`, `compare`, `save`, and the values between them.
+- `choose.py`: what stays within the budget; `search.py`: the largest cut that keeps a promise; `held_out.py`: alphas
+  and criteria, by held-out rows.
+- `prune.py`: `prune`, these stages in memory.
+- `run.py`: `run`, these stages with a folder; `deploy`, a run whose cut is searched for in all forms (`fastest.py`).
+- `measure.py`: both models exported, judged and timed; `reporting.py`: everything as a `Report` and its files.
 - `recipe.py`: the whole recipe, read from YAML or keywords; `propose.py`: a recipe for a model and a data set alone.
-- `resolve.py`: a recipe with its loaded model and rows; `draw.py`: which rows are for what.
-- `prepare.py`: find the units that a model can lose, and check the request; `accept.py`: check the model on its rows.
-- `choose.py`: calibrate, score (`candidates.py`) and select within the budget (`targets.py`), which gives the plan.
-- `search.py`: judge pruned models, and find the largest cut that keeps a promise.
-- `cut.py`: cut by a plan or a choice, compensate, check and save.
-- `fastest.py`: find the fastest form that keeps a promise.
-- `reporting.py`: the results of all stages, as a `Report` and its files.
-- `push.py`: publish what a run wrote on the Hub.
-- `bench.py`: `hies-export bench`, which times any two folders.
+- `draw.py`: which rows are for what, and how many a promise needs.
+- `push.py`: publish what a run wrote on the Hub. `bench.py`: `hies-export bench`, which times any two folders.
 """

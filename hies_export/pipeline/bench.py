@@ -13,36 +13,27 @@ from transformers import PreTrainedModel
 from ..checkpoint.classes import AGAIN, find_model_class, load_config
 from ..checkpoint.folders import Contents, contents
 from ..checkpoint.load import load
-from ..data.batches import Batch, image_shape
+from ..data.batches import image_shape
 from ..data.processors import load_processor
 from ..errors import RequestError, refusing
-from ..forms.compare import time_on
-from ..forms.exports import Exporter, best_for, require_exporters
 from ..forms.form import Form, Forms
+from ..forms.formats import FORMATS, Exporter, Given, best_for, export_options, require_exporters, runtime_of
+from ..forms.latency_rows import LatencyRow, latency_rows
 from ..forms.measure.counts import FlopCount, Shape, count_both_flops
-from ..forms.measure.latency_rows import LatencyRow
 from ..forms.measure.shapes import check_shapes, image_shape_at, model_shapes
-from ..forms.measure.timing import Timing
-from ..forms.on_rows import time_on_rows
 from ..forms.onnx.multimodal import is_vision_language
 from ..forms.runtimes.available import check_dtypes, check_runtime
-from ..forms.runtimes.base import RUNTIMES, Format
+from ..forms.runtimes.base import RUNTIMES
 from ..forms.runtimes.llamacpp import find_gguf
 from ..forms.runtimes.ort import ONNX_FILE, QUANTIZED_FILE, refuse_parts
+from ..forms.time import check_repeats, rows_by_shape, time
 from ..model.internals import empty_model, never_asking
 from ..model.tokens import synthetic_batch
 from ..progress import SILENT, Progress
 from ..recipe.sections import ExportSection
 from ..tasks import TASKS
+from .load_job import rows_in_order
 from .recipe import PruningRecipe
-from .resolve import rows_in_order
-
-# What an export is called, and a runtime that reads it.
-_EXPORTED: dict[Format, tuple[str, str]] = {
-    "onnx": (Contents.ONNX.value, "onnxruntime-cpu"),
-    "openvino": (Contents.OPENVINO.value, "openvino"),
-    "gguf": (Contents.GGUF.value, "llamacpp"),
-}
 
 
 def bench(
@@ -69,7 +60,8 @@ def bench(
         shapes: (batch, sequence) pairs, or (batch,) for images; by default a batch of 1 and of 8.
         dtypes: Dtypes to run checkpoints in, each on the runtimes that support it; float32 by default. A folder or
             file of an export keeps its own dtype.
-        repeats, min_seconds: As in `Timing`; on `rows`, every batch is run once.
+        repeats, min_seconds: Timed runs of each model, at least, and how long to go on beyond them; on `rows`, every
+            batch is run once.
         rows: A recipe whose evaluation rows, 512 at most, are run as they come, in place of random ones: the time of a
             cascade depends on them. Only the batch of each shape then counts; by default 1, 8 and 32.
         progress: Shows the loops.
@@ -80,15 +72,22 @@ def bench(
     Raises:
         RequestError: An argument is not a model, the two models take different inputs, or a runtime cannot run one.
     """
-    folders, timing = (Path(first), Path(second)), Timing(repeats=repeats, min_seconds=min_seconds)
+    check_repeats(repeats=repeats, min_seconds=min_seconds)
+    folders = Path(first), Path(second)
     runtimes = runtimes or _default_runtimes(folders)
     _check_request(folders, runtimes, dtypes)
     skeletons = [_skeleton(folder) for folder in folders]
     images = [image_shape_at(_described(folder), model) for folder, model in zip(folders, skeletons, strict=True)]
     _check_inputs(skeletons, images)
-    evaluated = None if rows is None else rows_in_order(rows)
-    batches = _random_batches(skeletons, shapes, images[0]) if evaluated is None else {}
-    flops = _flops(folders, skeletons, batches) if batches else {}
+    if rows is None:
+        batches = _random_batches(skeletons, shapes, images[0])
+        flops = _flops(folders, skeletons, batches)
+        given: Mapping[Shape, Sequence[Mapping[str, Any]]] = {shape: [batch] for shape, batch in batches.items()}
+        how: dict[str, Any] = {"repeats": repeats, "min_seconds": min_seconds, "decode": True}
+    else:
+        in_order = rows_in_order(rows)
+        given = rows_by_shape({shape[0]: in_order(shape[0]) for shape in shapes or ((1,), (8,), (32,))})
+        flops, how = {}, {}
     asked = [(name, dtype) for name in runtimes for dtype in dtypes or ("float32",) if dtype in RUNTIMES[name].dtypes]
     measured: list[LatencyRow] = []
     with tempfile.TemporaryDirectory(prefix="hies-bench-") as temporary:
@@ -100,11 +99,7 @@ def bench(
                 made.get((runtime, dtype)) or _loaded(folder, runtime, dtype)
                 for folder, made in zip(folders, exports, strict=True)
             ]
-            if evaluated is not None:
-                sizes = dict.fromkeys(shape[0] for shape in shapes or ((1,), (8,), (32,)))
-                measured += _on_rows(both, {size: evaluated(size) for size in sizes}, progress)
-                continue
-            measured += time_on(*both, batches=batches, flops=flops, timing=timing, progress=progress)
+            measured += latency_rows(time(both, given, progress=progress, **how), flops)
     return measured
 
 
@@ -117,12 +112,6 @@ def _random_batches(
     # The tokens of the smaller vocabulary are tokens of both.
     smaller = min(skeletons, key=lambda model: getattr(model.config.get_text_config(), "vocab_size", 0))
     return {shape: synthetic_batch(smaller, batch=shape[0], sequence=shape[1], image=image) for shape in wanted}
-
-
-def _on_rows(forms: Sequence[Form], batches: Mapping[int, Sequence[Batch]], progress: Progress) -> list[LatencyRow]:
-    """Time two models on batches of rows, by their size."""
-    timed = time_on_rows(forms, batches, progress=progress)
-    return [LatencyRow.on_rows(*both, runtime=forms[0].runtime, batch=size) for size, both in timed.items()]
 
 
 def _check_inputs(models: Sequence[PreTrainedModel], images: Sequence[Sequence[int] | None]) -> None:
@@ -138,7 +127,7 @@ def _check_inputs(models: Sequence[PreTrainedModel], images: Sequence[Sequence[i
         raise RequestError(f"two models must take the same kind of input to be compared, got {' and '.join(kinds)}")
 
 
-def _format(folder: Path) -> Format | None:
+def _format(folder: Path) -> str | None:
     """Return the export format of a folder or file; None for a checkpoint."""
     if find_gguf(folder) is not None:
         return "gguf"
@@ -149,7 +138,8 @@ def _format(folder: Path) -> Format | None:
 
 def _default_runtimes(folders: Sequence[Path]) -> tuple[str, ...]:
     formats = set(map(_format, folders))
-    return next(((_EXPORTED[format][1],) for format in ("gguf", "openvino", "onnx") if format in formats), ("torch",))
+    found = next((format for format in ("gguf", "openvino", "onnx") if format in formats), None)
+    return ("torch",) if found is None else (str(runtime_of(export_options(found))),)
 
 
 def _check_request(folders: Sequence[Path], runtimes: Sequence[str], dtypes: Sequence[str]) -> None:
@@ -162,10 +152,10 @@ def _check_request(folders: Sequence[Path], runtimes: Sequence[str], dtypes: Seq
         format = _format(folder)
         if format is None:
             continue
-        what, other = _EXPORTED[format]
+        what, other = FORMATS[format].title, runtime_of(export_options(format))
         for runtime in runtimes:
             if format not in RUNTIMES[runtime].formats():
-                needed = "a checkpoint" if RUNTIMES[runtime].reads_models else _EXPORTED[RUNTIMES[runtime].format][0]
+                needed = "a checkpoint" if RUNTIMES[runtime].reads_models else FORMATS[RUNTIMES[runtime].format].title
                 raise RequestError(f"runtime {runtime} needs {needed}, but {folder} is {what}; use {other}")
         if dtypes:
             raise RequestError(f"a dtype can be chosen for checkpoints, but {folder} is {what} with its own")
@@ -201,7 +191,7 @@ def _exports(folder: Path, place: Path, ways: Sequence[tuple[str, str]]) -> dict
     of_gguf = any(RUNTIMES[runtime].format == "gguf" for runtime, _ in ways)
     tokenizer = load_processor(folder, task=TASKS["text-generation"]) if of_gguf else None
     sample = synthetic_batch(model, batch=2, sequence=16, image=image_shape_at(folder, model))
-    exporter = Exporter(ExportSection(), sample, tokenizer)
+    exporter = Exporter(ExportSection(), Given(sample, tokenizer))
     forms = Forms({str(folder): model}, exporter, place)
     return {way: forms.form(str(folder), *way, best_for(*way)) for way in ways}
 

@@ -4,37 +4,30 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
 
-import datasets
 import torch
 from pydantic import ValidationError
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from ..checkpoint.load import check_in_memory
 from ..data.batches import Batch, has_references, samples_of
 from ..errors import RecipeError, RequestError
-from ..evaluate.judge import Judge
-from ..evaluate.metrics import check_metrics
-from ..evaluate.ranking import kind_of_rows
 from ..forms.cascade.cascade import Cascade
-from ..forms.exports import Exported, Exporter, export_options
+from ..forms.formats import FORMATS, Export, Given, export_options
 from ..forms.measure.counts import Both, FlopCount, count_both_flops, count_parameters
-from ..forms.onnx.export import OnnxExport
 from ..forms.onnx.quantize import Quantize
-from ..forms.runtimes.available import check_dtypes, check_one_graph, check_runtime
 from ..forms.runtimes.base import Provider
 from ..forms.served_export import export_served
 from ..model.internals import uncompiled, without_compiler
 from ..model.modes import evaluating
 from ..model.text_encoder import TextEncoder
-from ..progress import SILENT, Clock, Progress, without_reports
-from ..recipe.budget import Budget, Outcome, TimedSection
+from ..progress import SILENT, Progress, without_reports
+from ..recipe.budget import Budget, Outcome
 from ..recipe.sections import ComparisonSection, CompensationSection, MultipleOf
 from ..report.console import PlainTable, map_text
 from ..report.maps import plan_maps
@@ -44,16 +37,13 @@ from ..report.text import is_own
 from ..score.criteria import Scores
 from ..select.plan import PruningPlan
 from ..slim.refit import LayerFit
-from ..tasks import Task, task_of
-from ..tasks.given import batches_of, first_rows, split_held_out, unlabelled
-from ..tasks.registry import refuse_unknown
+from ..tasks.given import batches_of
 from .choose import choose
+from .job import Job, job_in_memory
 from .objects import Unwrapped, unwrap
-from .prepare import Judged, Prepared, Rows, check_apart, check_options, prepare
 from .push import push_folder
 from .recipe import Allocation, PruneSection, sentences
-from .search import Evaluation, confirm, evaluate
-from .stages import Choice, Slim, cut, save
+from .stages import Choice, Evaluation, Slim, calibrate, compare, cut, save
 
 # Width of the table of a result, in characters.
 WIDTH = 100
@@ -66,29 +56,27 @@ class PruneResult:
     Its text is a table of what was cut, of both models' sizes, and of the agreement on the held-out batches.
 
     Attributes:
-        prepared: The dense model, its modules, and the batches.
+        job: The dense model, its modules, and the batches.
+        choice: The plan, and what it was chosen from; of a given plan, only the plan.
         slim: The slim model, its plan and its checks.
-        choice: Scores and statistics that the plan was chosen from; None for a given plan.
-        outcome: The budget, with the prediction for the plan; None for a given plan.
         parameters: Number of parameters of both models.
         flops: Floating-point operations of one forward pass of both models at `flops.shape`.
         held_out: Metrics of both models and the share of equal predictions on the held-out batches; None without.
-        given: What `prune` was given, if it was no plain model of transformers.
+        given: What `prune` was given.
     """
 
-    prepared: Prepared
+    job: Job
+    choice: Choice
     slim: Slim
-    choice: Choice | None
-    outcome: Outcome | None
     parameters: Both[int]
     flops: FlopCount
-    held_out: Evaluation | None = None
-    given: Unwrapped | None = None
+    held_out: Evaluation | None
+    given: Unwrapped
 
     @cached_property
     def model(self) -> Any:
         """The slim model, in evaluation mode, of the class that was given: mostly an ordinary `PreTrainedModel`."""
-        return self.slim.model if self.given is None else self.given.wrap(self.slim.model)
+        return self.given.wrap(self.slim.model)
 
     @property
     def plan(self) -> PruningPlan:
@@ -98,7 +86,12 @@ class PruneResult:
     @property
     def scores(self) -> Scores | None:
         """One score per unit, higher means keep; None for a given plan."""
-        return None if self.choice is None else self.choice.scores
+        return self.choice.scores
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """The budget, with the prediction for the plan; None for a given plan."""
+        return self.choice.outcome
 
     @property
     def fits(self) -> list[LayerFit]:
@@ -131,14 +124,13 @@ class PruneResult:
             RequestError: There is no Hub token, or it may not write to the repository; the folder is written.
             PushError: The push did not finish; the folder is written.
         """
-        files = self.given.files if self.given is not None else None
         with without_reports():
             save(
+                self.job,
                 self.slim,
-                self.prepared,
                 folder,
-                processor=processor or self.prepared.processor,
-                files=files or None,
+                processor=processor,
+                files=self.given.files or None,
                 overwrite=overwrite,
             )
         if push_to_hub:
@@ -153,7 +145,7 @@ class PruneResult:
         dtype: str = "float32",
         quantize: Quantize | None = None,
         overwrite: bool = False,
-    ) -> OnnxExport:
+    ) -> Export:
         """Export the slim model to an ONNX folder, run it in ONNX Runtime, and compare with torch.
 
         Of an embedding model, `SentenceTransformer(folder, trust_remote_code=True)` runs the graph.
@@ -176,16 +168,11 @@ class PruneResult:
             ParityError: ONNX Runtime and torch disagree; nothing is kept.
             RequestError: The model has no such form here.
         """
-        options, processor = export_options("onnx", provider, dtype, quantize), processor or self.prepared.processor
+        options, processor = export_options("onnx", provider, dtype, quantize), processor or self.job.processor
         if isinstance(self.slim.model, TextEncoder):
-            exported: Exported = export_served(
-                self.slim.model, folder, options, processor=processor, overwrite=overwrite
-            )
-        else:
-            exporter = Exporter(options, _two_rows(self.prepared.sample), processor, self.prepared.exporter.rows)
-            exported = exporter.export(self.slim.model, Path(folder), overwrite=overwrite)
-        assert isinstance(exported, OnnxExport)
-        return exported
+            return export_served(self.slim.model, folder, options, processor=processor, overwrite=overwrite)
+        given = Given(_two_rows(self.job.sample), processor, self.job.exporter.given.rows)
+        return FORMATS["onnx"].write(self.slim.model, Path(folder), options, given, overwrite=overwrite)
 
     def cascade(self, rows: Any, *, disagreement: float, columns: Mapping[str, Any] | None = None) -> Cascade:
         """Leave rows that the slim model is unsure of to the dense one, so that few answers change.
@@ -208,12 +195,10 @@ class PruneResult:
             >>> cascade.promise.bound <= 0.4, cascade.logits(batches[0]).shape
             (True, torch.Size([4, 3]))
         """
-        prepared = self.prepared
-        read: dict[str, Any] = {"task": prepared.task, "processor": prepared.processor, "columns": columns}
-        batches = batches_of(prepared.model, rows, what="rows", **read)
-        return Cascade.choose(
-            self.slim.model, prepared.model, batches, disagreement=disagreement, processor=prepared.processor
-        )
+        job = self.job
+        read: dict[str, Any] = {"task": job.task, "processor": job.processor, "columns": columns}
+        batches = batches_of(job.model, rows, what="rows", **read)
+        return Cascade.choose(self.slim.model, job.model, batches, disagreement=disagreement, processor=job.processor)
 
     def __str__(self) -> str:
         console = Console(file=io.StringIO(), width=WIDTH, color_system=None)
@@ -235,8 +220,8 @@ class PruneResult:
         for name, size in (("parameters", self.parameters), (f"FLOPs at {batch} x {sequence}", self.flops)):
             rows.append((name, si(size.dense), si(size.slim), change(size.dense, size.slim)))
         if self.held_out is not None:
-            samples = samples_of(self.prepared.rows.held_out)
-            labelled, ranking = has_references(self.prepared.rows.held_out[0]), self.held_out.ranking
+            samples = samples_of(self.job.rows.held_out)
+            labelled, ranking = has_references(self.job.rows.held_out[0]), self.held_out.ranking
             others = [
                 quality_row(metric_name(name, ranking), values)
                 for name, values in self.held_out.metrics.items()
@@ -359,77 +344,36 @@ def prune(
     }
     asked, comparison = _asked(options, plan), _comparison(evaluation or {})
     given = unwrap(without_compiler(model), embedding)
-    model, processor = given.model, processor or given.processor
-    refuse_unknown(model)
-    check_in_memory(model)
-    task = task_of(model, tolerance=comparison.stability_tolerance, threshold=comparison.threshold)
-    read: dict[str, Any] = {"task": task, "processor": processor, "columns": columns, "max_length": given.max_length}
-    rows = _rows(model, asked, batches, held_out, compensation_batches, read)
-    judged = Judged(_metrics(task, comparison, asked, rows.held_out), task)
-    timed = None if isinstance(asked, _OfPlan) else asked.goal.timed
-    if timed is not None:
-        check_runtime(timed.runtime, task=type(task))
-        check_one_graph([timed.runtime], type(task))
-        check_dtypes([] if timed.dtype is None else [timed.dtype], [timed.runtime])
-    with evaluating(model), uncompiled(model):
-        prepared = prepare(
-            model,
-            rows,
-            kinds=asked.modules,
-            towers=asked.towers,
-            processor=processor,
-            task=task,
-            judged=judged,
-            shapes=() if shape is None else (shape,),
-            timed=timed,
-            seed=seed,
-        )
-        if isinstance(asked, PruneSection):
-            check_options(prepared, asked)
-            check_apart(prepared, asked)
-        cut_by = asked if isinstance(asked, PruneSection) else asked.plan
-        result = prune_prepared(prepared, cut_by, compensation=asked.compensation, progress=progress)
-        result = replace(result, given=given)
-        return result if not rows.held_out else replace(result, held_out=_compare(result, progress))
+    rows = {"held_out": held_out, "compensation_batches": compensation_batches, "columns": columns}
+    how = {"processor": processor, "evaluation": comparison, "shape": shape, "seed": seed, "progress": progress}
+    with evaluating(given.model), uncompiled(given.model):
+        job = job_in_memory(given, asked, batches, **rows, **how)
+        choice = choose(job, calibrate(job)) if plan is None else Choice(plan)
+        slim = cut(job, choice)
+        sizes = _sizes(job, slim.model)
+        held_out = compare(job, slim.model) if job.rows.held_out else None
+        return PruneResult(job, choice.done(slim), slim, *sizes, held_out, given)
 
 
-@dataclass(frozen=True)
-class _OfPlan:
-    """A cut by a given plan."""
-
-    plan: PruningPlan
-    compensation: CompensationSection | None
-    towers: tuple[str, ...] = ()
-
-    @property
-    def modules(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(kept.kind for kept in self.plan.kept.values()))
-
-
-def _asked(options: Mapping[str, Any], plan: PruningPlan | None) -> PruneSection | _OfPlan:
-    """Return the options as a section, after the checks of a recipe."""
+def _asked(options: Mapping[str, Any], plan: PruningPlan | None) -> PruneSection:
+    """Return the options as a section, after the checks of a recipe; with a plan, they have no budget."""
     changed = {name: value for name, value in options.items() if value != signature(prune).parameters[name].default}
     problems = [] if plan is not None or "budget" in changed else ["budget must be given"]
+    if plan is not None:
+        if others := changed.keys() - {"compensation"}:
+            given = ", ".join(name for name in changed if name in others)
+            raise RequestError(f"with plan=, of the options only compensation applies, got {given}; leave it out")
+        changed["modules"] = tuple(dict.fromkeys(kept.kind for kept in plan.kept.values()))
     try:
-        if plan is None:
-            section = PruneSection.model_validate(changed)
-            if problems:
-                raise RecipeError(problems)
-            keep = section.goal.keep
-            if keep is not None and "samples" in keep.model_fields_set:
-                raise RequestError(
-                    "keep.samples says how many rows a recipe draws; pass that many as held_out= instead"
-                )
-            return section
-        given = changed.pop("compensation", None)
-        if changed:
-            raise RequestError(
-                f"with plan=, of the options only compensation applies, got {', '.join(changed)}; leave it out"
-            )
-        return _OfPlan(plan, None if given is None else CompensationSection.model_validate(given))
+        section = PruneSection.model_validate(changed)
     except ValidationError as error:
-        problems += sentences(error, PruneSection if plan is None else CompensationSection)
-        raise RecipeError(problems) from None
+        raise RecipeError([*problems, *sentences(error, PruneSection)]) from None
+    if problems:
+        raise RecipeError(problems)
+    keep = section.budget and section.budget.keep
+    if keep and "samples" in keep.model_fields_set:
+        raise RequestError("keep.samples says how many rows a recipe draws; pass that many as held_out= instead")
+    return section
 
 
 def _comparison(evaluation: ComparisonSection | Mapping[str, Any]) -> ComparisonSection:
@@ -440,94 +384,13 @@ def _comparison(evaluation: ComparisonSection | Mapping[str, Any]) -> Comparison
         raise RecipeError([f"evaluation.{problem}" for problem in sentences(error, ComparisonSection)]) from None
 
 
-def _rows(
-    model: PreTrainedModel,
-    asked: PruneSection | _OfPlan,
-    batches: Any,
-    held_out: Any,
-    compensation_batches: Any,
-    read: Mapping[str, Any],
-) -> Rows:
-    """Return the batches by use."""
-    if held_out is None and read["task"].rows_together and isinstance(batches, datasets.Dataset) and len(batches) > 1:
-        # The rows, not their batches: queries and documents, or windows of one text, must come together.
-        first = len(batches) - max(1, len(batches) // 4)
-        batches, held_out = batches.select(range(first)), batches.select(range(first, len(batches)))
-    calibration = batches_of(model, batches, what="batches", **read)
-    apart: list[Batch] = []
-    if held_out is None:
-        calibration, apart = split_held_out(calibration)
-    elif not isinstance(held_out, (list, tuple)) or held_out:
-        apart = batches_of(model, held_out, what="held_out", use="judge", **read)
-    if not apart and isinstance(asked, PruneSection) and (choice := asked.judged_on_held_out):
-        raise RequestError(f"{choice} is chosen on held-out rows, and there are none; pass held_out=, or more batches")
-    refit: list[Batch] = []
-    if asked.compensation is not None:
-        refit = calibration
-        if compensation_batches is not None:
-            refit = batches_of(model, compensation_batches, what="compensation_batches", **read)
-        refit = first_rows(unlabelled(refit, read["task"]), asked.compensation.samples)
-    return Rows(calibration, apart, refit)
-
-
-def _metrics(
-    task: Task,
-    comparison: ComparisonSection,
-    asked: PruneSection | _OfPlan,
-    held_out: Sequence[Batch],
-) -> tuple[str, ...]:
-    """Return the names of the metrics, by default the usual ones of the task and of the held-out rows."""
-    rows = kind_of_rows(held_out, embeds=task.embeds)
-    metrics = comparison.metrics or task.usual_metrics(rows=rows)
-    extra = asked.goal.metric if isinstance(asked, PruneSection) else None
-    check_metrics((*metrics, *([] if extra is None else [extra])), predicts=task.predicts, rows=rows)
-    return tuple(metrics)
-
-
-def _compare(result: PruneResult, progress: Progress) -> Evaluation:
-    """Judge the slim model on the held-out batches."""
-    progress.stage("compare both models on the held-out rows")
-    prepared = result.prepared
-    judge = Judge.on(prepared.model, prepared.rows.held_out, **vars(prepared.judged), index=None)
-    return evaluate(judge, prepared.model, result.slim.model, progress=progress)
+def _sizes(job: Job, slim: PreTrainedModel) -> tuple[Both[int], FlopCount]:
+    """Count the parameters of both models, and their FLOPs at the first shape."""
+    shape, batch = next(iter(job.shapes.items()))
+    flops = count_both_flops(job.model, slim, {shape: batch})[shape]
+    return Both(count_parameters(job.model), count_parameters(slim)), flops
 
 
 def _two_rows(batch: Batch) -> Batch:
     """Return a batch of at least two rows: a trace of one row would fix their number."""
     return {key: torch.cat([value, value]) if len(value) == 1 else value for key, value in batch.items()}
-
-
-def prune_prepared(
-    prepared: Prepared,
-    asked: PruneSection | PruningPlan,
-    *,
-    choice: Choice | None = None,
-    compensation: CompensationSection | None = None,
-    served: TimedSection | None = None,
-    dtype: torch.dtype | None = None,
-    clock: Clock | None = None,
-    progress: Progress = SILENT,
-) -> PruneResult:
-    """Choose the units that a prepared model loses, unless a plan names them, and cut it. Used by `prune` and by runs.
-
-    A `choice` that was already made by these options is used; it was judged as `served`, by default as its budget says.
-    The slim model is rounded to `dtype`. The clock records the seconds of "score" and "cut".
-    """
-    clock = clock or Clock()
-    if choice is None and isinstance(asked, PruneSection):
-        with clock("score"):
-            choice = choose(prepared, asked, dtype=dtype, progress=progress)
-    with clock("cut"):
-        given = choice or asked
-        assert not isinstance(given, PruneSection)
-        slim = cut(prepared, given, compensation=compensation, dtype=dtype, progress=progress)
-        outcome = None
-        if choice is not None and isinstance(asked, PruneSection):
-            by = prepared.predictor(served or asked.goal.timed)
-            outcome = confirm(prepared, slim, choice.outcome, by, progress=progress)
-    if choice is not None:
-        choice = replace(choice, plan=slim.plan, refit=None)  # its moments may be gigabytes
-    shape, batch = next(iter(prepared.measured.items()))
-    flops = count_both_flops(prepared.model, slim.model, {shape: batch})[shape]
-    parameters = Both(count_parameters(prepared.model), count_parameters(slim.model))
-    return PruneResult(prepared, slim, choice, outcome, parameters, flops)

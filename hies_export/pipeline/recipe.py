@@ -1,7 +1,7 @@
 """The whole recipe: how to prune, the rules between sections, and how a recipe is read from YAML.
 
 The input is the fields of a YAML file, or the same as keyword arguments. The output is a `PruningRecipe`, frozen and
-consistent, or one `RecipeError` that names all problems at once. Nothing is loaded: `pipeline.resolve` finds out
+consistent, or one `RecipeError` that names all problems at once. Nothing is loaded: `pipeline.load_job` finds out
 whether model, data and recipe fit together.
 """
 
@@ -154,11 +154,13 @@ class PruneSection(Section):
 
     @property
     def judged_on_held_out(self) -> str | None:
-        """What is chosen on held-out rows, for messages; None if nothing is."""
+        """What is chosen on held-out rows, for messages; None if nothing is, as by a plan in place of a budget."""
         from ..score.criteria import AUTO, uses_alpha
 
-        if self.goal.searched:
-            return self.goal.kind
+        if self.budget is None:
+            return None
+        if self.budget.searched:
+            return self.budget.kind
         if self.criterion == AUTO:
             return "criterion: auto"
         return "alpha: auto" if self.alpha == AUTO and uses_alpha(self.criterion) else None
@@ -383,6 +385,14 @@ class PruningRecipe(Section):
                 f"given, got {', '.join(self.measure.dtypes)}; time other dtypes with hies-export bench"
             )
         return self
+
+    @field_validator("export")
+    @classmethod
+    def _has_a_known_format(cls, export: ExportSection) -> ExportSection:
+        from ..forms.formats import FORMATS
+
+        _known(export.format, FORMATS, what="format")
+        return export
 
     @model_validator(mode="after")
     def _gguf_is_of_a_decoder(self) -> PruningRecipe:

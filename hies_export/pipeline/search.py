@@ -1,293 +1,364 @@
-"""Judge pruned models, and search for the largest cut that keeps a promise."""
+"""Search for the largest cut that keeps a promise on held-out rows."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-from transformers import PreTrainedModel
-
-from ..data.batches import Batch
-from ..errors import DropError
-from ..evaluate.interval import FAILURES
-from ..evaluate.judge import Judge, Judgement, Quality
+from ..calibrate.statistics import Statistics
+from ..data.batches import Batch, samples_of, size_of
+from ..errors import PlanError, RequestError
+from ..evaluate.interval import FAILURES, confidence_of_each
+from ..evaluate.judge import Judge
+from ..evaluate.metrics import METRICS
 from ..evaluate.predict import Predictor, predict
-from ..forms.measure.counts import Both
-from ..progress import Progress
-from ..recipe.budget import Found, Outcome
-from ..report.outcomes import asked_words, found_words
+from ..evaluate.ranking import keeps_predictions
+from ..progress import OutOfTime
+from ..recipe.budget import Budget, Found, Outcome, TimedSection
+from ..report.outcomes import asked_words, found_words, stays_words
 from ..score.criteria import Scores
-from ..slim.check import masked_units
-from ..tasks import Predictions
-from ..units.units import PrunableModule, Selection
-from .prepare import Prepared
-from .stages import Refit, Slim, cut_beside
-from .targets import Round
+from ..select.cost import CostTable
+from ..select.goal import Goal
+from ..tasks.given import first_rows
+from .held_out import Key, key_of
+from .job import Job
+from .stages import (
+    Choice,
+    Trial,
+    choice_of,
+    judging,
+    predict_pruned,
+    refit_of,
+    select,
+    token_weights_of,
+)
 
-# Runs benchmarks on a model, and returns their values by name.
-Benchmark = Callable[[PreTrainedModel], Mapping[str, float]]
-# The kept units of every module: equal for equal selections.
-_Key = tuple[tuple[int, ...], ...]
-
-
-def _key(selection: Selection) -> _Key:
-    return tuple(kept.units for kept in selection.values())
-
-
-def judging(promise: Outcome) -> dict[str, Any]:
-    """Return the options of the `Judge` that decides about a promise, beside those of the run."""
-    budget = promise.budget
-    metrics = {} if budget.metric is None else {"metrics": (budget.metric,)}
-    if budget.keep is None:
-        return metrics
-    index = {} if budget.keep.index is None else {"index": budget.keep.index}
-    return {**metrics, **index, "confidence": promise.confidence, "as_of": promise.samples}
+# A cut loses this many times as much of nDCG@10 against the dense ranking as of nDCG@10, or more: MiniLM on BoolQ 3.5
+# to 9 (bench/results/embedding-quality.txt). Only the guess of a size assumes it.
+OWN_LOSS = 3
+# Rows that a size is guessed on, at most: the held-out rows decide, and the guess only says where they begin.
+GUESS_ROWS = 512
 
 
-def predict_pruned(
-    model: PreTrainedModel,
-    selection: Selection,
-    modules: Sequence[PrunableModule],
-    batches: Sequence[Batch],
-    *,
-    refit: Refit | None = None,
-    by: Predictor = predict,
-) -> Predictions:
-    """Return the model's predictions without the units that a selection removes.
+def search(
+    job: Job, statistics: Statistics, scored: Sequence[Scores], sizes: Sequence[Goal], table: CostTable | None = None
+) -> Choice:
+    """Return the largest cut that keeps the promise of the budget, which is `max_drop` or `keep`.
 
-    Without a refit, units are masked instead of cut, which in torch gives the same predictions at less cost.
+    Raises:
+        PlanError: No cut keeps it.
     """
-    if refit is None and by is predict:
-        with masked_units(model, selection, modules):
-            return predict(model, batches)
-    return by(cut_beside(model, selection, modules, refit), batches)
-
-
-class HeldOut:
-    """Judge selections on some rows, mostly held-out ones; for one judgement, equal selections are predicted once.
-
-    `refit` compensates the model that a selection cuts; without it, the model is masked instead. `by` predicts.
-    """
-
-    def __init__(
-        self,
-        judge: Judge,
-        model: PreTrainedModel,
-        modules: Sequence[PrunableModule],
-        refit: Refit | None = None,
-        by: Predictor = predict,
-    ):
-        self.judge, self.refit = judge, refit
-        self._model, self._modules, self._by = model, modules, by
-        self._judgements: dict[_Key, Judgement] = {}
-        self._agreements: dict[_Key, Tensor] = {}
-
-    @property
-    def metric(self) -> str:
-        """Name of the metric by which selections are compared."""
-        return self.judge.metrics[0]
-
-    @property
-    def samples(self) -> Tensor | None:
-        """Sample of every prediction; None if each has its own."""
-        return self.judge.samples
-
-    def judgement(self, selection: Selection) -> Judgement:
-        """Return a selection's metric with its standard error, and its stability."""
-        key = _key(selection)
-        if key not in self._judgements:
-            predictions = self.predict(selection)
-            self._judgements[key] = self.judge.judgement(predictions)
-            self._agreements[key] = self.judge.agreement(predictions)
-        return self._judgements[key]
-
-    def agreement(self, selection: Selection) -> Tensor:
-        """Return which predictions of a selection equal the dense model's, (predictions,) bool."""
-        self.judgement(selection)
-        return self._agreements[_key(selection)]
-
-    def predict(self, selection: Selection) -> Predictions:
-        """Return the predictions of a selection."""
-        return predict_pruned(self._model, selection, self._modules, self.judge.batches, refit=self.refit, by=self._by)
-
-
-@dataclass(frozen=True)
-class Trial:
-    """A cut to judge: its units, and how it was chosen, refitted and served.
-
-    `token_weights` are those of the refit, and `runtime` names what predicts, if that matters. A `guess` is judged on
-    other rows than the promise is made on.
-    """
-
-    promise: Outcome
-    rows: HeldOut
-    scores: Scores
-    token_weights: float
-    size: int
-    selection: Selection
-    runtime: str | None = None
-    guess: bool = False
-
-    def judge(self) -> Found:
-        """Return what decides whether the cut keeps the promise."""
-        return self.rows.judge.found(self.promise.budget, self.rows.predict(self.selection))
-
-
-@dataclass(frozen=True)
-class Judged:
-    """A cut, and what it has of what is promised."""
-
-    trial: Trial
-    found: Found
-
-    @property
-    def outcome(self) -> Outcome:
-        """The promise with what the cut has."""
-        return replace(self.trial.promise, found=self.found)
-
-    @property
-    def met(self) -> bool:
-        """Whether the cut keeps the promise."""
-        return self.trial.promise.budget.met(self.found)
-
-    @property
-    def row(self) -> dict[str, Any]:
-        """The cut in a report: criterion, alpha, number of units removed, how it was judged, and what it has."""
-        trial, scores, found = self.trial, self.trial.scores, self.found
-        value, bound = ("lost", "at_most") if trial.promise.budget.share is None else ("kept", "at_least")
-        return {
-            "criterion": scores.criterion,
-            "alpha": scores.parameters.get("alpha"),
-            "removed": sum(len(kept.removed) for kept in trial.selection.values()),
-            **({} if trial.runtime is None else {"runtime": trial.runtime}),
-            **({"guess": True} if trial.guess else {}),
-            value: found.value,
-            **({} if found.bound is None else {bound: found.bound}),
-        }
+    promise = promise_of(job)
+    if job.budget.keep is not None:
+        guessed = guess(job, statistics, promise, scored, sizes)
+        return search_near(job, statistics, promise, guessed, sizes, served=job.budget.timed, table=table)
+    judge = job.judge(job.rows.held_out, **judging(promise))
+    promise = replace(promise, dense=judge.of(judge.dense).metrics[job.budget.metric or ""])
+    job.progress.stage("choose how much to remove, on held-out rows")
+    cuts = Cuts(job, statistics, promise, judge, sizes)
+    found = cuts.largest(job.progress.track(scored, "choose how much to remove"), token_weights_of(job)[:1])
+    if found is None:
+        raise PlanError(cuts.problem)
+    outcome = replace(promise, found=found.found, judged=cuts.rows)
+    return choice_of(job, statistics, found.trial, outcome=outcome)
 
 
 @dataclass(frozen=True)
 class Guess:
-    """Scores and weights of tokens to cut by, a size to begin a search at, and the cuts that were judged to find it."""
+    """Scores and weights of tokens to cut by, a size to begin a search at, and rows of the cuts that were judged."""
 
     scores: Scores
     token_weights: float
     size: int
-    judged: Sequence[Judged] = ()
+    rows: tuple[dict[str, Any], ...] = ()
 
 
-class Watch:
-    """Follows a search. A subclass may know cuts from before, tell of them, or stop the search."""
+def guess(
+    job: Job,
+    statistics: Statistics,
+    promise: Outcome,
+    scored: Sequence[Scores],
+    sizes: Sequence[Goal],
+) -> Guess:
+    """Choose the scores and the weights of tokens, and guess the size, in torch on rows that nothing is promised on.
 
-    def judge(self, trial: Trial) -> Found:
-        """Return what a cut has of what is promised."""
-        return trial.judge()
+    Without such rows, the guess is the smallest size, by the first scores.
+    """
+    weights, rows = token_weights_of(job), _rows_to_guess_on(job, promise)
+    smallest = Guess(scored[0], weights[0], 1)
+    if rows is None:
+        return smallest
+    job.progress.stage("guess how much to remove, on rows that are not held out")
+    by_own, keep = job.kind(rows) in ("texts", "groups"), promise.budget.keep
+    if keeps_predictions(job.kind(rows)):
+        rows = first_rows(rows, GUESS_ROWS)
+    judge = job.judge(rows, **judging(promise) | ({"metrics": ("own_ndcg@10",)} if by_own else {}))
+    if by_own and keep is not None and keep.metric != "own_ndcg@10" and keep.predictions is not None:
+        asked = keep.model_copy(update={"predictions": 1 - OWN_LOSS * (1 - keep.predictions)})
+        promise = replace(promise, budget=Budget(keep=asked))
+    cuts = Cuts(job, statistics, promise, judge, sizes, guess=True)
+    best = cuts.largest(job.progress.track(scored, "guess how much to remove"), weights)
+    if best is None:
+        return replace(smallest, rows=cuts.rows)
+    return Guess(best.trial.scores, best.trial.token_weights, best.size, cuts.rows)
 
-    def stops(self) -> bool:
-        """Tell whether no further cut shall be judged."""
-        return False
 
-
-class Search:
-    """A search for the largest cut that keeps a promise, among scores and weights of tokens; no cut is judged twice.
+def search_near(
+    job: Job,
+    statistics: Statistics,
+    promise: Outcome,
+    guessed: Guess,
+    sizes: Sequence[Goal],
+    *,
+    served: TimedSection | None = None,
+    judge: Judge | None = None,
+    table: CostTable | None = None,
+    at_least: int = 0,
+    known: dict[tuple[float, Key], TriedCut] | None = None,
+) -> Choice:
+    """Return the largest cut that keeps the promise, near a guess; held-out rows decide nothing but its size.
 
     Args:
-        promise: The promise.
-        rows: The rows to judge on, refitted with each of the weights of tokens that are tried.
+        job, statistics, promise, guessed: What is cut, the promise on the held-out rows, and where to begin.
         sizes: What cuts of each size remove; each at least as much as the one before.
-        runtime, guess: As in `Trial`.
-        watch: Follows the search. If it stops the search before a cut holds, a guess is none, and other searches go on
-            until one does.
+        served: What serves the models, and predicts; torch by default.
+        judge: The judge on the held-out rows, if it is known.
+        table: What a budget of time is predicted by.
+        at_least: Smaller cuts than the one after this size are not looked for.
+        known: Cuts that were judged in the same bits; those that are judged now are added.
+
+    Raises:
+        PlanError: No such cut keeps the promise.
+    """
+    where = "" if served is None else f", on {served.runtime}"
+    job.progress.stage(f"judge cuts near that size on held-out rows{where}")
+    judge = judge or job.judge(job.rows.held_out, **judging(promise))
+    cuts = Cuts(job, statistics, promise, judge, sizes, served=served, known=known)
+    found = cuts.near(guessed, at_least)
+    if found is None:
+        raise PlanError(
+            "no cut that keeps the promise here is faster than what was found in another form"
+            if at_least
+            else cuts.problem
+        )
+    outcome = replace(
+        promise,
+        budget=budget_where(job, promise.budget, served),
+        found=found.found,
+        judged=(*guessed.rows, *cuts.rows),
+        predicted=None if table is None else table.left(found.trial.selection, job.scored, unit=job.options.unit),
+    )
+    return choice_of(job, statistics, found.trial, outcome=outcome, served=served)
+
+
+def nothing(job: Job, statistics: Statistics, scores: Scores, promise: Outcome) -> Choice:
+    """Return the choice that removes nothing, because no cut keeps a promise."""
+    whole = {module.name: module.kept(range(module.units)) for module in job.modules}
+    return choice_of(job, statistics, Trial(scores, whole), outcome=promise)
+
+
+def promise_of(job: Job, confidence: float | None = None) -> Outcome:
+    """Return what is promised on the held-out rows, with what the budget leaves open: of rankings, a metric's share.
+
+    `confidence` is that of each interval; by default, one search of `FAILURES` failing cuts is all that looks at them.
+    """
+    rows, budget = job.rows.held_out, job.budget
+    if budget.keep is None:
+        return Outcome(budget, samples=samples_of(rows))
+    searched, index = job.kind(rows) in ("queries", "texts"), budget.keep.index
+    if index is not None and not searched:
+        raise RequestError(
+            "keep.index says which vectors of documents queries search, and only embeddings of queries and "
+            "documents, or of texts alone, have these; leave it out"
+        )
+    left_open = {"metric": job.promised_metric, "index": index or ("dense" if searched else None)}
+    return Outcome(
+        Budget(keep=budget.keep.model_copy(update=left_open)),
+        samples=samples_of(rows),
+        confidence=confidence_of_each(FAILURES) if confidence is None else confidence,
+        # What a language model predicts may be answers or choices.
+        word="prediction" if job.task.generative else job.task.word,
+    )
+
+
+def budget_where(job: Job, budget: Budget, served: TimedSection | None = None) -> Budget:
+    """Return a budget with where it is timed, by default as it says itself; the same if nothing is timed."""
+    timed = served or budget.timed
+    if timed is None:
+        return budget
+    batch, sequence = job.shape_of(timed)
+    where = {"runtime": timed.runtime, "batch": batch, "sequence": sequence, "dtype": timed.dtype}
+    return budget.model_copy(update={budget.kind: getattr(budget, budget.kind).model_copy(update=where)})
+
+
+def _rows_to_guess_on(job: Job, promise: Outcome) -> list[Batch] | None:
+    """Return rows that nothing is promised on: those refitted on or, for a metric, those scored on, with labels.
+
+    Rankings are guessed from unlabelled texts, or candidates, which are ranked as the dense model does. None for a
+    metric of choices, which none of these rows have, and for candidates of which too few are of one query.
+    """
+    rows, metric = job.rows, promise.budget.metric
+    unlabelled = rows.refit or rows.score
+    if keeps_predictions(job.kind(rows.held_out)):
+        if metric is None or METRICS[metric].own:
+            return unlabelled
+        return None if METRICS[metric].of == "choices" else rows.score
+    kind, count = job.kind(unlabelled), sum(map(size_of, unlabelled))
+    return unlabelled if kind in ("texts", "queries") or count >= 2 * samples_of(unlabelled) else None
+
+
+@dataclass(frozen=True)
+class TriedCut:
+    """A cut of a size, what it has of what is promised, and whether that is enough."""
+
+    trial: Trial
+    size: int
+    found: Found
+    met: bool
+    runtime: str | None  # what predicted, where that matters
+
+
+class Cuts:
+    """The cuts of a search: judged on some rows, each once, as they are served.
+
+    Args:
+        job, statistics, promise: What is cut, and what it is held against.
+        judge: The judge on the rows.
+        sizes: What cuts of each size remove.
+        served: What serves the models, and predicts; torch by default.
+        guess: Whether the rows are others than the promise is made on.
+        known: Cuts that were judged before, to which others are added.
     """
 
     def __init__(
         self,
+        job: Job,
+        statistics: Statistics,
         promise: Outcome,
-        rows: Mapping[float, HeldOut],
-        sizes: Sequence[Round],
+        judge: Judge,
+        sizes: Sequence[Goal],
         *,
-        runtime: str | None = None,
+        served: TimedSection | None = None,
         guess: bool = False,
-        watch: Watch | None = None,
+        known: dict[tuple[float, Key], TriedCut] | None = None,
     ):
-        self._promise, self._rows, self._sizes = promise, rows, sizes
-        self._runtime, self._guess, self._watch = runtime, guess, watch or Watch()
-        self._known: dict[tuple[float, _Key], Judged] = {}
+        self._job, self._statistics, self._promise = job, statistics, promise
+        self._judge, self._sizes, self._served = judge, sizes, served
+        self._guess = guess
+        self._by: Predictor = predict if served is None else job.predictor(served)
+        self._known = {} if known is None else known
 
-    @property
-    def judged(self) -> list[Judged]:
-        """The cuts that were judged, in order."""
-        return list(self._known.values())
-
-    def largest(self, scored: Iterable[Scores]) -> Judged | None:
+    def largest(self, scored: Iterable[Scores], weights: Sequence[float]) -> TriedCut | None:
         """Return the largest cut that keeps the promise, by bisection; None if none does.
 
         All scores are tried with the first weights of tokens, and the best scores then with the others. Each takes the
         place of the best so far only if it allows a larger cut. For most of them, one cut rules that out.
         """
-        weights, *others = self._rows
-        best: Judged | None = None
+        first, *others = weights
+        best: TriedCut | None = None
         for scores in scored:
-            best = self._larger(scores, weights, best)
+            best = self._larger(scores, first, best)
         for other in others:
             best = best and self._larger(best.trial.scores, other, best)
         return best
 
-    def _larger(self, scores: Scores, weights: float, best: Judged | None) -> Judged | None:
-        known = 0 if best is None else best.trial.size
+    def _larger(self, scores: Scores, weights: float, best: TriedCut | None) -> TriedCut | None:
+        known = 0 if best is None else best.size
         size = largest(len(self._sizes), partial(self._holds, scores, weights), at_least=known)
         return best if size == known else self._at(scores, weights, size)
 
-    def near(self, guess: Guess) -> Judged | None:
+    def near(self, guessed: Guess, at_least: int = 0) -> TriedCut | None:
         """Return the largest cut that keeps the promise, by few failing cuts around a guess; None if none does."""
-        scores, weights = guess.scores, guess.token_weights
+        scores, weights = guessed.scores, guessed.token_weights
         holds = partial(self._holds, scores, weights)
-        size = largest(len(self._sizes), holds, near=guess.size, failures=FAILURES)
-        return self._at(scores, weights, size) if size else None
+        try:
+            size = largest(len(self._sizes), holds, near=guessed.size, at_least=at_least, failures=FAILURES)
+        except OutOfTime:
+            size = max((cut.size for cut in self._known.values() if cut.met), default=at_least)
+            if size <= at_least:
+                raise
+        return self._at(scores, weights, size) if size > at_least else None
+
+    def _trial(self, scores: Scores, weights: float, size: int) -> Trial:
+        return Trial(scores, select(self._job, scores, self._sizes[size - 1]), weights)
+
+    def _holds(self, scores: Scores, weights: float, size: int) -> bool:
+        trial = self._trial(scores, weights, size)
+        key = weights, key_of(trial.selection)
+        if key not in self._known:
+            found = self._judge.found(self._promise.budget, self._predict(trial))
+            self._known[key] = TriedCut(trial, size, found, self._promise.budget.met(found), self._runtime)
+            self._tell(trial, found)
+        return self._known[key].met
+
+    def _predict(self, trial: Trial) -> Any:
+        job = self._job
+        refit = refit_of(job, self._statistics, trial.token_weights)
+        return predict_pruned(job.model, trial.selection, job.modules, self._judge.batches, refit=refit, by=self._by)
+
+    def _at(self, scores: Scores, weights: float, size: int) -> TriedCut:
+        trial = self._trial(scores, weights, size)
+        return replace(self._known[weights, key_of(trial.selection)], trial=trial, size=size)
+
+    def _tell(self, trial: Trial, found: Found) -> None:
+        """Name a cut that was judged, and what it has."""
+        alpha, weights = trial.scores.parameters.get("alpha"), trial.token_weights
+        name = trial.scores.criterion + ("" if alpha is None else f" at alpha {alpha:g}")
+        name += "" if weights == 1 else f", tokens weighted {weights:g}"
+        where = "torch" if self._served is None else self._served.runtime
+        if self._promise.budget.share is None:
+            shown = f"{found.value:.4g} worse"
+        else:
+            shown = f"{100 * found.value:.2f} % {stays_words(self._promise)}"
+            shown += "" if found.bound is None else f", at least {100 * found.bound:.2f} %"
+        left = self._job.flops_left(trial.selection)
+        self._job.progress.stage(f"{name}, {left:.2f} of the FLOPs in {where}: {shown}")
+
+    @property
+    def _runtime(self) -> str | None:
+        if self._guess:
+            return "torch" if self._job.deploy or self._job.budget.timed else None
+        return None if self._served is None else self._served.runtime
+
+    @property
+    def rows(self) -> tuple[dict[str, Any], ...]:
+        """What was judged, in order, for a report: criterion, alpha, units removed, how it was judged, what it has."""
+        return tuple(map(self._row, self._known.values()))
+
+    def _row(self, cut: TriedCut) -> dict[str, Any]:
+        scores, found = cut.trial.scores, cut.found
+        value, bound = ("lost", "at_most") if self._promise.budget.share is None else ("kept", "at_least")
+        return {
+            "criterion": scores.criterion,
+            "alpha": scores.parameters.get("alpha"),
+            "removed": sum(len(kept.removed) for kept in cut.trial.selection.values()),
+            **({} if cut.runtime is None else {"runtime": cut.runtime}),
+            **({"guess": True} if self._guess else {}),
+            value: found.value,
+            **({} if found.bound is None else {bound: found.bound}),
+        }
 
     @property
     def problem(self) -> str:
         """Why no cut keeps the promise."""
-        judged, promise = self.judged, self._promise
+        cuts, promise = list(self._known.values()), self._promise
         budget = promise.budget
         if budget.max_drop is not None:
-            least = min((one.found.value for one in judged), default=0.0)
+            least = min((cut.found.value for cut in cuts), default=0.0)
             return (
                 f"max_drop allows {budget.metric} to get worse by {budget.by:g}, but on the held-out rows even the "
                 f"smallest cut makes it worse by {least:.4g} (dense {promise.dense:.4g}); allow more, or use "
                 "compensation with a budget of heads"
             )
-        if not judged:
-            return "keep needs time to judge a cut, and there was none; allow more"
         # The mildest cut is judged last.
         return (
             f"keep asks for {asked_words(promise)} on {promise.samples:,} held-out rows, and the mildest cut has "
-            f"{found_words(judged[-1].outcome)}; ask for less, compensate, or give more held-out rows, which narrow "
-            "the interval"
+            f"{found_words(replace(promise, found=cuts[-1].found))}; ask for less, compensate, or give more held-out "
+            "rows, which narrow the interval"
         )
-
-    def _holds(self, scores: Scores, weights: float, size: int) -> bool:
-        selection = self._sizes[size - 1].select(scores)
-        key = weights, _key(selection)
-        if key not in self._known:
-            if self._stops():
-                return False
-            trial = Trial(
-                self._promise, self._rows[weights], scores, weights, size, selection, self._runtime, self._guess
-            )
-            self._known[key] = Judged(trial, self._watch.judge(trial))
-        return self._known[key].met
-
-    def _stops(self) -> bool:
-        return self._watch.stops() and (self._guess or any(one.met for one in self.judged))
-
-    def _at(self, scores: Scores, weights: float, size: int) -> Judged:
-        known = self._known[weights, _key(self._sizes[size - 1].select(scores))]
-        return replace(known, trial=replace(known.trial, scores=scores, size=size))
 
 
 def largest(
@@ -339,70 +410,3 @@ def _step_up(sizes: int, failures: int) -> int:
     while told_apart(trials, failures) < sizes:
         trials += 1
     return 1 + told_apart(trials - 1, failures - 1)
-
-
-def confirm(
-    prepared: Prepared, slim: Slim, outcome: Outcome, by: Predictor = predict, *, progress: Progress
-) -> Outcome:
-    """Evaluate a slim model on the held-out rows that its promise was made on; `by` predicts."""
-    if not outcome.budget.searched:
-        return outcome
-    progress.stage("evaluate the slim model on the held-out rows")
-    judge = Judge.on(prepared.model, prepared.rows.held_out, **vars(prepared.judged) | judging(outcome))
-    confirmed = replace(outcome, found=judge.found(outcome.budget, by(slim.model, judge.batches)))
-    if not confirmed.met:
-        what, remedy = "compensated", "compensate on more samples, or not at all"
-        if slim.refitted is None:
-            what, remedy = "rounded", "set save_dtype: float32"
-        raise DropError(
-            f"{outcome.budget.kind} asks for {asked_words(outcome)} on the held-out rows. The model that was judged "
-            f"kept to it, but the {what} one has {found_words(confirmed)}; {remedy}"
-        )
-    return confirmed
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """How a slim model compares with the dense one: metrics and lm-eval benchmarks by name, stability, and rankings."""
-
-    metrics: Mapping[str, Both[float]]
-    stability: float  # share of predictions that equal the dense model's, in [0, 1]
-    uncompensated: Quality | None  # of the cut model without compensation; None if the run does not compensate
-    benchmarks: Mapping[str, Both[float]]
-    ranking: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # of the slim model, as in `Judge.ranking`
-    tolerance: float | None = None  # largest difference of numbers of a regression that are the same
-
-
-def evaluate(
-    judge: Judge,
-    model: PreTrainedModel,
-    slim: PreTrainedModel,
-    *,
-    modules: Sequence[PrunableModule] = (),
-    uncompensated: Selection | None = None,
-    benchmark: Benchmark | None = None,
-    progress: Progress,
-) -> Evaluation:
-    """Evaluate the slim model of a run against the dense one."""
-
-    def predictions_of(model: PreTrainedModel) -> Predictions:
-        return predict(model, judge.batches, progress=progress)
-
-    predictions = predictions_of(slim)
-    dense, pruned, masked = judge.of(judge.dense), judge.of(predictions), None
-    if uncompensated is not None:
-        # Masked and cut models predict the same: `compare_cut` has checked that.
-        with masked_units(model, uncompensated, modules):
-            masked = judge.of(predictions_of(model))
-    benchmarks: Mapping[str, Both[float]] = {}
-    if benchmark is not None:
-        progress.stage("run the benchmarks of lm-eval on both models")
-        benchmarks = _side_by_side(benchmark(model), benchmark(slim))
-    metrics, ranking = _side_by_side(dense.metrics, pruned.metrics), judge.ranking(predictions)
-    # Rankings are compared by their order, whatever the logits.
-    tolerance = None if ranking else judge.task.tolerance_on(judge.dense)
-    return Evaluation(metrics, pruned.stability, masked, benchmarks, ranking, tolerance)
-
-
-def _side_by_side(dense: Mapping[str, float], slim: Mapping[str, float]) -> dict[str, Both[float]]:
-    return {name: Both(dense[name], slim[name]) for name in dense}

@@ -1,10 +1,10 @@
-"""Cut the dense model by a plan, refit and round what is left, and save it."""
+"""The stages of a job, one function each: calibrate, score, select, cut, compare, save."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +15,36 @@ from transformers import PreTrainedModel
 
 from .. import processes
 from ..calibrate.moments import MomentStream
-from ..calibrate.statistics import DEFAULT_NEEDS, Statistics
+from ..calibrate.statistics import DEFAULT_NEEDS, Statistics, collect_statistics
 from ..checkpoint.load import Source
 from ..checkpoint.save import digest_tensors, save_slim
 from ..checkpoint.weights import weight_bytes
-from ..errors import NonFiniteError
-from ..evaluate.judge import Tried
+from ..data.batches import Batch, batches_fingerprint, size_of
+from ..errors import DropError, NonFiniteError
+from ..evaluate.judge import Quality, Tried
+from ..evaluate.lm_eval import run_benchmarks
+from ..evaluate.predict import Predictor, predict
+from ..forms.cascade.export import CascadeOptions
+from ..forms.cascade.facts import SizeTried
+from ..forms.deployment import DeployWay
+from ..forms.measure.counts import Both
 from ..model.copies import round_each, share_weights
 from ..model.internals import dtypes_in
 from ..model.modes import threads_for
-from ..progress import Progress
-from ..recipe.budget import Outcome
-from ..recipe.sections import CompensationSection
-from ..score.criteria import AUTO, Scores
-from ..select.plan import PruningPlan, dump_json
-from ..slim.check import compare_cut
+from ..model.tokens import count_tokens
+from ..recipe.budget import Outcome, TimedSection
+from ..report.outcomes import asked_words, found_words
+from ..score.compensated import score_compensated
+from ..score.criteria import AUTO, COMPENSATED, COMPENSATED_NAMES, Scores, needs_of, score_units, uses_alpha
+from ..select.goal import Goal
+from ..select.plan import Provenance, PruningPlan, dump_json, library_versions
+from ..select.select import select_units
+from ..slim.check import compare_cut, fingerprint, masked_units
 from ..slim.cut import prune_units
 from ..slim.refit import Compensation, LayerFit, compensate, refit
+from ..tasks import Predictions
 from ..units.units import PrunableModule, Selection
-from .prepare import Prepared
-from .recipe import PruneSection
+from .job import Job
 
 logger = logging.getLogger(__name__)
 
@@ -43,104 +53,60 @@ logger = logging.getLogger(__name__)
 Refit = Callable[[PreTrainedModel, Selection], list[LayerFit]]
 # Weights of tokens that `criterion: auto` tries, see `Compensation`.
 TOKEN_WEIGHTS = (1.0, 0.3, 0.1)
+# The alphas that `alpha: auto` tries.
+ALPHAS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
+# Criteria that `criterion: auto` tries beside `compensated`, and the alphas of HIES. Fewer alphas than `alpha: auto`
+# tries, because each is cut and refitted.
+AUTO_CRITERIA = ("fisher", "hies", "his")
+AUTO_ALPHAS = (0.3, 0.6, 0.9, 0.99)
+# Tokens whose gradients greedy removal uses, if there are enough unlabelled rows: with half of its FLOPs, MiniLM
+# fine-tuned on STS-B kept 90 % of the predictions with 7,000 tokens, and 94 % with 14,000 (dev/LOG.md).
+EFFECT_TOKENS = 16384
 
 
-def cut_beside(
-    model: PreTrainedModel, selection: Selection, modules: Sequence[PrunableModule], refit: Refit | None
-) -> PreTrainedModel:
-    """Return a model cut by a selection and refitted; only its cut weights are copies, the others are the model's."""
-    slim = prune_units(share_weights(model), selection, modules, inplace=True)
-    if refit is not None:
-        refit(slim, selection)
-    return slim
+@dataclass(frozen=True)
+class Trial:
+    """A cut to judge: the scores that it was chosen by, what stays, and how its refit weighs tokens."""
 
-
-class Refitting:
-    """Refits of models cut from one dense model, with one of the weights of tokens in `tried`.
-
-    Changed parameters are rounded to `dtype`, so that the judged model is the one that will be saved.
-    """
-
-    def __init__(self, prepared: Prepared, options: PruneSection, progress: Progress, dtype: torch.dtype | None = None):
-        self._prepared, self._how, self._progress, self._dtype = prepared, options.compensation, progress, dtype
-        self.tried = self._token_weights(options)
-        self._moments: MomentStream | None = None
-
-    @property
-    def moments(self) -> MomentStream | None:
-        """The moments of the dense model; None without compensation."""
-        if self._moments is None and self._how is not None:
-            self._moments = MomentStream(
-                self._prepared.model,
-                self._prepared.modules,
-                self._prepared.rows.compensation,
-                limit_bytes=self._how.limit_bytes,
-                weighted=min(self.tried) < 1,
-                progress=self._progress,
-            )
-        return self._moments
-
-    @property
-    def collected(self) -> bool:
-        """Whether moments are at hand, or were collected once and can be collected again."""
-        return self._moments is not None and self._moments.passes > 0
-
-    def _token_weights(self, options: PruneSection) -> tuple[float, ...]:
-        how = options.compensation
-        if how is None or how.method != "least_squares" or how.sequential:
-            return (1.0,)
-        if how.token_weights is not None:
-            return (how.token_weights,)
-        return TOKEN_WEIGHTS if options.criterion == AUTO else (1.0,)
-
-    def compensation(self, token_weights: float | None = None) -> Compensation | None:
-        """Return how to compensate; None not to."""
-        return None if self._how is None else compensation_of(self._how, token_weights or self.tried[0])
-
-    def by(self, token_weights: float | None = None) -> Refit | None:
-        """Return what refits a cut model with the given weights of tokens; None without compensation."""
-        how, moments, modules = self.compensation(token_weights), self.moments, self._prepared.modules
-        if how is None or moments is None:
-            return None
-
-        def refitted(slim: PreTrainedModel, selection: Selection) -> list[LayerFit]:
-            with threads_for(self._prepared.model, self._prepared.rows.compensation):
-                fits = refit(slim, selection, modules, moments, how)
-            if self._dtype is not None:
-                for name in changed_by(slim, modules, fits):
-                    parameter = slim.get_parameter(name)
-                    parameter.data = parameter.data.to(self._dtype).to(parameter.dtype)
-            return fits
-
-        return refitted
-
-
-def changed_by(slim: PreTrainedModel, modules: Sequence[PrunableModule], fits: Sequence[LayerFit]) -> list[str]:
-    """Return the names of the parameters that refits changed."""
-    consumers = {module.name: module.consumer for module in modules}
-    names = []
-    for fit in fits:
-        found = [name for name, _ in slim.get_submodule(consumers[fit.name]).named_parameters(recurse=False)]
-        changed = {"none": (), "bias": ("bias",)}.get(fit.method, ("weight", "bias"))
-        names += [f"{consumers[fit.name]}.{name}" for name in found if name in changed]
-    return names
+    scores: Scores
+    selection: Selection
+    token_weights: float = 1.0
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The plan of a run, and the statistics and scores that it was chosen from."""
+    """What stays, and why; of a given plan, only the plan is known.
 
-    statistics: Statistics
-    scores: Scores
+    Attributes:
+        plan: The units that stay.
+        scores, statistics: What they were chosen from.
+        outcome: The budget, with what is predicted for the plan, or what was found of it on held-out rows.
+        alpha_curve: One entry per alpha under `alpha: auto`, see `AlphaPoint`.
+        tried: What `criterion: auto` judged.
+        token_weights: How refits weigh tokens.
+        served: What serves the model that was judged; None for torch.
+        cascade, sizes: How it is joined with the dense model, and the sizes of cascades that were tried.
+        ways: The forms that `deploy` tried, and the results.
+        dense_seconds: How long it took to try the dense model in them; the slim one takes about as long.
+    """
+
     plan: PruningPlan
-    alpha_curve: tuple[Mapping[str, Any], ...]  # one entry per alpha under `alpha: auto`, see `AlphaPoint`
-    tried: tuple[Tried, ...]  # what `criterion: auto` judged
-    outcome: Outcome  # the budget, with what is predicted for the plan
-    compensation: Compensation | None = None
-    refit: Refit | None = None  # from moments that were collected in choosing; None if there are none
+    scores: Scores | None = None
+    statistics: Statistics | None = None
+    outcome: Outcome | None = None
+    alpha_curve: tuple[Mapping[str, Any], ...] = ()
+    tried: tuple[Tried, ...] = ()
+    token_weights: float = 1.0
+    served: TimedSection | None = None
+    cascade: CascadeOptions | None = None
+    sizes: tuple[SizeTried, ...] = ()
+    ways: tuple[DeployWay, ...] = ()
+    dense_seconds: float = 0.0
 
     def write(self, folder: Path) -> None:
         """Write scores.json (statistics and scores per unit) and plan.json."""
+        assert self.statistics is not None
+        assert self.scores is not None
         statistics, scores = self.statistics, self.scores
         calibration = statistics.calibration
         written = {
@@ -158,6 +124,8 @@ class Choice:
 
     def head_numbers(self) -> dict[str, dict[str, list[float]]]:
         """Return lists of HIS, entropy and score over the heads: module name -> "his", "entropy" or "score" -> list."""
+        assert self.statistics is not None
+        assert self.scores is not None
         values = {**self.statistics.values, "score": self.scores.scores}
         values = {what: values[what] for what in ("his", "entropy", "score") if what in values}
         return {
@@ -165,70 +133,269 @@ class Choice:
             for name in self.scores.scores
         }
 
+    def done(self, slim: Slim) -> Choice:
+        """Return the choice as it was carried out, without moments, which may be gigabytes."""
+        statistics = self.statistics and replace(self.statistics, moments=None)
+        return replace(self, plan=slim.plan, outcome=slim.outcome, statistics=statistics)
+
+
+def calibrate(job: Job) -> Statistics:
+    """Collect the statistics that the criteria read, with the moments that refits need."""
+    job.progress.stage("score units: calibration rows forward and backward")
+    tried = AUTO_CRITERIA if job.options.criterion == AUTO else (job.options.criterion,)
+    found = collect_statistics(
+        job.model, job.rows.score, job.scored, needs=(*DEFAULT_NEEDS, *needs_of(*tried)), progress=job.progress
+    )
+    return replace(found, moments=moments_of(job))
+
+
+def moments_of(job: Job) -> MomentStream | None:
+    """Return the moments of the rows to refit on, collected when first read; None without such rows."""
+    if not job.rows.refit:
+        return None
+    how = job.options.compensation
+    return MomentStream(
+        job.model,
+        job.modules,
+        job.rows.refit,
+        limit_bytes=None if how is None else how.limit_bytes,
+        weighted=min(token_weights_of(job)) < 1,
+        progress=job.progress,
+    )
+
+
+def score(job: Job, statistics: Statistics, criterion: str | None = None) -> list[Scores]:
+    """Return the scores to choose from: one per alpha under `alpha: auto`, more for the criterion `auto`."""
+    options, criterion = job.options, criterion or job.options.criterion
+
+    def by(name: str, alpha: float) -> Scores:
+        how: dict[str, Any] = {"criterion": name, "alpha": alpha, "normalize": options.normalize, "seed": job.seed}
+        return score_units(statistics, job.scored, **how)
+
+    if criterion in COMPENSATED_NAMES:
+        return [score_by_removal(job, statistics.moments)]
+    if criterion == AUTO:
+        simple = [
+            by(name, alpha)
+            for name in AUTO_CRITERIA
+            if name != "hies" or ("attention" in options.modules and "entropy" in statistics.values)
+            for alpha in (AUTO_ALPHAS if name == "hies" else (0.0,))
+        ]
+        removal = score_by_removal(job, statistics.moments)
+        # The first is taken unless another is clearly better. It assumes a refit.
+        return [removal, *simple] if options.compensation else [*simple, removal]
+    if not isinstance(options.alpha, str):
+        return [by(criterion, options.alpha)]
+    return [by(criterion, alpha) for alpha in (ALPHAS if uses_alpha(criterion) else (0.0,))]
+
+
+def score_by_removal(job: Job, moments: MomentStream | None) -> Scores:
+    """Return the scores of greedy removal, module by module within the memory limit of the compensation."""
+    job.progress.stage("rank units by greedy removal")
+    how = job.options.compensation
+    return score_compensated(
+        job.model,
+        effect_batches(job),
+        job.scored,
+        moments=moments,
+        per_sample=not job.task.generative,
+        limit_bytes=None if how is None else how.limit_bytes,
+        progress=job.progress,
+    )
+
+
+def effect_batches(job: Job) -> list[Batch]:
+    """Return the batches whose gradients greedy removal takes.
+
+    These are the calibration rows. If they have fewer than `EFFECT_TOKENS` tokens, rows to refit on are added until
+    that number is reached. Both are drawn in the same order. Where labels say what is predicted, as those of a language
+    model do, only calibration rows are used.
+    """
+    scored, more = job.rows.score, job.rows.refit
+    if job.task.places_by_labels or sum(map(size_of, more)) <= sum(map(size_of, scored)):
+        return scored
+    enough: list[Batch] = []
+    samples = tokens = 0
+    for batch in more:
+        if samples >= sum(map(size_of, scored)) and tokens >= EFFECT_TOKENS:
+            break
+        enough.append(batch)
+        samples, tokens = samples + size_of(batch), tokens + count_tokens(job.model, batch)
+    return enough
+
+
+def select(job: Job, scores: Scores, goal: Goal) -> Selection:
+    """Return the units that stay."""
+    return select_units(scores, job.modules, constraints=job.options.constraints, **vars(goal))
+
+
+def token_weights_of(job: Job) -> tuple[float, ...]:
+    """Return the weights of tokens that refits try: one, or several under `criterion: auto`."""
+    how = job.options.compensation
+    if how is None or how.method != "least_squares" or how.sequential:
+        return (1.0,)
+    if how.token_weights is not None:
+        return (how.token_weights,)
+    return TOKEN_WEIGHTS if job.options.criterion == AUTO else (1.0,)
+
+
+def _compensation(job: Job, token_weights: float) -> Compensation:
+    how = job.options.compensation
+    assert how is not None
+    weights = how.token_weights or token_weights
+    return Compensation(how.method, ridge=how.ridge, sequential=how.sequential, token_weights=weights)
+
+
+def refit_of(job: Job, statistics: Statistics, token_weights: float = 1.0) -> Refit | None:
+    """Return what refits a cut model from the moments, and rounds it as it will be saved; None without compensation."""
+    moments = statistics.moments
+    if job.options.compensation is None or moments is None:
+        return None
+
+    def refitted(slim: PreTrainedModel, selection: Selection) -> list[LayerFit]:
+        with threads_for(job.model, job.rows.refit):
+            fits = refit(slim, selection, job.modules, moments, _compensation(job, token_weights))
+        if job.dtype is not None:
+            for name in _changed_by(slim, job.modules, fits):
+                parameter = slim.get_parameter(name)
+                parameter.data = parameter.data.to(job.dtype).to(parameter.dtype)
+        return fits
+
+    return refitted
+
+
+def cut_beside(
+    model: PreTrainedModel, selection: Selection, modules: Sequence[PrunableModule], refit: Refit | None
+) -> PreTrainedModel:
+    """Return a model cut by a selection and refitted; only its cut weights are copies, the others are the model's."""
+    slim = prune_units(share_weights(model), selection, modules, inplace=True)
+    if refit is not None:
+        refit(slim, selection)
+    return slim
+
+
+def trial_model(job: Job, statistics: Statistics, trial: Trial) -> PreTrainedModel:
+    """Return the model of a trial: cut, refitted and rounded as it would be saved; other weights are shared."""
+    refit = refit_of(job, statistics, trial.token_weights)
+    return cut_beside(job.model, trial.selection, job.modules, refit)
+
+
+def predict_pruned(
+    model: PreTrainedModel,
+    selection: Selection,
+    modules: Sequence[PrunableModule],
+    batches: Sequence[Batch],
+    *,
+    refit: Refit | None = None,
+    by: Predictor = predict,
+) -> Predictions:
+    """Return the model's predictions without the units that a selection removes.
+
+    Without a refit, units are masked instead of cut, which in torch gives the same predictions at less cost.
+    """
+    if refit is None and by is predict:
+        with masked_units(model, selection, modules):
+            return predict(model, batches)
+    return by(cut_beside(model, selection, modules, refit), batches)
+
+
+def choice_of(job: Job, statistics: Statistics, trial: Trial, **more: Any) -> Choice:
+    """Return a trial as a choice, with its plan."""
+    scores, calibration = trial.scores, statistics.calibration
+    if scores.criterion == COMPENSATED:
+        rows = effect_batches(job)
+        calibration = replace(
+            calibration,
+            samples=sum(map(size_of, rows)),
+            labels="predictions",
+            fingerprint=batches_fingerprint(rows),
+        )
+    same = scores.criterion == COMPENSATED and job.options.criterion in COMPENSATED_NAMES
+    how = job.options.compensation
+    provenance = Provenance(
+        criterion=job.options.criterion if same else scores.criterion,  # as the options spell it
+        alpha=scores.parameters.get("alpha"),
+        seed=job.seed,
+        calibration={
+            "samples": calibration.samples,
+            "labels": calibration.labels,
+            "fingerprint": calibration.fingerprint,
+        },
+        versions=library_versions(),
+        model=fingerprint(job.model, job.modules),
+        compensation={} if how is None else {"method": how.method},
+    )
+    plan = PruningPlan.of(trial.selection, provenance)
+    return Choice(plan, scores, statistics, token_weights=trial.token_weights, **more)
+
 
 @dataclass(frozen=True)
 class Slim:
-    """A slim model, rounded to the dtype that it is to be saved in, and how it was checked."""
+    """A slim model, rounded to the dtype that it is to be saved in, and how it was checked.
+
+    Attributes:
+        model, plan: The model, and the units that stayed.
+        outcome: The budget, with what the held-out rows say of this model; None for a given plan.
+        refitted: The parameters that compensation changed, as saved; None without compensation.
+        fits: How well each layer was refitted.
+        cut_max_abs: Largest difference of any output between the cut and the masked model.
+    """
 
     model: PreTrainedModel
     plan: PruningPlan
-    refitted: dict[str, Tensor] | None  # the parameters that compensation changed, as saved; None without compensation
+    outcome: Outcome | None
+    refitted: dict[str, Tensor] | None
     fits: list[LayerFit]
-    cut_max_abs: float  # largest difference of any output between the cut and the masked model
+    cut_max_abs: float
 
 
-def cut(
-    prepared: Prepared,
-    given: Choice | PruningPlan,
-    *,
-    compensation: CompensationSection | None = None,
-    dtype: torch.dtype | None = None,
-    progress: Progress,
-) -> Slim:
-    """Cut the dense model, compare it with the masked one, compensate it if asked to, and round it to a dtype."""
-    progress.stage("cut, and compare with the masked model")
-    model, modules = prepared.model, prepared.modules
-    plan = given.plan if isinstance(given, Choice) else given
+def cut(job: Job, choice: Choice) -> Slim:
+    """Cut, compare with the masked model, refit, round, and hold the result against the promise once more."""
+    job.progress.stage("cut, and compare with the masked model")
+    model, modules, plan = job.model, job.modules, choice.plan
+    asked = job.options.compensation if plan.removes else None
     # A plan that was just chosen is known to be of these weights.
-    slim = prune_units(model, plan.kept if isinstance(given, Choice) else plan, modules)
-    cut_max_abs = compare_cut(model, slim, plan, modules, prepared.sample)
+    slim = prune_units(model, plan if choice.scores is None else plan.kept, modules)
+    cut_max_abs = compare_cut(model, slim, plan, modules, job.sample)
     fits: list[LayerFit] = []
-    if compensation is not None:
-        progress.stage("refit the output projections")
-        fits = _refit(prepared, compensation, slim, given, progress)
-    dtypes = _round(slim, dtype or slim.dtype)
-    if compensation is None:
+    if asked is not None:
+        job.progress.stage("refit the output projections")
+        fits = _refit(job, choice, slim)
+    dtypes = _round(slim, job.dtype or slim.dtype)
+    stored = None
+    if asked is None:
         # The plan was made for a compensated model, but only the cut was done.
-        return Slim(slim, replace(plan, compensation={}), None, fits, cut_max_abs)
-    names = changed_by(slim, modules, fits)
-    stored = {name: _as_stored(slim.get_parameter(name), dtypes.get(name)) for name in names}
-    plan = replace(plan, compensation={"method": compensation.method, "refit": digest_tensors(stored)})
-    return Slim(slim, plan, stored, fits, cut_max_abs)
+        plan = replace(plan, compensation={})
+    else:
+        names = _changed_by(slim, modules, fits)
+        stored = {name: _as_stored(slim.get_parameter(name), dtypes.get(name)) for name in names}
+        plan = replace(plan, compensation={"method": asked.method, "refit": digest_tensors(stored)})
+    return confirm(job, Slim(slim, plan, choice.outcome, stored, fits, cut_max_abs), choice.served)
 
 
-def compensation_of(asked: CompensationSection, token_weights: float = 1.0) -> Compensation:
-    """Return how a section asks to compensate, with the given weights of tokens where it leaves them open."""
-    weights = asked.token_weights or token_weights
-    return Compensation(asked.method, ridge=asked.ridge, sequential=asked.sequential, token_weights=weights)
-
-
-def _refit(
-    prepared: Prepared,
-    asked: CompensationSection,
-    slim: PreTrainedModel,
-    given: Choice | PruningPlan,
-    progress: Progress,
-) -> list[LayerFit]:
+def _refit(job: Job, choice: Choice, slim: PreTrainedModel) -> list[LayerFit]:
     """Refit a cut model in place, from the moments that choosing collected, if any."""
-    rows, modules = prepared.rows.compensation, prepared.modules
-    how = compensation_of(asked)
-    plan: Any = given
-    if isinstance(given, Choice):
-        if given.refit and not asked.sequential:
-            return given.refit(slim, given.plan.kept)
-        how, plan = given.compensation or how, given.plan
-    extra: dict[str, Any] = {"limit_bytes": asked.limit_bytes, "progress": progress}
-    return compensate(prepared.model, slim, plan, modules, rows, how, **extra)
+    asked = job.options.compensation
+    assert asked is not None
+    moments = choice.statistics and choice.statistics.moments
+    if choice.statistics and moments and moments.passes and not asked.sequential:
+        refit = refit_of(job, choice.statistics, choice.token_weights)
+        assert refit is not None
+        return refit(slim, choice.plan.kept)
+    how, plan = _compensation(job, choice.token_weights), choice.plan
+    extra: dict[str, Any] = {"limit_bytes": asked.limit_bytes, "progress": job.progress}
+    return compensate(job.model, slim, plan, job.modules, job.rows.refit, how, **extra)
+
+
+def _changed_by(slim: PreTrainedModel, modules: Sequence[PrunableModule], fits: Sequence[LayerFit]) -> list[str]:
+    """Return the names of the parameters that refits changed."""
+    consumers = {module.name: module.consumer for module in modules}
+    names = []
+    for fit in fits:
+        found = [name for name, _ in slim.get_submodule(consumers[fit.name]).named_parameters(recurse=False)]
+        changed = {"none": (), "bias": ("bias",)}.get(fit.method, ("weight", "bias"))
+        names += [f"{consumers[fit.name]}.{name}" for name in found if name in changed]
+    return names
 
 
 def _round(slim: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
@@ -251,16 +418,82 @@ def _as_stored(parameter: Tensor, dtype: torch.dtype | None) -> Tensor:
     return parameter.detach().to(device="cpu", dtype=dtype or parameter.dtype).contiguous()
 
 
-def warn_if_larger(saved: Saved, source: Source) -> None:
-    """Warn if a slim checkpoint has more bytes than its source."""
-    if saved.bytes > source.bytes:
-        logger.warning(
-            "the slim checkpoint has %.1f MB, more than the %.1f MB of its source, because it is saved in %s; set "
-            "save_dtype to the dtype of the source",
-            saved.bytes / 1e6,
-            source.bytes / 1e6,
-            str(source.dtype).removeprefix("torch."),
+def judging(promise: Outcome) -> dict[str, Any]:
+    """Return the options of the judge that decides about a promise, beside those of the job."""
+    budget = promise.budget
+    metrics = {} if budget.metric is None else {"metrics": (budget.metric,)}
+    if budget.keep is None:
+        return metrics
+    index = {} if budget.keep.index is None else {"index": budget.keep.index}
+    return {**metrics, **index, "confidence": promise.confidence, "as_of": promise.samples}
+
+
+def confirm(job: Job, slim: Slim, served: TimedSection | None) -> Slim:
+    """Evaluate a slim model on the held-out rows that its promise was made on, as it is served."""
+    outcome = slim.outcome
+    if outcome is None or not outcome.budget.searched:
+        return slim
+    job.progress.stage("evaluate the slim model on the held-out rows")
+    judge = job.judge(job.rows.held_out, **judging(outcome))
+    found = judge.found(outcome.budget, job.predictor(served)(slim.model, judge.batches))
+    confirmed = replace(outcome, found=found)
+    if not confirmed.met:
+        what, remedy = "compensated", "compensate on more samples, or not at all"
+        if slim.refitted is None:
+            what, remedy = "rounded", "set save_dtype: float32"
+        raise DropError(
+            f"{outcome.budget.kind} asks for {asked_words(outcome)} on the held-out rows. The model that was judged "
+            f"kept to it, but the {what} one has {found_words(confirmed)}; {remedy}"
         )
+    return replace(slim, outcome=confirmed)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How a slim model compares with the dense one: metrics and lm-eval benchmarks by name, stability, and rankings."""
+
+    metrics: Mapping[str, Both[float]]
+    stability: float  # share of predictions that equal the dense model's, in [0, 1]
+    uncompensated: Quality | None  # of the cut model without compensation; None if that is not asked for
+    benchmarks: Mapping[str, Both[float]]
+    ranking: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # of the slim model, as in `Judge.ranking`
+    tolerance: float | None = None  # largest difference of numbers of a regression that are the same
+
+
+def compare(job: Job, slim: PreTrainedModel, *, uncompensated: Selection | None = None) -> Evaluation:
+    """Compare the slim model with the dense one on the evaluation rows, in memory on the held-out ones.
+
+    A selection that is only cut is judged beside them, and so are the benchmarks that are asked for.
+    """
+    judge = job.judge(job.rows.evaluation or job.rows.held_out, index=None, progress=job.progress)
+
+    def predictions_of(model: PreTrainedModel) -> Predictions:
+        return predict(model, judge.batches, progress=job.progress)
+
+    predictions = predictions_of(slim)
+    dense, pruned, masked = judge.of(judge.dense), judge.of(predictions), None
+    if uncompensated is not None:
+        # Masked and cut models predict the same: `compare_cut` has checked that.
+        with masked_units(job.model, uncompensated, job.modules):
+            masked = judge.of(predictions_of(job.model))
+    benchmarks: Mapping[str, Both[float]] = {}
+    if job.evaluation.lm_eval:
+        job.progress.stage("run the benchmarks of lm-eval on both models")
+        benchmarks = _side_by_side(*(_benchmarks(job, model) for model in (job.model, slim)))
+    metrics, ranking = _side_by_side(dense.metrics, pruned.metrics), judge.ranking(predictions)
+    # Rankings are compared by their order, whatever the logits.
+    tolerance = None if ranking else judge.task.tolerance_on(judge.dense)
+    return Evaluation(metrics, pruned.stability, masked, benchmarks, ranking, tolerance)
+
+
+def _benchmarks(job: Job, model: PreTrainedModel) -> dict[str, float]:
+    asked = job.evaluation
+    how: dict[str, Any] = {"samples": asked.samples, "batch_size": asked.batch_size}
+    return processes.on_main(lambda: run_benchmarks(model, job.processor, asked.lm_eval, **how))
+
+
+def _side_by_side(dense: Mapping[str, float], slim: Mapping[str, float]) -> dict[str, Both[float]]:
+    return {name: Both(dense[name], slim[name]) for name in dense}
 
 
 @dataclass(frozen=True)
@@ -272,22 +505,22 @@ class Saved:
 
 
 def save(
+    job: Job,
     slim: Slim,
-    prepared: Prepared,
     folder: str | Path,
     *,
     processor: Any = None,
-    dense: Path | None = None,
-    dtype: torch.dtype | None = None,
     refit_file: Path | None = None,
     files: Mapping[str, Any] | None = None,
     overwrite: bool = False,
 ) -> Saved:
     """Save a slim model, load it again and compare; of several processes, the first does.
 
-    The licence in the folder `dense` is copied; `files` are as in `save_slim`. The refitted layers of a compensated
-    model go to `refit_file`, by default into `folder`.
+    The licence of the dense model's folder is copied; `files` are as in `save_slim`. The refitted layers of a
+    compensated model go to `refit_file`, by default into `folder`.
     """
+    job.progress.stage("save, load again and compare")
+    source = job.source
 
     def write() -> Saved:
         if slim.refitted is not None and refit_file is not None:
@@ -296,14 +529,29 @@ def save(
             slim.model,
             folder,
             plan=slim.plan,
-            batch=prepared.sample,
-            processor=processor,
-            dense=dense,
-            dtype=dtype,
+            batch=job.sample,
+            processor=processor or job.processor,
+            dense=None if source is None else source.folder,
+            dtype=job.dtype,
             refitted=slim.refitted if refit_file is None else None,
             files=files,
             overwrite=overwrite,
         )
         return Saved(weight_bytes(folder), max_abs)
 
-    return processes.on_main(write)
+    saved = processes.on_main(write)
+    if source is not None:
+        _warn_if_larger(saved, source)
+    return saved
+
+
+def _warn_if_larger(saved: Saved, source: Source) -> None:
+    """Warn if a slim checkpoint has more bytes than its source."""
+    if saved.bytes > source.bytes:
+        logger.warning(
+            "the slim checkpoint has %.1f MB, more than the %.1f MB of its source, because it is saved in %s; set "
+            "save_dtype to the dtype of the source",
+            saved.bytes / 1e6,
+            source.bytes / 1e6,
+            str(source.dtype).removeprefix("torch."),
+        )

@@ -270,7 +270,7 @@ class ExportSection(Section):
     Attributes:
         format: "onnx" writes an ONNX folder, "gguf" a GGUF file for llama.cpp (decoders like LLaMA's only). "openvino",
             with `quantize: int8`, writes the ONNX folder and, calibrated on 300 of the rows that refit the model, or
-            else score it, OpenVINO's own files to `openvino-int8/` (encoders only).
+            else score it, OpenVINO's own files to `openvino-int8/` (encoders only). A package may bring others.
         provider: Execution provider that an ONNX graph is fused for.
         dtype: Dtype that the weights are stored in: float32 or float16; in a GGUF file also bfloat16, q8_0 or q4_0.
         quantize: "int8" also writes the ONNX graph with its linear layers in 8 bits, to `onnx-int8/`; for decoders
@@ -278,7 +278,7 @@ class ExportSection(Section):
             models are then judged and timed in float32 and in these bits.
     """
 
-    format: Literal["onnx", "openvino", "gguf"] = "onnx"
+    format: str = "onnx"
     provider: Literal["cpu", "cuda"] = "cpu"
     dtype: Literal["float32", "float16", "bfloat16", "q8_0", "q4_0"] = "float32"
     quantize: Literal["int8", "int4"] | None = None
@@ -304,7 +304,7 @@ class ExportSection(Section):
                 f"quantize: {self.quantize} needs provider: cpu and dtype: float32, got {self.provider} and "
                 f"{self.dtype}; leave them out"
             )
-        if self.format != "gguf" and self.dtype not in ("float32", "float16"):
+        if self.format in ("onnx", "openvino") and self.dtype not in ("float32", "float16"):
             raise ValueError(f"dtype must be float32 or float16 for format: onnx, got {self.dtype}; set format: gguf")
         if self.format == "gguf" and self.provider != "cpu":
             raise ValueError(f"provider belongs to format: onnx, got {self.provider} for format: gguf; leave it out")

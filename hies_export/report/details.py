@@ -10,7 +10,7 @@ from ..data.splits import DataFacts
 from ..evaluate.judge import AlphaPoint, Quality, Tried
 from ..forms.cascade.facts import CascadeFacts
 from ..forms.deployment import Deployment
-from ..forms.judged import JudgedForm
+from ..forms.judge import Judged
 from ..forms.measure.counts import Both, FlopsByLayer
 from ..forms.measure.shapes import RowLength
 from ..recipe.budget import Outcome
@@ -62,7 +62,7 @@ class Details(BaseModel):
     auto_class: str = "AutoModel"
     onnx: dict[str, Any] | None = None
     gguf: dict[str, Any] | None = None
-    forms: list[JudgedForm] = Field(default_factory=list)
+    forms: list[Judged] = Field(default_factory=list)
     deployment: Deployment | None = None
     cascade: CascadeFacts | None = None
     row_length: RowLength | None = None
@@ -81,12 +81,12 @@ class Details(BaseModel):
 
     @model_validator(mode="after")
     def _forms_fit(self) -> Details:
-        steps = {len(form.times) for form in self.forms}
-        if len(steps) > 1:
-            raise ValueError("every one of forms must have as many times as the first")
+        steps = [len(form.times) for form in self.forms]
+        if steps and (min(steps) < 1 or max(steps) > steps[0]):
+            raise ValueError("every one of forms must have a time, and at most as many as the first")
         found = self.deployment
         if found is None or found.form is None:
             return self
-        if not (0 <= found.form < len(self.forms) and 0 <= found.step < max(steps)):
+        if not (0 <= found.form < len(self.forms) and 0 <= found.step < len(self.forms[found.form].times)):
             raise ValueError("deployment.form and deployment.step must be places in forms and their times")
         return self

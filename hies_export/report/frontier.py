@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..forms.judged import JudgedForm, deciding_step, relative_times
+from ..forms.judge import Judged, deciding_step, relative_times
 from . import canvas
 from .canvas import ACCENT, CARD, GREY, INK, LINE, MARKERS, MUTED, SECOND, SERIES
 from .report import Report
@@ -126,6 +126,7 @@ def frontier_figure(report: Report, others: Sequence[Measured] = ()) -> Frontier
             chosen=number == chosen,
         )
         for number, (form, time, same) in enumerate(zip(forms, relative_times(forms, step), kept, strict=True))
+        if time is not None
     ]
     return FrontierFigure(
         [*measured, *(one._replace(shape=len(runtimes)) for one in others)],
@@ -139,11 +140,11 @@ def frontier_figure(report: Report, others: Sequence[Measured] = ()) -> Frontier
     )
 
 
-def _runtime(form: JudgedForm) -> str:
+def _runtime(form: Judged) -> str:
     return runtime_name(form.runtime.removesuffix("-int8"))
 
 
-def _same_ends(form: JudgedForm) -> Ends:
+def _same_ends(form: Judged) -> Ends:
     """Return the interval of a form's agreement; an unknown end is the agreement itself."""
     low, high = form.stability_low, form.stability_high
     return form.stability if low is None else low, form.stability if high is None else high

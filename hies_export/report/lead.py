@@ -7,8 +7,8 @@ import statistics
 from typing import Any
 
 from ..evaluate.metrics import METRICS, counted_by, quality_loss, title_of
-from ..forms.judged import deciding_step, relative_times
-from ..forms.measure.latency_rows import LatencyRow
+from ..forms.judge import deciding_step, relative_times
+from ..forms.latency_rows import LatencyRow
 from ..recipe.budget import Budget, KeepBudget, Outcome
 from .outcomes import asked_words, found_words
 from .report import Report

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from ..evaluate.judge import Tried
 from ..evaluate.metrics import METRICS, title_of
-from ..forms.judged import FormTime, JudgedForm
+from ..forms.judge import FormTime, Judged
+from ..forms.latency_rows import LatencyRow
 from ..forms.measure.counts import Both, LayerFlops
-from ..forms.measure.latency_rows import LatencyRow
 from . import text
 from .report import FirstMetric, Report
 from .text import FIRST_HIT, agreement, named_units, runtime_name, si
@@ -196,7 +196,7 @@ def kept_bars(report: Report) -> tuple[list[Kept], str]:
     return bars, text.share_of(quality.metric, "the dense model")
 
 
-def form_note(form: JudgedForm, report: Report) -> str:
+def form_note(form: Judged, report: Report) -> str:
     """Return what a form keeps, beside its time: "97.1 % same" or, of the first metric, "99.4 % kept"."""
     dense = report.quality.dense
     if not text.keeps_metric(report) or dense <= 0:
@@ -239,7 +239,7 @@ def forms_table(report: Report) -> Table | None:
     forms = report.details.forms
     if not forms:
         return None
-    columns: dict[str, Callable[[JudgedForm], str]] = {
+    columns: dict[str, Callable[[Judged], str]] = {
         "": partial(form_name, forms=forms),
         "file": lambda form: "" if form.bytes is None else f"{si(form.bytes)}B",
         agreement(report): lambda form: f"{form.stability:.1%}",
@@ -256,7 +256,7 @@ def forms_table(report: Report) -> Table | None:
     return filled(columns, forms)
 
 
-def form_name(form: JudgedForm, forms: Sequence[JudgedForm]) -> str:
+def form_name(form: Judged, forms: Sequence[Judged]) -> str:
     """Return model and bits of a form, and its runtime if the forms have several."""
     runtimes = {one.runtime.removesuffix("-int8") for one in forms}
     on = f", {runtime_name(form.runtime.removesuffix('-int8'))}" if len(runtimes) > 1 else ""
@@ -270,13 +270,13 @@ def form_step(time: FormTime | LatencyRow) -> str:
     return f"{time.batch} x {time.sequence}" + ("" if time.phase == "forward" else f" {time.phase}")
 
 
-def _form_metric(form: JudgedForm, name: str, first: str) -> str:
+def _form_metric(form: Judged, name: str, first: str) -> str:
     value = form.quality if name == first else form.metrics[name]
     return f"{value:.1%}" if name in METRICS and METRICS[name].counts else f"{value:.4f}"
 
 
-def _form_ratio(form: JudgedForm, step: int) -> str:
-    return ratio_text(form.times[step])
+def _form_ratio(form: Judged, step: int) -> str:
+    return ratio_text(form.times[step]) if step < len(form.times) else ""
 
 
 def tried_table(report: Report) -> Table | None:

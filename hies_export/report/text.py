@@ -9,7 +9,7 @@ from typing import Any
 
 from ..data.splits import DataFacts
 from ..evaluate.metrics import METRICS, higher_is_better, title_of
-from ..forms.measure.latency_rows import LatencyRow
+from ..forms.latency_rows import LatencyRow
 from ..recipe.budget import KeepBudget, Outcome
 from ..tasks import TASKS
 from .outcomes import asked_words, found_words, stays_words
@@ -219,9 +219,11 @@ def forms_text(report: Report) -> str:
         counts = f" Of the slim model, {count} linear layers are in {bits}, {small} in float32."
     on_rows = any(time.phase == "rows" for time in forms[0].times)
     timed = " on these rows as they come" if on_rows else ""
+    brief = any(len(form.times) < len(forms[0].times) for form in forms)
+    others = " Forms that another one beats were timed briefly, in the first column only." if brief else ""
     return (
-        f"Every form ran the evaluation rows itself. All were timed{timed}, interleaved in one process. Time is "
-        f"relative to {forms[0].model} {forms[0].bits}; its own row times a second copy, the control.{counts}"
+        f"Every form ran the evaluation rows itself. All were timed{timed}, interleaved in one process.{others} Time "
+        f"is relative to {forms[0].model} {forms[0].bits}; its own row times a second copy, the control.{counts}"
     )
 
 
@@ -367,10 +369,9 @@ def latency_text(rows: Sequence[LatencyRow], names: tuple[str, str] = ("dense", 
     loads = dict.fromkeys(f"{row.loads} times on {row.runtime}" for row in rows if row.loads > 1)
     loaded = f"The models were loaded anew {' and '.join(loads)}. " if loads else ""
     apart = ", on llamacpp in a process for each," if any(row.runtime == "llamacpp" for row in rows) else ""
-    how = "the median of paired ratios to their mean, and its 95 % interval is from a bootstrap over loads, "
-    how += "copies and runs"
-    if all(row.phase == "rows" for row in rows):
-        how = "that of total times to their mean, and its 95 % interval is from a bootstrap over batches"
+    on_rows = all(row.phase == "rows" for row in rows)
+    how, runs = ("that of total times", "batches") if on_rows else ("the median of paired ratios", "runs")
+    how += f" to their mean, and its 95 % interval is from a bootstrap over loads, copies and {runs}"
     sentences = [
         f"Timed interleaved in one process{apart} with two copies of {first}; the ratio is {how}. {loaded}"
         f"The control, {first} against itself, gave {min(controls):.3f} to {max(controls):.3f}."

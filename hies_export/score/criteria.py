@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..calibrate.statistics import Statistics
+from ..entry_points import Registry
 from ..errors import RecipeError
 from ..kinds import ATTENTION, KINDS
 from ..units.units import Units
@@ -83,7 +84,7 @@ class Criterion:
         return tuple(inspect.signature(self.function).parameters)[1:]
 
 
-CRITERIA: dict[str, Criterion] = {}
+CRITERIA: Registry[Criterion] = Registry("criteria")
 """Name -> criterion; `criterion` adds entries."""
 
 # Not in `CRITERIA`, because they need more than averages per unit; see `score_compensated`. The second name is older.

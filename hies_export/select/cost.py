@@ -9,8 +9,8 @@ from typing import Any
 
 from ..errors import PlanError
 from ..kinds import UNIT_NAMES
-from ..units.units import Units
-from .constraints import NONE, Constraints, bundle_count, removable_counts
+from ..units.units import Selection, Units
+from .constraints import NONE, Constraints, bundle_count, bundles_lost, removable_counts
 
 # At most this many shares are tried one by one.
 MOST_SHARES = 1000
@@ -25,6 +25,12 @@ class CostTable:
     # The timings behind a table of latency, one row each: kind, kept (share of the bundles), ratio, ratio_low,
     # ratio_high, control_low, control_high. Empty for other costs.
     measured: tuple[Mapping[str, Any], ...] = ()
+    # The dense model's own cost, relative to what a budget is held against: its time in float32, say.
+    dense: float = 1.0
+
+    def left(self, selection: Selection, modules: Sequence[Units], *, unit: str) -> float:
+        """Return the predicted share of the dense model's cost that a selection leaves."""
+        return self.ratio(bundles_lost(selection, modules, unit=unit))
 
     def ratio(self, counts: Mapping[str, int]) -> float:
         """Return the predicted share of the dense model's cost, for the number of bundles that each module loses."""

@@ -11,29 +11,26 @@ from torch import Tensor
 from ..errors import PlanError
 from ..units.units import Selection, Units
 from .constraints import Constraints, bundle_count, check_budget
+from .cost import CostTable
 
 
 @dataclass(frozen=True)
-class HeadTarget:
-    """The heads that all rounds up to one remove together."""
+class Goal:
+    """How much goes of a model: a share of the heads, bundles of each module, or all but a share of its cost."""
 
-    wanted: int | Sequence[int]  # bundles of all modules together under `global`, of each module under `uniform`
-    dense: Sequence[int]  # bundles of each module before the first round
-    unit: str  # as in `Constraints`
-
-    def size(self, modules: Sequence[Units]) -> tuple[float | None, list[int] | None]:
-        """Return `heads` and `counts` of `select_units`, one of them None, for the modules that the last round left."""
-        left = [bundle_count(module, self.unit) for module in modules]
-        if isinstance(self.wanted, int):
-            return (self.wanted - sum(self.dense) + sum(left)) / sum(left), None
-        return None, [w - d + n for w, d, n in zip(self.wanted, self.dense, left, strict=True)]
+    heads: float | None = None
+    counts: Sequence[int] | None = None
+    ratio: float | None = None  # greatest share of the dense cost left, not counting what earlier rounds saved
+    table: CostTable | None = None  # what removals save; given with `ratio`
 
 
-def head_targets(
+def head_totals(
     modules: Sequence[Units], *, heads: float, count: int, constraints: Constraints
-) -> Iterator[HeadTarget]:
-    """Yield the targets of `count` rounds that spend a share of heads evenly, without rounds that remove nothing."""
-    dense = [bundle_count(module, constraints.unit) for module in modules]
+) -> Iterator[int | list[int]]:
+    """Yield what rounds that spend a share of heads evenly have removed at their ends, without empty rounds.
+
+    That is a number of bundles of all modules together under `global`, and of each module under `uniform`.
+    """
     before: int | list[int] = 0
     for number in range(1, count + 1):
         try:
@@ -45,7 +42,21 @@ def head_targets(
             continue
         if wanted != before:
             before = wanted
-            yield HeadTarget(wanted, dense, constraints.unit)
+            yield wanted
+
+
+def heads_to_go(modules: Sequence[Units], total: int | Sequence[int], lost: Mapping[str, int], *, unit: str) -> Goal:
+    """Return the goal of a round that ends at a total, for the modules that have `lost` bundles to earlier rounds."""
+    before = [lost.get(module.name, 0) for module in modules]
+    if isinstance(total, int):
+        left = sum(bundle_count(module, unit) for module in modules) - sum(before)
+        return Goal(heads=(total - sum(before)) / left)
+    return Goal(counts=[wanted - gone for wanted, gone in zip(total, before, strict=True)])
+
+
+def cost_to_go(table: CostTable, ratio: float, lost: Mapping[str, int]) -> Goal:
+    """Return the goal of a round that leaves a share of the dense cost, after the bundles lost to earlier rounds."""
+    return Goal(ratio=ratio + (1 - table.ratio(lost)), table=table.after(lost))
 
 
 def compose(first: Selection, second: Selection) -> Selection:

@@ -83,6 +83,11 @@ class PruningPlan(Provenance):
         return self._total(ATTENTION)
 
     @property
+    def removes(self) -> bool:
+        """Whether any unit goes."""
+        return any(kept.removed for kept in self.kept.values())
+
+    @property
     def removed(self) -> int:
         """Number of query heads that the plan removes."""
         return self._removed(ATTENTION)

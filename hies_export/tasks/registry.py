@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ..entry_points import Registry
 from ..errors import MERGE, RequestError
 from .classification import ImageClassification, TextClassification
 from .feature_extraction import FeatureExtraction
@@ -21,21 +22,20 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-TASKS: dict[str, type[Task]] = {
-    task.name: task
-    for task in (
-        TextClassification,
-        TokenClassification,
-        QuestionAnswering,
-        FillMask,
-        FeatureExtraction,
-        ImageClassification,
-        TextGeneration,
-        ImageTextToText,
-        Text2TextGeneration,
-        AutomaticSpeechRecognition,
-    )
-}
+TASKS: Registry[type[Task]] = Registry("tasks")
+for _task in (
+    TextClassification,
+    TokenClassification,
+    QuestionAnswering,
+    FillMask,
+    FeatureExtraction,
+    ImageClassification,
+    TextGeneration,
+    ImageTextToText,
+    Text2TextGeneration,
+    AutomaticSpeechRecognition,
+):
+    TASKS[_task.name] = _task
 
 
 def register_task(task: type[Task]) -> type[Task]:

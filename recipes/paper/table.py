@@ -19,9 +19,9 @@ from hies_export.evaluate.lm_eval import run_benchmarks
 from hies_export.lab.sweep.grid import SweepGrid
 from hies_export.lab.sweep.sweep import sweep
 from hies_export.pipeline.choose import choose
-from hies_export.pipeline.prepare import prepare
+from hies_export.pipeline.load_job import load_job
 from hies_export.pipeline.recipe import PruningRecipe
-from hies_export.progress import Silent
+from hies_export.pipeline.stages import calibrate
 from hies_export.slim.check import masked_units
 
 HERE = Path(__file__).parent
@@ -76,11 +76,11 @@ def by_benchmark(recipe: PruningRecipe, table: str, *, seeds: tuple[int, ...]) -
                 fields["calibration"]["seed"] = seed
                 fields["prune"] |= {"criterion": criterion, "budget": {"heads": sparsity}}
                 asked = PruningRecipe(**fields)
-                prepared = prepare(asked)
-                plan = choose(prepared, asked, progress=Silent()).plan
+                job = load_job(asked)
+                plan = choose(job, calibrate(job)).plan
                 judged = {"samples": asked.evaluation.samples, "batch_size": asked.evaluation.batch_size}
-                with masked_units(prepared.model, plan, prepared.sites):
-                    found = run_benchmarks(prepared.model, prepared.processor, asked.evaluation.lm_eval, **judged)
+                with masked_units(job.model, plan, job.modules):
+                    found = run_benchmarks(job.model, job.processor, asked.evaluation.lm_eval, **judged)
                 metric, value = next(iter(found.items()))
                 rows.append({"criterion": criterion, "sparsity": sparsity, "metric": metric, "quality": 100 * value})
     return rows

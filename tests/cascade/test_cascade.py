@@ -25,9 +25,10 @@ from hies_export import Cascade, load_runtime
 from hies_export.errors import ParityError, RequestError
 from hies_export.evaluate.predict import predict
 from hies_export.forms.cascade import export as export_module
-from hies_export.forms.cascade.export import CascadeExport, CascadeOptions, export_cascade
+from hies_export.forms.cascade.export import CascadeOptions, export_cascade
 from hies_export.forms.cascade.join import join_graphs
 from hies_export.forms.cascade.threshold import margins
+from hies_export.forms.formats import Export
 from hies_export.forms.onnx.export import export_onnx
 
 Batches = list[dict[str, torch.Tensor]]
@@ -64,7 +65,7 @@ def models() -> tuple[PreTrainedModel, PreTrainedModel]:
 
 
 @pytest.fixture(scope="module")
-def exported(models: Any, tmp_path_factory: pytest.TempPathFactory) -> CascadeExport:
+def exported(models: Any, tmp_path_factory: pytest.TempPathFactory) -> Export:
     cascade = Cascade.choose(*models, texts(), disagreement=0.2)
     return cascade.export_onnx(tmp_path_factory.mktemp("cascade") / "onnx")
 
@@ -128,8 +129,8 @@ def test_any_two_runtimes(models: Any, tmp_path: Path) -> None:
         cascade.export_onnx(tmp_path / "cascade")
 
 
-def test_one_file_answers_as_both_models(models: Any, exported: CascadeExport) -> None:
-    threshold = exported.promise.threshold
+def test_one_file_answers_as_both_models(models: Any, exported: Export) -> None:
+    threshold = exported.facts["promise"].threshold
     for name, batch in three_batches(models, texts(), threshold).items():
         found = run(exported.file, batch)
         np.testing.assert_allclose(found["logits"], by_hand(models, batch, threshold), atol=1e-4, err_msg=name)
@@ -137,7 +138,7 @@ def test_one_file_answers_as_both_models(models: Any, exported: CascadeExport) -
         assert found["passed_on"].tolist() == unsure.tolist()
     assert exported.bytes == exported.file.stat().st_size
     # The embeddings, which both models read, are in the file once.
-    assert exported.shared_bytes >= 4 * (200 + 32) * 128
+    assert exported.facts["shared_bytes"] >= 4 * (200 + 32) * 128
 
 
 def test_weights_of_both_graphs_are_stored_once_whatever_their_names(models: Any, tmp_path: Path) -> None:
@@ -181,8 +182,8 @@ def test_one_file_in_8_bits(models: Any, tmp_path: Path) -> None:
     assert session.get_modelmeta().custom_metadata_map["hies_export.forms.cascade"].startswith('{"disagreement": 0.2')
     answers = np.concatenate([run(exported.file, batch)["logits"] for batch in texts()]).argmax(-1)
     wanted = torch.cat([predict(models[1], [batch]).values for batch in texts()]).argmax(-1).numpy()
-    assert (answers != wanted).sum() <= exported.promise.differ
-    assert exported.quantize == "int8"
+    assert (answers != wanted).sum() <= exported.facts["promise"].differ
+    assert exported.how.quantize == "int8"
 
 
 def test_images(tmp_path: Path) -> None:
@@ -195,16 +196,16 @@ def test_images(tmp_path: Path) -> None:
     pair = noisy(slim, 0.6), dense
     batches = [{"pixel_values": pixels} for pixels in torch.randn(40, 3, 16, 16).split(8)]
     exported = Cascade.choose(*pair, batches, disagreement=0.2).export_onnx(tmp_path / "onnx")
-    for name, batch in three_batches(pair, batches, exported.promise.threshold).items():
-        wanted = by_hand(pair, batch, exported.promise.threshold)
+    for name, batch in three_batches(pair, batches, exported.facts["promise"].threshold).items():
+        wanted = by_hand(pair, batch, exported.facts["promise"].threshold)
         np.testing.assert_allclose(run(exported.file, batch)["logits"], wanted, atol=1e-4, err_msg=name)
 
 
-def test_in_openvino(models: Any, exported: CascadeExport) -> None:
+def test_in_openvino(models: Any, exported: Export) -> None:
     pytest.importorskip("openvino", reason="OpenVINO is not installed")
     runtime = load_runtime("openvino", exported.file)
-    for name, batch in three_batches(models, texts(), exported.promise.threshold).items():
-        wanted = by_hand(models, batch, exported.promise.threshold)
+    for name, batch in three_batches(models, texts(), exported.facts["promise"].threshold).items():
+        wanted = by_hand(models, batch, exported.facts["promise"].threshold)
         np.testing.assert_allclose(runtime.prediction(batch), wanted, atol=1e-3, err_msg=name)
 
 
@@ -230,7 +231,7 @@ def test_near_the_threshold_either_answer_is_right(
     monkeypatch.setattr(export_module, "join_graphs", lambda slim, dense, at: joined(slim, dense, at - 0.4))
     exported = cascade.export_onnx(tmp_path / "onnx")
     rows = torch.cat([torch.from_numpy(run(exported.file, batch)["passed_on"]) for batch in texts()])
-    assert rows.double().mean() < exported.promise.passed_on
+    assert rows.double().mean() < exported.facts["promise"].passed_on
     assert exported.max_abs < 1e-4
     monkeypatch.setattr(export_module, "join_graphs", lambda slim, dense, at: joined(slim, dense, at - 0.6))
     with pytest.raises(ParityError, match="must agree with its two models to"):

@@ -12,7 +12,7 @@ from transformers import BartConfig, BartForSequenceClassification
 
 import hies_export
 from hies_export import PruningRecipe, RequestError
-from hies_export.pipeline.resolve import resolve
+from hies_export.pipeline.load_job import load_job
 
 SIZES = {"layers": 2, "attention_heads": 4, "ffn_dim": 32}
 
@@ -57,7 +57,7 @@ def test_rows_that_the_model_cannot_read_are_refused_before_anything_is_scored(p
     config = project / "model" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"eos_token_id": eos}))
     with pytest.raises(RequestError, match="must run on the calibration rows, but BartForSequenceClass.* raises"):
-        resolve(PruningRecipe.from_yaml(project / "recipe.yaml"))
+        load_job(PruningRecipe.from_yaml(project / "recipe.yaml"))
 
 
 def test_a_model_that_does_not_run_on_random_inputs_is_refused_before_anything_is_scored(
@@ -66,4 +66,4 @@ def test_a_model_that_does_not_run_on_random_inputs_is_refused_before_anything_i
     # As it was: no end-of-text token among the random ones.
     monkeypatch.setattr("hies_export.model.tokens.end_of_text", lambda model: None)
     with pytest.raises(RequestError, match="must run on 8 x 8 random inputs to be measured, but BartFor.* <eos> token"):
-        resolve(PruningRecipe.from_yaml(project / "recipe.yaml"))
+        load_job(PruningRecipe.from_yaml(project / "recipe.yaml"))

@@ -20,10 +20,9 @@ from hies_export.evaluate.interval import FAILURES
 from hies_export.evaluate.metrics import quality_loss
 from hies_export.forms.cost.flops import cut_bundles, flops_table
 from hies_export.forms.cost.latency import TimedCut, TimedOn, latency_table
-from hies_export.forms.exports import Exporter
 from hies_export.forms.form import Form
+from hies_export.forms.formats import Exporter, Given
 from hies_export.forms.measure.counts import count_flops
-from hies_export.forms.measure.timing import Timing
 from hies_export.pipeline.recipe import PruneSection, PruningRecipe
 from hies_export.pipeline.search import largest
 from hies_export.recipe.sections import ExportSection
@@ -126,22 +125,22 @@ def test_a_timed_table_is_kept_unless_it_is_noisy(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     ratios = [0.9, 0.8, 0.65, 0.6]
-    calm = SimpleNamespace(low=0.99, high=1.01)
-    timed = [
-        SimpleNamespace(ratio=SimpleNamespace(median=r, low=r - 0.01, high=r + 0.01), control=calm) for r in ratios
-    ]
-    timed[-1].ratio = SimpleNamespace(median=ratios[-1], low=ratios[-1] - reach, high=ratios[-1] + reach)
-    timed[-1].control = SimpleNamespace(low=control[0], high=control[1])
-    comparisons = iter(timed)
+    ends = [(0.01, (0.99, 1.01))] * 3 + [(reach, control)]
+    timed = iter(
+        [
+            (SimpleNamespace(low=low, high=high), SimpleNamespace(ratio=r, low=r - far, high=r + far))
+            for r, (far, (low, high)) in zip(ratios, ends, strict=True)
+        ]
+    )
 
-    def compare(dense: Form, slim: Form, batches: Any, **_: Any) -> Any:
-        assert (dense.runtime, slim.runtime, [*batches]) == ("torch", "torch", [(2, 12)])
-        return {((2, 12), "forward"): next(comparisons)}
+    def compare(forms: list[Form], batches: Any, **_: Any) -> Any:
+        assert ([form.runtime for form in forms], [*batches]) == (["torch", "torch"], [(2, 12)])
+        return next(timed)
 
-    monkeypatch.setattr("hies_export.forms.cost.latency.compare_two", compare)
+    monkeypatch.setattr("hies_export.forms.cost.latency.time", compare)
     model, batch = bert(), text_batch(2, 12, padding=False, labels=False)
     sites = find_attention(model, batch)
-    where = TimedOn("torch", batch, Timing(repeats=6), Exporter(ExportSection(), batch))
+    where = TimedOn("torch", batch, Exporter(ExportSection(), Given(batch)), repeats=6)
     table = latency_table(model, sites, where, cache=tmp_path)
     assert [(round(6 * point["kept"]), point["ratio"]) for point in table.measured] == [
         *((4, 0.9), (3, 0.8), (2, 0.65), (1, 0.6))
@@ -164,7 +163,7 @@ def test_a_kept_table_is_read_for_the_same_model_and_shape_only(
 
     def table(tokens: int, dtype: str = "float32") -> CostTable:
         batch = text_batch(2, tokens, padding=False, labels=False)
-        where = TimedOn("torch", batch, Timing(repeats=2), Exporter(ExportSection(dtype=dtype), batch))
+        where = TimedOn("torch", batch, Exporter(ExportSection(dtype=dtype), Given(batch)), repeats=2)
         return latency_table(model, sites, where, cache=tmp_path)
 
     first, kept = table(12), [(12,), (13,), (13, "float16")]
@@ -262,10 +261,9 @@ def test_a_ratio_to_float32_counts_what_fewer_bits_save(
     def compare(model: Any, dense: Any, where: TimedOn, *, progress: Any) -> Any:
         """In its bits the dense model takes 0.9 of float32's time, and a slim one 0.71."""
         compared.append((where.runtime, where.full, where.dtype))
-        ratio = SimpleNamespace(median=0.9 if model is dense else 0.71)
-        return SimpleNamespace(ratio=ratio, noisy=False)
+        return SimpleNamespace(ratio=0.9 if model is dense else 0.71, noisy=False)
 
-    for module in ("targets", "run"):
+    for module in ("choose", "measure"):
         monkeypatch.setattr(f"hies_export.pipeline.{module}.compare_with_full", compare)
     latency = {"runtime": "torch", "batch": 3, "sequence": 20, "dtype": "bfloat16", "of": "float32"}
     assert run(project, {"latency": latency | {"ratio": 0.75}}) == 0

@@ -15,9 +15,8 @@ from hies_export.forms.cost import flops as flops_module
 from hies_export.forms.cost.flops import cut_bundles, flops_table
 from hies_export.forms.cost.latency import TimedCut, TimedOn, latency_table
 from hies_export.forms.cost.parameters import parameters_table
-from hies_export.forms.exports import Exporter
+from hies_export.forms.formats import Exporter, Given
 from hies_export.forms.measure.counts import count_flops
-from hies_export.forms.measure.timing import Timing
 from hies_export.forms.runtimes.base import RUNTIMES
 from hies_export.model.copies import share_weights
 from hies_export.recipe.sections import ExportSection
@@ -121,7 +120,7 @@ def timed_table(
     monkeypatch.setattr(RUNTIMES["torch"], "width_step", step)
     model, modules, batch = case
     return latency_table(
-        model, modules, TimedOn("torch", batch, Timing(repeats=1), Exporter(ExportSection(), batch)), unit=unit
+        model, modules, TimedOn("torch", batch, Exporter(ExportSection(), Given(batch)), repeats=1), unit=unit
     )
 
 
@@ -186,7 +185,7 @@ def test_cuts_are_timed_for_each_kind_alone(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("hies_export.forms.cost.latency.cut_bundles", spy)
     monkeypatch.setattr(RUNTIMES["torch"], "width_step", 24)
     model, modules, batch = bert_case()
-    where = TimedOn("torch", batch, Timing(repeats=1), Exporter(ExportSection(), batch))
+    where = TimedOn("torch", batch, Exporter(ExportSection(), Given(batch)), repeats=1)
     table = latency_table(model, modules, where, cache=tmp_path)
     assert widths == [({4}, {64}), ({3}, {64}), ({2}, {64}), ({1}, {64}), ({6}, {48}), ({6}, {24})]
     assert latency_table(model, modules, where, cache=tmp_path) == table

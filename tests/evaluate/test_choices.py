@@ -19,7 +19,7 @@ from hies_export.data.batches import by_length, samples_of
 from hies_export.evaluate.judge import Judge, standard_error
 from hies_export.evaluate.metrics import check_metrics
 from hies_export.evaluate.predict import predict, references
-from hies_export.pipeline.resolve import resolve
+from hies_export.pipeline.load_job import load_job
 from hies_export.recipe.sections import Columns
 from hies_export.tasks import TextGeneration
 
@@ -169,18 +169,18 @@ def test_metrics_of_choices_are_the_default_and_those_of_tokens_judge_the_right_
             prune={"alpha": "auto", "budget": {"heads": 0.5}},
             measure={"runtimes": ["torch"], "shapes": [[1, 8]]},
         )
-        return resolve(PruningRecipe.from_yaml(recipe))
+        return load_job(PruningRecipe.from_yaml(recipe))
 
     found = prepared(samples=10, batch_size=3)
-    assert found.prepared.judged.metrics == TASK.usual_metrics(answers=True, choices=True) == BOTH
-    assert (samples_of(found.evaluation), found.evaluation_of) == (10, 17)
-    rows = found.prepared.rows
+    assert found.metrics == TASK.usual_metrics(answers=True, choices=True) == BOTH
+    assert (samples_of(found.rows.evaluation), found.rows.evaluation_of) == (10, 17)
+    rows = found.rows
     assert samples_of(rows.held_out) == 13
-    assert all("choice" in batch for batch in (*rows.held_out, *found.evaluation))
-    assert not any("choice" in batch for batch in rows.calibration)
+    assert all("choice" in batch for batch in (*rows.held_out, *found.rows.evaluation))
+    assert not any("choice" in batch for batch in rows.score)
     found = prepared(metrics=["exact_match", "perplexity"])
-    assert not any("choice" in batch for batch in found.evaluation)
-    assert samples_of(found.evaluation) == 17
+    assert not any("choice" in batch for batch in found.rows.evaluation)
+    assert samples_of(found.rows.evaluation) == 17
     with pytest.raises(RecipeError, match="metrics of a language model must be among .*got 'choice_accuracy', which"):
         prepared(metrics=["perplexity", "choice_accuracy"])
     with pytest.raises(RecipeError, match=r"choices among answers \(data.label\) must be among choice_accuracy"):

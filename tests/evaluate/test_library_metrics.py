@@ -17,8 +17,8 @@ from hies_export.evaluate import metrics
 from hies_export.evaluate.judge import compute_metrics, standard_error
 from hies_export.evaluate.metrics import METRICS, check_metrics, find_metric, higher_is_better
 from hies_export.pipeline.choose import choose
-from hies_export.pipeline.resolve import resolve
-from hies_export.progress import Silent
+from hies_export.pipeline.load_job import load_job
+from hies_export.pipeline.stages import calibrate
 
 SCRIPT = """
 import datasets
@@ -143,8 +143,8 @@ def test_alpha_is_chosen_by_an_error_rate_as_by_the_accuracy(tmp_path: Path) -> 
     chosen = []
     for metric in ("accuracy", errors):
         asked = {"prune.alpha": "auto", "evaluation.metrics": [metric], "measure.runtimes": ["torch"]}
-        recipe = PruningRecipe.from_yaml(tmp_path / "recipe.yaml", asked)
-        chosen.append(choose(resolve(recipe).prepared, recipe.prune, progress=Silent()))
+        job = load_job(PruningRecipe.from_yaml(tmp_path / "recipe.yaml", asked))
+        chosen.append(choose(job, calibrate(job)))
     by_accuracy, by_errors = chosen
     assert by_errors.plan.alpha == by_accuracy.plan.alpha
     for right, wrong in zip(by_accuracy.alpha_curve, by_errors.alpha_curve, strict=True):

@@ -3,6 +3,7 @@
 import gc
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,11 +11,10 @@ import torch
 from support.models import bert, text_batch
 
 from hies_export.errors import ExportError
-from hies_export.forms import compare, measured
-from hies_export.forms.exports import Exporter
+from hies_export.forms import measured
 from hies_export.forms.form import Form, Forms
+from hies_export.forms.formats import Exporter, Given
 from hies_export.forms.measure.counts import Both
-from hies_export.forms.measure.timing import Timing
 from hies_export.forms.measured import MeasureOptions, measure_both
 from hies_export.recipe.sections import ExportSection
 
@@ -23,7 +23,7 @@ class Recording(Exporter):
     """Write nothing, and remember what was asked for; a dtype in `failing` fails."""
 
     def __init__(self, failing: str = ""):
-        super().__init__(ExportSection(), text_batch(2, 6))
+        super().__init__(ExportSection(), Given(text_batch(2, 6)))
         object.__setattr__(self, "made", [])
         object.__setattr__(self, "failing", failing)
 
@@ -33,11 +33,7 @@ class Recording(Exporter):
         if options.dtype == self.failing:  # type: ignore[attr-defined]
             raise ExportError(f"no graph in {options.dtype}")
 
-        class Exported:
-            bytes = 7
-
-        Exported.folder = folder  # type: ignore[attr-defined]
-        return Exported()
+        return SimpleNamespace(folder=folder, bytes=7, format="onnx")
 
 
 def test_a_model_is_exported_once_for_all_runtimes_that_read_the_same(tmp_path: Path) -> None:
@@ -67,7 +63,9 @@ def test_exports_come_before_copies_and_copies_live_for_one_runtime(
     exporter, batch = Recording(), text_batch(2, 6, labels=False)
     copies: list[weakref.ref[Any]] = []
 
-    def timed(dense: Form, slim: Form, **_: Any) -> list[Any]:
+    def timed(forms: list[Form], batches: Any, **_: Any) -> list[Any]:
+        assert batches == {(2, 6): [batch]}
+        dense, slim = forms
         assert [name for name, _ in exporter.made] == ["slim-0", "dense-0"]  # type: ignore[attr-defined]
         # Those of the runtime before are gone.
         gc.collect()
@@ -78,9 +76,8 @@ def test_exports_come_before_copies_and_copies_live_for_one_runtime(
             copies.extend(weakref.ref(form.source) for form in (dense, slim))
         return []
 
-    monkeypatch.setattr(measured, "time_on", timed)
-    assert measured.time_on is not compare.time_on
+    monkeypatch.setattr(measured, "time", timed)
     ways = (("torch", "bfloat16"), ("torch", "float16"), ("onnxruntime-cpu", "float32"))
     forms = Forms({"dense": bert(), "slim": bert()}, exporter, tmp_path)
-    measure_both(forms, MeasureOptions(ways, Timing()), modules=(), batches={(2, 6): batch}, stored=Both(1, 1))
+    measure_both(forms, MeasureOptions(ways), modules=(), batches={(2, 6): batch}, stored=Both(1, 1))
     assert len(copies) == 4

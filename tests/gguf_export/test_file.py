@@ -124,9 +124,9 @@ def test_matrices_are_stored_in_the_dtype_and_norms_in_float32(
             assert float((back - weight).abs().max()) <= float(weight.abs().max()) * 2.0**-bits
     assert field(reader, "general.file_type") == {"float16": 1, "bfloat16": 32, "q8_0": 7, "q4_0": 2}[dtype]
     if kind[0] == "Q":
-        count = exported.types["F16"]
+        count = exported.facts["types"]["F16"]
         assert count
-        matrices = sum(exported.types.values()) - exported.types["F32"]
+        matrices = sum(exported.facts["types"].values()) - exported.facts["types"]["F32"]
         assert f"{count} of {matrices} matrices have rows whose length" in caplog.text
 
 

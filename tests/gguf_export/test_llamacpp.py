@@ -76,11 +76,11 @@ def test_the_real_llama_writes_what_torch_writes(
     equal, difference, runtime = compare(model, exported.file, tokenizer("Once upon a time")["input_ids"])
     table.append((f"stories260K, {how}", runtime.architecture, runtime.dtype, f"{equal} of 64", f"{difference:.1e}"))
     assert (runtime.architecture, runtime.dtype) == (architecture, dtype)
-    assert exported.parity is not None
+    assert exported.max_abs is not None
     if dtype == "float32":
-        assert (equal, exported.parity.equal) == (NEW_TOKENS, 3 * NEW_TOKENS)
+        assert (equal, exported.facts["parity"]["equal"]) == (NEW_TOKENS, 3 * NEW_TOKENS)
         assert difference < 2e-3
-        assert exported.parity.max_abs < 1e-5
+        assert exported.max_abs < 1e-5
 
 
 ROPE: dict[str, Any] = {"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
@@ -99,11 +99,11 @@ def test_every_architecture_computes_what_torch_does(case: str, tmp_path: Path, 
     model = make()
     tokenizer = byte_level_tokenizer() if "qwen" in case else sentence_piece_tokenizer()
     exported = export_gguf(model, tmp_path / "out", tokenizer=tokenizer)
-    found = exported.parity
+    found = exported.facts["parity"]
     assert found is not None
-    table.append((f"tiny {case}", architecture, "float32", f"{found.equal} of 192", f"{found.max_abs:.1e}"))
-    assert (exported.architecture, found.equal) == (architecture, 3 * NEW_TOKENS)
-    assert found.max_share < 1e-4
+    table.append((f"tiny {case}", architecture, "float32", f"{found['equal']} of 192", f"{found['max_abs']:.1e}"))
+    assert (exported.facts["architecture"], found["equal"]) == (architecture, 3 * NEW_TOKENS)
+    assert found["max_share"] < 1e-4
 
 
 @here
@@ -128,9 +128,9 @@ def test_the_logits_of_every_token_are_torchs(side: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "q8_0", "q4_0"])
 def test_other_dtypes_run(dtype: str, tmp_path: Path, table: list[tuple[str, ...]]) -> None:
     model = cut(qwen2())
-    found = export_gguf(model, tmp_path / "out", tokenizer=byte_level_tokenizer(), dtype=dtype).parity
+    found = export_gguf(model, tmp_path / "out", tokenizer=byte_level_tokenizer(), dtype=dtype).facts["parity"]
     assert found is not None
-    table.append(("tiny qwen2, uneven", "deci", dtype, f"{found.equal} of 192", f"{found.max_abs:.1e}"))
+    table.append(("tiny qwen2, uneven", "deci", dtype, f"{found['equal']} of 192", f"{found['max_abs']:.1e}"))
     assert LlamaCppRuntime(tmp_path / "out", threads=1).dtype == dtype
 
 
@@ -308,5 +308,5 @@ def test_vocabularies_of_today_are_compared(tmp_path: Path) -> None:
     # More tokens than a function of Node takes arguments; LLaMA 3 has 128,256 and Qwen2 151,936.
     model = qwen2(vocab_size=130_000, num_hidden_layers=1)
     exported = export_gguf(model, tmp_path / "out", tokenizer=byte_level_tokenizer())
-    assert exported.parity is not None
-    assert exported.parity.max_abs < 1e-4
+    assert exported.max_abs is not None
+    assert exported.max_abs < 1e-4

@@ -16,7 +16,7 @@ from support.models import vit
 from torch import nn
 
 from hies_export.errors import MissingRuntimeError
-from hies_export.forms.exports import require_exporters
+from hies_export.forms.formats import require_exporters
 from hies_export.model import internals
 
 

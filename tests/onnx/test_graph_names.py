@@ -1,10 +1,9 @@
 """Graphs in the folder of a checkpoint, under the names of the Hub's tools."""
 
 from pathlib import Path
-from unittest.mock import create_autospec
 
 from hies_export.forms.exported import add_graphs
-from hies_export.forms.onnx.export import OnnxExport
+from hies_export.forms.formats import Export, export_options
 
 
 def test_weights_beside_a_graph_keep_their_name_and_leave_the_graph_alone(tmp_path: Path) -> None:
@@ -13,7 +12,8 @@ def test_weights_beside_a_graph_keep_their_name_and_leave_the_graph_alone(tmp_pa
     checkpoint.mkdir()
     (source / "model_quantized.onnx").write_text("graph")
     (source / "model_quantized.onnx_data").write_text("weights")
-    export = create_autospec(OnnxExport, instance=True, folder=source, quantize="int8")
+    file = source / "model_quantized.onnx"
+    export = Export("onnx", source, file, (file.name,), 5, export_options(quantize="int8"))
     add_graphs([export], checkpoint)
     assert {file.name: file.read_text() for file in (checkpoint / "onnx").iterdir()} == {
         "model_quantized.onnx": "graph",

@@ -19,9 +19,10 @@ from transformers import BertConfig, BertForSequenceClassification, LlamaConfig,
 from hies_export import HiesError, OnnxGenerator, OutputExistsError, ParityError, RequestError, load, prune
 from hies_export.calibrate.moments import Spread
 from hies_export.cli.main import main
+from hies_export.forms.formats import Export, Given, export_options
 from hies_export.forms.onnx import export as export_module
 from hies_export.forms.onnx import quantize as quantize_module
-from hies_export.forms.onnx.export import OnnxExport, export_onnx
+from hies_export.forms.onnx.export import export_onnx
 from hies_export.forms.onnx.quantize import Quantize, export_in_bits, largest_difference, quantize_onnx
 from hies_export.forms.runtimes.bits import quantize_blocks
 from hies_export.forms.runtimes.ort import OnnxRuntime
@@ -50,7 +51,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory, batch: dict[str, torch.Tensor]) -> OnnxExport:
+def exported(tmp_path_factory: pytest.TempPathFactory, batch: dict[str, torch.Tensor]) -> Export:
     model = cut_bert(encoder(), (8, 5))
     return export_onnx(model, tmp_path_factory.mktemp("float") / "onnx", batch=batch)
 
@@ -63,7 +64,7 @@ def logits(file: Path, batch: dict[str, torch.Tensor]) -> np.ndarray:
 
 
 def test_a_folder_has_optimums_names_and_gives_nearly_the_same(
-    exported: OnnxExport, batch: dict[str, torch.Tensor], tmp_path: Path
+    exported: Export, batch: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
     before = exported.file.read_bytes()
     found = quantize_onnx(exported, tmp_path / "onnx-int8", batch=batch)
@@ -74,7 +75,7 @@ def test_a_folder_has_optimums_names_and_gives_nearly_the_same(
     settings = json.loads((found.folder / "ort_config.json").read_text())["quantization"]
     assert (settings["per_channel"], settings["weights_dtype"], settings["is_static"]) == (True, "QInt8", False)
     # The layers of attention cut to 5 of 8 heads are 128 x 80; pooler and blocks are larger, the classifier is not.
-    assert (found.quantize, found.layers) == ("int8", {"int8": 9, "float32": 5})
+    assert (found.how.quantize, found.facts["layers"]) == ("int8", {"int8": 9, "float32": 5})
     kinds = Counter(node.op_type for node in onnx.load(found.file).graph.node)
     # Queries, keys and values of the other attention are one product.
     assert (kinds["MatMulIntegerToFloat"], kinds["MatMul"] + kinds["Gemm"]) == (7, 5)
@@ -92,7 +93,7 @@ def test_the_command_and_the_result_of_prune_write_the_same_folder(
     assert main(["bench", str(tmp_path / "one"), str(tmp_path / "one"), "--shape", "1x8", "--repeats", "2"]) == 0
     result = prune(load(checkpoint), [batch] * 4, budget={"heads": 0.25}, min_heads=4)
     found = result.export_onnx(tmp_path / "two", quantize="int8")
-    assert found.quantize == "int8"
+    assert found.how.quantize == "int8"
     assert {path.name for path in (tmp_path / "one").iterdir()} == {path.name for path in (tmp_path / "two").iterdir()}
     arguments = ["export", str(checkpoint), "--quantize", "int8", "--format", "gguf", "-o", str(tmp_path / "three")]
     assert main(arguments) == 2
@@ -125,7 +126,7 @@ def test_weights_beside_the_float32_graph_come_along(
 
 
 def test_the_export_that_is_quantised_is_not_replaced(
-    exported: OnnxExport, batch: dict[str, torch.Tensor], tmp_path: Path
+    exported: Export, batch: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
     copied = replace(exported, folder=shutil.copytree(exported.folder, tmp_path / "onnx"))
     with pytest.raises(OutputExistsError, match="must not delete what is read, but the output folder .* is the export"):
@@ -133,7 +134,7 @@ def test_the_export_that_is_quantised_is_not_replaced(
 
 
 @pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> OnnxExport:
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Export:
     torch.manual_seed(0)
     shape = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 192}
     model = LlamaForCausalLM(LlamaConfig(**shape, num_hidden_layers=2, vocab_size=32, initializer_range=0.05)).eval()
@@ -146,7 +147,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> OnnxExport:
     ("bits", "operator", "apart"), [("int8", "MatMulIntegerToFloat", 0.05), ("int4", "MatMulNBits", 0.25)]
 )
 def test_a_decoder_generates_in_few_bits(
-    bits: Quantize, operator: str, apart: float, decoder: OnnxExport, tmp_path: Path
+    bits: Quantize, operator: str, apart: float, decoder: Export, tmp_path: Path
 ) -> None:
     prompt = {
         "input_ids": torch.arange(18).reshape(2, 9) % 25 + 5,
@@ -155,7 +156,7 @@ def test_a_decoder_generates_in_few_bits(
     found = quantize_onnx(decoder, tmp_path / bits, batch=prompt, quantize=bits)
     kinds = Counter(node.op_type for node in onnx.load(found.file).graph.node)
     # Of each layer: query, key and value in one, output, gate with up, and down. The head of 32 tokens is small.
-    assert found.layers == {"int8": 0, bits: 8, "float32": 1}
+    assert found.facts["layers"] == {"int8": 0, bits: 8, "float32": 1}
     assert kinds[operator] == 8
     assert found.bytes < 0.5 * decoder.bytes
     one, two = (OnnxGenerator.from_folder(export.folder) for export in (decoder, found))
@@ -180,7 +181,7 @@ def stored(node: onnx.NodeProto, arrays: dict[str, np.ndarray]) -> tuple[np.ndar
     return matrix, arrays[node.input[5]]
 
 
-def test_rows_round_4_bits_so_that_outputs_change_less(decoder: OnnxExport, tmp_path: Path) -> None:
+def test_rows_round_4_bits_so_that_outputs_change_less(decoder: Export, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     rows = [{"input_ids": torch.randint(5, 30, (4, 16), generator=generator)} for _ in range(8)]
     mask = torch.ones(4, 16, dtype=torch.int64)
@@ -189,7 +190,7 @@ def test_rows_round_4_bits_so_that_outputs_change_less(decoder: OnnxExport, tmp_
     prompt = {"input_ids": torch.randint(5, 30, (4, 16), generator=generator)}
     nearest = quantize_onnx(decoder, tmp_path / "nearest", batch=prompt, quantize="int4")
     found = quantize_onnx(decoder, tmp_path / "found", batch=prompt, quantize="int4", rows=rows)
-    assert (found.layers, nearest.layers) == ({"int8": 0, "int4": 8, "float32": 1},) * 2
+    assert (found.facts["layers"], nearest.facts["layers"]) == ({"int8": 0, "int4": 8, "float32": 1},) * 2
     assert nearest.bytes < found.bytes < 1.1 * nearest.bytes
     one, two, three = (
         OnnxRuntime(export.folder, threads=1).compute(prompt)["logits"] for export in (decoder, nearest, found)
@@ -232,14 +233,20 @@ def test_a_bias_keeps_the_mean_output_of_every_layer() -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "several graphs": ({"files": ("a.onnx", "b.onnx")}, "needs a single graph, got a vision-language model"),
-    "another provider": ({"provider": "cuda"}, "needs provider cpu and dtype float32, got cuda and float32"),
-    "half precision": ({"dtype": "float16"}, "needs provider cpu and dtype float32, got cpu and float16"),
+    "another provider": (
+        {"how": export_options(provider="cuda")},
+        "needs provider cpu and dtype float32, got cuda and float32",
+    ),
+    "half precision": (
+        {"how": export_options(dtype="float16")},
+        "needs provider cpu and dtype float32, got cpu and float16",
+    ),
 }
 
 
 @pytest.mark.parametrize(("changes", "said"), REFUSED.values(), ids=REFUSED)
 def test_what_has_no_such_form_is_refused(
-    exported: OnnxExport, batch: dict[str, torch.Tensor], changes: dict[str, Any], said: str, tmp_path: Path
+    exported: Export, batch: dict[str, torch.Tensor], changes: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     with pytest.raises(RequestError, match=said):
         quantize_onnx(replace(exported, **changes), tmp_path / "out", batch=batch)
@@ -251,16 +258,16 @@ def test_models_of_small_layers_and_of_several_graphs_are_refused(
 ) -> None:
     small = {"input_ids": batch["input_ids"] % 50, "attention_mask": batch["attention_mask"]}
     with pytest.raises(RequestError, match="needs a linear layer of 16,384 weights or more, but all are smaller"):
-        export_in_bits(tiny_bert(), tmp_path / "out", batch=small, quantize="int8")
+        export_in_bits(tiny_bert(), tmp_path / "out", export_options(quantize="int8"), Given(small))
     with pytest.raises(RequestError, match="int4 is for models that generate.* got an encoder; use int8"):
-        export_in_bits(encoder(), tmp_path / "out", batch=small, quantize="int4")
+        export_in_bits(encoder(), tmp_path / "out", export_options(quantize="int4"), Given(small))
     with pytest.raises(RequestError, match="needs a single graph, got a vision-language model; leave it out"):
-        export_in_bits(llava(), tmp_path / "out", batch=small, quantize="int8")
+        export_in_bits(llava(), tmp_path / "out", export_options(quantize="int8"), Given(small))
     assert not (tmp_path / "out").exists()
 
 
 def test_an_existing_folder_and_a_graph_too_far_away_are_refused(
-    exported: OnnxExport, batch: dict[str, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    exported: Export, batch: dict[str, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "file").touch()

@@ -14,8 +14,8 @@ from support.models import vit as tiny_vit
 from transformers import BertConfig, BertForSequenceClassification
 
 from hies_export import MissingRuntimeError, OutputExistsError, RequestError, quantize_openvino
-from hies_export.forms.exports import Exporter, read_by
-from hies_export.forms.onnx.export import OnnxExport, export_onnx
+from hies_export.forms.formats import Export, Exporter, Given, read_by
+from hies_export.forms.onnx.export import export_onnx
 from hies_export.forms.openvino import export as export_module
 from hies_export.forms.openvino.apart import readers, set_apart
 from hies_export.forms.openvino.export import export_openvino, single_rows
@@ -61,7 +61,7 @@ def loud_encoder() -> BertForSequenceClassification:
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory, rows: list[Batch]) -> OnnxExport:
+def exported(tmp_path_factory: pytest.TempPathFactory, rows: list[Batch]) -> Export:
     return export_onnx(cut_bert(encoder(), (8, 5)), tmp_path_factory.mktemp("float") / "onnx", batch=rows[0])
 
 
@@ -70,7 +70,7 @@ def relative_error(wanted: np.ndarray, found: np.ndarray) -> float:
 
 
 def test_an_uneven_model_is_near_its_float32_graph_in_8_bits(
-    openvino, exported: OnnxExport, rows: list[Batch], tmp_path: Path
+    openvino, exported: Export, rows: list[Batch], tmp_path: Path
 ) -> None:
     before = exported.file.read_bytes()
     found = quantize_openvino(exported, tmp_path / "int8", rows=rows)
@@ -80,7 +80,7 @@ def test_an_uneven_model_is_near_its_float32_graph_in_8_bits(
     files = [path for path in found.folder.iterdir() if path.stem == "openvino_model"]
     assert found.bytes == sum(path.stat().st_size for path in files) < 0.65 * exported.bytes
     # Six layers in each of two blocks, pooler and classifier.
-    assert found.layers == {"int8": 14}
+    assert found.facts["layers"] == {"int8": 14}
     settings = json.loads((found.folder / "openvino_config.json").read_text())
     assert (settings["quantization"]["rows"], settings["layers"]) == (24, {"int8": 14})
     # OpenVINO by itself, as its own users run it.
@@ -150,7 +150,7 @@ def test_loud_neurons_are_computed_apart_and_cost_the_others_no_levels(
         if what == "together":
             monkeypatch.setattr(export_module, "set_apart", lambda graph, largest: set())
         made = quantize_openvino(exported, tmp_path / what, rows=rows)
-        layers[what] = made.layers
+        layers[what] = made.facts["layers"]
         errors[what] = relative_error(
             wanted, load_runtime("openvino", made.folder, threads=1).compute(rows[1])["logits"]
         )
@@ -162,7 +162,7 @@ def test_an_exporter_makes_it_from_a_model_as_from_its_onnx_export(rows: list[Ba
     options = read_by(ExportSection(), "openvino", "int8")
     assert options == ExportSection(format="openvino", quantize="int8")
     assert options.unquantized == ExportSection()
-    exporter = Exporter(ExportSection(), rows[0], rows=rows)
+    exporter = Exporter(ExportSection(), Given(rows[0], rows=rows))
     one = exporter.export(encoder(), tmp_path / "one", options)
     two = exporter.quantize(exporter.export(encoder(), tmp_path / "onnx"), tmp_path / "two", options)
     results = [load_runtime("openvino", made.folder, threads=1).compute(rows[0])["logits"] for made in (one, two)]
@@ -172,16 +172,15 @@ def test_an_exporter_makes_it_from_a_model_as_from_its_onnx_export(rows: list[Ba
 def test_images(tmp_path: Path) -> None:
     model = tiny_vit()
     pixels = torch.randn(4, 3, *[model.config.image_size] * 2)
-    made = export_openvino(model, tmp_path / "int8", batch={"pixel_values": pixels}, rows=[{"pixel_values": pixels}])
+    batch = {"pixel_values": pixels}
+    made = export_openvino(model, tmp_path / "int8", ExportSection(), Given(batch, rows=[batch]))
     with torch.no_grad():
         wanted = model(pixel_values=pixels).logits.numpy()
     found = load_runtime("openvino", made.folder, threads=1).compute({"pixel_values": pixels})["logits"]
     assert relative_error(wanted, found) < 0.1
 
 
-def test_what_it_refuses(
-    exported: OnnxExport, rows: list[Batch], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_it_refuses(exported: Export, rows: list[Batch], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RequestError, match="int8 on OpenVINO needs rows to calibrate on, got none; give some 300"):
         quantize_openvino(exported, tmp_path / "int8", rows=[])
     decoder = export_onnx(causal_lm(), tmp_path / "decoder", batch={"input_ids": torch.randint(5, 30, (2, 9))})

@@ -5,8 +5,7 @@ import torch
 from support.reading import classifying, given
 
 from hies_export.evaluate.judge import Judge, Judgement
-from hies_export.pipeline.candidates import choose_alpha, choose_by_agreement
-from hies_export.pipeline.search import HeldOut
+from hies_export.pipeline.held_out import HeldOut, choose_alpha, choose_by_agreement
 from hies_export.score.criteria import Scores
 from hies_export.tasks import Predictions, TextGeneration
 from hies_export.units.units import Kept, Selection
@@ -159,7 +158,7 @@ def test_equal_selections_are_predicted_once(monkeypatch: pytest.MonkeyPatch) ->
         predicted.append(len(selection["layer"].units))
         return predicted[-1]
 
-    monkeypatch.setattr("hies_export.pipeline.search.predict_pruned", predict)
+    monkeypatch.setattr("hies_export.pipeline.held_out.predict_pruned", predict)
     candidates = [candidate(2 if i < 6 else 3, i / 12) for i in range(12)]
     choice = choose_alpha(candidates, HeldOut(Fixed(), None, ()))  # type: ignore[arg-type]
     assert predicted == [2, 3]

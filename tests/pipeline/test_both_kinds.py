@@ -26,18 +26,14 @@ from hies_export.forms.cost.flops import flops_table
 from hies_export.forms.cost.parameters import parameters_table
 from hies_export.forms.measure.counts import count_flops
 from hies_export.lab.studies.explore import read_exploration
-from hies_export.pipeline import candidates as candidates_module
+from hies_export.pipeline import choose as choosing
 from hies_export.pipeline import draw as draws_module
-from hies_export.pipeline import resolve as resolve_module
-from hies_export.pipeline import targets
-from hies_export.pipeline.candidates import Candidates
+from hies_export.pipeline import stages as stages_module
 from hies_export.pipeline.choose import choose
-from hies_export.pipeline.prepare import Prepared
+from hies_export.pipeline.job import Job
+from hies_export.pipeline.load_job import load_job, splits_of
 from hies_export.pipeline.recipe import PruningRecipe
-from hies_export.pipeline.resolve import resolve
-from hies_export.pipeline.search import predict_pruned
-from hies_export.pipeline.stages import Choice, cut, save
-from hies_export.progress import Silent
+from hies_export.pipeline.stages import Choice, calibrate, cut, effect_batches, predict_pruned, refit_of, save, select
 from hies_export.report.report import Report
 from hies_export.score.compensated import score_compensated
 from hies_export.score.criteria import Scores, score_units
@@ -74,7 +70,7 @@ class Run:
     folder: Path
     recipe: PruningRecipe
     report: Report
-    prepared: Prepared
+    job: Job
     evaluation: list[dict[str, torch.Tensor]]
 
 
@@ -86,11 +82,11 @@ def done(folder: Path) -> Run:
         # As in a data set that has rows enough for all uses.
         patch.setattr(draws_module, "AUTO_SAMPLES", 90)
         report = recipe.run()
-        resolved = resolve(recipe)
-    return Run(folder / "auto", recipe, report, resolved.prepared, resolved.evaluation)
+        resolved = load_job(recipe)
+    return Run(folder / "auto", recipe, report, resolved, resolved.rows.evaluation)
 
 
-def masked_logits(prepared: Prepared, plan: PruningPlan, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def masked_logits(prepared: Job, plan: PruningPlan, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return logits of the dense model with zeros for the weights that read removed units."""
     model = copy.deepcopy(prepared.model)
     with torch.no_grad():
@@ -118,8 +114,8 @@ def test_a_run_cuts_both_kinds_and_counts_them(done: Run) -> None:
         heads, neurons = (counts["kept_per_layer"][number] for counts in (report.heads, report.neurons))
         assert layer.attention.self.query.out_features == layer.attention.output.dense.in_features == 8 * heads
         assert layer.intermediate.dense.out_features == layer.output.dense.in_features == neurons
-    (batch,) = done.prepared.measured.values()
-    flops = count_flops(slim, batch) / count_flops(done.prepared.model, batch)
+    (batch,) = done.job.shapes.values()
+    flops = count_flops(slim, batch) / count_flops(done.job.model, batch)
     outcome = report.details.outcome
     assert outcome.budget.flops == BUDGET
     assert (outcome.predicted, outcome.found.value) == pytest.approx((flops, flops))
@@ -142,7 +138,7 @@ def test_the_report_and_the_page_know_neurons_by_layer_and_heads_by_number(done:
     assert exploration.flops_ratio(exploration.plan) == pytest.approx(ratio, abs=1e-9)
     assert exploration.ranks_neurons
     written = json.loads((done.folder / "scores.json").read_text())
-    sizes = {module.name: 6 if module.kind == "attention" else 64 for module in done.prepared.modules}
+    sizes = {module.name: 6 if module.kind == "attention" else 64 for module in done.job.modules}
     assert {name: len(values) for name, values in written["scores"].items()} == sizes
     assert written["his"].keys() == sizes.keys()
     assert all(0 <= value <= 1 for value in itertools.chain(*written["scores"].values()))
@@ -150,9 +146,9 @@ def test_the_report_and_the_page_know_neurons_by_layer_and_heads_by_number(done:
 
 def test_a_cut_of_both_kinds_computes_what_masks_do_and_reloads(done: Run) -> None:
     plan, batch = PruningPlan.from_file(done.folder / "plan.json"), inputs_of(done.evaluation[0])
-    cut = prune_units(done.prepared.model, plan, done.prepared.modules)
+    cut = prune_units(done.job.model, plan, done.job.modules)
     with torch.no_grad():
-        torch.testing.assert_close(cut(**batch).logits, masked_logits(done.prepared, plan, batch), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(cut(**batch).logits, masked_logits(done.job, plan, batch), rtol=1e-4, atol=1e-5)
         ours = hies_export.load(done.folder / "slim")(**batch).logits
         theirs = AutoModelForSequenceClassification.from_pretrained(done.folder / "slim", trust_remote_code=True)
         assert_near(ours, theirs(**batch).logits)
@@ -176,19 +172,19 @@ def test_auto_tries_every_criterion(done: Run) -> None:
     assert len({t.stability for t in tried}) > 2  # candidates that are all alike would prove nothing
 
 
-def flops_of(prepared: Prepared) -> CostTable:
-    (batch,) = prepared.measured.values()
+def flops_of(prepared: Job) -> CostTable:
+    (batch,) = prepared.shapes.values()
     return flops_table(prepared.model, prepared.modules, batch=batch)
 
 
-def by_hand(prepared: Prepared) -> list[tuple[Scores, Selection]]:
+def by_hand(prepared: Job) -> list[tuple[Scores, Selection]]:
     """Return what every criterion that takes one round would cut."""
     table = flops_of(prepared)
-    statistics = collect_statistics(prepared.model, prepared.rows.calibration, prepared.modules)
-    stream = MomentStream(prepared.model, prepared.modules, prepared.rows.compensation)
+    statistics = collect_statistics(prepared.model, prepared.rows.score, prepared.modules)
+    stream = MomentStream(prepared.model, prepared.modules, prepared.rows.refit)
     scores = [
         # There are too few rows to reach the number of tokens that greedy removal wants, so it takes all.
-        score_compensated(prepared.model, prepared.rows.compensation, prepared.modules, moments=stream),
+        score_compensated(prepared.model, prepared.rows.refit, prepared.modules, moments=stream),
         score_units(statistics, prepared.modules, criterion="fisher"),
         *(score_units(statistics, prepared.modules, alpha=alpha) for alpha in (0.3, 0.6, 0.9, 0.99)),
         score_units(statistics, prepared.modules, criterion="his"),
@@ -198,22 +194,22 @@ def by_hand(prepared: Prepared) -> list[tuple[Scores, Selection]]:
 
 def test_greedy_removal_reads_rows_until_it_has_enough_tokens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_of(folder, prune__criterion="compensated", prune__compensation={"samples": 60})
-    prepared = resolve(recipe).prepared
+    prepared = load_job(recipe)
 
     def rows(enough: int) -> list[dict[str, torch.Tensor]]:
-        monkeypatch.setattr(candidates_module, "EFFECT_TOKENS", enough)
-        return Candidates(prepared, recipe.prune, Silent()).effect_batches
+        monkeypatch.setattr(stages_module, "EFFECT_TOKENS", enough)
+        return effect_batches(prepared)
 
-    lengths = torch.cat([batch["attention_mask"].sum(1) for batch in prepared.rows.compensation]).tolist()
+    lengths = torch.cat([batch["attention_mask"].sum(1) for batch in prepared.rows.refit]).tolist()
     assert len(lengths) == 60
     for enough, batches in ((1, 2), (sum(lengths[:30]), 3), (sum(lengths[:30]) + 1, 4), (sum(lengths) + 1, 6)):
         found = rows(enough)
         assert len(found) == batches  # of ten rows; never fewer than the 20 rows that are scored
-        for batch, known in zip(found, prepared.rows.compensation, strict=False):
+        for batch, known in zip(found, prepared.rows.refit, strict=False):
             assert torch.equal(batch["input_ids"], known["input_ids"])
     # Without rows to refit on, those that are scored have to do.
-    alone = replace(prepared, rows=replace(prepared.rows, compensation=[]))
-    assert Candidates(alone, recipe.prune, Silent()).effect_batches is prepared.rows.calibration
+    alone = replace(prepared, rows=replace(prepared.rows, refit=[]))
+    assert effect_batches(alone) is prepared.rows.score
 
 
 def agreement(dense: Any, other: Any) -> float:
@@ -222,15 +218,15 @@ def agreement(dense: Any, other: Any) -> float:
     return float((moved <= TOLERANCE).mean())
 
 
-def pearson(prepared: Prepared, logits: Any) -> float:
+def pearson(prepared: Job, logits: Any) -> float:
     """Return the correlation with the labels of the held-out rows."""
     labels = torch.cat([batch["labels"] for batch in prepared.rows.held_out])
     return float(np.corrcoef(np.asarray(logits).ravel(), labels.numpy())[0, 1])
 
 
 def test_what_auto_says_of_its_candidates_is_found_again_by_hand(done: Run) -> None:
-    prepared, tried = done.prepared, done.report.details.tried
-    moments = MomentStream(prepared.model, prepared.modules, prepared.rows.compensation, weighted=True)
+    prepared, tried = done.job, done.report.details.tried
+    moments = MomentStream(prepared.model, prepared.modules, prepared.rows.refit, weighted=True)
     dense = predict(prepared.model, prepared.rows.held_out).values
 
     def judged(selection: Selection, weights: float) -> tuple[float, float]:
@@ -259,29 +255,29 @@ def test_auto_is_judged_on_rows_that_nothing_else_saw(done: Run, monkeypatch: py
     def rows(batches: list[dict[str, torch.Tensor]]) -> int:
         return sum(len(batch["input_ids"]) for batch in batches)
 
-    prepared = done.prepared
-    by_use = (prepared.rows.calibration, prepared.rows.compensation, prepared.rows.held_out)
+    prepared = done.job
+    by_use = (prepared.rows.score, prepared.rows.refit, prepared.rows.held_out)
     assert [rows(batches) for batches in by_use] == [20, 60, 90]
     # Shuffled by the recipe's seed: the first 20 of the 60 are scored on, and the 90 behind them are held out.
     options = done.recipe.prune
     draws = draws_module.Draws.of(options, done.recipe.calibration)
     assert (draws.scoring, draws.held_out, draws.compensation, draws.apart) == (20, 90, 60, True)
     load = partial(prepared.task.load, files=done.recipe.data.files)
-    splits = resolve_module.splits_of(done.recipe)
+    splits = splits_of(done.recipe)
     found = draws_module.draw(splits, load, options, draws)
     drawn = load("train", samples=150, shuffle_seed=0)
     assert [*found.held_out] == [*drawn.select(range(60, 150))]
     assert [*found.compensation] == [*drawn.select(range(60))]
 
 
-def chosen_by(recipe: PruningRecipe) -> tuple[Prepared, Choice]:
-    prepared = resolve(recipe).prepared
-    return prepared, choose(prepared, recipe.prune, progress=Silent())
+def chosen_by(recipe: PruningRecipe) -> tuple[Job, Choice]:
+    prepared = load_job(recipe)
+    return prepared, choose(prepared, calibrate(prepared))
 
 
 def test_hies_ranks_heads_and_fisher_neurons(folder: Path) -> None:
     prepared, choice = chosen_by(recipe_of(folder, prune__criterion="hies", prune__alpha=0.5))
-    statistics = collect_statistics(prepared.model, prepared.rows.calibration, prepared.modules)
+    statistics = collect_statistics(prepared.model, prepared.rows.score, prepared.modules)
     scores = score_units(statistics, prepared.modules, criterion="hies", alpha=0.5)
     table = flops_of(prepared)
     assert choice.plan.kept == select_units(scores, prepared.modules, table=table, ratio=BUDGET)
@@ -323,9 +319,9 @@ def test_a_budget_of_parameters_covers_both_kinds(folder: Path) -> None:
     ],
 )
 def test_widths_suit_the_half_precision_of_a_gpu(folder: Path, fields: dict[str, Any], neurons: int) -> None:
-    resolved = resolve(recipe_of(folder, **fields))
+    resolved = load_job(recipe_of(folder, **fields))
     assert resolved.options.constraints.neurons_multiple_of == neurons
-    choice = choose(resolved.prepared, resolved.options, progress=Silent())
+    choice = choose(resolved, calibrate(resolved))
     assert {len(kept.units) % neurons for kept in choice.plan.of_kind("mlp").values()} == {0}
     assert choice.plan.removed_neurons > 0
 
@@ -335,18 +331,18 @@ def test_neurons_alone(folder: Path) -> None:
     prepared, choice = chosen_by(recipe)
     assert {module.kind for module in prepared.modules} == {"mlp"}
     assert (choice.plan.heads, choice.plan.neurons) == (0, 192)
-    slim = cut(prepared, choice, progress=Silent())
+    slim = cut(prepared, choice)
     assert slim.cut_max_abs < 1e-4
-    assert save(slim, prepared, folder / "neurons").reload_max_abs < 1e-5
+    assert save(prepared, slim, folder / "neurons").reload_max_abs < 1e-5
     assert choice.statistics["entropy"] == {}
     for layer in slim.model.bert.encoder.layer:
         assert layer.attention.self.query.out_features == 48
-    (batch,) = prepared.measured.values()
+    (batch,) = prepared.shapes.values()
     assert 0.79 < count_flops(slim.model, batch) / count_flops(prepared.model, batch) <= 0.8
 
 
 def test_the_most_that_a_metric_allows_of_both_kinds(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(targets, "SIZES", 12)
+    monkeypatch.setattr(choosing, "SIZES", 12)
     recipe = recipe_of(folder, prune__budget={"max_drop": {"metric": "pearson", "by": 0.03}})
     prepared, choice = chosen_by(recipe)
     table = flops_of(prepared)
@@ -380,14 +376,14 @@ def test_two_steps_score_the_refitted_model(folder: Path) -> None:
     recipe = recipe_of(folder, prune__steps=2, prune__compensation={"samples": 60})
     prepared, choice = chosen_by(recipe)
     table = flops_of(prepared)
-    statistics = collect_statistics(prepared.model, prepared.rows.calibration, prepared.modules)
+    statistics = collect_statistics(prepared.model, prepared.rows.score, prepared.modules)
     scores = score_units(statistics, prepared.modules, criterion="fisher")
     halfway = 1 - (1 - BUDGET) / 2
     first = select_units(scores, prepared.modules, table=table, ratio=halfway)
     slim = prune_units(prepared.model, first, prepared.modules)
-    refit(slim, first, prepared.modules, MomentStream(prepared.model, prepared.modules, prepared.rows.compensation))
-    sites = find_modules(slim, inputs_of(prepared.rows.calibration[0]), kinds=BOTH)
-    again = collect_statistics(slim, prepared.rows.calibration, sites)
+    refit(slim, first, prepared.modules, MomentStream(prepared.model, prepared.modules, prepared.rows.refit))
+    sites = find_modules(slim, inputs_of(prepared.rows.score[0]), kinds=BOTH)
+    again = collect_statistics(slim, prepared.rows.score, sites)
     lost = {name: len(kept.removed) for name, kept in first.items()}
     second = select_units(
         score_units(again, sites, criterion="fisher"),
@@ -414,8 +410,8 @@ def test_a_memory_limit_changes_nothing(folder: Path, tmp_path: Path, caplog: py
         options = {"prune__criterion": "compensated", "prune__steps": 2, "prune__compensation": compensation}
         recipe = recipe_of(folder, **options)
         prepared, choice = chosen_by(recipe)
-        slim = cut(prepared, choice, compensation=recipe.prune.compensation, progress=Silent())
-        save(slim, prepared, tmp_path / str(number))
+        slim = cut(prepared, choice)
+        save(prepared, slim, tmp_path / str(number))
         written.append((choice.plan, load_file(tmp_path / str(number) / "model.safetensors")))
         assert ("going on with one module at a time" in caplog.text) == (number == 1)
     (plan, weights), (other_plan, other_weights) = written
@@ -455,7 +451,7 @@ def test_bad_input_is_refused_before_anything_is_computed(
         llama(num_labels=1, vocab_size=15).save_pretrained(tmp_path)
         fields |= {"model": str(tmp_path), "data__text": "sentence"}
     with pytest.raises(RecipeError, match=message):
-        resolve(recipe_of(folder, **fields))
+        load_job(recipe_of(folder, **fields))
 
 
 @pytest.mark.parametrize(
@@ -470,7 +466,7 @@ def test_bad_input_is_refused_before_anything_is_computed(
 def test_a_budget_below_what_is_left_says_the_least_before_scoring(
     folder: Path, overrides: dict[str, Any], what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(candidates_module, "collect_statistics", lambda *a, **k: pytest.fail("scored"))
+    monkeypatch.setattr(stages_module, "collect_statistics", lambda *a, **k: pytest.fail("scored"))
     recipe = recipe_of(folder, prune__budget={"flops": 0.1}, **overrides)
     with pytest.raises(PlanError, match=f"FLOPs at most 0.1 of dense, but cutting all {what}.* gives 0.*, the best"):
         chosen_by(recipe)
@@ -478,7 +474,7 @@ def test_a_budget_below_what_is_left_says_the_least_before_scoring(
 
 @pytest.mark.parametrize("allocation", ["global", "uniform"])
 def test_all_that_may_go_is_among_the_cuts_of_max_drop(folder: Path, allocation: str) -> None:
-    prepared = resolve(recipe_of(folder)).prepared
+    prepared = load_job(recipe_of(folder))
     effects = {m.name: torch.rand(m.units, dtype=torch.float64) for m in prepared.modules}
     scores = Scores("fisher", {}, effects, effects)
     for min_heads, neurons in itertools.product((1, 3, 5), (1, 4)):
@@ -489,8 +485,8 @@ def test_all_that_may_go_is_among_the_cuts_of_max_drop(folder: Path, allocation:
             prune__min_heads=min_heads,
             prune__multiple_of={"neurons": neurons},
         )
-        found = targets.Targets(prepared, recipe.prune, Silent())
-        selection = found.sizes()[-1].select(scores)
+        job = replace(prepared, options=recipe.options)
+        selection = select(job, scores, choosing.sizes_of(job, None)[-1])
         if allocation == "global":
             assert [len(kept.units) for kept in selection.values()] == [min_heads] * 3 + [neurons] * 3
 
@@ -518,4 +514,4 @@ def test_auto_of_one_kind_without_compensation_judges_masked_models(
     masked = predict_pruned(prepared.model, choice.plan.kept, prepared.modules, prepared.rows.held_out).values
     assert agreement(dense, masked) == pytest.approx(chosen.stability)
     assert (choice.plan.criterion, choice.plan.alpha) == (chosen.criterion, chosen.alpha)
-    assert choice.compensation is None
+    assert refit_of(prepared, choice.statistics) is None

@@ -11,22 +11,22 @@ import onnxruntime
 import pytest
 import torch
 from support.models import save_project, save_regressor, save_stories, save_text_model
-from support.runs import hies
+from support.runs import deploy_on, hies
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hies_export import load_runtime, prune
 from hies_export.errors import RequestError
-from hies_export.forms import deployment as deploying
-from hies_export.forms import judged as judging
 from hies_export.forms.cascade.cascade import Cascade
-from hies_export.forms.on_rows import time_on_rows
+from hies_export.forms.form import Forms
 from hies_export.forms.runtimes.ort import OnnxRuntime
-from hies_export.pipeline import fastest, targets
-from hies_export.pipeline.fastest import choose_size
+from hies_export.forms.time import time
+from hies_export.pipeline import choose as choosing
+from hies_export.pipeline import fastest
+from hies_export.pipeline.fastest import find_cascade
+from hies_export.pipeline.load_job import load_job, rows_in_order
 from hies_export.pipeline.push import _contents
 from hies_export.pipeline.recipe import PruningRecipe
-from hies_export.pipeline.resolve import resolve, rows_in_order
-from hies_export.progress import SILENT
+from hies_export.pipeline.stages import calibrate
 from hies_export.report.report import Report
 
 SHAPE = {"hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 192, "initializer_range": 0.1}
@@ -58,11 +58,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_judges_its_cascade_on_the_evaluated_rows(folder: Path) -> None:
     summary = json.loads((folder / "report.json").read_text())
     found, file = summary["cascade"], folder / "onnx-cascade" / "model.onnx"
-    evaluated = resolve(PruningRecipe.from_yaml(folder.parent / "recipe.yaml"))
+    evaluated = load_job(PruningRecipe.from_yaml(folder.parent / "recipe.yaml"))
     dense = AutoModelForSequenceClassification.from_pretrained(folder.parent / "model")
     session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
     same, passed = [], []
-    for batch in evaluated.evaluation:
+    for batch in evaluated.rows.evaluation:
         usual = {"token_type_ids": torch.zeros_like(batch["input_ids"]), **batch}
         given = {node.name: usual[node.name].numpy() for node in session.get_inputs()}
         logits, unsure = session.run(["logits", "passed_on"], given)
@@ -102,38 +102,39 @@ def test_it_stands_beside_both_models_in_every_rendering(folder: Path, capsys: p
 
 def test_rows_that_something_else_was_chosen_on_make_no_promise(tmp_path: Path) -> None:
     recipe = make_project(tmp_path, prune={"alpha": "auto", "budget": {"heads": 0.5}})
-    rows = resolve(PruningRecipe.from_yaml(recipe)).prepared.rows
-    counts = [sum(len(batch["input_ids"]) for batch in part) for part in (rows.held_out, rows.promised)]
+    rows = load_job(PruningRecipe.from_yaml(recipe)).rows
+    counts = [sum(len(batch["input_ids"]) for batch in part) for part in (rows.held_out, rows.promise)]
     assert counts == [20, 20]
-    without = resolve(PruningRecipe.from_yaml(make_project(tmp_path))).prepared.rows
+    without = load_job(PruningRecipe.from_yaml(make_project(tmp_path))).rows
     assert without.held_out == []
-    assert sum(len(batch["input_ids"]) for batch in without.promised) == 40
+    assert sum(len(batch["input_ids"]) for batch in without.promise) == 40
 
 
 def test_the_size_is_chosen_by_the_time_of_the_cascade(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sections = {"prune": {"alpha": 0.5, "modules": ["attention", "mlp"]}, "cascade": {"disagreement": 0.3}}
     recipe = make_project(tmp_path, **sections)
-    resolved = resolve(PruningRecipe.from_yaml(recipe))
+    resolved = load_job(PruningRecipe.from_yaml(recipe))
     assert resolved.cascade is not None
     assert resolved.shares == (0.75, 0.55, 0.35)
-    timed: list[list[float]] = []
+    timed: list[float] = []
 
     def remembered(*args: Any, **named: Any) -> Any:
-        found = time_on_rows(*args, **named)
-        timed.extend([one.ratio.median for one in times] for times in found.values())
+        found = time(*args, **named)
+        assert {one.phase for one in found} == {"rows"}
+        timed.extend(one.ratio for one in found)
         return found
 
-    monkeypatch.setattr(judging, "time_on_rows", remembered)
-    prepared, options = resolved.prepared, resolved.options
-    tried = choose_size(prepared, options, resolved.cascade, resolved.shares, torch.float32, SILENT)
-    assert [size.time for size in tried.sizes] == timed[0][1:]
+    monkeypatch.setattr(fastest, "time_forms", remembered)
+    forms = Forms({"dense": resolved.model}, resolved.exporter, tmp_path)
+    tried = find_cascade(resolved, calibrate(resolved), forms)
+    assert [size.time for size in tried.sizes] == timed[1:]
     best = min(tried.sizes, key=lambda size: size.time)
-    heads, neurons = (tried.choice.plan.of_kind(kind) for kind in ("attention", "mlp"))
+    heads, neurons = (tried.plan.of_kind(kind) for kind in ("attention", "mlp"))
     kept = sum(len(kept.units) for part in (heads, neurons) for kept in part.values())
     again = [size.flops for size in tried.sizes]
     assert again == sorted(again, reverse=True)
     assert all(flops <= share + 1e-9 for flops, share in zip(again, resolved.shares, strict=True))
-    assert tried.choice.outcome.predicted == pytest.approx(best.flops)
+    assert tried.outcome.predicted == pytest.approx(best.flops)
     assert kept < sum(kept.total for part in (heads, neurons) for kept in part.values())
 
 
@@ -168,7 +169,7 @@ def test_in_memory(tmp_path: Path) -> None:
     exported = cascade.export_onnx(tmp_path / "onnx")
     assert (exported.folder / "tokenizer.json").is_file()
     # The file's is higher by what a margin may move, 1e-4 of the largest logit.
-    assert 0.9e-4 < exported.promise.threshold - cascade.promise.threshold < 1e-3
+    assert 0.9e-4 < exported.facts["promise"].threshold - cascade.promise.threshold < 1e-3
     with pytest.raises(RequestError, match=r"from 299 held-out rows or more, and there are 40"):
         result.cascade(batches[2:], disagreement=0.01)
 
@@ -241,7 +242,7 @@ def test_in_bfloat16_on_openvino(tmp_path: Path) -> None:
     served = load_runtime("openvino", tmp_path / "out" / "onnx-cascade", dtype="bfloat16")
     dense = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
     same = []
-    for batch in resolve(PruningRecipe.from_yaml(tmp_path / "recipe.yaml")).evaluation:
+    for batch in load_job(PruningRecipe.from_yaml(tmp_path / "recipe.yaml")).evaluation:
         with torch.no_grad():
             wanted = dense(**{name: value for name, value in batch.items() if name != "labels"}).logits
         same += (served.prediction(batch).argmax(-1) == wanted.argmax(-1)).tolist()
@@ -267,18 +268,16 @@ def test_numbers_and_tokens_are_refused(tmp_path: Path, capsys: pytest.CaptureFi
 
 @pytest.mark.slow
 def test_deploy_tries_cascades(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(targets, "SIZES", 3)
-    monkeypatch.setattr(deploying, "WAYS", {"onnxruntime-cpu": ("float32",)})
+    monkeypatch.setattr(choosing, "SIZES", 3)
+    deploy_on(monkeypatch)
     monkeypatch.setattr(fastest, "FLOPS_TO_TRY", (0.8, 0.6))
 
     def timed(forms: Any, rows: Any, **_: Any) -> Any:
         """Take the last one for the fastest."""
-        assert [*rows] == [2]
-        found = [time for (time,) in judging.time_forms_on_rows(forms, rows)]
-        ends = {"ratio_low": 0.0, "ratio_high": 1.0}
-        return [[replace(time, ratio=1 - index / 10, **ends)] for index, time in enumerate(found)]
+        assert [size for size, _ in rows] == [2]
+        return [replace(one, ratio=1 - index / 10) for index, one in enumerate(time(forms, rows))]
 
-    monkeypatch.setattr(fastest, "time_forms_on_rows", timed)
+    monkeypatch.setattr(fastest, "time_forms", timed)
     prune_section = {"modules": ["attention", "mlp"], "criterion": "fisher"}
     recipe = make_project(tmp_path, prune=prune_section, cascade=None, deploy={"keep": 0.6})
     report = PruningRecipe.from_yaml(recipe).run()

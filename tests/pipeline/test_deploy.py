@@ -6,14 +6,14 @@ import sys
 from argparse import ArgumentTypeError
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from scipy.stats import binomtest
 from support.hub import TOKEN, Hub
 from support.models import save_regressor, save_text_model
 from support.references import same_in_onnxruntime
-from support.runs import hies
+from support.runs import deploy_on, hies
 from transformers import BertForNextSentencePrediction, BertModel
 
 from hies_export import (
@@ -26,17 +26,18 @@ from hies_export import (
 )
 from hies_export.cli.deploy import minutes
 from hies_export.data.batches import samples_of
-from hies_export.forms import deployment
-from hies_export.forms.deployment import DenseForms, try_dense
-from hies_export.forms.form import Form
-from hies_export.pipeline import fastest, prepare, targets
-from hies_export.pipeline import run as running
+from hies_export.evaluate.judge import Judge
+from hies_export.forms.deployment import DeployWay, try_dense
+from hies_export.forms.form import Form, Forms
+from hies_export.pipeline import choose as choosing
+from hies_export.pipeline import fastest
+from hies_export.pipeline import job as jobs
 from hies_export.pipeline.draw import Looks
-from hies_export.pipeline.fastest import Answer
+from hies_export.pipeline.fastest import find_fastest
+from hies_export.pipeline.load_job import load_job
 from hies_export.pipeline.propose import propose_recipe
 from hies_export.pipeline.recipe import PruningRecipe
-from hies_export.pipeline.resolve import resolve
-from hies_export.pipeline.search import Trial
+from hies_export.pipeline.stages import Choice, calibrate
 from hies_export.recipe.budget import Found
 from hies_export.report.report import Report
 from hies_export.tasks import COLUMNS
@@ -62,8 +63,8 @@ def recipe_of(folder: Path, output: Path) -> PruningRecipe:
 def test_the_form_to_deploy_is_the_fastest_that_keeps_the_promise(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(targets, "SIZES", 3)
-    monkeypatch.setattr(deployment, "WAYS", {"onnxruntime-cpu": ("float32",), "onnxruntime-cpu-int8": ("int8",)})
+    monkeypatch.setattr(choosing, "SIZES", 3)
+    deploy_on(monkeypatch, "onnxruntime-cpu", "onnxruntime-cpu-int8")
     # All heads stay, and yet the models are not the same.
     recipe, out = folder / "recipe.yaml", tmp_path / "out"
     assert hies("deploy", recipe, "--set", "prune.modules=[mlp]", "--keep", "0.25", "-o", out) == 0
@@ -80,7 +81,7 @@ def test_the_form_to_deploy_is_the_fastest_that_keeps_the_promise(
     times = {0: 1.0, 1: slim.times[found.step].ratio}
     keeping = [number for number, form in enumerate((dense, slim)) if form.at_least >= 0.25]
     assert found.form == min(keeping, key=lambda number: times[number])
-    rows = resolve(recipe_of(folder, tmp_path / "out").to_deploy(keep=0.25)).prepared.rows.held_out
+    rows = load_job(recipe_of(folder, tmp_path / "out").to_deploy(keep=0.25)).rows.held_out
     same = same_in_onnxruntime(folder / "model", tmp_path / "out" / "onnx" / "model.onnx", rows, tolerance=0.02)
     low = binomtest(sum(same), len(same)).proportion_ci(Looks(2).confidence, method="exact").low
     assert slim.kept == pytest.approx(sum(same) / len(same), abs=1.5 / len(same))
@@ -102,7 +103,7 @@ def test_the_form_to_deploy_is_the_fastest_that_keeps_the_promise(
 def test_where_no_cut_keeps_the_promise_the_dense_form_is_the_answer(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(deployment, "WAYS", {"onnxruntime-cpu": ("float32",)})
+    deploy_on(monkeypatch)
     asked = {"keep": 0.5, "minutes": 0, "runtimes": ["onnxruntime-cpu"]}
     fields = ("--set", "prune.budget=null", "--set", f"deploy={json.dumps(asked)}", "--set", "measure.shapes=[]")
     assert hies("run", folder / "recipe.yaml", *fields, "-o", tmp_path / "out") == 0
@@ -111,22 +112,22 @@ def test_where_no_cut_keeps_the_promise_the_dense_form_is_the_answer(
     found = report.details.deployment
     assert f"deploy {tmp_path / 'out' / found.file}" in capsys.readouterr().out.splitlines()
     times = report.details.forms[0].times
-    # No shapes are given, so rows are timed as they come.
-    assert [(time.batch, time.phase) for time in times] == [(1, "rows"), (8, "rows"), (32, "rows")]
+    # No shapes are given, so rows are timed as they come; and briefly, as no time is left.
+    assert [(time.batch, time.phase) for time in times] == [(1, "rows")]
     assert found.promise == report.details.outcome.budget.share == 0.5
     assert (found.form, [form.model for form in report.details.forms]) == (0, ["dense"])
-    assert "keep needs time" in found.ways[0].search
+    assert found.ways[0].search == "the time is over before: trace a cut"
     assert (report.neurons.removed, report.heads.removed, report.stability) == (0, 0, 1.0)
-    rows = resolve(recipe_of(folder, tmp_path / "out")).prepared.rows.held_out
+    rows = load_job(recipe_of(folder, tmp_path / "out")).rows.held_out
     same = same_in_onnxruntime(folder / "model", tmp_path / "out" / found.file, rows, tolerance=0.02)
     assert all(same)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
-def searched(recipe: PruningRecipe, monkeypatch: pytest.MonkeyPatch, *, keep: float) -> Answer:
+def searched(recipe: PruningRecipe, *, keep: float) -> Choice:
     """Return what a search answers, without the run that follows."""
-    monkeypatch.setattr(running, "run_stages", lambda *_, answer: answer)
-    return cast("Answer", deploy(recipe, keep=keep))
+    job = load_job(recipe.to_deploy(keep=keep))
+    return find_fastest(job, calibrate(job), Forms({"dense": job.model}, job.exporter, recipe.output))
 
 
 def test_a_runtime_that_fails_in_the_search_leaves_the_others(
@@ -138,48 +139,35 @@ def test_a_runtime_that_fails_in_the_search_leaves_the_others(
 
         return fail
 
-    monkeypatch.setattr(targets, "SIZES", 6)
-    monkeypatch.setattr(deployment, "WAYS", {"onnxruntime-cpu": ("float32",)})
-    monkeypatch.setattr(prepare, "predictor", predictor)
-    answer = searched(recipe_of(folder, tmp_path / "out"), monkeypatch, keep=0.4)
-    assert answer.dense.ways[0].search == "ONNX Runtime must run the graph in float32, and stopped"
-    assert (answer.choice.plan.removed, answer.ways) == (0, [("onnxruntime-cpu", "float32")])
-    # What torch judged before is not kept once there is an answer.
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    monkeypatch.setattr(choosing, "SIZES", 6)
+    deploy_on(monkeypatch)
+    monkeypatch.setattr(jobs, "predictor", predictor)
+    answer = searched(recipe_of(folder, tmp_path / "out"), keep=0.4)
+    (way,) = answer.ways
+    assert way.search == "ONNX Runtime must run the graph in float32, and stopped"
+    assert (answer.plan.removed, way.problem) == (0, None)
 
 
 def test_a_form_that_cannot_become_the_fastest_is_searched_no_further(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every cut breaks the promise in the slower form, whose dense model takes twice the time."""
+    """Every cut keeps the promise in the faster form, and the dense model takes ten times as long in the slower one."""
 
-    def judge(trial: Trial) -> Found:
-        judged.append(trial.runtime)
-        kept = 1.0 if trial.guess or trial.runtime == "onnxruntime-cpu" else 0.0
-        return Found(kept, kept)
+    def slowed(*given: Any) -> list[DeployWay]:
+        (fast,) = try_dense(*given)
+        return [fast, replace(fast, runtime="openvino", bits="bfloat16", dense_ratio=10.0)]
 
-    def slowed(*given: Any) -> DenseForms:
-        found = try_dense(*given)
-        fast, slow = (
-            replace(found.ways[0], runtime=name, dense_ratio=ratio)
-            for name, ratio in (("onnxruntime-cpu", 1.0), ("openvino", 2.0))
-        )
-        return replace(found, ways=[fast, slow])
-
-    judged: list[str | None] = []
-    monkeypatch.setattr(targets, "SIZES", 6)
-    monkeypatch.setattr(deployment, "WAYS", {"onnxruntime-cpu": ("float32",)})
-    monkeypatch.setattr(Trial, "judge", judge)
+    monkeypatch.setattr(choosing, "SIZES", 6)
+    deploy_on(monkeypatch)
+    monkeypatch.setattr(Judge, "found", lambda *_: Found(1.0, 1.0))
     monkeypatch.setattr(fastest, "try_dense", slowed)
     monkeypatch.setattr(fastest, "looks_of", lambda *_: Looks(2))
-    answer = searched(recipe_of(folder, tmp_path / "out"), monkeypatch, keep=0.4)
-    fast, slow = answer.dense.ways
-    assert (fast.search, str(slow.search).partition("FLOPs ")[2]) == (
-        None,
-        "it breaks the promise, and with more it takes too long",
-    )
+    answer = searched(recipe_of(folder, tmp_path / "out"), keep=0.4)
+    fast, slow = answer.ways
+    assert fast.search is None
+    assert str(slow.search).startswith("no cut that keeps the promise here is faster than what was found")
     assert answer.served.runtime == "onnxruntime-cpu"
-    assert judged.count("openvino") == 1 < judged.count("onnxruntime-cpu")
+    assert {row["runtime"] for row in fast.judged} == {"torch", "onnxruntime-cpu"}
 
 
 def test_the_promise_of_a_recipe_is_its_goal(folder: Path) -> None:
@@ -203,7 +191,7 @@ def test_a_runtime_that_fails_is_left_out_by_its_reason(
     def fail(*_: Any) -> None:
         raise ExportError("ONNX Runtime must run the graph, and stopped")
 
-    monkeypatch.setattr(deployment, "WAYS", {"onnxruntime-cpu": ("float32",)})
+    deploy_on(monkeypatch)
     monkeypatch.setattr(Form, "predict", fail)
     with pytest.raises(PlanError, match="no runtime here serves the dense model: ONNX Runtime must run the graph"):
         deploy(recipe_of(folder, tmp_path / "out"), keep=0.4)
@@ -249,8 +237,8 @@ def test_of_few_rows_most_are_left_for_the_promise(
     apart = [{**row, "text": " ".join("ab"[int(bit)] for bit in f"{n:08b}")} for n, row in enumerate(given)]
     file.write_text("".join(json.dumps(row) + "\n" for row in apart))
     recipe = propose_recipe(str(folder / "model"), files={"train": file}, output=tmp_path)
-    found = resolve(recipe.to_deploy(keep=0.3)).prepared.rows
-    assert (samples_of(found.calibration), samples_of(found.held_out)) == (scored, held_out)
+    found = load_job(recipe.to_deploy(keep=0.3)).rows
+    assert (samples_of(found.score), samples_of(found.held_out)) == (scored, held_out)
 
 
 def test_labels_of_other_names_that_nobody_asked_for_are_left_out(

@@ -14,11 +14,6 @@ from support.runs import hies
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hies_export.errors import RequestError
-from hies_export.forms.compare import compare_forms
-from hies_export.forms.form import Form
-from hies_export.forms.measure.timing import Timing
-from hies_export.forms.runtimes import base
-from hies_export.forms.runtimes.base import Runtime
 from hies_export.pipeline.push import _contents
 from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.pipeline.run import run
@@ -164,41 +159,3 @@ def test_a_cut_that_leaves_only_small_layers_is_no_mistake_in_the_recipe(
     said = " ".join(capsys.readouterr().err.split())
     assert "the slim model has no form in fewer bits: quantize: int8 needs a linear layer of 16,384 weights" in said
     assert not (tmp_path / "out").exists()
-
-
-class Fixed(Runtime):
-    """A model of known times: the source is its milliseconds."""
-
-    name = "fixed"
-    provider = "clock"
-    dtype = "float32"
-
-    def __init__(self, source: Any, *, threads: int):
-        self.threads, self.source = threads, source
-
-    def prepare(self, batch: Any) -> Any:
-        return batch
-
-    def run(self, feed: Any) -> Any:
-        return feed
-
-    def time_ns(self, feed: Any) -> int:
-        return int(self.source * 1e6)
-
-    def fetch(self, result: Any) -> dict[str, np.ndarray]:
-        return {"logits": np.zeros(1)}
-
-
-def test_forms_on_several_runtimes_are_compared_with_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Other(Fixed):
-        provider = "another clock"
-        loads = 3
-
-    for name, runtime in (("one", Fixed), ("two", Other)):
-        monkeypatch.setitem(base.RUNTIMES, name, runtime)
-    forms = [Form("", name, source) for name, source in (("one", 8.0), ("one", 4.0), ("two", 2.0), ("two", 1.0))]
-    found = compare_forms(forms, {(1, 8): {}}, timing=Timing(repeats=8))
-    ((step, comparisons),) = found.items()
-    assert step == ((1, 8), "forward")
-    assert [one.ratio.median for one in comparisons] == [0.5, 0.25, 0.125]
-    assert {(one.loads, one.repeats, one.control.median, one.dense.p50_ms) for one in comparisons} == {(3, 9, 1.0, 8.0)}

@@ -16,8 +16,8 @@ from transformers import BertConfig
 from hies_export.data.rows import load_rows
 from hies_export.errors import RequestError
 from hies_export.pipeline.draw import Draws, Promise, Splits, draw, evaluated, hold_out
+from hies_export.pipeline.load_job import load_job
 from hies_export.pipeline.recipe import PruneSection, PruningRecipe
-from hies_export.pipeline.resolve import resolve
 from hies_export.recipe.sections import CalibrationSection, Columns, DataSection, EvaluationSection, HeldOutSection
 
 OPTIONS = PruneSection.model_validate({"budget": {"flops": 0.5}})
@@ -161,13 +161,15 @@ def test_a_recipe_of_a_reranker_judges_its_order(tmp_path: Path) -> None:
     sections = {"prune": {"budget": {"heads": 0.5}, "compensation": {}}, "measure": {"runtimes": ["torch"]}}
     folder = save_regressor(tmp_path, **sections)
     recipe = PruningRecipe.from_yaml(folder / "recipe.yaml").with_overrides({"data.group": "sentence"})
-    found = resolve(recipe)
+    found = load_job(recipe)
     labels = [json.loads(line)["label"] for line in (tmp_path / "validation.jsonl").read_text().splitlines()]
-    assert sorted(torch.cat([batch["grades"] for batch in found.evaluation]).tolist()) == pytest.approx(sorted(labels))
-    for batch in (*found.evaluation, *found.prepared.rows.calibration, *found.prepared.rows.compensation):
+    assert sorted(torch.cat([batch["grades"] for batch in found.rows.evaluation]).tolist()) == pytest.approx(
+        sorted(labels)
+    )
+    for batch in (*found.rows.evaluation, *found.rows.score, *found.rows.refit):
         assert "group" in batch
         assert "labels" not in batch
-    assert "grades" not in found.prepared.rows.calibration[0]
+    assert "grades" not in found.rows.score[0]
 
 
 def test_a_promise_about_queries_holds_out_as_many_queries_as_it_needs(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import scipy.stats
 import torch
 from support.models import bert, word_tokenizer, write_recipe
-from support.runs import without_tracing
+from support.runs import deploy_on, without_tracing
 from support.sentences import WORDS, bert_encoder, sentence_folder
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
@@ -20,11 +20,10 @@ from transformers import AutoTokenizer, CLIPConfig, CLIPModel, CLIPTextConfig, C
 import hies_export
 from hies_export.checkpoint.sentence import load_sentence
 from hies_export.errors import DataError, RecipeError, RequestError
-from hies_export.forms import deployment
-from hies_export.pipeline import run as running
-from hies_export.pipeline import targets
+from hies_export.pipeline import choose as choosing
+from hies_export.pipeline import measure as measuring
+from hies_export.pipeline.load_job import rows_in_order
 from hies_export.pipeline.recipe import PruningRecipe
-from hies_export.pipeline.resolve import rows_in_order
 from hies_export.report.report import Report
 
 Row = dict[str, Any]
@@ -221,9 +220,9 @@ def test_a_form_to_deploy_that_is_no_export_of_the_run_is_ranked_and_moved_there
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sentence_folder(tmp_path / "model", [])
-    monkeypatch.setattr(targets, "SIZES", 3)
-    monkeypatch.setattr(deployment, "WAYS", {"onnxruntime-cpu": ("float32",)})
-    monkeypatch.setattr(running, "fastest_kept", lambda *_: (0, 0))
+    monkeypatch.setattr(choosing, "SIZES", 3)
+    deploy_on(monkeypatch)
+    monkeypatch.setattr(measuring, "fastest", lambda *_: (0, 0))
     recipe = project(tmp_path, (texts(40), texts(40, 50)), columns={"text": "text"})
     hies_export.deploy(recipe, keep=0.3)
     report = Report.from_file(recipe.output)

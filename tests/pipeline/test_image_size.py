@@ -13,8 +13,8 @@ from transformers import Dinov2Config, Dinov2ForImageClassification
 from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPil
 
 from hies_export import DataError, RequestError
+from hies_export.pipeline.load_job import load_job
 from hies_export.pipeline.recipe import PruningRecipe
-from hies_export.pipeline.resolve import resolve
 from hies_export.report.report import Report
 
 # Patches of 14 x 14 in a picture of 28 x 42, and the token of the class.
@@ -93,7 +93,7 @@ def test_all_images_must_become_one_size(folder: Path, tmp_path: Path) -> None:
     Dinov2ForImageClassification.from_pretrained(folder / "model").save_pretrained(model)
     BitImageProcessorPil(size={"shortest_edge": 28}, do_center_crop=False).save_pretrained(model)
     asked = recipe.with_overrides({"model": str(model)})
-    assert {batch["pixel_values"].shape[1:] for batch in resolve(asked).evaluation} == {(3, 28, 33)}
+    assert {batch["pixel_values"].shape[1:] for batch in load_job(asked).rows.evaluation} == {(3, 28, 33)}
     files = {"train": folder / "train", "validation": tmp_path / "validation"}
     with pytest.raises((DataError, RequestError), match="make all images of one size, got 3 x 28 x 33 and 3 x 28 x 50"):
-        resolve(asked.with_overrides({"data.files": files, "data.label": None}))
+        load_job(asked.with_overrides({"data.files": files, "data.label": None}))

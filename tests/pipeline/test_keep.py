@@ -21,15 +21,14 @@ from hies_export.errors import DropError
 from hies_export.evaluate.interval import FAILURES, confidence_of_each
 from hies_export.evaluate.predict import predict
 from hies_export.forms.cost.flops import flops_table
-from hies_export.pipeline import targets
-from hies_export.pipeline.choose import Chooser, choose
+from hies_export.pipeline import choose as choosing
+from hies_export.pipeline import search
+from hies_export.pipeline.choose import choose
 from hies_export.pipeline.draw import Draws, Splits, draw
-from hies_export.pipeline.prepare import Judged
+from hies_export.pipeline.job import Job, Rows
+from hies_export.pipeline.load_job import load_job
 from hies_export.pipeline.recipe import PruneSection, PruningRecipe
-from hies_export.pipeline.resolve import resolve
-from hies_export.pipeline.search import confirm
-from hies_export.pipeline.stages import cut
-from hies_export.progress import Silent
+from hies_export.pipeline.stages import calibrate, confirm, cut
 from hies_export.recipe.budget import Budget, KeepBudget, Outcome
 from hies_export.report.outcomes import asked_words
 from hies_export.score.criteria import score_units
@@ -54,15 +53,15 @@ def recipe_of(folder: Path, **fields: Any) -> PruningRecipe:
 
 @pytest.mark.parametrize("asked", [{"predictions": 0.8}, {"metric": "pearson", "by": 0.1}], ids=list)
 def test_the_most_that_a_promise_allows(folder: Path, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(targets, "SIZES", 12)
+    monkeypatch.setattr(choosing, "SIZES", 12)
     recipe = recipe_of(folder, prune__budget={"keep": asked}, prune__compensation={"samples": 60})
-    prepared, options = resolve(recipe).prepared, recipe.prune
-    choice = choose(prepared, options, progress=Silent())
-    (batch,), rows = prepared.measured.values(), prepared.rows.held_out
+    prepared = load_job(recipe)
+    choice = choose(prepared, calibrate(prepared))
+    (batch,), rows = prepared.shapes.values(), prepared.rows.held_out
     table = flops_table(prepared.model, prepared.scored, batch=batch, unit="group")
     scores = score_units(choice.statistics, prepared.modules, criterion="fisher")
     least = 1 - sum(row[-2] for row in table.saved.values())  # a unit of each module stays
-    moments = MomentStream(prepared.model, prepared.modules, prepared.rows.compensation)
+    moments = MomentStream(prepared.model, prepared.modules, prepared.rows.refit)
     dense = predict(prepared.model, rows).values
     confidence = confidence_of_each(FAILURES)
 
@@ -92,12 +91,11 @@ def test_the_most_that_a_promise_allows(folder: Path, asked: dict[str, Any], mon
     assert choice.outcome.judged[: len(guessed)] == tuple(guessed)
     assert 2 <= len(choice.outcome.judged) - len(guessed) <= 7
     assert choice.outcome.confidence == confidence
-    slim = cut(prepared, choice, compensation=options.compensation, progress=Silent())
-    confirmed = confirm(prepared, slim, choice.outcome, progress=Silent())
-    assert confirmed.met
+    slim = cut(prepared, choice)
+    assert slim.outcome.met
     all_of_them = Budget(keep=KeepBudget.model_construct(predictions=1.0))
     with pytest.raises(DropError, match=r"keep asks for .* on the held-out rows. The model that was judged kept to it"):
-        confirm(prepared, slim, replace(choice.outcome, budget=all_of_them), progress=Silent())
+        confirm(prepared, replace(slim, outcome=replace(choice.outcome, budget=all_of_them)), None)
 
 
 def test_a_run_says_what_was_promised_and_what_came_of_it(folder: Path, tmp_path: Path) -> None:
@@ -126,11 +124,11 @@ def test_a_promise_of_time_removes_what_saves_time(folder: Path, monkeypatch: py
         free = {m.name: (0.0,) * len(flops.saved[m.name]) for m in modules if m.kind == "attention"}
         return replace(flops, saved={**flops.saved, **free})
 
-    monkeypatch.setattr(targets, "latency_table", table_of_time)
+    monkeypatch.setattr(choosing, "latency_table", table_of_time)
     keep = {"predictions": 0.8, "runtime": "torch", "batch": 3, "sequence": 9}
     recipe = recipe_of(folder, prune__budget={"keep": keep}, prune__compensation={"samples": 60})
-    prepared = resolve(recipe).prepared
-    choice = choose(prepared, recipe.prune, progress=Silent())
+    prepared = load_job(recipe)
+    choice = choose(prepared, calibrate(prepared))
     assert choice.plan.removed_neurons
     assert not choice.plan.removed
     where = choice.outcome.budget.keep
@@ -147,12 +145,12 @@ def test_a_promise_of_a_runtime_is_judged_on_its_files(
     keep = {"predictions": 0.3, "runtime": "onnxruntime-cpu", "batch": 2, "sequence": 16}
     how = {"prune__budget": {"keep": keep}, "prune__compensation": {"samples": 60}}
     recipe = recipe_of(folder, **how, output=str(tmp_path / "out"))
-    monkeypatch.setattr(targets, "SIZES", 3)
+    monkeypatch.setattr(choosing, "SIZES", 3)
     monkeypatch.setattr(
-        targets, "latency_table", lambda m, sites, where, **_: flops_table(m, sites, batch=where.batch, unit="group")
+        choosing, "latency_table", lambda m, sites, where, **_: flops_table(m, sites, batch=where.batch, unit="group")
     )
     recipe.run()
-    rows = resolve(recipe).prepared.rows.held_out
+    rows = load_job(recipe).rows.held_out
     same = same_in_onnxruntime(folder / "model", tmp_path / "out" / "onnx" / "model.onnx", rows, tolerance=0.02)
     outcome = json.loads((tmp_path / "out" / "report.json").read_text())["details"]["outcome"]
     assert outcome["found"]["value"] == pytest.approx(sum(same) / len(same), abs=1.5 / len(same))
@@ -197,7 +195,7 @@ def test_promises_that_cannot_be_told_or_made_are_refused(folder: Path, capsys: 
 
 
 def _model_and_rows(folder: Path) -> tuple[Any, Any]:
-    prepared = resolve(recipe_of(folder)).prepared
+    prepared = load_job(recipe_of(folder))
     return prepared.model, prepared.rows.held_out
 
 
@@ -222,11 +220,9 @@ def queries(count: int) -> list[dict[str, torch.Tensor]]:
 
 def promise_of(asked: dict[str, Any], rows: Any, task: Any, metrics: tuple[str, ...]) -> Outcome:
     """Return the promise for held-out rows of sentences."""
-    chooser = Chooser.__new__(Chooser)
-    judged = Judged(metrics, SimpleNamespace(word="sentence"))  # type: ignore[arg-type]
-    given = SimpleNamespace(held_out=rows)
-    chooser._prepared = SimpleNamespace(judged=judged, task=task, rows=given)  # type: ignore[assignment]
-    return chooser.promise(asked_of(asked), 0.98)
+    options = PruneSection(budget=Budget(keep=asked_of(asked)))
+    job: Any = {"model": None, "processor": None, "modules": (), "scored": (), "shapes": {}, "exporter": None}
+    return search.promise_of(Job(task=task, rows=Rows([], rows), options=options, metrics=metrics, **job), 0.98)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +235,7 @@ def promise_of(asked: dict[str, Any], rows: Any, task: Any, metrics: tuple[str, 
     ],
 )
 def test_a_promise_over_entities_is_asked_for(asked: dict[str, Any], metrics: tuple[str, ...], what: str) -> None:
-    task = SimpleNamespace(embeds=False, generative=False)
+    task = SimpleNamespace(embeds=False, generative=False, word="sentence")
     assert asked_words(promise_of(asked, [{"input_ids": torch.zeros(7, 2)}], task, metrics)) == what
 
 
@@ -258,7 +254,7 @@ def test_a_share_of_rankings_is_that_of_a_metric(
     asked: dict[str, Any], rows: Any, embeds: bool, metric: str | None, index: str | None
 ) -> None:
     metrics = ("accuracy",) if metric is None else ("mrr@10", "ndcg@10")
-    found = promise_of(asked, rows, SimpleNamespace(embeds=embeds, generative=False), metrics)
+    found = promise_of(asked, rows, SimpleNamespace(embeds=embeds, generative=False, word="one"), metrics)
     keep = found.budget.keep
     assert keep is not None
     assert (keep.metric, keep.index, found.samples) == (metric, index, 7)

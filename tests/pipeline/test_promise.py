@@ -18,8 +18,9 @@ from hies_export.errors import RequestError
 from hies_export.evaluate.interval import FAILURES, confidence_of_each, lower_share, queries_needed, rows_needed
 from hies_export.pipeline.draw import Draws, Looks, Promise, Splits, all_looks, draw, evaluated, hold_out
 from hies_export.pipeline.fastest import looks_of
+from hies_export.pipeline.job import Job
+from hies_export.pipeline.load_job import load_job
 from hies_export.pipeline.recipe import PruneSection, PruningRecipe
-from hies_export.pipeline.resolve import Resolved, resolve
 from hies_export.pipeline.search import largest
 from hies_export.recipe.budget import Budget, KeepBudget
 from hies_export.recipe.sections import CalibrationSection, DataSection, EvaluationSection
@@ -37,8 +38,8 @@ def recipe_of(folder: Path, **fields: Any) -> PruningRecipe:
     return PruningRecipe.from_yaml(folder / "recipe.yaml", {k.replace("__", "."): v for k, v in fields.items()})
 
 
-def counts(found: Resolved) -> tuple[int, int]:
-    return samples_of(found.prepared.rows.held_out), samples_of(found.evaluation)
+def counts(found: Job) -> tuple[int, int]:
+    return samples_of(found.rows.held_out), samples_of(found.rows.evaluation)
 
 
 @pytest.mark.parametrize(
@@ -85,20 +86,20 @@ def test_run_and_deploy_promise_on_the_same_rows(
     if classes:
         folder = save_project(tmp_path, train=150, validation=40, prune={"budget": {"keep": 0.8}, "alpha": 0.5})
     recipe = recipe_of(folder, prune__budget={"keep": keep}, calibration__samples=20)
-    run, deploy = resolve(recipe), resolve(recipe.to_deploy(keep=keep))
+    run, deploy = load_job(recipe), load_job(recipe.to_deploy(keep=keep))
     assert held_out_and_evaluated(run) == held_out_and_evaluated(deploy)
-    assert run.splits.held_out == deploy.splits.held_out
-    assert run.splits.held_out.split == "validation"  # type: ignore[union-attr]
+    assert run.rows.splits.held_out == deploy.rows.splits.held_out
+    assert run.rows.splits.held_out.split == "validation"  # type: ignore[union-attr]
     # Together they are the evaluated split.
-    every = held_out_and_evaluated(resolve(recipe_of(folder, prune__budget={"heads": 0.5})))[1]
+    every = held_out_and_evaluated(load_job(recipe_of(folder, prune__budget={"heads": 0.5})))[1]
     assert sorted([*held_out_and_evaluated(run)[0], *held_out_and_evaluated(run)[1]]) == every
-    looks = looks_of(deploy.prepared, KeepBudget(predictions=keep))
+    looks = looks_of(deploy)
     assert (looks.forms, looks.cascades) == (forms, classes and forms == 2)
     assert counts(run) == {(0.8, True): (28, 12), (0.8, False): (26, 14)}.get((keep, classes), (30, 10))
     # What was decided stands in the recipe that the report records, and another seed divides in the same way.
-    again = recipe_of(folder, **{name: run.request.fields[name] for name in ("held_out", "evaluation")})
-    assert held_out_and_evaluated(resolve(again)) == held_out_and_evaluated(run)
-    assert held_out_and_evaluated(resolve(recipe.with_overrides({"calibration.seed": 3}))) == held_out_and_evaluated(
+    again = recipe_of(folder, **{name: run.asked.fields[name] for name in ("held_out", "evaluation")})
+    assert held_out_and_evaluated(load_job(again)) == held_out_and_evaluated(run)
+    assert held_out_and_evaluated(load_job(recipe.with_overrides({"calibration.seed": 3}))) == held_out_and_evaluated(
         run
     )
 
@@ -106,18 +107,18 @@ def test_run_and_deploy_promise_on_the_same_rows(
 def test_rows_that_a_recipe_names_are_the_ones(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     named = recipe_of(folder, held_out={"split": "train[50%:]", "samples": 30})
     for recipe in (named, named.to_deploy(keep=0.8)):
-        assert counts(resolve(recipe)) == (30, 40)
+        assert counts(load_job(recipe)) == (30, 40)
     asked = recipe_of(folder, evaluation__samples=17)
     for recipe in (asked, asked.to_deploy(keep=0.8)):
-        assert counts(resolve(recipe)) == (23, 17)
-    everything = resolve(recipe_of(folder, evaluation__samples=40))
+        assert counts(load_job(recipe)) == (23, 17)
+    everything = load_job(recipe_of(folder, evaluation__samples=40))
     assert counts(everything) == (26, 14)
-    assert everything.request.fields["evaluation"]["samples"] == 14
-    assert counts(resolve(recipe_of(folder, prune__budget={"keep": {"predictions": 0.8, "samples": 24}}))) == (24, 16)
+    assert everything.asked.fields["evaluation"]["samples"] == 14
+    assert counts(load_job(recipe_of(folder, prune__budget={"keep": {"predictions": 0.8, "samples": 24}}))) == (24, 16)
     assert not caplog.messages
-    assert counts(resolve(recipe_of(folder, prune__budget={"keep": {"predictions": 0.8, "samples": 90}}))) == (26, 14)
+    assert counts(load_job(recipe_of(folder, prune__budget={"keep": {"predictions": 0.8, "samples": 90}}))) == (26, 14)
     assert "90 samples for the promise are asked for, but the split 'validation' has 40: 26 are held out" in caplog.text
-    assert counts(resolve(recipe_of(folder, evaluation__samples=30))) == (26, 14)
+    assert counts(load_job(recipe_of(folder, evaluation__samples=30))) == (26, 14)
     assert "evaluation.samples is 30, but the split 'validation' has only 14 beside the 26 held out" in caplog.text
 
 
@@ -125,9 +126,9 @@ def test_too_few_rows_are_said_by_name(folder: Path, caplog: pytest.LogCaptureFi
     few = recipe_of(folder, prune__budget={"keep": 0.93}, calibration__samples=20)
     assert rows_needed(0.93, Looks().confidence) == 66
     for recipe in (few, few.to_deploy(keep=0.93)):
-        found = resolve(recipe)
+        found = load_job(recipe)
         assert counts(found) == (130, 40)
-        assert found.splits.held_out is None
+        assert found.rows.splits.held_out is None
         said = (
             "the split 'validation' has 40 rows, too few to promise 93 % on some and to judge it on the others, which "
             "takes 88: 93 % is promised on further rows of 'train', and if the model was trained on these, it keeps "
@@ -136,32 +137,32 @@ def test_too_few_rows_are_said_by_name(folder: Path, caplog: pytest.LogCaptureFi
         assert caplog.messages == [said]
         caplog.clear()
     with pytest.raises(RequestError, match="keep: 0.99 can be promised with 95 % confidence from 477 held-out rows"):
-        resolve(few.to_deploy(keep=0.99))
+        load_job(few.to_deploy(keep=0.99))
     assert FEW in caplog.text
     caplog.clear()
-    resolve(recipe_of(folder, evaluation__rows="first", evaluation__samples=10))
+    load_job(recipe_of(folder, evaluation__rows="first", evaluation__samples=10))
     assert "evaluation.rows: first leaves no rows of 'validation' to draw: 80 % is promised on further" in caplog.text
     caplog.clear()
     sliced = {"calibration__split": "train[:70%]", "evaluation__split": "train[70%:]"}
-    assert counts(resolve(recipe_of(folder, **sliced))) == (85, 45)
+    assert counts(load_job(recipe_of(folder, **sliced))) == (85, 45)
     assert not caplog.messages
-    resolve(recipe_of(folder, evaluation__split="train[70%:]"))
+    load_job(recipe_of(folder, evaluation__split="train[70%:]"))
     assert "'train' and evaluation.split 'train[70%:]' are of the same rows, so that some may" in caplog.text
 
 
 def test_a_loss_of_a_metric_is_promised_on_rows_of_the_evaluated_split(folder: Path, tmp_path: Path) -> None:
     loss = {"keep": {"metric": "pearson", "by": 0.1}}
-    assert resolve(recipe_of(folder, prune__budget=loss)).splits.held_out is None
+    assert load_job(recipe_of(folder, prune__budget=loss)).rows.splits.held_out is None
     save_project(tmp_path, train=20, validation=300, prune={"budget": {"keep": {"metric": "accuracy", "by": 0.1}}})
-    assert counts(resolve(recipe_of(tmp_path, calibration__samples=5))) == (200, 100)
+    assert counts(load_job(recipe_of(tmp_path, calibration__samples=5))) == (200, 100)
 
 
 def test_a_cascade_and_a_choice_have_a_part_each(tmp_path: Path) -> None:
     sections = {"calibration": {"samples": 20}, "cascade": {"disagreement": 0.3}}
     save_project(tmp_path, train=60, validation=40, prune={"budget": {"heads": 0.5}, "alpha": 0.5}, **sections)
-    assert resolve(recipe_of(tmp_path)).splits.held_out.samples == 26  # type: ignore[union-attr]
-    rows = resolve(recipe_of(tmp_path, prune__alpha="auto")).prepared.rows
-    assert (samples_of(rows.held_out), samples_of(rows.promised)) == (13, 13)
+    assert load_job(recipe_of(tmp_path)).rows.splits.held_out.samples == 26  # type: ignore[union-attr]
+    rows = load_job(recipe_of(tmp_path, prune__alpha="auto")).rows
+    assert (samples_of(rows.held_out), samples_of(rows.promise)) == (13, 13)
 
 
 def test_blocks_of_text_are_promised_on_and_judged(tmp_path: Path) -> None:
@@ -170,10 +171,10 @@ def test_blocks_of_text_are_promised_on_and_judged(tmp_path: Path) -> None:
     files = {"files": {"train": "text.txt", "validation": "validation.txt"}, "text": "text", "max_length": 24}
     asked = {"data": {**files, "files": {split: tmp_path / name for split, name in files["files"].items()}}}
     run = PruningRecipe.from_yaml(recipe, asked)
-    every = samples_of(resolve(run.with_overrides({"prune.budget": {"heads": 0.5}})).evaluation)
-    found = resolve(run)
+    every = samples_of(load_job(run.with_overrides({"prune.budget": {"heads": 0.5}})).rows.evaluation)
+    found = load_job(run)
     assert counts(found) == (2 * every // 3, every - 2 * every // 3)
-    assert held_out_and_evaluated(found) == held_out_and_evaluated(resolve(run.to_deploy(keep=0.5)))
+    assert held_out_and_evaluated(found) == held_out_and_evaluated(load_job(run.to_deploy(keep=0.5)))
 
 
 class Truth:

@@ -34,9 +34,9 @@ from transformers.utils import logging
 
 import hies_export
 from hies_export import HiesError, PruningPlan, PruningRecipe, prune
-from hies_export.pipeline import choose as choosing
+from hies_export.pipeline import stages
+from hies_export.pipeline.load_job import load_job
 from hies_export.pipeline.recipe import PruneSection
-from hies_export.pipeline.resolve import resolve
 from hies_export.slim import cut as cutting
 
 BOTH = ["attention", "mlp"]
@@ -106,7 +106,7 @@ def test_a_model_is_pruned_saved_loaded_and_exported(name: str, tmp_path: Path, 
     assert type(result.model).__name__ == type(model).__name__
     assert result.flops.ratio <= 0.7
     result.save_pretrained(tmp_path / "slim")
-    sample = result.prepared.sample
+    sample = result.job.sample
     inputs = {key: value for key, value in sample.items() if key != "labels"}
     with torch.no_grad():
         expected = result.model(**inputs).logits
@@ -151,11 +151,11 @@ def test_a_run_and_a_call_choose_the_same(section: dict[str, Any], tmp_path: Pat
     with without_tracing():
         recipe.run()
     run = json.loads((tmp_path / "out" / "plan.json").read_text())
-    rows = resolve(recipe).prepared.rows
+    rows = load_job(recipe).rows
     model = BertForSequenceClassification.from_pretrained(tmp_path / "model")
-    refit_on = rows.compensation or None
+    refit_on = rows.refit or None
     result = prune(
-        model, rows.calibration, held_out=rows.held_out, compensation_batches=refit_on, seed=3, shape=(2, 16), **section
+        model, rows.score, held_out=rows.held_out, compensation_batches=refit_on, seed=3, shape=(2, 16), **section
     )
     plan = json.loads(result.plan.to_json())
     for name in ("kept", "criterion", "alpha", "seed", "calibration"):
@@ -174,7 +174,7 @@ def test_the_last_batches_are_held_out_unless_others_are_given(unharmed: Any) ->
     assert own.held_out is not None
     alone = prune(model, batches[:6], held_out=[], budget={"heads": 0.5})
     assert (alone.plan, alone.held_out) == (own.plan, None)
-    (one,) = prune(model, [text_batch(8, 12)], budget={"heads": 0.5}).prepared.rows.held_out
+    (one,) = prune(model, [text_batch(8, 12)], budget={"heads": 0.5}).job.rows.held_out
     assert "same prediction, 1 held-out row  " in str(prune(model, [text_batch(4, 12)], budget={"heads": 0.5}))
     assert len(one["labels"]) == 2  # of a single batch, the last quarter of its rows
 
@@ -182,10 +182,10 @@ def test_the_last_batches_are_held_out_unless_others_are_given(unharmed: Any) ->
 def test_the_agreement_is_that_of_the_two_models() -> None:
     result = prune(bert(), texts(), budget={"heads": 0.5})
     same = total = 0
-    for batch in result.prepared.rows.held_out:
+    for batch in result.job.rows.held_out:
         inputs = {key: value for key, value in batch.items() if key != "labels"}
         with torch.no_grad():
-            one, other = (model(**inputs).logits.argmax(-1) for model in (result.prepared.model, result.model))
+            one, other = (model(**inputs).logits.argmax(-1) for model in (result.job.model, result.model))
         same, total = same + int((one == other).sum()), total + len(one)
     assert result.held_out is not None
     assert result.held_out.stability == pytest.approx(same / total)
@@ -212,7 +212,7 @@ def test_a_multi_label_classifier_is_judged_by_its_label_sets(
     result = prune(
         model, batches, criterion=criterion, budget={"heads": 0.5}, evaluation={"threshold": 0.52}, compensation=REFIT
     )
-    held_out = result.prepared.rows.held_out
+    held_out = result.job.rows.held_out
     dense, slim = (label_sets(one, held_out, 0.52) for one in (model, result.model))
     assert result.held_out is not None
     assert result.held_out.stability == pytest.approx((dense == slim).all(-1).float().mean().item())
@@ -263,14 +263,14 @@ def test_a_given_plan_is_cut_and_refitted(unharmed: Any) -> None:
 
 def test_weights_are_hashed_once_for_a_plan_of_the_same_call(monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[str] = []
-    for module in (choosing, cutting):
+    for module in (stages, cutting):
         name, real = module.__name__.rpartition(".")[2], module.fingerprint
         monkeypatch.setattr(module, "fingerprint", lambda *a, name=name, real=real: hashed.append(name) or real(*a))
     model, batches = bert(), texts()
     plan = prune(model, batches, budget={"heads": 0.5}).plan
-    assert hashed == ["choose"]
+    assert hashed == ["stages"]
     prune(model, batches, plan=plan)
-    assert hashed == ["choose", "cut"], "a plan from elsewhere is checked"
+    assert hashed == ["stages", "cut"], "a plan from elsewhere is checked"
 
 
 def test_text_without_labels_is_its_own_label(unharmed: Any) -> None:

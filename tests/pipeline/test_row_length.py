@@ -11,9 +11,8 @@ from support.models import bert, image_batch, save_project, vit
 from support.reports import SERVED, make_report, terminal
 
 from hies_export.forms.measure.shapes import row_length
+from hies_export.pipeline.load_job import load_job
 from hies_export.pipeline.recipe import PruningRecipe
-from hies_export.pipeline.resolve import resolve
-from hies_export.pipeline.targets import timed_on
 
 
 def masked(*lengths: int) -> dict[str, torch.Tensor]:
@@ -82,10 +81,10 @@ def test_a_budget_of_time_without_a_sequence_times_the_rows_length(
 ) -> None:
     recipe = recipe_of(tmp_path, {"latency": {"ratio": 0.8, "runtime": "torch", **timed}}, shapes)
     assert 8 < words(tmp_path / "train.jsonl") <= 16
-    resolved = resolve(recipe)
-    assert list(resolved.prepared.measured) == wanted
-    assert (resolved.prepared.length is None) == ("sequence" in timed)
-    batch = timed_on(resolved.prepared, resolved.options).batch["input_ids"]
+    resolved = load_job(recipe)
+    assert list(resolved.shapes) == wanted
+    assert (resolved.length is None) == ("sequence" in timed)
+    batch = resolved.timed_on.batch["input_ids"]
     assert batch.shape == (timed.get("batch", 8), timed.get("sequence", 16))
 
 
@@ -93,14 +92,14 @@ def test_a_budget_of_time_without_a_sequence_times_the_rows_length(
 def test_what_to_deploy_is_timed_at_the_rows_length(
     shapes: list[list[int]], wanted: list[tuple[int, int]], tmp_path: Path
 ) -> None:
-    prepared = resolve(recipe_of(tmp_path, {"heads": 0.5}, shapes).to_deploy(keep=0.5)).prepared
-    assert list(prepared.measured) == wanted
+    prepared = load_job(recipe_of(tmp_path, {"heads": 0.5}, shapes).to_deploy(keep=0.5))
+    assert list(prepared.shapes) == wanted
     assert prepared.on_rows == (not shapes)
 
 
 def test_other_budgets_count_flops_as_before(tmp_path: Path) -> None:
-    prepared = resolve(recipe_of(tmp_path, {"flops": 0.8}, [])).prepared
-    assert (list(prepared.measured), prepared.length) == ([(1, 64), (8, 64)], None)
+    prepared = load_job(recipe_of(tmp_path, {"flops": 0.8}, []))
+    assert (list(prepared.shapes), prepared.length) == ([(1, 64), (8, 64)], None)
 
 
 def test_the_report_says_where_the_length_comes_from() -> None:

@@ -29,8 +29,8 @@ from hies_export.evaluate.predict import predict
 from hies_export.forms.runtimes.pytorch import TorchRuntime
 from hies_export.pipeline import bench as benching
 from hies_export.pipeline.bench import bench
+from hies_export.pipeline.load_job import load_job
 from hies_export.pipeline.recipe import PruningRecipe
-from hies_export.pipeline.resolve import resolve
 from hies_export.recipe.sections import ExportSection, HeldOutSection
 from hies_export.report.maps import CUT, KEPT
 from hies_export.report.report import Report
@@ -209,11 +209,11 @@ def test_choices_can_be_judged_on_a_split_of_their_own(tmp_path: Path) -> None:
     recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"files": files})})
     for samples, count in ((None, 40), (7, 7)):
         own = recipe.model_copy(update={"held_out": HeldOutSection(split="other", samples=samples)})
-        rows = resolve(own).prepared.rows
+        rows = load_job(own).rows
         assert sum(len(batch["input_ids"]) for batch in rows.held_out) == count
-        assert sum(len(batch["input_ids"]) for batch in rows.calibration) == 12  # no row is kept aside any more
+        assert sum(len(batch["input_ids"]) for batch in rows.score) == 12  # no row is kept aside any more
     with pytest.raises(RequestError, match="alpha: auto needs samples beyond .* as held_out, or set alpha"):
-        resolve(recipe)
+        load_job(recipe)
 
 
 @pytest.mark.parametrize("rows", ["drawn", "first"])
@@ -228,9 +228,9 @@ def test_quality_is_of_rows_from_everywhere(rows: str, tmp_path: Path) -> None:
     for seed in (0, 1):
         calibration = recipe.calibration.model_copy(update={"seed": seed, "samples": 8})
         evaluation = recipe.evaluation.model_copy(update={"samples": 12, "rows": rows})
-        resolved = resolve(recipe.model_copy(update={"calibration": calibration, "evaluation": evaluation}))
-        assert resolved.evaluation_of == 40
-        seen.append(sorted(tuple(row.tolist()) for batch in resolved.evaluation for row in batch["input_ids"]))
+        resolved = load_job(recipe.model_copy(update={"calibration": calibration, "evaluation": evaluation}))
+        assert resolved.rows.evaluation_of == 40
+        seen.append(sorted(tuple(row.tolist()) for batch in resolved.rows.evaluation for row in batch["input_ids"]))
     assert seen[0] == seen[1]
     tokenizer = AutoTokenizer.from_pretrained(recipe.model)
     texts = tokenizer.batch_decode([list(row) for row in seen[0]])
@@ -252,7 +252,7 @@ def test_alpha_chosen_on_data_and_compensation(project: Path, capsys: pytest.Cap
     ]
     # It was chosen by what the compensated model makes of the held-out rows.
     asked = {"prune.alpha": "auto", "prune.compensation": {"samples": 60}, "measure.runtimes": ["torch"]}
-    prepared = resolve(PruningRecipe.from_yaml(project / "recipe.yaml", asked)).prepared
+    prepared = load_job(PruningRecipe.from_yaml(project / "recipe.yaml", asked))
     slim = hies_export.load(project / "out" / "slim")
     dense_logits, logits = predict(prepared.model, prepared.rows.held_out), predict(slim, prepared.rows.held_out)
     expected = share_same(dense_logits, logits)
@@ -374,7 +374,7 @@ def test_bad_input_is_one_clear_sentence_before_any_calibration(
     if name == "not fine-tuned":
         save_text_model(project / "headless")
         BertModel.from_pretrained(project / "headless").save_pretrained(project / "headless")
-    monkeypatch.setattr("hies_export.pipeline.candidates.collect_statistics", lambda *a, **k: pytest.fail("calibrated"))
+    monkeypatch.setattr("hies_export.pipeline.stages.collect_statistics", lambda *a, **k: pytest.fail("calibrated"))
     options = []
     for key, value in overrides.items():
         path = str(project / value) if key.startswith(("data.files", "model")) else value
@@ -479,11 +479,11 @@ def test_a_checkpoint_is_loaded_once_for_all_exports(tmp_path: Path, monkeypatch
 
     def export(self: Any, model: Any, folder: Path, options: ExportSection) -> SimpleNamespace:
         exported.append((folder.parent.name, options.dtype))
-        return SimpleNamespace(folder=folder, bytes=1)
+        return SimpleNamespace(folder=folder, bytes=1, format="onnx")
 
     monkeypatch.setattr(benching, "load", load)
     monkeypatch.setattr(benching.Exporter, "export", export)
-    monkeypatch.setattr(benching, "time_on", lambda *_, **__: [])
+    monkeypatch.setattr(benching, "time", lambda *_, **__: [])
     model = tmp_path / "model"
     bench(model, model, runtimes=["onnxruntime-cpu"], dtypes=["float32", "float16"], shapes=[(1, 8)])
     assert exported == [(place, dtype) for place in ("first", "second") for dtype in ("float32", "float16")]

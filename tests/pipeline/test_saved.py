@@ -20,9 +20,10 @@ from hies_export.errors import DataError
 from hies_export.evaluate.judge import Judge
 from hies_export.evaluate.predict import predict
 from hies_export.forms.onnx.export import export_onnx
-from hies_export.pipeline import run as stages
+from hies_export.pipeline import run as running
+from hies_export.pipeline.job import Job
+from hies_export.pipeline.load_job import load_job
 from hies_export.pipeline.recipe import PruningRecipe
-from hies_export.pipeline.resolve import resolve
 from hies_export.pipeline.run import run
 from hies_export.report.report import Report
 from hies_export.select.plan import PruningPlan
@@ -74,11 +75,11 @@ def test_what_is_evaluated_is_what_was_saved(project: Path, monkeypatch: pytest.
     recipe = PruningRecipe.from_yaml(project / "recipe.yaml", {"output": tmp_path / "out"})
     seen = []
 
-    def stop(resolved: object, judge: Judge, slim: PreTrainedModel, *_: object, **__: object) -> None:
+    def stop(job: Job, slim: PreTrainedModel, **_: object) -> None:
         seen.append(slim)
         raise DataError("far enough")
 
-    monkeypatch.setattr(stages, "evaluate_run", stop)
+    monkeypatch.setattr(running, "compare", stop)
     with pytest.raises(DataError, match="far enough"), without_tracing():
         run(recipe)
     (evaluated,) = seen
@@ -86,14 +87,14 @@ def test_what_is_evaluated_is_what_was_saved(project: Path, monkeypatch: pytest.
     saved = load(project / "out" / "slim", dtype=torch.float32).state_dict()
     assert_near(evaluated.state_dict(), saved, within=ROUNDED)
 
-    resolved = resolve(recipe)
-    prepared, rows = resolved.prepared, resolved.evaluation
-    judge = Judge.on(prepared.model, rows, metrics=prepared.judged.metrics)
+    resolved = load_job(recipe)
+    prepared, rows = resolved, resolved.rows.evaluation
+    judge = Judge.on(prepared.model, rows, metrics=prepared.metrics)
     quality = judge.of(predict(load(project / "out" / "slim", dtype=torch.float32), rows))
     report = Report.from_file(project / "out")
     assert report.quality.slim == quality.metrics[report.quality.metric]
     assert report.stability == quality.stability
-    batch = {name: tensor[:2] for name, tensor in prepared.rows.calibration[0].items()}
+    batch = {name: tensor[:2] for name, tensor in prepared.rows.score[0].items()}
     assert (
         export_onnx(load(project / "out" / "slim", dtype=torch.float32), tmp_path / "onnx", batch=batch).max_abs < 1e-4
     )
@@ -177,7 +178,7 @@ def test_a_recipe_says_otherwise(
 def test_a_refit_that_the_dtype_cannot_hold_is_refused(
     project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def huge(prepared: object, how: object, slim: torch.nn.Module, *_: object, **__: object) -> list[object]:
+    def huge(job: Job, choice: object, slim: torch.nn.Module) -> list[object]:
         with torch.no_grad():
             slim.classifier.bias.fill_(1e6)
         return []

@@ -13,7 +13,7 @@ from hies_export.errors import UnsupportedModelError
 from hies_export.forms.cost.flops import flops_table
 from hies_export.forms.measure.counts import count_flops
 from hies_export.model.tokens import synthetic_batch
-from hies_export.pipeline import targets
+from hies_export.pipeline import choose as choosing
 from hies_export.select.cost import CostTable
 
 FREE = {"modules": ["attention", "mlp"], "min_heads": 0, "min_neurons": 0}
@@ -28,7 +28,7 @@ def test_a_run_without_whole_modules(budget: dict[str, Any], tmp_path: Path, mon
         assert skippable == ("attention", "mlp")
         return flops_table(model, modules, batch=where.batch)
 
-    monkeypatch.setattr(targets, "latency_table", table_of_time)
+    monkeypatch.setattr(choosing, "latency_table", table_of_time)
     prune = {**FREE, **WHOLE, "criterion": "compensated", "budget": budget, "compensation": {"samples": 60}}
     save_regressor(tmp_path, prune=prune)
     with without_tracing():

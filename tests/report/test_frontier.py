@@ -17,8 +17,7 @@ import pytest
 from support.browser import Browser
 from support.reports import make_report
 
-from hies_export.forms.deployment import fastest_kept
-from hies_export.forms.judged import deciding_step
+from hies_export.forms.judge import deciding_step
 from hies_export.report.console import print_report
 from hies_export.report.figures import CAPTIONS, draw_report
 from hies_export.report.frontier import (
@@ -32,8 +31,10 @@ from hies_export.report.frontier import (
     page_frontier,
 )
 from hies_export.report.html import render_html
+from hies_export.report.jinja import render_markdown
 from hies_export.report.lead import lead_text
 from hies_export.report.report import Report
+from hies_export.report.tables import form_name, forms_table
 
 ROOT = Path(__file__).resolve().parents[2]
 # Model, bits, time and agreement of each form; the third is dominated.
@@ -264,14 +265,25 @@ def test_a_noisy_shape_decides_nothing() -> None:
     assert frontier_figure(make_report()) is None
 
 
-def test_a_noisy_shape_decides_what_to_deploy_only_where_the_fastest_is_clear() -> None:
-    forms = report_of(noisy=(True, False)).details.forms
-    assert fastest_kept(forms, 0.98) == (3, 0)
-    assert fastest_kept(forms, 0.99) == (1, 0)
-    # Its interval reaches that of the next one.
-    wide = replace(forms[3].times[0], ratio_high=0.5)
-    assert fastest_kept([*forms[:3], replace(forms[3], times=[wide, *forms[3].times[1:]])], 0.98) == (3, 1)
-    assert fastest_kept(forms, 1.0) == (None, 1)
+def test_a_form_that_was_timed_briefly_has_one_time_in_every_rendering() -> None:
+    whole = report_of(noisy=(False, False))
+    forms = [
+        replace(form, times=form.times[: 1 if number == 1 else 2]) for number, form in enumerate(whole.details.forms)
+    ]
+    report = make_report(forms=forms, deployment=whole.details.deployment)
+    name = form_name(forms[1], forms)
+    table = forms_table(report)
+    assert table is not None
+    (row,) = (row for row in table.rows if row[0] == name)
+    assert (bool(row[-2]), row[-1]) == (True, "")
+    first, second = render_html(report).split("<h3>Time at")[1:]
+    assert name in first
+    assert name not in second.partition("<table")[0]
+    for shown in (render_html(report), render_markdown(report)):
+        assert "were timed briefly, in the first column only" in shown
+    figure = frontier_figure(report)
+    assert figure is not None
+    assert len(figure.found) == len(forms)
 
 
 def test_the_page_and_the_lead_say_what_to_deploy(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ import pytest
 import yaml
 from support.reports import SERVED, make_report, terminal
 
-from hies_export.pipeline.search import judging
+from hies_export.pipeline.stages import judging
 from hies_export.recipe.budget import Budget, Found, KeepBudget, Outcome
 from hies_export.report.card import render_card
 from hies_export.report.html import render_html

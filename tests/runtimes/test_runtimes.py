@@ -7,7 +7,7 @@ import torch
 from support.models import causal_lm
 from transformers import BertConfig, BertForSequenceClassification
 
-from hies_export import DataError, MissingRuntimeError, RecipeError, export_onnx, load_runtime
+from hies_export import DataError, ExportError, MissingRuntimeError, RecipeError, export_onnx, load_runtime
 from hies_export.forms.runtimes.base import RUNTIMES, Runtime, last_token, register_runtime
 from hies_export.forms.runtimes.ort import OnnxRuntime
 from hies_export.forms.runtimes.pytorch import TorchRuntime
@@ -318,6 +318,46 @@ def test_compiled_torch_compiles_every_shape(model, monkeypatch):
         for length in range(2, 8):
             runtime.run(runtime.prepare({"input_ids": torch.ones(2, length, dtype=torch.int64)}))
     assert compiled.frame_count == 12
+
+
+def test_compiled_torch_shares_a_program_among_many_shapes(model, monkeypatch):
+    """Of what is run once, and of any shape after the first ones."""
+    from torch._dynamo.testing import CompileCounter
+
+    from hies_export.forms.runtimes import pytorch
+
+    made = []
+
+    def recorded(compiled, *, dynamic, mode=None):
+        counter = CompileCounter()
+        made.append((dynamic, counter))
+        return compile_(compiled, backend=counter, dynamic=dynamic)
+
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", recorded)
+    monkeypatch.setattr(pytorch, "MOST_SHAPES", 2)
+    runtime = load_runtime("torch-compile", model)
+    batches = [{"input_ids": torch.ones(2, length, dtype=torch.int64)} for length in range(2, 8)]
+    for batch in batches[:3]:
+        runtime.compute(batch)
+    assert [(dynamic, counter.frame_count) for dynamic, counter in made] == [(False, 0), (True, 1)]
+    for batch in batches:
+        got = runtime.fetch(runtime.run(runtime.prepare(batch)))["logits"]
+        with torch.no_grad():
+            np.testing.assert_allclose(got, model.eval()(**batch).logits.numpy(), atol=1e-5)
+    assert [(dynamic, counter.frame_count) for dynamic, counter in made] == [(False, 2), (True, 1)]
+
+
+def test_what_torch_cannot_compile_is_refused(model, monkeypatch):
+    def broken(graph, inputs):
+        raise ValueError("no such operator")
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=broken))
+    runtime = load_runtime("torch-compile", model)
+    batch = {"input_ids": torch.ones(2, 9, dtype=torch.int64)}
+    for use in (runtime.compute, lambda batch: runtime.run(runtime.prepare(batch))):
+        with pytest.raises(ExportError, match=r"'torch-compile' must compile the model, and torch refused: .*"):
+            use(batch)
 
 
 def test_compiled_torch_needs_a_compiler(model, monkeypatch):

@@ -20,8 +20,8 @@ from hies_export import DataError, PrunableModule, PruningRecipe, RecipeError, f
 from hies_export.calibrate.moments import MomentStream, Spread
 from hies_export.calibrate.readings import EffectStream, LayerEffects
 from hies_export.pipeline.choose import choose
-from hies_export.pipeline.resolve import resolve
-from hies_export.progress import Silent
+from hies_export.pipeline.load_job import load_job
+from hies_export.pipeline.stages import calibrate
 from hies_export.score import compensated
 from hies_export.score.compensated import Removal, RemovalOptions, removal_chain, scores_of_chains
 
@@ -266,18 +266,18 @@ def test_a_recipe_may_name_it(
         evaluation={"split": "train"},
         prune={"criterion": name, "alpha": alpha, "budget": {"heads": 0.5}, **section},
     )
-    prepared = resolve(recipe).prepared
+    prepared = load_job(recipe)
     assert (f"{name} ranks units by the errors that least squares leaves" in caplog.text) == (not compensate)
     assert prepared.rows.held_out == []
-    choice = choose(prepared, recipe.prune, progress=Silent())
+    choice = choose(prepared, calibrate(prepared))
     # The plan keeps the name that the recipe gave.
     assert (choice.plan.criterion, choice.plan.alpha, choice.plan.removed) == (name, None, 9)
     assert choice.plan.calibration["labels"] == "predictions"  # those of the rows are not looked at
     sites, moments = prepared.modules, None
-    rows = prepared.rows.calibration
+    rows = prepared.rows.score
     if compensate:  # the rows to refit on are more than those to score on, so their gradients and moments are used
-        rows = prepared.rows.compensation
-        moments = MomentStream(prepared.model, sites, prepared.rows.compensation)
+        rows = prepared.rows.refit
+        moments = MomentStream(prepared.model, sites, prepared.rows.refit)
     assert choice.plan.calibration["samples"] == (40 if compensate else 24)
     expected = score_compensated(prepared.model, rows, sites, moments=moments)
     assert_near({s.name: choice.scores.scores[s.name] for s in sites}, dict(expected.scores))

@@ -1,5 +1,6 @@
 """Pruning in steps: against a loop over masked models, sample by sample, and the rounds by hand."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from hies_export.errors import PlanError, RecipeError
 from hies_export.lab.sweep.grid import SweepGrid
 from hies_export.lab.sweep.sweep import sweep
 from hies_export.pipeline.choose import choose
-from hies_export.pipeline.resolve import resolve
-from hies_export.progress import Silent
+from hies_export.pipeline.load_job import load_job
+from hies_export.pipeline.stages import calibrate
 from hies_export.score.criteria import Scores
-from hies_export.select.goal import HeadTarget, compose, head_targets
+from hies_export.select.constraints import bundles_lost
+from hies_export.select.goal import Goal, compose, head_totals, heads_to_go
 from hies_export.select.plan import PruningPlan
 from hies_export.units.units import Kept, Units
 
@@ -54,13 +56,13 @@ def test_a_plan_in_steps_is_that_of_a_loop(tmp_path: Path) -> None:
     plans = {}
     for steps in (1, 3, 18):
         recipe = recipe_of(tmp_path, steps=steps)
-        prepared = resolve(recipe).prepared
-        choice = choose(prepared, recipe.prune, progress=Silent())
+        prepared = load_job(recipe)
+        choice = choose(prepared, calibrate(prepared))
         gone: set[tuple[str, int]] = set()
         found: dict[tuple[str, int], float] = {}
         sizes = [9] if steps == 1 else [3, 6, 9] if steps == 3 else list(range(1, 10))
         for size in sizes:
-            his = naive_his(prepared.model, prepared.modules, prepared.rows.calibration, gone)
+            his = naive_his(prepared.model, prepared.modules, prepared.rows.score, gone)
             found |= {key: value for key, value in his.items() if key not in gone}
             for name, head in sorted(his, key=his.__getitem__):
                 left = 6 - sum(other == name for other, _ in gone)
@@ -93,7 +95,7 @@ def test_heads_are_cut_in_steps_with_refits_and_alpha_chosen(tmp_path: Path) -> 
 def test_later_steps_see_the_refitted_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_of(tmp_path, steps=2, compensation={"samples": 40})
     seen: list[Any] = []
-    from hies_export.pipeline import candidates as module
+    from hies_export.pipeline import stages as module
 
     collect = module.collect_statistics
 
@@ -102,14 +104,15 @@ def test_later_steps_see_the_refitted_model(tmp_path: Path, monkeypatch: pytest.
         return collect(model, *args, **options)
 
     monkeypatch.setattr(module, "collect_statistics", watched)
-    prepared = resolve(recipe).prepared
-    choose(prepared, recipe.prune, progress=Silent())
+    prepared = load_job(recipe)
+    choose(prepared, calibrate(prepared))
     first, second = seen
     assert first is prepared.model
     one = recipe_of(tmp_path, budget={"heads": 4 / 18})
-    plan = choose(prepared, one.prune, progress=Silent()).plan
+    prepared = replace(prepared, options=one.options)
+    plan = choose(prepared, calibrate(prepared)).plan
     expected = prune_units(prepared.model, plan, prepared.modules)
-    compensate(prepared.model, expected, plan, prepared.modules, prepared.rows.compensation)
+    compensate(prepared.model, expected, plan, prepared.modules, prepared.rows.refit)
     for name, parameter in expected.named_parameters():
         torch.testing.assert_close(second.get_parameter(name), parameter)
 
@@ -125,9 +128,11 @@ def test_sizes_add_up_and_plans_compose(make: Any, allocation: str) -> None:
     once = plan_of(random_scores(sites), sites, heads=0.5, allocation=allocation)
     for count in (2, 5):
         slim, plan, now = model, None, sites
-        for part in head_targets(sites, heads=0.5, count=count, constraints=constraints):
-            heads, counts = part.size(now)
-            new = select_units(random_scores(now), now, heads=heads, counts=counts, constraints=constraints)
+        for total in head_totals(sites, heads=0.5, count=count, constraints=constraints):
+            lost = {} if plan is None else bundles_lost(plan, sites, unit="group")
+            goal = heads_to_go(sites, total, lost, unit="group")
+            how = {"heads": goal.heads, "counts": goal.counts, "constraints": constraints}
+            new = select_units(random_scores(now), now, **how)
             plan = new if plan is None else compose(plan, new)
             after = prune_units(slim, new, now)
             # Cutting twice is cutting once by the plan of both.
@@ -168,44 +173,40 @@ MODULES = (Units(name="a", units=8), Units(name="b", units=4))
 GROUPED = (Units(name="g", units=12, groups=4),)
 
 
-def rounds(share: float, count: int, **constraints: object) -> list[HeadTarget]:
-    return [*head_targets(MODULES, heads=share, count=count, constraints=Constraints(**constraints))]  # type: ignore[arg-type]
+def rounds(share: float, count: int, **constraints: object) -> list[int | list[int]]:
+    return [*head_totals(MODULES, heads=share, count=count, constraints=Constraints(**constraints))]  # type: ignore[arg-type]
 
 
 def test_rounds_remove_equal_shares_of_all_modules() -> None:
-    assert [part.wanted for part in rounds(0.5, 3)] == [2, 4, 6]
-    assert [part.wanted for part in rounds(0.5, 1)] == [6]
-    assert {(*part.dense, part.unit) for part in rounds(0.5, 3)} == {(8, 4, "group")}
+    assert rounds(0.5, 3) == [2, 4, 6]
+    assert rounds(0.5, 1) == [6]
 
 
 def test_rounds_that_would_remove_nothing_are_left_out() -> None:
     # 24 rounds of half a head: those that round to nothing, or to what was removed before, do not appear.
-    assert [part.wanted for part in rounds(0.5, 24)] == [1, 2, 3, 4, 5, 6]
+    assert rounds(0.5, 24) == [1, 2, 3, 4, 5, 6]
     # Of 8 and of 4: 0.8, 1.6, 2.4, 3.2 and 4 heads; 0.4, 0.8, 1.2, 1.6 and 2.
-    wanted = [part.wanted for part in rounds(0.5, 5, allocation="uniform")]
-    assert wanted == [[1, 0], [2, 1], [3, 2], [4, 2]]
+    assert rounds(0.5, 5, allocation="uniform") == [[1, 0], [2, 1], [3, 2], [4, 2]]
 
 
 def test_a_budget_that_cannot_be_met_is_refused_in_the_last_round() -> None:
     with pytest.raises(PlanError, match="must remove at least one head, but heads: 0.01 of 12 rounds to none"):
         rounds(0.01, 3)
     # The first rounds fit; only all of it does not.
-    found = head_targets(MODULES, heads=0.9, count=2, constraints=Constraints(min_heads=2))
-    assert next(found).wanted == 5
+    found = head_totals(MODULES, heads=0.9, count=2, constraints=Constraints(min_heads=2))
+    assert next(found) == 5
     with pytest.raises(PlanError, match="remove 11 of 12 heads, but min_heads 2 leave only 8"):
         next(found)
 
 
 def test_the_size_of_a_round_is_counted_on_the_model_that_is_left() -> None:
-    left = (Units(name="a", units=5), Units(name="b", units=4))
     # 6 of 12 in all, and 3 of them are gone.
-    assert HeadTarget(6, (8, 4), "group").size(left) == (3 / 9, None)
-    assert HeadTarget([4, 2], (8, 4), "group").size(left) == (None, [1, 2])
-    left = (Units(name="g", units=8, groups=4),)
-    assert HeadTarget(2, (3,), "query").size(left) == (1 / 2, None)
-    assert HeadTarget([2], (3,), "query").size(left) == (None, [1])
-    (first, *_) = head_targets(GROUPED, heads=0.7, count=2, constraints=Constraints(unit="query"))
-    assert (first.wanted, first.dense, first.unit) == (1, [3], "query")
+    assert heads_to_go(MODULES, 6, {"a": 3}, unit="group") == Goal(heads=3 / 9)
+    assert heads_to_go(MODULES, [4, 2], {"a": 3}, unit="group") == Goal(counts=[1, 2])
+    # Of three query heads in each group, one is gone.
+    assert heads_to_go(GROUPED, 2, {"g": 1}, unit="query") == Goal(heads=1 / 2)
+    assert heads_to_go(GROUPED, [2], {"g": 1}, unit="query") == Goal(counts=[1])
+    assert next(head_totals(GROUPED, heads=0.7, count=2, constraints=Constraints(unit="query"))) == 1
 
 
 def test_units_are_numbered_as_in_the_first_model() -> None:

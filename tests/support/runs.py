@@ -4,7 +4,7 @@ import runpy
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,8 +18,10 @@ import hies_export.pipeline.run
 from hies_export.checkpoint.folders import new_folder
 from hies_export.cli.main import main
 from hies_export.evaluate.metrics import METRICS
-from hies_export.forms.onnx.export import OnnxExport, export_onnx
-from hies_export.pipeline.resolve import Resolved
+from hies_export.forms.formats import Export, export_options
+from hies_export.forms.onnx.export import export_onnx
+from hies_export.forms.runtimes.base import RUNTIMES
+from hies_export.pipeline.job import Job
 from hies_export.tasks import TASKS
 from support.models import save_project
 
@@ -55,23 +57,31 @@ def run_script(path: Path, *arguments: object) -> None:
 
 @contextmanager
 def registries_restored() -> Iterator[None]:
-    """Forget afterwards which criteria, metrics and tasks were registered inside the block."""
-    with mock.patch.dict(hies_export.CRITERIA), mock.patch.dict(METRICS), mock.patch.dict(TASKS):
+    """Forget afterwards which criteria, metrics, tasks and runtimes were registered inside the block."""
+    with ExitStack() as stack:
+        for known in (hies_export.CRITERIA, METRICS, TASKS, RUNTIMES):
+            stack.enter_context(mock.patch.dict(known))
         yield
+
+
+def deploy_on(patch: pytest.MonkeyPatch, *runtimes: str) -> None:
+    """Let `deploy` try these runtimes only, by default ONNX Runtime in float32."""
+    for name, runtime in RUNTIMES.items():
+        patch.setattr(runtime, "bits", runtime.bits if name in (runtimes or ("onnxruntime-cpu",)) else ())
 
 
 @contextmanager
 def without_tracing() -> Iterator[None]:
     """Let a run that is timed in torch write an ONNX file that is no graph, because tracing takes most of its time."""
 
-    def write(model: PreTrainedModel, folder: str | Path, *, provider: str = "cpu", **options: Any) -> OnnxExport:
+    def write(model: PreTrainedModel, folder: str | Path, *, provider: str = "cpu", **options: Any) -> Export:
         with new_folder(Path(folder), overwrite=options.get("overwrite", False)) as staging:
             (staging / "model.onnx").write_bytes(b"no graph")
             model.config.save_pretrained(staging)
             if options.get("processor") is not None:
                 options["processor"].save_pretrained(staging)
         file = Path(folder) / "model.onnx"
-        return OnnxExport(Path(folder), file, (file.name,), 8, 0.0, provider, "float32", "none", (), (), {})
+        return Export("onnx", Path(folder), file, (file.name,), 8, export_options("onnx", provider), 0.0)
 
     with pytest.MonkeyPatch.context() as patch:
         for name, module in list(sys.modules.items()):
@@ -82,7 +92,7 @@ def without_tracing() -> Iterator[None]:
         yield
 
 
-def held_out_and_evaluated(found: Resolved) -> list[list[tuple[int, ...]]]:
+def held_out_and_evaluated(found: Job) -> list[list[tuple[int, ...]]]:
     """Return the token ids of the rows that are held out, and of those that are evaluated, each in sorted order."""
     return [
         sorted(
@@ -90,5 +100,5 @@ def held_out_and_evaluated(found: Resolved) -> list[list[tuple[int, ...]]]:
             for batch in batches
             for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
         )
-        for batches in (found.prepared.rows.held_out, found.evaluation)
+        for batches in (found.rows.held_out, found.rows.evaluation)
     ]

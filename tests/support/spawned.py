@@ -10,7 +10,7 @@ import torch
 
 from hies_export import DataError, HiesError, PruningRecipe, collect_statistics, processes
 from hies_export.calibrate.readings import EffectStream
-from hies_export.pipeline.resolve import resolve
+from hies_export.pipeline.load_job import load_job
 from support.runs import hies, without_tracing
 
 ALL_STATISTICS = ("his", "activation_l2", "output_norm", "obs", "taylor", "channel_taylor")
@@ -24,8 +24,8 @@ def run(project: Path, name: str) -> None:
 
 def statistics(project: Path) -> dict[str, dict[str, torch.Tensor]]:
     """Return every statistic, and effects, of a project's model."""
-    prepared = resolve(PruningRecipe.from_yaml(project / "recipe.yaml")).prepared
-    sites, batches = prepared.scored, prepared.rows.calibration
+    prepared = load_job(PruningRecipe.from_yaml(project / "recipe.yaml"))
+    sites, batches = prepared.scored, prepared.rows.score
     found = collect_statistics(prepared.model, batches, sites, needs=ALL_STATISTICS)
     stream = EffectStream(prepared.model, batches, sites)
     effects = {module.name: layer for module, layer in stream}

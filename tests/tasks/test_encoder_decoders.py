@@ -218,7 +218,7 @@ def test_heads_and_neurons_of_both_parts_share_one_budget(model: PreTrainedModel
 
 def test_the_cut_model_is_the_masked_one(model: PreTrainedModel, result: PruneResult) -> None:
     batch = canonical(model, batches_of(model, 6))[5]
-    assert compare_cut(model, result.model, result.plan, result.prepared.modules, batch) < 1e-4
+    assert compare_cut(model, result.model, result.plan, result.job.modules, batch) < 1e-4
 
 
 def test_the_saved_model_gives_the_same_and_generates(

@@ -12,6 +12,7 @@ from support.generative import padded
 from support.models import SIX_HEADS, shake, word_tokenizer
 from support.reading import reading
 from support.references import naive_statistics
+from support.runs import deploy_on
 from transformers import (
     AutoModelForSequenceClassification,
     BartConfig,
@@ -42,8 +43,7 @@ from hies_export import (
 )
 from hies_export.evaluate.judge import compute_metrics
 from hies_export.evaluate.predict import predict, references
-from hies_export.forms import deployment
-from hies_export.pipeline import targets
+from hies_export.pipeline import choose as choosing
 from hies_export.recipe.sections import Columns
 from hies_export.tasks import TASKS, task_of
 from hies_export.tasks.fill_mask import FillMask
@@ -186,7 +186,7 @@ def test_batches_of_the_collator_lose_the_rows_without_a_mask(model: PreTrainedM
     assert 100 < rows < 160
     compensation = {"method": "least_squares"}
     result = prune(model, given, criterion="his", budget={"heads": 0.4}, compensation=compensation)
-    kept = [*result.prepared.rows.calibration, *result.prepared.rows.held_out]
+    kept = [*result.job.rows.score, *result.job.rows.held_out]
     assert sum(len(batch["labels"]) for batch in kept) == rows
     assert result.held_out is not None
     assert result.held_out.metrics.keys() == {"perplexity", "token_accuracy"}
@@ -196,7 +196,7 @@ def test_the_cut_model_is_the_masked_one_and_so_is_its_export(
     model: PreTrainedModel, batches: list[dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
     result = prune(model, batches, criterion="fisher", budget={"flops": 0.6}, modules=["attention", "mlp"])
-    assert compare_cut(model, result.model, result.plan, result.prepared.modules, batches[0]) < 1e-4
+    assert compare_cut(model, result.model, result.plan, result.job.modules, batches[0]) < 1e-4
     exported = result.export_onnx(tmp_path / "onnx")
     assert exported.outputs == ("logits",)
     assert exported.max_abs < 1e-3
@@ -264,8 +264,8 @@ def test_a_run_judges_its_int8_form_and_says_how_to_load_it(model: PreTrainedMod
 
 @pytest.mark.slow
 def test_deploy_keeps_the_promise(model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(targets, "SIZES", 2)
-    monkeypatch.setattr(deployment, "WAYS", {"onnxruntime-cpu": ("float32",)})
+    monkeypatch.setattr(choosing, "SIZES", 2)
+    deploy_on(monkeypatch)
     prune = {"modules": ["attention"], "criterion": "his"}
     deploy(recipe_of(tmp_path, model, prune=prune, deploy={"keep": 0.97}))
     found = Report.from_file(tmp_path / "out").details.deployment

@@ -14,12 +14,11 @@ import pytest
 import torch
 from support.models import SIX_HEADS, shake, word_tokenizer
 from support.reports import make_report
-from support.runs import registries_restored
+from support.runs import deploy_on, registries_restored
 from transformers import BertConfig, BertForNextSentencePrediction
 
 from hies_export import DataError, PruningRecipe, RecipeError, Report, RequestError, deploy, load, prune, register_task
-from hies_export.forms import deployment
-from hies_export.pipeline import targets
+from hies_export.pipeline import choose as choosing
 from hies_export.report.card import render_card
 from hies_export.tasks import TASKS
 
@@ -104,7 +103,7 @@ def test_a_task_of_classes_takes_a_name_and_a_class(folder: Path) -> None:
         TASKS.pop("sentence-order")
         pairs = [(text, other) for text, other in zip(TEXTS[:32], TEXTS[32:64], strict=True)]
         result = prune(load(folder / "model"), pairs, processor=word_tokenizer(WORDS), budget={"heads": 0.5})
-        assert type(result.prepared.task) is names["NextSentencePrediction"]
+        assert type(result.job.task) is names["NextSentencePrediction"]
         assert result.held_out is not None
         assert result.held_out.metrics.keys() == {"accuracy"}
         ids = torch.ones(4, 6, dtype=torch.int64)
@@ -151,8 +150,8 @@ def test_run_writes_a_report_and_a_card_that_names_no_pipeline(folder: Path, tmp
 
 @pytest.mark.slow
 def test_deploy_keeps_the_promise(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(targets, "SIZES", 2)
-    monkeypatch.setattr(deployment, "WAYS", {"onnxruntime-cpu": ("float32",)})
+    monkeypatch.setattr(choosing, "SIZES", 2)
+    deploy_on(monkeypatch)
     prune = {"modules": ["attention"], "criterion": "his"}
     deploy(recipe_of(folder, tmp_path / "out", prune=prune, deploy={"keep": 0.9}))
     found = Report.from_file(tmp_path / "out").details.deployment

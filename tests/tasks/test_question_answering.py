@@ -15,7 +15,7 @@ from datasets import Dataset
 from support.answers import letter_tokenizer, questions, reading_model, save_questions
 from support.models import shake
 from support.reading import reading
-from support.runs import hies
+from support.runs import deploy_on, hies
 from torch import Tensor
 from transformers import AutoModelForQuestionAnswering, LlamaConfig, LlamaForQuestionAnswering
 
@@ -24,11 +24,10 @@ from hies_export.calibrate.statistics import collect_statistics
 from hies_export.data.batches import inputs_of, samples_of
 from hies_export.evaluate.judge import compute_metrics
 from hies_export.evaluate.predict import predict, predict_by, references
-from hies_export.forms import deployment
-from hies_export.pipeline import targets
+from hies_export.pipeline import choose as choosing
+from hies_export.pipeline.load_job import load_job
 from hies_export.pipeline.propose import propose_recipe
 from hies_export.pipeline.recipe import PruningRecipe
-from hies_export.pipeline.resolve import resolve
 from hies_export.recipe.sections import Columns
 from hies_export.report.report import Report
 from hies_export.tasks import task_of
@@ -216,7 +215,7 @@ def test_a_data_set_is_divided_between_questions(pruned: PruneResult) -> None:
     """The windows of one question are all scored on, or all held out."""
     calibration, held_out = (
         ["".join(map(chr, row[row >= 0].tolist())) for batch in of for row in batch["context"]]
-        for of in (pruned.prepared.rows.calibration, pruned.prepared.rows.held_out)
+        for of in (pruned.job.rows.score, pruned.job.rows.held_out)
     )
     rows = questions(24, words=(5, 90))["context"][:]
     assert (set(calibration), set(held_out)) == (set(rows[:18]), set(rows[18:]))
@@ -227,7 +226,7 @@ def test_a_data_set_is_divided_between_questions(pruned: PruneResult) -> None:
 
 
 def test_the_cut_model_is_the_masked_one(pruned: PruneResult) -> None:
-    dense, plan = pruned.prepared.model, pruned.plan
+    dense, plan = pruned.job.model, pruned.plan
     assert plan.removed > 0
 
     def keep(units: Sequence[int], width: int) -> Any:
@@ -242,9 +241,9 @@ def test_the_cut_model_is_the_masked_one(pruned: PruneResult) -> None:
         dense.get_submodule(module.consumer).register_forward_pre_hook(
             keep(plan.kept[module.name].units, module.unit_width)
         )
-        for module in pruned.prepared.modules
+        for module in pruned.job.modules
     ]
-    for batch in pruned.prepared.rows.held_out:
+    for batch in pruned.job.rows.held_out:
         with torch.no_grad():
             masked, slim = (model(**inputs_of(batch)) for model in (dense, pruned.model))
         for name in ("start_logits", "end_logits"):
@@ -257,7 +256,7 @@ def test_the_export_has_the_outputs_of_torch_by_the_names_of_the_hub(pruned: Pru
     exported = pruned.export_onnx(tmp_path / "onnx")
     session = onnxruntime.InferenceSession(exported.file)
     assert [node.name for node in session.get_outputs()] == ["start_logits", "end_logits"]
-    for batch in pruned.prepared.rows.held_out:
+    for batch in pruned.job.rows.held_out:
         feeds = {node.name: inputs_of(batch)[node.name].numpy() for node in session.get_inputs()}
         with torch.no_grad():
             expected = pruned.model(**inputs_of(batch))
@@ -265,7 +264,7 @@ def test_the_export_has_the_outputs_of_torch_by_the_names_of_the_hub(pruned: Pru
             np.testing.assert_allclose(found, getattr(expected, name).numpy(), atol=1e-4)
     pruned.save_pretrained(tmp_path / "slim")
     again = load(tmp_path / "slim")
-    assert TASK.same(*(predict(model, pruned.prepared.rows.held_out) for model in (again, pruned.model))).all()
+    assert TASK.same(*(predict(model, pruned.job.rows.held_out) for model in (again, pruned.model))).all()
 
 
 def positions(size: int = 8, length: int = 12, **options: Tensor) -> dict[str, Tensor]:
@@ -290,7 +289,7 @@ def test_batches_of_a_training_loop_are_pruned(form: str, labelled: bool) -> Non
     if form == "rows":
         given = Dataset.from_dict({key: torch.cat([batch[key] for batch in batches]).tolist() for key in batches[0]})
     result = prune(model, given, budget={"heads": 0.3}, criterion="his", processor=letter_tokenizer())
-    batch = result.prepared.rows.held_out[0]
+    batch = result.job.rows.held_out[0]
     with torch.no_grad():
         output = model(**inputs_of(batch))
     best = []
@@ -376,7 +375,7 @@ def test_a_recipe_is_proposed_by_the_names_of_columns(tmp_path: Path) -> None:
 def test_what_a_recipe_cannot_ask_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     recipe = save_questions(tmp_path, train=20, validation=10, prune={"budget": {"heads": 0.3}})
     with pytest.raises(HiesError, match=message):
-        resolve(PruningRecipe.from_yaml(recipe, change))
+        load_job(PruningRecipe.from_yaml(recipe, change))
 
 
 @pytest.mark.slow
@@ -442,8 +441,8 @@ def answer(model: Any, row: Mapping[str, Any]) -> str:
 
 @pytest.mark.slow
 def test_the_form_to_deploy_keeps_the_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(targets, "SIZES", 3)
-    monkeypatch.setattr(deployment, "WAYS", {"onnxruntime-cpu": ("float32",)})
+    monkeypatch.setattr(choosing, "SIZES", 3)
+    deploy_on(monkeypatch)
     recipe = save_questions(
         tmp_path,
         train=40,

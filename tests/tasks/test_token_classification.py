@@ -25,8 +25,8 @@ from hies_export.data.batches import by_length
 from hies_export.evaluate.interval import ratio_ends
 from hies_export.evaluate.judge import Judge
 from hies_export.evaluate.predict import predict
+from hies_export.pipeline.load_job import load_job
 from hies_export.pipeline.recipe import PruningRecipe
-from hies_export.pipeline.resolve import resolve
 from hies_export.recipe.sections import EvaluationSection, HeldOutSection
 from hies_export.report.report import Report
 from hies_export.tasks import Predictions
@@ -276,14 +276,14 @@ def test_what_training_reads_is_pruned_in_memory(given: str, labelled: bool) -> 
         compensation={"method": "least_squares"},
         processor=tag_tokenizer(),
     )
-    held_out = result.prepared.rows.held_out
+    held_out = result.job.rows.held_out
     # Without labels, nothing tells the first token of a word from others. Refitting needs no labels, but their places.
     first = [torch.tensor(row["labels"]) != -100 for row in rows]
-    refitted = [row for batch in result.prepared.rows.compensation for row in batch["judged"]]
+    refitted = [row for batch in result.job.rows.refit for row in batch["judged"]]
     assert [int(row.sum()) for row in refitted] == [
         int(places.sum()) if labelled else len(places) for places in first[: len(refitted)]
     ]
-    assert not any("labels" in batch for batch in result.prepared.rows.compensation)
+    assert not any("labels" in batch for batch in result.job.rows.refit)
     dense, slim = (tags_of(one, held_out) for one in (model, result.model))
     same = [entities(one) == entities(two) for one, two in zip(dense, slim, strict=True)]
     found = result.held_out
@@ -426,25 +426,25 @@ def test_a_promise_over_entities_needs_fewer_rows_than_one_over_sentences(tmp_pa
     """Of 200 rows, two thirds are held out if these are enough to promise 97 %: 122 for entities, 180 for sentences."""
     recipe = PruningRecipe.from_yaml(save_tagger(tmp_path, validation=200, prune={"budget": {"heads": 0.3}}))
     over_entities = recipe.model_copy(update={"evaluation": EvaluationSection(split="validation", metrics=OWN_FIRST)})
-    assert resolve(over_entities.to_deploy(keep=0.97)).splits.held_out == HeldOutSection(
+    assert load_job(over_entities.to_deploy(keep=0.97)).rows.splits.held_out == HeldOutSection(
         split="validation", samples=133
     )
     with pytest.raises(
         RequestError, match=r"from 158 held-out rows or more, and there are 80"
     ):  # of the rows to train on
-        resolve(recipe.to_deploy(keep=0.97))
+        load_job(recipe.to_deploy(keep=0.97))
 
 
 def test_too_few_rows_to_promise_entities_are_refused(tmp_path: Path) -> None:
     """By the first metric too, if the promise names none."""
     held_out = {"held_out": {"split": "validation", "samples": 80}, "prune": {"budget": {"keep": 0.95}}}
     recipe = save_tagger(tmp_path, validation=160, evaluation={"split": "validation", "metrics": OWN_FIRST}, **held_out)
-    resolve(PruningRecipe.from_yaml(recipe))
+    load_job(PruningRecipe.from_yaml(recipe))
     recipe = save_tagger(tmp_path, validation=160, **held_out)
     with pytest.raises(
         RequestError, match=r"keep: 0\.95 can be promised .* from 94 held-out rows or more, and there are 80"
     ):
-        resolve(PruningRecipe.from_yaml(recipe))
+        load_job(PruningRecipe.from_yaml(recipe))
 
 
 @pytest.mark.parametrize("over", ["sentences", "entities"])

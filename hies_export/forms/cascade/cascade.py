@@ -17,11 +17,12 @@ from ...evaluate.predict import logits_by
 from ...model.tokens import first_samples
 from ...tasks.classification import Classification
 from ...tasks.registry import task_by_class, task_of
+from ..formats import Export
 from ..onnx.export import export_onnx
 from ..onnx.quantize import Quantize, check_quantizable
 from ..runtimes.available import load_runtime
 from ..runtimes.base import Runtime
-from .export import CascadeExport, CascadeOptions, export_cascade
+from .export import CascadeOptions, export_cascade
 from .threshold import Promise, check_disagreement, check_rows, choose_threshold, margins
 
 Model = Runtime | PreTrainedModel
@@ -107,7 +108,7 @@ class Cascade:
 
     def export_onnx(
         self, folder: str | Path, *, processor: Any = None, quantize: Quantize | None = None, overwrite: bool = False
-    ) -> CascadeExport:
+    ) -> Export:
         """Write both models as one ONNX graph for the CPU; the threshold is chosen anew, by the graphs' answers.
 
         The output `logits` is as in `export_onnx`; `passed_on`, (rows,), marks the rows that the dense part answered.

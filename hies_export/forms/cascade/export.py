@@ -16,12 +16,13 @@ from ...equal import OTHER_PROGRAM, REGROUPED_IN_FEWER_BITS
 from ...errors import ParityError, RequestError
 from ...evaluate.interval import CONFIDENCE, upper_rate
 from ...evaluate.predict import logits_by
-from ..onnx.export import OnnxExport, copy_beside, save_program
+from ..formats import Export, export_options
+from ..onnx.export import copy_beside, save_program
 from ..onnx.quantize import Quantize
 from ..runtimes.available import load_runtime
 from ..runtimes.bits import quantize_graph
 from ..runtimes.ort import ONNX_FILE
-from .join import join_graphs
+from .join import LOGITS, PASSED_ON, join_graphs
 from .threshold import Promise, choose_threshold, margins
 
 # Metadata of a joined graph: its promise, as JSON.
@@ -56,39 +57,16 @@ class CascadeOptions:
         return self.quantize or self.dtype or "float32"
 
 
-@dataclass(frozen=True, kw_only=True)
-class CascadeExport:
-    """A slim and a dense classifier in one graph.
-
-    Attributes:
-        folder: The folder, with the graph, config.json and the processor's files.
-        file: The graph, `model.onnx`.
-        bytes: Size of graph and weights in bytes.
-        shared_bytes: Size of the weights that both models use, which are stored once.
-        promise: The threshold, and its promise about the answers of this file.
-        max_abs: Largest difference from the logits of the two graphs, over all held-out rows.
-        quantize: "int8" if the linear layers of the slim part are in 8 bits.
-    """
-
-    folder: Path
-    file: Path
-    bytes: int
-    shared_bytes: int
-    promise: Promise
-    max_abs: float
-    quantize: str | None
-
-
 def export_cascade(
-    slim: OnnxExport,
-    dense: OnnxExport,
+    slim: Export,
+    dense: Export,
     folder: str | Path,
     *,
     batches: Sequence[Batch],
     answers: torch.Tensor,
     options: CascadeOptions,
     overwrite: bool = False,
-) -> CascadeExport:
+) -> Export:
     """Write `folder/model.onnx`: the slim graph, and the dense one for the rows that the slim one is unsure of.
 
     The threshold is chosen by the logits of these graphs on the runtime that will serve them. The written file then
@@ -101,6 +79,10 @@ def export_cascade(
         answers: Logits of the dense model in torch on these rows, (rows, classes), which the promise is about.
         options: The promise, the bits, and the runtime that serves the file.
         overwrite: Replace an existing folder.
+
+    Returns:
+        The graph; `max_abs` is its largest difference from the logits of the two, over all held-out rows. Its facts are
+        the `promise`, which has the threshold, and `shared_bytes`, the size of the weights that are stored once.
 
     Raises:
         OutputExistsError: The folder exists and `overwrite` is off.
@@ -151,18 +133,22 @@ def export_cascade(
         )
         _check_promise(joined, answers, promise)
         size = sum(file.stat().st_size for file in staging.glob(f"{ONNX_FILE}*"))
-    return CascadeExport(
+    return Export(
+        format="onnx",
         folder=folder,
         file=folder / ONNX_FILE,
+        files=(ONNX_FILE,),
         bytes=size,
-        shared_bytes=shared,
-        promise=promise,
+        how=export_options(quantize=options.quantize),
         max_abs=max_abs,
-        quantize=options.quantize,
+        checked_on=options.runtime,
+        inputs=slim.inputs,
+        outputs=(LOGITS, PASSED_ON),
+        facts={"promise": promise, "shared_bytes": shared},
     )
 
 
-def _check(slim: OnnxExport, dense: OnnxExport, quantize: str | None) -> None:
+def _check(slim: Export, dense: Export, quantize: str | None) -> None:
     """Refuse exports that cannot be joined."""
     if slim.inputs != dense.inputs:
         raise RequestError(
@@ -170,15 +156,15 @@ def _check(slim: OnnxExport, dense: OnnxExport, quantize: str | None) -> None:
             f"{', '.join(dense.inputs)}; export both with the same batch"
         )
     for export in (slim, dense):
-        if len(export.files) > 1 or export.decodes or export.quantize:
+        if len(export.files) > 1 or export.decodes or export.how.quantize:
             raise RequestError(
                 f"a cascade joins two encoders in float32, got {', '.join(export.files)} in {export.folder}; export "
                 "two classifiers without quantize"
             )
-        if (export.provider, export.dtype) != ("cpu", "float32"):
+        if (export.how.provider, export.how.dtype) != ("cpu", "float32"):
             raise RequestError(
-                f"a cascade needs provider cpu and dtype float32, got {export.provider} and {export.dtype}; leave them "
-                "out"
+                f"a cascade needs provider cpu and dtype float32, got {export.how.provider} and {export.how.dtype}; "
+                "leave them out"
             )
     if quantize not in (None, "int8"):
         raise RequestError(f"quantize: {quantize} is for models that generate, got a cascade of encoders; use int8")

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from ...data.batches import Batch
 from ...evaluate.interval import CONFIDENCE
+from ..formats import Export
 from ..measure.counts import Both, Count, Share, Size
 from ..measure.record import Record
 from ..runtimes.available import load_runtime
-from .export import CascadeExport, CascadeOptions
+from .export import CascadeOptions
 from .join import PASSED_ON
 
 
@@ -84,7 +85,7 @@ class CascadeFacts:
 
 def cascade_facts(
     options: CascadeOptions,
-    exported: CascadeExport,
+    exported: Export,
     batches: Sequence[Batch],
     *,
     parts: Both[int],
@@ -95,7 +96,8 @@ def cascade_facts(
 
     `parts` are the sizes of the files of both models alone.
     """
-    promise = exported.promise
+    promise = exported.facts["promise"]
+    assert exported.max_abs is not None
     summary = CascadeSummary(
         disagreement=promise.disagreement,
         confidence=CONFIDENCE,
@@ -107,9 +109,9 @@ def cascade_facts(
     )
     facts = CascadeFacts(
         file=f"{exported.folder.name}/{exported.file.name}",
-        quantize=exported.quantize,
+        quantize=exported.how.quantize,
         parts=parts,
-        shared_bytes=exported.shared_bytes,
+        shared_bytes=exported.facts["shared_bytes"],
         held_out_passed_on=promise.passed_on,
         differ=promise.differ,
         bound=promise.bound,
@@ -119,7 +121,7 @@ def cascade_facts(
     return summary, facts
 
 
-def _passed_on(options: CascadeOptions, exported: CascadeExport, batches: Sequence[Batch]) -> float:
+def _passed_on(options: CascadeOptions, exported: Export, batches: Sequence[Batch]) -> float:
     """Return the share of rows that go on to the dense part."""
     runtime = load_runtime(options.runtime, exported.folder, dtype=options.dtype)
     found = [runtime.compute(batch)[PASSED_ON] for batch in batches]

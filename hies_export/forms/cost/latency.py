@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 from pydantic import BaseModel
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...checkpoint.folders import replace_file, user_cache
+from ...data.batches import Batch
 from ...errors import RequestError
 from ...files import Rule, read_json
 from ...kinds import ATTENTION
@@ -25,14 +25,11 @@ from ...progress import SILENT, Progress
 from ...select.constraints import bundle_count
 from ...select.cost import CostTable
 from ...units.units import PrunableModule, Units
-from ..compare import compare_two
-from ..exports import Exporter, read_by
-from ..form import Forms
-from ..measure.counts import Shape
+from ..form import Form, Forms
+from ..formats import Exporter, read_by
 from ..measure.machine import machine_facts
-from ..measure.ratios import LatencyComparison, is_noisy
-from ..measure.timing import Timing
 from ..runtimes.base import GPU_WIDTH_STEP, RUNTIMES
+from ..time import Timed, is_noisy, shape_of, time
 from .flops import cut_bundles, flops_table
 
 # Share of its bundles that every module of a kind keeps in each timed cut; 0 stands for the smallest timed cut.
@@ -53,16 +50,16 @@ class TimedOn:
     """
 
     runtime: str
-    batch: Mapping[str, Tensor]
-    timing: Timing
+    batch: Batch
     exporter: Exporter
     dtype: str | None = None
+    repeats: int = 30
+    min_seconds: float = 0.0
 
-    @property
-    def batches(self) -> dict[Shape, Mapping[str, Tensor]]:
-        """The batch by the first two of its axes."""
-        rows, columns, *_ = next(iter(self.batch.values())).shape
-        return {(rows, columns): self.batch}
+    def time(self, forms: Sequence[Form], progress: Progress = SILENT) -> list[Timed]:
+        """Time forms beside each other on the batch."""
+        how: dict[str, Any] = {"repeats": self.repeats, "min_seconds": self.min_seconds, "progress": progress}
+        return time(forms, {shape_of(self.batch): [self.batch]}, **how)
 
     @property
     def full(self) -> str:
@@ -144,13 +141,12 @@ def latency_table(
 
 def compare_with_full(
     model: PreTrainedModel, dense: PreTrainedModel, where: TimedOn, *, progress: Progress = SILENT
-) -> LatencyComparison:
+) -> Timed:
     """Time a model in the bits of a budget beside the dense one in float32, on the same runtime or its `full`."""
     with tempfile.TemporaryDirectory(prefix="hies-full-") as temporary:
         forms = Forms({"dense": dense, "own": model}, where.exporter, Path(temporary))
-        both = forms.form("dense", where.full, "float32"), forms.form("own", where.runtime, where.dtype)
-        (found,) = compare_two(*both, where.batches, timing=where.timing, decode=False, progress=progress).values()
-        return found
+        both = [forms.form("dense", where.full, "float32"), forms.form("own", where.runtime, where.dtype)]
+        return where.time(both, progress)[1]
 
 
 def _width_step(model: PreTrainedModel, runtime: str) -> int:
@@ -236,10 +232,9 @@ def _time_cuts(
         forms = Forms({"dense": model}, where.exporter, Path(temporary))
         for kind, kept, removed in progress.track(planned, f"time cuts on {where.runtime}"):
             forms.add(name := f"{kind}-{kept:.4f}", cut_bundles(model, modules, removed, unit=unit))
-            dense, slim = (forms.form(one, where.runtime, where.dtype) for one in ("dense", name))
-            (found,) = compare_two(dense, slim, where.batches, timing=where.timing, decode=False).values()
-            ratio, control = found.ratio, found.control
-            cuts.append(TimedCut(kept, ratio.median, ratio.low, ratio.high, control.low, control.high, kind))
+            both = [forms.form(one, where.runtime, where.dtype) for one in ("dense", name)]
+            dense, slim = where.time(both)
+            cuts.append(TimedCut(kept, slim.ratio, slim.low, slim.high, dense.low, dense.high, kind))
     return cuts
 
 

@@ -1,6 +1,6 @@
 """Write a decoder as one GGUF file for stock llama.cpp, layers of different sizes included.
 
-The input is a dense or slim model and its tokenizer; the output is a folder with `model.gguf`, and a `GgufExport` with
+The input is a dense or slim model and its tokenizer; the output is a folder with `model.gguf`, and an `Export` with
 the architecture and how far llama.cpp's outputs are from torch's. What no architecture of llama.cpp can compute is
 refused by name before anything is written.
 

@@ -6,19 +6,20 @@ import copy
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from ...checkpoint.beside import copy_documents, write_config
-from ...checkpoint.folders import new_folder, refuse_existing
+from ...checkpoint.folders import Contents, new_folder, refuse_existing
 from ...errors import RecipeError, require_package
 from ...model.tokens import synthetic_batch
-from ..runtimes.llamacpp import GGUF_FILE, is_installed
+from ..formats import FORMATS, Export, Format, export_options
+from ..runtimes.llamacpp import GGUF_FILE, LlamaCppRuntime, is_installed
 from .architecture import Layout, find_layout, refused
-from .parity import Parity, check_parity
+from .parity import check_parity
 from .reference import check_same_function
 from .tensors import BLOCK, IN_BLOCKS, STORED_AS, named_tensors, rounded, stored_bytes, stored_type
 from .vocabulary import Vocabulary, find_vocabulary
@@ -29,19 +30,6 @@ CHECKED_TOKENS = 16
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class GgufExport:
-    """A GGUF file."""
-
-    folder: Path  # the folder that has it
-    file: Path  # the file, `model.gguf`
-    bytes: int  # its size
-    architecture: str  # name of llama.cpp's architecture: `deci` if layers have different sizes
-    dtype: str  # dtype that matrices are stored in
-    types: dict[str, int]  # number of tensors by the type that they are stored in, such as "Q8_0"
-    parity: Parity | None  # how far llama.cpp's outputs are from torch's; None if llama.cpp is not installed
-
-
 def export_gguf(
     model: PreTrainedModel,
     folder: str | Path,
@@ -50,7 +38,7 @@ def export_gguf(
     dtype: str = "float32",
     rows: Sequence[Mapping[str, Any]] = (),
     overwrite: bool = False,
-) -> GgufExport:
+) -> Export:
     """Write a decoder as `folder/model.gguf`, for stock llama.cpp and programs built on it.
 
     Before anything is written, the logits of llama.cpp's architecture are compared with the model's, both in torch.
@@ -96,7 +84,17 @@ def export_gguf(
         size = file.stat().st_size
         write_config(model, staging)  # which tells `bench` what the file computes
         copy_documents(model, staging)
-    return GgufExport(target, target / GGUF_FILE, size, layout.architecture, dtype, types, parity)
+    return Export(
+        format="gguf",
+        folder=target,
+        file=target / GGUF_FILE,
+        files=(GGUF_FILE,),
+        bytes=size,
+        how=export_options("gguf", dtype=dtype),
+        max_abs=None if parity is None else parity.max_abs,
+        checked_on=None if parity is None else LlamaCppRuntime.name,
+        facts={"architecture": layout.architecture, "types": types, "parity": parity and asdict(parity)},
+    )
 
 
 def check_exportable(model: PreTrainedModel, tokenizer: Any, *, uneven: bool, skips: bool = False) -> None:
@@ -211,3 +209,14 @@ def _write_vocabulary(writer: Any, vocabulary: Vocabulary) -> None:
     writer.add_add_eos_token(vocabulary.adds["eos"])
     if vocabulary.chat_templates:
         writer.add_chat_template([{"name": n, "template": text} for n, text in vocabulary.chat_templates.items()])
+
+
+FORMATS["gguf"] = Format(
+    title=Contents.GGUF.value,
+    require=require_gguf,
+    check=lambda model, how, given, **may: check_exportable(model, given.processor, **may),
+    write=lambda model, folder, how, given, **options: export_gguf(
+        model, folder, tokenizer=given.processor, dtype=how.dtype, rows=given.rows, **options
+    ),
+    dtypes=tuple(STORED_AS),
+)

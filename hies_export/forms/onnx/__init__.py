@@ -1,7 +1,7 @@
 """Export a model to ONNX, prove that the graphs compute what torch computes, and generate with them.
 
 The input is a dense or slim model and a sample batch; the output is a folder with Optimum's file and tensor names, and
-an `OnnxExport` with the largest difference from torch. A graph beyond the tolerance is not kept.
+an `Export` with the largest difference from torch. A graph beyond the tolerance is not kept.
 
 In the order of reading:
 

@@ -6,7 +6,6 @@ import logging
 import shutil
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -15,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ...checkpoint.beside import copy_documents, name_tokenizer, write_config
 from ...checkpoint.folders import new_folder, refuse_existing
-from ...errors import DataError, ExportError, RecipeError, RequestError, UnsupportedModelError
+from ...errors import DataError, ExportError, ParityError, RecipeError, RequestError, UnsupportedModelError
 from ...model.copies import convert, share_weights
 from ...model.internals import (
     configs_in,
@@ -27,8 +26,10 @@ from ...model.internals import (
 from ...model.modes import output_alone
 from ...model.tokens import end_of_text, forward_inputs, longest_sequence, short_samples
 from ...progress import quiet
+from ..formats import Export, export_options
 from ..runtimes.base import Provider
 from ..runtimes.ort import ONNX_FILE, require_onnxruntime
+from ..traces import Traces
 from .decoder import check_decoder, left_padded, trace_decoder
 from .multimodal import check_vision_language, is_vision_language, trace_vision_language
 from .parity import SPARE_POSITIONS, check_generation, check_parity, compared_on, generation_batches, parity_batches
@@ -54,37 +55,6 @@ Kind = Literal["encoder", "decoder", "vision-language"]
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class OnnxExport:
-    """An exported model whose outputs agree with torch's."""
-
-    folder: Path  # the folder, with graphs, config.json and the processor's files
-    file: Path  # the graph, `model.onnx`; for a vision-language model the decoder, `decoder_model_merged.onnx`
-    # Names of all graphs; a vision-language model also has `vision_encoder.onnx` and `embed_tokens.onnx`.
-    files: tuple[str, ...]
-    bytes: int  # size of graphs and weights in bytes
-    max_abs: float  # largest absolute difference from torch over all outputs of all checked batches
-    provider: str  # the provider that the graphs are fused for, `cpu` or `cuda`
-    dtype: str  # dtype of weights and activations that are not quantised, `float32` or `float16`
-    checked_on: str  # the execution provider that the comparison ran on
-    inputs: tuple[str, ...]  # names of the inputs of `file`
-    outputs: tuple[str, ...]  # names of the outputs of `file`
-    fused_ops: dict[str, int]  # number of occurrences of each of ONNX Runtime's own operators, over all graphs
-    quantize: str | None = None  # "int8" if linear layers are quantised; see `quantize_onnx`
-    # Number of linear layers by dtype, `int8` and `float32`, if some are quantised.
-    layers: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def decodes(self) -> bool:
-        """Whether the graph takes a key/value cache."""
-        return any(name.startswith("past_key_values.") for name in self.inputs)
-
-    @property
-    def runtime(self) -> str:
-        """The name of the runtime that the graphs are for."""
-        return f"onnxruntime-{self.provider}"
-
-
 def export_onnx(
     model: PreTrainedModel,
     folder: str | Path,
@@ -93,8 +63,9 @@ def export_onnx(
     processor: Any = None,
     provider: Provider = "cpu",
     dtype: str = "float32",
+    traces: Traces | None = None,
     overwrite: bool = False,
-) -> OnnxExport:
+) -> Export:
     """Write a model as ONNX graphs with Optimum's file names, and compare them with torch.
 
     An encoder becomes `folder/model.onnx`. Its batch axis is dynamic, and for text its sequence axis too. It is
@@ -119,6 +90,8 @@ def export_onnx(
         provider: The execution provider to fuse the graphs for, `cpu` or `cuda`.
         dtype: Dtype of weights and of floating inputs and outputs, `float32` or `float16`. Outputs must agree with
             torch in float32 within 1e-3, or for `float16` within 2e-2 times max(1, largest output).
+        traces: Graphs of other cuts of the same model. If they say what this one's is, it is not traced; the comparison
+            is the same. A graph that is traced is added to them.
         overwrite: Replace an existing folder.
 
     Returns:
@@ -143,34 +116,56 @@ def export_onnx(
     target = Path(folder)
     _check_request(provider, dtype)
     refuse_existing(target, overwrite=overwrite)
-    require_onnx_exporter()
-    require_onnxruntime("cpu" if provider == "cpu" else "gpu")
+    require_onnx("cpu" if provider == "cpu" else "gpu")
     given = {name: tensor.cpu() for name, tensor in forward_inputs(model, batch).items()}
     if model.main_input_name not in given:
         raise DataError(f"the batch must have {model.main_input_name!r}, got {', '.join(sorted(batch))}")
     kind, given = _kind(model, given)
+    sample, batches = _samples(kind, model, given)
     reference = _float32_copy(model)
     traced = _traceable_copy(reference, provider, DTYPES[dtype])
-    with new_folder(target, overwrite=overwrite) as staging:
-        with quiet(verbose=logger.isEnabledFor(logging.DEBUG)), output_alone(traced, cache=kind != "encoder"):
-            programs, batches = _trace(kind, traced, given, provider)
+    talk = logger.isEnabledFor(logging.DEBUG)
+
+    def written(programs: dict[str, Any]) -> Export:
+        with new_folder(target, overwrite=overwrite) as staging:
             size = sum(save_program(program, staging / name) for name, program in programs.items())
-        _write_companions(staging, traced, processor)
-        facts = _facts(programs)
-        programs.clear()  # a graph has copies of the weights, transposed or joined, and the comparison reads the files
-        with quiet(verbose=logger.isEnabledFor(logging.DEBUG)), exact_products():
-            check = check_parity if kind == "encoder" else check_generation
-            max_abs, checked_on = check(staging, reference, batches, dtype, compared_on(provider))
-    return OnnxExport(
-        folder=target,
-        file=target / facts["files"][-1],
-        bytes=size,
-        max_abs=max_abs,
-        provider=provider,
-        dtype=dtype,
-        checked_on=checked_on,
-        **facts,
-    )
+            _write_companions(staging, traced, processor)
+            names = _names(programs)
+            programs.clear()  # a graph has copies of the weights, transposed or joined; the comparison reads the files
+            with quiet(verbose=talk), exact_products():
+                check, runtime = check_parity if kind == "encoder" else check_generation, compared_on(provider)
+                max_abs = check(staging, reference, batches, dtype, runtime)
+        return Export(
+            format="onnx",
+            folder=target,
+            file=target / names["files"][-1],
+            bytes=size,
+            how=export_options("onnx", provider, dtype),
+            max_abs=max_abs,
+            checked_on=runtime.name if len(names["files"]) == 1 else None,
+            **names,
+        )
+
+    # A vision-language model has three graphs, and no runtime reads them, so that none is exported often.
+    traces = None if kind == "vision-language" else traces
+    key = kind, provider, dtype, *sample
+    programs = {ONNX_FILE: None if traces is None else traces.resized(key, traced)}
+    if programs[ONNX_FILE] is not None:
+        try:
+            return written(programs)
+        except (ExportError, ParityError) as error:
+            logger.debug("the model is traced, as the graph that was made for it is wrong: %s", error)
+    with quiet(verbose=talk), output_alone(traced, cache=kind != "encoder"):
+        programs = _trace(kind, traced, sample, provider)
+    if traces is not None:
+        traces.add(key, traced, programs[ONNX_FILE])
+    return written(programs)
+
+
+def require_onnx(extra: str = "cpu") -> None:
+    """Refuse, by a MissingRuntimeError, to go on without transformers' exporter or the ONNX Runtime of an extra."""
+    require_onnx_exporter()
+    require_onnxruntime(extra)
 
 
 def check_traceable(model: PreTrainedModel, batch: Mapping[str, Any]) -> None:
@@ -205,8 +200,9 @@ def _is_known(model: PreTrainedModel) -> bool:
 
 def _try_to_trace(kind: Kind, model: PreTrainedModel, given: dict[str, torch.Tensor]) -> None:
     traced = _traceable_copy(_float32_copy(model), "cpu", torch.float32)
+    sample, _ = _samples(kind, model, given)
     with quiet(verbose=logger.isEnabledFor(logging.DEBUG)), output_alone(traced, cache=kind != "encoder"):
-        _trace(kind, traced, given, "cpu")
+        _trace(kind, traced, sample, "cpu")
 
 
 def _first_layers(model: PreTrainedModel) -> PreTrainedModel:
@@ -224,15 +220,15 @@ def _first_layers(model: PreTrainedModel) -> PreTrainedModel:
     return copied
 
 
-def _facts(programs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what an `OnnxExport` says of graphs, of which the last is the main one."""
+def _names(programs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what an `Export` says of graphs, of which the last is the main one."""
     *_, main = (program.graph for program in programs.values())
     nodes = [node for program in programs.values() for node in program.graph.all_nodes()]
     return {
         "files": tuple(programs),
         "inputs": tuple(value.name for value in main.inputs),
         "outputs": tuple(value.name for value in main.outputs),
-        "fused_ops": dict(Counter(node.op_type for node in nodes if node.domain == "com.microsoft")),
+        "facts": {"fused": dict(Counter(node.op_type for node in nodes if node.domain == "com.microsoft"))},
     }
 
 
@@ -265,19 +261,22 @@ def _kind(model: PreTrainedModel, given: dict[str, torch.Tensor]) -> tuple[Kind,
     return "decoder", {name: given[name][:, :length] for name in ("input_ids", "attention_mask")}
 
 
-def _trace(
-    kind: Kind, model: PreTrainedModel, given: dict[str, torch.Tensor], fusions: Provider
-) -> tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]:
-    """Trace the model; return the graphs by file name, the decoder last, and the batches to compare them on."""
+def _samples(
+    kind: Kind, model: PreTrainedModel, given: dict[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
+    """Return the batch to trace a model with, and the batches to compare its graphs on."""
     if kind == "encoder":
         sample = trace_sample(model, given)
-        return {ONNX_FILE: trace_onnx(model, sample, fusions)}, parity_batches(given, sample, end=end_of_text(model))
-    image_token_id = model.config.image_token_id if kind == "vision-language" else None
-    padded = left_padded(given, image_token_id=image_token_id)
-    batches = generation_batches(given, padded)
-    if kind == "decoder":
-        return {ONNX_FILE: trace_decoder(model, padded, fusions)}, batches
-    return trace_vision_language(model, padded, fusions), batches
+        return sample, parity_batches(given, sample, end=end_of_text(model))
+    padded = left_padded(given, image_token_id=model.config.image_token_id if kind == "vision-language" else None)
+    return padded, generation_batches(given, padded)
+
+
+def _trace(kind: Kind, model: PreTrainedModel, sample: dict[str, torch.Tensor], fusions: Provider) -> dict[str, Any]:
+    """Trace the model; return the graphs by file name, the decoder last."""
+    if kind == "vision-language":
+        return trace_vision_language(model, sample, fusions)
+    return {ONNX_FILE: (trace_onnx if kind == "encoder" else trace_decoder)(model, sample, fusions)}
 
 
 def _float32_copy(model: PreTrainedModel) -> PreTrainedModel:
@@ -312,7 +311,7 @@ def save_program(program: Any, file: Path) -> int:
     return sum(part.stat().st_size for part in file.parent.glob(f"{file.name}*"))
 
 
-def copy_beside(exported: OnnxExport, folder: Path) -> None:
+def copy_beside(exported: Export, folder: Path) -> None:
     """Copy what lies beside the graph of an export into another one's folder."""
     ignored = shutil.ignore_patterns(f"{exported.file.name}*")
     shutil.copytree(exported.folder, folder, ignore=ignored, dirs_exist_ok=True)

@@ -16,14 +16,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...checkpoint.folders import new_folder, refuse_existing
+from ...checkpoint.folders import Contents, new_folder, refuse_existing
 from ...equal import FEWER_BITS
-from ...errors import ParityError, RequestError
+from ...errors import ExportError, ParityError, RequestError
+from ...recipe.sections import ExportSection
+from ..formats import FORMATS, Export, Format, Given
 from ..rounding import Opens, spreads
-from ..runtimes.base import Provider
 from ..runtimes.bits import BLOCK, SMALLEST, quantize_graph
 from ..runtimes.ort import ONNX_FILE, QUANTIZED_FILE, OnnxRuntime
-from .export import OnnxExport, copy_beside, export_onnx, save_program
+from .export import DTYPES, check_traceable, copy_beside, export_onnx, require_onnx, save_program
 from .multimodal import is_vision_language
 from .parity import without_padding
 
@@ -49,7 +50,7 @@ Quantize = Literal["int8", "int4"]
 
 
 def quantize_onnx(
-    exported: OnnxExport,
+    exported: Export,
     folder: str | Path,
     *,
     batch: Mapping[str, Any],
@@ -57,7 +58,7 @@ def quantize_onnx(
     rows: Sequence[Mapping[str, Any]] = (),
     smallest: int = SMALLEST,
     overwrite: bool = False,
-) -> OnnxExport:
+) -> Export:
     """Quantise an exported model: `model_quantized.onnx`, and `ort_config.json`, as Optimum writes them.
 
     Every linear layer of `smallest` weights or more, 16,384 by default, is quantised. In `int8`, its weights have a
@@ -92,7 +93,8 @@ def quantize_onnx(
     """
     import onnx_ir
 
-    _check_request(quantize, exported.provider, exported.dtype, decodes=exported.decodes, parts=len(exported.files))
+    how = exported.how
+    _check_request(quantize, how.provider, how.dtype, decodes=exported.decodes, parts=len(exported.files))
     folder = Path(folder)
     refuse_existing(folder, overwrite=overwrite, inputs={"export": exported.folder})
     program = onnx_ir.load(exported.file)
@@ -114,33 +116,40 @@ def quantize_onnx(
         file=folder / QUANTIZED_FILE,
         files=(QUANTIZED_FILE,),
         bytes=size,
+        how=how.model_copy(update={"quantize": quantize}),
         max_abs=max_abs,
-        quantize=quantize,
-        layers=layers,
+        facts={**exported.facts, "layers": layers},
     )
 
 
 def export_in_bits(
-    model: PreTrainedModel,
-    folder: str | Path,
-    *,
-    batch: Mapping[str, Any],
-    processor: Any = None,
-    provider: Provider = "cpu",
-    dtype: str = "float32",
-    quantize: Quantize | None = None,
-    rows: Sequence[Mapping[str, Any]] = (),
-    overwrite: bool = False,
-) -> OnnxExport:
+    model: PreTrainedModel, folder: Path, how: ExportSection, given: Given, *, overwrite: bool = False
+) -> Export:
     """Export a model to ONNX, and quantise the graph if asked; see `export_onnx` and `quantize_onnx`."""
-    how: dict[str, Any] = {"batch": batch, "processor": processor}
-    if quantize is None:
-        return export_onnx(model, folder, provider=provider, dtype=dtype, overwrite=overwrite, **how)
-    check_quantizable(model, quantize, provider=provider, dtype=dtype)
-    refuse_existing(Path(folder), overwrite=overwrite)
+    beside: dict[str, Any] = {"batch": given.sample, "processor": given.processor, "traces": given.traces}
+    if how.quantize is None:
+        return export_onnx(model, folder, provider=how.provider, dtype=how.dtype, overwrite=overwrite, **beside)
+    check_quantizable(model, how.quantize, provider=how.provider, dtype=how.dtype)
+    refuse_existing(folder, overwrite=overwrite)
+    asked: dict[str, Any] = {"batch": given.sample, "quantize": how.quantize, "rows": given.rows}
     with TemporaryDirectory(prefix="hies-float32-") as temporary:
-        exported = export_onnx(model, Path(temporary) / "onnx", **how)
-        return quantize_onnx(exported, folder, batch=batch, quantize=quantize, rows=rows, overwrite=overwrite)
+        exported = export_onnx(model, Path(temporary) / "onnx", **beside)
+        return quantize_onnx(exported, folder, overwrite=overwrite, **asked)
+
+
+def _quantized(exported: Export, folder: Path, how: ExportSection, given: Given) -> Export:
+    """Quantise the export of a cut model; an ExportError where the cut has left only small layers."""
+    assert how.quantize is not None
+    try:
+        return quantize_onnx(exported, folder, batch=given.sample, quantize=how.quantize, rows=given.rows)
+    except RequestError as error:  # the request was checked on the dense model
+        raise ExportError(f"the slim model has no form in fewer bits: {error}") from error
+
+
+def _check(model: PreTrainedModel, how: ExportSection, given: Given, **_: bool) -> None:
+    check_traceable(model, given.sample)
+    if how.quantize is not None:
+        check_quantizable(model, how.quantize, provider=how.provider, dtype=how.dtype)
 
 
 def check_quantizable(
@@ -221,3 +230,16 @@ def _ort_config(bits: int) -> dict[str, Any]:
         },
         "use_external_data_format": False,
     }
+
+
+FORMATS["onnx"] = Format(
+    title=Contents.ONNX.value,
+    require=require_onnx,
+    check=_check,
+    write=export_in_bits,
+    quantize=_quantized,
+    dtypes=tuple(DTYPES),
+    hub_folder="onnx",
+    # Those of transformers.js, and of sentence-transformers.
+    hub_names={"int8": ("model_quantized.onnx", "model_qint8_avx512_vnni.onnx"), "int4": ("model_q4.onnx",)},
+)

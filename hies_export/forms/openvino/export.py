@@ -6,7 +6,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,10 +16,12 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from ...checkpoint.folders import new_folder, refuse_existing
+from ...checkpoint.folders import Contents, new_folder, refuse_existing
 from ...errors import ExportError, RequestError, require_package
 from ...progress import quiet
-from ..onnx.export import OnnxExport, copy_beside, export_onnx, save_program
+from ...recipe.sections import ExportSection
+from ..formats import FORMATS, Export, Format, Given, export_options
+from ..onnx.export import copy_beside, export_onnx, save_program
 from ..onnx.quantize import largest_difference, read_values
 from ..runtimes.openvino import OPENVINO_FILE, OpenVinoRuntime, name_tensors
 from ..runtimes.ort import OnnxRuntime, input_array
@@ -37,22 +39,6 @@ _ATTENTION = "ScaledDotProductAttention"
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class OpenVinoExport:
-    """An encoder in OpenVINO's own format, whose linear layers are in 8 bits."""
-
-    folder: Path  # the folder, with the graph, config.json and the processor's files
-    file: Path  # the graph, `openvino_model.xml`; its weights are in the .bin beside it
-    bytes: int  # size of graph and weights in bytes
-    max_abs: float  # largest absolute difference from the float32 graph
-    layers: Mapping[str, int]  # number of linear layers by dtype, `int8` and `float32`
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    files: tuple[str, ...] = (OPENVINO_FILE, OPENVINO_FILE.replace(".xml", ".bin"))
-    quantize: str = "int8"
-    runtime: str = "openvino"
-
-
 def require_nncf() -> None:
     """Raise MissingRuntimeError, which says what to install, if OpenVINO or NNCF is missing."""
     OpenVinoRuntime.require()
@@ -60,12 +46,12 @@ def require_nncf() -> None:
 
 
 def quantize_openvino(
-    exported: OnnxExport,
+    exported: Export,
     folder: str | Path,
     *,
     rows: Sequence[Mapping[str, Any]],
     overwrite: bool = False,
-) -> OpenVinoExport:
+) -> Export:
     """Quantise an exported encoder for OpenVINO: `openvino_model.xml`, its weights, and `openvino_config.json`.
 
     Embeddings, and weights and inputs of linear layers, are in 8 bits: the inputs with scales from the rows, after
@@ -96,7 +82,8 @@ def quantize_openvino(
         'openvino_model.xml'
     """
     require_nncf()
-    check_calibrated(exported.provider, exported.dtype, decodes=exported.decodes or len(exported.files) > 1, rows=rows)
+    decodes = exported.decodes or len(exported.files) > 1
+    check_calibrated(exported.how, decodes=decodes, rows=rows)
     folder = Path(folder)
     refuse_existing(folder, overwrite=overwrite, inputs={"export": exported.folder})
     import openvino
@@ -108,34 +95,39 @@ def quantize_openvino(
         (staging / "openvino_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
         max_abs = _compared(exported.file, staging / OPENVINO_FILE, rows[0])
         size = sum(part.stat().st_size for part in staging.glob(f"{Path(OPENVINO_FILE).stem}.*"))
-    layers, names = settings["layers"], (exported.inputs, exported.outputs)
-    return OpenVinoExport(folder, folder / OPENVINO_FILE, size, max_abs, layers, *names)
+    return replace(
+        exported,
+        format="openvino",
+        folder=folder,
+        file=folder / OPENVINO_FILE,
+        files=(OPENVINO_FILE, OPENVINO_FILE.replace(".xml", ".bin")),
+        bytes=size,
+        how=export_options("openvino", quantize="int8"),
+        max_abs=max_abs,
+        checked_on=OpenVinoRuntime.name,
+        facts={"layers": settings["layers"]},
+    )
 
 
 def export_openvino(
-    model: PreTrainedModel,
-    folder: str | Path,
-    *,
-    batch: Mapping[str, Any],
-    processor: Any = None,
-    rows: Sequence[Mapping[str, Any]],
-    overwrite: bool = False,
-) -> OpenVinoExport:
+    model: PreTrainedModel, folder: Path, how: ExportSection, given: Given, *, overwrite: bool = False
+) -> Export:
     """Export an encoder to ONNX, and quantise the graph for OpenVINO; see `export_onnx` and `quantize_openvino`."""
     require_nncf()
-    check_calibrated("cpu", "float32", decodes=model.can_generate(), rows=rows)
-    refuse_existing(Path(folder), overwrite=overwrite)
+    check_calibrated(how, decodes=model.can_generate(), rows=given.rows)
+    refuse_existing(folder, overwrite=overwrite)
     with TemporaryDirectory(prefix="hies-float32-") as temporary:
-        exported = export_onnx(model, Path(temporary) / "onnx", batch=batch, processor=processor)
-        return quantize_openvino(exported, folder, rows=rows, overwrite=overwrite)
+        made: dict[str, Any] = {"batch": given.sample, "processor": given.processor, "traces": given.traces}
+        exported = export_onnx(model, Path(temporary) / "onnx", **made)
+        return quantize_openvino(exported, folder, rows=given.rows, overwrite=overwrite)
 
 
-def check_calibrated(provider: str, dtype: str, *, decodes: bool, rows: Sequence[Mapping[str, Any]] = ({},)) -> None:
+def check_calibrated(how: ExportSection, *, decodes: bool, rows: Sequence[Mapping[str, Any]] = ({},)) -> None:
     """Refuse, by a RequestError, what has no calibrated form for OpenVINO."""
     if decodes:
         raise RequestError("int8 on OpenVINO is for encoders, got a model that generates; use another runtime, or bits")
-    if (provider, dtype) != ("cpu", "float32"):
-        raise RequestError(f"int8 on OpenVINO needs provider cpu and dtype float32, got {provider} and {dtype}")
+    if (how.provider, how.dtype) != ("cpu", "float32"):
+        raise RequestError(f"int8 on OpenVINO needs provider cpu and dtype float32, got {how.provider} and {how.dtype}")
     if not rows:
         raise RequestError("int8 on OpenVINO needs rows to calibrate on, got none; give some 300 like those to serve")
 
@@ -231,3 +223,13 @@ def _compared(dense: Path, quantised: Path, batch: Mapping[str, Any]) -> float:
     one = OnnxRuntime(dense, threads=threads).compute(batch)
     other = OpenVinoRuntime(quantised, threads=threads).compute(batch)
     return largest_difference(one, other, batch)
+
+
+FORMATS["openvino"] = Format(
+    title=Contents.OPENVINO.value,
+    require=require_nncf,
+    check=lambda model, how, given, **_: check_calibrated(how, decodes=model.can_generate()),
+    write=export_openvino,
+    quantize=lambda exported, folder, how, given: quantize_openvino(exported, folder, rows=given.rows),
+    hub_folder="openvino",
+)

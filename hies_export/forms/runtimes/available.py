@@ -1,4 +1,4 @@
-"""Register all runtimes, and load a model into one by name."""
+"""Check the names of runtimes, and load a model into one."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from transformers import PreTrainedModel
 from ...errors import RecipeError, RequestError, did_you_mean
 from ...tasks import Task
 from .base import RUNTIMES, Runtime
-
-# Imported because their decorators register the runtimes.
 
 
 def check_runtime(name: str, *, task: type[Task] | None = None) -> None:

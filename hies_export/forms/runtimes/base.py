@@ -10,14 +10,24 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 
+from ...entry_points import Registry
 from ...tasks.task import stack
 
 # The execution provider that an ONNX graph is exported for.
 Provider = Literal["cpu", "cuda"]
-# Formats of exports.
-Format = Literal["onnx", "gguf", "openvino"]
 
-RUNTIMES: dict[str, type[Runtime]] = {}
+RUNTIMES: Registry[type[Runtime]] = Registry(
+    "runtimes",
+    {
+        "torch": "forms.runtimes.pytorch",
+        "torch-compile": "forms.runtimes.pytorch",
+        "onnxruntime-cpu": "forms.runtimes.ort",
+        "onnxruntime-cpu-int8": "forms.runtimes.ort",
+        "openvino": "forms.runtimes.openvino",
+        "onnxruntime-cuda": "forms.runtimes.ort_gpu",
+        "llamacpp": "forms.runtimes.llamacpp",
+    },
+)
 
 # Widths that GPUs compute efficiently in half precision are multiples of 64 elements, or 128 bytes; not measured here.
 # Source: https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/index.html, table 1
@@ -46,14 +56,15 @@ class Runtime(ABC):
 
     name: ClassVar[str]  # as it is registered
     reads_models: ClassVar[bool] = False  # whether the source is a `PreTrainedModel`; otherwise a file or folder
-    format: ClassVar[Format] = "onnx"  # of that file or folder
+    format: ClassVar[str] = "onnx"  # of that file or folder, in `FORMATS`
     fused_for: ClassVar[Provider] = "cpu"  # for ONNX sources, the provider to export for, as in `export_onnx`
     dtypes: ClassVar[tuple[str, ...]] = ("float32", "float16")  # of torch, that it can run a model in
     # Those in which it can compute a float32 graph; the constructor then also takes `dtype`. For others, the graph
     # itself is exported in them.
     hints: ClassVar[tuple[str, ...]] = ()
-    # Those in which it computes only a graph of its own format, which is calibrated on rows.
-    calibrated: ClassVar[tuple[str, ...]] = ()
+    # Those in which it computes only a graph that is calibrated on rows, each with the format of that.
+    calibrated: ClassVar[Mapping[str, str]] = {}
+    bits: ClassVar[tuple[str, ...]] = ("float32",)  # that `deploy` tries, see `find_ways`
     loads: ClassVar[int] = 1  # how often a comparison loads the models; more than 1 if copies of one differ in time
     # Kernels compute a layer's width in blocks of this size, so that a width takes the time of the next multiple.
     # Latency budgets assume no saving in between. ONNX Runtime on one core with AVX-512, a feed-forward block
@@ -70,9 +81,9 @@ class Runtime(ABC):
         return
 
     @classmethod
-    def formats(cls) -> tuple[Format, ...]:
+    def formats(cls) -> tuple[str, ...]:
         """Return the formats of the exports that it reads; none if it reads models."""
-        return () if cls.reads_models else (cls.format, *(("openvino",) if cls.calibrated else ()))
+        return () if cls.reads_models else (cls.format, *cls.calibrated.values())
 
     @classmethod
     def exported_in(cls, dtype: str) -> str:

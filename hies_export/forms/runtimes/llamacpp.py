@@ -24,7 +24,7 @@ import torch
 
 from ...errors import DataError, ExportError, MissingRuntimeError, RequestError
 from ...files import Rule, read_json
-from .base import Format, Runtime, register_runtime
+from .base import Runtime, register_runtime
 
 GGUF_FILE = "model.gguf"
 # Names the folder in whose node_modules node-llama-cpp is; by default the working directory or one above it.
@@ -82,8 +82,9 @@ class LlamaCppRuntime(Runtime):
     llama.cpp's default is flash attention on a cache in float16. `release` is llama.cpp's repository and release.
     """
 
-    format: ClassVar[Format] = "gguf"
+    format: ClassVar[str] = "gguf"
     dtypes: ClassVar[tuple[str, ...]] = ("float32", "float16", "bfloat16", "q8_0", "q4_0")
+    bits: ClassVar[tuple[str, ...]] = ("q8_0", "q4_0")
     loads: ClassVar[int] = 3
     # Not measured; one means that every neuron counts.
     width_step: ClassVar[int] = 1

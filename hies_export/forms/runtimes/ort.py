@@ -186,6 +186,7 @@ class QuantizedOnnxRuntime(OnnxRuntime):
     """An ONNX file whose linear layers are in 8 bits; a file in float32 is quantised when it is loaded."""
 
     dtypes: ClassVar[tuple[str, ...]] = ("float32",)
+    bits: ClassVar[tuple[str, ...]] = ("int8",)
     full: ClassVar[str | None] = "onnxruntime-cpu"
 
     def _open(self, file: Path) -> Any:

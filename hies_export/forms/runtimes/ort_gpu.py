@@ -42,6 +42,7 @@ class CudaOnnxRuntime(OnnxRuntime):
     # Loading is slow (it captures a graph), and copies are not known to differ in time on a GPU.
     loads: ClassVar[int] = 1
     fused_for: ClassVar[Provider] = "cuda"
+    bits: ClassVar[tuple[str, ...]] = ("float32", "float16")
     width_step: ClassVar[int] = GPU_WIDTH_STEP
 
     @classmethod

@@ -12,13 +12,11 @@ from scipy.integrate import trapezoid
 
 from ...errors import RecipeError
 from ...evaluate.metrics import higher_is_better
-from ...pipeline.candidates import ALPHAS, choose_alpha
-from ...pipeline.search import HeldOut
-from ...pipeline.stages import Refit
-from ...pipeline.targets import Round, Targets
+from ...pipeline.held_out import HeldOut, choose_alpha
+from ...pipeline.stages import ALPHAS, Refit
 from ...progress import Clock, Progress
 from ...score.criteria import COMPENSATED_NAMES, Scores, score_units
-from ...select.constraints import bundles_lost, check_budget
+from ...select.constraints import check_budget
 from ...select.cost import check_reachable, lowest_ratio
 from ...select.select import select_units
 from ...units.units import Selection
@@ -61,7 +59,6 @@ class Chooser:
         self._curves, self._keep_curve = curves, keep_curve
         self._base, self._options = shared.base, shared.options
         self._constraints = self._options.constraints
-        self._targets = Targets(shared.base, self._options, progress) if grid.flops else None
         for sparsity in grid.shares:
             check_budget(self._base.scored, heads=sparsity, constraints=self._constraints)
         grouped = any(module.group_size > 1 for module in self._base.scored)
@@ -77,28 +74,17 @@ class Chooser:
     @cached_property
     def _lowest(self) -> dict[str, float]:
         """The lowest share of FLOPs that cuts of the grid's modules reach; empty without budgets of FLOPs."""
-        if self._targets is None:
+        if not self._grid.flops:
             return {}
-        found = {}
-        for modules in self._grid.modules:
-            part = self._round(MODULES[modules], min(self._grid.flops))
-            assert part.table is not None
-            found[modules] = lowest_ratio(part.prepared.scored, part.table, self._constraints)
-        best = self._round(MODULES[min(found, key=lambda name: found[name])], min(self._grid.flops))
-        assert best.table is not None
-        assert best.ratio is not None
-        check_reachable(best.prepared.scored, best.table, ratio=best.ratio, constraints=self._constraints)
+        parts = {name: self._shared.scored(MODULES[name]) for name in self._grid.modules}
+        found = {name: lowest_ratio(part, self._base.flops_table, self._constraints) for name, part in parts.items()}
+        best, least = parts[min(found, key=lambda name: found[name])], min(self._grid.flops)
+        check_reachable(best, self._base.flops_table, ratio=least, constraints=self._constraints)
         return found
 
     def cells(self) -> list[Cell]:
         """Return the cells of the grid whose budget their modules can meet."""
         return [cell for cell in self._grid.cells() if cell.flops is None or self._lowest[cell.modules] <= cell.flops]
-
-    def _round(self, kinds: tuple[str, ...], flops: float) -> Round:
-        """Return a budget of FLOPs over some kinds of modules."""
-        assert self._targets is not None
-        prepared = replace(self._base, scored=self._shared.scored(kinds))
-        return replace(self._targets.round(flops), prepared=prepared)
 
     def selection(self, cell: Cell, alpha: float | None) -> Selection:
         """Return the units that a cell keeps at an alpha."""
@@ -115,16 +101,12 @@ class Chooser:
         if cell.flops is None:
             assert cell.sparsity is not None
             return select_units(scores, self._base.modules, heads=cell.sparsity, constraints=constraints)
-        return replace(self._round(cell.kinds, cell.flops), constraints=constraints).select(scores)
+        table = self._base.flops_table
+        return select_units(scores, self._base.modules, table=table, ratio=cell.flops, constraints=constraints)
 
     def flops_ratio(self, selection: Selection) -> float:
         """Return the FLOPs of the slim model as a share of the dense model's; a budget's table has them already."""
-        table = None if self._targets is None else self._targets.round(min(self._grid.flops)).table
-        if table is None:
-            return self._shared.flops_ratio(selection)
-        scored = {module.name for module in self._base.scored}
-        lost = bundles_lost(selection, self._base.modules, unit=self._constraints.unit)
-        return table.ratio({name: count for name, count in lost.items() if name in scored})
+        return self._base.flops_left(selection) if self._grid.flops else self._shared.flops_ratio(selection)
 
     def _scores(self, cell: Cell, alpha: float | None) -> Scores:
         modules = self._shared.scored(cell.kinds)
@@ -144,7 +126,7 @@ class Chooser:
             return score_wanda(model, modules, self._shared.averages(cell.seed))
         if cell.criterion == MARTRA:
             return score_martra(model, modules)
-        _, statistics = self._shared.calibrated(cell.seed, cell.samples)
+        statistics = self._shared.statistics(cell.seed, cell.samples)
         criterion = "fisher" if cell.criterion == KWON else cell.criterion
         options: dict[str, Any] = {"normalize": self._options.normalize, "seed": cell.seed}
         if alpha is not None:
@@ -161,7 +143,7 @@ class Chooser:
         # "auto-area": the alpha with the largest weighted area under the held-out curve; ties go to the larger alpha.
         curves = [self._curve(at, refit)["curve"] for at in alike]
         labelled = curves[0][0]["quality"] is not None
-        sign = 1 if not labelled or higher_is_better(self._base.judged.metrics[0]) else -1
+        sign = 1 if not labelled or higher_is_better(self._base.metrics[0]) else -1
         quantity = "quality" if labelled else "stability"
         areas = [
             (sign * weighted_area([at.removed for at in alike], [curve[i][quantity] for curve in curves]), alpha)
@@ -200,4 +182,4 @@ class Chooser:
 
     def key(self, cell: Cell) -> str:
         """Return the cell's name in the journal."""
-        return cell.key(self._grid, shape=next(iter(self._base.measured)))
+        return cell.key(self._grid, shape=next(iter(self._base.shapes)))

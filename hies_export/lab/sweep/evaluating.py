@@ -18,8 +18,7 @@ from ...evaluate.judge import Judge, Quality
 from ...evaluate.predict import predict
 from ...kinds import ATTENTION, KINDS, MLP
 from ...pipeline.recipe import PruningRecipe
-from ...pipeline.search import predict_pruned
-from ...pipeline.stages import Refit
+from ...pipeline.stages import Refit, effect_batches, predict_pruned
 from ...progress import SILENT, Clock, Progress
 from ...score.criteria import COMPENSATED_NAMES
 from ...select.constraints import bundles_lost
@@ -64,7 +63,7 @@ class Evaluator:
     def _judge(self) -> tuple[Judge, Quality]:
         """The judge on the evaluation rows, and what it says of the dense model."""
         with self.clock("evaluate"):
-            judge = self.shared.judge(self.shared.resolved.evaluation)
+            judge = self._base.judge(self._base.rows.evaluation)
             return judge, judge.of(judge.dense)
 
     def evaluate(self, cell: Cell) -> dict[str, Any]:
@@ -86,7 +85,7 @@ class Evaluator:
     def _samples(self, cell: Cell) -> int:
         """Return the number of calibration samples behind a cell, for its row."""
         if cell.criterion in COMPENSATED_NAMES:
-            return sum(map(size_of, self.shared.compensated_candidates(cell.seed).effect_batches))
+            return sum(map(size_of, effect_batches(self.shared.job(cell.seed, self._grid.calibration_sizes[0]))))
         if cell.criterion == MARTRA:
             return 0
         return cell.samples or sum(map(size_of, self.shared.unlabelled(cell.seed)))
@@ -96,7 +95,7 @@ class Evaluator:
         refitted, base = self.refit(cell), self._base
         with self.clock("evaluate"):
             predictions = predict_pruned(
-                base.model, selection, base.modules, self.shared.resolved.evaluation, refit=refitted
+                base.model, selection, base.modules, self._base.rows.evaluation, refit=refitted
             )
         removed = dict.fromkeys(KINDS, 0)
         for kept in selection.values():
@@ -114,7 +113,7 @@ class Evaluator:
         stay: dict[str, Tensor] = {}
         judged = f"{cell.criterion}|{cell.seed}|{cell.sparsity}"
         if cell.criterion == CHANNELS:
-            scores = self.shared.calibrated(cell.seed, cell.samples)[1]["channel_taylor"]
+            scores = self.shared.statistics(cell.seed, cell.samples)["channel_taylor"]
             stay = select_channels(scores, modules, heads=cell.sparsity, constraints=self._constraints)
             kept = ";".join(str(tuple(mask.nonzero().flatten().tolist())) for mask in stay.values())
             judged = f"{CHANNELS}|{kept}"
@@ -130,14 +129,14 @@ class Evaluator:
                 with self.clock("fine-tune"):
                     stack.enter_context(fine_tuned(model, modules, batches, targets))
             with self.clock("evaluate"):
-                predictions = predict(model, self.shared.resolved.evaluation)
+                predictions = predict(model, self._base.rows.evaluation)
         return judged, self._result(predictions) | {"flops_ratio": None, "heads_removed": None, "neurons_removed": None}
 
     def _result(self, predictions: Predictions) -> dict[str, Any]:
         """Return the metric and the stability of predictions, as fields of a row."""
         self.evaluations += 1
         judge, dense = self._judge
-        quality, name = judge.of(predictions), self._base.judged.metrics[0]
+        quality, name = judge.of(predictions), self._base.metrics[0]
         return {
             "metric": name,
             "quality": quality.metrics[name],

@@ -15,12 +15,12 @@ from ...evaluate.judge import Judge
 from ...evaluate.predict import predict
 from ...forms.measure.counts import count_flops
 from ...model.copies import share_weights
-from ...pipeline.candidates import Candidates
 from ...pipeline.draw import HELD_OUT_SAMPLES, Draws
-from ...pipeline.prepare import Prepared
+from ...pipeline.job import Job
+from ...pipeline.load_job import load_job
 from ...pipeline.recipe import PruningRecipe
-from ...pipeline.resolve import Resolved, resolve
-from ...progress import SILENT, Clock
+from ...pipeline.stages import score_by_removal
+from ...progress import Clock
 from ...recipe.budget import Budget
 from ...recipe.sections import CompensationSection
 from ...score.criteria import COMPENSATED_NAMES, Scores, needs_of, uses_alpha
@@ -56,7 +56,7 @@ class Shared:
 
     Attributes:
         options: The recipe's, with the grid's kinds of modules and its smallest budget of FLOPs.
-        resolved: Model and rows of the first seed and calibration size; `base` is the dense model with them.
+        base: The job of the first seed and calibration size.
         seed, of_seed: The last seed, and what is kept of it.
     """
 
@@ -71,44 +71,42 @@ class Shared:
         self.seed: int | None = None
         self.of_seed: dict[tuple[Any, ...], Any] = {}
         with clock("load"):
-            self.resolved = self._resolve(grid.seeds[0], grid.calibration_sizes[0])
-        self.base = self.resolved.prepared
+            self.base = self._load(grid.seeds[0], grid.calibration_sizes[0])
 
-    def _resolve(self, seed: int, samples: int, loaded: Resolved | None = None) -> Resolved:
+    def _load(self, seed: int, samples: int, like: Job | None = None) -> Job:
         """Return model and rows of a seed and calibration size, checked against all criteria of the grid."""
         # Under sparsities, the ranks of `compensated` are good for query heads too.
         criteria = [name for name in self._grid.criteria if self._grid.flops or name not in COMPENSATED_NAMES]
-        return resolve(
+        return load_job(
             self._recipe,
             options=self.options,
             draws=self._draws(seed, samples),
-            loaded=loaded,
+            like=like,
             criteria=criteria,
             # Cells are timed on the sweep's own runtimes, so the recipe's need not be installed.
             runtimes=("torch",),
         )
 
     @_per_seed
-    def prepared(self, seed: int, samples: int) -> Prepared:
-        """Return the data of a seed and calibration size."""
+    def job(self, seed: int, samples: int) -> Job:
+        """Return the job of a seed and calibration size."""
         if (seed, samples) == (self._grid.seeds[0], self._grid.calibration_sizes[0]):
             return self.base
         with self._clock("load"):
-            return self._resolve(seed, samples, loaded=self.resolved).prepared
+            return self._load(seed, samples, like=self.base)
 
     @_per_seed
-    def calibrated(self, seed: int, samples: int) -> tuple[Prepared, Statistics]:
-        """Return the data of a seed and calibration size, and the statistics of the calibration batches."""
-        prepared = self.prepared(seed, samples)
+    def statistics(self, seed: int, samples: int) -> Statistics:
+        """Return the statistics of the calibration batches of a seed and calibration size."""
+        job = self.job(seed, samples)
         channels = ("channel_taylor",) if CHANNELS in self._grid.criteria else ()
         needs = (*DEFAULT_NEEDS, *needs_of(*self._grid.criteria), *channels)
         with self._clock("statistics"):
-            statistics = collect_statistics(prepared.model, prepared.rows.calibration, prepared.scored, needs=needs)
-        return prepared, statistics
+            return collect_statistics(job.model, job.rows.score, job.scored, needs=needs)
 
     def unlabelled(self, seed: int) -> list[dict[str, Tensor]]:
         """Return the batches to refit on, without labels."""
-        return self.prepared(seed, self._grid.calibration_sizes[0]).rows.compensation
+        return self.job(seed, self._grid.calibration_sizes[0]).rows.refit
 
     def scored(self, kinds: tuple[str, ...]) -> tuple[PrunableModule, ...]:
         """Return the modules of some kinds that may lose units."""
@@ -130,16 +128,11 @@ class Shared:
         return found
 
     @_per_seed
-    def compensated_candidates(self, seed: int) -> Candidates:
-        """Return the candidates whose greedy order all calibration sizes share."""
-        prepared = self.prepared(seed, self._grid.calibration_sizes[0])
-        return Candidates(prepared, self.options, SILENT, self.moments(seed))
-
     def compensated_scores(self, seed: int) -> Scores:
-        """Return the scores of `compensated` for all modules that may lose units."""
-        candidates = self.compensated_candidates(seed)
+        """Return the scores of `compensated` for all modules that may lose units, which all sizes share."""
+        job = self.job(seed, self._grid.calibration_sizes[0])
         with self._clock("effects"):
-            return candidates.compensated
+            return score_by_removal(job, self.moments(seed))
 
     @_per_seed
     def averages(self, seed: int) -> dict[str, Averages]:
@@ -151,9 +144,9 @@ class Shared:
     @_per_seed
     def mask_gradients(self, seed: int, samples: int) -> dict[str, Tensor]:
         """Return the gradients to masks that `kwon` rearranges units by, (samples, units) by module name."""
-        prepared = self.prepared(seed, samples)
+        job = self.job(seed, samples)
         with self._clock("mask gradients"):
-            return mask_gradients(prepared.model, prepared.rows.calibration, prepared.scored)
+            return mask_gradients(job.model, job.rows.score, job.scored)
 
     @_per_seed
     def bases(self, seed: int) -> tuple[Bases, list[dict[str, Tensor]], Predictions]:
@@ -166,15 +159,11 @@ class Shared:
     @_per_seed
     def held_out_judge(self, seed: int, samples: int) -> Judge:
         """Return the judge on the held-out rows, which follow the calibration samples."""
-        return self.judge(self.prepared(seed, samples).rows.held_out)
-
-    def judge(self, batches: list[dict[str, Tensor]]) -> Judge:
-        """Return a judge of predictions on the given batches."""
-        return Judge.on(self.base.model, batches, **vars(self.base.judged))
+        return self.base.judge(self.job(seed, samples).rows.held_out)
 
     def flops_ratio(self, selection: Selection) -> float:
         """Return the FLOPs of the slim model as a share of the dense model's, counted without copying weights."""
-        batch, model = next(iter(self.base.measured.values())), self.base.model
+        batch, model = next(iter(self.base.shapes.values())), self.base.model
         counts = tuple((len(kept.units), len(kept.kept_groups)) for kept in selection.values())
         found = self._of_model
         with self._clock("count FLOPs"):

@@ -9,22 +9,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from ...data.batches import image_shape
 from ...errors import RequestError
-from ...forms.compare import compare_two
 from ...forms.cost.flops import cut_bundles
-from ...forms.exports import require_exporters
-from ...forms.form import Form, Forms
+from ...forms.form import Forms
+from ...forms.formats import require_exporters
 from ...forms.measure.shapes import model_shapes
-from ...forms.measure.timing import Timing
 from ...forms.runtimes.available import RUNTIMES, check_one_graph, check_runtime, check_task
+from ...forms.time import time
 from ...model.tokens import longest_sequence, synthetic_batch
 from ...progress import Progress
 from ...tasks import Task
 from .journal import Journal
 from .shared import Shared
+
+_FIELDS = ("latency_ratio", "latency_low", "latency_high", "latency_noisy")
 
 
 @dataclass(frozen=True)
@@ -57,10 +56,10 @@ class Stopwatch:
         self._shared, self._journal, self._request, self._progress = shared, journal, request, progress
         model = shared.base.model
         if shared.base.task.in_parts:
-            self._shape, self._batch = next(iter(shared.base.measured.items()))
+            self._shape, self._batch = next(iter(shared.base.shapes.items()))
         else:
             longest = longest_sequence(model.config) or request.shape[1]
-            image = image_shape(shared.base.rows.calibration[0])
+            image = image_shape(shared.base.rows.score[0])
             (self._shape,) = model_shapes(model, [(request.shape[0], min(request.shape[1], longest))], image=image)
             self._batch = synthetic_batch(model, batch=self._shape[0], sequence=self._shape[1], image=image)
 
@@ -84,22 +83,12 @@ class Stopwatch:
             forms = Forms({"dense": base.model}, base.exporter, Path(temporary))
             for number, (key, one) in enumerate(self._progress.track(list(waiting.items()), name)):
                 forms.add(str(number), cut_bundles(base.model, base.modules, one, unit=unit))
-                both = (forms.form(name, self._request.runtime) for name in ("dense", str(number)))
-                self._journal.add(key, self._compare(*both), kind="latency")
+                both = [forms.form(name, self._request.runtime) for name in ("dense", str(number))]
+                _, slim = time(both, {self._shape: [self._batch]}, repeats=self._request.repeats)
+                values = slim.ratio, slim.low, slim.high, slim.noisy
+                self._journal.add(key, dict(zip(_FIELDS, values, strict=True)), kind="latency")
 
     def fields(self, lost: Mapping[str, int] | None) -> dict[str, Any]:
         """Return the fields of a row: the ratio slim / dense with its 95 % interval, and whether it is noisy."""
-        empty = dict.fromkeys(("latency_ratio", "latency_low", "latency_high", "latency_noisy"))
+        empty = dict.fromkeys(_FIELDS)
         return empty if lost is None else self._journal.latency.get(self.key(lost), empty)
-
-    def _compare(self, dense: Form, slim: Form) -> dict[str, Any]:
-        batches: dict[Any, Mapping[str, Tensor]] = {self._shape: self._batch}
-        timing = Timing(repeats=self._request.repeats)
-        (found,) = compare_two(dense, slim, batches, timing=timing, decode=False).values()
-        ratio = found.ratio
-        return {
-            "latency_ratio": ratio.median,
-            "latency_low": ratio.low,
-            "latency_high": ratio.high,
-            "latency_noisy": found.noisy,
-        }

@@ -185,8 +185,10 @@ class _Runner:
     def details(self) -> dict[str, Any]:
         """Return details.json: statistics and selections of the first seed and size, alpha curves, and row facts."""
         seed, size = self._grid.seeds[0], self._grid.calibration_sizes[0]
-        base, resolved = self._shared.base, self._shared.resolved
-        _, statistics = self._shared.calibrated(seed, size)
+        base, statistics = self._shared.base, self._shared.statistics(seed, size)
+        splits = base.rows.splits
+        assert splits is not None
+        assert base.asked is not None
         plans = {}
         for cell in self._cells:
             # Criteria with a number of samples of their own have 0.
@@ -213,14 +215,14 @@ class _Runner:
             "plans": list(plans.values()),
             "alpha_curves": [curve for _, curve in curves],
             "about": {
-                "model": resolved.request.model,
+                "model": base.asked.model,
                 "task": base.task.name,
-                "calibration_split": resolved.splits.calibration.split,
-                "evaluation_split": resolved.splits.evaluation.split,
-                "evaluation_samples": samples_of(resolved.evaluation),
-                "evaluation_of": resolved.evaluation_of,
-                "evaluation_rows": resolved.splits.evaluation.rows,
-                "shape": list(next(iter(base.measured))),
+                "calibration_split": splits.calibration.split,
+                "evaluation_split": splits.evaluation.split,
+                "evaluation_samples": samples_of(base.rows.evaluation),
+                "evaluation_of": base.rows.evaluation_of,
+                "evaluation_rows": splits.evaluation.rows,
+                "shape": list(next(iter(base.shapes))),
                 "environment": machine_facts(),
             },
         }

@@ -19,7 +19,7 @@ from hies_export import Constraints, PruningRecipe, collect_statistics, compensa
 from hies_export.cli.main import main
 from hies_export.data.batches import by_length
 from hies_export.errors import OutputExistsError, RequestError
-from hies_export.evaluate.judge import Judge, compute_metrics
+from hies_export.evaluate.judge import compute_metrics
 from hies_export.evaluate.predict import predict, references
 from hies_export.lab.baselines.channels import masked_channels, select_channels
 from hies_export.lab.baselines.names import JUDGED_ONLY
@@ -30,9 +30,8 @@ from hies_export.lab.sweep.journal import Journal
 from hies_export.lab.sweep.results import render_latex, render_markdown, sweep_tables, terminal_table
 from hies_export.lab.sweep.sweep import sweep
 from hies_export.pipeline.choose import choose
-from hies_export.pipeline.resolve import resolve
-from hies_export.pipeline.run import evaluate_run
-from hies_export.progress import Silent
+from hies_export.pipeline.load_job import load_job
+from hies_export.pipeline.stages import calibrate, compare
 from hies_export.tasks import task_of
 
 # Sixty samples of a few tokens: too few for the fits to be good, enough to be compared.
@@ -48,7 +47,7 @@ def recipe_file(tmp_path: Path) -> Path:
 def test_rows_are_what_a_single_run_of_each_finds(
     recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("hies_export.lab.sweep.choosing", "hies_export.pipeline.candidates"):
+    for module in ("hies_export.lab.sweep.choosing", "hies_export.pipeline.stages"):
         monkeypatch.setattr(f"{module}.ALPHAS", (0.0, 0.3, 0.5, 0.9))  # fewer to judge
     recipe = PruningRecipe.from_yaml(recipe_file)
     grid = SweepGrid(
@@ -77,20 +76,19 @@ def test_rows_are_what_a_single_run_of_each_finds(
         if row["compensation"] == "none":
             fields["prune"]["compensation"] = None
         alone = PruningRecipe(**fields)
-        resolved = resolve(alone)
-        prepared = resolved.prepared
-        plan = choose(prepared, alone.prune, progress=Silent()).plan
+        resolved = load_job(alone)
+        prepared = resolved
+        plan = choose(prepared, calibrate(prepared)).plan
         if row["alpha_by"] == "auto":
             assert plan.alpha == row["alpha"]
         slim = prune_units(prepared.model, plan, prepared.modules)
         if row["compensation"] != "none":
-            batches = by_length(prepared.rows.compensation, config=prepared.model.config)
+            batches = by_length(prepared.rows.refit, config=prepared.model.config)
             compensate(prepared.model, slim, plan, prepared.modules, batches)
-        judge = Judge.on(prepared.model, resolved.evaluation, **vars(prepared.judged))
-        found = evaluate_run(resolved, judge, slim, progress=Silent())
+        found = compare(prepared, slim)
         assert row["quality"] == found.metrics["accuracy"].slim
         assert row["stability"] == found.stability
-        batch = next(iter(prepared.measured.values()))
+        batch = next(iter(prepared.shapes.values()))
         assert row["flops_ratio"] == count_flops(slim, batch) / count_flops(prepared.model, batch)
 
 
@@ -108,13 +106,13 @@ def test_baselines_that_cut_no_heads_are_judged_beside_the_others(recipe_file: P
     assert list(rows) == [("his", "none"), *((name, "none") for name in JUDGED_ONLY), ("his", "least_squares")]
     fields = recipe.model_dump()
     fields["calibration"] |= {"seed": 1}
-    resolved = resolve(PruningRecipe(**fields))
-    prepared, evaluation = resolved.prepared, resolved.evaluation
+    resolved = load_job(PruningRecipe(**fields))
+    prepared, evaluation = resolved, resolved.rows.evaluation
     model, sites = prepared.model, prepared.modules
     dense = predict(model, evaluation)
-    taylor = collect_statistics(model, prepared.rows.calibration, sites, needs=["channel_taylor"])["channel_taylor"]
+    taylor = collect_statistics(model, prepared.rows.score, sites, needs=["channel_taylor"])["channel_taylor"]
     stay = select_channels(taylor, sites, heads=0.5, constraints=Constraints())
-    unlabelled = by_length(prepared.rows.compensation, config=model.config)
+    unlabelled = by_length(prepared.rows.refit, config=model.config)
     bases, targets = collect_bases(model, unlabelled, sites), predict(model, unlabelled)
     found = {}
     with masked_channels(model, sites, stay):
@@ -348,16 +346,16 @@ def test_a_compensated_criterion_without_compensation_is_warned_about(
     recipe_file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     fields = {"prune.criterion": "hies-compensated"}
-    resolve(PruningRecipe.from_yaml(recipe_file, fields))
+    load_job(PruningRecipe.from_yaml(recipe_file, fields))
     assert not caplog.records
-    resolve(PruningRecipe.from_yaml(recipe_file, fields | {"prune.compensation": None}))
+    load_job(PruningRecipe.from_yaml(recipe_file, fields | {"prune.compensation": None}))
     assert "nothing makes up for them; add compensation" in caplog.text
 
 
 def test_another_seed_draws_other_rows_for_the_same_model(recipe_file: Path) -> None:
-    first = resolve(PruningRecipe.from_yaml(recipe_file))
-    again = resolve(PruningRecipe.from_yaml(recipe_file, {"calibration.seed": 5}), loaded=first)
-    assert again.prepared.model is first.prepared.model
-    assert again.evaluation is first.evaluation
-    ids = [found.prepared.rows.calibration[0]["input_ids"] for found in (first, again)]
+    first = load_job(PruningRecipe.from_yaml(recipe_file))
+    again = load_job(PruningRecipe.from_yaml(recipe_file, {"calibration.seed": 5}), like=first)
+    assert again.model is first.model
+    assert again.rows.evaluation is first.rows.evaluation
+    ids = [found.rows.score[0]["input_ids"] for found in (first, again)]
     assert not torch.equal(*ids)

@@ -20,9 +20,8 @@ from hies_export.lab.sweep.grid import COMPENSATIONS, SweepGrid, compensation_of
 from hies_export.lab.sweep.stopwatch import LatencyRequest
 from hies_export.lab.sweep.sweep import sweep
 from hies_export.pipeline.choose import choose
-from hies_export.pipeline.resolve import resolve
-from hies_export.pipeline.stages import cut_beside
-from hies_export.progress import Silent
+from hies_export.pipeline.load_job import load_job
+from hies_export.pipeline.stages import calibrate, cut_beside
 
 pytestmark = pytest.mark.filterwarnings("ignore::hies_export.slim.refit.FewTokensWarning")
 
@@ -77,17 +76,17 @@ def test_rows_are_what_a_run_of_each_finds(recipe_file: Path, swept: Path, crite
         == (criterion, compensation, "attention+mlp", 0.7)
     )
     recipe = PruningRecipe.from_yaml(recipe_file, {"prune.criterion": criterion})
-    resolved = resolve(recipe)
-    prepared, evaluation = resolved.prepared, resolved.evaluation
-    plan = choose(prepared, recipe.prune, progress=Silent()).plan
+    resolved = load_job(recipe)
+    prepared, evaluation = resolved, resolved.rows.evaluation
+    plan = choose(prepared, calibrate(prepared)).plan
     assert (row["heads_removed"], row["neurons_removed"]) == (plan.removed, plan.removed_neurons)
     slim = prune_units(prepared.model, plan, prepared.modules)
     how = compensation_of(compensation, None)
     if how is not None:
-        compensate(prepared.model, slim, plan, prepared.modules, prepared.rows.compensation, how)
+        compensate(prepared.model, slim, plan, prepared.modules, prepared.rows.refit, how)
     dense, found = predict(prepared.model, evaluation), predict(slim, evaluation)
     assert row["stability"] == share_same(dense, found)
-    batch = next(iter(prepared.measured.values()))
+    batch = next(iter(prepared.shapes.values()))
     assert row["flops_ratio"] == pytest.approx(count_flops(slim, batch) / count_flops(prepared.model, batch))
 
 
@@ -212,5 +211,5 @@ def cut_models() -> Iterator[list[Any]]:
         return found[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hies_export.pipeline.search.cut_beside", keep)
+        patch.setattr("hies_export.pipeline.stages.cut_beside", keep)
         yield found

@@ -1,17 +1,16 @@
-"""Write a comparison as one row of report.json's `latency`, and mark rows that contradict others."""
+"""Write times of two models as rows of report.json's `latency`, and mark rows that contradict others."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from pydantic import ConfigDict
 
-from .counts import Both, FlopCount, Ratio, Shape, Size
-from .ratios import WIDEST_CONTROL, LatencyComparison, RowsTime, realised_share
-from .record import Record
-from .timing import Phase
+from .measure.counts import Both, FlopCount, Ratio, Shape, Size
+from .measure.record import Record
+from .time import WIDEST_CONTROL, Phase, Timed
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -24,10 +23,10 @@ class LatencyRow(Record):
         provider: Device or execution provider that both ran on, as the loaded runtime reports it.
         dtype: Dtype that they computed in; both, joined by " / ", if they differ.
         sequence: Tokens per row, as the attention sees them.
-        dense_ms, slim_ms: Median times.
-        ratio, ratio_low, ratio_high: Median of the paired ratios slim / dense, with a 95 % interval.
-        realised: Share of time saved / share of FLOPs saved; None for a decode step, or if no FLOPs were saved.
-        flops_ratio: FLOPs slim / dense; None for a decode step.
+        dense_ms, slim_ms: Median times; on rows, the mean times of a batch.
+        ratio, ratio_low, ratio_high: Ratio slim / dense, with a 95 % interval, as in `Timed`.
+        realised: Share of time saved / share of FLOPs saved; None without `flops_ratio`, or if no FLOPs were saved.
+        flops_ratio: FLOPs slim / dense; None for a decode step and on rows.
         tokens_per_second: Over all rows: new tokens in a decode step, tokens read in a prefill; else None.
         control_ratio, control_low, control_high: The same ratio of a second copy of the dense model to the first (A/A).
         noisy: Whether the control shows too much noise for the ratio to be trusted, or the row took longer than one
@@ -70,74 +69,59 @@ class LatencyRow(Record):
     peak_bytes: Both[Size] | None = None
     gpu_clock_mhz: float | None = None
 
-    @classmethod
-    def of(
-        cls,
-        found: LatencyComparison,
-        *,
-        runtime: str,
-        shape: Shape,
-        phase: Phase = "forward",
-        flops: FlopCount | None = None,
-    ) -> LatencyRow:
-        """Return a comparison as a row; without `flops`, `realised` and `flops_ratio` are None."""
-        dense, slim, batch = found.dense, found.slim, shape[0]
-        tokens = {"decode": batch, "prefill": batch * shape[1]}.get(phase)
-        speed = None if tokens is None else Both(1000 * tokens / dense.p50_ms, 1000 * tokens / slim.p50_ms)
-        return cls(
-            runtime=runtime,
-            provider=found.provider,
-            dtype=" / ".join(dict.fromkeys(found.dtypes)),
-            phase=phase,
-            batch=batch,
-            sequence=shape[1],
-            dense_ms=dense.p50_ms,
-            slim_ms=slim.p50_ms,
-            ratio=found.ratio.median,
-            ratio_low=found.ratio.low,
-            ratio_high=found.ratio.high,
-            realised=None if flops is None else realised_share(found.ratio.median, flops.ratio),
-            flops_ratio=None if flops is None else flops.ratio,
-            tokens_per_second=speed,
-            dense_p90_ms=dense.p90_ms,
-            dense_p99_ms=dense.p99_ms,
-            slim_p90_ms=slim.p90_ms,
-            slim_p99_ms=slim.p99_ms,
-            control_ratio=found.control.median,
-            control_low=found.control.low,
-            control_high=found.control.high,
-            noisy=found.noisy,
-            repeats=found.repeats,
-            loads=found.loads,
-            threads=found.threads,
-            cuda_graph=found.cuda_graph,
-            peak_bytes=None if found.peak_bytes is None else Both(*found.peak_bytes),
-            gpu_clock_mhz=found.clock_mhz,
-        )
 
-    @classmethod
-    def on_rows(cls, dense: RowsTime, slim: RowsTime, *, runtime: str, batch: int) -> LatencyRow:
-        """Return the times of two models on the rows of a data set as a row; times are means, `repeats` batches."""
-        return cls(
-            runtime=runtime,
-            provider=dense.provider,
-            dtype=" / ".join(dict.fromkeys((dense.dtype, slim.dtype))),
-            phase="rows",
-            batch=batch,
-            sequence=dense.tokens,
-            dense_ms=dense.ms,
-            slim_ms=slim.ms,
-            ratio=slim.ratio.median,
-            ratio_low=slim.ratio.low,
-            ratio_high=slim.ratio.high,
-            control_ratio=slim.control.median,
-            control_low=slim.control.low,
-            control_high=slim.control.high,
-            noisy=slim.noisy,
-            repeats=dense.batches,
-            loads=dense.loads,
-            threads=dense.threads,
-        )
+def latency_rows(timed: Sequence[Timed], flops: Mapping[Shape, FlopCount]) -> list[LatencyRow]:
+    """Return the times of two forms, as `time` gives them, as rows; without FLOPs, `realised` is None.
+
+    The time of a decode step depends on memory rather than FLOPs: it reads all weights to compute one token.
+    """
+    return with_contradictions(
+        [
+            _row(dense, slim, None if dense.phase == "decode" else flops.get(dense.shape))
+            for dense, slim in zip(timed[::2], timed[1::2], strict=True)
+        ]
+    )
+
+
+def _row(dense: Timed, slim: Timed, flops: FlopCount | None) -> LatencyRow:
+    batch, sequence = dense.shape
+    tokens = {"decode": batch, "prefill": batch * sequence}.get(dense.phase)
+    peaks = dense.peak_bytes, slim.peak_bytes
+    return LatencyRow(
+        runtime="" if dense.form is None else dense.form.runtime,
+        provider=dense.provider,
+        dtype=" / ".join(dict.fromkeys((dense.dtype, slim.dtype))),
+        phase=dense.phase,
+        batch=batch,
+        sequence=sequence,
+        dense_ms=dense.ms,
+        slim_ms=slim.ms,
+        ratio=slim.ratio,
+        ratio_low=slim.low,
+        ratio_high=slim.high,
+        realised=None if flops is None else realised_share(slim.ratio, flops.ratio),
+        flops_ratio=None if flops is None else flops.ratio,
+        tokens_per_second=None if tokens is None else Both(1000 * tokens / dense.ms, 1000 * tokens / slim.ms),
+        dense_p90_ms=dense.p90_ms,
+        dense_p99_ms=dense.p99_ms,
+        slim_p90_ms=slim.p90_ms,
+        slim_p99_ms=slim.p99_ms,
+        control_ratio=dense.ratio,
+        control_low=dense.low,
+        control_high=dense.high,
+        noisy=dense.noisy,
+        repeats=dense.repeats,
+        loads=dense.loads,
+        threads=dense.threads,
+        cuda_graph=dense.cuda_graph,
+        peak_bytes=None if peaks[0] is None or peaks[1] is None else Both(peaks[0], peaks[1]),
+        gpu_clock_mhz=dense.clock_mhz,
+    )
+
+
+def realised_share(latency_ratio: float, flops_ratio: float) -> float | None:
+    """Return the share of time saved / the share of FLOPs saved; None if no FLOPs were saved."""
+    return None if flops_ratio == 1 else (1 - latency_ratio) / (1 - flops_ratio)
 
 
 def with_contradictions(rows: Sequence[LatencyRow]) -> list[LatencyRow]:

@@ -1,13 +1,13 @@
-"""Resolve a recipe: load the model and the rows that it names, and check that they allow what it asks for.
+"""Make the `Job` of a recipe: load the model and the rows that it names, and check that they allow what it asks for.
 
-Cheap checks come first, so that an impossible request fails early. No stage after this one sees the recipe: each takes
-its own sections of it, and what was decided here.
+Cheap checks come first, so that an impossible request fails early. No stage after this one sees the recipe.
 """
 
 from __future__ import annotations
 
 import filecmp
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from .. import processes
 from ..checkpoint.classes import load_config, refuse_quantised
-from ..checkpoint.load import Source, check_device_map, load_dense, source_of, task_class
+from ..checkpoint.load import check_device_map, load_dense, source_of, task_class
 from ..checkpoint.save import check_in_sentence_transformers
 from ..checkpoint.sentence import cross_encoder_of, encoder_class, load_encoder, settings_of
 from ..data.batches import Batch, by_length, check_one_size, is_of_documents, samples_of
@@ -34,141 +34,117 @@ from ..evaluate.ranking import RowsKind
 from ..forms.cascade.cascade import check_classes
 from ..forms.cascade.export import CascadeOptions
 from ..forms.cascade.threshold import check_rows
-from ..forms.measure.timing import Timing
 from ..forms.measured import MeasureOptions
-from ..forms.on_rows import ROWS
 from ..forms.runtimes.available import RUNTIMES, check_dtypes, check_one_graph, check_runtime
 from ..forms.runtimes.base import GPU_HALF_STEP
+from ..forms.time import ROWS
 from ..kinds import MLP
 from ..model.text_encoder import SentenceSettings, TextEncoder
-from ..recipe.sections import ExportSection
+from ..progress import SILENT, Progress
 from ..report.provenance import Request
 from ..slim.config import is_slim
 from ..tasks import TASKS, FeatureExtraction, Task, TextGeneration
 from .draw import Drawn, Draws, Promise, Splits, draw, evaluated, hold_out
-from .prepare import Judged, Prepared, Rows, check_apart, check_options, prepare
+from .job import Job, Rows, check_apart, check_job, make_job, promised_metric
 from .recipe import PruneSection, PruningRecipe
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Benchmarks:
-    """Names or files of lm-eval's tasks, how many documents of each, and how many go through the model at once."""
-
-    tasks: tuple[str, ...]
-    samples: int | None
-    batch_size: int
-
-
-@dataclass(frozen=True)
-class Resolved:
-    """The loaded model and rows of a recipe, and what it asks for."""
-
-    request: Request
-    splits: Splits
-    prepared: Prepared
-    options: PruneSection
-    evaluation: list[Batch]  # shortest samples first
-    evaluation_of: int  # samples that the evaluation split has
-    in_order: Callable[[int], list[Batch]]  # the same samples as they come, in batches of a size
-    measure: MeasureOptions
-    benchmarks: Benchmarks
-    source: Source
-    cascade: CascadeOptions | None = None
-    shares: tuple[float, ...] = ()  # of the FLOPs, to choose the cascade's size among
-
-
-def resolve(
+def load_job(
     recipe: PruningRecipe,
     *,
     options: PruneSection | None = None,
     draws: Draws | None = None,
-    loaded: Resolved | None = None,
+    like: Job | None = None,
     criteria: Sequence[str] | None = None,
     runtimes: tuple[str, ...] | None = None,
-) -> Resolved:
+    progress: Progress = SILENT,
+) -> Job:
     """Load model and rows, and check that the recipe can be run; every argument is by default what the recipe says.
 
-    All `criteria` must suit the model. A model that is already `loaded` is not read again.
+    All `criteria` must suit the model. A job that is `like` this one lends its model and its evaluation rows.
     """
+    began = time.monotonic()
+    progress.stage("load the model and the data")
     options = options or recipe.options
-    found = _Found.of(recipe)
+    found = _Checkpoint.of(recipe)
     config, task = found.config, _task(recipe, found)
     metrics = _metrics(recipe, task)
     names = _checked_runtimes(recipe, runtimes_of(recipe, runtimes))
-    measure = MeasureOptions(_ways(recipe, names), _timing(recipe))
     check_device_map(recipe.device_map)
     processor = found.processor(TASKS[recipe.task])
     task = _to_read(task, recipe, found, processor, metrics)
-    judged = Judged(metrics, task)
-    promised = 0 if recipe.cascade is None else recipe.cascade.samples
     load = partial(task.load, name=recipe.data.name, files=recipe.data.files)
+    promised = 0 if recipe.cascade is None else recipe.cascade.samples
     splits, own = splits_of(recipe), Draws.of(options, recipe.calibration, promised=promised)
-    splits = splits if draws else hold_out(splits, _promise(recipe, own, judged), load)
+    splits = splits if draws else hold_out(splits, _promise(recipe, own, task, metrics), load)
     draws = draws or own
     drawn = draw(splits, load, options, draws)
-    if loaded is None:
+    if like is None:
         rows = evaluated(splits, load)
         model = found.load(dtype=recipe.dtype, device_map=recipe.device_map)
         found.check(model, processor)
     else:
-        model = loaded.prepared.model
+        model = like.model
     if task.text:
         settle_padding(model, getattr(processor, "tokenizer", processor))
     task.config = model.config
-    prepared = prepare(
+    batches = _batches(recipe, task, drawn)
+    if like is None:
+        batches = replace(
+            batches,
+            evaluation=_shortest_first(task, rows, splits.evaluation.batch_size),
+            evaluation_of=taken_from(rows),
+            in_order=_in_order(task, rows),
+            splits=splits,
+        )
+    else:
+        kept = {name: getattr(like.rows, name) for name in ("evaluation", "evaluation_of", "in_order", "splits")}
+        batches = replace(batches, **kept)
+    job = make_job(
         model,
-        _batches(recipe, task, drawn),
-        kinds=options.modules,
-        towers=options.towers,
-        processor=processor,
+        batches,
+        options,
         task=task,
-        judged=judged,
         shapes=recipe.measure.shapes,
-        timed=options.goal.timed,
-        deploys=recipe.deploy is not None,
+        deploy=recipe.deploy,
+        processor=processor,
+        metrics=metrics,
         export=recipe.export,
-        timing=_timing(recipe),
-        seed=recipe.calibration.seed,
-    )
-    options = _aligned(options, prepared, recipe.export)
-    check_options(prepared, options, criteria=criteria)
-    cascade = _cascade(recipe, prepared)
-    evaluation = loaded.evaluation if loaded else _shortest_first(task, rows, splits.evaluation.batch_size)
-    if task.images and not task.text:
-        check_one_size([*prepared.rows.calibration, *prepared.rows.held_out, *prepared.rows.compensation, *evaluation])
-    if not check_apart(prepared, options, evaluation, cascades=recipe.cascade is not None):
-        _warn_of_one_source(recipe, splits)
-    if loaded is not None:
-        return replace(loaded, prepared=prepared, options=options)
-    return Resolved(
-        request=requested(recipe, splits),
-        splits=splits,
-        prepared=prepared,
-        options=options,
-        evaluation=evaluation,
-        evaluation_of=taken_from(rows),
-        in_order=_in_order(task, rows),
-        measure=measure,
-        benchmarks=Benchmarks(splits.evaluation.lm_eval, splits.evaluation.samples, splits.evaluation.batch_size),
-        source=source_of(model, found.encoder, config, asked=recipe.save_dtype or recipe.dtype, **found.hub),
-        cascade=cascade,
+        measure=MeasureOptions(_ways(recipe, names), recipe.measure.repeats, recipe.measure.min_seconds),
+        evaluation=splits.evaluation,
+        cascade=_cascade(recipe, model, batches),
         shares=recipe.shares,
+        source=like.source if like else _source(recipe, found, model, config),
+        asked=requested(recipe, splits),
+        seed=recipe.calibration.seed,
+        began=began,
+        progress=progress,
     )
+    job = check_job(_aligned(job), criteria=criteria)
+    if task.images and not task.text:
+        check_one_size([*batches.score, *batches.held_out, *batches.refit, *batches.evaluation])
+    if not check_apart(job):
+        _warn_of_one_source(recipe, splits)
+    return job
 
 
-def _aligned(options: PruneSection, prepared: Prepared, export: ExportSection) -> PruneSection:
-    """Return options that keep the widths that a GPU multiplies fast in half precision, unless they say which."""
-    model, half = prepared.model, (torch.float16, torch.bfloat16)
+def _source(recipe: PruningRecipe, found: _Checkpoint, model: PreTrainedModel, config: Any) -> Any:
+    return source_of(model, found.encoder, config, asked=recipe.save_dtype or recipe.dtype, **found.hub)
+
+
+def _aligned(job: Job) -> Job:
+    """Return a job that keeps the widths that a GPU multiplies fast in half precision, unless it says which."""
+    model, export, half = job.model, job.export, (torch.float16, torch.bfloat16)
     on_gpu = model.device.type == "cuda" and model.dtype in half
     for_gpu = export.provider != "cpu" and export.dtype == "float16"
-    widths = [module.units for module in prepared.modules if module.kind == MLP]
-    asked = options.multiple_of
+    widths = [module.units for module in job.modules if module.kind == MLP]
+    asked = job.options.multiple_of
     if asked.neurons is not None or not (on_gpu or for_gpu) or any(width % GPU_HALF_STEP for width in widths):
-        return options
+        return job
     aligned = asked.model_copy(update={"neurons": GPU_HALF_STEP})
-    return options.model_copy(update={"multiple_of": aligned})
+    return replace(job, options=job.options.model_copy(update={"multiple_of": aligned}))
 
 
 def _batches(recipe: PruningRecipe, task: Task, drawn: Drawn) -> Rows:
@@ -176,11 +152,11 @@ def _batches(recipe: PruningRecipe, task: Task, drawn: Drawn) -> Rows:
     size = recipe.calibration.batch_size
     held_out = _shortest_first(task, drawn.held_out, size)
     return Rows(
-        calibration=task.read(drawn.scoring, size=size),
+        score=task.read(drawn.scoring, size=size),
         held_out=held_out,
-        compensation=task.read(drawn.compensation, size=size, use="refit"),
+        refit=task.read(drawn.compensation, size=size, use="refit"),
         # The cascades of `deploy` keep the promise that its cuts keep.
-        promised=_shortest_first(task, drawn.promised, size) if recipe.deploy is None else held_out,
+        promise=_shortest_first(task, drawn.promised, size) if recipe.deploy is None else held_out,
     )
 
 
@@ -209,10 +185,10 @@ def splits_of(recipe: PruningRecipe) -> Splits:
     return Splits(recipe.data, recipe.calibration, recipe.evaluation, recipe.held_out)
 
 
-def _promise(recipe: PruningRecipe, draws: Draws, judged: Judged) -> Promise | None:
+def _promise(recipe: PruningRecipe, draws: Draws, task: Task, metrics: Sequence[str]) -> Promise | None:
     """Return the promise of a recipe, and how many rows it takes; None if it makes none."""
-    keep, classifies = recipe.goal.keep, TASKS[recipe.task].cascades and judged.task.predicts == "classes"
-    metric = None if keep is None else judged.promised(keep.metric, _kind_of_rows(recipe))
+    keep, classifies = recipe.goal.keep, task.cascades and task.predicts == "classes"
+    metric = None if keep is None else promised_metric(metrics, keep.metric, _kind_of_rows(recipe))
     return Promise.of(recipe, draws, metric=metric, classifies=classifies)
 
 
@@ -225,13 +201,13 @@ def requested(recipe: PruningRecipe, splits: Splits | None = None) -> Request:
     return Request(fields, recipe.inputs, Path(recipe.output))
 
 
-def _cascade(recipe: PruningRecipe, prepared: Prepared) -> CascadeOptions | None:
+def _cascade(recipe: PruningRecipe, model: PreTrainedModel, rows: Rows) -> CascadeOptions | None:
     """Return the cascade that a recipe asks for, after checking that the model and the rows allow its promise."""
     if (asked := recipe.cascade) is None:
         return None
     confidence = confidence_of_each(len(recipe.shares))
-    check_classes(prepared.model)
-    check_rows(samples_of(prepared.rows.promised), asked.disagreement, confidence)
+    check_classes(model)
+    check_rows(samples_of(rows.promise), asked.disagreement, confidence)
     return CascadeOptions(
         disagreement=asked.disagreement,
         confidence=confidence,
@@ -243,7 +219,7 @@ def _cascade(recipe: PruningRecipe, prepared: Prepared) -> CascadeOptions | None
 
 def rows_in_order(recipe: PruningRecipe) -> Callable[[int], list[Batch]]:
     """Return a function of a batch size that gives batches of the first 512 evaluation rows, in their order."""
-    found = _Found.of(recipe)
+    found = _Checkpoint.of(recipe)
     task = _to_read(_task(recipe, found), recipe, found, found.processor(TASKS[recipe.task]))
     rows = evaluated(splits_of(recipe), partial(task.load, name=recipe.data.name, files=recipe.data.files))
     return _in_order(task, rows)
@@ -251,7 +227,7 @@ def rows_in_order(recipe: PruningRecipe) -> Callable[[int], list[Batch]]:
 
 def refit_rows(recipe: PruningRecipe) -> list[Batch]:
     """Return batches of the rows that a recipe refits on if it holds none out, without loading its model."""
-    found = _Found.of(recipe)
+    found = _Checkpoint.of(recipe)
     task = _to_read(_task(recipe, found), recipe, found, found.processor(TASKS[recipe.task]))
     load = partial(task.load, name=recipe.data.name, files=recipe.data.files)
     draws = replace(Draws.of(recipe.options, recipe.calibration), held_out=0, apart=False)
@@ -265,7 +241,7 @@ def _in_order(task: Task, rows: datasets.Dataset) -> Callable[[int], list[Batch]
     return lambda size: [batch for batch in task.read(first, size=size, use="time") if not is_of_documents(batch)]
 
 
-def _task(recipe: PruningRecipe, found: _Found) -> Task:
+def _task(recipe: PruningRecipe, found: _Checkpoint) -> Task:
     """Return the task of a model, which knows which predictions a recipe takes for the same."""
     if found.settings is not None:
         return FeatureExtraction(found.config, settings=found.settings)
@@ -299,10 +275,6 @@ def _kind_of_rows(recipe: PruningRecipe) -> RowsKind | None:
     if not TASKS[recipe.task].embeds:
         return None
     return "queries" if data.query is not None else "texts" if data.label is None else "pairs"
-
-
-def _timing(recipe: PruningRecipe) -> Timing:
-    return Timing(repeats=recipe.measure.repeats, min_seconds=recipe.measure.min_seconds)
 
 
 def runtimes_of(recipe: PruningRecipe, wanted: tuple[str, ...] | None = None) -> tuple[str, ...]:
@@ -342,7 +314,7 @@ def _ways(recipe: PruningRecipe, names: Sequence[str]) -> tuple[tuple[str, str |
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Checkpoint:
     """The checkpoint of a recipe: where its files are, its config and class, and how it embeds texts, if it does."""
 
     encoder: str | Path
@@ -353,7 +325,7 @@ class _Found:
     pairs: SentenceSettings | None = None  # how a CrossEncoder reads them
 
     @classmethod
-    def of(cls, recipe: PruningRecipe) -> _Found:
+    def of(cls, recipe: PruningRecipe) -> _Checkpoint:
         """Find the checkpoint, and check that its class fits the task."""
         hub: dict[str, Any] = {} if recipe.revision is None else {"revision": recipe.revision}
         if not TASKS[recipe.task].embeds:
@@ -391,7 +363,9 @@ class _Found:
         return load_dense(self.encoder, self.model_class, dtype=dtype, device_map=device_map, **self.hub)
 
 
-def _to_read(task: Task, recipe: PruningRecipe, found: _Found, processor: Any, metrics: Sequence[str] = ()) -> Task:
+def _to_read(
+    task: Task, recipe: PruningRecipe, found: _Checkpoint, processor: Any, metrics: Sequence[str] = ()
+) -> Task:
     """Return the task that reads the columns of a recipe, to be judged by these metrics."""
     columns = recipe.data
     if columns.max_length is None and found.pairs is not None:

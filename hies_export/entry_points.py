@@ -1,0 +1,61 @@
+"""Tables of what has a name, to which other packages add by their entry points."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from types import MappingProxyType
+from typing import TypeVar
+
+from .errors import RequestError
+
+T = TypeVar("T")
+
+
+class Registry(UserDict[str, T]):
+    """What is registered by name, here or by the module that an entry point of that name gives.
+
+    The module is imported when the name is first looked up. Names can be listed without an import.
+    """
+
+    def __init__(self, group: str, modules: Mapping[str, str] = MappingProxyType({})):
+        """Make a table for the entry points `hies_export.GROUP`; `modules` are those of this package, by name."""
+        super().__init__()
+        self._group, self._modules = f"hies_export.{group}", modules
+
+    @cached_property
+    def _points(self) -> dict[str, EntryPoint]:
+        return {point.name: point for point in entry_points(group=self._group)}
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.data or name in self._modules or name in self._points
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys([*self._modules, *self.data, *self._points]))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __missing__(self, name: str) -> T:
+        if name in self._modules:
+            import_module(f"hies_export.{self._modules[name]}")
+        elif name not in self._points:
+            raise KeyError(name)
+        else:
+            point = self._points[name]
+            try:
+                point.load()
+            except Exception as error:
+                raise self._refusal(point, f"fails: {error}") from error
+            if name not in self.data:
+                raise self._refusal(point, f"registers {', '.join(self.data) or 'nothing'}")
+        return self.data[name]
+
+    def _refusal(self, point: EntryPoint, what: str) -> RequestError:
+        return RequestError(
+            f"the entry point {point.name} of {self._group} must import what registers that name, but {point.value} "
+            f"{what}; correct or uninstall its package"
+        )

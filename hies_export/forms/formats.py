@@ -1,0 +1,187 @@
+"""The formats that a model is exported to, what an export is, and which export a runtime reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..entry_points import Registry
+from ..recipe.sections import ExportSection
+from .runtimes.base import RUNTIMES
+from .traces import Traces
+
+
+@dataclass(frozen=True)
+class Export:
+    """A model in files that agree with it.
+
+    Attributes:
+        format: A name in `FORMATS`.
+        folder: The folder, with the model, its config.json and the processor's files.
+        file: What a runtime loads, such as `model.onnx`. Of a vision-language model in ONNX it is the decoder,
+            `decoder_model_merged.onnx`.
+        files: Names of all files of the model but those of weights beside a graph; a vision-language model in ONNX also
+            has `vision_encoder.onnx` and `embed_tokens.onnx`.
+        bytes: Size of the model in bytes, weights included.
+        how: The options that it was made by.
+        max_abs: Largest absolute difference from what it was made of: the outputs of torch, or of the float32 graph for
+            fewer bits, or next-token probabilities in llama.cpp. None if it could not be run here.
+        checked_on: The runtime that it was compared on and that loads it; None if there is none.
+        inputs, outputs: Names of the inputs and outputs of `file`, where they have any.
+        facts: What else the format says. ONNX: `fused`, how often each of ONNX Runtime's own operators occurs. In fewer
+            bits: `layers`, the number of linear layers by dtype. GGUF: `architecture`, `types` (number of tensors by
+            the type that they are stored in) and `parity`. A cascade: `promise` and `shared_bytes`.
+    """
+
+    format: str
+    folder: Path
+    file: Path
+    files: tuple[str, ...]
+    bytes: int
+    how: ExportSection
+    max_abs: float | None = None
+    checked_on: str | None = None
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it takes a key/value cache as its inputs."""
+        return any(name.startswith("past_key_values.") for name in self.inputs)
+
+
+@dataclass(frozen=True)
+class Given:
+    """What every export of a run is made with.
+
+    Attributes:
+        sample: The batch that graphs are traced and compared on.
+        processor: The tokenizer or image processor that is saved beside the model, or in its file.
+        rows: Batches that weights in 4 bits are rounded by (without any, to nearest), and that 8 bits on OpenVINO are
+            calibrated on.
+        traces: The graphs that were traced; those of further cuts of a model are made of them.
+    """
+
+    sample: Mapping[str, Tensor]
+    processor: Any = None
+    rows: Sequence[Mapping[str, Tensor]] = ()
+    traces: Traces = field(default_factory=Traces, repr=False, compare=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """A format of files, under its name in `FORMATS`.
+
+    Attributes:
+        title: What messages call an export, with its article.
+        require: Raises MissingRuntimeError, which says what to install, if a package is missing.
+        check: Refuses what has no such form, before any work, by a RequestError. It takes (model, how, given), and
+            whether layers may keep different numbers of units (`uneven`), or none (`skips`).
+        write: Exports a model. It takes (model, folder, how, given) and `overwrite`, and keeps only what it has
+            compared with the model.
+        quantize: Makes an export in fewer bits of one by the unquantised options; it takes (export, folder, how,
+            given). None if there is no such form.
+        dtypes: The dtypes that weights can be stored in.
+        hub_folder: The folder of a checkpoint in which tools look for it; None if they do not.
+        hub_names: Bits -> the names under which tools look for a file in these bits, if not its own.
+    """
+
+    title: str
+    require: Callable[[], Any]
+    check: Callable[..., None]
+    write: Callable[..., Export]
+    quantize: Callable[[Export, Path, ExportSection, Given], Export] | None = None
+    dtypes: tuple[str, ...] = ("float32",)
+    hub_folder: str | None = None
+    hub_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+FORMATS: Registry[Format] = Registry(
+    "formats", {"onnx": "forms.onnx.quantize", "openvino": "forms.openvino.export", "gguf": "forms.gguf.export"}
+)
+
+
+@dataclass(frozen=True)
+class Exporter:
+    """Exports models with the same rows and processor, by the options of a run or by others."""
+
+    options: ExportSection
+    given: Given
+
+    def export(
+        self, model: PreTrainedModel, folder: Path, options: ExportSection | None = None, *, overwrite: bool = False
+    ) -> Export:
+        """Export a model into a folder, by other options if they are given."""
+        how = options or self.options
+        return FORMATS[how.format].write(model, folder, how, self.given, overwrite=overwrite)
+
+    def quantize(self, exported: Export, folder: Path, options: ExportSection) -> Export:
+        """Quantise an export into a new folder; an ExportError where the cut has left only small layers."""
+        quantize = FORMATS[options.format].quantize
+        assert quantize is not None
+        return quantize(exported, folder, options, self.given)
+
+
+def export_options(
+    format: str = "onnx", provider: str = "cpu", dtype: str = "float32", quantize: str | None = None
+) -> ExportSection:
+    """Return the options of an export that no recipe asks for; what writes it refuses those that it does not know."""
+    fields: dict[str, Any] = {"format": format, "provider": provider, "dtype": dtype, "quantize": quantize}
+    return ExportSection.model_construct(**fields)
+
+
+def best_for(runtime: str, dtype: str) -> ExportSection:
+    """Return the options of the export that a runtime computes fastest in a dtype."""
+    return read_by(export_options(provider=RUNTIMES[runtime].fused_for), runtime, dtype)
+
+
+def read_by(options: ExportSection, runtime: str, dtype: str | None = None) -> ExportSection:
+    """Return the options of the export that a runtime reads to compute in `dtype`, by default the export's own.
+
+    It is stored in float32 if the runtime's format does not know the dtype.
+    """
+    known = RUNTIMES[runtime]
+    if dtype is not None and dtype in known.calibrated:
+        return export_options(known.calibrated[dtype], quantize=dtype)
+    stored = options.dtype if dtype is None else known.exported_in(dtype)
+    stored = stored if stored in FORMATS[known.format].dtypes else "float32"
+    return export_options(known.format, options.provider, stored)
+
+
+def runtime_of(how: ExportSection, bits: str | None = None) -> str | None:
+    """Return the first runtime that reads an export, if possible one that computes in these bits; None without one."""
+    able = [name for name, one in RUNTIMES.items() if how.format in one.formats() and one.fused_for == how.provider]
+    return next((name for name in able if bits in RUNTIMES[name].bits), able[0] if able else None)
+
+
+def export_formats(options: ExportSection, runtimes: Iterable[str], dtypes: Collection[str | None] = ()) -> list[str]:
+    """Return the formats that a run exports to, for itself or for a runtime that computes in some dtypes."""
+    found = [options.unquantized.format, options.format]
+    for runtime in (RUNTIMES[name] for name in runtimes if not RUNTIMES[name].reads_models):
+        found += [runtime.format, *(of for dtype, of in runtime.calibrated.items() if dtype in dtypes)]
+    return list(dict.fromkeys(found))
+
+
+def require_exporters(formats: Iterable[str]) -> None:
+    """Refuse, by a MissingRuntimeError, formats whose packages are not installed."""
+    for name in formats:
+        FORMATS[name].require()
+
+
+def check_exports(
+    formats: Iterable[str], model: PreTrainedModel, exporter: Exporter, *, uneven: bool, skips: bool = False
+) -> None:
+    """Refuse, before anything is computed, a dense model or tokenizer that cannot be exported as requested.
+
+    `uneven` says whether layers may keep different numbers of units, and `skips` whether they may keep none. Raises
+    RequestError.
+    """
+    for name in formats:
+        how = exporter.options if name == exporter.options.format else export_options(name)
+        FORMATS[name].check(model, how, exporter.given, uneven=uneven, skips=skips)

@@ -1,0 +1,131 @@
+"""Judge forms by their own predictions, and write what was judged and timed as report.json has it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from pydantic import FiniteFloat
+
+from ..evaluate.judge import Judge
+from ..progress import SILENT, Progress
+from .form import Form
+from .measure.counts import Ratio, Share, Size
+from .time import Phase, Timed, ratios
+
+
+@dataclass(frozen=True)
+class FormTime:
+    """The time of a form at a shape, and its ratio to the first form's with a 95 % interval, as in `Timed`."""
+
+    batch: int
+    sequence: int
+    phase: Phase
+    ms: FiniteFloat
+    ratio: Ratio
+    ratio_low: Ratio
+    ratio_high: Ratio
+    noisy: bool
+
+    def __post_init__(self) -> None:
+        if self.ratio_low > self.ratio_high:
+            raise ValueError(f"ratio_low must be at most ratio_high, got {self.ratio_low} and {self.ratio_high}")
+
+    @classmethod
+    def of(cls, timed: Timed) -> FormTime:
+        """Return a time as report.json has it."""
+        return cls(*timed.shape, timed.phase, timed.ms, timed.ratio, timed.low, timed.high, timed.noisy)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """A form, judged on the evaluation rows and timed beside the others: an entry of `details.forms` in report.json.
+
+    Attributes:
+        model: "dense", "slim", or "cascade": the slim one, and the dense one for the rows that it is unsure of.
+        runtime: Name of the runtime.
+        bits: What its linear layers are computed in: "float32", "bfloat16", "float16" or "int8"; for a cascade, its
+            slim part's.
+        bytes: Size of the exported file; None if the runtime reads no export.
+        quality: The first metric.
+        metrics: All metrics, by name.
+        stability: Share of predictions that equal the dense model's.
+        stability_low, stability_high: Ends of its 95 % interval.
+        times: A row for each shape and phase; of a form that is no candidate to deploy, for the first one only. For the
+            first form, its control's.
+        kept, at_least: If something is promised, the share that is kept on the held-out rows, as in `Judge.kept`, and
+            the lower end of its 95 % interval.
+    """
+
+    model: Literal["dense", "slim", "cascade"]
+    runtime: str
+    bits: str
+    bytes: Size | None
+    quality: float
+    stability: Share
+    times: list[FormTime]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    stability_low: Share | None = None
+    stability_high: Share | None = None
+    kept: Ratio | None = None
+    at_least: Ratio | None = None
+
+
+def judge(
+    forms: Sequence[Form], rows: Judge, held_out: Judge | None = None, *, progress: Progress = SILENT
+) -> list[Judged]:
+    """Judge what forms predict themselves; `times` is empty. `held_out` judges what is promised, if anything is."""
+    judged = []
+    for form in forms:
+        progress.stage(f"evaluate the {form.model} model on {form.runtime} in {form.bits}")
+        predictions = form.predict(rows.batches, rows.task)
+        quality, (low, high) = rows.of(predictions), rows.agreement_ends(predictions)
+        promised = None if held_out is None else held_out.kept(form.predict(held_out.batches, held_out.task))
+        kept, at_least = promised or (None, None)
+        judged.append(
+            Judged(
+                model=form.model,  # type: ignore[arg-type]  # one of a run
+                runtime=form.runtime,
+                bits=str(form.bits),
+                bytes=form.bytes,
+                quality=quality.metrics[rows.metrics[0]],
+                metrics=quality.metrics,
+                stability=quality.stability,
+                times=[],
+                stability_low=low,
+                stability_high=high,
+                kept=kept,
+                at_least=at_least,
+            )
+        )
+    return judged
+
+
+def with_times(judged: Sequence[Judged], timed: Sequence[Timed]) -> list[Judged]:
+    """Return what was judged of forms with the times that `time` gave of them."""
+    return [
+        replace(form, times=[FormTime.of(one) for one in timed[number :: len(judged)]])
+        for number, form in enumerate(judged)
+    ]
+
+
+def on_frontier(judged: Sequence[Judged], timed: Sequence[Timed]) -> list[int]:
+    """Return the forms than which no other is both faster and closer to the dense model, by the first time of each."""
+    found = list(zip(ratios(timed), (form.stability for form in judged), strict=True))
+    return [
+        number
+        for number, (time, same) in enumerate(found)
+        if not any((t <= time and s >= same) and (t, s) != (time, same) for t, s in found)
+    ]
+
+
+def deciding_step(forms: Sequence[Judged]) -> int | None:
+    """Return the first shape that was not too noisy to compare times at; None if all were, or there are no forms."""
+    steps = range(len(forms[0].times)) if forms else ()
+    return next((step for step in steps if not forms[0].times[step].noisy), None)
+
+
+def relative_times(forms: Sequence[Judged], step: int) -> list[float | None]:
+    """Return the times of forms at a step relative to the first form's, which counts as 1; None where unknown."""
+    return [1.0, *(form.times[step].ratio if step < len(form.times) else None for form in forms[1:])]

@@ -1,0 +1,475 @@
+"""Time forms beside each other: one loop, one bootstrap, one record.
+
+Models run in turns, the first one twice. Its second copy is the control, whose ratio to the first is noise. A ratio is
+uncertain because times vary between rounds, and because they vary between loaded copies of a model. Copies of one ONNX
+graph, loaded in one process, took 1.00 to 1.05 times as long as the first, consistently over all rounds (dev/LOG.md).
+So models are loaded several times, and the bootstrap resamples loads and copies as well as rounds.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+
+from ..data.batches import Batch
+from ..errors import NonFiniteError, RecipeError
+from ..progress import SILENT, Progress
+from .form import Form
+from .measure.counts import Shape
+from .measure.machine import gpu_facts
+from .runtimes.base import RUNTIMES, Runtime
+
+# What is timed: a forward pass (for models that generate: a prompt or one token), or a data set's rows in batches.
+Phase = Literal["forward", "prefill", "decode", "rows"]
+
+BOOTSTRAP_SAMPLES = 2000
+DRAWN_AT_A_TIME = 1 << 20
+# Times are noisy if the interval of their control misses 1 by more than NOISE_LIMIT, or is wider than WIDEST_CONTROL:
+# an interval such as [0.9, 1.1] contains 1, but also savings and losses of a tenth.
+NOISE_LIMIT = 0.02
+WIDEST_CONTROL = 0.1
+# How many rows are timed in each size of batch.
+ROWS = 512
+# Least number of batches of rows that are timed; fewer are run again.
+LEAST = 48
+# Batches of rows that a model runs after it was loaded, before it is timed; and one of each further shape.
+WARMUP = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """The time of a form at a shape, beside the first form, whose own ratio is its control's.
+
+    Attributes:
+        form: The form; None if the caller loaded the model.
+        shape: (batch, sequence); on rows, the sequence is the mean number of tokens.
+        phase: What was timed.
+        ms: Median time of a run; on rows, the mean of a batch.
+        p90_ms, p99_ms: Percentiles; None on rows, which differ in length.
+        ratio: Median of the paired ratios to the mean of the first form's copies; on rows, ratio of total times. Of the
+            first form, that of its second copy to its first (A/A), whose distance from 1 is noise.
+        low, high: 95 % interval of the ratio, over loads, copies and rounds.
+        noisy: Whether the control shows too much noise for a ratio at this shape to be trusted.
+        threads: CPU threads within an operator.
+        provider: Device or execution provider.
+        dtype: Dtype that the model computed in.
+        cuda_graph: Whether replays of a CUDA graph were timed.
+        repeats, loads: Number of timed runs, and of times the model was loaded.
+        peak_bytes: Peak device memory during a run; None on the CPU and on rows.
+        clock_mhz: The GPU's clock right after the last run; None on the CPU and on rows.
+    """
+
+    form: Form | None
+    shape: Shape
+    phase: Phase
+    ms: float
+    p90_ms: float | None
+    p99_ms: float | None
+    ratio: float
+    low: float
+    high: float
+    noisy: bool
+    threads: int
+    provider: str
+    dtype: str
+    cuda_graph: bool
+    repeats: int
+    loads: int
+    peak_bytes: int | None
+    clock_mhz: float | None
+
+
+class _Load(NamedTuple):
+    """The times of all models, then of the control, in ms, (rounds, models + 1), and the conditions of each model."""
+
+    times_ms: np.ndarray
+    facts: list[dict[str, Any]]
+
+
+def time(
+    forms: Sequence[Form],
+    batches: Mapping[Shape, Sequence[Mapping[str, Any]]],
+    *,
+    repeats: int = 10,
+    min_seconds: float = 0.0,
+    loads: int = 100,
+    decode: bool = False,
+    progress: Progress = SILENT,
+) -> list[Timed]:
+    """Time forms beside each other, interleaved over several loads.
+
+    All are loaded as often as the most demanding runtime needs, and the first one twice, as control. A shape with one
+    batch repeats it, and its ratio is the median of the paired ratios. A shape with several batches runs through them,
+    and its ratio is that of total times, so that rare expensive rows count as often as they occur. Each load runs a
+    part of them, with shapes warm, as in a server that has run for a while: OpenVINO compiles kernels for every new
+    shape.
+
+    Args:
+        forms: Models on any runtimes; ratios are to the first.
+        batches: Batches by (batch, sequence); see `rows_by_shape` for a data set's rows.
+        repeats: Least number of runs of a batch by each form, divided among the loads.
+        min_seconds: Continue beyond `repeats` until the runs of all forms at a shape add up to this many seconds.
+        loads: How often to load each, at most; fewer loads tell less of how copies of a model differ.
+        decode: Whether to time a decode step too, if all forms decode from a cache.
+        progress: Shows the loop.
+
+    Returns:
+        Shape by shape, and in it phase by phase ("prefill" and "decode" of models that generate), a value per form.
+
+    Raises:
+        RecipeError: repeats is below 1, min_seconds below 0, or forms differ in threads or, on one runtime, in provider
+            or use of CUDA graphs.
+        NonFiniteError: An output is NaN or infinite, which may change the time of a run.
+    """
+    check_repeats(repeats=repeats, min_seconds=min_seconds)
+    runtimes = dict.fromkeys(form.runtime for form in forms)
+    loads = min(loads, repeats, max(RUNTIMES[name].loads for name in runtimes))
+    loaded = [*forms, forms[0]]
+    runners: dict[int, Runtime] = {}
+    found: dict[tuple[Shape, Phase], list[_Load]] = {}
+    steps = [(load, shape) for load in range(loads) for shape in batches]
+    for load, shape in progress.track(steps, f"measure {', '.join(runtimes)}"):
+        if shape == next(iter(batches)):
+            runners.clear()
+            # The model that is loaded first tends to run fastest, so the order rotates.
+            runners.update({index: loaded[index].load() for index in balanced_order(len(loaded), 2 * load)})
+        given = batches[shape]
+        phases: list[Phase] = ["rows"] if len(given) > 1 else ["forward"]
+        if len(given) == 1 and all(runner.decodes for runner in runners.values()):
+            phases = ["prefill", "decode"] if decode and shape[1] > 1 else ["prefill"]
+        for phase in phases:
+            one = _run_in_turns(
+                [runners[index] for index in range(len(loaded))],
+                [given[place % len(given)] for place in range(load, max(LEAST, len(given)), loads)]
+                if phase == "rows"
+                else given,
+                phase,
+                repeats=math.ceil(repeats / loads),
+                min_seconds=min_seconds / loads,
+                warmup=2 if load else 5,  # the machine is warm by the second load
+                across=len(runtimes) > 1,
+            )
+            found.setdefault((shape, phase), []).append(one)
+    return [timed for (shape, phase), of_step in found.items() for timed in _compare(forms, shape, phase, of_step)]
+
+
+def compare_latency(
+    dense: Runtime,
+    slim: Runtime,
+    *,
+    batch: Mapping[str, Any],
+    phase: Phase = "forward",
+    control: Runtime | None = None,
+    repeats: int = 30,
+    warmup: int = 5,
+    min_seconds: float = 0.0,
+) -> tuple[Timed, Timed]:
+    """Time two loaded models as `time` does, interleaved in one process, with an A/A control.
+
+    This does not cover differences between loads, which `bench` does.
+
+    Args:
+        dense: The model that ratios are relative to.
+        slim: The model to compare with it.
+        batch: The batch to run, prepared once for each model.
+        phase: "forward" times one pass over all tokens; for a model that generates, this is called "prefill". "decode"
+            times one step on the last token, with the others in the cache.
+        control: The dense model loaded a second time; by default `dense` itself, which hides differences between
+            copies.
+        repeats: Least number of timed runs of each model; a multiple of 6 balances the order of three exactly.
+        warmup: Number of untimed runs before them. The outputs of the first are checked.
+        min_seconds: Continue beyond `repeats` until the timed runs of all models add up to this many seconds.
+
+    Returns:
+        The times of both models in ms; `ratio` is slim / dense with its interval, and of `dense` the control's.
+
+    Raises:
+        RecipeError: repeats is below 1, warmup or min_seconds below 0, the models run on different devices, threads or
+            kinds of graph, or phase is "decode" and a model has no cache.
+        NonFiniteError: An output is NaN or infinite, which may change the time of a run.
+
+    Examples:
+        >>> first, second = (load_runtime("torch", m) for m in (model, slim))
+        >>> dense, small = compare_latency(first, second, batch=batches[0], repeats=6)
+        >>> small.low <= small.ratio <= small.high
+        True
+    """
+    check_repeats(repeats=repeats, warmup=warmup, min_seconds=min_seconds)
+    runners = (dense, slim, control or dense)
+    if phase == "decode" and not all(runner.decodes for runner in runners):
+        raise RecipeError(
+            ["a decode step needs models that generate from a cache, and these do not: time the forward pass"]
+        )
+    how: dict[str, Any] = {"repeats": repeats, "min_seconds": min_seconds, "warmup": warmup}
+    one, other = _compare((None, None), shape_of(batch), phase, [_run_in_turns(runners, [batch], phase, **how)])
+    return one, other
+
+
+def check_repeats(**given: float) -> None:
+    """Refuse, by a RecipeError that lists all problems, repeats below 1, and warmup or min_seconds below 0."""
+    problems = [
+        f"{name} must be at least {least}, got {value}"
+        for name, value in given.items()
+        if value < (least := 1 if name == "repeats" else 0)
+    ]
+    if problems:
+        raise RecipeError(problems)
+
+
+def shape_of(batch: Mapping[str, Any]) -> Shape:
+    """Return the number of rows of a batch, and of tokens of a row, padding included; 1 for images."""
+    return len(next(iter(batch.values()))), batch["input_ids"].shape[1] if "input_ids" in batch else 1
+
+
+def rows_by_shape(rows: Mapping[int, Sequence[Batch]]) -> dict[Shape, Sequence[Batch]]:
+    """Return a data set's batches by their size and mean number of tokens, to be timed as they come.
+
+    A lone batch is given twice, because one that is alone would be repeated.
+    """
+    found = {}
+    for size, batches in rows.items():
+        tokens = round(np.mean([shape_of(batch)[1] for batch in batches]))
+        found[size, tokens] = batches if len(batches) > 1 else [*batches, *batches]
+    return found
+
+
+def in_mixed_order(batches: Sequence[Batch], size: int) -> list[Batch]:
+    """Return `ROWS` rows at most in batches of a size, cut out of larger ones, in an order that is not by length."""
+    parts = [
+        {name: value[start : start + size] for name, value in batch.items()}
+        for batch in batches
+        for start in range(0, len(next(iter(batch.values()))), size)
+    ]
+    order = torch.randperm(len(parts), generator=torch.Generator().manual_seed(0))
+    return [parts[place] for place in order.tolist()][: ROWS // size]
+
+
+def ratios(timed: Sequence[Timed]) -> list[float]:
+    """Return the times of all forms, relative to the first form's, at the first shape that is not noisy, if any is."""
+    steps = _steps(timed)
+    return _relative(next((step for step in steps if not step[0].noisy), steps[0]))
+
+
+def fastest(timed: Sequence[Timed], among: Sequence[int]) -> tuple[int | None, int]:
+    """Return the fastest of some forms, by their numbers, None if there are none, and the step that decides.
+
+    A step is a shape and phase. The first one decides whose control was not too noisy, or at which the fastest is
+    faster than all others by their intervals, whatever the noise: what is fastest at one shape need not be so at
+    another.
+    """
+    steps = _steps(timed)
+    orders = [sorted(among, key=_relative(step).__getitem__) for step in steps]
+
+    def decides(number: int) -> bool:
+        step, (first, *others) = steps[number], orders[number]
+        return not step[0].noisy or all(step[first].high < step[other].low for other in others)
+
+    if not among:
+        return None, next((number for number, step in enumerate(steps) if not step[0].noisy), 0)
+    number = next(filter(decides, range(len(steps))), 0)
+    return orders[number][0], number
+
+
+def _steps(timed: Sequence[Timed]) -> list[list[Timed]]:
+    """Return the times of all forms at each shape and phase."""
+    steps: dict[tuple[Shape, Phase], list[Timed]] = {}
+    for one in timed:
+        steps.setdefault((one.shape, one.phase), []).append(one)
+    return [*steps.values()]
+
+
+def _relative(step: Sequence[Timed]) -> list[float]:
+    """Return the ratios of all forms; that of the first is its control's, so it counts as 1."""
+    return [1.0, *(one.ratio for one in step[1:])]
+
+
+def _run_in_turns(
+    runners: Sequence[Runtime],
+    batches: Sequence[Mapping[str, Any]],
+    phase: Phase,
+    *,
+    repeats: int,
+    min_seconds: float,
+    warmup: int,
+    across: bool = False,
+) -> _Load:
+    """Time one load of models in turns; the last runner is the control, which may be the first one itself.
+
+    Consecutive orders are reversed (ABBA), so linear drift cancels. See `balanced_order`. In the phase "rows", every
+    batch is run once; `repeats`, `min_seconds` and `warmup` are for one that is repeated.
+    """
+
+    def prepare(batch: Mapping[str, Any]) -> list[Any]:
+        return [runner.prepare_step(batch) if phase == "decode" else runner.prepare(batch) for runner in runners]
+
+    feeds = prepare(batches[0])
+    _check_alike(runners, across=across)
+    if rows := phase == "rows":
+        repeats, min_seconds = len(batches), 0.0
+        of_each_shape = {tuple(value.shape for value in batch.values()): batch for batch in batches[WARMUP:]}
+        _warm_up(runners, map(prepare, (*batches[:WARMUP], *of_each_shape.values())))
+    else:
+        _warm_up(runners, itertools.repeat(feeds, warmup))
+    times_ns: list[list[int]] = []
+    total_ns = 0
+    with collecting_paused():
+        while len(times_ns) < repeats or total_ns < min_seconds * 1e9:
+            if rows:
+                feeds = prepare(batches[len(times_ns)])
+            elapsed_ns = [0] * len(runners)
+            for index in balanced_order(len(runners), len(times_ns)):
+                elapsed_ns[index] = runners[index].time_ns(feeds[index])
+            times_ns.append(elapsed_ns)
+            total_ns += sum(elapsed_ns)
+    # The model that is loaded first also accounts for the runtime's kernels, so its memory is read from the control.
+    places = [len(runners) - 1, *range(1, len(runners) - 1)]
+    peaks = [None if rows else runners[place].peak_memory_bytes(feeds[place]) for place in places]
+    clock_mhz = gpu_facts().get("clocks.sm") if any(peaks) else None
+    facts = [
+        {"peak_bytes": peak, "clock_mhz": None if clock_mhz is None else float(clock_mhz)}
+        | {name: getattr(runner, name) for name in ("threads", "provider", "dtype", "cuda_graph")}
+        for runner, peak in zip(runners[:-1], peaks, strict=True)
+    ]
+    return _Load(np.asarray(times_ns, dtype=np.float64) / 1e6, facts)
+
+
+def _check_alike(runners: Sequence[Runtime], *, across: bool) -> None:
+    """Refuse runners that differ in threads or, on one runtime, in provider or use of CUDA graphs.
+
+    To be called after `prepare`, which is when a CUDA graph is captured.
+    """
+    places = {(runner.provider, runner.threads, runner.cuda_graph) for runner in runners}
+    if len({threads for _, threads, _ in places} if across else places) > 1:
+        shown = " and ".join(
+            f"{provider} with {threads} threads{', as a CUDA graph' * graph}"
+            for provider, threads, graph in sorted(places)
+        )
+        raise RecipeError([f"dense, slim and control must run alike, got {shown}: load them with the same runtime"])
+
+
+def _warm_up(runners: Sequence[Runtime], rounds: Iterable[Sequence[Any]]) -> None:
+    """Run rounds of feeds, one for each runner, and refuse NaN and infinity in the outputs of the first."""
+    for number, feeds in enumerate(rounds):
+        for index, (runner, feed) in enumerate(zip(runners, feeds, strict=True)):
+            result = runner.run(feed)
+            outputs = runner.fetch(result) if number == 0 else {}
+            del result
+            if wrong := [output for output, values in outputs.items() if not np.isfinite(values).all()]:
+                names = ["dense", "slim", *(f"other {n}" for n in range(2, len(runners)))]
+                raise NonFiniteError(
+                    f"outputs must be finite to be timed, but {wrong[0]} of the "
+                    f"{'control' if index == len(runners) - 1 else names[index]} model has NaN or infinity on "
+                    f"{runner.provider}; try dtype float32"
+                )
+
+
+@contextmanager
+def collecting_paused() -> Iterator[None]:
+    """Collect garbage now, and not again before the end of the block."""
+    collecting = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def balanced_order(count: int, number: int) -> list[int]:
+    """Return the numbers below `count` in the order of a round; an odd round reverses the one before it.
+
+    Over 2 * count rounds, each number comes equally often at each place, equally often after itself, and equally often
+    after each other one. What one model leaves behind, such as a full cache or threads that still spin, then costs all
+    others alike. Source: Williams (1949), https://doi.org/10.1071/CH9490149.
+    """
+    # 0, 1, n - 1, 2, n - 2, ...: all differences of neighbours differ.
+    first = [(place + 1) // 2 if place % 2 else -place // 2 for place in range(count)]
+    order = [(index + number // 2) % count for index in first]
+    return order[::-1] if number % 2 else order
+
+
+def _compare(forms: Sequence[Form | None], shape: Shape, phase: Phase, loads: Sequence[_Load]) -> list[Timed]:
+    """Compare all models with the first over the rounds of at least one load."""
+    times, total = [load.times_ms for load in loads], phase == "rows"
+    control = ratio_with_interval([t[:, :1] for t in times], [t[:, -1] for t in times], total=total)
+    found = []
+    for number, form in enumerate(forms):
+        own = [t[:, number] for t in times]
+        both = [t[:, [0, -1]] for t in times]
+        ratio, low, high = ratio_with_interval(both, own, total=total) if number else control
+        runs = np.concatenate(own)
+        ms, *high_ms = [runs.mean()] if total else np.percentile(runs, (50, 90, 99))
+        p90_ms, p99_ms = map(float, high_ms) if high_ms else (None, None)
+        found.append(
+            Timed(
+                form=form,
+                shape=shape,
+                phase=phase,
+                ms=float(ms),
+                p90_ms=p90_ms,
+                p99_ms=p99_ms,
+                ratio=ratio,
+                low=low,
+                high=high,
+                noisy=is_noisy(*control[1:]),
+                repeats=len(runs),
+                loads=len(loads),
+                # Peak memory is taken from the first load, the clock from the last.
+                **loads[0].facts[number] | {"clock_mhz": loads[-1].facts[number]["clock_mhz"]},
+            )
+        )
+    return found
+
+
+def ratio_with_interval(
+    base_ms: Sequence[np.ndarray], other_ms: Sequence[np.ndarray], *, total: bool = False, seed: int = 0
+) -> tuple[float, float, float]:
+    """Return the ratio of times to the mean of the base's copies, and the ends of its 95 % bootstrap interval.
+
+    The ratio is the median over rounds of other / base or, if `total`, sum / sum. The bootstrap resamples everything
+    that varies between measurements: loads, copies within a load, and rounds (Davison and Hinkley 1997, Bootstrap
+    Methods and their Application, section 3.8: hierarchical data). Each load gives times of the base, (rounds, copies),
+    and of the other, (rounds,), from the same rounds.
+    """
+
+    def ratio(other: np.ndarray, base: np.ndarray) -> np.ndarray:
+        """Return the ratio of each sample, (samples,), of times of (samples, rounds)."""
+        return other.sum(axis=1) / base.sum(axis=1) if total else np.median(other / base, axis=1)
+
+    rounds = np.array([len(times) for times in other_ms])
+    loads, longest, copies = len(rounds), rounds.max(), base_ms[0].shape[1]
+    base, other = np.empty((loads, longest, copies)), np.empty((loads, longest))
+    for number, count in enumerate(rounds):
+        base[number, :count], other[number, :count] = base_ms[number], other_ms[number]
+    random, found = np.random.default_rng(seed), []
+    # Limit the draws at a time, so that memory stays at tens of megabytes for any number of rounds.
+    size = min(BOOTSTRAP_SAMPLES, max(1, DRAWN_AT_A_TIME // (loads * longest)))
+    for done in range(0, BOOTSTRAP_SAMPLES, size):
+        draws = min(size, BOOTSTRAP_SAMPLES - done)
+        load = random.integers(loads, size=(draws, loads, 1))
+        place = (random.random((draws, loads, longest)) * rounds[load]).astype(int)
+        copy = random.integers(copies, size=(draws, loads, 1, copies))
+        means = base[load[..., None], place[..., None], copy].mean(axis=-1)
+        found.append(ratio(other[load, place].reshape(draws, -1), means.reshape(draws, -1)))
+    low, high = np.percentile(np.concatenate(found), (2.5, 97.5))
+    (whole,) = ratio(np.concatenate(other_ms)[None], np.concatenate([many.mean(axis=1) for many in base_ms])[None])
+    return float(whole), float(low), float(high)
+
+
+def is_noisy(control_low: float, control_high: float) -> bool:
+    """Return whether the interval of a control, a model against itself, is too noisy to trust the comparison.
+
+    It should contain 1 and be narrow, so it must not miss 1 by more than `NOISE_LIMIT` or be wider than
+    `WIDEST_CONTROL`.
+    """
+    misses = control_low > 1 + NOISE_LIMIT or control_high < 1 - NOISE_LIMIT
+    return misses or control_high - control_low > WIDEST_CONTROL

@@ -1,0 +1,399 @@
+"""Make the graph of a cut model from that of another cut of the same model, by weights and widths, without a trace."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from .runtimes.graphs import add_constant, drop_unused, read_instead
+
+# Integer constants of up to so many elements are read as numbers, such as those of the shape of a Reshape.
+NUMBERS = 64
+# Of models whose graphs differ in their operators, no more than so many are remembered.
+TEMPLATES = 3
+
+Place = tuple[str, int, Any]  # what stands there, the number of the node, and the attribute, input or output of it
+
+
+class Traces:
+    """Graphs that were traced. Two that differ in widths alone say how to make those of all other cuts.
+
+    The operators of both must be the same, every weight a parameter, and every number that differs proportional to a
+    width of weights nearby. What made such a graph is for the caller to compare with torch.
+    """
+
+    def __init__(self) -> None:
+        self._templates: dict[Hashable, list[_Template]] = {}
+
+    def add(self, key: Hashable, model: torch.nn.Module, program: Any) -> None:
+        """Learn from the traced graph of a model; `key` is the same for graphs that may be made of one another."""
+        tensors = _tensors(model)
+        known = self._templates.setdefault((key, *tensors), [])
+        if not any(template.learn(program, tensors) for template in known) and len(known) < TEMPLATES:
+            known.append(_Template(program, tensors))
+
+    def resized(self, key: Hashable, model: torch.nn.Module) -> Any:
+        """Return the graph of a model as an `onnx_ir.Model`; None if the traced ones do not say what it is."""
+        tensors = _tensors(model)
+        made = (template.resized(tensors) for template in self._templates.get((key, *tensors), ()))
+        return next((program for program in made if program is not None), None)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Columns of a parameter as a matrix (a vector is one row), or of its transpose."""
+
+    name: str
+    transposed: bool
+    start: int
+    stop: int
+    columns: int  # of the matrix; a cut leaves the same shares of it
+
+    def of(self, tensors: Mapping[str, np.ndarray]) -> np.ndarray | None:
+        """Return the columns of a cut parameter; None if the shares of it are no numbers of columns."""
+        matrix = _matrix(tensors[self.name])
+        matrix = matrix.T if self.transposed else matrix
+        (start, more), (stop, rest) = (divmod(end * matrix.shape[1], self.columns) for end in (self.start, self.stop))
+        return None if more or rest else matrix[:, start:stop]
+
+
+class _Template:
+    """A traced graph without its weights, what they are made of, and how its numbers depend on widths."""
+
+    def __init__(self, program: Any, tensors: Mapping[str, np.ndarray]):
+        self._program = _apart(program)
+        matrices = _by_rows(tensors)
+        initializers = self._program.graph.initializers
+        found = {name: _pieces(value, matrices) for name, value in initializers.items()}
+        self._pieces = {name: pieces for name, pieces in found.items() if pieces}
+        # A name stands for a parameter, or, in a pair with "graph", for a weight of the graph.
+        self._shapes: dict[Hashable, tuple[int, ...]] = {name: array.shape for name, array in tensors.items()}
+        for name in self._pieces:
+            self._shapes["graph", name] = tuple(initializers[name].shape)
+            initializers[name].const_value = None
+        used = {piece.name for pieces in self._pieces.values() for piece in pieces}
+        self._unused = {name: array for name, array in tensors.items() if name not in used}
+        self._nodes = list(self._program.graph.all_nodes())
+        self._weights = {
+            (number, index): value.name
+            for number, node in enumerate(self._nodes)
+            for index, value in enumerate(node.inputs)
+            if value is not None and value.name in self._pieces
+        }
+        self._contents = dict(_contents(self._program, self._weights))
+        # By place and position there: the width that a number is proportional to, or None if it is forgotten.
+        self._rules: dict[tuple[Place, int], tuple[Hashable, int] | None] = {}
+        self._resized: set[str] = set()  # parameters whose shapes differed in a graph that was learned from
+
+    def learn(self, program: Any, tensors: Mapping[str, np.ndarray]) -> bool:
+        """Learn what numbers depend on from the graph of another cut; False if something else differs."""
+        program = _apart(program)
+        weights, nodes = self._weights_of(tensors), list(program.graph.all_nodes())
+        contents = dict(_contents(program, self._weights))
+        if weights is None or contents.keys() != self._contents.keys():
+            return False
+        for (number, index), name in self._weights.items():
+            tensor = nodes[number].inputs[index].const_value
+            if tensor is None or not np.array_equal(tensor.numpy(), weights[name]):
+                return False
+        shapes = _shapes(tensors, weights)
+        rules: dict[tuple[Place, int], tuple[Hashable, int] | None] = {}
+        for place, before in self._contents.items():
+            after = contents[place]
+            if len(before) != len(after):
+                return False
+            for position, (old, new) in enumerate(zip(before, after, strict=True)):
+                rule = self._rules.get((place, position))
+                if new == (old if rule is None else self._predicted(old, rule, shapes)):
+                    continue
+                numbers = isinstance(old, int) and isinstance(new, int)
+                if not numbers and place[0] != "shape":
+                    return False
+                rule = self._explanation(place, old, new, shapes) if numbers else None
+                if numbers and rule is None:
+                    return False
+                rules[place, position] = rule
+        self._rules |= rules
+        self._resized |= {name for name, array in tensors.items() if array.shape != self._shapes[name]}
+        return True
+
+    def resized(self, tensors: Mapping[str, np.ndarray]) -> Any:
+        """Return the graph with the weights and widths of a cut model; None if it is not known."""
+        different = {name for name, array in tensors.items() if array.shape != self._shapes[name]}
+        if not different <= self._resized:
+            return None
+        # What changed must be in the graph.
+        if not all(np.array_equal(tensors[name], array) for name, array in self._unused.items()):
+            return None
+        weights = self._weights_of(tensors)
+        if weights is None:
+            return None
+        shapes = _shapes(tensors, weights)
+        contents: dict[Place, list[Any]] = {}
+        for (place, position), rule in self._rules.items():
+            there = contents.setdefault(place, list(self._contents[place]))
+            there[position] = None if rule is None else self._predicted(there[position], rule, shapes)
+            if rule is not None and there[position] is None:
+                return None
+        program = self._program.clone()
+        _fill(program, weights, contents)
+        _merge(program.graph)
+        return program
+
+    def _weights_of(self, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray] | None:
+        """Return the weights of the graph of a cut model; None if they are not known."""
+        found = {}
+        for name, pieces in self._pieces.items():
+            parts = [part for piece in pieces if (part := piece.of(tensors)) is not None]
+            if len(parts) < len(pieces) or len({len(part) for part in parts}) > 1:
+                return None
+            joined = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+            shape = self._shapes["graph", name]
+            if len(shape) != 2:
+                wide = [axis for axis, size in enumerate(shape) if size > 1]
+                if joined.size != np.prod(shape) and len(wide) > 1:
+                    return None
+                joined = joined.reshape([-1 if [axis] == wide else size for axis, size in enumerate(shape)])
+            found[name] = np.ascontiguousarray(joined)
+        return found
+
+    def _predicted(self, number: int, rule: tuple[Hashable, int], shapes: Mapping[Hashable, Any]) -> int | None:
+        name, axis = rule
+        predicted, rest = divmod(number * shapes[name][axis], self._shapes[name][axis])
+        return None if rest else predicted
+
+    def _explanation(
+        self, place: Place, old: int, new: int, shapes: Mapping[Hashable, tuple[int, ...]]
+    ) -> tuple[Hashable, int] | None:
+        """Return the width of the nearest weights that has changed as a number has.
+
+        They are looked for at what is computed from the number's node, and at all that this is computed from. Not at
+        what else is computed from that, since all layers read the attention mask and the states.
+        """
+        kind, number, _ = place
+        starts = self._program.graph.inputs[number].consumers() if kind == "input" else [self._nodes[number]]
+        ahead = deque((node, True) for node in starts)  # a node, and whether those that read it are next to it
+        seen = {*ahead}
+        while ahead:
+            node, onwards = ahead.popleft()
+            inputs = [value for value in node.inputs if value is not None]
+            for value in inputs:
+                names = [("graph", value.name), *(piece.name for piece in self._pieces.get(value.name, ()))]
+                for name in names if value.name in self._pieces else ():
+                    for axis, (was, now) in enumerate(zip(self._shapes[name], shapes[name], strict=True)):
+                        if was != now and old * now == new * was:
+                            return name, axis
+            beside = [(value.producer(), False) for value in inputs if value.producer() is not None]
+            if onwards:
+                beside += [(user, True) for value in node.outputs for user in value.consumers()]
+            ahead.extend(step for step in dict.fromkeys(beside) if step not in seen)
+            seen.update(beside)
+        return None
+
+
+def _tensors(model: torch.nn.Module) -> dict[str, np.ndarray]:
+    return {name: tensor.detach().numpy() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+
+
+def _shapes(tensors: Mapping[str, np.ndarray], weights: Mapping[str, np.ndarray]) -> dict[Hashable, tuple[int, ...]]:
+    found: dict[Hashable, tuple[int, ...]] = {name: array.shape for name, array in tensors.items()}
+    return found | {("graph", name): array.shape for name, array in weights.items()}
+
+
+def _matrix(array: np.ndarray) -> np.ndarray:
+    return array if array.ndim == 2 else array.reshape(1, -1)
+
+
+def _by_rows(tensors: Mapping[str, np.ndarray]) -> dict[int, list[tuple[str, bool, np.ndarray]]]:
+    """Return the parameters as matrices, and transposed, by their number of rows."""
+    found: dict[int, list[tuple[str, bool, np.ndarray]]] = {}
+    for name, array in tensors.items():
+        matrix = _matrix(array)
+        for transposed in (False, True) if array.ndim == 2 else (False,):
+            turned = matrix.T if transposed else matrix
+            found.setdefault(len(turned), []).append((name, transposed, turned))
+    return found
+
+
+def _pieces(value: Any, matrices: Mapping[int, list[tuple[str, bool, np.ndarray]]]) -> list[_Piece]:
+    """Return what a weight is made of, from left to right; nothing if it is no weight, or could be several."""
+    pieces: list[_Piece] = []
+    if value.const_value is None or not value.const_value.dtype.is_floating_point():
+        return pieces
+    array = _matrix(value.const_value.numpy())
+    while (done := sum(piece.stop - piece.start for piece in pieces)) < array.shape[1]:
+        left = array[:, done:]
+        found = [piece for matrix in matrices.get(len(array), ()) for piece in _first_piece(left, *matrix)]
+        found = [piece for piece in found if piece.name == value.name] or found
+        if len({piece.name for piece in found}) != 1:
+            return []
+        pieces.append(found[0])
+    return pieces
+
+
+def _first_piece(array: np.ndarray, name: str, transposed: bool, matrix: np.ndarray) -> Iterator[_Piece]:
+    """Yield the matrix if an array begins with it, or else its columns that are the array."""
+    columns, width = matrix.shape[1], array.shape[1]
+    if matrix.dtype != array.dtype:
+        return
+    for start in [0] if columns <= width else np.flatnonzero(matrix[0, : columns - width + 1] == array[0, 0]).tolist():
+        part = slice(start, start + min(columns, width))
+        first, rest = array[:1, : part.stop - start], array[1:, : part.stop - start]
+        if np.array_equal(matrix[:1, part], first) and np.array_equal(matrix[1:, part], rest):
+            yield _Piece(name, transposed, part.start, part.stop, columns)
+            return
+
+
+def _apart(program: Any) -> Any:
+    """Return a copy in which every reader of a shape that may have widths in it has a shape of its own.
+
+    The exporter merges equal computations, so that layers of equal widths share one.
+    """
+    copied = program.clone()
+    for node in reversed(list(copied.graph.all_nodes())):
+        if not _is_shape_with_constants(node):
+            continue
+        for user, index in [*node.outputs[0].uses()]:
+            again = _again(node)
+            user.graph.insert_before(user, again)
+            user.replace_input_with(index, again.outputs[0])
+        node.graph.remove(node, safe=True)
+    return copied
+
+
+def _is_shape_with_constants(node: Any) -> bool:
+    """Return whether a node computes integers from numbers that stand in the graph; indices are none."""
+    output = node.outputs[0]
+    if output.dtype is None or output.dtype.name != "INT64" or output.is_graph_output() or len(node.outputs) > 1:
+        return False
+    if output.shape is None or len(output.shape) > 1:
+        return False
+    return any(
+        (value.const_value is not None and node.op_type == "Concat")
+        or (value.producer() is not None and _is_shape_with_constants(value.producer()))
+        for value in node.inputs
+        if value is not None
+    )
+
+
+def _again(node: Any) -> Any:
+    import onnx_ir
+
+    copied = onnx_ir.Node(node.domain, node.op_type, node.inputs, [*node.attributes.values()], name=node.name)
+    (old,), (new,) = node.outputs, copied.outputs
+    new.name, new.type, new.shape = old.name, old.type, old.shape.copy()
+    return copied
+
+
+def _merge(graph: Any) -> None:
+    """Merge the equal ones among the shapes that `_apart` has taken apart, and name all others apart."""
+    constants: dict[Any, Any] = {}
+    nodes: dict[Any, Any] = {}
+    for node in list(graph.all_nodes()):
+        if not _is_shape_with_constants(node):
+            continue
+        for index, value in enumerate(node.inputs):
+            if value is not None and value.const_value is not None and value.producer() is None:
+                array = value.const_value.numpy()
+                node.replace_input_with(index, constants.setdefault((array.shape, array.tobytes()), value))
+        output = node.outputs[0]
+        key = node.domain, node.op_type, str(node.attributes), *(id(value) for value in node.inputs)
+        if nodes.setdefault(key, output) is not output:
+            read_instead(output, nodes[key])
+            node.graph.remove(node, safe=True)
+    taken: set[str] = set()
+    for output in nodes.values():
+        while output.name in taken:
+            output.name = output.producer().name = f"{output.name}_apart"
+        taken.add(output.name)
+    drop_unused(graph)
+
+
+def _contents(program: Any, weights: Collection[tuple[int, int]]) -> Iterator[tuple[Place, tuple[Any, ...]]]:
+    """Yield all that a graph consists of but its weights: integers that may be widths, and everything else as text."""
+    nodes = list(program.graph.all_nodes())
+    numbers = {node: str(number) for number, node in enumerate(nodes)}
+    for number, value in enumerate(program.graph.inputs):
+        yield ("input", number, 0), _dims(value)
+    yield ("outputs", 0, 0), tuple(value.name for value in program.graph.outputs)
+    for number, node in enumerate(nodes):
+        yield ("operator", number, 0), (node.domain, node.op_type)
+        for name, attribute in node.attributes.items():
+            yield ("attribute", number, name), _values(attribute)
+        for index, value in enumerate(node.inputs):
+            if value is None or (number, index) in weights:
+                continue
+            if (producer := value.producer()) is not None:
+                yield ("wire", number, index), (numbers[producer], str(value.index()))
+            elif value.const_value is not None:
+                yield ("constant", number, index), _numbers_in(value.const_value)
+            elif node.op_type == "Shape":  # of inputs with the same axis, the exporter reads any
+                read = slice(node.attributes.get_int("start", 0), node.attributes.get_int("end", None))
+                yield ("wire", number, index), tuple(str(dim) for dim in _dims(value)[read])
+            else:
+                yield ("wire", number, index), (value.name,)
+        for index, value in enumerate(node.outputs):
+            yield ("shape", number, index), _dims(value)
+
+
+def _dims(value: Any) -> tuple[Any, ...]:
+    return tuple(dim if isinstance(dim, int) else str(dim) for dim in value.shape or ())
+
+
+def _values(attribute: Any) -> tuple[Any, ...]:
+    kind = attribute.type.name
+    if kind in ("GRAPH", "GRAPHS"):  # its nodes are among those of the graph
+        return ()
+    if kind == "TENSOR":
+        return _numbers_in(attribute.value)
+    if kind in ("INT", "INTS"):
+        return (attribute.value,) if kind == "INT" else tuple(attribute.value)
+    return (str(attribute.value),)
+
+
+def _numbers_in(tensor: Any) -> tuple[Any, ...]:
+    array = tensor.numpy()
+    if array.dtype.kind == "i" and array.size <= NUMBERS:
+        return tuple(array.ravel().tolist())
+    return str(array.dtype), str(array.shape), hashlib.blake2b(array.tobytes()).hexdigest()
+
+
+def _fill(program: Any, weights: Mapping[str, np.ndarray], contents: Mapping[Place, Sequence[Any]]) -> None:
+    """Put weights and numbers into a graph without them."""
+    import onnx_ir
+
+    graph, nodes = program.graph, list(program.graph.all_nodes())
+    constants: dict[Any, Any] = {}
+    for name, array in weights.items():
+        value = graph.initializers[name]
+        value.const_value, value.shape = onnx_ir.tensor(array), onnx_ir.Shape(array.shape)
+    for (kind, number, index), numbers in contents.items():
+        if kind in ("input", "shape"):
+            value = graph.inputs[number] if kind == "input" else nodes[number].outputs[index]
+            named = zip(value.shape, numbers, strict=True)
+            value.shape = onnx_ir.Shape([dim if isinstance(new, str) else new for dim, new in named])
+        elif kind == "attribute":
+            old = nodes[number].attributes[index]
+            plain = numbers[0] if old.type.name == "INT" else numbers
+            nodes[number].attributes[index] = onnx_ir.Attr(
+                index, old.type, onnx_ir.tensor(_array(old.value, numbers)) if old.type.name == "TENSOR" else plain
+            )
+        else:
+            old = nodes[number].inputs[index]
+            array = _array(old.const_value, numbers)
+            key = array.dtype, array.shape, *numbers
+            if key not in constants:
+                constants[key] = add_constant(graph, f"{old.name}_resized_{len(constants)}", array)
+            nodes[number].replace_input_with(index, constants[key])
+
+
+def _array(tensor: Any, numbers: Sequence[int]) -> np.ndarray:
+    """Return numbers in the dtype and shape of a tensor."""
+    like = tensor.numpy()
+    return np.array(numbers, like.dtype).reshape(like.shape)

@@ -1,0 +1,502 @@
+"""Make the `Job` of a model: all that is known before the first computation, and checked.
+
+`job_in_memory` makes it from a model and its batches; `load_job`, in a file of its own, from a recipe.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import datasets
+import torch
+from transformers import PreTrainedModel
+
+from ..checkpoint.load import Source, check_in_memory
+from ..data.batches import Batch, image_shape, inputs_of, sample_contents, samples_of, size_of
+from ..errors import RecipeError, RequestError
+from ..evaluate.interval import CONFIDENCE
+from ..evaluate.judge import Judge
+from ..evaluate.metrics import METRICS, check_metrics
+from ..evaluate.predict import Predictor, predict
+from ..evaluate.ranking import RowsKind, keeps_predictions, kind_of_rows
+from ..forms.cascade.export import CascadeOptions
+from ..forms.cost.flops import flops_table
+from ..forms.cost.latency import TimedOn
+from ..forms.cost.parameters import parameters_table
+from ..forms.form import predictor
+from ..forms.formats import Exporter, Given
+from ..forms.measure.counts import Shape
+from ..forms.measure.shapes import RowLength, check_shapes, model_shapes, row_length
+from ..forms.measured import MeasureOptions
+from ..forms.runtimes.available import check_dtypes, check_one_graph, check_runtime
+from ..kinds import ATTENTION
+from ..model.tokens import first_samples, synthetic_batch
+from ..progress import SILENT, Clock, Progress
+from ..recipe.budget import Budget, TimedSection
+from ..recipe.sections import ComparisonSection, DeploySection, EvaluationSection, ExportSection
+from ..report.provenance import Request
+from ..score.criteria import AUTO, COMPENSATED, COMPENSATED_NAMES, CRITERIA
+from ..select.constraints import check_budget, check_constraints
+from ..select.cost import CostTable, check_reachable
+from ..slim.cut import how_to_skip
+from ..tasks import Task, task_of
+from ..tasks.given import batches_of, first_rows, split_held_out, unlabelled
+from ..tasks.registry import refuse_unknown
+from ..units.find import find_modules
+from ..units.heads import tower_of
+from ..units.units import PrunableModule, Selection
+from .accept import check_model
+from .draw import Looks, Splits
+from .objects import Unwrapped
+from .recipe import PruneSection
+
+logger = logging.getLogger(__name__)
+
+# Rows may be fitted and judge as well up to this share: even if nothing is lost on them, what is promised is too good
+# by a tenth of what it lets go at most.
+MOST_SHARED = 0.1
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The batches of a job by use, shortest samples first where they are judged.
+
+    Attributes:
+        score: What units are scored on.
+        held_out: What alphas, criteria and sizes are chosen on; disjoint from `score`.
+        refit: What cut models are refitted on, without labels of classes or numbers.
+        promise: What the threshold of a cascade is chosen on, and nothing else.
+        evaluation: What both models are compared on.
+        in_order: The first evaluation rows as they come, in batches of a size, to time on; None in memory.
+        splits: Where they were read from; None in memory.
+        evaluation_of: How many samples the evaluated split has.
+    """
+
+    score: list[Batch]
+    held_out: list[Batch] = field(default_factory=list)
+    refit: list[Batch] = field(default_factory=list)
+    promise: list[Batch] = field(default_factory=list)
+    evaluation: list[Batch] = field(default_factory=list)
+    in_order: Callable[[int], list[Batch]] | None = None
+    splits: Splits | None = None
+    evaluation_of: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A dense model to prune, its rows, and what is asked for; everything was checked.
+
+    Attributes:
+        model, processor, task: The model, what reads its inputs (None if nothing does), and what it predicts.
+        modules, scored: All modules of the kinds to prune, and those that may lose units.
+        rows: The batches by use.
+        options: How units are scored and selected; without a budget, a plan says what stays.
+        metrics: How predictions are compared, the most important metric first.
+        shapes: A batch to time with by (batch, sequence); FLOPs are counted on the first.
+        length: Length of the rows, where it stands for a sequence that was not given.
+        exporter: What exports models for runtimes that read files, by the options of the recipe.
+        measure: Which runtimes to time on, and how often.
+        evaluation: How it is judged, and the benchmarks to run.
+        cascade, shares: How to join both models, and the shares of the FLOPs to choose the slim one's size among.
+        deploy: What to search for in place of a budget.
+        source: How the dense model is stored; None in memory.
+        asked: The fields of the recipe, for the report; None in memory.
+        seed: Seed of the criterion `random`; plans record it.
+        began: When it began to be made, by `time.monotonic`.
+        progress, clock: Where stages are shown, and their seconds by kind of work.
+    """
+
+    model: PreTrainedModel
+    processor: Any
+    task: Task
+    modules: tuple[PrunableModule, ...]
+    scored: tuple[PrunableModule, ...]
+    rows: Rows
+    options: PruneSection
+    metrics: tuple[str, ...]
+    shapes: Mapping[Shape, Batch]
+    exporter: Exporter
+    length: RowLength | None = None
+    measure: MeasureOptions = field(default_factory=lambda: MeasureOptions(()))
+    evaluation: EvaluationSection = field(default_factory=EvaluationSection)
+    cascade: CascadeOptions | None = None
+    shares: tuple[float, ...] = ()
+    deploy: DeploySection | None = None
+    source: Source | None = None
+    asked: Request | None = None
+    seed: int = 0
+    began: float = 0.0
+    progress: Progress = SILENT
+    clock: Clock = field(default_factory=Clock)
+
+    @property
+    def deadline(self) -> float:
+        """When `deploy` should end, by `time.monotonic`."""
+        minutes = None if self.deploy is None else self.deploy.minutes
+        return math.inf if minutes is None else self.began + 60 * minutes
+
+    @property
+    def budget(self) -> Budget:
+        """How much goes."""
+        return self.options.goal
+
+    @property
+    def sample(self) -> Batch:
+        """Two rows to score on, enough to compare models on and to trace them."""
+        return first_samples(self.rows.score[0])
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """What a slim model is saved in; None for the dtype of the dense one."""
+        return None if self.source is None else self.source.dtype
+
+    @property
+    def export(self) -> ExportSection:
+        """The form of its export."""
+        return self.exporter.options
+
+    @property
+    def on_rows(self) -> bool:
+        """Whether a deployment is timed on rows as they come: no shapes are given, and a row is one forward pass."""
+        return self.length is not None and not self.task.generative
+
+    @cached_property
+    def flops_table(self) -> CostTable:
+        """What every bundle of units saves of the FLOPs at the first shape."""
+        batch = next(iter(self.shapes.values()))
+        return flops_table(self.model, self.scored, batch=batch, unit=self.options.unit)
+
+    @cached_property
+    def counted_table(self) -> CostTable | None:
+        """What every bundle of units saves of what the budget counts; None for a budget that counts no cost."""
+        if self.budget.parameters is not None:
+            return parameters_table(self.model, self.scored, unit=self.options.unit)
+        return None if self.budget.flops is None else self.flops_table
+
+    def flops_left(self, selection: Selection) -> float:
+        """Return the share of the dense model's FLOPs that a selection leaves."""
+        return self.flops_table.left(selection, self.scored, unit=self.options.unit)
+
+    def shape_of(self, timed: TimedSection) -> Shape:
+        """Return the (batch, sequence) that a budget times; of images and prompts, of one length, by the batch."""
+        rows = None if self.length is None else self.length.tokens
+        of_batch = [shape for shape in self.shapes if shape[0] == timed.batch]
+        return next((shape for shape in of_batch if shape[1] == (timed.sequence or rows)), of_batch[0])
+
+    @property
+    def timed_on(self) -> TimedOn:
+        """Where a budget of time is measured."""
+        timed = self.budget.timed
+        assert timed is not None
+        return TimedOn(
+            runtime=timed.runtime,
+            batch=self.shapes[self.shape_of(timed)],
+            exporter=self.exporter,
+            dtype=timed.dtype,
+            repeats=self.measure.repeats,
+            min_seconds=self.measure.min_seconds,
+        )
+
+    def judge(self, batches: Sequence[Batch], **how: Any) -> Judge:
+        """Return the judge of other models on some rows; see `Judge.on` for other options."""
+        return Judge.on(self.model, batches, **{"metrics": self.metrics, "task": self.task, **how})
+
+    def kind(self, batches: Sequence[Batch]) -> RowsKind | None:
+        """Return what rows of texts to embed, or of candidates to rank, are to each other."""
+        return kind_of_rows(batches, embeds=self.task.embeds)
+
+    @property
+    def promised_metric(self) -> str | None:
+        """The metric of which `keep` keeps a share; None if it keeps a share of the predictions."""
+        keep = self.budget.keep
+        assert keep is not None
+        return promised_metric(self.metrics, keep.metric, self.kind(self.rows.held_out))
+
+    def predictor(self, served: TimedSection | None) -> Predictor:
+        """Return what predicts as a model is served: exported, on its runtime; torch does where none is named."""
+        return predict if served is None else predictor(self.exporter, served.runtime, served.dtype)
+
+
+def promised_metric(metrics: Sequence[str], asked: str | None, kind: RowsKind | None) -> str | None:
+    """Return the metric of which a promise keeps a share; None if it keeps a share of the predictions.
+
+    `asked` is the metric that it names, if it does, and `kind` what the held-out rows are to each other.
+    """
+    of_first = not keeps_predictions(kind) or METRICS[metrics[0]].terms is not None
+    return metrics[0] if asked is None and of_first else asked
+
+
+def make_job(
+    model: PreTrainedModel,
+    rows: Rows,
+    options: PruneSection,
+    *,
+    task: Task,
+    processor: Any,
+    shapes: Sequence[tuple[int, ...]] = (),
+    deploy: DeploySection | None = None,
+    export: ExportSection | None = None,
+    **known: Any,
+) -> Job:
+    """Find the modules of a model that may lose units, and check that it runs on the rows, and at the shapes to time.
+
+    These are the `shapes` given, and that of a budget that is timed. If that has no sequence, or if no shapes are given
+    for a search of what `deploy` asks for, the length is that of the rows.
+    """
+    timed = None if options.budget is None else options.budget.timed
+    length, first = None, rows.score[0]
+    if not task.in_parts and ((deploy is not None and not shapes) or (timed is not None and timed.sequence is None)):
+        length = row_length(model, rows.held_out or rows.score)
+    wanted = _shapes(model, shapes, task, timed, length, image_shape(first))
+    batches = _shaped(model, wanted, first, task)
+    check_model(model, rows.score, task)
+    check_shapes(model, batches)
+    modules = find_modules(model, first_samples(first), kinds=options.modules)
+    scored = _in_towers(model, modules, options.towers)
+    for kind in options.modules:
+        if kind not in {module.kind for module in scored}:
+            raise RequestError(f"prune.modules names {kind}, but the towers to prune have none; change prune.modules")
+    given = Given(first_samples(first), processor, rows.refit or rows.score)
+    return Job(
+        model=model,
+        processor=processor,
+        task=task,
+        modules=modules,
+        scored=scored,
+        rows=rows,
+        options=options,
+        shapes=batches,
+        exporter=Exporter(export or ExportSection(), given),
+        length=length,
+        deploy=deploy,
+        **known,
+    )
+
+
+def job_in_memory(
+    given: Unwrapped,
+    options: PruneSection,
+    batches: Any,
+    *,
+    held_out: Any,
+    compensation_batches: Any,
+    processor: Any,
+    columns: Mapping[str, Any] | None,
+    evaluation: ComparisonSection,
+    shape: tuple[int, ...] | None,
+    seed: int,
+    progress: Progress,
+) -> Job:
+    """Return the job of a model in memory, see `prune`; without a budget in the options, of one that a plan cuts."""
+    model, processor = given.model, processor or given.processor
+    refuse_unknown(model)
+    check_in_memory(model)
+    task = task_of(model, tolerance=evaluation.stability_tolerance, threshold=evaluation.threshold)
+    read = partial(batches_of, model, task=task, processor=processor, columns=columns, max_length=given.max_length)
+    rows = _rows_in_memory(read, task, options, batches, held_out, compensation_batches)
+    timed = None if options.budget is None else options.budget.timed
+    if timed is not None:
+        check_runtime(timed.runtime, task=type(task))
+        check_one_graph([timed.runtime], type(task))
+        check_dtypes([] if timed.dtype is None else [timed.dtype], [timed.runtime])
+    kind = kind_of_rows(rows.held_out, embeds=task.embeds)
+    metrics = evaluation.metrics or task.usual_metrics(rows=kind)
+    limited = options.budget and options.budget.metric
+    check_metrics((*metrics, *([limited] if limited else [])), predicts=task.predicts, rows=kind)
+    job = make_job(
+        model,
+        rows,
+        options,
+        task=task,
+        shapes=() if shape is None else (shape,),
+        processor=processor,
+        metrics=tuple(metrics),
+        seed=seed,
+        progress=progress,
+    )
+    if options.budget is not None:
+        check_job(job)
+        check_apart(job)
+    return job
+
+
+def _rows_in_memory(
+    read: Callable[..., list[Batch]],
+    task: Task,
+    options: PruneSection,
+    batches: Any,
+    held_out: Any,
+    compensation_batches: Any,
+) -> Rows:
+    if held_out is None and task.rows_together and isinstance(batches, datasets.Dataset) and len(batches) > 1:
+        # The rows, not their batches: queries and documents, or windows of one text, must come together.
+        first = len(batches) - max(1, len(batches) // 4)
+        batches, held_out = batches.select(range(first)), batches.select(range(first, len(batches)))
+    score = read(batches, what="batches")
+    apart: list[Batch] = []
+    if held_out is None:
+        score, apart = split_held_out(score)
+    elif not isinstance(held_out, (list, tuple)) or held_out:
+        apart = read(held_out, what="held_out", use="judge")
+    if not apart and (choice := options.judged_on_held_out):
+        raise RequestError(f"{choice} is chosen on held-out rows, and there are none; pass held_out=, or more batches")
+    refit: list[Batch] = []
+    if options.compensation is not None:
+        given = compensation_batches
+        refit = score if given is None else read(given, what="compensation_batches")
+        refit = first_rows(unlabelled(refit, task), options.compensation.samples)
+    return Rows(score, apart, refit)
+
+
+def _shapes(
+    model: PreTrainedModel,
+    shapes: Sequence[tuple[int, ...]],
+    task: Task,
+    timed: TimedSection | None,
+    length: RowLength | None,
+    image: Sequence[int] | None,
+) -> list[tuple[int, ...]]:
+    """Return the shapes for which a request needs batches: those given, or the usual ones, and its budget's."""
+    if task.in_parts:
+        return [*(shapes or ((1,), (8,))), *([] if timed is None else [timed.shape])]
+    tokens = None if length is None else length.tokens
+    found = model_shapes(model, shapes, sequence=tokens, image=image)
+    if timed is None:
+        return [*found]
+    shape = timed.shape if timed.sequence or tokens is None else (timed.batch, tokens)
+    return [*found, *model_shapes(model, [shape], image=image)]
+
+
+def _shaped(
+    model: PreTrainedModel, shapes: Sequence[tuple[int, ...]], read: Batch, task: Task
+) -> dict[tuple[int, int], Batch]:
+    """Return a batch for each shape: random tokens or pixels in the rows' size, or copies of their longest sample."""
+    if not task.in_parts:
+        random = partial(synthetic_batch, model, image=image_shape(read))
+        return {(size, tokens): random(batch=size, sequence=tokens) for size, tokens in shapes}
+    # Random tokens would contain no image tokens, and say nothing of how long targets are beside their sources.
+    masks = [read[name].sum(-1) for name in ("attention_mask", "decoder_attention_mask") if name in read]
+    longest = max(range(size_of(read)), key=lambda row: sum(int(mask[row]) for mask in masks))
+    sources = [key for key in inputs_of(read) if not key.startswith("decoder_")]
+    sequence = read["input_ids" if "input_ids" in sources else sources[0]].shape[-1]
+    return {
+        (shape[0], sequence): {
+            key: value[longest : longest + 1].repeat(shape[0], *[1] * (value.dim() - 1))
+            for key, value in inputs_of(read).items()
+        }
+        for shape in shapes
+    }
+
+
+def _in_towers(
+    model: PreTrainedModel, modules: tuple[PrunableModule, ...], towers: tuple[str, ...]
+) -> tuple[PrunableModule, ...]:
+    """Return the modules in the given towers of a composite model; by default in the language model."""
+    of = {module.name: tower_of(model, module) for module in modules}
+    known = list(dict.fromkeys(of.values()))
+    for tower in towers:
+        if tower not in known:
+            raise RequestError(
+                f"prune.towers must be among {', '.join(known)}, the towers of this model, got {tower!r}"
+            )
+    alone = "language" in known and not model.config.is_encoder_decoder  # there, it is the decoder's tower
+    wanted = towers or (("language",) if alone else tuple(known))
+    return tuple(module for module in modules if of[module.name] in wanted)
+
+
+def check_job(job: Job, *, criteria: Sequence[str] | None = None) -> Job:
+    """Refuse, before anything is computed, options that do not suit the model, or `criteria` in place of theirs."""
+    options, budget = job.options, job.budget
+    _warn_without_compensation(options)
+    _check_criteria(options, job.scored, (options.criterion,) if criteria is None else criteria)
+    _check_enough_rows(job)
+    if budget.heads is None:
+        check_constraints(job.scored, options.constraints)
+    else:
+        check_budget(job.scored, heads=budget.heads, constraints=options.constraints)
+    if ATTENTION in options.constraints.skippable:
+        how_to_skip(job.model, job.scored)
+    if job.counted_table is not None and budget.ratio is not None:
+        check_reachable(job.scored, job.counted_table, ratio=budget.ratio, constraints=options.constraints)
+    return job
+
+
+def _check_enough_rows(job: Job) -> None:
+    """Refuse a promise that the held-out rows are too few to confirm even if all predictions stayed."""
+    keep, count = job.budget.keep, samples_of(job.rows.held_out)
+    if keep is None or keep.predictions is None:
+        return
+    what = "rows" if keeps_predictions(job.kind(job.rows.held_out)) else "queries"
+    if count < (needed := Looks().rows(keep.predictions, job.promised_metric)):
+        raise RequestError(
+            f"keep: {keep.predictions:g} can be promised with {100 * CONFIDENCE:g} % confidence from {needed:,} "
+            f"held-out {what} or more, and there are {count:,}; raise keep.samples, give more rows, or ask for less"
+        )
+
+
+def check_apart(job: Job) -> bool:
+    """Refuse a promise about rows that the model is fitted on, and warn of such rows where nothing is promised.
+
+    Rows are told by what the model reads of them, whichever files they come from. Those that recur among rows drawn
+    from one split, as short texts do, say nothing: new rows may be like them too. Returns whether others are shared.
+    """
+    rows = job.rows
+    drawn = (rows.score, rows.refit, rows.held_out, rows.promise, rows.evaluation)
+    parts = [sample_contents(part) for part in drawn]
+    times = [Counter(content for sample in part for content in sample) for part in parts]
+    recurring = {content for part in times for content, count in part.items() if count > 1}
+    fitted, chosen = (set().union(*part) - recurring for part in (times[:2], times[:4]))
+    for judged, name, known, of in (
+        (parts[2], "held-out", fitted, "scored or refitted on"),
+        (parts[3], "held-out", fitted, "scored or refitted on"),
+        (parts[4], "evaluated", chosen, "scored, refitted or chosen on"),
+    ):
+        count, shared = len(judged), sum(known.issuperset(sample) for sample in judged)
+        if shared <= MOST_SHARED * count:
+            continue
+        what = f"{shared:,} of the {count:,} {name} rows are among those that units are {of}"
+        how = "give files that share no rows, or slices such as train[:80%] and train[80%:]"
+        if job.cascade is not None or job.budget.searched:
+            raise RequestError(f"a promise must be judged on rows of its own, but {what}; {how}")
+        logger.warning("%s, and new rows may keep less; %s", what, how)
+        return True
+    return False
+
+
+def _warn_without_compensation(options: PruneSection) -> None:
+    """Warn if the criterion assumes a refit that is not asked for."""
+    if options.criterion in (*COMPENSATED_NAMES, AUTO) and options.compensation is None:
+        logger.warning(
+            "%s ranks units by the errors that least squares leaves, but prune.compensation is not set, so "
+            "nothing makes up for them; add compensation: {method: least_squares}",
+            options.criterion,
+        )
+
+
+def _check_criteria(options: PruneSection, modules: Sequence[PrunableModule], criteria: Sequence[str]) -> None:
+    """Refuse criteria that cannot score the modules: of heads if only neurons go, or of whole key/value groups."""
+    by_query = options.constraints.unit == "query"
+    grouped = any(module.group_size > 1 for module in modules)
+    if by_query and not grouped:
+        logger.warning(
+            "unit: query is the same as unit: group here, because every head of this model has its own keys and "
+            "values: a removed head takes its part of the cache along"
+        )
+    for name in criteria:
+        criterion = CRITERIA.get(name)
+        if criterion and not set(criterion.kinds) & set(options.modules):
+            able = [known.name for known in CRITERIA.values() if set(known.kinds) & set(options.modules)]
+            raise RecipeError(
+                [
+                    f"criterion {name} scores heads, but prune.modules is [{', '.join(options.modules)}]; choose one "
+                    f"of {', '.join((*able, COMPENSATED, AUTO))}"
+                ]
+            )
+        if name in (*COMPENSATED_NAMES, AUTO) and by_query and grouped:
+            raise RecipeError([f"criterion {name} removes whole key/value groups, got unit: query; set unit: group"])

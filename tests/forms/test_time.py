@@ -1,0 +1,579 @@
+"""The one clock: its loop and bootstrap, on times that are known."""
+
+import gc
+import itertools
+import weakref
+from collections import Counter
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hies_export.errors import NonFiniteError, RecipeError
+from hies_export.forms import time as clocks
+from hies_export.forms.form import Form
+from hies_export.forms.latency_rows import latency_rows, realised_share
+from hies_export.forms.measure.counts import FlopCount
+from hies_export.forms.runtimes import base as runtime
+from hies_export.forms.runtimes.base import RUNTIMES, Runtime
+from hies_export.forms.time import (
+    LEAST,
+    Timed,
+    balanced_order,
+    compare_latency,
+    fastest,
+    in_mixed_order,
+    is_noisy,
+    ratio_with_interval,
+    ratios,
+    rows_by_shape,
+    time,
+)
+
+BATCH = {"input_ids": np.zeros((4, 128))}
+
+
+class Clock:
+    """Time that passes only when a fake runtime runs, plus a drift that grows with every run."""
+
+    def __init__(self, drift_ms=0.0):
+        self.now_ns, self.drift_ms, self.order = 0, drift_ms, []
+
+    def __call__(self):
+        return self.now_ns
+
+
+class Fake(Runtime):
+    provider, dtype, decodes = "fake", "float32", False
+
+    def __init__(self, clock, name, times_ms, threads=2):
+        self.clock, self.label, self.times_ms, self.threads, self.runs = clock, name, times_ms, threads, 0
+
+    def prepare(self, batch):
+        return batch
+
+    def prepare_step(self, batch):
+        return {"step of": batch}
+
+    def run(self, feed):
+        self.feed = feed
+        took_ms = self.times_ms[self.runs % len(self.times_ms)] + self.clock.drift_ms * len(self.clock.order)
+        self.runs += 1
+        self.clock.order.append(self.label)
+        self.clock.now_ns += round(took_ms * 1e6)
+
+    def fetch(self, result):
+        return {}
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    ticking = Clock()
+    monkeypatch.setattr(runtime, "perf_counter_ns", ticking)
+    return ticking
+
+
+def trio(clock, dense_ms, slim_ms, control_ms):
+    return [Fake(clock, n, t) for n, t in (("D", dense_ms), ("S", slim_ms), ("C", control_ms))]
+
+
+def test_latency_equals_numpy_on_scripted_times(clock):
+    rng = np.random.default_rng(3)
+    dense_ms, slim_ms, control_ms = rng.uniform(8, 12, 30), rng.uniform(6, 10, 30), rng.uniform(8, 12, 30)
+    dense, slim, control = trio(clock, dense_ms, slim_ms, control_ms)
+    first, second = compare_latency(dense, slim, control=control, batch=BATCH, warmup=0)
+    assert (first.ms, first.p90_ms, first.p99_ms) == pytest.approx(
+        tuple(np.percentile(dense_ms, (50, 90, 99))), abs=1e-5
+    )
+    assert second.p90_ms == pytest.approx(np.percentile(slim_ms, 90), abs=1e-5)
+    # Slim against the mean of the two copies of the dense model.
+    assert second.ratio == pytest.approx(np.median(slim_ms / ((dense_ms + control_ms) / 2)), abs=1e-5)
+    assert first.ratio == pytest.approx(np.median(control_ms / dense_ms), abs=1e-5)
+    assert second.low < second.ratio < second.high
+    assert (first.shape, first.repeats, first.threads, first.provider) == ((4, 128), 30, 2, "fake")
+
+
+def test_runs_are_interleaved_back_and_forth_and_warm_up_is_not_timed(clock):
+    dense, slim, control = trio(clock, [999.0] * 2 + [10.0] * 6, [999.0] * 2 + [5.0] * 6, [10.0])
+    first, second = compare_latency(dense, slim, control=control, batch=BATCH, repeats=6, warmup=2)
+    order = "".join(clock.order)
+    assert order[:6] == "DSCDSC"
+    rounds = [order[6 + i : 9 + i] for i in range(0, 18, 3)]
+    assert sorted(rounds) == ["CDS", "CSD", "DCS", "DSC", "SCD", "SDC"]
+    assert all(rounds[i] == rounds[i + 1][::-1] for i in (0, 2, 4))
+    assert first.p99_ms == 10.0
+    assert second.ratio == second.low == second.high == 0.5
+
+
+def test_slow_drift_cancels(clock):
+    clock.drift_ms = 0.02
+    runners = trio(clock, [10.0], [10.0], [10.0])
+    first, second = compare_latency(runners[0], runners[1], control=runners[2], batch=BATCH, repeats=60, warmup=0)
+    assert second.ratio == pytest.approx(1.0, abs=2e-3)
+    assert first.ratio == pytest.approx(1.0, abs=2e-3)
+    assert first.ms > 11.0
+
+
+def test_without_a_control_dense_runs_against_itself(clock):
+    dense, slim, _ = trio(clock, [4.0], [2.0], [1.0])
+    first, _ = compare_latency(dense, slim, batch=BATCH, repeats=5, warmup=0)
+    assert (dense.runs, slim.runs) == (10, 5)
+    assert first.ratio == 1.0
+
+
+def test_min_seconds_goes_on_beyond_the_repeats(clock):
+    runners = trio(clock, [100.0], [100.0], [100.0])
+    first, _ = compare_latency(runners[0], runners[1], control=runners[2], batch=BATCH, repeats=2, min_seconds=2.0)
+    assert first.repeats == 7
+
+
+def test_garbage_collection_is_off_while_timing_and_back_on_after_a_failure(clock):
+    seen = []
+
+    def fail(feed):
+        seen.append(gc.isenabled())
+        raise KeyboardInterrupt("in between")
+
+    dense, slim, _ = trio(clock, [1.0], [1.0], [1.0])
+    slim.run = fail
+    with pytest.raises(KeyboardInterrupt, match="in between"):
+        compare_latency(dense, slim, batch=BATCH, warmup=0)
+    assert seen == [False]
+    assert gc.isenabled()
+
+
+def test_impossible_timings(clock):
+    dense, slim, _ = trio(clock, [1.0], [1.0], [1.0])
+    with pytest.raises(RecipeError, match=r"3 problems(.|\n)*got 0(.|\n)*got -1(.|\n)*got -2"):
+        compare_latency(dense, slim, batch=BATCH, repeats=0, warmup=-1, min_seconds=-2)
+    with pytest.raises(RecipeError, match="run alike, got fake with 2 threads and fake with 4 threads"):
+        compare_latency(dense, Fake(clock, "S", [1.0], threads=4), batch=BATCH)
+    slim.cuda_graph = True
+    with pytest.raises(RecipeError, match="run alike, got fake with 2 threads and fake with 2 threads, as a CUDA gra"):
+        compare_latency(dense, slim, batch=BATCH)
+
+
+def naive_interval(base_ms, other_ms, draws, seed, *, total=False):
+    """Loads, in each the copies of the base, and their rounds, drawn one at a time."""
+    random, found = np.random.default_rng(seed), []
+    for _ in range(draws):
+        pairs = []
+        for load in random.integers(len(other_ms), size=len(other_ms)):
+            base, other = base_ms[load], other_ms[load]
+            copies = random.integers(base.shape[1], size=base.shape[1])
+            for row in random.integers(len(other), size=len(other)):
+                pairs.append((other[row], np.mean([base[row, copy] for copy in copies])))
+        slim, dense = zip(*pairs, strict=True)
+        found.append(sum(slim) / sum(dense) if total else np.median([s / d for s, d in pairs]))
+    return np.percentile(found, (2.5, 97.5)).tolist()
+
+
+@pytest.mark.parametrize("loads", [1, 4])
+def test_the_interval_equals_a_naive_bootstrap_over_loads_copies_and_rounds(loads):
+    random = np.random.default_rng(5)
+    # Copies that differ steadily: by 3 % from load to load, and by 3 % within one.
+    base = [10 * (1 + 0.03 * random.standard_normal((1, 2))) + 0.2 * random.standard_normal((12, 2))] * loads
+    base = [times * (1 + 0.03 * random.standard_normal()) for times in base]
+    other = [8 * (1 + 0.03 * random.standard_normal()) + 0.2 * random.standard_normal(12) for _ in range(loads)]
+    ratio, *ends = ratio_with_interval(base, other)
+    assert ends == pytest.approx(naive_interval(base, other, 3000, 1), rel=4e-3)
+    assert ratio == np.median(np.concatenate([o / b.mean(axis=1) for o, b in zip(other, base, strict=True)]))
+    ratio, *ends = ratio_with_interval(base, other, total=True)
+    assert ends == pytest.approx(naive_interval(base, other, 3000, 1, total=True), rel=4e-3)
+    assert ratio == pytest.approx(np.sum(other) / np.mean(base, axis=-1).sum())
+
+
+def test_one_copy_loaded_once_has_the_bootstrap_of_scipy():
+    from scipy.stats import bootstrap
+
+    base, other = np.random.default_rng(0).uniform(1, 2, (2, 30))
+    options = {"method": "percentile", "n_resamples": 20_000, "rng": np.random.default_rng(1)}
+    independent = bootstrap((other / base,), np.median, **options).confidence_interval
+    _, *ends = ratio_with_interval([base[:, None]], [other])
+    assert ends == pytest.approx([independent.low, independent.high], abs=0.03)
+
+
+@pytest.mark.parametrize("total", [False, True])
+@pytest.mark.parametrize(("loads", "at_least", "at_most"), [(1, 0.0, 0.7), (5, 0.88, 1.0)])
+def test_only_with_several_loads_intervals_hold_what_the_next_load_gives(loads, at_least, at_most, total):
+    """Copies that differ by 1.6 % and rounds by 1 %, as measured of ONNX Runtime on the CPU; 30 rounds in all."""
+    random = np.random.default_rng(11)
+
+    def holds():
+        times = []
+        for _ in range(loads):
+            copies = np.array([10, 8, 10]) * (1 + 0.016 * random.standard_normal(3))
+            times.append(copies * (1 + 0.01 * random.standard_normal((30 // loads, 3))))
+        _, low, high = ratio_with_interval([t[:, [0, 2]] for t in times], [t[:, 1] for t in times], total=total)
+        return low <= 0.8 <= high
+
+    assert at_least <= np.mean([holds() for _ in range(200)]) <= at_most
+
+
+def test_loads_of_unequal_length_count_alike():
+    found = ratio_with_interval([np.full((3, 1), 10.0), np.full((9, 1), 10.0)], [np.full(3, 5.0), np.full(9, 6.0)])
+    assert found == (0.6, 0.5, 0.6)
+
+
+def test_models_are_loaded_anew_and_each_is_the_first_in_turn(clock, monkeypatch):
+    loaded, alive = [], []
+
+    class Loaded(Fake):
+        loads = 4
+
+        def __init__(self, source, *, threads):
+            loaded.append(source)
+            alive.append(weakref.ref(self))
+            # The first of three to be loaded runs at half the time of the others.
+            took = {"dense": 10.0, "slim": 8.0}[source] / (1 + (len(loaded) % 3 == 1))
+            super().__init__(clock, source, [took])
+            assert sum(one() is not None for one in alive) <= 3, "the last load's models are still in memory"
+
+    monkeypatch.setitem(RUNTIMES, "loaded", Loaded)
+    both = [Form("dense", "loaded", "dense"), Form("slim", "loaded", "slim")]
+    timed = time(both, {(1, 8): [{}], (2, 8): [{}]}, repeats=30)
+    assert loaded == ["dense", "slim", "dense", "slim", "dense", "dense", "dense", "dense", "slim", *loaded[:3]]
+    assert [one.form for one in timed] == [*both, *both]
+    assert [(one.shape, one.loads, one.repeats) for one in timed[::2]] == [((1, 8), 4, 32), ((2, 8), 4, 32)]
+    # Against the mean of the copies: first dense, then slim, then control, then dense again are the fast ones.
+    assert timed[1].ratio == pytest.approx(np.median([8 / 7.5, 4 / 10, 8 / 7.5, 8 / 7.5]))
+    assert (timed[1].low, timed[0].ratio) == (pytest.approx(0.4), pytest.approx(1.5))
+    first, _ = time(both, {(1, 8): [{}]}, repeats=2)
+    assert (first.loads, first.repeats) == (2, 2)
+    with pytest.raises(RecipeError, match="repeats must be at least 1, got 0"):
+        time(both, {(1, 8): [{}]}, repeats=0)
+
+
+def test_a_row_has_the_keys_of_report_json_in_their_order(clock):
+    dense, slim, control = trio(clock, [10.0], [5.0], [10.0])
+    slim.dtype = "float16"
+    for runner, size in ((dense, 900), (slim, 600), (control, 800)):
+        runner.peak_memory_bytes, runner.decodes = lambda feed, size=size: size, True
+    found = compare_latency(dense, slim, control=control, batch=BATCH, phase="decode", repeats=6)
+    (row,) = map(asdict, latency_rows(found, {(4, 128): FlopCount(10, 8, (4, 128))}))
+    assert " ".join(row) == (
+        "runtime provider dtype phase batch sequence dense_ms slim_ms ratio ratio_low ratio_high realised flops_ratio "
+        "tokens_per_second dense_p90_ms dense_p99_ms slim_p90_ms slim_p99_ms control_ratio control_low control_high "
+        "noisy repeats loads threads cuda_graph peak_bytes gpu_clock_mhz"
+    )
+    assert (row["provider"], row["dtype"], row["phase"]) == ("fake", "float32 / float16", "decode")
+    assert (row["batch"], row["sequence"], row["dense_ms"], row["slim_ms"], row["ratio"]) == (4, 128, 10.0, 5.0, 0.5)
+    assert row["tokens_per_second"] == {"dense": 400.0, "slim": 800.0}
+    assert row["peak_bytes"] == {"dense": 800, "slim": 600}
+    assert (row["realised"], row["flops_ratio"]) == (None, None)
+    once = [replace(one, phase="forward", form=Form("", "torch", Path())) for one in found]
+    (forward,) = latency_rows(once, {(4, 128): FlopCount(10, 8, (4, 128))})
+    assert (forward.flops_ratio, forward.realised) == (0.8, pytest.approx(0.5 / 0.2))
+    assert (forward.runtime, forward.phase, forward.tokens_per_second) == ("torch", "forward", None)
+
+
+def test_the_interval_depends_on_the_seed_only():
+    base, other = np.random.default_rng(0).uniform(1, 2, (2, 30))
+    # A bootstrapped median only takes values of the sample, so that two seeds may well agree.
+    intervals = {ratio_with_interval([base[:, None]], [other], seed=seed) for seed in (*range(10), *range(10))}
+    assert 1 < len(intervals) <= 10
+
+
+def test_the_step_of_a_decoder_is_timed_by_the_same_loop(clock):
+    dense, slim, control = trio(clock, [10.0], [5.0], [10.0])
+    with pytest.raises(RecipeError, match="decode step needs models that generate from a cache, and these do not"):
+        compare_latency(dense, slim, control=control, batch=BATCH, phase="decode")
+    for runner in (dense, slim, control):
+        runner.decodes = True
+    assert compare_latency(dense, slim, control=control, batch=BATCH, phase="decode", repeats=6)[1].ratio == 0.5
+    assert dense.feed == slim.feed == control.feed == {"step of": BATCH}
+
+
+def test_memory_and_clock_are_those_of_a_gpu(clock, monkeypatch):
+    monkeypatch.setattr(clocks, "gpu_facts", lambda: {"clocks.sm": "1410"})
+    dense, slim, control = trio(clock, [10.0], [5.0], [10.0])
+    assert compare_latency(dense, slim, control=control, batch=BATCH, repeats=6)[0].peak_bytes is None
+    for runner, size in ((dense, 900), (slim, 600), (control, 800)):
+        runner.peak_memory_bytes = lambda feed, size=size: size
+    found = compare_latency(dense, slim, control=control, batch=BATCH, repeats=6)
+    # Dense is the second copy: the first one loaded also paid for the kernels.
+    assert [(one.peak_bytes, one.clock_mhz) for one in found] == [(800, 1410.0), (600, 1410.0)]
+
+
+def test_realised_share():
+    assert realised_share(0.85, 0.8) == pytest.approx(0.75)
+    assert realised_share(1.1, 0.8) == pytest.approx(-0.5)
+    assert realised_share(0.9, 1.0) is None
+
+
+def test_a_control_that_misses_one_makes_the_comparison_noisy(clock):
+    alike = compare_latency(*trio(clock, [10.0], [8.0], [10.1])[:2], batch=BATCH, repeats=6)
+    assert [one.noisy for one in alike] == [False, False]
+    dense, slim, control = trio(clock, [10.0], [8.0], [10.3])
+    found = compare_latency(dense, slim, control=control, batch=BATCH, repeats=6)
+    assert [one.noisy for one in found] == [True, True]
+    assert found[0].ratio == pytest.approx(1.03)
+    beside = ((0.97, 1.0), (0.9, 0.97), (1.02, 1.1), (1.021, 1.1))
+    assert [is_noisy(*ends) for ends in beside] == [False, True, False, True]
+    # An interval may hold 1 and still be too wide to say anything.
+    assert [is_noisy(*ends) for ends in ((0.95, 1.049), (0.9, 1.1), (0.99, 1.1))] == [False, True, True]
+
+
+def test_outputs_that_are_no_numbers_are_not_timed(clock):
+    dense, slim, control = trio(clock, [10.0], [8.0], [10.0])
+    slim.fetch = lambda result: {"logits": np.array([1.0, np.nan])}
+    with pytest.raises(NonFiniteError, match="logits of the slim model has NaN or infinity on fake; try dtype float32"):
+        compare_latency(dense, slim, control=control, batch=BATCH, repeats=6)
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+def test_every_model_runs_equally_often_after_each_other(count: int) -> None:
+    rounds = [balanced_order(count, number) for number in range(2 * count)]
+    assert all(sorted(order) == list(range(count)) for order in rounds)
+    assert all(odd == even[::-1] for even, odd in zip(rounds[::2], rounds[1::2], strict=True))
+    places = Counter((index, place) for order in rounds for place, index in enumerate(order))
+    assert places == dict.fromkeys(itertools.product(range(count), repeat=2), 2)
+    neighbours = Counter(pair for order in rounds for pair in itertools.pairwise(order))
+    assert neighbours == dict.fromkeys(itertools.permutations(range(count), 2), 2)
+    runs = [index for order in rounds for index in order]
+    again = Counter(one for one, other in itertools.pairwise([*runs, runs[0]]) if one == other)
+    assert again == dict.fromkeys(range(count), 1 if count > 1 else 2)
+
+
+class Compiling(Runtime):
+    """Take a while for every new shape, as a runtime does that compiles kernels for it, and the same time after."""
+
+    provider, dtype, threads = "fake", "float32", 2
+
+    def __init__(self, source: tuple[float, float], *, threads: int):
+        self.milliseconds, self.first = source
+        self.shapes: set[tuple[int, ...]] = set()
+
+    def prepare(self, batch: Any) -> Any:
+        return tuple(batch["input_ids"].shape)
+
+    def run(self, feed: Any) -> Any:
+        self.shapes.add(feed)
+
+    def time_ns(self, feed: Any) -> int:
+        new = feed not in self.shapes
+        self.run(feed)
+        return round(1e6 * (self.milliseconds * feed[1] + (self.first if new else 0)))
+
+    def fetch(self, result: Any) -> dict[str, np.ndarray]:
+        return {}
+
+
+@pytest.mark.parametrize("count", [1, 7, 100])
+def test_rows_are_run_through_and_the_first_run_of_a_shape_is_not_timed(
+    monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    monkeypatch.setitem(RUNTIMES, "compiling", Compiling)
+    lengths = torch.randint(5, 60, (count,), generator=torch.Generator().manual_seed(0)).tolist()
+    rows = {size: [{"input_ids": torch.zeros(size, length)} for length in lengths] for size in (1, 8)}
+    forms: list[Any] = [Form("", "compiling", source) for source in ((2.0, 0.0), (1.0, 500.0))]  # type: ignore[arg-type]
+    timed = time(forms, rows_by_shape(rows))
+    mean = round(np.mean(lengths))
+    assert [one.shape for one in timed] == [(1, mean), (1, mean), (8, mean), (8, mean)]
+    for plain, compiling in zip(timed[::2], timed[1::2], strict=True):
+        assert (plain.phase, plain.ratio, plain.p90_ms) == ("rows", 1, None)
+        assert compiling.ratio == pytest.approx(0.5)
+        assert compiling.ms == pytest.approx(plain.ms / 2)
+        assert compiling.repeats == max(count, LEAST)
+    (row, _) = latency_rows(timed, {})
+    assert (row.phase, row.batch, row.sequence, row.dense_ms) == ("rows", 1, mean, timed[0].ms)
+    assert (row.flops_ratio, row.realised, row.dense_p90_ms, row.tokens_per_second) == (None, None, None, None)
+
+
+class Fixed(Compiling):
+    """A model of known times: the source is its milliseconds."""
+
+    provider, dtype = "clock", "float32"
+
+    def __init__(self, source: Any, *, threads: int):
+        self.threads, self.source = threads, source
+
+    def prepare(self, batch: Any) -> Any:
+        return batch
+
+    def time_ns(self, feed: Any) -> int:
+        return int(self.source * 1e6)
+
+    def run(self, feed: Any) -> Any:
+        return feed
+
+    def fetch(self, result: Any) -> dict[str, np.ndarray]:
+        return {"logits": np.zeros(1)}
+
+
+def test_forms_on_several_runtimes_are_compared_with_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Other(Fixed):
+        provider = "another clock"
+        loads = 3
+
+    for name, of in (("one", Fixed), ("two", Other)):
+        monkeypatch.setitem(RUNTIMES, name, of)
+    forms = [Form("", name, source) for name, source in (("one", 8.0), ("one", 4.0), ("two", 2.0), ("two", 1.0))]
+    timed = time(forms, {(1, 8): [{}]}, repeats=8)
+    assert [(one.shape, one.phase) for one in timed] == [((1, 8), "forward")] * 4
+    assert [one.ratio for one in timed] == [1.0, 0.5, 0.25, 0.125]
+    assert [one.ms for one in timed] == [8.0, 4.0, 2.0, 1.0]
+    assert {(one.loads, one.repeats) for one in timed} == {(3, 9)}
+    # A form alone is timed beside its copy.
+    (alone,) = time(forms[:1], {(1, 8): [{}]})
+    assert (alone.ms, alone.ratio, alone.repeats) == (8.0, 1.0, 10)
+
+
+SPEED = {"dense": 10.0, "slim": 8.0, "int8": 4.0}
+
+
+class Recorded(Runtime):
+    """Times of a list that the number of the copy decides, in ms for 40 tokens."""
+
+    provider, dtype = "list", "float32"
+    number: Any
+    apart = 0.0  # standard deviation of copies
+
+    def __init__(self, source: Any, *, threads: int):
+        self.threads = threads
+        self.random = np.random.default_rng(next(type(self).number))
+        self.speed = SPEED[source] * (1 + self.apart * self.random.standard_normal())
+
+    def prepare(self, batch: Any) -> Any:
+        return batch["input_ids"].shape[1] / 40
+
+    def run(self, feed: Any) -> Any:
+        return None
+
+    def time_ns(self, feed: Any) -> int:
+        return round(1e6 * self.speed * feed * (1 + 0.01 * self.random.standard_normal()))
+
+    def fetch(self, result: Any) -> dict[str, np.ndarray]:
+        return {}
+
+
+def recorded(
+    monkeypatch: pytest.MonkeyPatch, what: str, loads: int, apart: float, *names: str, first: int = 0
+) -> list[Timed]:
+    for name, value in (("loads", loads), ("apart", apart), ("number", itertools.count(first))):
+        monkeypatch.setattr(Recorded, name, value, raising=False)
+    monkeypatch.setitem(RUNTIMES, "recorded", Recorded)
+    lengths = np.random.default_rng(7).integers(5, 60, 96) if what == "rows" else [40]
+    batches = [{"input_ids": torch.zeros(8, int(length), dtype=torch.int64)} for length in lengths]
+    forms: list[Any] = [Form(name, "recorded", name) for name in names]  # type: ignore[arg-type]
+    return time(forms, rows_by_shape({8: batches}) if what == "rows" else {(8, 40): batches}, repeats=30)
+
+
+# What two loops and two bootstraps gave for the same times before they were one: ms, ratio, low, high of each form.
+BEFORE: dict[tuple[str, int, float], list[list[float]]] = {
+    ("one", 1, 0.0): [
+        [9.9824555, 0.999435695, 0.99517108, 1.008754944],
+        [8.002726, 0.801546317, 0.797295031, 0.805395637],
+        [3.9905905, 0.400147156, 0.397927187, 0.402178082],
+    ],
+    ("rows", 1, 0.0): [
+        [8.40384825, 1.000674428, 0.997746311, 1.003373099],
+        [6.715125146, 0.798784233, 0.797061211, 0.80045554],
+        [3.354261031, 0.398999388, 0.397925754, 0.399994204],
+    ],
+    ("one", 5, 0.0): [
+        [10.0600255, 0.995095196, 0.985480537, 1.001925694],
+        [7.9928035, 0.796974938, 0.790806255, 0.802172907],
+        [3.9838825, 0.397027335, 0.393045315, 0.401130263],
+    ],
+    ("rows", 5, 0.0): [
+        [8.399952781, 1.001625415, 0.997995855, 1.005290796],
+        [6.721602042, 0.799545421, 0.797557974, 0.801612385],
+        [3.358132281, 0.39945526, 0.398425634, 0.400508303],
+    ],
+    ("one", 5, 0.02): [
+        [10.062623, 0.983028994, 0.967482077, 0.997346758],
+        [7.892362, 0.79080516, 0.765212043, 0.812857151],
+        [3.983734, 0.394202822, 0.385936055, 0.406167735],
+    ],
+    ("rows", 5, 0.02): [
+        [8.473264969, 0.988386712, 0.983025682, 0.993631661],
+        [6.677736896, 0.792697813, 0.787893828, 0.797503193],
+        [3.352205854, 0.397932157, 0.39564688, 0.400222885],
+    ],
+}
+
+
+@pytest.mark.parametrize(("what", "loads", "apart"), BEFORE)
+def test_times_are_those_of_the_two_loops_before(
+    what: str, loads: int, apart: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of rows, batches alone were resampled; now that holds where loads and copies are taken for one."""
+    given: list[Any] = []
+    monkeypatch.setattr(
+        clocks, "ratio_with_interval", lambda *of, **how: given.append(of) or ratio_with_interval(*of, **how)
+    )
+    timed, before = recorded(monkeypatch, what, loads, apart, *SPEED), BEFORE[what, loads, apart]
+    for one, (base, other), (ms, ratio, low, high) in zip(timed, given, before, strict=True):
+        assert (one.ms, one.ratio) == pytest.approx((ms, ratio), abs=1e-9)
+        if what == "one":
+            assert (one.low, one.high) == pytest.approx((low, high), abs=1e-9)
+            continue
+        joined = [np.concatenate(base).mean(axis=1, keepdims=True)], [np.concatenate(other)]
+        assert ratio_with_interval(*joined, total=True) == pytest.approx((ratio, low, high), abs=0.1 * (high - low))
+        assert one.high - one.low >= 0.98 * (high - low)
+
+
+@pytest.mark.parametrize("what", ["one", "rows"])
+def test_an_interval_holds_the_truth_where_copies_differ(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    control, slim, int8 = recorded(monkeypatch, what, 5, 0.02, *SPEED)
+    assert control.low <= 1 <= control.high or what == "one"
+    assert slim.low <= 0.8 <= slim.high
+    assert int8.low <= 0.4 <= int8.high
+    if what == "rows":  # an interval over batches alone missed it
+        (_, _, low, high), (_, _, slim_low, slim_high), _ = BEFORE["rows", 5, 0.02]
+        assert not low <= 1 <= high
+        assert not slim_low <= 0.8 <= slim_high
+
+
+@pytest.mark.parametrize("what", ["one", "rows"])
+@pytest.mark.parametrize("apart", [0.0, 0.016])
+def test_a_model_against_itself_stays_within_its_control(
+    what: str, apart: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gc, "collect", lambda: 0)
+    found = [recorded(monkeypatch, what, 5, apart, "dense", "dense", first=100 * number) for number in range(20)]
+    # By chance, 95 % intervals of five loads miss a truth now and then.
+    assert sum(control.low <= 1 <= control.high for control, _ in found) >= 16
+    assert sum(again.low <= 1 <= again.high for _, again in found) >= 16
+    assert sum(max(one.low for one in both) <= min(one.high for one in both) for both in found) >= 18
+
+
+def times(*rows: list[tuple[float, float, float]], noisy: tuple[bool, ...] = (False, False)) -> list[Timed]:
+    """Return the times of forms, given as (ratio, low, high), at each of some shapes."""
+    rest: dict[str, Any] = {"form": None, "phase": "forward", "ms": 1.0, "p90_ms": None, "p99_ms": None, "threads": 1}
+    rest |= {"provider": "", "dtype": "", "cuda_graph": False, "repeats": 1, "loads": 1}
+    rest |= {"peak_bytes": None, "clock_mhz": None}
+    return [
+        Timed(shape=(1, 8 * step), ratio=ratio, low=low, high=high, noisy=is_noise, **rest)
+        for step, (row, is_noise) in enumerate(zip(rows, noisy, strict=True), start=1)
+        for ratio, low, high in row
+    ]
+
+
+def test_the_first_quiet_shape_decides_or_one_at_which_the_fastest_is_clear() -> None:
+    control = (0.9, 0.8, 1.2)
+    apart = [control, (0.6, 0.5, 0.7), (0.4, 0.3, 0.45)]
+    other = [control, (0.3, 0.25, 0.35), (0.5, 0.45, 0.55)]
+    assert fastest(times(apart, other), (0, 1, 2)) == (2, 0)
+    assert fastest(times(apart, other, noisy=(True, False)), (0, 1, 2)) == (2, 0)
+    near = [*apart[:2], (0.4, 0.3, 0.5)]
+    assert fastest(times(near, other, noisy=(True, False)), (0, 1, 2)) == (1, 1)
+    assert fastest(times(near, near, noisy=(True, True)), (0, 1, 2)) == (2, 0)
+    # The first form's own ratio is its control's.
+    assert fastest(times([(0.1, 0.1, 0.1), *apart[1:]], noisy=(False,)), (0, 1)) == (1, 0)
+    assert fastest(times(apart, other, noisy=(True, False)), ()) == (None, 1)
+    assert ratios(times(apart, other, noisy=(True, False))) == [1.0, 0.3, 0.5]
+    assert ratios(times(apart, other, noisy=(True, True))) == [1.0, 0.6, 0.4]
+
+
+def test_rows_in_mixed_order_are_cut_into_batches() -> None:
+    batches = [{"input_ids": torch.arange(start, start + 6).view(6, 1)} for start in (0, 6, 12)]
+    found = in_mixed_order(batches, 3)
+    assert [len(batch["input_ids"]) for batch in found] == [3] * 6
+    rows = torch.cat([batch["input_ids"] for batch in found]).flatten().tolist()
+    assert sorted(rows) == list(range(18))
+    assert rows != sorted(rows)

@@ -1,0 +1,45 @@
+"""Which runtimes and bits `deploy` tries, and what it names as the file of a form in torch."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.models import bert
+
+from hies_export.errors import RecipeError
+from hies_export.forms.deployment import find_ways
+from hies_export.forms.exported import keep_file
+from hies_export.forms.form import Forms
+from hies_export.forms.formats import Exporter, Given
+from hies_export.forms.runtimes.base import RUNTIMES
+from hies_export.recipe.sections import ExportSection
+from hies_export.tasks import TASKS
+
+COMPILED = [("torch-compile", "float16"), ("torch-compile", "bfloat16")]
+
+
+def test_a_compiled_model_is_tried_on_a_gpu_only_and_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = TASKS["text-classification"]
+    on_cpu = find_ways(task, [])
+    assert on_cpu[0] == ("onnxruntime-cpu", "float32")
+    assert not [way for way in on_cpu if RUNTIMES[way[0]].reads_models]
+    with pytest.raises(RecipeError, match="must be among onnxruntime-cpu, .*, got torch-compile"):
+        find_ways(task, ["torch-compile"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert find_ways(task, []) == [*on_cpu, *COMPILED]
+    assert find_ways(task, ["torch-compile"]) == COMPILED
+    with pytest.raises(RecipeError, match="must be among .*, got torch$"):
+        find_ways(task, ["torch"])
+
+
+@pytest.mark.parametrize(
+    ("model", "same", "file"), [("slim", False, "slim"), ("dense", True, "slim"), ("dense", False, None)]
+)
+def test_the_file_of_a_model_in_torch_is_its_checkpoint(
+    model: str, same: bool, file: str | None, tmp_path: Path
+) -> None:
+    forms = Forms({"dense": bert()}, Exporter(ExportSection(), Given({})), tmp_path)
+    form: Any = SimpleNamespace(model=model, runtime="torch-compile", bits="float16")
+    assert keep_file(forms, form, tmp_path, same=same) == file

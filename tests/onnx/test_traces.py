@@ -1,0 +1,262 @@
+"""Graphs of cut models that are made from those of other cuts: node by node those of a new trace, or not kept."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir
+import pytest
+import torch
+from support.models import bert, causal_lm, shake, text_batch, vit
+from torch import Tensor
+from transformers import (
+    DistilBertConfig,
+    DistilBertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+)
+
+from hies_export import export_onnx, find_modules, prune_units
+from hies_export.forms.form import predictor
+from hies_export.forms.formats import Exporter, Given
+from hies_export.forms.onnx import export as export_module
+from hies_export.forms.runtimes.graphs import Builder
+from hies_export.forms.traces import Traces
+from hies_export.recipe.sections import ExportSection
+
+SIZES = {"vocab_size": 100, "num_labels": 3, "pad_token_id": 0}
+TRACERS = {name: getattr(export_module, name) for name in ("trace_onnx", "trace_decoder")}
+
+
+def distilbert() -> PreTrainedModel:
+    config = DistilBertConfig(dim=48, n_layers=2, n_heads=6, hidden_dim=64, max_position_embeddings=64, **SIZES)
+    return shake(DistilBertForSequenceClassification(config))
+
+
+def roberta() -> PreTrainedModel:
+    shape = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "intermediate_size": 64}
+    return shake(RobertaForSequenceClassification(RobertaConfig(max_position_embeddings=64, **shape, **SIZES)))
+
+
+def gpt2() -> PreTrainedModel:
+    """Return a decoder whose query, key and value are one matrix."""
+    tokens = {"vocab_size": 32, "bos_token_id": 2, "eos_token_id": 3}
+    return shake(GPT2LMHeadModel(GPT2Config(n_embd=48, n_layer=2, n_head=6, n_positions=64, **tokens)))
+
+
+def llama() -> PreTrainedModel:
+    """Return a decoder of four key/value heads, each with two query heads."""
+    return causal_lm(num_attention_heads=8, num_key_value_heads=4)
+
+
+def texts() -> dict[str, Tensor]:
+    return text_batch(2, 9, labels=False)
+
+
+def images() -> dict[str, Tensor]:
+    return {"pixel_values": torch.randn(2, 3, 16, 16)}
+
+
+def prompts() -> dict[str, Tensor]:
+    return {"input_ids": torch.randint(5, 32, (2, 9))}
+
+
+def cuts(model: PreTrainedModel, batch: dict[str, Tensor], count: int) -> list[PreTrainedModel]:
+    """Return cuts of all modules to different numbers of heads and neurons, with weights that a refit might give."""
+    modules = find_modules(model, batch, kinds=("attention", "mlp"))
+    generator, made = torch.Generator().manual_seed(0), []
+    for _ in range(count):
+        kept = {}
+        for module in modules:
+            groups = torch.randperm(module.groups, generator=generator)
+            stay = groups[: int(torch.randint(1, module.groups, (1,), generator=generator))].tolist()
+            kept[module.name] = module.kept(u for u in range(module.units) if u // module.group_size in stay)
+        slim = prune_units(model, kept, modules)
+        with torch.no_grad():
+            for name, parameter in slim.named_parameters():
+                if any(name.startswith(module.name) for module in modules) and "norm" not in name.lower():
+                    parameter.mul_(1 + torch.rand((), generator=generator) / 100)
+        made.append(slim)
+    return made
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Remember which models are traced, by their classes."""
+    seen: list[str] = []
+
+    def remembering(trace: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda model, *args: (seen.append(type(model).__name__), trace(model, *args))[1]
+
+    for name, trace in TRACERS.items():
+        monkeypatch.setattr(export_module, name, remembering(trace))
+    return seen
+
+
+def described(file: Path) -> tuple[list[Any], list[str]]:
+    """Return the nodes of a graph, each with attributes, constants and shapes, and its inputs and outputs."""
+    graph = onnx.load(file).graph
+    constants = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    shapes = {value.name: str(value.type) for value in graph.value_info}
+    nodes = [
+        (
+            *(node.domain, node.op_type, sorted(str(attribute) for attribute in node.attribute)),
+            [(constants[name].shape, constants[name].tobytes()) for name in node.input if name in constants],
+            [shapes.get(name) for name in node.output],
+        )
+        for node in graph.node
+    ]
+    return nodes, [str(value) for value in (*graph.input, *graph.output)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("make", "sample"),
+    [(distilbert, texts), (roberta, texts), (vit, images), (llama, prompts), (gpt2, prompts)],
+    ids=["distilbert", "roberta", "vit", "llama", "gpt2"],
+)
+def test_the_graph_is_that_of_a_new_trace(
+    make: Callable[[], PreTrainedModel], sample: Callable[[], dict[str, Tensor]], tmp_path: Path, traced: list[str]
+) -> None:
+    torch.manual_seed(0)
+    model, batch, traces = make(), sample(), Traces()
+    first, second = cuts(model, batch, 2)
+    for name, slim in {"dense": model, "first": first, "second": second}.items():
+        resized = export_onnx(slim, tmp_path / name, batch=batch, traces=traces)
+    assert len(traced) == 2
+    fresh = export_onnx(second, tmp_path / "fresh", batch=batch)
+    assert len(traced) == 3
+    assert described(resized.file) == described(fresh.file)
+    assert (resized.facts["fused"], resized.outputs, resized.max_abs) == (
+        fresh.facts["fused"],
+        fresh.outputs,
+        fresh.max_abs,
+    )
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, dict[str, Tensor], Traces]:
+    """A model, a batch, and what the graphs of the model and of one cut of it say."""
+    torch.manual_seed(0)
+    model, batch, traces = bert(num_hidden_layers=2), texts(), Traces()
+    for number, slim in enumerate([model, *cuts(model, batch, 1)]):
+        export_onnx(slim, tmp_path_factory.mktemp("learned") / f"{number}", batch=batch, traces=traces)
+    return model, batch, traces
+
+
+@pytest.mark.parametrize(("runtime", "bits"), [("onnxruntime-cpu", "float32"), ("onnxruntime-cpu-int8", None)])
+def test_a_search_does_not_trace_its_further_cuts(
+    learned: tuple[PreTrainedModel, dict[str, Tensor], Traces], runtime: str, bits: str | None, traced: list[str]
+) -> None:
+    model, batch, traces = learned
+    predict = predictor(Exporter(ExportSection(), Given(batch, traces=traces)), runtime, bits)
+    for slim in (model, *cuts(model, batch, 3)):
+        with torch.no_grad():
+            want = slim(**batch).logits
+        torch.testing.assert_close(
+            predict(slim, [batch]).values.float(), want, atol=0.2 if bits is None else 1e-5, rtol=0
+        )
+    assert traced == []
+
+
+def test_a_wrong_graph_is_not_kept(
+    learned: tuple[PreTrainedModel, dict[str, Tensor], Traces],
+    tmp_path: Path,
+    traced: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, batch, traces = learned
+    slim, right = cuts(model, batch, 2)[1], Traces.resized
+
+    def wrong(self: Traces, key: Any, model: PreTrainedModel) -> Any:
+        program = right(self, key, model)
+        attention = next(node for node in program.graph if node.op_type == "MultiHeadAttention")
+        attention.inputs[0].producer().inputs[1].const_value = broken(attention.inputs[0].producer().inputs[1])
+        return program
+
+    def broken(weight: Any) -> Any:
+        return onnx_ir.tensor(weight.const_value.numpy()[::-1].copy())
+
+    monkeypatch.setattr(Traces, "resized", wrong)
+    exported = export_onnx(slim, tmp_path / "onnx", batch=batch, traces=traces)
+    assert traced == ["BertForSequenceClassification"]
+    assert exported.max_abs < 1e-5
+
+
+def test_a_model_without_a_module_is_traced(
+    learned: tuple[PreTrainedModel, dict[str, Tensor], Traces], tmp_path: Path, traced: list[str]
+) -> None:
+    model, batch, traces = learned
+    first, *_ = modules = find_modules(model, batch)
+    kept = {module.name: module.kept(range(module.units)) for module in modules} | {first.name: first.kept([])}
+    skipped = prune_units(model, kept, modules)
+    export_onnx(skipped, tmp_path / "onnx", batch=batch, traces=traces)
+    assert traced == ["BertForSequenceClassification"]
+
+
+class Layers(torch.nn.Module):
+    """Two linear layers with some features between them."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(8, width), torch.nn.Linear(width, 8)
+
+
+def graph_of(model: Layers, sizes: list[int], *, operator: str = "Relu", bias: Tensor | None = None) -> Any:
+    """Return a graph of two layers, with a reshape to some sizes between them."""
+    inputs = onnx_ir.val("x", onnx_ir.DataType.FLOAT, ["rows", 8])
+    graph = onnx_ir.Graph([inputs], [], nodes=[], opset_imports={"": 20})
+    new = Builder(graph, "node")
+    weights = {name: tensor.detach().numpy() for name, tensor in model.named_parameters()}
+    states = new(
+        "Add", new("MatMul", inputs, new.constant(weights["up.weight"].T.copy())), new.constant(weights["up.bias"])
+    )
+    states = new("Reshape", new(operator, states), new.constant(np.array(sizes)))
+    shift = weights["down.bias"] if bias is None else bias.numpy()
+    graph.outputs.append(
+        new("Add", new("MatMul", states, new.constant(weights["down.weight"].T.copy())), new.constant(shift))
+    )
+    return onnx_ir.Model(graph, ir_version=10)
+
+
+def test_numbers_follow_the_widths_that_they_are_multiples_of() -> None:
+    traces, models = Traces(), [Layers(width) for width in (12, 8, 6, 6)]
+    for model in models[:2]:
+        traces.add("key", model, graph_of(model, [-1, model.up.out_features]))
+    made = traces.resized("key", models[2])
+    reshape = next(node for node in made.graph if node.op_type == "Reshape")
+    assert reshape.inputs[1].const_value.numpy().tolist() == [-1, 6]
+    assert traces.resized("another", models[2]) is None
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "third"),
+    [
+        ({}, {"operator": "Gelu"}, 6),  # other operators
+        ({}, {"sizes": [-1, 7]}, 6),  # a number that no width explains
+        ({}, {"bias": torch.ones(8)}, 6),  # a weight that is no parameter
+        ({"sizes": [-1, 3]}, {"sizes": [-1, 2]}, 6 + 1),  # 3 * 7 / 12 is no number
+    ],
+)
+def test_what_is_not_known_is_not_made(first: dict[str, Any], second: dict[str, Any], third: int) -> None:
+    traces, models = Traces(), [Layers(width) for width in (12, 8, third)]
+    for model, how in zip(models, (first, second), strict=False):
+        assert traces.resized("key", models[2]) is None
+        traces.add("key", model, graph_of(model, **{"sizes": [-1, model.up.out_features], **how}))
+    assert traces.resized("key", models[2]) is None
+
+
+def test_a_parameter_that_the_graph_does_not_show_must_not_change() -> None:
+    traces, models = Traces(), [Layers(width) for width in (12, 8, 6)]
+    for model in models:
+        model.down.bias = models[0].down.bias
+    for model in models[:2]:
+        traces.add("key", model, graph_of(model, [-1, model.up.out_features], bias=torch.ones(8)))
+    assert traces.resized("key", models[2]) is not None
+    models[2].down.bias = torch.nn.Parameter(torch.zeros(8))
+    assert traces.resized("key", models[2]) is None
