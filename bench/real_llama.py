@@ -138,7 +138,7 @@ class Bench:
         """Return the numbers of SliceGPT's projections of attention, whose rotations are not counted."""
         base = self._shared.base
         modules = [module for module in base.scored if module.kind == ATTENTION]
-        counts = flops_by_module(base.model, next(iter(base.measured.values())))
+        counts = flops_by_module(base.model, next(iter(base.shapes.values())))
         projections = sum(counts[name] for module in modules for name in module.layers) / counts[""]
         if 1 - share >= projections:
             return None
