@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 from support.pretend import pretend_gpus
-from support.runs import run_script
+from support.runs import registries_restored, run_script
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 
@@ -75,7 +75,8 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The scripts of bench/ as modules, which are forgotten afterwards."""
     monkeypatch.syspath_prepend(BENCH)
     before = set(sys.modules)
-    yield
+    with registries_restored():
+        yield
     for name in set(sys.modules) - before:
         if Path(getattr(sys.modules[name], "__file__", None) or "").parent == BENCH:
             del sys.modules[name]

@@ -60,7 +60,8 @@ def registries_restored() -> Iterator[None]:
     """Forget afterwards which criteria, metrics, tasks and runtimes were registered inside the block."""
     with ExitStack() as stack:
         for known in (hies_export.CRITERIA, METRICS, TASKS, RUNTIMES):
-            stack.enter_context(mock.patch.dict(known))
+            assert len([*known.values()]) == len(known)  # looked up now, as a module registers itself only once
+            stack.enter_context(mock.patch.dict(known.data))
         yield
 
 
