@@ -39,7 +39,7 @@ from .held_out import Key
 from .job import Job, check_job
 from .recipe import FLOPS_TO_TRY
 from .search import TriedCut, guess, largest, nothing, promise_of, search_near
-from .stages import Choice, Trial, judging, score, select, trial_model
+from .stages import Choice, judging, score, select, trial_model
 
 logger = logging.getLogger(__name__)
 
@@ -219,9 +219,7 @@ def _as_files(
     A cut may have been judged on another runtime that computes in the same bits.
     """
     choice, way = found.choice, found.way
-    assert choice.scores is not None
-    trial = Trial(choice.scores, choice.plan.kept, choice.token_weights)
-    forms.add(name := f"{way.runtime}-{way.bits}-cut", trial_model(job, statistics, trial))
+    forms.add(name := f"{way.runtime}-{way.bits}-cut", trial_model(job, statistics, choice.trial))
     form = forms.form(name, way.runtime, way.bits)
     if promise.budget.met(judge.found(promise.budget, form.predict(judge.batches, judge.task))):
         return [replace(found, form=form)]
@@ -327,8 +325,7 @@ def _cuts(
             choice = choose(check_job(replace(job, options=options)), statistics, scored)
         else:
             choice = choose_within(job, statistics, share, like)
-        assert choice.scores is not None
-        model = trial_model(job, statistics, Trial(choice.scores, choice.plan.kept, choice.token_weights))
+        model = trial_model(job, statistics, choice.trial)
         return choice, model, job.flops_left(choice.plan.kept)
 
     return cut

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from .. import processes
 from ..checkpoint.classes import load_config, refuse_quantised
-from ..checkpoint.load import check_device_map, load_dense, source_of, task_class
+from ..checkpoint.load import Source, check_device_map, load_dense, source_of, task_class
 from ..checkpoint.save import check_in_sentence_transformers
 from ..checkpoint.sentence import cross_encoder_of, encoder_class, load_encoder, settings_of
 from ..data.batches import Batch, by_length, check_one_size, is_of_documents, samples_of
@@ -130,7 +130,7 @@ def load_job(
     return job
 
 
-def _source(recipe: PruningRecipe, found: _Checkpoint, model: PreTrainedModel, config: Any) -> Any:
+def _source(recipe: PruningRecipe, found: _Checkpoint, model: PreTrainedModel, config: Any) -> Source:
     return source_of(model, found.encoder, config, asked=recipe.save_dtype or recipe.dtype, **found.hub)
 
 

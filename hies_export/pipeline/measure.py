@@ -80,9 +80,10 @@ def measure(job: Job, forms: Forms, choice: Choice, slim: Slim, saved: Saved, fo
         stored = Both(job.source.bytes, saved.bytes)
         sizes = measure_both(forms, job.measure, modules=job.modules, batches=job.shapes, stored=stored)
         judge = job.judge(job.rows.evaluation, index=None)
+        on_dense_index = judge.on_dense_index()
         joined = _join(job, forms, choice, folder)
         running = _forms(job, forms, choice, joined, same=not slim.plan.removes)
-        judged = _judge(job, running, choice, judge.on_dense_index())
+        judged = _judge(job, running, choice, on_dense_index)
         best, step = None, 0
         if running:
             judged, best, step = _time(job, choice, running, judged, cascade=joined is not None)
@@ -90,7 +91,7 @@ def measure(job: Job, forms: Forms, choice: Choice, slim: Slim, saved: Saved, fo
         if job.deploy is not None:
             deployment = _deployment(job, forms, choice, judge, judged, best, step, folder)
         cascade = None if joined is None else _cascade(job, forms, choice, judge, joined, judged[-1])
-        file = judge_exported(forms.export("slim", job.export), folder, judge.on_dense_index(), judged)
+        file = judge_exported(forms.export("slim", job.export), folder, on_dense_index, judged)
     add_graphs(exports.values(), folder / "slim")
     if isinstance(slim.model, TextEncoder):
         _serve(slim.model, exports, judged, deployment, folder)

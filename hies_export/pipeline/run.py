@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,8 +24,6 @@ from .measure import measure
 from .recipe import PruningRecipe
 from .reporting import build_report, write_report
 from .stages import Choice, calibrate, compare, cut, save
-
-logger = logging.getLogger(__name__)
 
 
 def run(

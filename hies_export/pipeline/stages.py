@@ -103,6 +103,12 @@ class Choice:
     ways: tuple[DeployWay, ...] = ()
     dense_seconds: float = 0.0
 
+    @property
+    def trial(self) -> Trial:
+        """What a trial of the plan needs to be refitted; the plan must have been chosen, not given."""
+        assert self.scores is not None
+        return Trial(self.scores, self.plan.kept, self.token_weights)
+
     def write(self, folder: Path) -> None:
         """Write scores.json (statistics and scores per unit) and plan.json."""
         assert self.statistics is not None
