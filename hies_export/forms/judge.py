@@ -12,7 +12,7 @@ from ..evaluate.judge import Judge
 from ..progress import SILENT, Progress
 from .form import Form
 from .measure.counts import Ratio, Share, Size
-from .time import Phase, Timed, ratios
+from .time import Phase, Timed
 
 
 @dataclass(frozen=True)
@@ -110,14 +110,14 @@ def with_times(judged: Sequence[Judged], timed: Sequence[Timed]) -> list[Judged]
     ]
 
 
-def on_frontier(judged: Sequence[Judged], timed: Sequence[Timed]) -> list[int]:
-    """Return the forms than which no other is both faster and closer to the dense model, by the first time of each."""
-    found = list(zip(ratios(timed), (form.stability for form in judged), strict=True))
-    return [
-        number
-        for number, (time, same) in enumerate(found)
-        if not any((t <= time and s >= same) and (t, s) != (time, same) for t, s in found)
-    ]
+def frontier(times: Sequence[float], same: Sequence[float]) -> list[int]:
+    """Return those that no other beats in time without losing agreement, fastest first; of equal ones, the first."""
+    best, line = -1.0, []
+    for number in sorted(range(len(times)), key=lambda number: (times[number], -same[number])):
+        if same[number] > best:
+            best = same[number]
+            line.append(number)
+    return line
 
 
 def deciding_step(forms: Sequence[Judged]) -> int | None:

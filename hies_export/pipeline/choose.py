@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from .. import processes
@@ -26,7 +26,6 @@ from .job import Job
 from .search import budget_where, search
 from .stages import (
     Choice,
-    Refit,
     Trial,
     calibrate,
     choice_of,
@@ -125,18 +124,18 @@ def _in_rounds(
 ) -> _Picked:
     """Choose in a number of rounds, each of which scores the model that the previous ones left."""
     picked: _Picked | None = None
-    refit = refit_of(job, statistics, token_weights_of(job)[0])  # of cuts of the dense model
+    rows = cache(partial(_held_out, job, statistics, token_weights_of(job)[0]))  # judges cuts of the dense model
     for number, goal in enumerate(_goals(job, table, count), start=1):
         if count > 1:
             job.progress.stage(f"step {number} of {count}")
         if picked is None:
-            picked = _pick(job, job, statistics, scored or score(job, statistics, criterion), goal({}), refit)
+            picked = _pick(job, job, statistics, scored or score(job, statistics, criterion), goal({}), rows)
             continue
         before = picked.trial.selection
         left = _left_by(job, statistics, picked.trial, criterion)
         lost = bundles_lost(before, job.scored, unit=job.options.unit)
         found = calibrate(left)
-        picked = _after(picked, _pick(job, left, found, score(left, found), goal(lost), refit, before))
+        picked = _after(picked, _pick(job, left, found, score(left, found), goal(lost), rows, before))
     assert picked is not None
     return picked
 
@@ -147,10 +146,13 @@ def _pick(
     statistics: Statistics,
     scored: Sequence[Scores],
     goal: Goal,
-    refit: Refit | None,
+    rows: Callable[[], HeldOut],
     before: Selection | None = None,
 ) -> _Picked:
-    """Choose in one round, from the model `left` by a selection `before`; with several alphas, by held-out rows."""
+    """Choose in one round, from the model `left` by a selection `before`; with several alphas, by held-out rows.
+
+    `rows` gives these, with the dense model's answers, when they are needed.
+    """
 
     def selected(scores: Scores) -> Selection:
         found = select(left, scores, goal)
@@ -160,10 +162,14 @@ def _pick(
     if len(scored) == 1:
         return _Picked(statistics, Trial(scored[0], selected(scored[0]), weights))
     job.progress.stage("choose alpha on held-out rows")
-    rows = HeldOut(job.judge(job.rows.held_out), job.model, job.modules, refit)
     tracked = job.progress.track(scored, "choose alpha")
-    chosen = choose_alpha(((scores, selected(scores)) for scores in tracked), rows)
+    chosen = choose_alpha(((scores, selected(scores)) for scores in tracked), rows())
     return _Picked(statistics, Trial(chosen.scores, chosen.selection, weights), chosen.curve)
+
+
+def _held_out(job: Job, statistics: Statistics, token_weights: float) -> HeldOut:
+    """Return what judges cuts of the dense model on the held-out rows, refitted if the options ask."""
+    return HeldOut(job.judge(job.rows.held_out), job.model, job.modules, refit_of(job, statistics, token_weights))
 
 
 def _left_by(job: Job, statistics: Statistics, trial: Trial, criterion: str) -> Job:

@@ -209,7 +209,8 @@ LEAST_FOR_LOSS = 200
 class Looks:
     """How often a search may fail on the held-out rows; each look needs more confidence, and so more rows.
 
-    A budget of `keep` is searched for once. `deploy` searches in several `forms`, and may try `cascades` as well.
+    A budget of `keep` is searched for once. `deploy` searches in several `forms`, and may try `cascades` of several
+    sizes in one of them.
     """
 
     forms: int = 1
@@ -218,7 +219,7 @@ class Looks:
     @property
     def confidence(self) -> float:
         """Confidence of each interval, so that all together have that of a promise."""
-        return confidence_of_each(FAILURES * self.forms + SEARCHED * len(FLOPS_TO_TRY) * self.cascades)
+        return confidence_of_each(FAILURES * self.forms + len(FLOPS_TO_TRY) * self.cascades)
 
     def rows(self, share: float, metric: str | None) -> int:
         """Return how many rows, or queries, show a share of predictions, or of a metric, if nothing is lost on them."""

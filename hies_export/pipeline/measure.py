@@ -18,7 +18,7 @@ from ..forms.deployment import Deployment, DeployWay
 from ..forms.exported import CASCADE, ExportedFile, add_graphs, judge_exported, keep_file, link_files
 from ..forms.form import Form, Forms
 from ..forms.formats import Export, runtime_of
-from ..forms.judge import Judged, on_frontier, with_times
+from ..forms.judge import Judged, frontier, with_times
 from ..forms.judge import judge as judge_forms
 from ..forms.measure.counts import Both, Shape
 from ..forms.measured import Measurements, measure_both
@@ -205,7 +205,9 @@ def _time(
     able = [n for n, form in enumerate(judged) if form.at_least is not None and form.at_least >= job.deploy.keep]
     if _hurried(job, choice):
         return found, *fastest(briefly, able)
-    chosen = sorted({0, *on_frontier(judged, briefly), *sorted(able, key=ratios(briefly).__getitem__)[:CANDIDATES]})
+    times = ratios(briefly)
+    best_of_all = frontier(times, [form.stability for form in judged])
+    chosen = sorted({0, *best_of_all, *sorted(able, key=times.__getitem__)[:CANDIDATES]})
     job.progress.stage(f"time the {len(chosen)} forms that may be deployed, in all sizes")
     timed = time_forms([running[number] for number in chosen], batches, loads=LOADS, **how)
     for number, form in zip(chosen, with_times([judged[number] for number in chosen], timed), strict=True):

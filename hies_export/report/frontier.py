@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..forms.judge import Judged, deciding_step, relative_times
+from ..forms.judge import Judged, deciding_step, frontier, relative_times
 from . import canvas
 from .canvas import ACCENT, CARD, GREY, INK, LINE, MARKERS, MUTED, SECOND, SERIES
 from .report import Report
@@ -72,8 +72,13 @@ class FrontierFigure:
     @property
     def text(self) -> str:
         """The frontier in words."""
-        notes = "; ".join(self.found[number].note for number in frontier(self.found))
+        notes = "; ".join(self.found[number].note for number in self.best)
         return f"{self.upwards} against {self.across}. The frontier: {notes}"
+
+    @property
+    def best(self) -> list[int]:
+        """The points of the frontier, fastest first."""
+        return frontier([one.time for one in self.found], [one.same for one in self.found])
 
     @property
     def fastest(self) -> float:
@@ -150,16 +155,6 @@ def _same_ends(form: Judged) -> Ends:
     return form.stability if low is None else low, form.stability if high is None else high
 
 
-def frontier(found: Sequence[Measured]) -> list[int]:
-    """Return those that no other beats in time without losing agreement, fastest first."""
-    best, line = -1.0, []
-    for number in sorted(range(len(found)), key=lambda number: (found[number].time, -found[number].same)):
-        if found[number].same > best:
-            best = found[number].same
-            line.append(number)
-    return line
-
-
 def draw_frontier(figure: FrontierFigure, *, width: int = WIDTH, kind: str = "wide") -> str:
     """Return agreement against time with its legend, as an SVG element that is so many units wide."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
@@ -188,7 +183,7 @@ def draw_frontier(figure: FrontierFigure, *, width: int = WIDTH, kind: str = "wi
         for series in dict.fromkeys(one.series for one in figure.found if one.series):
             members = sorted((p, one.kind) for one, p in zip(figure.found, places, strict=True) if one.series == series)
             line("trail", [p for p, _ in members], of=series[0], color=_colour(members[0][1]), lw=1, alpha=0.5)
-        best = [places[number] for number in frontier(figure.found)]
+        best = [places[number] for number in figure.best]
         line("best", best, color=INK, lw=2, alpha=0.8)
         crossed = [best, best]
         for one, (time, same) in zip(figure.found, places, strict=True):

@@ -26,7 +26,6 @@ from hies_export.report.frontier import (
     FrontierFigure,
     Measured,
     draw_frontier,
-    frontier,
     frontier_figure,
     page_frontier,
 )
@@ -139,11 +138,11 @@ def some(count: int, *, seed: int, spread: float) -> list[Measured]:
 @pytest.mark.parametrize("seed", range(5))
 def test_the_frontier_is_that_of_a_naive_search(seed: int) -> None:
     found = some(60, seed=seed, spread=0.4)
-    line = [(found[number].time, found[number].same) for number in frontier(found)]
+    line = [(found[number].time, found[number].same) for number in FrontierFigure(found, "time", "agreement").best]
     assert line == sorted(naive([(one.time, one.same) for one in found]))
     # Of two that are equally fast, and of two that agree equally, only the better one counts.
     ties = [one._replace(time=time, same=same) for one, (time, same) in zip(found, TIES, strict=False)]
-    assert [TIES[number] for number in frontier(ties)] == [(0.4, 0.9), (0.5, 0.99)]
+    assert [TIES[number] for number in FrontierFigure(ties, "time", "agreement").best] == [(0.4, 0.9), (0.5, 0.99)]
 
 
 TIES = ((0.5, 0.98), (0.5, 0.99), (0.4, 0.9), (0.6, 0.99))

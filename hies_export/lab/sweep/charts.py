@@ -11,9 +11,10 @@ from typing import NamedTuple
 import numpy as np
 
 from ...evaluate.metrics import higher_is_better
+from ...forms.judge import frontier
 from ...kinds import ATTENTION
 from ...report.canvas import CARD, GREY, INK, LINE, MARKERS, SERIES, canvas
-from ...report.frontier import FrontierFigure, Measured, Shape, frontier
+from ...report.frontier import FrontierFigure, Measured, Shape
 from .results import COMPENSATIONS, Row, budget_name, budget_of, budgets_of, deviation, line_name, percent, share_text
 
 # The size of a chart, in units of the SVG.
@@ -286,7 +287,8 @@ def sweep_frontier(rows: Sequence[Row], styles: Mapping[str, Style], *, legend: 
         for (line, compensation, _), group in alike.items()
     ]
     dense = Measured(("dense",), 1.0, 1.0, (1.0, 1.0), (1.0, 1.0), "other", 0, "the dense model")
-    best = frontier([dense, *found])
+    points = [dense, *found]
+    best = frontier([one.time for one in points], [one.same for one in points])
     methods = {line_name(row, rows): line_name(row, [row]) for row in rows}
     shapes = dict.fromkeys(Shape(style.kind, style.colour or 0, methods[line]) for line, style in styles.items())
     return FrontierFigure(

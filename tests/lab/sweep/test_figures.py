@@ -15,7 +15,6 @@ from hies_export.lab.sweep.charts import line_styles, sweep_frontier
 from hies_export.lab.sweep.results import render_markdown, sweep_tables
 from hies_export.lab.sweep.svg import draw_sweep, head_maps
 from hies_export.report.figures import write_figures
-from hies_export.report.frontier import frontier
 
 
 def rows(sizes: tuple[int, ...], seeds: tuple[int, ...], alphas: tuple[float, ...]) -> list[dict[str, Any]]:
@@ -151,7 +150,7 @@ def test_agreement_against_time_has_a_point_per_method_and_budget_and_the_fronti
         for time, same in points
         if not any(t <= time and s >= same and (t < time or s > same) for t, s in points)
     }
-    line = [figure.found[number] for number in frontier(figure.found)]
+    line = [figure.found[number] for number in figure.best]
     assert {(round(one.time, 6), round(one.same, 6)) for one in line} == best
     # Those have names and intervals, the others neither.
     assert [one for one in figure.found if one.name] == sorted(line, key=figure.found.index)
