@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from ..checkpoint.load import Source, check_in_memory
 from ..data.batches import Batch, image_shape, inputs_of, sample_contents, samples_of, size_of
-from ..errors import RecipeError, RequestError
+from ..errors import RecipeError, RequestError, UnsupportedModelError
 from ..evaluate.interval import CONFIDENCE
 from ..evaluate.judge import Judge
 from ..evaluate.metrics import METRICS, check_metrics
@@ -35,7 +35,7 @@ from ..forms.measure.counts import Shape
 from ..forms.measure.shapes import RowLength, check_shapes, model_shapes, row_length
 from ..forms.measured import MeasureOptions
 from ..forms.runtimes.available import check_dtypes, check_one_graph, check_runtime
-from ..kinds import ATTENTION
+from ..kinds import ATTENTION, MLP
 from ..model.tokens import first_samples, synthetic_batch
 from ..progress import SILENT, Clock, Progress
 from ..recipe.budget import Budget, TimedSection
@@ -257,11 +257,7 @@ def make_job(
     batches = _shaped(model, wanted, first, task)
     check_model(model, rows.score, task)
     check_shapes(model, batches)
-    modules = find_modules(model, first_samples(first), kinds=options.modules)
-    scored = _in_towers(model, modules, options.towers)
-    for kind in options.modules:
-        if kind not in {module.kind for module in scored}:
-            raise RequestError(f"prune.modules names {kind}, but the towers to prune have none; change prune.modules")
+    modules, scored, options = _find_modules(model, first_samples(first), options)
     given = Given(first_samples(first), processor, rows.refit or rows.score)
     return Job(
         model=model,
@@ -277,6 +273,34 @@ def make_job(
         deploy=deploy,
         **known,
     )
+
+
+def _find_modules(
+    model: PreTrainedModel, sample: Batch, options: PruneSection
+) -> tuple[tuple[PrunableModule, ...], tuple[PrunableModule, ...], PruneSection]:
+    """Return the modules of the kinds to prune, those that may lose units, and the options with these kinds.
+
+    If nobody named the kinds, neurons that cannot go are left alone.
+    """
+    by_default = "modules" not in options.model_fields_set
+    modules: tuple[PrunableModule, ...] = ()
+    why = "the towers to prune have none"
+    for kind in options.modules:
+        try:
+            modules += find_modules(model, sample, kinds=(kind,))
+        except UnsupportedModelError as error:
+            if kind != MLP or not by_default:
+                raise
+            why = str(error)
+    scored = _in_towers(model, modules, options.towers)
+    for kind in options.modules:
+        if any(module.kind == kind for module in scored):
+            continue
+        if kind != MLP or not by_default:
+            raise RequestError(f"prune.modules names {kind}, but the towers to prune have none; change prune.modules")
+        logger.warning("only heads are removed, as neurons cannot be: %s", why)
+        options = options.model_copy(update={"modules": (ATTENTION,)})
+    return modules, scored, options
 
 
 def job_in_memory(

@@ -241,8 +241,8 @@ def prune(
     batches: Any,
     *,
     budget: Budget | Mapping[str, Any] | None = None,
-    modules: Sequence[Literal["attention", "mlp"]] = ("attention",),
-    criterion: str = "hies",
+    modules: Sequence[Literal["attention", "mlp"]] | None = None,
+    criterion: str | None = None,
     alpha: float | Literal["auto"] = 0.9,
     normalize: Literal["model", "layer"] = "model",
     allocation: Allocation | Mapping[str, Allocation] = "global",
@@ -253,7 +253,7 @@ def prune(
     keep_layers: Sequence[int] = (),
     multiple_of: int | MultipleOf | Mapping[str, int] = 1,
     steps: int = 1,
-    compensation: CompensationSection | Mapping[str, Any] | None = None,
+    compensation: CompensationSection | Mapping[str, Any] | Literal["usual"] | None = "usual",
     plan: PruningPlan | None = None,
     held_out: Any = None,
     compensation_batches: Any = None,
@@ -268,7 +268,9 @@ def prune(
     """Prune a model in memory; the model itself stays as it is.
 
     Units are scored on the batches, chosen within the budget, and cut out of a copy of the weights. The copy is
-    compared with the masked model, refitted if `compensation` says so, and judged on the held-out batches.
+    compared with the masked model, refitted if `compensation` says so, and judged on the held-out batches. A budget of
+    heads removes heads by HIES, as the paper does. Any other budget removes heads and neurons by `compensated`, and
+    refits by least squares.
 
     Batches are a DataLoader, a list, or a `datasets.Dataset` with `processor`. A batch maps the names of the model's
     inputs to tensors. Labels are used if there are any. Otherwise the model's own predictions replace classes, plain
@@ -286,8 +288,9 @@ def prune(
         budget: How much is removed; required without `plan`. Exactly one of `{"heads": share removed}`, `{"flops":
             share left}`, `{"parameters": share left}`, `{"latency": {...}}`, `{"max_drop": {...}}` and `{"keep": ...}`;
             see `Budget`. This and the next twelve are the fields of a recipe's `prune` section.
-        modules: Kinds of units: heads ("attention"), feed-forward neurons ("mlp"), or both.
-        criterion: How units are ranked; "auto" judges several on the held-out batches.
+        modules: Kinds of units: heads ("attention"), feed-forward neurons ("mlp"), or both. By default as the budget
+            asks, see above; heads alone where neurons cannot go.
+        criterion: How units are ranked; by default as the budget asks. "auto" judges several on the held-out batches.
         alpha: Weight of importance against focus in HIES, in [0, 1); "auto" judges twelve values.
         normalize: Whether the terms of HIES are scaled over all heads or over each layer's.
         allocation: "uniform" removes the same number of heads from every layer; or one for each kind.
@@ -299,7 +302,8 @@ def prune(
         keep_layers: Layers that lose nothing, counted from 0; -1 is the last.
         multiple_of: Divisor of the number of units left in a layer.
         steps: Rounds of removal, with scores anew in between.
-        compensation: How layers are refitted after the cut; see `CompensationSection`.
+        compensation: How layers are refitted after the cut, see `CompensationSection`; None for no refit. "usual" is as
+            the budget asks, and None with a plan.
         plan: Cut by this plan instead of choosing. Only `compensation` applies then.
         held_out: Batches that alpha, the criterion or the size of the cut is chosen on, and that the agreement in the
             result is measured on. By default the last quarter of `batches`, which then is not used for scoring; an
@@ -364,6 +368,7 @@ def _asked(options: Mapping[str, Any], plan: PruningPlan | None) -> PruneSection
             given = ", ".join(name for name in changed if name in others)
             raise RequestError(f"with plan=, of the options only compensation applies, got {given}; leave it out")
         changed["modules"] = tuple(dict.fromkeys(kept.kind for kept in plan.kept.values()))
+        changed.setdefault("compensation", None)
     try:
         section = PruneSection.model_validate(changed)
     except ValidationError as error:

@@ -86,6 +86,10 @@ def _known_task(task: str) -> str:
 class PruneSection(Section):
     """How units are scored, selected and compensated; see `score_units`, `select_units` and `compensate`.
 
+    The budget decides what is not given. A budget of heads asks the paper's question: `modules` are attention,
+    `criterion` is HIES, and nothing is refitted. Every other budget asks for a smaller model with the same answers:
+    heads and neurons (heads alone, where neurons cannot go), `compensated`, least squares.
+
     Attributes:
         modules: Which modules lose units: "attention" (heads), "mlp" (feed-forward neurons), or both under one budget.
         criterion: How units are ranked. HIES and other criteria of attention rank only heads; neurons are then ranked
@@ -113,7 +117,7 @@ class PruneSection(Section):
         keep_layers: Layers that lose neither heads nor neurons, counted from 0; -1 is the last.
         multiple_of: Divisor of the number of units left in a layer: a number, for heads, or see `MultipleOf`.
         steps: Number of rounds in which the heads are removed; the remaining ones are scored anew in between.
-        compensation: See `CompensationSection`; None for no compensation.
+        compensation: See `CompensationSection`; None for no compensation, also where the default is least squares.
     """
 
     modules: tuple[Literal["attention", "mlp"], ...] = (ATTENTION,)
@@ -214,6 +218,16 @@ class PruneSection(Section):
         if value.timed is not None:
             _known_runtime(value.timed.runtime)
         return value if value.metric is None else _with_known_metric(value)
+
+    @model_validator(mode="after")
+    def _defaults_follow_the_budget(self) -> PruneSection:
+        if self.budget is None or self.budget.heads is None:
+            # Greedy removal, which `compensated` is, takes whole key/value groups.
+            criterion = "compensated" if self.unit == "group" else "fisher"
+            usual = {"modules": KINDS, "criterion": criterion, "compensation": CompensationSection()}
+            # Not as fields that are set: another budget in their place has its own.
+            vars(self).update({name: value for name, value in usual.items() if name not in self.model_fields_set})
+        return self
 
     @model_validator(mode="after")
     def _budget_covers_modules(self) -> PruneSection:

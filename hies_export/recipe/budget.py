@@ -199,6 +199,16 @@ class Budget(Section):
         limit = self.by if self.searched else self.ratio
         return limit is None or found.decides <= limit
 
+    @model_validator(mode="before")
+    @classmethod
+    def _names_what_it_limits(cls, value: Any) -> Any:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            raise ValueError(
+                f"budget must say what {value:g} is about: {{flops: {value:g}}} leaves that share of the FLOPs, "
+                f"{{heads: {value:g}}} removes that share of the heads, {{keep: {value:g}}} keeps it of the answers"
+            )
+        return value
+
     @field_validator("heads")
     @classmethod
     def _is_a_share(cls, value: float | None) -> float | None:
