@@ -7,6 +7,8 @@ whether model, data and recipe fit together.
 
 from __future__ import annotations
 
+import io
+import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
@@ -450,6 +452,22 @@ class PruningRecipe(Section):
             RecipeError: No such file, no valid YAML, or fields that are unknown, missing or impossible.
         """
         return cls(**read_fields(path, overrides or {}))
+
+    def to_yaml(self) -> str:
+        """Return the recipe as YAML that means the same in any folder: paths are absolute, and the method is spelt out.
+
+        Fields that were not given are left out, except those of `prune` that follow from the budget.
+        """
+        fields = self.model_dump(mode="json", exclude_unset=True)
+        chosen = self.prune.model_dump(mode="json", include={"modules", "criterion", "compensation"}, exclude_none=True)
+        fields["prune"] = {**chosen, **fields["prune"]}
+        _resolve_paths(fields, Path.cwd())
+        file = io.StringIO()
+        writer = YAML(typ="safe", pure=True)
+        writer.default_flow_style = False
+        writer.sort_base_mapping_type_on_output = False
+        writer.dump(json.loads(json.dumps(fields, default=str)), file)
+        return file.getvalue()
 
     def with_overrides(self, overrides: dict[str, Any]) -> PruningRecipe:
         """Return the recipe with other values of some fields: dotted field -> value, as for `from_yaml`."""

@@ -31,8 +31,9 @@ def run(
 ) -> Report:
     """Run a recipe and write `recipe.output`: scores.json, plan.json, slim/, onnx/ (or gguf/), report.json, .md, .html.
 
-    If the recipe compensates, the refitted layers are in `refit.safetensors` beside the plan. The cut of a recipe with
-    a section `deploy` is searched for, see `hies_export.deploy`.
+    The recipe itself is there as `recipe.yaml`, with what follows from its budget. If it compensates, the refitted
+    layers are in `refit.safetensors` beside the plan. The cut of a recipe with a section `deploy` is searched for, see
+    `hies_export.deploy`.
 
     The folder appears only when all stages have succeeded. If the environment names several processes, as under
     accelerate, they share the work; the first one writes, and all return its report.
@@ -71,6 +72,7 @@ def run(
             evaluation, count = compare(job, slim.model, uncompensated=uncompensated), processes.world()
 
             def finish() -> Report:
+                (folder / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
                 choice.write(folder)
                 measured = measure(job, forms, choice, slim, saved, folder)
                 report = build_report(job, choice, slim, saved, evaluation, measured, command=command, processes=count)
