@@ -56,9 +56,10 @@ def propose_recipe(
     query: str | None = None,
     document: str | None = None,
     group: str | None = None,
+    budget: Mapping[str, Any] | None = None,
     output: Path,
 ) -> PruningRecipe:
-    """Return a recipe that scores and refits by `criterion: auto`, on heads and neurons, to deploy.
+    """Return a recipe to prune within a budget, or without one to deploy, by `criterion: auto` on heads and neurons.
 
     Args:
         model: Checkpoint folder or Hub id; the class in its config determines the task.
@@ -69,6 +70,7 @@ def propose_recipe(
         label: Label column; likewise, and none if there is none.
         query, document: Columns of queries and of their documents, for an embedding model; likewise.
         group: Column that tells the queries of a reranker's candidates apart; likewise.
+        budget: How much is removed; see `Budget`.
         output: Folder of the result.
 
     Raises:
@@ -110,18 +112,19 @@ def propose_recipe(
     # Two thirds of few rows are left for the promise, which may have to be made on them.
     scored = _SCORED_BLOCKS if task.generative else max(1, min(_SCORED, taken_from(rows) // 3))
     refitted = {} if task.generative else {"samples": max(5, at_most(1024, rows))}
+    prune: dict[str, Any] = {"compensation": {"method": "least_squares", **refitted}}
+    if budget is None:
+        prune |= {"modules": ["attention", "mlp"], "criterion": "auto"}
+    else:
+        prune = {"budget": dict(budget), **({} if "heads" in budget else prune)}
     return PruningRecipe(
         model=model,
         task=task.name,
         data={**source, **columns},
         calibration={"split": calibration, "samples": scored},
         evaluation={"split": evaluation, "samples": at_most(2000, evaluated)},
-        prune={
-            "modules": ["attention", "mlp"],
-            "criterion": "auto",
-            "compensation": {"method": "least_squares", **refitted},
-        },
-        deploy={},
+        prune=prune,
+        **({"deploy": {}} if budget is None else {}),
         output=output,
     )
 
