@@ -1,0 +1,88 @@
+"""What is pruned, and how, where the budget alone is given; and the recipe that a run leaves behind."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.families import decoder
+from support.models import bert, save_project, text_batch
+
+from hies_export import PruningRecipe, prune
+from hies_export.errors import RecipeError, UnsupportedModelError
+from hies_export.pipeline.recipe import PruneSection
+
+PAPER = (("attention",), "hies", None)
+SMALLER = (("attention", "mlp"), "compensated", "least_squares")
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*calibration tokens are too few")
+
+
+def method_of(section: PruneSection) -> tuple[Any, ...]:
+    return section.modules, section.criterion, section.compensation and section.compensation.method
+
+
+@pytest.mark.parametrize(
+    ("fields", "method"),
+    [
+        ({"budget": {"heads": 0.4}}, PAPER),
+        ({"budget": {"flops": 0.6}}, SMALLER),
+        ({"budget": {"parameters": 0.6}}, SMALLER),
+        ({"budget": {"keep": 0.99}}, SMALLER),
+        ({"budget": {"max_drop": {"metric": "accuracy", "by": 0.01}}}, SMALLER),
+        ({"budget": {"latency": {"ratio": 0.8, "runtime": "torch", "batch": 1, "sequence": 8}}}, SMALLER),
+        ({}, SMALLER),  # a deployment, or a cascade
+        # What is said stays.
+        ({"budget": {"flops": 0.6}, "modules": ["attention"]}, (("attention",), *SMALLER[1:])),
+        ({"budget": {"flops": 0.6}, "criterion": "his"}, (SMALLER[0], "his", SMALLER[2])),
+        ({"budget": {"flops": 0.6}, "compensation": None}, (*SMALLER[:2], None)),
+        ({"budget": {"flops": 0.6}, "unit": "query"}, (SMALLER[0], "fisher", SMALLER[2])),
+        ({"budget": {"heads": 0.4}, "compensation": {"method": "bias"}}, (*PAPER[:2], "bias")),
+    ],
+)
+def test_the_budget_says_how_to_prune(fields: dict[str, Any], method: tuple[Any, ...]) -> None:
+    assert method_of(PruneSection.model_validate(fields)) == method
+
+
+def test_another_budget_has_its_own_defaults() -> None:
+    data = {"files": {"train": "train.jsonl"}, "text": "sentence"}
+    recipe = PruningRecipe(model="m", task="text-classification", data=data, prune={"budget": {"flops": 0.6}})
+    assert method_of(recipe.options) == SMALLER
+    assert method_of(recipe.with_overrides({"prune.budget": {"heads": 0.4}}).options) == PAPER
+
+
+def test_a_number_alone_is_no_budget() -> None:
+    with pytest.raises(RecipeError, match=r"\{flops: 0.6\} leaves .* \{heads: 0.6\} removes"):
+        prune(bert(), [text_batch()], budget=0.6)  # type: ignore[arg-type]
+
+
+def test_the_first_call_removes_both_kinds_and_refits() -> None:
+    result = prune(bert(), [text_batch(4, 10 + i) for i in range(8)], budget={"flops": 0.6})
+    kinds = {kept.kind for kept in result.plan.kept.values()}
+    assert kinds == {"attention", "mlp"}
+    assert result.plan.criterion == "compensated"
+    assert result.plan.compensation["method"] == "least_squares"
+    assert result.flops.slim <= 0.6 * result.flops.dense
+
+
+def test_neurons_that_cannot_go_are_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    model = decoder("Mixtral", num_local_experts=3)()
+    batches = [{"input_ids": torch.randint(0, 40, (4, 12))} for _ in range(6)]
+    with caplog.at_level(logging.WARNING, "hies_export"):
+        result = prune(model, batches, budget={"flops": 0.95})
+    assert {kept.kind for kept in result.plan.kept.values()} == {"attention"}
+    assert "only heads are removed" in caplog.text
+    with pytest.raises(UnsupportedModelError, match="experts"):
+        prune(model, batches, budget={"flops": 0.95}, modules=("attention", "mlp"))
+
+
+def test_a_recipe_written_elsewhere_means_the_same(tmp_path: Path) -> None:
+    save_project(tmp_path, train=20, validation=10, prune={"budget": {"flops": 0.6}, "alpha": 0.5})
+    recipe = PruningRecipe.from_yaml(tmp_path / "recipe.yaml")
+    (tmp_path / "elsewhere").mkdir()
+    copy = tmp_path / "elsewhere" / "recipe.yaml"
+    copy.write_text(recipe.to_yaml())
+    again = PruningRecipe.from_yaml(copy)
+    assert method_of(again.options) == SMALLER
+    assert again.model_dump() == recipe.model_dump()
