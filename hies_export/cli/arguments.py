@@ -82,6 +82,16 @@ def a_list(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
     return read
 
 
+COLUMNS = ("text", "image", "label", "query", "document", "group")
+"""Columns of a data set, as `add_request` and `propose_recipe` name them."""
+
+BUDGETS = {
+    "flops": "share of the dense model's FLOPs that may be left: heads and neurons go",
+    "keep": "share of the dense model's predictions that must stay: heads and neurons go",
+    "heads": "share of the heads to remove, by HIES",
+}
+"""Budgets with an option of their own."""
+
 REPEATED: dict[str, Any] = {"action": "append", "default": []}
 """Settings of an option that may be repeated."""
 
@@ -89,10 +99,32 @@ REPEATED: dict[str, Any] = {"action": "append", "default": []}
 def add_recipe(parser: ArgumentParser) -> None:
     """Add RECIPE and the options that change it."""
     parser.add_argument("recipe", metavar="RECIPE", type=a_path, help="a recipe, YAML")
-    add_changes(parser)
+    _add_changes(parser)
 
 
-def add_changes(parser: ArgumentParser) -> None:
+def add_request(parser: ArgumentParser) -> None:
+    """Add RECIPE or MODEL, the data that a MODEL reads, and the options that change a recipe."""
+    add = parser.add_argument
+    column: dict[str, Any] = {"metavar": "COLUMN", "type": a_text}
+    given = "a recipe, YAML, or with --data a checkpoint folder or Hub id"
+    add("recipe", metavar="RECIPE|MODEL", type=a_path_or_id, help=given)
+    add_data(parser, "rows for MODEL: SPLIT=FILE, repeated for each split, or the name of a Hub data set")
+    add("--image", help="column of images, if there is a choice", **column)
+    add("--label", help="column of labels, if there is a choice; rows need no labels", **column)
+    add("--query", help="column of queries, for an embedding model", **column)
+    add("--document", help="column of the documents that each query should find", **column)
+    add("--group", help="column that tells queries apart, for a reranker of candidates", **column)
+    _add_changes(parser)
+
+
+def add_budget(parser: ArgumentParser) -> None:
+    """Add how much is removed, short for `--set prune.budget.KEY=SHARE`."""
+    group = parser.add_mutually_exclusive_group()
+    for key, text in BUDGETS.items():
+        group.add_argument(f"--{key}", metavar="SHARE", type=a_number(float, 0, 1), help=text)
+
+
+def _add_changes(parser: ArgumentParser) -> None:
     """Add the options that change a recipe."""
     parser.add_argument(
         "--set",
@@ -138,16 +170,48 @@ def read_data(data: Sequence[str]) -> dict[str, Any]:
     return {"files": {split: Path(file) for split, _, file in (text.partition("=") for text in data)}}
 
 
-def read_recipe(options: Options, *, proposed: PruningRecipe | None = None) -> PruningRecipe:
-    """Return the recipe that `add_recipe`'s options name, or a proposed one, with `--set` and `--output` applied."""
-    from ..pipeline.recipe import PruningRecipe
+def read_recipe(options: Options, *, deploys: bool = False) -> PruningRecipe:
+    """Return the recipe of `add_recipe` or `add_request`, with `--set`, `--output` and the budget applied.
+
+    Of a MODEL it is a proposed one, which is printed. If it is to be deployed, it has no budget.
+    """
+    from ..pipeline.propose import propose_recipe
+    from ..pipeline.recipe import PruningRecipe, overridden
 
     overrides = read_overrides(options.overrides)
+    for key in () if deploys else BUDGETS:
+        if (share := getattr(options, key, None)) is not None:
+            overrides["prune.budget"] = {key: share}
     if options.output is not None:
         overrides["output"] = options.output
-    if proposed is not None:
-        return proposed.with_overrides(overrides)
-    return PruningRecipe.from_yaml(options.recipe, overrides)
+    of_model = {name: getattr(options, name, None) for name in ("data", *COLUMNS)}
+    if "data" not in options or options.recipe.endswith((".yaml", ".yml")) or Path(options.recipe).is_file():
+        if any(of_model.values()):
+            raise RequestError(
+                f"--data and the columns are about a MODEL, and {options.recipe} is a recipe, which names its own "
+                "data; leave them out, or change the recipe by --set data.KEY=VALUE"
+            )
+        return PruningRecipe.from_yaml(options.recipe, overrides)
+    if not options.data:
+        raise RequestError(
+            f"a recipe must be a YAML file, and a model needs --data; got {options.recipe} alone; give --data "
+            "train=FILE --data validation=FILE, or --data with the name of a Hub data set"
+        )
+    of_budget = {key: value for key, value in overrides.items() if f"{key}.".startswith("prune.budget.")}
+    if not deploys and not of_budget:
+        raise RequestError(
+            "a model needs to know how much may go: give --flops 0.6, --keep 0.99 or --heads 0.3; hies-export deploy "
+            "finds the fastest form that keeps 99 % of the answers"
+        )
+    recipe = propose_recipe(
+        options.recipe,
+        **read_data(of_model.pop("data")),
+        **of_model,
+        budget=None if deploys else overridden({}, of_budget)["prune"]["budget"],
+        output=options.output or Path("runs") / options.command.__name__.rpartition(".")[2],
+    ).with_overrides({key: value for key, value in overrides.items() if key not in of_budget})
+    options.console.print(recipe.to_yaml(), style="dim", soft_wrap=True)
+    return recipe
 
 
 def read_overrides(texts: Sequence[str]) -> dict[str, Any]:

@@ -6,40 +6,18 @@ from argparse import ArgumentParser, ArgumentTypeError
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import RequestError, quoted
-from .arguments import (
-    Options,
-    a_number,
-    a_path_or_id,
-    a_text,
-    add_changes,
-    add_data,
-    read_data,
-    read_recipe,
-    refuse_output,
-)
+from ..errors import quoted
+from .arguments import Options, a_number, add_request, read_recipe, refuse_output
 
 if TYPE_CHECKING:
     from ..pipeline.recipe import PruningRecipe
     from ..report.report import Report
 
 
-_COLUMNS = ("text", "image", "label", "query", "document", "group")
-
-
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the recipe, or the model and its data, the promise, and the limits of runtimes and time."""
     add = parser.add_argument
-    column: dict[str, Any] = {"metavar": "COLUMN", "type": a_text}
-    given = "a recipe, YAML, or a checkpoint folder or Hub id"
-    add("recipe", metavar="RECIPE|MODEL", type=a_path_or_id, help=given)
-    add_data(parser, "rows for MODEL: SPLIT=FILE, repeated for each split, or the name of a Hub data set")
-    add("--image", help="column of images, if there is a choice", **column)
-    add("--label", help="column of labels, if there is a choice; rows need no labels", **column)
-    add("--query", help="column of queries, for an embedding model", **column)
-    add("--document", help="column of the documents that each query should find", **column)
-    add("--group", help="column that tells queries apart, for a reranker of candidates", **column)
-    add_changes(parser)
+    add_request(parser)
     share = "share of the dense model's predictions on held-out rows that must stay (default: the recipe's, or 0.99)"
     add("--keep", metavar="SHARE", type=a_number(float, 0, 1), help=share)
     choice = "runtime to choose from (default: the recipe's, or all that are installed); may be repeated"
@@ -63,13 +41,7 @@ def run(options: Options) -> dict[str, Any]:
     from ..pipeline.run import deploy
     from ..report.console import print_report
 
-    given = options.recipe.endswith((".yaml", ".yml"))
-    if given and any(getattr(options, name) for name in ("data", *_COLUMNS)):
-        raise RequestError(
-            f"--data and the columns are about a MODEL, and {options.recipe} is a recipe, which names its own data; "
-            "leave them out, or change the recipe by --set data.KEY=VALUE"
-        )
-    recipe = read_recipe(options, proposed=None if given else propose(options))
+    recipe = read_recipe(options, deploys=True)
     refuse_output(options, recipe)
     report = deploy(
         recipe,
@@ -93,21 +65,4 @@ def print_answer(report: Report, recipe: PruningRecipe, options: Options) -> Non
     served = ", served/ (for sentence-transformers)" if (Path(recipe.output) / "served").is_dir() else ""
     options.console.print(
         f"written to {recipe.output}: slim/ (checkpoint), its exports{served}, report.html, report.md, report.json"
-    )
-
-
-def propose(options: Options) -> PruningRecipe:
-    """Return a recipe for a model and the data that the options name."""
-    from ..pipeline.propose import propose_recipe
-
-    if not options.data:
-        raise RequestError(
-            f"deploy needs a recipe, or a model and --data; got {options.recipe} alone, which is no file in YAML; give "
-            "--data train=FILE --data validation=FILE, or --data with the name of a Hub data set"
-        )
-    return propose_recipe(
-        options.recipe,
-        **read_data(options.data),
-        **{name: getattr(options, name) for name in _COLUMNS},
-        output=options.output or Path("runs/deploy"),
     )

@@ -6,13 +6,14 @@ from argparse import ArgumentParser
 from typing import Any
 
 from ..tasks import TASKS
-from .arguments import Options, add_recipe, read_recipe, refuse_output
+from .arguments import Options, add_budget, add_request, read_recipe, refuse_output
 from .deploy import print_answer
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add the recipe."""
-    add_recipe(parser)
+    """Add the recipe, or the model and its data, and how much is removed."""
+    add_request(parser)
+    add_budget(parser)
 
 
 def run(options: Options) -> dict[str, Any]:

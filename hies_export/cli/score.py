@@ -5,12 +5,13 @@ from __future__ import annotations
 from argparse import ArgumentParser
 
 from .. import processes
-from .arguments import Options, add_recipe, read_recipe, refuse_output
+from .arguments import Options, add_budget, add_request, read_recipe, refuse_output
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add the recipe."""
-    add_recipe(parser)
+    """Add the recipe, or the model and its data, and how much is removed."""
+    add_request(parser)
+    add_budget(parser)
 
 
 def run(options: Options) -> None:
@@ -27,6 +28,7 @@ def run(options: Options) -> None:
         job = load_job(recipe, progress=options.progress)
         choice = choose(job, calibrate(job))
         if processes.is_first():
+            (folder / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
             choice.write(folder)
     print_plan(choice.plan, options.console)
     options.console.print(
