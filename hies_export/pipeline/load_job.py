@@ -66,7 +66,7 @@ def load_job(
     All `criteria` must suit the model. A job that is `like` this one lends its model and its evaluation rows.
     """
     began = time.monotonic()
-    progress.stage("load the model and the data")
+    progress.stage("read the data")
     options = options or recipe.options
     found = _Checkpoint.of(recipe)
     config, task = found.config, _task(recipe, found)
@@ -83,6 +83,7 @@ def load_job(
     drawn = draw(splits, load, options, draws)
     if like is None:
         rows = evaluated(splits, load)
+        progress.stage("load the model")
         model = found.load(dtype=recipe.dtype, device_map=recipe.device_map)
         found.check(model, processor)
     else:
@@ -102,6 +103,7 @@ def load_job(
     else:
         kept = {name: getattr(like.rows, name) for name in ("evaluation", "evaluation_of", "in_order", "splits")}
         batches = replace(batches, **kept)
+    progress.stage("find the units that may go")
     job = make_job(
         model,
         batches,
