@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -44,6 +45,8 @@ from .objects import Unwrapped, unwrap
 from .push import push_folder
 from .recipe import Allocation, PruneSection, sentences
 from .stages import Choice, Evaluation, Slim, calibrate, compare, cut, save
+
+logger = logging.getLogger(__name__)
 
 # Width of the table of a result, in characters.
 WIDTH = 100
@@ -124,6 +127,11 @@ class PruneResult:
             RequestError: There is no Hub token, or it may not write to the repository; the folder is written.
             PushError: The push did not finish; the folder is written.
         """
+        if processor is None and self.job.processor is None and not self.given.files:
+            logger.warning(
+                "%s has no tokenizer or image processor, as prune was given none; pass processor= to save_pretrained",
+                folder,
+            )
         with without_reports():
             save(
                 self.job,

@@ -86,3 +86,10 @@ def test_a_recipe_written_elsewhere_means_the_same(tmp_path: Path) -> None:
     again = PruningRecipe.from_yaml(copy)
     assert method_of(again.options) == SMALLER
     assert again.model_dump() == recipe.model_dump()
+
+
+def test_a_checkpoint_without_a_tokenizer_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    result = prune(bert(), [text_batch(4, 10 + i) for i in range(8)], budget={"heads": 0.5})
+    with caplog.at_level(logging.WARNING, "hies_export"):
+        result.save_pretrained(tmp_path / "slim")
+    assert "pass processor= to save_pretrained" in caplog.text
