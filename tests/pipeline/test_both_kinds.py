@@ -343,7 +343,7 @@ def test_neurons_alone(folder: Path) -> None:
 
 def test_the_most_that_a_metric_allows_of_both_kinds(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choosing, "SIZES", 12)
-    recipe = recipe_of(folder, prune__budget={"max_drop": {"metric": "pearson", "by": 0.03}})
+    recipe = recipe_of(folder, prune__budget={"max_drop": {"metric": "pearson", "by": 0.03}}, prune__compensation=None)
     prepared, choice = chosen_by(recipe)
     table = flops_of(prepared)
     scores = score_units(choice.statistics, prepared.modules, criterion="fisher")
@@ -504,7 +504,7 @@ def test_all_that_may_go_is_among_the_cuts_of_max_drop(folder: Path, allocation:
 def test_auto_of_one_kind_without_compensation_judges_masked_models(
     folder: Path, options: dict[str, Any], criteria: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    prepared, choice = chosen_by(recipe_of(folder, prune__criterion="auto", **options))
+    prepared, choice = chosen_by(recipe_of(folder, prune__criterion="auto", prune__compensation=None, **options))
     assert "auto ranks units by the errors that least squares leaves, but prune.compensation is not set" in caplog.text
     assert [tried.criterion for tried in choice.tried] == criteria
     assert {(tried.steps, tried.token_weights) for tried in choice.tried} == {(1, 1.0)}

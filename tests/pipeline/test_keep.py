@@ -175,7 +175,7 @@ def test_promises_that_cannot_be_told_or_made_are_refused(folder: Path, capsys: 
         assert hies("run", str(folder / "recipe.yaml"), "--set", f"prune.budget={budget}") == 2
         return capsys.readouterr().err
 
-    needed = "keep: 0.99 can be promised with 95 % confidence from 477 held-out rows or more, and there are 130; raise"
+    needed = "keep: 0.99 can be promised with 95 % confidence from 477 held-out rows or more, and there are 100; raise"
     assert needed in said(predictions=0.99)
     assert "keep: 0.8 can be promised with 95 % confidence from 22 held-out rows or more, and there are 9" in said(
         predictions=0.8, samples=9

@@ -31,7 +31,9 @@ FEW = "too few to promise 99 % on some and to judge it on the others, which take
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A regressor, 150 rows to score and 40 to evaluate, and a recipe whose promise needs 22."""
-    return save_regressor(tmp_path_factory.mktemp("promise"), prune={"budget": {"keep": 0.8}, "alpha": 0.5})
+    return save_regressor(
+        tmp_path_factory.mktemp("promise"), prune={"budget": {"keep": 0.8}, "criterion": "his", "compensation": None}
+    )
 
 
 def recipe_of(folder: Path, **fields: Any) -> PruningRecipe:
@@ -84,7 +86,12 @@ def test_run_and_deploy_promise_on_the_same_rows(
     folder: Path, tmp_path: Path, keep: float, forms: int, classes: bool
 ) -> None:
     if classes:
-        folder = save_project(tmp_path, train=150, validation=40, prune={"budget": {"keep": 0.8}, "alpha": 0.5})
+        folder = save_project(
+            tmp_path,
+            train=150,
+            validation=40,
+            prune={"budget": {"keep": 0.8}, "criterion": "his", "compensation": None},
+        )
     recipe = recipe_of(folder, prune__budget={"keep": keep}, calibration__samples=20)
     run, deploy = load_job(recipe), load_job(recipe.to_deploy(keep=keep))
     assert held_out_and_evaluated(run) == held_out_and_evaluated(deploy)

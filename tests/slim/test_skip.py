@@ -244,6 +244,7 @@ def test_whole_modules_go_where_units_may_only_go_together(make: Callable[[], An
             modules=("attention", "mlp"),
             criterion="his",
             budget={"flops": 0.6},
+            compensation=None,
             min_heads=0,
             min_neurons=0,
             multiple_of=multiple,
