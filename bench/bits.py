@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from forms import SHAPES, bytes_of, print_base, print_times, time_beside, time_cells
-from models import DEBERTA, LLAMA_SMALL, MPNET, WIDTHS, Shape, cut_like, llama
+from models import BERT_BASE, DEBERTA, LLAMA_SMALL, MPNET, Shape, bert, cut_like, llama
 from transformers import PreTrainedModel
 
 from hies_export import PruningPlan, load
@@ -45,7 +45,7 @@ from hies_export.recipe.sections import ExportSection
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 SHAPED = {
-    **{"bert-base": WIDTHS["bert-base"], "llama": llama("LLaMA", **LLAMA_SMALL)},
+    **{"bert-base": bert("BERT-base", **BERT_BASE), "llama": llama("LLaMA", **LLAMA_SMALL)},
     **{"deberta-v3": DEBERTA, "mpnet": MPNET},
 }
 
