@@ -7,8 +7,7 @@ has is not repeated. Every form runs all evaluation rows: in float32 and in 8 bi
 in 8 bits in OpenVINO, where that and NNCF are installed. Agreement is with the dense float32 model. Times are ratios to
 the dense float32 graph in ONNX Runtime, all from one interleaved run of the first seed's models, with a control.
 `--other` also predicts the rows of another source, of which neither calibration nor refit saw any, and says how many
-predictions stay. `--shapes` also times models with random weights, cut like the first seed's model. `scripts/peers` has
-the files of other tools.
+predictions stay. `--shapes` also times models with random weights, cut like the first seed's model.
 """
 
 from __future__ import annotations
