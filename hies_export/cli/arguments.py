@@ -24,16 +24,6 @@ class Options(Namespace):
     progress: Progress
 
 
-# Names that help texts list, because the command line starts without the libraries behind them; tests/cli/test_help.py
-# compares them with the package.
-RUNTIMES = "torch, torch-compile, onnxruntime-cpu, onnxruntime-cpu-int8, onnxruntime-cuda, openvino, llamacpp"
-CRITERIA = (
-    "hies, his, fisher, ad, l2, random, activation-l2, activation, output-norm, obs, llm-pruner-block, "
-    "ae + activation-l2, compensated, hies-compensated, kwon, flap, wanda-sp, martra, llm-pruner-channel, "
-    "slicegpt, slicegpt-tuned"
-)
-
-
 def a_path(text: str) -> Path:
     """Read a path; a `type` of argparse."""
     return Path(a_path_or_id(text))

@@ -24,21 +24,24 @@ if TYPE_CHECKING:
     from ..report.report import Report
 
 
-_COLUMNS = ("text", "image", "label", "query", "document", "group")
+# Options that name a column, besides --text.
+_COLUMNS = {
+    "image": "column of images, if there is a choice",
+    "label": "column of labels, if there is a choice; rows need no labels",
+    "query": "column of queries, for an embedding model",
+    "document": "column of the documents that each query should find",
+    "group": "column that tells queries apart, for a reranker of candidates",
+}
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the recipe, or the model and its data, the promise, and the limits of runtimes and time."""
     add = parser.add_argument
-    column: dict[str, Any] = {"metavar": "COLUMN", "type": a_text}
     given = "a recipe, YAML, or a checkpoint folder or Hub id"
     add("recipe", metavar="RECIPE|MODEL", type=a_path_or_id, help=given)
     add_data(parser, "rows for MODEL: SPLIT=FILE, repeated for each split, or the name of a Hub data set")
-    add("--image", help="column of images, if there is a choice", **column)
-    add("--label", help="column of labels, if there is a choice; rows need no labels", **column)
-    add("--query", help="column of queries, for an embedding model", **column)
-    add("--document", help="column of the documents that each query should find", **column)
-    add("--group", help="column that tells queries apart, for a reranker of candidates", **column)
+    for name, text in _COLUMNS.items():
+        add(f"--{name}", metavar="COLUMN", type=a_text, help=text)
     add_changes(parser)
     share = "share of the dense model's predictions on held-out rows that must stay (default: the recipe's, or 0.99)"
     add("--keep", metavar="SHARE", type=a_number(float, 0, 1), help=share)
@@ -64,7 +67,7 @@ def run(options: Options) -> dict[str, Any]:
     from ..report.console import print_report
 
     given = options.recipe.endswith((".yaml", ".yml"))
-    if given and any(getattr(options, name) for name in ("data", *_COLUMNS)):
+    if given and any(getattr(options, name) for name in ("data", "text", *_COLUMNS)):
         raise RequestError(
             f"--data and the columns are about a MODEL, and {options.recipe} is a recipe, which names its own data; "
             "leave them out, or change the recipe by --set data.KEY=VALUE"
@@ -108,6 +111,6 @@ def propose(options: Options) -> PruningRecipe:
     return propose_recipe(
         options.recipe,
         **read_data(options.data),
-        **{name: getattr(options, name) for name in _COLUMNS},
+        **{name: getattr(options, name) for name in ("text", *_COLUMNS)},
         output=options.output or Path("runs/deploy"),
     )

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
-
 from .arguments import Options, add_recipe, read_recipe, refuse_output
 
-
-def add_arguments(parser: ArgumentParser) -> None:
-    """Add the recipe."""
-    add_recipe(parser)
+add_arguments = add_recipe
 
 
 def run(options: Options) -> None:

@@ -1,18 +1,14 @@
-"""Run every stage of a recipe: score, cut, save, evaluate, export and measure."""
+"""Run a recipe: score, cut, save, evaluate, export and measure."""
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
 from typing import Any
 
 from ..tasks import TASKS
 from .arguments import Options, add_recipe, read_recipe, refuse_output
 from .deploy import print_answer
 
-
-def add_arguments(parser: ArgumentParser) -> None:
-    """Add the recipe."""
-    add_recipe(parser)
+add_arguments = add_recipe
 
 
 def run(options: Options) -> dict[str, Any]:

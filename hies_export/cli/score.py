@@ -1,16 +1,11 @@
-"""Score heads, and neurons if the recipe prunes them, and write scores.json and plan.json."""
+"""Score and select only, and write scores.json and plan.json."""
 
 from __future__ import annotations
-
-from argparse import ArgumentParser
 
 from .. import processes
 from .arguments import Options, add_recipe, read_recipe, refuse_output
 
-
-def add_arguments(parser: ArgumentParser) -> None:
-    """Add the recipe."""
-    add_recipe(parser)
+add_arguments = add_recipe
 
 
 def run(options: Options) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from support.models import causal_lm
+from support.reports import make_report
 from transformers.utils import logging as transformers_logging
 
 from hies_export.cli import terminal
@@ -130,9 +130,10 @@ def test_the_result_is_the_last_line_and_only_when_asked_for(run_command: Callab
     assert run_command(run)[:2] == (0, "a table\n")
     table, result = run_command(run, json=True).out.splitlines()
     assert (table, json.loads(result)) == ("a table", {"heads": 3, "text": "two\nlines"})
-    causal_lm().save_pretrained(tmp_path / "model")
+    # Also where standard output is a file, which is written in blocks.
+    (tmp_path / "report.json").write_text(make_report().to_json())
     with (tmp_path / "out").open("w") as file:
-        command = [sys.executable, "-m", "hies_export", "inspect", str(tmp_path / "model"), "--json"]
+        command = [sys.executable, "-m", "hies_export", "report", str(tmp_path), "--json"]
         subprocess.run(command, stdout=file, check=True)
     *lines, result = (tmp_path / "out").read_text().splitlines()
     assert lines
