@@ -7,8 +7,7 @@ has is not repeated. Every form runs all evaluation rows: in float32 and in 8 bi
 in 8 bits in OpenVINO, where that and NNCF are installed. Agreement is with the dense float32 model. Times are ratios to
 the dense float32 graph in ONNX Runtime, all from one interleaved run of the first seed's models, with a control.
 `--other` also predicts the rows of another source, of which neither calibration nor refit saw any, and says how many
-predictions stay. `--shapes` also times models with random weights, cut like the first seed's model. `scripts/peers` has
-the files of other tools.
+predictions stay. `--shapes` also times models with random weights, cut like the first seed's model.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from forms import SHAPES, bytes_of, print_base, print_times, time_beside, time_cells
-from models import DEBERTA, LLAMA_SMALL, MPNET, WIDTHS, Shape, cut_like, llama
+from models import BERT_BASE, DEBERTA, LLAMA_SMALL, MPNET, Shape, bert, cut_like, llama
 from transformers import PreTrainedModel
 
 from hies_export import PruningPlan, load
@@ -45,7 +44,7 @@ from hies_export.recipe.sections import ExportSection
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 SHAPED = {
-    **{"bert-base": WIDTHS["bert-base"], "llama": llama("LLaMA", **LLAMA_SMALL)},
+    **{"bert-base": bert("BERT-base", **BERT_BASE), "llama": llama("LLaMA", **LLAMA_SMALL)},
     **{"deberta-v3": DEBERTA, "mpnet": MPNET},
 }
 

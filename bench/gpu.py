@@ -40,10 +40,11 @@ from models import (
     vit,
 )
 from rich.console import Console
-from scoring import hies, plain
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hies_export import PrunableModule
+from hies_export.calibrate.statistics import collect_statistics
 from hies_export.checkpoint.folders import replace_file
 from hies_export.errors import HiesError, root_cause
 from hies_export.forms.form import Form, Forms
@@ -63,8 +64,21 @@ SHARES = (0.0, 0.3, 0.5)
 GRACE_SECONDS = 30
 
 
+def plain(model: PreTrainedModel, batch: dict[str, Tensor], modules: tuple[PrunableModule, ...]) -> None:
+    """Run forward, and backward to the input embeddings: what any gradient criterion pays."""
+    embeddings = model.get_input_embeddings()(batch["input_ids"]).detach().requires_grad_(True)
+    inputs = {k: v for k, v in batch.items() if k != "input_ids"}
+    options = {"use_cache": False} if model.can_generate() else {}
+    torch.autograd.grad(model(inputs_embeds=embeddings, **inputs, **options).loss, embeddings)
+
+
+def scoring(model: PreTrainedModel, batch: dict[str, Tensor], modules: tuple[PrunableModule, ...]) -> None:
+    """Collect HIS and entropy of every head, in one such pass."""
+    collect_statistics(model, [batch], modules)
+
+
 class Training(Runtime):
-    """A forward and backward pass, by one of the ways of bench/scoring.py: with or without the statistics of heads."""
+    """A forward and backward pass, with or without the statistics of heads."""
 
     dtypes: ClassVar[tuple[str, ...]] = ()
 
@@ -239,7 +253,7 @@ def time_scoring(session: Session, shape: Shape, *, dtype: str, size: tuple[int,
         batch = shape.batch(model, *size)
         labels = batch["input_ids"] if model.can_generate() else torch.zeros(size[0], dtype=torch.int64)
         batch["attention_mask"][-1, : size[1] // 4] = 0  # a padded row, as real batches have
-        ways = [Training(way, model, modules) for way in (plain, hies, plain)]
+        ways = [Training(way, model, modules) for way in (plain, scoring, plain)]
         found = compare_latency(
             ways[0], ways[1], control=ways[2], batch={**batch, "labels": labels}, repeats=session.repeats, warmup=2
         )

@@ -3,9 +3,8 @@
 #   bench/gpu.sh                    ten minutes on one NVIDIA GPU; writes gpu.jsonl, gpu.json and gpu.html here
 #   bench/gpu.sh --out DIR/NAME     writes DIR/NAME.jsonl, .json and .html
 #   bench/gpu.sh --dry              the same code on the CPU with tiny models, in about a minute
-# It says first which packages of pyproject.toml are missing. Checks of ONNX Runtime need onnxruntime-gpu too.
+# PYTHON has the package's dependencies (default python3). Checks of ONNX Runtime need onnxruntime-gpu too.
 set -eu
 root=$(cd "$(dirname "$0")/.." && pwd)
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
-"${PYTHON:-python3}" "$root/bench/gpu_needs.py"
 exec "${PYTHON:-python3}" "$root/bench/gpu.py" "$@"

@@ -35,7 +35,6 @@ from hies_export.units.find import find_modules
 from hies_export.units.heads import tower_of
 
 BERT_BASE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
-MINILM = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536}
 VIT_LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
 LLAMA_1B = {
     **{"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8},
@@ -162,7 +161,6 @@ MPNET = Shape(
     MPNetForSequenceClassification,
     text_batch,
 )
-WIDTHS = {"minilm": bert("MiniLM", **MINILM), "bert-base": bert("BERT-base", **BERT_BASE)}
 
 
 @contextmanager

@@ -3,10 +3,11 @@
 python bench/other_tools.py give RUN RECIPE GIVEN       writes what the other tools start from
 python bench/other_tools.py judge RUN RECIPE GIVEN MADE  predicts, times and prints what they made
 
-The recipe names model, rows and metric; of the run it reads the exports and the share of FLOPs. `scripts/peers` calls
-both, and the tools in between, each in an environment of its own (`bench/peers`). Every file predicts all evaluation
-rows in this process. Agreement is with the dense float32 model in torch, with the lower end of its 95 % interval. Times
-are ratios to the dense float32 graph in ONNX Runtime, all from one interleaved run with a control. Needs OpenVINO.
+The recipe names model, rows and metric; of the run it reads the exports and the share of FLOPs. `scripts/try peers`
+calls both, and the tools in between, each in an environment of its own (`bench/peers`). Every file predicts all
+evaluation rows in this process. Agreement is with the dense float32 model in torch, with the lower end of its 95 %
+interval. Times are ratios to the dense float32 graph in ONNX Runtime, all from one interleaved run with a control.
+Needs OpenVINO.
 """
 
 from __future__ import annotations

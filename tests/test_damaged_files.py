@@ -1,4 +1,4 @@
-"""What the tool says of files that were damaged in ways that people reported; `scripts/fuzz` finds further ones."""
+"""What the tool says of files that were damaged in ways that people reported; scripts/quality/fuzz finds more."""
 
 import json
 import re

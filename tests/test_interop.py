@@ -1,6 +1,6 @@
 """Served by older Optimum: our exports in transformers 4 with optimum-onnx, and their pruned checkpoints here.
 
-`scripts/interop` makes the environment and runs this; `HIES_INTEROP_PYTHON` names its interpreter.
+`scripts/try interop` makes the environment and runs this; `HIES_INTEROP_PYTHON` names its interpreter.
 """
 
 import json
@@ -38,7 +38,7 @@ PYTHON = Path(os.environ.get("HIES_INTEROP_PYTHON", ROOT / ".interop" / "bin" / 
 
 pytestmark = [
     pytest.mark.interop,
-    pytest.mark.skipif(not PYTHON.is_file(), reason="no environment of transformers 4: run scripts/interop"),
+    pytest.mark.skipif(not PYTHON.is_file(), reason="no environment of transformers 4: run scripts/try interop"),
     # What the Hub's client says of itself where it sends bytes.
     pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning"),
 ]

@@ -1,4 +1,4 @@
-"""Whatever happens to a file that the tool reads, it is read, or refused in a sentence; see also `scripts/fuzz`."""
+"""Whatever happens to a file that the tool reads, it is read, or refused in a sentence; see scripts/quality/fuzz."""
 
 import random
 from collections.abc import Callable
@@ -17,7 +17,7 @@ EXAMPLES = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-LEAST_SHARE = 3  # what takes longer is left to scripts/fuzz
+LEAST_SHARE = 3  # what takes longer is left to scripts/quality/fuzz
 
 
 @pytest.fixture(scope="module", params=MAKERS, ids=lambda make: make.__name__.strip("_"))

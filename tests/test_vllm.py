@@ -1,6 +1,6 @@
 """Slim checkpoints in vLLM on the CPU: the tokens and the probabilities of torch.
 
-`scripts/vllm` makes the environment and runs this; `HIES_VLLM_PYTHON` names its interpreter. `HIES_VLLM_MODEL` names
+`scripts/try vllm` makes the environment and runs this; `HIES_VLLM_PYTHON` names its interpreter. `HIES_VLLM_MODEL` is
 the folder of a real decoder, which is cut unevenly to 0.8 of its FLOPs, and `HIES_VLLM_SLIM` a folder of it that was
 cut before.
 """
@@ -31,7 +31,7 @@ PYTHON = Path(os.environ.get("HIES_VLLM_PYTHON", ROOT / ".vllm" / "bin" / "pytho
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.skipif(not PYTHON.is_file(), reason="no environment of vLLM: run scripts/vllm"),
+    pytest.mark.skipif(not PYTHON.is_file(), reason="no environment of vLLM: run scripts/try vllm"),
 ]
 
 # Its attention on the CPU needs heads of a width of 32 or more.

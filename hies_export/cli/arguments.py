@@ -24,16 +24,6 @@ class Options(Namespace):
     progress: Progress
 
 
-# Names that help texts list, because the command line starts without the libraries behind them; tests/cli/test_help.py
-# compares them with the package.
-RUNTIMES = "torch, torch-compile, onnxruntime-cpu, onnxruntime-cpu-int8, onnxruntime-cuda, openvino, llamacpp"
-CRITERIA = (
-    "hies, his, fisher, ad, l2, random, activation-l2, activation, output-norm, obs, llm-pruner-block, "
-    "ae + activation-l2, compensated, hies-compensated, kwon, flap, wanda-sp, martra, llm-pruner-channel, "
-    "slicegpt, slicegpt-tuned"
-)
-
-
 def a_path(text: str) -> Path:
     """Read a path; a `type` of argparse."""
     return Path(a_path_or_id(text))
@@ -82,8 +72,14 @@ def a_list(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
     return read
 
 
-COLUMNS = ("text", "image", "label", "query", "document", "group")
-"""Columns of a data set, as `add_request` and `propose_recipe` name them."""
+COLUMNS = {
+    "image": "column of images, if there is a choice",
+    "label": "column of labels, if there is a choice; rows need no labels",
+    "query": "column of queries, for an embedding model",
+    "document": "column of the documents that each query should find",
+    "group": "column that tells queries apart, for a reranker of candidates",
+}
+"""Options that name a column, besides --text."""
 
 BUDGETS = {
     "flops": "share of the dense model's FLOPs that may be left: heads and neurons go",
@@ -104,21 +100,17 @@ def add_recipe(parser: ArgumentParser) -> None:
 
 def add_request(parser: ArgumentParser) -> None:
     """Add RECIPE or MODEL, the data that a MODEL reads, and the options that change a recipe."""
-    add = parser.add_argument
-    column: dict[str, Any] = {"metavar": "COLUMN", "type": a_text}
     given = "a recipe, YAML, or with --data a checkpoint folder or Hub id"
-    add("recipe", metavar="RECIPE|MODEL", type=a_path_or_id, help=given)
+    parser.add_argument("recipe", metavar="RECIPE|MODEL", type=a_path_or_id, help=given)
     add_data(parser, "rows for MODEL: SPLIT=FILE, repeated for each split, or the name of a Hub data set")
-    add("--image", help="column of images, if there is a choice", **column)
-    add("--label", help="column of labels, if there is a choice; rows need no labels", **column)
-    add("--query", help="column of queries, for an embedding model", **column)
-    add("--document", help="column of the documents that each query should find", **column)
-    add("--group", help="column that tells queries apart, for a reranker of candidates", **column)
+    for name, text in COLUMNS.items():
+        parser.add_argument(f"--{name}", metavar="COLUMN", type=a_text, help=text)
     _add_changes(parser)
 
 
-def add_budget(parser: ArgumentParser) -> None:
-    """Add how much is removed, short for `--set prune.budget.KEY=SHARE`."""
+def add_budgeted(parser: ArgumentParser) -> None:
+    """Add a request, and how much is removed: short for `--set prune.budget.KEY=SHARE`."""
+    add_request(parser)
     group = parser.add_mutually_exclusive_group()
     for key, text in BUDGETS.items():
         group.add_argument(f"--{key}", metavar="SHARE", type=a_number(float, 0, 1), help=text)
@@ -184,7 +176,7 @@ def read_recipe(options: Options, *, deploys: bool = False) -> PruningRecipe:
             overrides["prune.budget"] = {key: share}
     if options.output is not None:
         overrides["output"] = options.output
-    of_model = {name: getattr(options, name, None) for name in ("data", *COLUMNS)}
+    of_model = {name: getattr(options, name, None) for name in ("data", "text", *COLUMNS)}
     if "data" not in options or options.recipe.endswith((".yaml", ".yml")) or Path(options.recipe).is_file():
         if any(of_model.values()):
             raise RequestError(

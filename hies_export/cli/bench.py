@@ -1,4 +1,4 @@
-"""Compare the latency of two checkpoints, ONNX or OpenVINO folders, or GGUF files."""
+"""Compare the latency of two checkpoints, of their exports, or of a run's dense and slim model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import quoted
-from .arguments import REPEATED, RUNTIMES, Options, a_number, a_path
+from .arguments import REPEATED, Options, a_number, a_path
 from .paths import checkpoint_in
 
 
@@ -29,7 +29,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="the model to compare with A (default: if A is a run, its slim model with its dense one; else A itself, "
         "which measures the noise)",
     )
-    add("--runtime", dest="runtimes", metavar="RUNTIME", help=f"one of {RUNTIMES}; may be repeated", **REPEATED)
+    runtime = "such as torch or onnxruntime-cpu; a wrong one lists them all; may be repeated"
+    add("--runtime", dest="runtimes", metavar="RUNTIME", help=runtime, **REPEATED)
     shape = {"dest": "shapes", "metavar": "SHAPE", "type": a_shape, **REPEATED}
     add("--shape", help="BATCHxSEQUENCE, or BATCH for images; may be repeated", **shape)
     dtypes = "float32 (the default), float16, bfloat16; on llamacpp q8_0, q4_0; repeatable"

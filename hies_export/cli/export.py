@@ -1,4 +1,4 @@
-"""Export a checkpoint, slim or not, to an ONNX folder, to OpenVINO's own format, or to a GGUF file."""
+"""Export a checkpoint to an ONNX folder, to OpenVINO's own format, or to a GGUF file."""
 
 from __future__ import annotations
 

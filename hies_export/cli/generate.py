@@ -1,4 +1,4 @@
-"""Continue prompts, with or without images, greedily with an ONNX folder."""
+"""Continue prompts greedily with an ONNX folder, a checkpoint or a run."""
 
 from __future__ import annotations
 

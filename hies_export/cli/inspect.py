@@ -1,4 +1,4 @@
-"""Show the heads and neurons of a checkpoint and whether they can be cut, or what a plan or run cut."""
+"""Show which heads and neurons of a checkpoint can be cut, or what a plan or run cut."""
 
 from __future__ import annotations
 

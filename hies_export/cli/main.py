@@ -42,10 +42,8 @@ from .arguments import Options
 from .terminal import TerminalProgress, in_flags, print_json, show_messages
 
 # In the order of --help.
-COMMANDS: tuple[ModuleType, ...] = (
-    *(run, deploy, quickstart, score, prune, apply, export, bench, sweep, generate, push, upgrade, inspect),
-    *(ui, report),
-)
+COMMANDS: tuple[ModuleType, ...] = (run, deploy, prune, export, bench, inspect, report, push, apply, quickstart)
+FURTHER: tuple[ModuleType, ...] = (sweep, ui, generate, upgrade, score)
 
 # It uses neither transformers nor datasets, so it skips the seconds it takes to import and silence them.
 WITHOUT_LIBRARIES = (report,)
@@ -53,13 +51,14 @@ WITHOUT_LIBRARIES = (report,)
 # These share their work among the processes that accelerate or torchrun started.
 SHARED = (run, score, prune)
 
-EXAMPLES = """\
+EPILOG = """\
+to compare methods, and helpers:
+{further}
+
 examples:
-  hies-export quickstart
-  hies-export run recipes/bert-sst2.yaml
-  hies-export run recipe.yaml --set prune.budget.heads=0.5 -o runs/half
-  hies-export apply plan.json dense-folder -o slim-folder
-  hies-export bench dense-folder slim-folder --runtime onnxruntime-cpu --shape 8x128
+  {prog} quickstart
+  {prog} run recipe.yaml --set prune.budget.heads=0.5 -o runs/half
+  {prog} bench dense-folder slim-folder --runtime onnxruntime-cpu --shape 8x128
 """
 
 
@@ -120,18 +119,20 @@ def main(arguments: Sequence[str] | None = None, *, parser: argparse.ArgumentPar
 
 def build_parser(prog: str = "hies-export") -> argparse.ArgumentParser:
     """Return the parser of every command, for a program called `prog`."""
+    further = "\n".join(f"    {_name(command):<12}{command.__doc__}" for command in FURTHER)
     parser = argparse.ArgumentParser(
         prog=prog,
         description="Remove the attention heads and feed-forward neurons a Transformer can lose, and ship what is "
         "left: a slim checkpoint, an ONNX model and a measured report.",
-        epilog=EXAMPLES.replace("hies-export", prog),
+        epilog=EPILOG.format(prog=prog, further=further),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"hies-export {__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in COMMANDS:
-        name = command.__name__.rpartition(".")[2]
-        subparser = subparsers.add_parser(name, help=command.__doc__, description=command.__doc__)
+    for command in COMMANDS + FURTHER:
+        # A command without `help` is not listed.
+        listed: dict[str, Any] = {"help": command.__doc__} if command in COMMANDS else {}
+        subparser = subparsers.add_parser(_name(command), description=command.__doc__, **listed)
         command.add_arguments(subparser)
         _finish(subparser, command)
     return parser
@@ -143,6 +144,10 @@ def build_optimum_export_parser() -> argparse.ArgumentParser:
     export.add_arguments(parser, output="output")
     _finish(parser, export)
     return parser
+
+
+def _name(command: ModuleType) -> str:
+    return command.__name__.rpartition(".")[2]
 
 
 def _finish(parser: argparse.ArgumentParser, command: ModuleType) -> None:

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
+from .arguments import Options, add_budgeted, read_recipe, refuse_output
 
-from .arguments import Options, add_budget, add_request, read_recipe, refuse_output
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    """Add the recipe, or the model and its data, and how much is removed."""
-    add_request(parser)
-    add_budget(parser)
+add_arguments = add_budgeted
 
 
 def run(options: Options) -> None:

@@ -56,19 +56,10 @@ def run(options: Options) -> dict[str, Any]:
 
 
 def rename_in_report(report: Report, written: Path, folder: Path) -> Report:
-    """Return a report whose paths inside `written` are in `folder`, to which it will be renamed."""
+    """Return a report whose paths inside `written`, a name that occurs nowhere else, are in `folder`."""
     from ..report.report import Report
 
-    names = {os.path.abspath(written): os.path.abspath(folder), str(written): str(folder)}
-
-    def renamed(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: renamed(item) for name, item in value.items()}
-        if isinstance(value, list):
-            return [renamed(item) for item in value]
-        for old, new in names.items():
-            if isinstance(value, str) and value.startswith(old + os.sep):
-                return new + value.removeprefix(old)
-        return value
-
-    return Report.from_values(renamed(json.loads(report.to_json())), where="report.json")
+    text = report.to_json()
+    for old, new in ((os.path.abspath(written), os.path.abspath(folder)), (str(written), str(folder))):
+        text = text.replace(*(json.dumps(path, ensure_ascii=False)[1:-1] for path in (old, new)))
+    return Report.from_values(json.loads(text), where="report.json")

@@ -1,19 +1,14 @@
-"""Run every stage of a recipe: score, cut, save, evaluate, export and measure."""
+"""Run a recipe: score, cut, save, evaluate, export and measure."""
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
 from typing import Any
 
 from ..tasks import TASKS
-from .arguments import Options, add_budget, add_request, read_recipe, refuse_output
+from .arguments import Options, add_budgeted, read_recipe, refuse_output
 from .deploy import print_answer
 
-
-def add_arguments(parser: ArgumentParser) -> None:
-    """Add the recipe, or the model and its data, and how much is removed."""
-    add_request(parser)
-    add_budget(parser)
+add_arguments = add_budgeted
 
 
 def run(options: Options) -> dict[str, Any]:

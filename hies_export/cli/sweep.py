@@ -1,4 +1,4 @@
-"""Compare many ways to prune, in tables and figures. A sweep that was stopped resumes."""
+"""Compare many ways to prune, in tables and figures; one that was stopped goes on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from .arguments import CRITERIA, Options, a_list, add_recipe, read_recipe
+from .arguments import Options, a_list, add_recipe, read_recipe
 
 if TYPE_CHECKING:
     from ..lab.sweep.grid import SweepGrid
@@ -22,7 +22,7 @@ def _number_or_word(text: str) -> float | str:
 
 # Options of the grid: flag, kind of each value, metavar and help.
 GRID: tuple[tuple[str, Callable[[str], Any], str, str], ...] = (
-    ("criteria", str, "A,B,...", f"some of {CRITERIA} (default: hies,his,ad,l2,random)"),
+    ("criteria", str, "A,B,...", "criteria or baselines; a wrong name lists all (default: hies,his,ad,l2,random)"),
     ("alphas", _number_or_word, "A,B,...", "numbers, auto (one for each sparsity) or auto-area (default: auto)"),
     ("sparsities", float, "S,T,...", "shares of heads to remove (default: 0.1,0.3,0.5,0.7)"),
     ("flops", float, "F,G,...", "instead of --sparsities: shares of the dense FLOPs to leave, e.g. 0.8,0.6"),

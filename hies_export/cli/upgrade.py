@@ -1,4 +1,4 @@
-"""Convert a checkpoint with heads pruned by transformers 4, which transformers 5 cannot load."""
+"""Convert a checkpoint whose heads transformers 4 pruned, which transformers 5 cannot load."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Use what transformers, torch and the Hub's clients keep private, or what their releases do differently.
 
 Everything of this kind that the package needs is here, each a function named for what it does; `scripts/lint` refuses
-such names in other files. A release is asked for a feature, never for its version. `scripts/versions` runs a contract
-on the oldest and the newest release and on some between, each in an environment of its own.
+such names in other files. A release is asked for a feature, never for its version. `scripts/quality/versions`
+runs a contract on the oldest and the newest release and on some between.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ..progress import quiet
 
 logger = logging.getLogger(__name__)
 
-# The newest minor release of transformers that scripts/versions was run with.
+# The newest minor release of transformers that scripts/quality/versions was run with.
 NEWEST_TRIED = (5, 24)
 
 

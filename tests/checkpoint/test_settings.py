@@ -33,7 +33,7 @@ BATCH = {"input_ids": torch.arange(6, 30).view(2, 12)}
 def without_version5(config: dict[str, Any]) -> dict[str, Any]:
     """Return a config without `rope_parameters`. transformers 5 then reads the keys of version 4, as version 4 does.
 
-    `scripts/interop` asks version 4 itself.
+    `scripts/try interop` asks version 4 itself.
     """
     rest = {key: value for key, value in config.items() if key != "rope_parameters"}
     return {key: without_version5(value) if isinstance(value, dict) else value for key, value in rest.items()}

@@ -1,4 +1,4 @@
-"""bench/gpu.sh on the CPU and on a pretend GPU, and bench/real_llama.py: their code, with tiny models."""
+"""The programs of bench/: all of them start, and what measures a GPU or a LLaMA runs on tiny models."""
 
 import importlib
 import itertools
@@ -18,76 +18,65 @@ from support.pretend import pretend_gpus
 from support.runs import registries_restored, run_script
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
+PROGRAMS = sorted(path for path in BENCH.glob("*.py") if "parse_args()" in path.read_text())
 
 
-def gpu_bench(out: Path, *options: str) -> dict[str, Any]:
-    run_script(BENCH / "gpu.py", "--dry", "--repeats", 2, "--out", out, *options)
-    assert out.with_suffix(".html").read_text().startswith("<!doctype html>")
-    return json.loads(out.with_suffix(".json").read_text())
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)
+def test_every_program_says_what_it_does(program: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="^0$"):
+        run_script(program, "--help")
+    assert capsys.readouterr().out.startswith(f"usage: {program.name} ")
 
 
-@pytest.mark.slow
-def test_everything_is_measured_or_named(tmp_path: Path) -> None:
-    found = gpu_bench(tmp_path / "gpu.json", "--only", "latency")
-    lines = [json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text().splitlines()]
-    rows = [row for table in found["tables"] for row in table["rows"]]
-    assert sorted(json.dumps(line["row"]) for line in lines if "row" in line) == sorted(map(json.dumps, rows))
-    assert [line["missing"] for line in lines if "missing" in line] == found["missing"]
-    latency, scoring = (table["rows"] for table in found["tables"])
-    measured = {(row["model"], row["runtime"], row["dtype"], row["phase"]) for row in latency}
-    for share in ("0%", "30%", "50%"):
-        for dtype in ("float32", "bfloat16"):
-            assert (f"tiny BERT -{share}", "torch", dtype, "forward") in measured
-    for model in ("LLaMA", "LLaVA"):
-        assert {phase for name, _, _, phase in measured if name == f"tiny {model} -50%"} == {"prefill", "decode"}
-    assert ("tiny ViT -50%", "torch", "float32", "forward") in measured
-    assert ("tiny BERT -50%", "onnxruntime-cpu", "float32", "forward") in measured
-    # Half the heads are half of the attention, and the dense model against itself is nothing.
-    ratios = {row["model"]: row["flops_ratio"] for row in latency if row["runtime"] == "torch"}
-    assert ratios["tiny BERT -0%"] == 1
-    assert ratios["tiny BERT -50%"] < ratios["tiny BERT -30%"] < 1
-    assert [row["model"] for row in scoring] == ["tiny BERT", "tiny LLaMA"]
-    assert len(found["missing"]) == 1
-    assert "onnxruntime-cuda" in found["missing"][0]
-
-
-@pytest.mark.slow
-def test_every_check_has_a_line(tmp_path: Path) -> None:
-    found = gpu_bench(tmp_path / "here" / "gpu", "--only", "checks")
-    lines = [json.loads(line) for line in (tmp_path / "here" / "gpu.jsonl").read_text().splitlines()]
-    names = ["environment", "kernels", "statistics", "cuts", "tf32", "memory", "clocks", "compiled", "onnx_runtime"]
-    assert [line["check"] for line in lines] == names
-    assert all(line["ok"] for line in lines), lines
-    checks = {line["check"]: line["found"] for line in lines}
-    assert checks["kernels"]["cases"] == 144
-    assert checks["onnx_runtime"]["LLaMA, float32"]["decode, 7"] < 1e-4
-    assert found["missing"] == []
-
-
-@pytest.mark.slow
-def test_a_llama_is_pruned_by_every_method_and_cells_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
-    run_script(BENCH / "real_llama.py", "--small")
-    assert "| compensated+least_squares:both |" in capsys.readouterr().out
+def test_a_llama_is_pruned_by_several_methods_and_cells_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    methods = ["compensated+least_squares:both", "hies+none:attention", "slicegpt"]
+    run_script(BENCH / "real_llama.py", "--small", "--methods", *methods)
+    printed = capsys.readouterr().out
+    assert all(f"| {method} |" in printed for method in methods)
 
 
 @pytest.fixture
-def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The scripts of bench/ as modules, which are forgotten afterwards."""
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """bench/gpu.py as a module, which is forgotten afterwards with what it imports from its folder."""
     monkeypatch.syspath_prepend(BENCH)
     before = set(sys.modules)
     with registries_restored():
-        yield
+        yield importlib.import_module("gpu")
     for name in set(sys.modules) - before:
         if Path(getattr(sys.modules[name], "__file__", None) or "").parent == BENCH:
             del sys.modules[name]
 
 
-def test_checks_that_fail_are_told_and_the_rest_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scripts: None
-) -> None:
-    gpu = importlib.import_module("gpu")
-    options = {"device": "cpu", "repeats": 1, "console": Console(quiet=True), "seconds": 60.0}
-    session = gpu.Session(tmp_path / "gpu.json", **options)
+def session_of(gpu: Any, folder: Path, *, seconds: float = 60.0, **options: Any) -> tuple[Any, Path]:
+    """Return a session that writes nothing on the terminal, and the file of its lines."""
+    console = Console(quiet=True)
+    session = gpu.Session(folder / "gpu.json", device="cpu", repeats=2, console=console, seconds=seconds, **options)
+    return session, folder / "gpu.jsonl"
+
+
+def lines_of(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_models_are_timed_and_what_cannot_be_is_named(gpu: Any, tmp_path: Path) -> None:
+    session, file = session_of(gpu, tmp_path)
+    shape = gpu.bert("tiny", **gpu.TINY, vocab_size=100, max_position_embeddings=64)
+    both = ["torch", "onnxruntime-cuda"]
+    gpu.time_models(session, shape, runtimes=both, dtypes=["float32"], sizes=[(2, 12)])
+    gpu.time_scoring(session, shape, dtype="float32", size=(2, 12))
+    lines = lines_of(file)
+    assert [line["row"]["model"] for line in lines if "row" in line] == ["tiny -0%", "tiny -30%", "tiny -50%", "tiny"]
+    (missing,) = (line["missing"] for line in lines if "missing" in line)
+    assert missing.startswith("tiny, onnxruntime-cuda, float32: ")
+    # Half the heads are half of the attention, and the dense model against itself is nothing.
+    none, third, half = (row["flops_ratio"] for row in session.latency)
+    assert half < third < none == 1
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    assert [table["rows"] for table in found["tables"]] == [session.latency, session.scoring]
+
+
+def test_checks_that_fail_are_told_and_the_rest_goes_on(gpu: Any, tmp_path: Path) -> None:
+    session, file = session_of(gpu, tmp_path)
 
     def beyond(device: str) -> dict[str, Any]:
         return {"beyond": ["BERT: 2e-3"], "on": device}
@@ -97,85 +86,51 @@ def test_checks_that_fail_are_told_and_the_rest_goes_on(
 
     for check in (broken, beyond, lambda device: {"fine": True}):
         session.check(check)
-    lines = [json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text().splitlines()]
-    assert lines[0]["missing"] == "check: broken: ZeroDivisionError: no kernel"
-    assert (lines[1]["ok"], lines[1]["found"]["on"], lines[2]["ok"]) == (False, "cpu", True)
+    first, second, third = lines_of(file)
+    assert first["missing"] == "check: broken: ZeroDivisionError: no kernel"
+    assert (second["ok"], second["found"]["on"], third["ok"]) == (False, "cpu", True)
 
 
-def test_checks_run_on_a_gpu(monkeypatch: pytest.MonkeyPatch, scripts: None) -> None:
+def test_checks_run_on_a_gpu(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     checks = importlib.import_module("gpu_checks")
-    monkeypatch.setattr(checks, "product", lambda *parts: list(itertools.product(*parts))[::5])
+    monkeypatch.setattr(checks, "product", lambda *parts: list(itertools.product(*parts))[::19])
     with pretend_gpus():
-        found = {name: getattr(checks, name)("cuda") for name in ("environment", "kernels", "cuts", "tf32")}
+        found = {name: getattr(checks, name)("cuda") for name in ("environment", "kernels", "cuts")}
     assert not any(part.get("beyond") for part in found.values()), found
 
 
-def test_what_is_missing_is_named_first(monkeypatch: pytest.MonkeyPatch, scripts: None, capsys: Any) -> None:
-    needs = importlib.import_module("gpu_needs")
-    wanted = needs.needs(needs.PROJECT.read_text())
-    assert {"torch", "transformers", "pydantic", "datasets"} <= wanted.keys()
-    have = {**wanted, "transformers": "4.57.6", "torch": "2.14.0+cu130"}
-    del have["pydantic"]
-    monkeypatch.setattr(needs, "installed", have.get)
-    with pytest.raises(SystemExit, match="2"):
-        needs.main()
-    printed = capsys.readouterr().err.splitlines()
-    assert printed[0] == f"bench/gpu.sh needs transformers>={wanted['transformers']}, and here it is 4.57.6"
-    assert printed[1] == f"bench/gpu.sh needs pydantic>={wanted['pydantic']}, and here it is missing"
-    assert printed[2].endswith(
-        f'-m pip install "transformers>={wanted["transformers"]}" "pydantic>={wanted["pydantic"]}"'
-    )
-    monkeypatch.setattr(needs, "installed", wanted.get)
-    assert needs.main() is None
-
-
-def test_files_that_cannot_be_written_are_named(tmp_path: Path, capsys: Any) -> None:
+def test_files_that_cannot_be_written_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(SystemExit, match="2"):
         run_script(BENCH / "gpu.py", "--dry", "--out", tmp_path / "file" / "gpu")
     assert "--out must name files that can be written" in capsys.readouterr().err
 
 
-def test_what_takes_too_long_or_breaks_is_named_and_the_rest_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scripts: None
+def test_what_takes_too_long_is_named_and_the_rest_goes_on(
+    gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpu = importlib.import_module("gpu")
     monkeypatch.setattr(gpu, "GRACE_SECONDS", 0.5)
     now = 0.0
     monkeypatch.setattr(gpu, "time", SimpleNamespace(perf_counter=lambda: now))
-
-    def session(seconds: float) -> Any:
-        options = {"device": "cpu", "repeats": 1, "console": Console(quiet=True), "started": now}
-        return gpu.Session(tmp_path / "gpu.json", seconds=seconds, **options)
+    session, _ = session_of(gpu, tmp_path, seconds=0.5, started=now)
 
     def too_long() -> None:
         nonlocal now
         now = 30.0
         signal.pause()
 
-    late, broken = session(0.5), session(60)
-    late.attempt("long", too_long)
-    late.attempt("next", lambda: pytest.fail("begun"))
-    assert late.missing == [
+    session.attempt("long", too_long)
+    session.attempt("next", lambda: pytest.fail("begun"))
+    assert session.missing == [
         "long: it was stopped 0.5 s after the 0.00833 minutes were over",
         "next: the 0.00833 minutes were over before it began",
     ]
-    now = 0.0
-    broken.attempt("wrong", lambda: [][1])
-    broken.attempt("right", lambda: broken.scoring.append({}))
-    assert broken.missing == ["wrong: IndexError: list index out of range"]
-    written = json.loads((tmp_path / "gpu.json").read_text())
-    assert written["tables"][1]["rows"] == [{}]
 
 
 def test_the_script_hands_its_arguments_on(tmp_path: Path) -> None:
     python = tmp_path / "python"
-    python.write_text(
-        '#!/bin/sh\ncase "$1" in *gpu_needs.py) exit ${NEEDS:-0};; esac\necho "$HF_HUB_OFFLINE" "$PYTHONPATH" "$@"\n'
-    )
+    python.write_text('#!/bin/sh\necho "$HF_HUB_OFFLINE" "$PYTHONPATH" "$@"\n')
     python.chmod(0o755)
     environment = {**os.environ, "PYTHON": str(python), "PYTHONPATH": "there"}
     done = subprocess.run([BENCH / "gpu.sh", "--out", "a b"], capture_output=True, text=True, env=environment)
     assert done.stdout == f"1 {BENCH.parent}:there {BENCH / 'gpu.py'} --out a b\n"
-    lacking = subprocess.run([BENCH / "gpu.sh"], capture_output=True, text=True, env={**environment, "NEEDS": "2"})
-    assert (lacking.returncode, lacking.stdout) == (2, "")

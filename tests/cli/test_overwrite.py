@@ -28,18 +28,12 @@ def contents(folder: Path) -> dict[str, bytes | None]:
 @pytest.mark.parametrize(
     ("arguments", "output", "said"),
     [
-        *[
-            ((command, "recipe.yaml"), output, said)
-            for command in ("score", "prune", "run")
-            for output, said in (
-                (".", "holds the recipe"),
-                ("recipe.yaml", "is the recipe"),
-                ("model", "is the model"),
-                ("model/inside", "lies inside the model"),
-                ("link", "is the model"),
-                ("train.jsonl", "is the data.files.train"),
-            )
-        ],
+        (("run", "recipe.yaml"), ".", "holds the recipe"),
+        (("run", "recipe.yaml"), "recipe.yaml", "is the recipe"),
+        (("prune", "recipe.yaml"), "model", "is the model"),
+        (("prune", "recipe.yaml"), "model/inside", "lies inside the model"),
+        (("score", "recipe.yaml"), "link", "is the model"),
+        (("score", "recipe.yaml"), "train.jsonl", "is the data.files.train"),
         (("apply", "plan.json", "model"), "model", "is the model"),
         (("apply", "plan.json", "model"), ".", "holds the plan"),
         (("apply", "plan.json", "model"), "plan.json", "is the plan"),

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from support.models import causal_lm
 from transformers.utils import logging as transformers_logging
 
 from hies_export.cli import terminal
@@ -121,7 +120,7 @@ def test_a_log_says_now_and_then_how_far_a_loop_is(now: list[float]) -> None:
     assert list(progress.track([], "nothing")) == []
 
 
-def test_the_result_is_the_last_line_and_only_when_asked_for(run_command: Callable[..., Any], tmp_path: Path) -> None:
+def test_the_result_is_the_last_line_and_only_when_asked_for(run_command: Callable[..., Any]) -> None:
     def run(console: Console, progress: TerminalProgress) -> dict[str, Any]:
         progress.stage("load")
         console.print("a table")
@@ -130,10 +129,15 @@ def test_the_result_is_the_last_line_and_only_when_asked_for(run_command: Callab
     assert run_command(run)[:2] == (0, "a table\n")
     table, result = run_command(run, json=True).out.splitlines()
     assert (table, json.loads(result)) == ("a table", {"heads": 3, "text": "two\nlines"})
-    causal_lm().save_pretrained(tmp_path / "model")
+
+
+def test_the_result_is_last_also_in_a_file_which_is_written_in_blocks(tmp_path: Path) -> None:
+    code = """
+from rich.console import Console
+from hies_export.cli.terminal import print_json
+Console().print("a table")
+print_json({"heads": 3})
+"""
     with (tmp_path / "out").open("w") as file:
-        command = [sys.executable, "-m", "hies_export", "inspect", str(tmp_path / "model"), "--json"]
-        subprocess.run(command, stdout=file, check=True)
-    *lines, result = (tmp_path / "out").read_text().splitlines()
-    assert lines
-    assert isinstance(json.loads(result), dict)
+        subprocess.run([sys.executable, "-c", code], stdout=file, check=True)
+    assert (tmp_path / "out").read_text() == 'a table\n{"heads": 3}\n'

@@ -1,6 +1,6 @@
 """Our GGUF files in a stock llama.cpp, compared with torch; and the runtime `llamacpp`.
 
-`scripts/llamacpp` installs it and runs this; `HIES_NODE_LLAMA_CPP` names the folder that has it.
+`scripts/try llamacpp` installs it and runs this; `HIES_NODE_LLAMA_CPP` names the folder that has it.
 """
 
 import json
@@ -35,7 +35,7 @@ from hies_export.forms.runtimes.llamacpp import LlamaCppRuntime, is_installed
 
 pytest.importorskip("gguf", reason='no gguf: pip install "hies-export[gguf]"')
 pytestmark = pytest.mark.llamacpp
-here = pytest.mark.skipif(not is_installed(), reason="no node-llama-cpp: run scripts/llamacpp")
+here = pytest.mark.skipif(not is_installed(), reason="no node-llama-cpp: run scripts/try llamacpp")
 
 NEW_TOKENS = 64
 

@@ -1,6 +1,6 @@
 """Our graphs in transformers.js, compared with torch: in Node, and in the ONNX Runtime of browsers.
 
-`scripts/transformersjs` installs it and runs this; `HIES_NODE_TRANSFORMERS` names the folder that has it.
+`scripts/try transformersjs` installs it and runs this; `HIES_NODE_TRANSFORMERS` names the folder that has it.
 """
 
 import json
@@ -45,7 +45,7 @@ pytestmark = [
     pytest.mark.transformersjs,
     pytest.mark.skipif(
         not (PACKAGES / "node_modules" / "@huggingface" / "transformers").is_dir(),
-        reason="no @huggingface/transformers: run scripts/transformersjs",
+        reason="no @huggingface/transformers: run scripts/try transformersjs",
     ),
 ]
 

@@ -214,7 +214,7 @@ STEPS: dict[str, Step] = {s.__name__: s for s in (score, cut, reload, train, onn
 NEURON_STEPS: dict[str, Step] = {s.__name__: s for s in (score, cut, reload, train, onnx, together)}
 
 
-# Steps of which the table of model types says nothing: bench/results/int8-types.txt does.
+# Steps of which the table of model types says nothing.
 MORE_STEPS: dict[str, Step] = {s.__name__: s for s in (int8,)}
 
 

@@ -1,6 +1,6 @@
 """Every file that the tool reads: a small valid one, and what the tool does with it.
 
-`tests/test_properties.py` and `scripts/fuzz` damage the files and read them again.
+`tests/test_properties.py` and `scripts/quality/fuzz` damage the files and read them again.
 """
 
 from __future__ import annotations

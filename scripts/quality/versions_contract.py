@@ -1,6 +1,6 @@
 """Run the contract of a few model types on the installed releases, and print one row of a table.
 
-`scripts/versions` runs this file in one environment after another. What failed goes to standard error.
+`scripts/quality/versions` runs this file in one environment after another. What failed goes to standard error.
 """
 
 import logging
