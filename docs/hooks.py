@@ -1,4 +1,4 @@
-"""Show files beside docs/ on the site, where pages link to them as in the repository: ../bench/results/moments.txt."""
+"""Show files beside docs/ on the site, where pages link to them as in the repository: ../bench/results/bits.txt."""
 
 from __future__ import annotations
 
