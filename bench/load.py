@@ -40,7 +40,7 @@ from hies_export import Constraints, Scores, collect_statistics, find_attention,
 from hies_export.evaluate.judge import Judge
 from hies_export.pipeline.stages import predict_pruned
 from hies_export.recipe.sections import Columns
-from hies_export.report.console import PlainTable
+from hies_export.report.tables import PlainTable
 from hies_export.tasks import TASKS
 
 SAMPLES = 256

@@ -61,7 +61,7 @@ def minutes(text: str) -> float:
 def run(options: Options) -> dict[str, Any]:
     """Search, print the report, say which file to deploy, and return the report's summary."""
     from ..pipeline.run import deploy
-    from ..report.console import print_report
+    from ..report.tables import print_report
 
     given = options.recipe.endswith((".yaml", ".yml"))
     if given and any(getattr(options, name) for name in ("data", *_COLUMNS)):
