@@ -72,10 +72,15 @@ def environment(*packages: str) -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    made.filters |= {"md": escape_markdown, "code": code_span, "line": one_line, "literal": json.dumps}
+    made.filters |= {"md": escape_markdown, "code": code_span, "line": one_line, "literal": json.dumps, "times": times}
     made.filters |= {"row_name": tables.row_name, "ratio_text": tables.ratio_text, "pair_text": tables.pair_text}
     made.globals |= {"drawing": drawing, "frontier": frontier, "tables": tables, "words": words}
     return made
+
+
+def times(text: str) -> str:
+    """Return text with the sign of multiplication in shapes, which no line break divides."""
+    return text.replace(" x ", "\u00a0×\u00a0")
 
 
 def one_line(value: object) -> str:

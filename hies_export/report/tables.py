@@ -97,15 +97,15 @@ def size_rows(report: Report) -> list[SizeRow]:
     ]
 
 
-def comparison_table(report: Report) -> Table:
-    """Return everything that both models have: units, sizes, metrics, stability, benchmarks.
+def comparison_table(report: Report, *, sizes: bool = True) -> Table:
+    """Return everything that both models have: units, sizes if wanted, metrics, stability, benchmarks.
 
     With compensation, the last column has the metrics of the cut alone.
     """
     details, ranking, same = report.details, report.ranking, (agreement(report), report.stability)
     rows = [
         *unit_rows(named_units(report.heads, report.neurons)),
-        *(size[:4] for size in size_rows(report)),
+        *(size[:4] for size in size_rows(report) if sizes),
         *([("GGUF file", "", si(report.bytes.gguf) + "B", "")] if report.bytes.gguf else []),
         *quality_rows(report.metrics, ranking, labelled=details.data.evaluation_labelled, same=same),
         *(quality_row(name, values) for name, values in details.benchmarks.items()),

@@ -458,7 +458,7 @@ def forms_text(report: Report) -> str:
         counts = f" Of the slim model, {count} linear layers are in {bits}, {small} in float32."
     timed = " on these rows as they come" if any(time.phase == "rows" for time in forms[0].times) else ""
     brief = any(len(form.times) < len(forms[0].times) for form in forms)
-    others = " Forms that another one beats were timed briefly, in the first column only." if brief else ""
+    others = " Forms that another one beats were timed briefly, at the first shape only." if brief else ""
     return (
         f"Every form ran the evaluation rows itself. All were timed{timed}, interleaved in one process.{others} Time "
         f"is relative to {forms[0].model} {forms[0].bits}; its own row times a second copy, the control.{counts}"
@@ -562,12 +562,13 @@ def _held_out_note(report: Report) -> str:
 
 
 def environment_text(environment: Mapping[str, Any]) -> str:
-    """Return the hardware and the libraries that decide about time, in a sentence."""
+    """Return the hardware and the libraries that decide about time, in a sentence; empty if none is known."""
     names = {
         **{name: name for name in ("cpu", "gpu", "torch", "cuda", "transformers", "onnxruntime", "openvino")},
         **{"onnxruntime_gpu": "onnxruntime-gpu", "node_llama_cpp": "node-llama-cpp", "gpu_driver": "driver"},
     }
-    return ", ".join(f"{shown} {environment[name]}" for name, shown in names.items() if environment.get(name)) + "."
+    known = ", ".join(f"{shown} {environment[name]}" for name, shown in names.items() if environment.get(name))
+    return f"Measured with {known}." if known else ""
 
 
 def latency_text(rows: Sequence[LatencyRow], names: tuple[str, str] = ("dense", "slim")) -> str:

@@ -277,7 +277,7 @@ def test_a_form_that_was_timed_briefly_has_one_time_in_every_rendering() -> None
     assert name in first
     assert name not in second.partition("<table")[0]
     for shown in (render_html(report), render_markdown(report)):
-        assert "were timed briefly, in the first column only" in shown
+        assert "were timed briefly, at the first shape only" in shown
     figure = frontier_figure(report)
     assert figure is not None
     assert len(figure.found) == len(forms)
