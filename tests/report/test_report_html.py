@@ -14,16 +14,15 @@ from huggingface_hub import metadata_load
 from markdown_it import MarkdownIt
 from rich.console import Console
 from support.browser import Browser
-from support.reports import DATA, SERVED, latency_row, make_report, outcome, terminal
+from support.reports import DATA, latency_row, make_report, outcome, terminal
 
 from hies_export import OutputExistsError, Report, RequestError
-from hies_export.forms.exported import ExportedFile
 from hies_export.report.card import render_card
 from hies_export.report.comparison import Bench, print_bench, read_report, render_bench
 from hies_export.report.figures import CAPTIONS, draw_report, write_figures
 from hies_export.report.html import one_line, render_html, render_markdown
 from hies_export.report.report import KEPT
-from hies_export.report.words import budget_text, forms_text
+from hies_export.report.words import budget_text
 
 
 class Page(HTMLParser):
@@ -77,15 +76,6 @@ def test_noisy_rows_give_no_ratio() -> None:
     assert "Realised" in markdown
     noisy = dataclasses.replace(make_report(), latency=[make_report().latency[2]])
     assert "ealised" not in render_markdown(noisy)
-
-
-@pytest.mark.parametrize(("small", "words"), [(0, "0 small ones"), (1, "1 small one"), (23, "23 small ones")])
-def test_layers_that_stay_in_float_are_counted(small: int, words: str) -> None:
-    exported = ExportedFile(
-        "onnx-int8/model.onnx", "onnx", "int8", 1, None, None, {"int8": 37} | ({"float32": small} if small else {}), 0
-    )
-    report = dataclasses.replace(make_report(**SERVED), exported=exported)
-    assert f"37 linear layers are in int8, {words} in float32." in forms_text(report)
 
 
 TIMED = {"ratio": 0.85, "runtime": "torch", "batch": 8, "sequence": 128}
