@@ -130,13 +130,13 @@ def place_names(
     within = Bbox.from_extents(left - 2, bottom - 2, right + 16, top + 46)
     taken: list[Bbox] = []
 
-    def settle(name: Text, text: str, *, most: float) -> bool:
+    def settle(name: Text, text: str, *, most: float, distances: Sequence[int] = _AWAY) -> bool:
         """Move a name to where it costs least, if that is less than `most`."""
         name.set_text(text)
         x, y = to_screen(name.get_position())
         size = name.get_window_extent().size
         found: list[tuple[float, int, Any, tuple[float, float] | None]] = []
-        for away, (rank, (across, up)) in itertools.product(_AWAY, enumerate(_SIDES)):
+        for away, (rank, (across, up)) in itertools.product(distances, enumerate(_SIDES)):
             reach = away * (0.75 if across and up else 1)
             near = x + across * reach, y + up * reach
             box = Bbox.from_bounds(*(near - size * (1 - np.array((across, up))) / 2), *size)
@@ -168,7 +168,7 @@ def place_names(
         if not settle(name, full, most=_COVERS) and not settle(name, full.partition("\n")[0], most=_COVERS):
             homeless.append((name, full))
     for number, (name, _) in enumerate(homeless, 1):
-        settle(name, str(number), most=math.inf)
+        settle(name, str(number), most=math.inf, distances=(*_AWAY, 70, 95, 125))
     return [(number, full) for number, (_, full) in enumerate(homeless, 1)]
 
 

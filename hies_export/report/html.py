@@ -72,15 +72,21 @@ def environment(*packages: str) -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    made.filters |= {"md": escape_markdown, "code": code_span, "line": one_line, "literal": json.dumps, "times": times}
+    made.filters |= {
+        "md": escape_markdown,
+        "code": code_span,
+        "line": one_line,
+        "literal": json.dumps,
+        "unbroken": unbroken,
+    }
     made.filters |= {"row_name": tables.row_name, "ratio_text": tables.ratio_text, "pair_text": tables.pair_text}
     made.globals |= {"drawing": drawing, "frontier": frontier, "tables": tables, "words": words}
     return made
 
 
-def times(text: str) -> str:
-    """Return text with the sign of multiplication in shapes, which no line break divides."""
-    return text.replace(" x ", "\u00a0×\u00a0")
+def unbroken(text: str) -> str:
+    """Return text with the sign of multiplication in shapes; no line break divides these, or percentages."""
+    return text.replace(" x ", "\u00a0×\u00a0").replace(" %", "\u00a0%")
 
 
 def one_line(value: object) -> str:

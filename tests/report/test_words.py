@@ -11,7 +11,7 @@ from support.reports import CASCADE, DATA, SERVED, TRIED, latency_row, make_repo
 
 from hies_export.report.card import render_card
 from hies_export.report.drawing import Scale
-from hies_export.report.html import render_html, render_markdown, times
+from hies_export.report.html import render_html, render_markdown, unbroken
 from hies_export.report.report import FirstMetric, Report
 from hies_export.report.tables import forms_table, report_parts
 from hies_export.report.words import alpha_text, asked_row, lead_text, method_text, si, tried_text
@@ -41,13 +41,13 @@ def test_every_rendering_begins_with_the_sentence_and_has_all_notes() -> None:
     assert len(parts) == 8  # all but the layers
     markdown, page = render_markdown(report), html.unescape(render_html(report))
     assert markdown.split("\n\n")[1] == lead
-    assert page.split("</h1>")[1].startswith(f'\n<p class="lead">{times(lead)}</p>')
+    assert page.split("</h1>")[1].startswith(f'\n<p class="lead">{unbroken(lead)}</p>')
     assert f"## What it costs and saves\n\n{lead}\n" in render_card(report)
     assert terminal(report).startswith(f"\n{lead}\n")
     printed = " ".join(terminal(report).split())
     for name, part in parts.items():
         for note in filter(None, part.notes):
-            assert note in page, name
+            assert unbroken(note) in page, name
             assert note in re.sub(r"\\(.)", r"\1", markdown), name
             assert name == "method" or note in printed, name
             assert name in ("chosen", "alpha") or note in re.sub(r"\\(.)", r"\1", render_card(report)), name
