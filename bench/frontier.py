@@ -20,8 +20,7 @@ from hies_export.forms.judge import FormTime, deciding_step, relative_times
 from hies_export.report.comparison import Bench, read_report
 from hies_export.report.figures import draw_frontier
 from hies_export.report.frontier import Measured, frontier_figure
-from hies_export.report.tables import form_name, form_step
-from hies_export.report.text import si
+from hies_export.report.words import form_name, form_step, si
 
 REPORT, *PEERS, OUT = sys.argv[1:]
 OURS = ("dense", "slim")

@@ -39,7 +39,7 @@ def minutes(text: str) -> float:
 def run(options: Options) -> dict[str, Any]:
     """Search, print the report, say which file to deploy, and return the report's summary."""
     from ..pipeline.run import deploy
-    from ..report.console import print_report
+    from ..report.tables import print_report
 
     recipe = read_recipe(options, deploys=True)
     refuse_output(options, recipe)

@@ -113,7 +113,7 @@ def _print_units(
     found: Sequence[PrunableModule], refused: Mapping[str, UnsupportedModelError], options: Options
 ) -> dict[str, Any]:
     """Print a table for each kind of module, or why it cannot be cut; return the modules by kind for --json."""
-    from ..report.console import PlainTable
+    from ..report.tables import PlainTable
 
     heads = [m for m in found if m.kind == ATTENTION]
     neurons = [m for m in found if m.kind == MLP]
@@ -141,8 +141,7 @@ def _print_flops(model: PreTrainedModel, found: Sequence[PrunableModule], option
     from ..forms.measure.counts import flops_per_layer
     from ..forms.measure.shapes import image_shape_at, model_shapes
     from ..model.tokens import synthetic_batch
-    from ..report.console import PlainTable
-    from ..report.tables import layer_table
+    from ..report.tables import PlainTable, layer_table
 
     image = image_shape_at(options.model, model)
     size, sequence = model_shapes(model, (), image=image)[0]
@@ -157,7 +156,7 @@ def _inspect_theory(options: Options) -> dict[str, Any]:
     from ..lab.studies.theory import theory
     from ..pipeline.load_job import load_job
     from ..pipeline.recipe import PruningRecipe
-    from ..report.console import PlainTable
+    from ..report.tables import PlainTable
     from ..select.plan import dump_json
 
     if not options.model.endswith((".yaml", ".yml")):

@@ -25,8 +25,8 @@ def run(options: Options) -> dict[str, Any]:
     from ..checkpoint.folders import new_folder
     from ..pipeline.recipe import PruningRecipe
     from ..pipeline.run import run as run_recipe
-    from ..report.console import print_report
-    from ..report.text import removed_text
+    from ..report.tables import print_report
+    from ..report.words import removed_text
     from .digits import MODEL, prepare_quickstart
 
     with new_folder(options.output, overwrite=options.overwrite) as folder:

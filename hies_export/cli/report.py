@@ -48,9 +48,9 @@ def run(options: Options) -> dict[str, Any]:
 def _show_report(options: Options) -> Shown:
     from ..checkpoint.folders import Contents
     from ..report.comparison import Bench, print_bench, read_report, render_bench
-    from ..report.console import print_report
     from ..report.figures import draw_report
     from ..report.html import render_html
+    from ..report.tables import print_report
 
     if options.folder.is_dir() and not (options.folder / "report.json").is_file():
         needs = "a report needs the folder of a finished run or sweep"

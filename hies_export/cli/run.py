@@ -14,7 +14,7 @@ add_arguments = add_budgeted
 def run(options: Options) -> dict[str, Any]:
     """Run the recipe, print its report, and return the report's summary."""
     from ..pipeline.run import run as run_recipe
-    from ..report.console import print_report
+    from ..report.tables import print_report
 
     recipe = read_recipe(options)
     refuse_output(options, recipe)

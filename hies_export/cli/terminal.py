@@ -154,8 +154,7 @@ class _Messages(logging.Handler):
 
 def print_plan(plan: PruningPlan, console: Console) -> None:
     """Print which heads, and how many neurons, of every module the plan keeps."""
-    from ..report.console import map_text
-    from ..report.maps import plan_maps
+    from ..report.tables import map_text, plan_maps
 
     for index, units in enumerate(plan_maps(plan)):
         if index:
@@ -166,7 +165,7 @@ def print_plan(plan: PruningPlan, console: Console) -> None:
 def plan_text(plan: PruningPlan) -> str:
     """Return how much a plan removes, such as "20 of 72 heads and 4,300 of 9,216 neurons removed"."""
     from ..report.report import plan_counts
-    from ..report.text import removed_text
+    from ..report.words import removed_text
 
     return removed_text(*plan_counts(plan))
 

@@ -29,7 +29,7 @@ from ..forms.time import Timed, in_mixed_order, ratios, rows_by_shape
 from ..forms.time import time as time_forms
 from ..progress import OutOfTime, Until
 from ..recipe.budget import Budget, Outcome, TimedSection
-from ..report.outcomes import asked_words
+from ..report.words import asked_words
 from ..score.criteria import Scores
 from ..select.constraints import bundle_count
 from ..select.goal import Goal

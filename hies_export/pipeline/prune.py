@@ -30,11 +30,9 @@ from ..model.text_encoder import TextEncoder
 from ..progress import SILENT, Progress, without_reports
 from ..recipe.budget import Budget, Outcome
 from ..recipe.sections import ComparisonSection, CompensationSection, MultipleOf
-from ..report.console import PlainTable, map_text
-from ..report.maps import plan_maps
 from ..report.report import plan_counts
-from ..report.tables import Table, change, metric_name, own_rows, quality_row, ranking_rows, shown_metrics, si
-from ..report.text import is_own
+from ..report.tables import PlainTable, Table, change, map_text, plan_maps, quality_rows, unit_rows
+from ..report.words import named_units, si
 from ..score.criteria import Scores
 from ..select.plan import PruningPlan
 from ..slim.refit import LayerFit
@@ -220,27 +218,13 @@ class PruneResult:
     def _table(self) -> Table:
         heads, neurons = plan_counts(self.plan)
         batch, sequence = self.flops.shape
-        rows: list[tuple[str, str, str, str]] = [
-            (name, f"{units.total:,}", f"{units.kept:,}", change(units.total, units.kept))
-            for name, units in (("attention heads", heads), ("feed-forward neurons", neurons))
-            if units and units.total
-        ]
+        rows = unit_rows(named_units(heads, neurons))
         for name, size in (("parameters", self.parameters), (f"FLOPs at {batch} x {sequence}", self.flops)):
             rows.append((name, si(size.dense), si(size.slim), change(size.dense, size.slim)))
-        if self.held_out is not None:
-            samples = samples_of(self.job.rows.held_out)
-            labelled, ranking = has_references(self.job.rows.held_out[0]), self.held_out.ranking
-            others = [
-                quality_row(metric_name(name, ranking), values)
-                for name, values in self.held_out.metrics.items()
-                if labelled and name not in shown_metrics(ranking) and not is_own(name)
-            ]
-            counted = f"{samples:,} held-out {'row' if samples == 1 else 'rows'}"
-            if ranking:
-                rows += [*ranking_rows(ranking, self.held_out.metrics), *others]
-            else:
-                rows += [*others, (f"same prediction, {counted}", "", f"{self.held_out.stability:.1%}", "")]
-                rows += own_rows(self.held_out.metrics)
+        if (found := self.held_out) is not None:
+            samples, labelled = samples_of(self.job.rows.held_out), has_references(self.job.rows.held_out[0])
+            same = f"same prediction, {samples:,} held-out {'row' if samples == 1 else 'rows'}", found.stability
+            rows += quality_rows(found.metrics, found.ranking, labelled=labelled, same=same)
         return Table(("", "dense", "slim", "change"), rows)
 
 

@@ -31,12 +31,10 @@ from ..checkpoint.sentence import MODULES_FILE
 from ..errors import HiesError, OutputExistsError, PushError, RequestError, root_cause
 from ..progress import SILENT, Progress
 from ..report.card import render_card
-from ..report.details import Details
 from ..report.figures import CAPTIONS, draw_report
-from ..report.html import render_html
-from ..report.jinja import render_markdown
-from ..report.report import Report
-from ..report.text import model_name, title
+from ..report.html import render_html, render_markdown
+from ..report.report import Details, Report
+from ..report.words import model_name, title
 
 MAIN = "main"
 _LOG_IN = "log in with 'hf auth login', or set HF_TOKEN"

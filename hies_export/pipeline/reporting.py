@@ -14,13 +14,10 @@ from ..forms.formats import Export
 from ..forms.measure.machine import machine_facts
 from ..kinds import ATTENTION
 from ..report.card import render_card
-from ..report.details import Details
-from ..report.html import render_html
-from ..report.jinja import render_markdown
-from ..report.maps import head_map, neuron_counts
+from ..report.html import render_html, render_markdown
 from ..report.provenance import RunRecord
-from ..report.report import FirstMetric, Report, plan_counts
-from ..report.text import FIRST_HIT
+from ..report.report import Details, FirstMetric, Report, head_map, neuron_counts, plan_counts
+from ..report.words import FIRST_HIT
 from ..slim.config import families, is_slim
 from .job import Job
 from .measure import Measured

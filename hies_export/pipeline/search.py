@@ -18,7 +18,7 @@ from ..evaluate.predict import Predictor, predict
 from ..evaluate.ranking import keeps_predictions
 from ..progress import OutOfTime
 from ..recipe.budget import Budget, Found, Outcome, TimedSection
-from ..report.outcomes import asked_words, found_words, stays_words
+from ..report.words import asked_words, found_words, stays_words
 from ..score.criteria import Scores
 from ..select.cost import CostTable
 from ..select.goal import Goal

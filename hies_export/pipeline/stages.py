@@ -33,7 +33,7 @@ from ..model.internals import dtypes_in
 from ..model.modes import threads_for
 from ..model.tokens import count_tokens
 from ..recipe.budget import Outcome, TimedSection
-from ..report.outcomes import asked_words, found_words
+from ..report.words import asked_words, found_words
 from ..score.compensated import score_compensated
 from ..score.criteria import AUTO, COMPENSATED, COMPENSATED_NAMES, Scores, needs_of, score_units, uses_alpha
 from ..select.goal import Goal

@@ -13,9 +13,9 @@ from huggingface_hub import EvalResult, ModelCardData
 from ..checkpoint.beside import LICENSE_KEYS
 from ..data.splits import DataFacts
 from ..tasks import TASKS
-from .jinja import render_report
+from .html import render_report
 from .report import Report
-from .text import named_units, sentence_class, title
+from .words import named_units, sentence_class, title
 
 # Class of sentence-transformers -> library, pipeline and tags of its models on the Hub.
 _ON_HUB: dict[str | None, tuple[str, str | None, tuple[str, ...]]] = {
@@ -71,7 +71,7 @@ def card_metadata(report: Report, origin: Mapping[str, Any]) -> ModelCardData:
     """
     data = report.details.data
     dataset, configuration = _dataset(data)
-    task = TASKS.get(report.task)
+    task, units = TASKS.get(report.task), named_units(report.heads, report.neurons)
     usual = "transformers", report.task if task is None or task.on_hub else None, ()
     library, pipeline, tags = _ON_HUB.get(sentence_class(report), usual)
     results = [
@@ -94,7 +94,12 @@ def card_metadata(report: Report, origin: Mapping[str, Any]) -> ModelCardData:
         base_model_relation="finetune" if origin.get("base_model") else None,
         library_name=library,
         pipeline_tag=pipeline,
-        tags=[*tags, "hies-export", "pruning", *(name.replace(" ", "-") for name, _ in named_units(report))],
+        tags=[
+            *tags,
+            "hies-export",
+            "pruning",
+            *(name.replace(" ", "-") for name, _ in units),
+        ],
         datasets=dataset if data.name else None,
         metrics=list(report.metrics) if data.evaluation_labelled else None,
         model_name=title(report) if results else None,

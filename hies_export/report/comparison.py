@@ -11,12 +11,11 @@ from rich.console import Console
 
 from ..files import Rule, check, read_json
 from ..forms.latency_rows import LatencyRow
-from .console import print_table
-from .drawing import latency_scale
-from .jinja import render
+from .drawing import Scale
+from .html import render
 from .report import REPORT, Report
-from .tables import environment_table, latency_table
-from .text import environment_text, latency_text
+from .tables import environment_table, latency_table, print_table
+from .words import environment_text, latency_text
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -89,7 +88,7 @@ def render_bench(bench: Bench) -> str:
         title=bench.title,
         subtitle=environment_text(bench.environment),
         parts=[part for part in bench.tables if part.rows],
-        place=latency_scale,
+        place=Scale.of,
         note=latency_text,
         numbers=latency_table,
         missing=bench.missing,

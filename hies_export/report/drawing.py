@@ -1,15 +1,180 @@
-"""The smaller figures of the pages: maps and bars, which the templates draw as grids, and curves."""
+"""Draw with matplotlib, as SVG whose colours follow those of the page; place the cells and bars of the templates."""
 
 from __future__ import annotations
 
+import html
+import io
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+import math
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
+from ..forms.judge import FormTime
 from ..forms.latency_rows import LatencyRow
-from .canvas import ACCENT, CARD, LINE, MUTED, SECOND, canvas, for_page
-from .maps import CUT, NeuronCount
+from .report import CUT, NeuronCount
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.text import Text
+
+INK, MUTED, LINE, CARD, ACCENT, SECOND, GREY = (
+    *("#14140f", "#66655f", "#e2e1db", "#ffffff", "#0072b2", "#d55e00", "#8c8c8c"),
+)
+# Colours of series, by number.
+SERIES = (ACCENT, SECOND, "#009e73", "#b8578f", "#b87a00", "#3f9bd1", INK, "#7a7972")
+MARKERS = ("o", "s", "D", "^")
+# What each colour becomes on a dark page.
+DARK = {
+    **{INK: "#f2f1ec", MUTED: "#a3a29a", LINE: "#34342f", CARD: "#1c1c1a", ACCENT: "#56b4e9", SECOND: "#e8833a"},
+    **{"#009e73": "#2fc195", "#b8578f": "#dd8fbc", "#b87a00": "#e6ad33", "#3f9bd1": "#8fd0f5", "#7a7972": "#a3a29a"},
+}
+# Where a name may stand: its side, across and up, and how far away; what it costs to cover a point or another name.
+_SIDES = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (-1, 1), (1, -1), (-1, -1))
+_AWAY = (9, 20, 34, 50)
+_COVERS = 100.0
+
+Place = tuple[float, float]
+
+
+class Drawing:
+    """A figure in units of the SVG, with axes, whose elements have CSS classes and tooltips."""
+
+    def __init__(self, figure: Figure, axes: Axes):
+        self.figure, self.axes = figure, axes
+        self._parts: dict[str, tuple[str, str, str]] = {}
+
+    def gid(self, kind: str, note: str = "", of: str = "") -> str:
+        """Return the gid of a new element, given its CSS class, its tooltip and the series that it belongs to."""
+        gid = f"part-{len(self._parts)}"
+        self._parts[gid] = (kind, note, of)
+        return gid
+
+    def svg(self, kind: str, text: str, *, tight: bool = False) -> str:
+        """Return the figure as an SVG element; a `tight` one is as large as what is drawn, also beyond the canvas."""
+        out = io.StringIO()
+        size: dict[str, Any] = {"bbox_inches": "tight", "pad_inches": 0.06} if tight else {}
+        self.figure.savefig(out, format="svg", transparent=True, metadata={"Date": None}, **size)
+        svg = re.sub(r"(?s)<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", out.getvalue())
+        box = re.search(r'viewBox="([^"]*)"', svg)
+        assert box is not None
+
+        def named(found: re.Match[str]) -> str:
+            if found[1] not in self._parts or found[2]:
+                return f"<g{found[2]}>"
+            kind, note, of = self._parts[found[1]]
+            series = f' data-s="{html.escape(of)}"' if of else ""
+            return f'<g class="{kind}"{series}>' + (f"<title>{html.escape(note)}</title>" if note else "")
+
+        body = re.sub(r'<g id="([^"]*)"[^>]*?(/?)>', named, svg.partition("<svg")[2].partition(">")[2])
+        # Nothing is drawn beyond the axes that has to be hidden, and a page has a font of its own.
+        body = re.sub(r'(?s)<clipPath.*?</clipPath>| clip-path="[^"]*"', "", body).replace("xlink:href", "href")
+        body = re.sub(r"font: (?:(\w+) )?([\d.]+px) [^;\"]*", r"font-weight: \1; font-size: \2", body)
+        body = re.sub(r"font-family: [^;\"]*;? ?|font-weight: ; ", "", body)
+        body = re.sub(r"<g/>|<defs>\s*</defs>", "", re.sub(r"\s*\n\s*", " ", body).replace("> <", "><"))
+        return f'<svg class="{kind}" viewBox="{box[1]}" role="img" aria-label="{html.escape(text)}">' + body.strip()
+
+
+@contextmanager
+def canvas(width: float, height: float, *, size: float, within: tuple[float, float, float, float]) -> Iterator[Drawing]:
+    """Yield an empty drawing with text of a size, and frameless axes `within` a left, bottom, right and top margin."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    plain = {"svg.fonttype": "none", "svg.hashsalt": f"{width}", "text.parse_math": False, "font.size": size}
+    colours = {"axes.labelcolor": MUTED, "xtick.color": MUTED, "ytick.color": MUTED, "text.color": MUTED}
+    # DejaVu Sans comes with matplotlib and is wider than what pages are set in: what fits in it fits there.
+    fonts = {"font.family": "DejaVu Sans", "font.sans-serif": ["DejaVu Sans"]}
+    with matplotlib.rc_context({**plain, **colours, **fonts}), warnings.catch_warnings():
+        # A name in a script that the font lacks is drawn by the browser's.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        figure, (left, bottom, right, top) = Figure((width / 72, height / 72), dpi=72), within
+        across, up = 1 - (left + right) / width, 1 - (bottom + top) / height
+        axes = figure.add_axes((left / width, bottom / height, across, up))
+        axes.spines[:].set_visible(False)
+        axes.tick_params(which="both", length=0)
+        yield Drawing(figure, axes)
+
+
+def for_page(svg: str) -> str:
+    """Return a drawing with the colours of the page, which has a light and a dark one by each name."""
+    names = {INK: "ink", MUTED: "muted", LINE: "line", CARD: "card", ACCENT: "accent", SECOND: "second"}
+    names |= {colour: f"c{number}" for number, colour in enumerate(SERIES) if colour not in names}
+    return re.sub(r"#[0-9a-f]{6}\b(?=[;\"])", lambda m: f"var(--{names[m[0]]})" if m[0] in names else m[0], svg)
+
+
+def place_names(
+    axes: Axes,
+    points: Sequence[Place],
+    names: Sequence[Text],
+    lines: Sequence[Sequence[Place]],
+) -> list[tuple[int, str]]:
+    """Move names, the most important first, beside their points; a thin line leads to one that stands further away.
+
+    A name may cross a line, but covers no point and no other name. Without room for it, its first line is tried, and
+    then it becomes a number, from 1. Return the numbers with the names that they stand for.
+    """
+    from matplotlib.path import Path
+    from matplotlib.transforms import Bbox
+
+    to_screen, to_data = axes.transData.transform, axes.transData.inverted().transform
+    discs = [Bbox.from_bounds(x - 6, y - 6, 12, 12) for x, y in to_screen(points)]
+    paths = [Path(to_screen(line)) for line in lines]
+    left, bottom, right, top = axes.bbox.extents
+    within = Bbox.from_extents(left - 2, bottom - 2, right + 16, top + 46)
+    taken: list[Bbox] = []
+
+    def settle(name: Text, text: str, *, most: float, distances: Sequence[int] = _AWAY) -> bool:
+        """Move a name to where it costs least, if that is less than `most`."""
+        name.set_text(text)
+        x, y = to_screen(name.get_position())
+        size = name.get_window_extent().size
+        found: list[tuple[float, int, Any, tuple[float, float] | None]] = []
+        for away, (rank, (across, up)) in itertools.product(distances, enumerate(_SIDES)):
+            reach = away * (0.75 if across and up else 1)
+            near = x + across * reach, y + up * reach
+            box = Bbox.from_bounds(*(near - size * (1 - np.array((across, up))) / 2), *size)
+            if not (within.x0 <= box.x0 and box.x1 <= within.x1 and within.y0 <= box.y0 and box.y1 <= within.y1):
+                continue
+            covered = box.count_overlaps([*taken, *discs])
+            # A name that is nearer to another point seems to belong to that one, unless a line leads to its own.
+            misread = away == _AWAY[0] and min(_gap(box, *to_screen(point)) for point in points) < _gap(box, x, y)
+            if away > _AWAY[0]:
+                lead = Path([near, (x + across * 7, y + up * 7)])
+                covered += sum(lead.intersects_bbox(other, filled=False) for other in taken)
+            crossed = sum(path.intersects_bbox(box, filled=False) for path in paths)
+            price = _COVERS * covered + 30.0 * misread + 4.0 * crossed + rank / 2 + away / 4
+            found.append((price, len(found), box, near if away > _AWAY[0] else None))
+        price, _, box, end = min(found, default=(math.inf, 0, None, None))
+        if box is None or price >= most:
+            return False
+        taken.append(box.padded(3))
+        point = name.get_position()
+        name.set(position=to_data((box.x0, box.y0)), ha="left", va="bottom")
+        if end is not None:
+            pair = zip(point, to_data(end), strict=True)
+            axes.plot(*pair, color=MUTED, lw=0.8, ls=(0, (1, 3)), clip_on=False, zorder=2)
+        return True
+
+    homeless = []
+    for name in names:
+        full = name.get_text()
+        if not settle(name, full, most=_COVERS) and not settle(name, full.partition("\n")[0], most=_COVERS):
+            homeless.append((name, full))
+    for number, (name, _) in enumerate(homeless, 1):
+        settle(name, str(number), most=math.inf, distances=(*_AWAY, 70, 95, 125))
+    return [(number, full) for number, (_, full) in enumerate(homeless, 1)]
+
+
+def _gap(box: Any, x: float, y: float) -> float:
+    """Return the distance from a place to a box."""
+    return math.hypot(max(box.x0 - x, x - box.x1, 0.0), max(box.y0 - y, y - box.y1, 0.0))
 
 
 class UnitCell(NamedTuple):
@@ -48,11 +213,11 @@ class Bar(NamedTuple):
 
 @dataclass(frozen=True)
 class BarFigure:
-    """A bar per layer, layers down; None leaves a row free. `text_width` is that of the longest text."""
+    """A bar per layer, layers down. `text_width` is that of the longest text."""
 
     title: str
     note: str
-    rows: Sequence[Bar | None]
+    rows: Sequence[Bar]
     text_width: int
 
 
@@ -74,6 +239,16 @@ class Scale:
     def __call__(self, share: float) -> float:
         """Return a place in percent of the width; values outside are at the end."""
         return 100 * min(max(share, 0.0), self.high) / self.high
+
+    @classmethod
+    def of(cls, times: Iterable[LatencyRow | FormTime], shares: Iterable[float] = ()) -> Scale:
+        """Return the scale that all times with their intervals, and other shares, fit in."""
+        ends = [1.05, *shares]
+        for time in times:
+            highest = max(time.ratio_high, time.control_high if isinstance(time, LatencyRow) else 0.0)
+            # One noisy row must not squeeze all the others.
+            ends.append(min(highest, 1.5) if time.noisy else highest)
+        return cls(max(ends) + 0.01)
 
     @property
     def ticks(self) -> list[tuple[float, str]]:
@@ -159,52 +334,15 @@ def shaded(marks: Mapping[str, str], shades: Sequence[Sequence[float]]) -> list[
     ]
 
 
-def neuron_bars(counts: Mapping[str, NeuronCount], *, beside: Iterable[str] = ()) -> BarFigure | None:
-    """Return the bars of the neurons, each at the height of its layer in the map `beside` them; None without neurons.
-
-    If layers do not match, the bars are placed one below the other.
-    """
+def neuron_bars(counts: Mapping[str, NeuronCount]) -> BarFigure | None:
+    """Return the bars of the neurons; None without neurons."""
     if not counts:
         return None
     totals = {count.total for count in counts.values()}
-    drawn = []
+    bars = []
     for module, count in counts.items():
         share, text = count.kept / count.total, f"{count.kept:,} of {count.total:,}"
         note = f"{module}: {text} neurons kept ({share:.0%})"
-        drawn.append(Bar(share, f"{count.kept:,}" if len(totals) == 1 else text, note))
-    others = list(beside)
-    rows: list[Bar | None] = list(drawn)
-    if places := _places(list(counts), others):
-        at = dict(zip(places, drawn, strict=True))
-        rows = [at.get(place) for place in range(len(others))]
+        bars.append(Bar(share, f"{count.kept:,}" if len(totals) == 1 else text, note))
     every = f" of {totals.pop():,} in every layer" if len(totals) == 1 else ""
-    return BarFigure("Neurons", f"kept{every}; grey: cut", rows, 8 + 7 * max(len(bar.text) for bar in drawn))
-
-
-def _places(modules: Sequence[str], beside: Sequence[str]) -> list[int]:
-    """Return for each module the row of its layer: the one whose name shares the longest beginning.
-
-    Nothing if two modules share a row or their order differs.
-    """
-    if not beside:
-        return []
-    places = []
-    for module in modules:
-        alike = [_parts_alike(module, other) for other in beside]
-        places.append(alike.index(max(alike)))
-    ascending = all(first < second for first, second in itertools.pairwise(places))
-    return places if ascending else []
-
-
-def _parts_alike(first: str, second: str) -> int:
-    """Return how many parts two dotted names have in common at their beginnings."""
-    pairs = zip(first.split("."), second.split("."), strict=False)
-    return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
-
-
-def latency_scale(rows: Sequence[LatencyRow]) -> Scale:
-    """Return the scale that all rows share."""
-    ends = [end for row in rows if not row.noisy for end in (row.ratio_high, row.control_high)]
-    # One noisy row must not squeeze all the others.
-    ends += [min(end, 1.5) for row in rows if row.noisy for end in (row.ratio_high, row.control_high)]
-    return Scale(max(1.05, *ends) + 0.01 if ends else 1.06)
+    return BarFigure("Neurons", f"kept{every}; grey: cut", bars, 8 + 7 * max(len(bar.text) for bar in bars))

@@ -10,14 +10,12 @@ from typing import Any, NamedTuple
 from markupsafe import Markup
 
 from ..checkpoint.folders import refuse_other_file, replace_file
-from .canvas import DARK
-from .drawing import MapFigure, draw_curve, latency_scale, neuron_bars
+from .drawing import ACCENT, CARD, DARK, INK, LINE, MUTED, SECOND, SERIES, MapFigure, Scale, draw_curve, neuron_bars
 from .frontier import WIDTH, FrontierFigure, frontier_figure
 from .frontier import draw_frontier as frontier_svg
-from .html import alpha_curves, head_figures
-from .jinja import environment
+from .html import alpha_curves, environment, head_figures, render
 from .report import Report
-from .text import held_out_rows
+from .words import held_out_rows
 
 CAPTIONS = {
     "frontier.svg": "Agreement with the dense model against time, and the frontier that nothing else beats on both",
@@ -53,7 +51,7 @@ def draw_report(report: Report) -> dict[str, str]:
     panels = {
         "head-maps.svg": map_panels(head_figures(report)),
         "neurons.svg": [Panel(f"{bars.title} {bars.note}", _draw("unit_bars", bars, 16))] if bars else [],
-        "latency.svg": [Panel("", _draw("latency_plot", report.latency, latency_scale(report.latency)))]
+        "latency.svg": [Panel("", _draw("latency_plot", report.latency, Scale.of(report.latency)))]
         if report.latency
         else [],
         "alpha.svg": [Panel(f"{curve.label}, {chosen}", Markup(draw_curve(curve))) for curve in curves],
@@ -85,8 +83,15 @@ def arrange(panels: Sequence[Panel], *, width: int = _WIDTH, legend: Callable[[i
     if legend is not None:
         placed.append((Panel("", below := legend(inner)), _GAP, top, inner, _height(below, inner)))
         top += placed[-1][-1] + _GAP
-    template = environment().get_template("figure.svg.j2")
-    return template.render(placed=placed, width=inner + 2 * _GAP, height=top, title=_TITLE, dark=DARK)
+    light = (CARD, INK, MUTED, LINE, ACCENT, SECOND)
+    colours = {
+        "light": light,
+        "light_series": SERIES,
+        "dark": [DARK[colour] for colour in light],
+        "dark_series": [DARK[colour] for colour in SERIES],
+        "changes": DARK,
+    }
+    return render("figure.svg.j2", placed=placed, width=inner + 2 * _GAP, height=top, title=_TITLE, **colours)
 
 
 def write_figures(figures: Mapping[str, str], folder: Path) -> list[Path]:

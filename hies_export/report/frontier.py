@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..evaluate.metrics import title_of
 from ..forms.judge import Judged, deciding_step, frontier, relative_times
-from . import canvas
-from .canvas import ACCENT, CARD, GREY, INK, LINE, MARKERS, MUTED, SECOND, SERIES
+from .drawing import ACCENT, CARD, GREY, INK, LINE, MARKERS, MUTED, SECOND, SERIES, canvas, for_page, place_names
 from .report import Report
-from .tables import form_name, form_step
-from .text import keeps_metric, runtime_name, share_of
+from .words import form_kept, form_name, form_runtime, form_step, is_own, keeps_metric
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -112,22 +111,23 @@ def frontier_figure(report: Report, others: Sequence[Measured] = ()) -> Frontier
     word, tolerance = report.details.stability_of, report.details.stability_tolerance
     dense = f"{forms[0].model} {forms[0].bits}"
     chosen = None if found is None else found.form
-    runtimes = list(dict.fromkeys(map(_runtime, forms)))
-    whole = report.quality.dense if keeps_metric(report) else None
+    runtimes = list(dict.fromkeys(map(form_runtime, forms)))
     upwards = f"same {word}s as {dense}" if tolerance is None else f"{word}s within {tolerance:g} of {dense}'s"
-    if whole is not None:
-        upwards = share_of(report.quality.metric, dense)
-    kept = [form.stability if not whole else min(1.0, max(0.0, form.quality / whole)) for form in forms]
+    if of_metric := keeps_metric(report):
+        metric = report.quality.metric
+        # Own rankings are a share already.
+        upwards = title_of(metric) if is_own(metric) else f"{title_of(metric)}, share of {dense}'s"
+    kept = [min(1.0, max(0.0, form_kept(report, form))) for form in forms]
     measured = [
         Measured(
             name=(f"{form.model} {form.bits}", *([f"{time:.2f} of the time"] if number == chosen else ())),
             time=time,
             same=same,
             time_ends=(form.times[step].ratio_low, form.times[step].ratio_high),
-            same_ends=_same_ends(form) if whole is None else (same, same),
+            same_ends=(same, same) if of_metric else _same_ends(form),
             kind="other" if form.model == "dense" else "slim",
-            shape=runtimes.index(_runtime(form)),
-            note=f"{form_name(form, forms)}: {time:.2f} of the time, {same:.1%} {'same' if whole is None else 'kept'}",
+            shape=runtimes.index(form_runtime(form)),
+            note=f"{form_name(form, forms)}: {time:.2f} of the time, {same:.1%} {'kept' if of_metric else 'same'}",
             chosen=number == chosen,
         )
         for number, (form, time, same) in enumerate(zip(forms, relative_times(forms, step), kept, strict=True))
@@ -145,10 +145,6 @@ def frontier_figure(report: Report, others: Sequence[Measured] = ()) -> Frontier
     )
 
 
-def _runtime(form: Judged) -> str:
-    return runtime_name(form.runtime.removesuffix("-int8"))
-
-
 def _same_ends(form: Judged) -> Ends:
     """Return the interval of a form's agreement; an unknown end is the agreement itself."""
     low, high = form.stability_low, form.stability_high
@@ -160,7 +156,7 @@ def draw_frontier(figure: FrontierFigure, *, width: int = WIDTH, kind: str = "wi
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     narrow, round_numbers = width < WIDTH, [1, 2, 5, 10]
-    with canvas.canvas(width, 400, size=13, within=(66, 52, 18, 68)) as drawn:
+    with canvas(width, 400, size=13, within=(66, 52, 18, 68)) as drawn:
         axes = drawn.axes
         axes.tick_params(pad=7)
         axes.grid(axis="y", color=LINE, lw=1)
@@ -201,14 +197,14 @@ def draw_frontier(figure: FrontierFigure, *, width: int = WIDTH, kind: str = "wi
                 gid = drawn.gid("name best" if one.chosen else "name")
                 style = {"color": INK, "weight": "bold" if one.chosen else "normal", "zorder": 5}
                 names.append(axes.text(*place, _text(one, below=one.same < lowest), gid=gid, **style))
-        numbered = canvas.place_names(axes, places, names, crossed)
+        numbered = place_names(axes, places, names, crossed)
         _legend(drawn.figure, figure, numbered, columns=1 if narrow else 3)
         return drawn.svg(f"frontier {kind}", figure.text, tight=True)
 
 
 def page_frontier(figure: FrontierFigure) -> str:
     """Return the picture for a page, which shows the first of two on a wide screen and the other on a narrow one."""
-    return canvas.for_page(draw_frontier(figure) + draw_frontier(figure, width=NARROW, kind="narrow"))
+    return for_page(draw_frontier(figure) + draw_frontier(figure, width=NARROW, kind="narrow"))
 
 
 def _legend(drawn: Figure, figure: FrontierFigure, numbered: Sequence[tuple[int, str]], *, columns: int) -> None:

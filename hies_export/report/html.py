@@ -1,21 +1,23 @@
-"""report.html: the report as one page that needs nothing but a browser, at a desk or on a phone, in light or dark.
+"""Fill the templates: report.md, and report.html, one page that needs nothing but a browser, in light or dark.
 
-The page is rendered from the `Report` alone. Style, figures (inline SVG) and the script that shows a head's numbers are
-in the file itself, and nothing is loaded from anywhere.
+HTML escapes everything by itself; Markdown escapes by the filters `md` and `code`, and by `line` and `literal` in
+blocks of code. Style, figures (inline SVG) and the script that shows a head's numbers are in the page itself.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined, select_autoescape
 
 from ..evaluate.metrics import higher_is_better
-from .drawing import Curve, Dot, MapFigure, Scale, latency_scale, neuron_bars, number_figure, plan_figure
-from .jinja import render_report
-from .maps import CUT
-from .report import Report
-from .tables import size_rows
-from .text import agreement, criterion_text
+from . import drawing, frontier, tables, words
+from .drawing import Curve, Dot, MapFigure, Scale, neuron_bars, number_figure, plan_figure
+from .report import CUT, Report
 
 # Numbers of a head that have a map: title, and how to read it.
 MAPS = {
@@ -27,32 +29,88 @@ MAPS = {
 
 def render_html(report: Report, *, location: str = "slim") -> str:
     """Return the report as one self-contained HTML page; `location` is the folder or Hub id to load the model from."""
-    details = report.details
     return render_report(
         "report.html.j2",
         report,
-        subtitle=f"{report.task} · {criterion_text(report)} · seed {report.seed}",
+        subtitle=f"{report.task} · {words.criterion_text(report)} · seed {report.seed}",
         location=location,
         figures=head_figures(report),
         numbers=_numbers(report),
-        bars=neuron_bars(details.neurons, beside=details.head_map),
+        bars=neuron_bars(report.details.neurons),
         alpha_curves=alpha_curves(report),
-        place=_common_scale(report),
-        whole=Scale(1.0),
-        served=_served_scale(report),
+        # Also for a slim model larger than its source.
+        place=Scale.of(report.latency, [row.ratio for row in tables.size_rows(report)]),
+        served=Scale.of(time for form in report.details.forms for time in form.times),
     )
 
 
-def _common_scale(report: Report) -> Scale:
-    """Return the common scale of all bars of times and sizes, including a slim model larger than its source."""
-    return Scale(max(latency_scale(report.latency).high, *(row.ratio + 0.01 for row in size_rows(report))))
+def render_markdown(report: Report) -> str:
+    """Return report.md: the report as a page of Markdown."""
+    return render_report("report.md.j2", report).rstrip() + "\n"
 
 
-def _served_scale(report: Report) -> Scale:
-    """Return the scale of the times of all forms, of which a slower one than the dense model fits too."""
-    times = [time for form in report.details.forms for time in form.times]
-    # As in `latency_scale`, a noisy one must not squeeze the others.
-    return Scale(max([1.0, *(min(time.ratio, 1.5) if time.noisy else time.ratio for time in times)]))
+def render_report(template: str, report: Report, **values: Any) -> str:
+    """Fill a template about a run with its parts, and what it says of the report by itself."""
+    parts = tables.report_parts(report)
+    return render(template, report=report, details=report.details, parts=parts, title=words.title(report), **values)
+
+
+def render(template: str, **values: Any) -> str:
+    """Fill a template of `report/templates/`."""
+    return environment().get_template(template).render(values)
+
+
+@cache
+def environment(*packages: str) -> Environment:
+    """Return the environment of the report's templates, and of those in `templates/` of further packages."""
+    loaders = [PackageLoader(package) for package in (*packages, "hies_export.report")]
+    made = Environment(
+        loader=ChoiceLoader(loaders),
+        autoescape=select_autoescape(("html.j2", "svg.j2")),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    made.filters |= {
+        "md": escape_markdown,
+        "code": code_span,
+        "line": one_line,
+        "literal": json.dumps,
+        "unbroken": unbroken,
+    }
+    made.filters |= {"row_name": tables.row_name, "ratio_text": tables.ratio_text, "pair_text": tables.pair_text}
+    made.globals |= {"drawing": drawing, "frontier": frontier, "tables": tables, "words": words}
+    return made
+
+
+def unbroken(text: str) -> str:
+    """Return text with the sign of multiplication in shapes; no line break divides these, or percentages."""
+    return text.replace(" x ", "\u00a0×\u00a0").replace(" %", "\u00a0%")
+
+
+def one_line(value: object) -> str:
+    """Return text without line breaks; within a code block no such text can end the block."""
+    return " ".join(str(value).splitlines())
+
+
+def escape_markdown(value: object) -> str:
+    """Return text as a line of Markdown in which nothing becomes a cell, a link, HTML, emphasis or another element.
+
+    Source: https://spec.commonmark.org/0.31.2/#backslash-escapes, and https://github.github.com/gfm/ for "|" and "~".
+    """
+    line = one_line(value)
+    # Underscores within words, and brackets without an address, are nothing to Markdown.
+    line = re.sub(r"[\\|`*~$]|(?<!\w)_|_(?!\w)|\](?=[(\[:])", r"\\\g<0>", line)
+    return re.sub(r"&(?=#?\w+;)", "&amp;", line).replace("<", "&lt;")
+
+
+def code_span(value: object) -> str:
+    """Return a line of text as a code span of Markdown, with a fence that no run of backticks in it ends."""
+    line = one_line(value)
+    longest = max(map(len, re.findall("`+", line)), default=0)
+    fence, space = "`" * (longest + 1), " " * bool(longest)
+    return f"{fence}{space}{line}{space}{fence}"
 
 
 def is_page(text: str) -> bool:
@@ -65,12 +123,9 @@ def head_figures(report: Report) -> list[MapFigure]:
     marks, heads = report.details.head_map, report.details.heads
     if not marks:
         return []
-    figures = [plan_figure(marks)]
-    for kind, (name, note) in MAPS.items():
-        numbers = {module: of[kind] for module, of in heads.items() if kind in of}
-        if found := number_figure(marks, numbers, kind, title=name, note=note):
-            figures.append(found)
-    return figures
+    numbers = {kind: {module: of[kind] for module, of in heads.items() if kind in of} for kind in MAPS}
+    found = [number_figure(marks, numbers[kind], kind, title=name, note=note) for kind, (name, note) in MAPS.items()]
+    return [plan_figure(marks), *filter(None, found)]
 
 
 def _numbers(report: Report) -> str:
@@ -92,31 +147,28 @@ def alpha_curves(report: Report) -> list[Curve]:
     points, metric = report.details.alpha_curve, report.quality.metric
     if len(points) < 2 or report.alpha is None:
         return []
-    curves = [_alpha_curve(report, "stability", [p.stability for p in points], f"{agreement(report)}, share")]
-    judged = [(p.quality, p.standard_error) for p in points if p.quality is not None]
-    if len(judged) == len(points):
-        sign = 1 if higher_is_better(metric) else -1
-        best, error = max(judged, key=lambda pair: sign * pair[0])
-        as_good = (best, best - sign * error)
-        curves.insert(0, _alpha_curve(report, "quality", [quality for quality, _ in judged], metric, as_good=as_good))
-    return curves
 
+    def curve(kind: str, values: Sequence[float], label: str, band: tuple[float, ...] = ()) -> Curve:
+        dots = [
+            Dot(point.alpha, value, point.alpha == report.alpha, f"alpha {point.alpha:g}: {value:.4f}")
+            for point, value in zip(points, values, strict=True)
+        ]
+        return Curve(
+            label=label,
+            line=[(dot.x, dot.y) for dot in dots],
+            dots=dots,
+            axis=("entropy alone", "importance alone"),
+            kind=kind,
+            ticks=[alpha / 5 for alpha in range(6)],
+            chosen=report.alpha,
+            band=band if len(set(band)) == 2 else (),
+        )
 
-def _alpha_curve(
-    report: Report, kind: str, values: Sequence[float], label: str, *, as_good: tuple[float, ...] = ()
-) -> Curve:
-    """Return one number of every alpha; `as_good` are the ends of a band of values as good as the best."""
-    dots = [
-        Dot(point.alpha, value, point.alpha == report.alpha, f"alpha {point.alpha:g}: {value:.4f}")
-        for point, value in zip(report.details.alpha_curve, values, strict=True)
-    ]
-    return Curve(
-        label=label,
-        line=[(dot.x, dot.y) for dot in dots],
-        dots=dots,
-        axis=("entropy alone", "importance alone"),
-        kind=kind,
-        ticks=[alpha / 5 for alpha in range(6)],
-        chosen=report.alpha,
-        band=as_good if len(set(as_good)) == 2 else (),
-    )
+    stability = curve("stability", [point.stability for point in points], f"{words.agreement(report)}, share")
+    judged = [(point.quality, point.standard_error) for point in points if point.quality is not None]
+    if len(judged) < len(points):
+        return [stability]
+    sign = 1 if higher_is_better(metric) else -1
+    best, error = max(judged, key=lambda pair: sign * pair[0])
+    # The band has what is as good as the best.
+    return [curve("quality", [value for value, _ in judged], metric, (best, best - sign * error)), stability]

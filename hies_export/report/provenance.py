@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ class RunRecord:
         found = digests_of(asked.inputs)
         if "model" not in found and commit is not None:
             found["model"] = commit
-        return cls(_with_paths(asked.fields, os.path.abspath), os.path.abspath(asked.output), found, command)
+        return cls(_with_absolute_paths(asked.fields), os.path.abspath(asked.output), found, command)
 
     def model_at(self, folder: Path) -> str | None:
         """Return the current path or Hub id of the dense model; None if there is none.
@@ -119,16 +119,18 @@ def _matches(path: Path) -> list[Path]:
     return [path] if path.exists() else sorted(path.parent.glob(path.name))
 
 
-def _with_paths(fields: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
-    """Return a recipe's fields with all paths changed by a function; names of other things stay."""
+def _with_absolute_paths(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recipe's fields with all paths made absolute; names of other things stay."""
+
+    def absolute(text: str | Path) -> str:
+        return os.path.abspath(Path(text).expanduser())
 
     def changed(text: str) -> str:
-        named = Path(text).expanduser()
-        return change(str(named)) if named.is_absolute() or named.exists() else text
+        return absolute(text) if Path(text).expanduser().exists() else text
 
     data, evaluation = dict(fields["data"]), dict(fields.get("evaluation", {}))
     if data.get("files"):
-        data["files"] = {split: change(str(Path(path).expanduser())) for split, path in data["files"].items()}
+        data["files"] = {split: absolute(path) for split, path in data["files"].items()}
     for name in ("lm_eval", "metrics"):
         if evaluation.get(name):
             evaluation[name] = [changed(text) for text in evaluation[name]]

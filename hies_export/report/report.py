@@ -5,23 +5,35 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import FiniteFloat, model_validator
+from pydantic import BaseModel, FailFast, Field, FiniteFloat, field_serializer, model_validator
 from pydantic.dataclasses import dataclass
 
+from ..data.splits import DataFacts
+from ..evaluate.judge import AlphaPoint, Quality, Tried
 from ..files import Rule, check, read_json
-from ..forms.cascade.facts import CascadeSummary
+from ..forms.cascade.facts import CascadeFacts, CascadeSummary
+from ..forms.deployment import Deployment
 from ..forms.exported import ExportedFile
+from ..forms.judge import Judged
 from ..forms.latency_rows import LatencyRow
-from ..forms.measure.counts import Both, Count, FlopCount, Size, StoredBytes
+from ..forms.measure.counts import Both, Count, FlopCount, FlopsByLayer, Size, StoredBytes
 from ..forms.measure.record import Record
+from ..forms.measure.shapes import RowLength
 from ..kinds import ATTENTION, MLP
+from ..recipe.budget import Outcome
 from ..select.plan import PruningPlan, dump_json
+from ..slim.config import Family
+from ..slim.refit import LayerFit
 from ..units.units import Selection
-from .details import Details
 
 REPORT = Rule("a report must be a report.json or a run's folder", "give the folder a run wrote", shown=True)
+# Marks of a head.
+KEPT, CUT = "■", "·"
+Marks = Annotated[str, Field(pattern=f"^[{KEPT}{CUT}]{{1,16384}}$")]
+Numbers = dict[str, Annotated[list[FiniteFloat], FailFast()]]
+"""Module -> one number per unit."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +66,32 @@ def plan_counts(plan: PruningPlan) -> tuple[UnitCounts, UnitCounts | None]:
     return UnitCounts.of(plan.of_kind(ATTENTION)), UnitCounts.of(neurons) if neurons else None
 
 
+def head_map(plan: PruningPlan) -> dict[str, str]:
+    """Return one mark per head of every attention module: ■ kept, · cut."""
+    return {
+        name: "".join(CUT if head in removed else KEPT for head in range(kept.total))
+        for name, kept in plan.of_kind(ATTENTION).items()
+        for removed in (set(kept.removed),)
+    }
+
+
+def neuron_counts(plan: PruningPlan) -> dict[str, NeuronCount]:
+    """Return how many neurons of every feed-forward block stay."""
+    return {name: NeuronCount(len(kept.units), kept.total) for name, kept in plan.of_kind(MLP).items()}
+
+
+@dataclass(frozen=True)
+class NeuronCount:
+    """How many neurons of a feed-forward block stay, and how many it had."""
+
+    kept: Count
+    total: Annotated[Count, Field(ge=1)]
+
+    def __post_init__(self) -> None:
+        if self.kept > self.total:
+            raise ValueError(f"kept must be at most total, got {self.kept} of {self.total}")
+
+
 @dataclass(frozen=True, eq=False)
 class FirstMetric(Record):
     """The first metric of the recipe, by name, and its value for both models."""
@@ -61,6 +99,75 @@ class FirstMetric(Record):
     metric: str
     dense: float
     slim: float
+
+
+class Details(BaseModel):
+    """The content of the renderings beyond the summary, in the order of report.json.
+
+    Attributes:
+        base_model: Hub id of the dense model; None if it was read from a folder.
+        head_map: Attention module -> a mark per head, ■ kept, · cut.
+        heads: Attention module -> "his", "entropy" or "score" -> one number per head.
+        uncompensated: Quality of the cut alone; None if nothing was compensated.
+        alpha_curve, tried: Candidates of `alpha: auto` and `criterion: auto`.
+        stability_of: Word for one prediction: "choice", "answer", "label set", "next token", "first hit" or
+            "prediction".
+        stability_tolerance: Largest difference of equal predictions of a regression.
+        custom_code: Whether transformers needs `modeling_hies.py` to load the slim model, as its `auto_class`.
+        deployment: Which form to deploy; None if that was not asked.
+        cascade: The parts of the cascade; None if none was asked for.
+        forms: Both models in float32 and in fewer bits; the dense one in float32 comes first.
+        row_length: The length of the rows at which was timed; None where the request gave all shapes.
+        run: The recipe and what it read, a `RunRecord`.
+    """
+
+    base_model: str | None = None
+    head_map: dict[str, Marks] = Field(default_factory=dict)
+    heads: dict[str, Numbers] = Field(default_factory=dict)
+    neurons: dict[str, NeuronCount] = Field(default_factory=dict)
+    outcome: Outcome | None = None
+    metrics: dict[str, Both[float]] = Field(default_factory=dict)
+    benchmarks: dict[str, Both[float]] = Field(default_factory=dict)
+    uncompensated: Quality | None = None
+    compensation: list[LayerFit] = Field(default_factory=list)
+    alpha_curve: list[AlphaPoint] = Field(default_factory=list)
+    tried: list[Tried] = Field(default_factory=list)
+    stability_of: str = "prediction"
+    stability_tolerance: float | None = None
+    custom_code: bool = False
+    family: Family | None = None
+    flops_per_layer: FlopsByLayer | None = None
+    auto_class: str = "AutoModel"
+    onnx: dict[str, Any] | None = None
+    gguf: dict[str, Any] | None = None
+    forms: list[Judged] = Field(default_factory=list)
+    deployment: Deployment | None = None
+    cascade: CascadeFacts | None = None
+    row_length: RowLength | None = None
+    data: DataFacts
+    run: dict[str, Any] | None = None
+
+    @field_serializer("outcome")
+    def _known(self, outcome: Outcome | None) -> dict[str, Any] | None:
+        return None if outcome is None else outcome.to_json()
+
+    @model_validator(mode="after")
+    def _measured(self) -> Details:
+        if self.outcome is not None and self.outcome.found is None:
+            raise ValueError("outcome.found is missing")
+        return self
+
+    @model_validator(mode="after")
+    def _forms_fit(self) -> Details:
+        steps = [len(form.times) for form in self.forms]
+        if steps and (min(steps) < 1 or max(steps) > steps[0]):
+            raise ValueError("every one of forms must have a time, and at most as many as the first")
+        found = self.deployment
+        if found is None or found.form is None:
+            return self
+        if not (0 <= found.form < len(self.forms) and 0 <= found.step < len(self.forms[found.form].times)):
+            raise ValueError("deployment.form and deployment.step must be places in forms and their times")
+        return self
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The tables that every rendering shows, as text in rows and columns."""
+"""The tables and maps that every rendering shows, as text, and the report on a terminal."""
 
 from __future__ import annotations
 
@@ -6,14 +6,20 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from ..evaluate.judge import Tried
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from ..evaluate.judge import AlphaPoint, Tried
 from ..evaluate.metrics import METRICS, title_of
 from ..forms.judge import FormTime, Judged
 from ..forms.latency_rows import LatencyRow
 from ..forms.measure.counts import Both, LayerFlops
-from . import text
-from .report import FirstMetric, Report
-from .text import FIRST_HIT, agreement, named_units, runtime_name, si
+from ..kinds import ATTENTION, MLP, UNIT_NAMES
+from ..select.plan import PruningPlan
+from . import words
+from .report import CUT, KEPT, FirstMetric, NeuronCount, Report, head_map, neuron_counts
+from .words import FIRST_HIT, agreement, form_kept, form_name, form_step, is_own, keeps_metric, named_units, si
 
 # Parts of a layer's FLOPs, and what the table calls them.
 FLOP_PARTS = {
@@ -22,6 +28,11 @@ FLOP_PARTS = {
     "feed_forward": "feed-forward",
     "other": "other",
 }
+BAR_WIDTH = 24
+# Spaces between two columns on a terminal.
+GAP = 2
+
+Row = tuple[str, str, str, str]
 
 
 class Table(NamedTuple):
@@ -40,25 +51,22 @@ class Part(NamedTuple):
 
 
 def report_parts(report: Report) -> dict[str, Part]:
-    """Return by name what terminal, Markdown and card show of a report, without what it does not have."""
-    rows, layers = report.latency, report.details.flops_per_layer
+    """Return by name what the renderings show of a report, without what it does not have."""
+    rows, layers, held_out = report.latency, report.details.flops_per_layer, words.held_out_rows(report)
     served = "As served" if report.cascade else "In fewer bits"
     at = " x ".join(map(str, layers.shape)) if layers else ""
     parts = {
-        "changed": Part("What changed", comparison_table(report), (text.budget_text(report), text.length_text(report))),
-        "family": Part("", None, (text.family_text(report),)),
-        "latency": Part("Latency", *((latency_table(rows), (text.latency_text(rows),)) if rows else ())),
-        "served": Part(served, forms_table(report), (text.forms_text(report), text.cascade_text(report))),
-        "chosen": Part(
-            f"How it was chosen, on {text.held_out_rows(report)}",
-            tried_table(report),
-            (text.tried_text(report), text.alpha_text(report)),
+        "changed": Part(
+            "What changed", comparison_table(report), (words.budget_text(report), words.length_text(report))
         ),
+        "family": Part("", None, (words.family_text(report),)),
+        "latency": Part("Latency", *((latency_table(rows), (words.latency_text(rows),)) if rows else ())),
+        "served": Part(served, forms_table(report), (words.forms_text(report), words.cascade_text(report))),
+        "chosen": Part(f"How it was chosen, on {held_out}", tried_table(report), (words.tried_text(report),)),
+        "alpha": Part(f"How alpha was chosen, on {held_out}", alpha_table(report), (words.alpha_text(report),)),
         "layers": Part(f"FLOPs of every layer, at {at}", layer_table(layers.dense, layers.slim) if layers else None),
         "checks": Part("Checks", check_table(report)),
-        "method": Part(
-            "How it was measured", None, (f"{text.method_text(report)} {text.environment_text(report.environment)}",)
-        ),
+        "method": Part("How it was measured", None, (words.method_text(report),)),
     }
     return {name: part for name, part in parts.items() if part.table or any(part.notes)}
 
@@ -89,33 +97,53 @@ def size_rows(report: Report) -> list[SizeRow]:
     ]
 
 
-def comparison_table(report: Report) -> Table:
-    """Return everything that both models have: units, sizes, the first metric, stability, benchmarks.
+def comparison_table(report: Report, *, sizes: bool = True) -> Table:
+    """Return everything that both models have: units, sizes if wanted, metrics, stability, benchmarks.
 
-    Without labels there is no metric: it would compare with the dense model's own predictions, as stability does.
+    With compensation, the last column has the metrics of the cut alone.
     """
-    quality, ranking = report.quality, report.ranking
-    labelled = report.details.data.evaluation_labelled
-    before, shown = report.details.uncompensated, shown_metrics(ranking)
-    first = next((name for name in report.metrics if not text.is_own(name)), None)
+    details, ranking, same = report.details, report.ranking, (agreement(report), report.stability)
     rows = [
-        *(
-            (name, f"{units.total:,}", f"{units.kept:,}", change(units.total, units.kept))
-            for name, units in named_units(report)
-        ),
-        *(size[:4] for size in size_rows(report)),
+        *unit_rows(named_units(report.heads, report.neurons)),
+        *(size[:4] for size in size_rows(report) if sizes),
         *([("GGUF file", "", si(report.bytes.gguf) + "B", "")] if report.bytes.gguf else []),
-        *([quality_row(title_of(first), report.metrics[first])] if labelled and first and first not in shown else []),
-        *([] if ranking else [(agreement(report), "", f"{report.stability:.1%}", ""), *own_rows(report.metrics)]),
-        *ranking_rows(ranking, report.metrics),
-        *(quality_row(name, values) for name, values in report.details.benchmarks.items()),
+        *quality_rows(report.metrics, ranking, labelled=details.data.evaluation_labelled, same=same),
+        *(quality_row(name, values) for name, values in details.benchmarks.items()),
     ]
-    if before is not None:
-        metric = quality.metric
-        if labelled:
-            rows.append((f"{title_of(metric)} before compensation", "", f"{before.metrics[metric]:.4f}", ""))
-        rows.append((f"{agreement(report)} before compensation", "", f"{before.stability:.1%}", ""))
-    return Table(("", "dense", "slim", "change"), rows)
+    header = ("", "dense", "slim", "change")
+    if (before := details.uncompensated) is None:
+        return Table(header, rows)
+    alone = {metric_name(name, ranking): metric_text(name, value) for name, value in before.metrics.items()}
+    alone[agreement(report)] = f"{before.stability:.1%}"
+    return Table((*header, "cut alone"), [(*row, alone.get(row[0], "")) for row in rows])
+
+
+def unit_rows(units: Sequence[tuple[str, Any]]) -> list[Row]:
+    """Return how many units of each kind both models have."""
+    return [(name, f"{of.total:,}", f"{of.kept:,}", change(of.total, of.kept)) for name, of in units]
+
+
+def quality_rows(
+    metrics: Mapping[str, Both[float] | FirstMetric],
+    ranking: Mapping[Any, Mapping[str, float]] | None,
+    *,
+    labelled: bool,
+    same: tuple[str, float],
+) -> list[Row]:
+    """Return the metrics of both models; where nothing is ranked, also the stability, whose name and value is `same`.
+
+    Without labels there are only metrics beside the dense model's own predictions: others say what stability says.
+    """
+    ranked = {metric for _, metric in _RANKING.values() if ranking and metric}
+    told = [
+        quality_row(metric_name(name, ranking), values)
+        for name, values in metrics.items()
+        if labelled and name not in ranked and not is_own(name)
+    ]
+    if ranking:
+        return [*ranking_rows(ranking, metrics), *told]
+    own = [(title_of(name), "", metric_text(name, of.slim), "") for name, of in metrics.items() if is_own(name)]
+    return [*told, (same[0], "", f"{same[1]:.1%}", ""), *own]
 
 
 # What reports show of rankings: number in report.json -> name, and the metric that it is for both models.
@@ -132,26 +160,19 @@ _EMBEDDED = {"dense_index": ", queries", "slim_index": ", documents"}
 
 
 def ranking_rows(
-    ranking: Mapping[Any, Mapping[str, float]] | None, metrics: Mapping[str, Both[float] | FirstMetric]
-) -> list[tuple[str, str, str, str]]:
-    """Return how a slim model ranks on each index, beside the dense model's metrics; nothing for other models."""
+    ranking: Mapping[Any, Mapping[str, float]], metrics: Mapping[str, Both[float] | FirstMetric]
+) -> list[Row]:
+    """Return how a slim model ranks on each index, beside the dense model's metrics."""
     rows = []
     for key, (name, metric) in _RANKING.items():
-        for index, words in _INDEX.items():
-            value, known = (ranking or {}).get(index, {}).get(key), metrics.get(metric or "")
-            words = _EMBEDDED[index] if key == "cosine" and index in _EMBEDDED else words
+        for index, where in _INDEX.items():
+            value, known = ranking.get(index, {}).get(key), metrics.get(metric or "")
+            where = _EMBEDDED.get(index, where) if key == "cosine" else where
             if value is not None and known is not None:
-                rows.append(quality_row(f"{name}{words}", Both(known.dense, value)))
+                rows.append(quality_row(f"{name}{where}", Both(known.dense, value)))
             elif value is not None:
-                rows.append((f"{name}{words}", "", f"{value:.1%}" if key == "top1" else f"{value:.4f}", ""))
+                rows.append((f"{name}{where}", "", f"{value:.1%}" if key == "top1" else f"{value:.4f}", ""))
     return rows
-
-
-def own_rows(
-    metrics: Mapping[str, Both[float] | FirstMetric],
-) -> list[tuple[str, str, str, str]]:
-    """Return the metrics that compare with the dense model's own predictions, as shares."""
-    return [(title_of(name), "", f"{of.slim:.1%}", "") for name, of in metrics.items() if text.is_own(name)]
 
 
 def metric_name(metric: str, ranking: Mapping[Any, Any] | None) -> str:
@@ -160,74 +181,25 @@ def metric_name(metric: str, ranking: Mapping[Any, Any] | None) -> str:
     return title_of(metric) + (_INDEX["dense_index"] if ranks and "dense_index" in (ranking or {}) else "")
 
 
-class Kept(NamedTuple):
-    """A bar of what stays: its name, the share, the share in words, and the CSS class."""
-
-    name: str
-    share: float
-    text: str
-    kind: str = "slim"
+def metric_text(metric: str, value: float) -> str:
+    """Return a metric as a number, or as a share if it counts what stays the dense model's."""
+    counts = metric in METRICS and METRICS[metric].counts
+    return f"{value:.1%}" if counts else f"{value:.4f}"
 
 
-def kept_bars(report: Report) -> tuple[list[Kept], str]:
-    """Return what stays of the dense model's predictions or, of rankings, of the first metric, and what it is of."""
-    before, ranking, quality = report.details.uncompensated, report.ranking, report.quality
-    if not text.keeps_metric(report):
-        bars = [Kept(agreement(report), report.stability, f"{100 * report.stability:.1f}%")]
-        if before:
-            share = before.stability
-            bars.append(Kept("cut alone, not refitted", share, f"{100 * share:.1f}%", "other"))
-        return bars, "share of the predictions"
-    if quality.dense <= 0:
-        return [], ""
-    key = next((key for key, (_, metric) in _RANKING.items() if metric == quality.metric), "")
-    found = [
-        (words.removeprefix(", ") or "refitted", (ranking or {}).get(index, {}).get(key))
-        for index, words in _INDEX.items()
-    ]
-    named = [(name, value, "slim") for name, value in found if value is not None]
-    named = named or [("refitted" if before else "slim", quality.slim, "slim")]
-    if before:
-        named.append(("cut alone, not refitted", before.metrics[quality.metric], "other"))
-    bars = [
-        Kept(name, min(1.0, max(0.0, value / quality.dense)), f"{100 * value / quality.dense:.1f}%", kind)
-        for name, value, kind in named
-    ]
-    return bars, text.share_of(quality.metric, "the dense model")
+def quality_row(name: str, values: Both[float] | FirstMetric) -> Row:
+    """Return the row of a metric of both models."""
+    return name, f"{values.dense:.4f}", f"{values.slim:.4f}", f"{values.slim - values.dense:+.4f}"
+
+
+def change(dense: float, slim: float) -> str:
+    """Return by how much a size changed, such as "-33.3%"."""
+    return f"{(slim - dense) / dense:+.1%}"
 
 
 def form_note(form: Judged, report: Report) -> str:
     """Return what a form keeps, beside its time: "97.1 % same" or, of the first metric, "99.4 % kept"."""
-    dense = report.quality.dense
-    if not text.keeps_metric(report) or dense <= 0:
-        return f"{100 * form.stability:.1f} % same"
-    return f"{100 * form.quality / dense:.1f} % kept"
-
-
-def shown_metrics(ranking: Mapping[Any, Any] | None) -> set[str]:
-    """Return the metrics that `ranking_rows` has."""
-    return {metric for _, metric in _RANKING.values() if ranking and metric}
-
-
-def quality_table(report: Report) -> Table:
-    """Return all metrics and benchmarks; with compensation, also the metrics of the cut alone."""
-    before, ranking = report.details.uncompensated, report.ranking
-    alone = before.metrics if before else {}
-    shown = {metric_name(name, ranking): name for name in report.metrics}
-    rows = [
-        [*row, f"{alone[shown[row[0]]]:.4f}" if shown.get(row[0]) in alone else ""]
-        for row in [
-            *ranking_rows(ranking, report.metrics),
-            *(
-                quality_row(title, report.metrics[name])
-                for title, name in shown.items()
-                if name not in shown_metrics(ranking)
-            ),
-            *(quality_row(name, values) for name, values in report.details.benchmarks.items()),
-        ]
-    ]
-    columns = 5 if before else 4
-    return Table(("", "dense", "slim", "change", "cut alone")[:columns], [row[:columns] for row in rows])
+    return f"{100 * form_kept(report, form):.1f} % {'kept' if keeps_metric(report) else 'same'}"
 
 
 def forms_table(report: Report) -> Table | None:
@@ -245,64 +217,56 @@ def forms_table(report: Report) -> Table | None:
         agreement(report): lambda form: f"{form.stability:.1%}",
     }
     labelled, first = report.details.data.evaluation_labelled, report.quality.metric
-    told = [name for name in dict.fromkeys((first, *forms[0].metrics)) if labelled or text.is_own(name)]
-    columns |= {title_of(name): partial(_form_metric, name=name, first=first) for name in told}
-    if any(form.at_least is not None for form in forms):
-        columns["held out ≥"] = lambda form: "" if form.at_least is None else f"{form.at_least:.2%}"
+
+    def metric(form: Judged, name: str) -> str:
+        return metric_text(name, form.quality if name == first else form.metrics[name])
+
+    def ratio(form: Judged, step: int) -> str:
+        return ratio_text(form.times[step]) if step < len(form.times) else ""
+
+    told = [name for name in dict.fromkeys((first, *forms[0].metrics)) if labelled or is_own(name)]
+    columns |= {title_of(name): partial(metric, name=name) for name in told}
+    columns["held out ≥"] = lambda form: "" if form.at_least is None else f"{form.at_least:.2%}"
     columns |= {
-        f"time {form_step(at)} ({at.ms:.3g} ms)": partial(_form_ratio, step=step)
-        for step, at in enumerate(forms[0].times)
+        f"time {form_step(at)} ({at.ms:.3g} ms)": partial(ratio, step=step) for step, at in enumerate(forms[0].times)
     }
     return filled(columns, forms)
 
 
-def form_name(form: Judged, forms: Sequence[Judged]) -> str:
-    """Return model and bits of a form, and its runtime if the forms have several."""
-    runtimes = {one.runtime.removesuffix("-int8") for one in forms}
-    on = f", {runtime_name(form.runtime.removesuffix('-int8'))}" if len(runtimes) > 1 else ""
-    return f"{form.model} {form.bits}{on}"
-
-
-def form_step(time: FormTime | LatencyRow) -> str:
-    """Return the shape of a time, and its phase if a model generates: "8 x 128", "1 x 128 decode", "8 rows"."""
-    if time.phase == "rows":
-        return f"{time.batch} {'row' if time.batch == 1 else 'rows'}"
-    return f"{time.batch} x {time.sequence}" + ("" if time.phase == "forward" else f" {time.phase}")
-
-
-def _form_metric(form: Judged, name: str, first: str) -> str:
-    value = form.quality if name == first else form.metrics[name]
-    return f"{value:.1%}" if name in METRICS and METRICS[name].counts else f"{value:.4f}"
-
-
-def _form_ratio(form: Judged, step: int) -> str:
-    return ratio_text(form.times[step]) if step < len(form.times) else ""
-
-
 def tried_table(report: Report) -> Table | None:
-    """Return the candidates of `criterion: auto` and their results on held-out rows; None if there are none.
+    """Return the candidates of `criterion: auto` and their results on held-out rows; None if there are none."""
 
-    Columns without values are left out.
-    """
-    if not report.details.tried:
-        return None
-    columns: dict[str, Callable[[Tried], str]] = {
-        "candidate": _candidate,
-        title_of(report.quality.metric): lambda row: "" if row.quality is None else f"{row.quality:.4f}",
+    def candidate(row: Tried) -> str:
+        parts = [
+            "" if row.alpha is None else f"alpha {row.alpha:g}",
+            "" if row.steps == 1 else f"{row.steps} steps",
+            "" if row.token_weights == 1 else f"token weights {row.token_weights:g}",
+        ]
+        return ", ".join(filter(None, (row.criterion, *parts)))
+
+    return _chosen(report, "candidate", candidate, report.details.tried, lambda row: row.chosen)
+
+
+def alpha_table(report: Report) -> Table | None:
+    """Return the alphas that `alpha: auto` judged on held-out rows; None if there are none."""
+    points = report.details.alpha_curve
+    return _chosen(report, "alpha", lambda point: f"{point.alpha:g}", points, lambda of: of.alpha == report.alpha)
+
+
+def _chosen(
+    report: Report, first: str, name: Callable[[Any], str], rows: Sequence[Any], chosen: Callable[[Any], bool]
+) -> Table | None:
+    def quality(row: Tried | AlphaPoint) -> str:
+        error = f" ± {row.standard_error:.2g}" if isinstance(row, AlphaPoint) else ""
+        return "" if row.quality is None else f"{row.quality:.4f}{error}"
+
+    columns: dict[str, Callable[[Any], str]] = {
+        first: name,
+        title_of(report.quality.metric): quality,
         agreement(report): lambda row: f"{row.stability:.1%}",
-        "": lambda row: "chosen" if row.chosen else "",
+        "": lambda row: "chosen" if chosen(row) else "",
     }
-    return filled(columns, report.details.tried)
-
-
-def _candidate(row: Tried) -> str:
-    """Return a candidate's name: its criterion and options, "hies, alpha 0.3" or "compensated, 2 steps"."""
-    parts = [
-        "" if row.alpha is None else f"alpha {row.alpha:g}",
-        "" if row.steps == 1 else f"{row.steps} steps",
-        "" if row.token_weights == 1 else f"token weights {row.token_weights:g}",
-    ]
-    return ", ".join(filter(None, (row.criterion, *parts)))
+    return filled(columns, rows) if rows else None
 
 
 def filled(columns: Mapping[str, Callable[[Any], str]], rows: Sequence[Any]) -> Table:
@@ -340,44 +304,13 @@ def latency_table(rows: Sequence[LatencyRow], names: tuple[str, str] = ("dense",
         first: lambda row: f"{row.dense_ms:.2f} ms",
         second: lambda row: f"{row.slim_ms:.2f} ms",
         f"{second} / {first} [95 %]": ratio_text,
-        f"{first} / {first}": _control,
+        f"{first} / {first}": lambda row: f"[{row.control_low:.3f}, {row.control_high:.3f}]",
         "realised": _realised,
+        "p90, ms": lambda row: _pair(row.dense_p90_ms, row.slim_p90_ms),
         "tokens/s": lambda row: pair_text(row.tokens_per_second),
         "device GB": lambda row: pair_text(row.peak_bytes, scale=1e-9),
     }
     return filled(columns, rows)
-
-
-def percentile_table(rows: Sequence[LatencyRow]) -> Table:
-    """Return the percentiles of the times in milliseconds, the ratio beside the control's, and the realised share."""
-
-    def both(dense: float | None, slim: float | None) -> str:
-        return "" if dense is None or slim is None else f"{dense:.2f} → {slim:.2f}"
-
-    columns: dict[str, Callable[[LatencyRow], str]] = {
-        "dense → slim": row_name,
-        "p50, ms": lambda row: both(row.dense_ms, row.slim_ms),
-        "p90, ms": lambda row: both(row.dense_p90_ms, row.slim_p90_ms),
-        "slim / dense [95 %]": ratio_text,
-        "dense / dense": _control,
-        "realised": _realised,
-    }
-    return Table(list(columns), [[cell(row) for cell in columns.values()] for row in rows])
-
-
-def layer_table(dense: Sequence[LayerFlops], slim: Sequence[LayerFlops] | None = None) -> Table:
-    """Return the MFLOPs of every layer of one model, or of both as "dense → slim", and their sums."""
-    models = [dense] if slim is None else [dense, slim]
-    parts = [part for part in FLOP_PARTS if any(getattr(row, part) for rows in models for row in rows)]
-
-    def line(name: str, layers: Sequence[Sequence[LayerFlops]]) -> list[str]:
-        """Return the cells of one layer, or of all, of each model."""
-        cells = [[sum(getattr(row, part) for row in rows) for rows in layers] for part in parts]
-        cells.append([sum(values) for values in zip(*cells, strict=True)])
-        return [name, *(" → ".join(dict.fromkeys(map(_millions, cell))) for cell in cells)]
-
-    lines = [line(rows[0].layer or "outside the layers", [[row] for row in rows]) for rows in zip(*models, strict=True)]
-    return Table(("MFLOPs", *(FLOP_PARTS[part] for part in parts), "all"), [*lines, line("all", models)])
 
 
 def row_name(row: LatencyRow) -> str:
@@ -393,13 +326,12 @@ def ratio_text(row: LatencyRow | FormTime) -> str:
 
 def pair_text(values: Both[Any] | None, *, scale: float = 1.0) -> str:
     """Return "dense → slim" of two numbers, multiplied by `scale`; empty without numbers."""
-    numbers = [values.dense * scale, values.slim * scale] if values else []
+    return "" if values is None else _pair(values.dense * scale, values.slim * scale)
+
+
+def _pair(dense: float | None, slim: float | None) -> str:
+    numbers = [] if dense is None or slim is None else [dense, slim]
     return " → ".join(f"{number:.0f}" if number >= 100 else f"{number:.3g}" for number in numbers)
-
-
-def _control(row: LatencyRow) -> str:
-    """Return the interval of the control's ratio."""
-    return f"[{row.control_low:.3f}, {row.control_high:.3f}]"
 
 
 def _realised(row: LatencyRow) -> str:
@@ -409,16 +341,134 @@ def _realised(row: LatencyRow) -> str:
     return f"{row.realised:.0%}" + (f" of {1 - row.flops_ratio:.1%}" if row.flops_ratio else "")
 
 
-def quality_row(name: str, values: Both[float] | FirstMetric) -> tuple[str, str, str, str]:
-    """Return the row of a metric of both models."""
-    return name, f"{values.dense:.4f}", f"{values.slim:.4f}", f"{values.slim - values.dense:+.4f}"
+def layer_table(dense: Sequence[LayerFlops], slim: Sequence[LayerFlops] | None = None) -> Table:
+    """Return the MFLOPs of every layer of one model, or of both as "dense → slim", and their sums."""
+    models = [dense] if slim is None else [dense, slim]
+    parts = [part for part in FLOP_PARTS if any(getattr(row, part) for rows in models for row in rows)]
+
+    def millions(number: float) -> str:
+        return f"{number / 1e6:,.0f}" if number >= 1e9 else f"{number / 1e6:.4g}"
+
+    def line(name: str, layers: Sequence[Sequence[LayerFlops]]) -> list[str]:
+        """Return the cells of one layer, or of all, of each model."""
+        cells = [[sum(getattr(row, part) for row in rows) for rows in layers] for part in parts]
+        cells.append([sum(values) for values in zip(*cells, strict=True)])
+        return [name, *(" → ".join(dict.fromkeys(map(millions, cell))) for cell in cells)]
+
+    lines = [line(rows[0].layer or "outside the layers", [[row] for row in rows]) for rows in zip(*models, strict=True)]
+    return Table(("MFLOPs", *(FLOP_PARTS[part] for part in parts), "all"), [*lines, line("all", models)])
 
 
-def change(dense: float, slim: float) -> str:
-    """Return by how much a size changed, such as "-33.3%"."""
-    return f"{(slim - dense) / dense:+.1%}"
+class Line(NamedTuple):
+    """A module in a map: its name, its marks, and how many of its units stay."""
+
+    module: str
+    marks: str
+    kept: int
+    total: int
 
 
-def _millions(number: float) -> str:
-    """Return a number in millions, with four significant digits, or whole if it has more."""
-    return f"{number / 1e6:,.0f}" if number >= 1e9 else f"{number / 1e6:.4g}"
+class UnitMap(NamedTuple):
+    """Which units of one kind stay, a line per module."""
+
+    unit: str
+    lines: Sequence[Line]
+
+
+def plan_maps(plan: PruningPlan) -> list[UnitMap]:
+    """Return a map for every kind of unit that a plan covers."""
+    return unit_maps(head_map(plan), neuron_counts(plan))
+
+
+def unit_maps(marks: Mapping[str, str], neurons: Mapping[str, NeuronCount]) -> list[UnitMap]:
+    """Return a map for every kind of unit that could be removed. Every rendering draws all of them."""
+    heads = [Line(name, " ".join(line), line.count(KEPT), len(line)) for name, line in marks.items()]
+    blocks = [Line(name, bar(of), of.kept, of.total) for name, of in neurons.items()]
+    return [UnitMap(UNIT_NAMES[kind], lines) for kind, lines in ((ATTENTION, heads), (MLP, blocks)) if lines]
+
+
+def bar(count: NeuronCount) -> str:
+    """Return a bar of marks; at least one mark is cut if any unit is cut, and one is kept if any unit stays."""
+    full = max(BAR_WIDTH * count.kept // count.total, min(count.kept, 1))
+    return KEPT * full + CUT * (BAR_WIDTH - full)
+
+
+def print_report(report: Report, console: Console) -> None:
+    """Print the first sentence, the maps of what was cut, and the tables."""
+    console.print(f"\n{words.lead_text(report)}", markup=False, style="bold", soft_wrap=True)
+    for units in unit_maps(report.details.head_map, report.details.neurons):
+        console.print()
+        console.print(map_text(units, console.width))
+    parts = report_parts(report)
+    for name in ("changed", "family", "chosen", "alpha", "latency", "served"):
+        if part := parts.get(name):
+            print_table(console, part.heading if name in ("chosen", "alpha") else "", part.table, *part.notes)
+
+
+def print_table(console: Console, title: str, table: Table | None, *notes: str) -> None:
+    """Print a table between its title and notes, after an empty line."""
+    console.print(f"\n{title}" if title else "", markup=False)
+    if table is not None:
+        console.print(PlainTable(*table))
+    for note in filter(None, notes):
+        console.print(note, markup=False, style="dim")
+
+
+def map_text(units: UnitMap, width: int) -> Text:
+    """Return a map for a terminal: a line of marks per layer, how many units the layer keeps, and its name.
+
+    A name that does not fit into the width loses its beginning.
+    """
+    text = Text()
+    text.append(f"{units.unit}s  ", style="bold")
+    text.append(f"{KEPT} kept  ", style="green")
+    text.append(f"{CUT} cut", style="red")
+    digits = max(2, *(len(f"{line.kept:,}") for line in units.lines))
+    for index, line in enumerate(units.lines):
+        text.append(f"\n  {index:>3}  ", style="dim")
+        for mark in line.marks:
+            text.append(mark, style={KEPT: "green", CUT: "red"}.get(mark, ""))
+        counts = f"  {line.kept:>{digits},} of {line.total:,}  "
+        room = max(width - 7 - len(line.marks) - len(counts), 8)
+        name = line.module if len(line.module) <= room else f"…{line.module[1 - room :]}"
+        text.append(f"{counts}{name}", style="dim")
+    return text
+
+
+class PlainTable:
+    """A table without a frame; a string is shown as it is, brackets included.
+
+    Columns that do not fit side by side follow below, with the first column repeated.
+    """
+
+    def __init__(self, header: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> None:
+        # A table would read "[bold]" in a string as markup.
+        lines = [[Text(cell) if isinstance(cell, str) else cell for cell in line] for line in (header, *rows)]
+        self._columns = list(zip(*lines, strict=True))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        names, *columns = self._columns
+        widths = [GAP + max(cell.cell_len for cell in column) for column in columns]
+        longest_name = max(cell.cell_len for cell in names)
+        longest_word = max((len(word) for cell in names for word in cell.plain.split()), default=0)
+        # Names are folded if all columns then fit side by side.
+        room = options.max_width - sum(widths)
+        left = min(longest_name, room if room >= longest_word else max(longest_word, options.max_width // 2))
+        parts: list[list[Sequence[Text]]] = [[]]
+        used = left
+        for column, width in zip(columns, widths, strict=True):
+            if parts[-1] and used + width > options.max_width:
+                parts.append([])
+                used = left
+            parts[-1].append(column)
+            used += width
+        for index, part in enumerate(parts):
+            if index:
+                yield Text()
+            table = RichTable(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
+            table.add_column(names[0], width=left)
+            for header, *_ in part:
+                table.add_column(header, justify="right")
+            for row in zip(names[1:], *(column[1:] for column in part), strict=True):
+                table.add_row(*row)
+            yield table

@@ -132,7 +132,7 @@ def test_the_report_and_the_page_know_neurons_by_layer_and_heads_by_number(done:
     assert list(report["details"]["head_map"]) == list(report["details"]["heads"]) == heads
     assert "## Neurons" in (done.folder / "report.md").read_text()
     assert (done.folder / "report.html").read_text().count('class="stays"') == 3
-    assert "feed-forward neurons of" in (done.folder / "slim" / "README.md").read_text()
+    assert "| feed-forward neurons |" in (done.folder / "slim" / "README.md").read_text()
     exploration = read_exploration(done.folder)
     ratio = report["flops"]["slim"] / report["flops"]["dense"]
     assert exploration.flops_ratio(exploration.plan) == pytest.approx(ratio, abs=1e-9)

@@ -18,7 +18,6 @@ from support.browser import Browser
 from support.reports import make_report
 
 from hies_export.forms.judge import deciding_step
-from hies_export.report.console import print_report
 from hies_export.report.figures import CAPTIONS, draw_report
 from hies_export.report.frontier import (
     NARROW,
@@ -29,11 +28,10 @@ from hies_export.report.frontier import (
     frontier_figure,
     page_frontier,
 )
-from hies_export.report.html import render_html
-from hies_export.report.jinja import render_markdown
-from hies_export.report.lead import lead_text
+from hies_export.report.html import render_html, render_markdown
 from hies_export.report.report import Report
-from hies_export.report.tables import form_name, forms_table
+from hies_export.report.tables import forms_table, print_report
+from hies_export.report.words import form_name, lead_text
 
 ROOT = Path(__file__).resolve().parents[2]
 # Model, bits, time and agreement of each form; the third is dominated.
@@ -224,7 +222,7 @@ def test_the_file_stands_alone_in_light_and_dark() -> None:
     assert {"dense float32", "dense int8", "slim int8", "95 % interval", "frontier"} <= set(words(inner))
     light, dark = str(root[0].text).split("@media(prefers-color-scheme:dark)")
     assert ".page{fill:#1c1c1a}" in dark
-    assert ".page{fill:#fff}" in light
+    assert ".page{fill:#ffffff}" in light
     used = set(re.findall("(?:fill|stroke): (#[0-9a-f]{6})", ET.tostring(inner, encoding="unicode")))
     assert used <= set(re.findall(r'style\*="fill: (#[0-9a-f]{6})', dark))
     assert "var(" not in svg
@@ -279,7 +277,7 @@ def test_a_form_that_was_timed_briefly_has_one_time_in_every_rendering() -> None
     assert name in first
     assert name not in second.partition("<table")[0]
     for shown in (render_html(report), render_markdown(report)):
-        assert "were timed briefly, in the first column only" in shown
+        assert "were timed briefly, at the first shape only" in shown
     figure = frontier_figure(report)
     assert figure is not None
     assert len(figure.found) == len(forms)

@@ -12,15 +12,12 @@ from support.reports import TRIED as TRIED_ROW
 from hies_export import Kept, PruningPlan, Report
 from hies_export.forms.measure.counts import LayerFlops
 from hies_export.report.card import render_card
-from hies_export.report.details import NeuronCount
 from hies_export.report.drawing import Bar, neuron_bars
 from hies_export.report.figures import draw_report
-from hies_export.report.html import render_html
-from hies_export.report.jinja import render_markdown
-from hies_export.report.maps import BAR_WIDTH, CUT, KEPT, bar, plan_maps
-from hies_export.report.report import UnitCounts, plan_counts
-from hies_export.report.tables import comparison_table, layer_table, tried_table
-from hies_export.report.text import method_text, removed_text, title
+from hies_export.report.html import render_html, render_markdown
+from hies_export.report.report import CUT, KEPT, NeuronCount, UnitCounts, plan_counts
+from hies_export.report.tables import BAR_WIDTH, bar, comparison_table, layer_table, plan_maps, tried_table
+from hies_export.report.words import method_text, removed_text, title
 
 PLAN = PruningPlan(
     kept={
@@ -76,22 +73,16 @@ def test_the_file_has_neurons_only_where_they_could_go(tmp_path: Path) -> None:
 
 def test_texts_name_both_kinds() -> None:
     report = make_report(neurons=64, data=DATA | {"calibration_samples": 8})
-    assert title(report) == "some/model, 25% of its attention heads and 12% of its feed-forward neurons removed"
+    assert title(report) == "some/model, 3 of 12 heads and 24 of 192 neurons removed"
     assert method_text(report).startswith("Heads and neurons were scored on 8 samples with their labels; quality is")
-    assert title(without_heads(report)) == "some/model, 12% of its feed-forward neurons removed"
-    whole = dataclasses.replace(report.heads, removed=0)
-    few = UnitCounts(192, 1, (64, 64, 63))
-    of_neurons = dataclasses.replace(report, heads=whole, neurons=few)
-    assert title(of_neurons) == "some/model, under 1% of its feed-forward neurons removed"
-    assert title(dataclasses.replace(of_neurons, neurons=None)) == "some/model, nothing removed"
+    assert title(without_heads(report)) == "some/model, 24 of 192 neurons removed"
     assert method_text(without_heads(report)).startswith("Neurons were scored on 8")
-    rows = [tuple(row) for row in comparison_table(report).rows[:2]]
+    rows = [tuple(row[:4]) for row in comparison_table(report).rows[:2]]
     assert rows == [
         ("attention heads", "12", "9", "-25.0%"),
         ("feed-forward neurons", "192", "168", "-12.5%"),
     ]
     card = render_card(report)
-    assert "3 of the 12 attention heads and 24 of the 192 feed-forward neurons of `some/model` were removed" in card
     assert "- attention-heads\n- feed-forward-neurons\n" in card
     assert "  1  ■■■■■■■■■■■■■■■■■■■■■···  56/64\n" in card
     uneven = render_card(make_report(neurons=64, custom_code=True))
@@ -112,23 +103,7 @@ def test_every_rendering_draws_the_bars() -> None:
     assert ">1,344</text>" in page
 
 
-def test_bars_stand_beside_the_heads_of_their_layer() -> None:
-    def rows(modules: list[str], beside: list[str]) -> list[str | None]:
-        figure = neuron_bars({name: NeuronCount(i + 1, 12) for i, name in enumerate(modules)}, beside=beside)
-        assert figure is not None
-        return [bar and bar.text for bar in figure.rows]
-
-    bert = [f"bert.encoder.layer.{i}" for i in range(12)]
-    assert rows(bert, [f"{name}.attention.self" for name in bert]) == [str(i + 1) for i in range(12)]
-    # T5: a decoder layer has two attentions, and numbers inside of its layers.
-    attention = [f"encoder.block.{i}.layer.0.SelfAttention" for i in (0, 1)]
-    attention += [f"decoder.block.{i}.layer.{j}.Attention" for i in (0, 1) for j in (0, 1)]
-    blocks = [f"encoder.block.{i}.layer.1.DenseReluDense" for i in (0, 1)]
-    blocks += [f"decoder.block.{i}.layer.2.DenseReluDense" for i in (0, 1)]
-    assert rows(blocks, attention) == ["1", "2", "3", None, "4", None]
-    # A layer without attention has no row beside it: then no bar stands beside a head.
-    assert rows([f"layers.{i}.mlp" for i in range(3)], ["layers.0.attention", "layers.2.attention"]) == ["1", "2", "3"]
-    assert rows(bert[:2], []) == ["1", "2"]
+def test_bars_of_layers_of_different_sizes_say_of_how_many() -> None:
     different = neuron_bars({"a": NeuronCount(3, 4), "b": NeuronCount(2000, 8000)})
     assert different is not None
     assert different.rows == [

@@ -31,11 +31,10 @@ from hies_export.lab.sweep.page import read_sweep, render_sweep
 from hies_export.lab.sweep.svg import draw_sweep
 from hies_export.report.card import render_card
 from hies_export.report.comparison import print_bench, read_report, render_bench
-from hies_export.report.console import map_text, print_report
 from hies_export.report.figures import draw_report
-from hies_export.report.html import render_html
-from hies_export.report.jinja import render_markdown
-from hies_export.report.maps import KEPT, plan_maps
+from hies_export.report.html import render_html, render_markdown
+from hies_export.report.report import KEPT
+from hies_export.report.tables import map_text, plan_maps, print_report
 from hies_export.slim.check import check_selection
 from hies_export.tasks import TASKS
 from support.cuts import random_cut

@@ -5,9 +5,8 @@ from typing import Any
 
 from rich.console import Console
 
-from hies_export.report.console import print_report
-from hies_export.report.maps import CUT, KEPT
-from hies_export.report.report import Report
+from hies_export.report.report import CUT, KEPT, Report
+from hies_export.report.tables import print_report
 
 # Rows of a run of which nothing more is worth a sentence.
 DATA: dict[str, Any] = {

@@ -22,13 +22,13 @@ from ...errors import RequestError, root_cause
 from ...files import read_json
 from ...kinds import ATTENTION, MLP
 from ...report.report import Report
-from ...report.schemas import REMOVES, SCORES, SWEEP, SWEEP_DETAILS, ScoresFile, SweepAbout, SweepDetails, SweepFile
-from ...report.text import held_out_rows
+from ...report.words import held_out_rows
 from ...score.criteria import Scores, score_units
 from ...select.constraints import Constraints
 from ...select.plan import PruningPlan, library_versions
 from ...select.select import select_units
 from ...units.units import Kept, Units
+from ..schemas import REMOVES, SCORES, SWEEP, SWEEP_DETAILS, ScoresFile, SweepAbout, SweepDetails, SweepFile
 
 # Quality is predicted from plans of these criteria. At equal HIS lost, plans of other criteria differ in quality.
 FAMILY = ("hies", "his")

@@ -13,7 +13,7 @@ import numpy as np
 from ...evaluate.metrics import higher_is_better
 from ...forms.judge import frontier
 from ...kinds import ATTENTION
-from ...report.canvas import CARD, GREY, INK, LINE, MARKERS, SERIES, canvas
+from ...report.drawing import CARD, GREY, INK, LINE, MARKERS, SERIES, canvas
 from ...report.frontier import FrontierFigure, Measured, Shape
 from .results import COMPENSATIONS, Row, budget_name, budget_of, budgets_of, deviation, line_name, percent, share_text
 

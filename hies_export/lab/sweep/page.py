@@ -12,11 +12,11 @@ from markupsafe import Markup
 from ...checkpoint.folders import replace_file
 from ...errors import RequestError
 from ...files import read_json
-from ...report.canvas import for_page
-from ...report.jinja import environment
-from ...report.schemas import SWEEP, SWEEP_DETAILS, SweepAbout, SweepFile, SweepPage
+from ...report.drawing import for_page
+from ...report.html import environment
 from ...report.tables import Table, environment_table, filled
 from ..baselines.names import JUDGED_ONLY
+from ..schemas import SWEEP, SWEEP_DETAILS, SweepAbout, SweepFile, SweepPage
 from . import results
 from .charts import (
     Axis,

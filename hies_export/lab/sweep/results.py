@@ -15,11 +15,11 @@ from rich.text import Text
 
 from ...checkpoint.folders import replace_file
 from ...evaluate.metrics import higher_is_better
-from ...report.console import PlainTable
-from ...report.jinja import escape_markdown
-from ...report.schemas import REMOVES
+from ...report.html import escape_markdown
+from ...report.tables import PlainTable
 from ...select.plan import dump_json
 from ..baselines.names import DIFFERENCES, OWN_SAMPLES
+from ..schemas import REMOVES
 
 Row = Mapping[str, Any]
 

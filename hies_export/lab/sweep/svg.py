@@ -15,11 +15,11 @@ from ...errors import RequestError
 from ...files import read_json
 from ...report import figures
 from ...report.drawing import number_figure
-from ...report.jinja import environment
-from ...report.maps import CUT, KEPT
-from ...report.schemas import SWEEP, SWEEP_DETAILS, SweepFigures, SweepFile
+from ...report.html import environment
+from ...report.report import CUT, KEPT
 from ...score.criteria import score_units
 from ..baselines.names import OWN_SAMPLES
+from ..schemas import SWEEP, SWEEP_DETAILS, SweepFigures, SweepFile
 from .charts import COLOURED, Axis, Style, draw_chart, line_styles, sweep_frontier
 from .page import Panel, alpha_panels, budget_panels, drawn_rows, panels, timed_panels
 from .results import Row, budget_name, budget_of, budgets_of, line_name, of_first_size, share_text

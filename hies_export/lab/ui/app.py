@@ -16,11 +16,10 @@ from ...checkpoint.save import REFIT
 from ...errors import PlanError, require_package
 from ...evaluate.metrics import higher_is_better
 from ...report.drawing import BarFigure, Curve, Dot, MapFigure, neuron_bars, plan_figure, shaded
-from ...report.jinja import environment, escape_markdown
-from ...report.maps import head_map, neuron_counts
-from ...report.report import plan_counts
+from ...report.html import environment, escape_markdown
+from ...report.report import head_map, neuron_counts, plan_counts
 from ...report.tables import Table, filled
-from ...report.text import removed_text
+from ...report.words import removed_text
 from ...select.plan import PruningPlan
 from ..studies import explore
 from ..studies.explore import FAMILY, Exploration, Measured, Result, Trial
@@ -201,7 +200,7 @@ def _figures(
     known = exploration.statistics["his"]
     marks = head_map(plan)
     ranked = {name: line for name, line in marks.items() if name in known}
-    bars = neuron_bars(neuron_counts(plan), beside=ranked)
+    bars = neuron_bars(neuron_counts(plan))
     if not marks:
         return None, bars
     if alpha is None:

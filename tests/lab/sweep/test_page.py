@@ -14,10 +14,10 @@ from support import sweeps
 from support.browser import Browser
 
 from hies_export.cli.main import main
+from hies_export.lab.schemas import SweepAbout
 from hies_export.lab.sweep.charts import Chart, alpha_axis, budget_axis, chart, draw_chart, line_styles, time_axis
 from hies_export.lab.sweep.page import lead_text, read_sweep, render_sweep, write_page
 from hies_export.lab.sweep.results import line_name, render_latex, render_markdown, sweep_tables
-from hies_export.report.schemas import SweepAbout
 
 ABOUT = SweepAbout(
     model="/where/it/is/minilm",

@@ -25,7 +25,7 @@ from hies_export.cli.main import main
 from hies_export.lab.studies.explore import Exploration, estimate, lost_share, read_exploration
 from hies_export.lab.ui.app import _page, draw, save
 from hies_export.model.tokens import synthetic_batch
-from hies_export.report.maps import CUT
+from hies_export.report.report import CUT
 
 
 @pytest.fixture(scope="module")

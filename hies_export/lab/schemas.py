@@ -9,7 +9,7 @@ from pydantic import FailFast, Field, FiniteFloat, model_validator
 from ..errors import quoted
 from ..files import Rule, Schema
 from ..forms.measure.counts import Count
-from .details import Numbers
+from ..report.report import Numbers
 
 RERUN = "run it again"
 SCORES = Rule("scores.json must be as a run of this version wrote it", RERUN, megabytes=1024, shown=True)

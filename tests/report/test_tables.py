@@ -1,13 +1,23 @@
-"""Tables on terminals of any width: no cell is lost, cut short or folded where it can stand whole."""
+"""What tables say, and that on terminals of any width no cell is lost, cut short or folded where it can stand whole."""
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 from rich.text import Text
+from support.reports import DATA, make_report
 
-from hies_export.report.console import PlainTable, map_text
-from hies_export.report.maps import CUT, KEPT, Line, UnitMap
+from hies_export.report.report import CUT, KEPT
+from hies_export.report.tables import (
+    Line,
+    PlainTable,
+    UnitMap,
+    alpha_table,
+    comparison_table,
+    latency_table,
+    map_text,
+)
 
 HEADER = ("", "file", "same prediction", "time 1 row (3.82 ms)", "time 8 rows (23.1 ms)")
 ROWS = [
@@ -70,3 +80,34 @@ def test_brackets_are_text_and_marks_stay() -> None:
     Console(file=out, width=80, force_terminal=True, color_system="standard").print(table)
     assert "[bold]" in out.getvalue()
     assert "\x1b[1m1" in out.getvalue()
+
+
+def test_both_models_stand_beside_each_other_and_the_cut_alone_last() -> None:
+    table = comparison_table(make_report())
+    rows = {row[0]: tuple(row[1:]) for row in table.rows}
+    assert list(table.header) == ["", "dense", "slim", "change", "cut alone"]
+    assert rows["checkpoint weights"] == ("4.00 kB", "3.20 kB", "-20.0%", "")
+    assert rows["accuracy"] == ("0.9000", "0.8900", "-0.0100", "0.8500")
+    assert rows["same prediction"] == ("", "97.0%", "", "80.0%")
+    plain = comparison_table(make_report(uncompensated=None, data=DATA | {"evaluation_labelled": False}))
+    assert list(plain.header) == ["", "dense", "slim", "change"]
+    assert not {"accuracy", "F1"} & {row[0] for row in plain.rows}
+
+
+def test_every_alpha_is_told_and_which_was_chosen() -> None:
+    table = alpha_table(make_report())
+    assert table is not None
+    assert list(table.header) == ["alpha", "accuracy", "same prediction", ""]
+    assert table.rows == [
+        ["0", "0.8000 ± 0", "90.0%", ""],
+        ["0.5", "0.8500 ± 0", "90.0%", "chosen"],
+        ["0.9", "0.8900 ± 0", "90.0%", ""],
+    ]
+    assert alpha_table(make_report(alpha_curve=[])) is None
+
+
+def test_times_without_some_numbers_have_no_columns_for_them() -> None:
+    row = make_report().latency[0]
+    whole, plain = latency_table([row]), latency_table([replace(row, dense_p90_ms=None, realised=None)])
+    assert dict(zip(whole.header, whole.rows[0], strict=True))["p90, ms"] == "110 → 91.3"
+    assert set(whole.header) - set(plain.header) == {"p90, ms", "realised"}

@@ -1,7 +1,8 @@
-"""The sentence that leads, and the sentences on why something was chosen."""
+"""The sentences: what leads, what was promised and kept, which rows, and why something was chosen."""
 
 import copy
 import dataclasses
+import html
 import re
 from typing import Any
 
@@ -9,13 +10,11 @@ import pytest
 from support.reports import CASCADE, DATA, SERVED, TRIED, latency_row, make_report, outcome, terminal
 
 from hies_export.report.card import render_card
-from hies_export.report.drawing import Scale, latency_scale
-from hies_export.report.html import render_html
-from hies_export.report.jinja import render_markdown
-from hies_export.report.lead import asked_row, lead_text
+from hies_export.report.drawing import Scale
+from hies_export.report.html import render_html, render_markdown, unbroken
 from hies_export.report.report import FirstMetric, Report
-from hies_export.report.tables import forms_table
-from hies_export.report.text import alpha_text, budget_text, si, tried_text
+from hies_export.report.tables import forms_table, report_parts
+from hies_export.report.words import alpha_text, asked_row, lead_text, method_text, si, tried_text
 
 TIMED = {"ratio": 0.85, "runtime": "torch", "batch": 1, "sequence": 128}
 LATENCY = outcome({"latency": TIMED}, 0.83, predicted=0.84, noisy=False)
@@ -25,28 +24,33 @@ KEEP = outcome({"keep": {"predictions": 0.97}}, 0.99, 0.975, samples=436)
 DIVIDED: dict[str, Any] = DATA | {"held_out_samples": 436, "held_out_split": "validation", "held_out_further": False}
 
 
+TRIED_ROWS = [
+    TRIED | {"criterion": name, "quality": 0.9, "stability": 0.9, "chosen": name == "his"} for name in ("hies", "his")
+]
+LENGTH = {"tokens": 24, "median": 20.0, "rows": 100}
+
+
 def with_rows(*rows: dict[str, Any], **details: Any) -> Report:
     return dataclasses.replace(make_report(**details), latency=rows)
 
 
-def test_every_rendering_leads_with_the_sentence() -> None:
-    report = make_report(outcome=FLOPS)
-    time, stay = "0.81 of the time on ONNX Runtime at 8 x 128", "97 % of the predictions stay"
-    lead = f"{time}; {stay}; accuracy 0.900 → 0.890; budget kept."
-    assert lead_text(report) == lead
-    assert render_markdown(report).split("\n\n")[1] == lead
-    assert render_html(report).split("</h1>")[1].startswith(f'\n<p class="lead">{lead.replace(" x ", " × ")}</p>')
+def test_every_rendering_begins_with_the_sentence_and_has_all_notes() -> None:
+    details = {"tried": TRIED_ROWS, "family": {"dense": "llama", "slim": "mistral"}, "row_length": LENGTH}
+    report = dataclasses.replace(make_report(**SERVED | details), cascade=CASCADE)
+    lead, parts = lead_text(report), report_parts(report)
+    assert len(parts) == 8  # all but the layers
+    markdown, page = render_markdown(report), html.unescape(render_html(report))
+    assert markdown.split("\n\n")[1] == lead
+    assert page.split("</h1>")[1].startswith(f'\n<p class="lead">{unbroken(lead)}</p>')
     assert f"## What it costs and saves\n\n{lead}\n" in render_card(report)
     assert terminal(report).startswith(f"\n{lead}\n")
-
-
-@pytest.mark.parametrize(("family", "times"), [(("llama", "mistral"), 1), (("llama", "llama"), 0), (None, 0)])
-def test_every_rendering_says_that_the_slim_model_is_of_another_family(family: tuple[str, str], times: int) -> None:
-    note = "Written as mistral, which computes the same: a config of llama does not take this number of heads."
-    report = make_report(family=family and dict(zip(("dense", "slim"), family, strict=True)))
-    for render in (render_card, render_html, render_markdown, terminal):
-        assert render(report).count(note) == times, render
-    assert (f"with no extra code. {note}\n\n## What it costs" in render_card(report)) is bool(times)
+    printed = " ".join(terminal(report).split())
+    for name, part in parts.items():
+        for note in filter(None, part.notes):
+            assert unbroken(note) in page, name
+            assert note in re.sub(r"\\(.)", r"\1", markdown), name
+            assert name == "method" or note in printed, name
+            assert name in ("chosen", "alpha") or note in re.sub(r"\\(.)", r"\1", render_card(report)), name
 
 
 def test_the_time_is_the_one_that_was_asked_for_and_not_the_best() -> None:
@@ -66,7 +70,7 @@ def test_the_time_is_the_one_that_was_asked_for_and_not_the_best() -> None:
     assert lead_text(with_rows()).startswith("0.80 of the FLOPs;")
     decode = latency_row("onnxruntime-cuda", 0.6, phase="decode", **first)
     prefill = latency_row("onnxruntime-cuda", 0.65, phase="prefill", dtype="float16", **first)
-    said = "0.65 of the time on ONNX Runtime (cuda) at 8 x 128 (prefill) in float16;"
+    said = "0.65 of the time on ONNX Runtime (cuda) at 8 x 128 prefill in float16;"
     assert lead_text(with_rows(decode, prefill)).startswith(said)
     noisy = latency_row("onnxruntime-cuda", 0.65, phase="prefill", noisy=True, **first)
     assert lead_text(with_rows(decode, noisy)).startswith("0.80 of the FLOPs, time too noisy to tell;")
@@ -91,13 +95,19 @@ def test_a_budget_of_time_names_its_own_row() -> None:
         (outcome({"heads": 0.5}, 0.25), "25% of the heads removed for a budget of 50%"),
         # A difference of a head or more is never rounded away.
         (outcome({"heads": 0.336}, 0.25), "25% of the heads removed for a budget of 33.6%"),
-        (outcome({"flops": 0.8}, 0.801, predicted=0.8), "missed, 0.801 where 0.8 was allowed"),
+        (outcome({"flops": 0.8}, 0.801, predicted=0.8), "missed: asked for at most 0.8 of the FLOPs, found 0.801"),
         (LATENCY, "budget kept"),
         (outcome({"latency": TIMED}, 0.86), "budget of 0.85 within the interval of the measurement"),
-        (outcome({"latency": TIMED | {"ratio": 0.7}}, 0.9), "budget missed, 0.900 where 0.7 was allowed"),
+        (
+            outcome({"latency": TIMED | {"ratio": 0.7}}, 0.9),
+            "budget missed: asked for at most 0.7 of the time, found 0.900",
+        ),
         (LATENCY | {"noisy": True}, "budget too noisy to confirm"),
         (outcome({"max_drop": {"metric": "accuracy", "by": 0.01}}, 0.01, dense=0.9), "budget kept"),
-        (outcome({"max_drop": {"metric": "accuracy", "by": 0.01}}, 0.02, dense=0.9), "budget missed by 0.01"),
+        (
+            outcome({"max_drop": {"metric": "accuracy", "by": 0.01}}, 0.02, dense=0.9),
+            "budget missed: asked for a loss of at most 0.01 of accuracy, found one of 0.02",
+        ),
         (None, "0.890"),
     ],
 )
@@ -139,8 +149,7 @@ def test_a_budget_is_kept_or_it_says_by_how_much_not(found: dict[str, Any] | Non
 )
 def test_what_was_promised_stands_beside_what_was_kept(data: dict[str, Any], kept: float, said: str) -> None:
     report = dataclasses.replace(make_report(outcome=KEEP, data=data), stability=kept)
-    for text in (render_card(report), render_html(report), render_markdown(report), terminal(report)):
-        assert f"; {said}; accuracy 0.900 → 0.890." in text
+    assert f"; {said}; accuracy 0.900 → 0.890." in lead_text(report)
 
 
 def test_a_promise_says_of_what_it_is() -> None:
@@ -161,7 +170,7 @@ def test_a_promise_says_of_what_it_is() -> None:
     # Where the evaluation does not compute the metric, or nothing was promised.
     assert lead(loss("matthews_correlation")).endswith("; promised a loss of at most 0.02 of Matthews correlation.")
     broken = {"found": {"value": 0.99, "bound": 0.96}}
-    assert "held-out rows have 99.00 % (at least 96.00 %" in lead(broken)
+    assert "asked for 97 % of the predictions, found 99.00 % (at least 96.00 %" in lead(broken)
     assert "97 % of the predictions stay; accuracy" in lead(broken)
 
 
@@ -214,7 +223,6 @@ def test_entities_that_stay_are_told_beside_the_sentences(share: float, said: st
     assert f"; 97 % of the sentences stay; {said}" in lead_text(report)
     kept = "kept all" if share == 1 else f"kept {said.partition(' of')[0]}"
     assert lead_text(report).endswith(f"; promised 90 % of the entities; {kept} on 64 other rows.")
-    assert f"{100 * share:.2f} % of the entities stay" in budget_text(report)
 
 
 def test_a_noisy_time_is_not_told_of_what_is_deployed() -> None:
@@ -271,64 +279,16 @@ def test_the_sentence_names_what_is_predicted(details: dict[str, Any], quality: 
     assert lead_text(dataclasses.replace(report, quality=FirstMetric(*quality))).endswith(said)
 
 
-def curve(*points: tuple[float, float | None, float]) -> list[dict[str, float | None]]:
-    return [{"alpha": a, "quality": q, "stability": s, "standard_error": 0.01} for a, q, s in points]
-
-
-@pytest.mark.parametrize(
-    ("points", "said"),
-    [
-        (
-            ((0.1, 0.9, 0.8), (0.5, 0.895, 0.9), (0.9, 0.8, 1.0)),
-            "of the 2 alphas within one standard error (0.01) of the best accuracy (0.9000, at alpha 0.1), which so "
-            "few rows cannot tell apart, it keeps the most predictions (90.0%).",
-        ),
-        (
-            ((0.1, 0.9, 0.9), (0.4, 0.9, 0.9), (0.5, 0.9, 0.9)),
-            "(90.0%), as many as 0.1, 0.4; a tie goes to the better accuracy, then the larger alpha.",
-        ),
-        (
-            ((0.1, 0.8, 1.0), (0.5, 0.9, 0.7)),
-            "no other comes within one standard error (0.01) of its accuracy, 0.9000.",
-        ),
-        (((0.1, None, 0.9), (0.5, None, 0.9)), "(90.0%), as many as 0.1; a tie goes to the larger alpha."),
-        (((0.1, None, 0.8), (0.5, None, 0.9)), "of the 2 alphas it keeps the most predictions (90.0%)."),
-    ],
-)
-def test_an_alpha_that_is_not_the_highest_dot_says_why(points: Any, said: str) -> None:
-    report = make_report(alpha_curve=curve(*points))
-    assert alpha_text(report).startswith("Alpha 0.5 was chosen: ")
-    assert alpha_text(report).endswith(said)
-    page = render_html(report)
-    assert alpha_text(report) in page
-    assert alpha_text(report) in render_markdown(report)
-    # A curve for each number that there is, and the choice on each.
-    count = 1 if points[0][1] is None else 2
+@pytest.mark.parametrize(("quality", "rule"), [(0.9, "within one standard error"), (None, "of equal ones the larg")])
+def test_an_alpha_that_was_chosen_has_a_rule_and_a_curve_for_each_number(quality: float | None, rule: str) -> None:
+    curve = [{"alpha": a, "quality": quality, "stability": 0.9, "standard_error": 0.01} for a in (0.1, 0.5)]
+    report = make_report(alpha_curve=curve)
+    assert rule in alpha_text(report)
+    page, count = render_html(report), 1 if quality is None else 2
     assert page.count('<svg class="plot') == page.count('class="chosen"') == count
-
-
-def test_an_alpha_that_was_given_needs_no_reason() -> None:
-    report = make_report(alpha_curve=[])
-    assert alpha_text(report) == tried_text(report) == ""
-    assert "<polyline" not in render_html(report)
-
-
-def test_what_was_chosen_of_criteria_says_why() -> None:
-    tried = [
-        TRIED | {"criterion": name, "quality": 0.9, "stability": 0.9, "chosen": name == "his"}
-        for name in ("hies", "his")
-    ]
-    assert tried_text(make_report(tried=tried)).endswith(
-        "its accuracy is not clearly worse. No candidate after the chosen one does."
-    )
-    unlabelled = [{**row, "quality": None} for row in tried]
-    assert "accuracy" not in tried_text(make_report(tried=unlabelled))
-
-
-def test_a_single_cut_was_tried_and_two_were() -> None:
-    assert "; no cut was found that keeps it." in budget_text(make_report(outcome=KEEP | {"judged": []}))
-    assert "; 1 cut was tried." in budget_text(make_report(outcome=KEEP | {"judged": [{}]}))
-    assert "; 2 cuts were tried." in budget_text(make_report(outcome=KEEP | {"judged": [{}, {}]}))
+    given = make_report(alpha_curve=[])
+    assert alpha_text(given) == tried_text(given) == ""
+    assert "by alpha" not in render_html(given)
 
 
 def test_a_form_slower_than_the_dense_one_has_a_longer_bar() -> None:
@@ -341,20 +301,62 @@ def test_a_form_slower_than_the_dense_one_has_a_longer_bar() -> None:
 
 
 def test_one_scale_with_round_ticks_for_all_bars() -> None:
-    scale = latency_scale(make_report().latency)
+    scale = Scale.of(make_report().latency)
     assert scale(0) == 0
     assert [text for _, text in scale.ticks] == ["0", "0.2", "0.4", "0.6", "0.8", "1", "1.2"]
     assert [at for at, _ in scale.ticks] == pytest.approx([100 * i * 0.2 / scale.high for i in range(7)])
     assert scale.high < 1.3  # the noisy row reaches 1.2
     assert scale(99) == 100
-    wide = latency_scale(with_rows(latency_row("torch", 3.0, ratio_high=3.2)).latency)
+    wide = Scale.of(with_rows(latency_row("torch", 3.0, ratio_high=3.2)).latency)
     assert wide(3.0) < 100
     assert [text for _, text in wide.ticks] == ["0", "0.5", "1", "1.5", "2", "2.5", "3"]
     assert len(Scale(123456.0).ticks) <= 9
-    assert latency_scale([])(1.0) < 100
+    assert Scale.of([])(1.0) < 100
+    assert Scale.of([], [1.4])(1.4) < 100
 
 
 def test_without_labels_forms_have_no_metric() -> None:
     shown = [forms_table(make_report(data=DATA | {"evaluation_labelled": known}, **SERVED)) for known in (True, False)]
     labelled, unlabelled = ([*table.header] for table in shown if table is not None)
     assert [name for name in labelled if name not in unlabelled] == ["accuracy"]
+
+
+@pytest.mark.parametrize(
+    ("quality", "slim", "metric", "warned"),
+    [
+        (0.743, 0.27, "matthews_correlation", True),
+        (0.95, 0.9, "accuracy", False),
+        (0.5, 0.9, "accuracy", False),  # worse where it was chosen
+        (12.0, 20.0, "perplexity", True),
+        (20.0, 12.0, "perplexity", False),
+        (None, 0.2, "accuracy", False),
+    ],
+)
+def test_rows_that_the_model_knows_are_suspected(quality: float | None, slim: float, metric: str, warned: bool) -> None:
+    curve = [{"alpha": a, "quality": quality, "standard_error": 0.1, "stability": 0.5} for a in (0.0, 0.5)]
+    data = DATA | {"held_out_samples": 256, "held_out_split": "train[:90%]"}
+    report = make_report(data=data, alpha_curve=curve, uncompensated=None)
+    found = method_text(dataclasses.replace(report, quality=FirstMetric(metric=metric, dense=0.3, slim=slim)))
+    said = "further rows of train[:90%], and has"
+    assert (said in found) is warned
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ({"evaluation_of": 1500, "evaluation_rows": "drawn"}, "over 600 samples, drawn from the 1,500 of validation."),
+        ({"evaluation_of": 1500, "evaluation_rows": "first"}, "over the first 600 of the 1,500 samples of validation."),
+        ({"evaluation_of": 600, "evaluation_rows": "drawn"}, "over all 600 samples of validation."),
+    ],
+)
+def test_a_report_says_which_rows_quality_is_of(data: dict[str, Any], said: str) -> None:
+    assert f"quality is {said}" in method_text(make_report(data=DATA | {"evaluation_samples": 600} | data))
+
+
+def test_rows_without_labels_have_no_accuracy() -> None:
+    told, untold = (make_report(data=DATA | {"evaluation_labelled": known}, alpha_curve=[]) for known in (True, False))
+    for report, there in ((told, True), (untold, False)):
+        shown = [lead_text(report), terminal(report), render_card(report, origin={})]
+        assert ["accuracy" in text for text in shown] == [there] * 3
+    assert "These have no labels: metrics compare with the dense model's own predictions." in method_text(untold)
+    assert "no labels" not in method_text(told)

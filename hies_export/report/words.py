@@ -1,0 +1,601 @@
+"""Every sentence about a report, once for all its renderings; `lead_text` is the one that they begin with."""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..evaluate.interval import CONFIDENCE
+from ..evaluate.metrics import METRICS, counted_by, higher_is_better, quality_loss, title_of
+from ..forms.judge import FormTime, Judged, deciding_step, relative_times
+from ..forms.latency_rows import LatencyRow
+from ..recipe.budget import Budget, KeepBudget, Outcome
+from ..tasks import TASKS
+from .report import Report, UnitCounts
+
+# A metric on the rows that a plan was chosen on is suspicious if it is better by more than this share.
+FAR = 0.1
+# The word for a prediction of an embedding model or a reranker.
+FIRST_HIT = "first hit"
+
+
+# Names and numbers
+
+
+def si(number: float) -> str:
+    """Return a number with three significant digits and an SI prefix; whole numbers below 1,000 as they are."""
+    # Rounded first: 999,999 is 1.00 M, and no 1000 k.
+    rounded = float(f"{number:.3g}") if number >= 1000 else number
+    power = min((len(str(int(rounded))) - 1) // 3, 4)
+    scaled = rounded / 1000**power
+    digits = 0 if power == 0 and number == int(number) else max(0, 3 - len(str(int(scaled))))
+    return f"{scaled:.{digits}f} {' kMGT'[power]}".rstrip() + " " * (power == 0)
+
+
+def _number(value: float) -> str:
+    """Return a metric with three digits, or all before the point."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3f}" if abs(value) < 1 else f"{value:.3g}"
+
+
+def _percent(share: float) -> float:
+    """Return a share in percent; what is not all is never rounded to all."""
+    return 100 * share if share >= 1 else min(100 * share, 99.9)
+
+
+def model_name(report: Report) -> str:
+    """Return the dense model's Hub id, or the name of its folder without the local path."""
+    path = Path(report.model)
+    return path.name if path.is_absolute() or os.path.exists(path) else report.model
+
+
+def removed_text(heads: UnitCounts, neurons: UnitCounts | None = None) -> str:
+    """Return how much was removed: "20 of 72 heads and 4,300 of 9,216 neurons removed"; no kind without units."""
+    counts = [(heads, "heads"), (neurons, "neurons")]
+    shown = [f"{units.removed:,} of {units.total:,} {name}" for units, name in counts if units and units.total]
+    return f"{' and '.join(shown) or 'nothing'} removed"
+
+
+def named_units(heads: UnitCounts, neurons: UnitCounts | None) -> list[tuple[str, UnitCounts]]:
+    """Return full name and counts of every kind of unit that could be removed."""
+    counts = [("attention heads", heads), ("feed-forward neurons", neurons)]
+    return [(name, units) for name, units in counts if units and units.total]
+
+
+def kinds_text(report: Report, *, joined: str = "and") -> str:
+    """Return the units that the run could remove: "heads", "neurons", or both, joined by a word."""
+    return f" {joined} ".join(name.split()[-1] for name, _ in named_units(report.heads, report.neurons))
+
+
+def title(report: Report) -> str:
+    """Return the report's headline."""
+    return f"{model_name(report)}, {removed_text(report.heads, report.neurons)}"
+
+
+def criterion_text(report: Report) -> str:
+    """Return the criterion, its alpha, and whether the output projections were refitted."""
+    refitted = ", output projections refitted in closed form" if report.details.compensation else ""
+    return report.criterion + ("" if report.alpha is None else f", alpha {report.alpha:g}") + refitted
+
+
+def runtime_name(name: str) -> str:
+    """Return a runtime as a sentence writes it: "ONNX Runtime", "ONNX Runtime (cuda)", "OpenVINO", "torch"."""
+    library, _, kind = name.replace("-cpu", "", 1).partition("-")
+    known = {"onnxruntime": "ONNX Runtime", "openvino": "OpenVINO", "llamacpp": "llama.cpp"}.get(library)
+    return name if known is None else f"{known} ({kind})" if kind else known
+
+
+def form_runtime(form: Judged) -> str:
+    """Return the runtime of a form; its bits are told beside it."""
+    return runtime_name(form.runtime.removesuffix("-int8"))
+
+
+def form_name(form: Judged, forms: Sequence[Judged]) -> str:
+    """Return model and bits of a form, and its runtime if the forms have several."""
+    several = len(set(map(form_runtime, forms))) > 1
+    return f"{form.model} {form.bits}" + (f", {form_runtime(form)}" if several else "")
+
+
+def form_step(time: FormTime | LatencyRow) -> str:
+    """Return the shape of a time, and its phase if a model generates: "8 x 128", "1 x 128 decode", "8 rows"."""
+    if time.phase == "rows":
+        return f"{time.batch} {'row' if time.batch == 1 else 'rows'}"
+    return f"{time.batch} x {time.sequence}" + ("" if time.phase == "forward" else f" {time.phase}")
+
+
+def agreement(report: Report) -> str:
+    """Return the name of the stability: when two predictions count as the same."""
+    word, tolerance = report.details.stability_of, report.details.stability_tolerance
+    return f"same {word}" if tolerance is None else f"same within {tolerance:g}"
+
+
+def samples_word(report: Report) -> str:
+    """Return what a report's samples are: "queries", "pairs" or "texts" of a model that ranks, and "rows" of others."""
+    if report.ranking is None:
+        return "rows"
+    known = set().union(*report.ranking.values())
+    if "spearman" in known:
+        return "pairs"
+    return "queries" if "ndcg" in known or "candidates" in report.ranking else "texts"
+
+
+def keeps_metric(report: Report) -> bool:
+    """Return whether what is kept is a share of the first metric."""
+    metric = METRICS.get(report.quality.metric)
+    shares = report.ranking is not None or (metric is not None and metric.terms is not None)
+    return shares and report.quality.dense > 0
+
+
+def form_kept(report: Report, form: Judged) -> float:
+    """Return what a form keeps of the dense model's predictions or, see `keeps_metric`, of its first metric."""
+    return form.quality / report.quality.dense if keeps_metric(report) else form.stability
+
+
+def is_own(metric: str) -> bool:
+    """Return whether a metric compares with the dense model's own predictions."""
+    return metric in METRICS and METRICS[metric].own
+
+
+def sentence_class(report: Report) -> str | None:
+    """Return the class of sentence-transformers that loads the slim model; None if there is none."""
+    task = TASKS.get(report.task)  # one that a user registered may be unknown in another process
+    if task is not None and task.embeds:
+        return "SentenceTransformer"
+    return "CrossEncoder" if "candidates" in (report.ranking or {}) else None
+
+
+# Budgets, also of runs that have no report yet
+
+
+_COSTS = {"flops": "FLOPs", "parameters": "parameters", "latency": "time"}
+
+
+def asked_words(outcome: Outcome) -> str:
+    """Return what is asked: "99 % of the predictions", "a loss of at most 0.01 of F1", "at most 0.8 of the FLOPs"."""
+    budget, keep = outcome.budget, outcome.budget.keep
+    if budget.max_drop is not None:
+        return f"a loss of at most {budget.by:g} of {budget.metric}"
+    if keep is None:
+        return f"at most {budget.ratio:g} of the {_COSTS[budget.kind]}"
+    index = {None: "", "dense": " with your index as it is", "slim": " with everything re-embedded"}
+    kept = _counted(outcome) or f"{title_of(str(keep.metric))}{index[keep.index]}"
+    return f"at most {budget.by:g} of {kept}" if budget.share is None else f"{100 * budget.share:g} % of {kept}"
+
+
+def stays_words(outcome: Outcome) -> str:
+    """Return the words after a percentage: "of the sentences stay", or "of nDCG@10 stays"."""
+    counted = _counted(outcome)
+    return f"of {counted} stay" if counted else f"of {title_of(str(outcome.budget.metric))} stays"
+
+
+def _counted(outcome: Outcome) -> str | None:
+    """Return what is counted, such as "the sentences"; None if the promise is about the value of a metric."""
+    metric = outcome.budget.metric
+    counted = f"{outcome.word}s" if metric is None else counted_by(metric)
+    return None if counted is None or outcome.budget.by is not None else f"the {counted}"
+
+
+def found_words(outcome: Outcome) -> str:
+    """Return what the slim model has of what was asked."""
+    budget, found = outcome.budget, outcome.found
+    assert found is not None
+    if budget.max_drop is not None:
+        return f"one of {found.value:.4g}"
+    if budget.keep is None:
+        return f"{found.value:.3f}"
+    sure = f"with {100 * CONFIDENCE:g} % confidence"
+    if outcome.confidence is not None and outcome.confidence > CONFIDENCE:
+        sure += ", corrected for all cuts tried"
+    if budget.share is None:
+        return f"a loss of {found.value:.4g} (at most {found.bound:.4g} {sure})"
+    return f"{100 * found.value:.2f} % (at least {100 * found.decides:.2f} % {sure})"
+
+
+# The first sentence
+
+
+class _Subject(NamedTuple):
+    """The model that the first sentence is about: how fast it is, what it keeps, and what was promised of it.
+
+    `kept` is what the evaluated rows keep of what was promised; None where the evaluation does not know.
+    """
+
+    time: str
+    stability: float
+    quality: float
+    promise: Outcome | None
+    kept: float | None
+    ranking: Mapping[str, Mapping[str, float]] | None = None
+
+
+def lead_text(report: Report) -> str:
+    """Return the result of the run in one sentence.
+
+    An example is "0.82 of the time on ONNX Runtime at 8 x 128; 97 % of the predictions stay; Pearson 0.903 → 0.901;
+    budget kept." A promise stands beside what was kept: "promised 97 % of the predictions; kept 97.6 % of 436 other
+    rows". A value that was not measured is left out.
+    """
+    told = _subject(report)
+    promise = _promise_text(report, told) if told.promise is not None else ""
+    if report.ranking is not None:
+        parts = [_ranking_text(report, told), promise]
+    elif told.promise is not None and told.promise.budget.metric is None:
+        parts = [promise, _quality_text(report, told)]
+    else:
+        parts = [_agreement_text(report, told), _quality_text(report, told), promise]
+    return "; ".join(filter(None, [told.time, *parts, _budget_result(report)])) + "."
+
+
+def _subject(report: Report) -> _Subject:
+    """Return the form to deploy; else the cascade, if one was asked for; else the slim model."""
+    details, forms, word = report.details, report.details.forms, report.details.stability_of
+    found = details.deployment
+    if found is not None and found.form is not None:
+        form = forms[found.form]
+        metric = report.quality.metric if keeps_metric(report) else None
+        index: Any = "dense" if metric and "dense_index" in (report.ranking or {}) else None
+        keep = KeepBudget(predictions=found.promise, metric=metric, index=index)
+        model = "cascade" if form.model == "cascade" else f"{form.model} model"
+        what = f"Deploy the {model} in {form.bits} on {form_runtime(form)}"
+        time = _form_time(what, forms, found.form, deciding_step(forms))
+        promise = Outcome(Budget(keep=keep), word=word)
+        ranking = found.ranking or report.ranking
+        return _Subject(time, form.stability, form.quality, promise, form_kept(report, form), ranking)
+    if (cascade := report.cascade) is not None:
+        # A cascade is for batches.
+        quiet = [step for step, at in enumerate(forms[0].times) if not at.noisy]
+        step = next((step for step in quiet if forms[0].times[step].batch > 1), quiet[0] if quiet else None)
+        time = _form_time("Cascade of both models", forms, len(forms) - 1, step)
+        keep = KeepBudget(predictions=1 - cascade.disagreement)
+        promise = Outcome(Budget(keep=keep), samples=cascade.rows, word=word)
+        return _Subject(time, cascade.stability, forms[-1].quality, promise, cascade.stability, report.ranking)
+    outcome = details.outcome
+    met = outcome if outcome is not None and outcome.budget.keep is not None and outcome.met else None
+    kept = None if met is None else _kept(report, met)
+    return _Subject(_time(report), report.stability, report.quality.slim, met, kept, report.ranking)
+
+
+def _kept(report: Report, promise: Outcome) -> float | None:
+    """Return the share of the predictions, or of the dense model's metric, that the slim model keeps."""
+    metric, keep = promise.budget.metric, promise.budget.keep
+    if metric is None:
+        return report.stability
+    found, slim_index = report.metrics.get(metric), (report.ranking or {}).get("slim_index", {})
+    if found is None or found.dense <= 0:
+        return None
+    slim = slim_index.get(metric.removesuffix("@10")) if keep and keep.index == "slim" else found.slim
+    return None if slim is None else slim / found.dense
+
+
+def _form_time(what: str, forms: Sequence[Judged], number: int, step: int | None) -> str:
+    if step is None:
+        return f"{what}, time too noisy to tell"
+    ratio, at = relative_times(forms, step)[number], form_step(forms[0].times[step])
+    return f"{what}: {ratio:.2f} of the time of dense {forms[0].bits} at {at}"
+
+
+def asked_row(report: Report) -> LatencyRow | None:
+    """Return the row of time that was asked for; None if it is noisy or was not measured.
+
+    It is the budget's row if time was the budget. Otherwise it is the row of the recipe's first shape on ONNX Runtime,
+    for which the run exports the model, or on the first runtime if ONNX Runtime was not timed. It is never picked by
+    its ratio.
+    """
+    rows = [row for row in report.latency if row.phase != "decode"]
+    outcome = report.details.outcome
+    timed = None if outcome is None else outcome.budget.latency
+    if timed is not None:
+        asked = (timed.runtime, timed.batch, timed.sequence)
+        found = [row for row in rows if (row.runtime, row.batch, row.sequence) == asked]
+    else:
+        at_shape = [row for row in rows if (row.batch, row.sequence) == tuple(report.flops.shape)]
+        found = [row for row in at_shape if row.runtime.startswith("onnxruntime")] or at_shape
+    return found[0] if found and not found[0].noisy else None
+
+
+def _time(report: Report) -> str:
+    """Return the time ratio of the row that was asked for, else the median; without times, the ratio of FLOPs."""
+    timed = [row for row in report.latency if row.phase != "decode"]
+    asked = asked_row(report)
+    quiet = [asked] if asked else [row for row in timed if not row.noisy]
+    if not quiet:
+        return f"{report.flops.ratio:.2f} of the FLOPs" + (", time too noisy to tell" if timed else "")
+    if len(quiet) > 1:
+        middle = statistics.median(row.ratio for row in quiet)
+        return f"{middle:.2f} of the time (median over {len(quiet)} runtimes and shapes)"
+    (row,) = quiet
+    dtype = "" if row.dtype == "float32" else f" in {row.dtype}"
+    return f"{row.ratio:.2f} of the time on {runtime_name(row.runtime)} at {form_step(row)}{dtype}"
+
+
+def _agreement_text(report: Report, told: _Subject) -> str:
+    """Return how many predictions stay, and the tolerance for a regression."""
+    digits = 0 if told.stability < 0.99 else 1
+    share = "all" if told.stability == 1 else f"{_percent(told.stability):.{digits}f} % of the"
+    return f"{share} {report.details.stability_of}s stay{_within(report)}"
+
+
+def _within(report: Report) -> str:
+    tolerance = report.details.stability_tolerance
+    return "" if tolerance is None else f" within {tolerance:g}"
+
+
+def _quality_text(report: Report, told: _Subject) -> str:
+    """Return the first metric of both models; empty without labels."""
+    metric = report.quality.metric
+    if (counted := counted_by(metric)) is not None:
+        return f"all {counted}" if told.quality >= 1 else f"{_percent(told.quality):.1f} % of the {counted}"
+    if not report.details.data.evaluation_labelled:
+        return ""
+    return f"{title_of(metric)} {_number(report.quality.dense)} → {_number(told.quality)}"
+
+
+def _ranking_text(report: Report, told: _Subject) -> str:
+    """Return the first metric of rankings, the share that stays, and the index that queries search, on both indices."""
+    metric, dense, quality = report.quality.metric, report.quality.dense, told.quality
+    of = METRICS[metric].of if metric in METRICS else ""
+    index = " with your index as it is" if "dense_index" in (report.ranking or {}) and "ranking" in of else ""
+    key = {"ndcg@10": "ndcg", "own_ndcg@10": "own_ndcg"}.get(metric, "")
+    again = (told.ranking or {}).get("slim_index", {}).get(key)
+    other = "" if again is None else f", {_number(again)} re-embedded"
+    if of == "own ranking":
+        return f"{title_of(metric)} {_number(quality)}{index}{other}"
+    numbers = f"{_number(dense)} → {_number(quality)}"
+    if dense <= 0:
+        return f"{title_of(metric)} {numbers}{index}"
+    return f"{_percent(quality / dense):.1f} % of {title_of(metric)} stays{index} ({numbers}{other})"
+
+
+def _promise_text(report: Report, told: _Subject) -> str:
+    """Return what was promised and what other rows keep: "promised 97 % of the predictions; kept 97.6 % of ..."."""
+    promise = told.promise
+    assert promise is not None
+    data, word, budget = report.details.data, samples_word(report), promise.budget
+    loss, within = "" if budget.by is None else "a loss of ", "" if budget.metric else _within(report)
+    # A row has many tokens, and many entities.
+    of = "on" if budget.metric or report.details.stability_of == "next token" else "of"
+    held_out, judged = "", f"{data.evaluation_samples:,} other {word}"
+    if not data.alike:
+        held_out = f" on {promise.samples or data.held_out_samples:,} {word} of {data.held_out_split}"
+        judged = f"{data.evaluation_samples:,} {word} of {data.evaluation_split}"
+    elif not data.apart:
+        judged = f"{data.evaluation_samples:,} {word}, some of which it was promised on"
+    text, result = f"promised {loss}{asked_words(promise)}{within}{held_out}", _result(report, told.kept, budget)
+    return f"{text}; {result} {of} {judged}" if result else text
+
+
+def _result(report: Report, kept: float | None, budget: Budget) -> str:
+    """Return what the evaluated rows keep, or lose, of what was promised; empty if the evaluation does not know."""
+    if (share := budget.share) is None:
+        found = report.metrics.get(str(budget.metric))
+        return f"lost {_number(quality_loss(str(budget.metric), found.dense, found.slim))}" if found else ""
+    if kept is None:
+        return ""
+    if kept >= 1:
+        return "kept all" if kept == 1 else f"kept {100 * kept:.1f} %"
+    # Never rounded to all, and never up to the promise.
+    tenths = math.floor(1000 * kept) if kept < share else round(1000 * kept)
+    return f"kept {'only ' if kept < share else ''}{min(tenths, 999) / 10:.1f} %"
+
+
+def _budget_result(report: Report) -> str:
+    """Return whether a budget that promises nothing was kept; empty if the report does not know."""
+    outcome, heads, deployed = report.details.outcome, report.heads, report.details.deployment
+    if outcome is None or (deployed is not None and deployed.form is not None):
+        return ""
+    budget, asked = outcome.budget, asked_row(report)
+    if budget.heads is not None and abs(heads.removed - budget.heads * heads.total) >= 1:
+        removed = 100 * heads.removed / heads.total
+        return f"{removed:.3g}% of the heads removed for a budget of {100 * budget.heads:.3g}%"
+    if outcome.noisy:
+        return "budget too noisy to confirm"
+    if outcome.met:
+        return "" if budget.keep else "budget kept"
+    if budget.latency is not None and asked is not None and asked.ratio_low <= budget.latency.ratio:
+        return f"budget of {budget.ratio:g} within the interval of the measurement"
+    return f"budget missed: asked for {asked_words(outcome)}, found {found_words(outcome)}"
+
+
+# Notes below the tables; each is empty where a report has nothing to say
+
+
+def budget_text(report: Report) -> str:
+    """Return what the budget allowed, and what was predicted and measured; empty for a share of the heads."""
+    outcome, data = report.details.outcome, report.details.data
+    if outcome is None or outcome.budget.heads is not None:
+        return ""
+    budget, timed, judged = outcome.budget, outcome.budget.timed, len(outcome.judged)
+    where, predicted, more = " of the dense model", "", ""
+    if budget.searched:
+        rows = f"{outcome.samples:,} held-out {samples_word(report)}"
+        where = f", promised on {held_out_rows(report, otherwise=rows)}"
+        more = f"; {judged} {'cut was' if judged == 1 else 'cuts were'} tried" if judged else ""
+    elif budget.latency is not None:
+        reference = " in float32" if budget.latency.of == "float32" else ""
+        bits = f" in {budget.latency.dtype}" if budget.latency.dtype else ""
+        where += f"{reference} on {budget.latency.runtime}{bits} at {budget.latency.batch} x {budget.latency.sequence}"
+    if outcome.predicted is not None:
+        time = f" of the time on {runtime_name(str(timed.runtime))}" if budget.searched and timed else ""
+        predicted = f"; predicted {outcome.predicted:.3f}{time}"
+    dense = "" if outcome.dense is None else f", of the dense model's {outcome.dense:.4f}"
+    found = "Too noisy to measure" if outcome.noisy else f"Found {found_words(outcome)}"
+    text = f"Budget: {asked_words(outcome)}{where}. {found}{dense}{more}{predicted}."
+    if budget.keep is not None and data.held_out_further and not data.alike:
+        text += f" If the model was trained on {data.held_out_split}, the promise is too optimistic for new rows."
+    return text
+
+
+def length_text(report: Report) -> str:
+    """Return where the length of the timed rows comes from; empty if the request gave it."""
+    found = report.details.row_length
+    if found is None:
+        return ""
+    on_rows = any(time.phase == "rows" for form in report.details.forms for time in form.times)
+    median = f"the median of {found.rows:,} rows of the data is {found.median:g}, rounded up"
+    if on_rows:
+        return f"Forms are timed on rows as they come, and FLOPs are counted at {found.tokens} tokens: {median}."
+    return f"Where no length was asked for, rows of {found.tokens} tokens were timed: {median}."
+
+
+def family_text(report: Report) -> str:
+    """Return that the slim model is of another stock family, and why."""
+    return report.details.family.note if report.details.family else ""
+
+
+def forms_text(report: Report) -> str:
+    """Return how the forms of both models were judged and timed."""
+    forms = report.details.forms
+    if not forms:
+        return ""
+    layers, counts = report.exported.layers if report.exported else None, ""
+    if layers:
+        bits, count = next(iter(layers.items()))
+        rest = layers.get("float32", 0)
+        small = f"{rest} small {'one' if rest == 1 else 'ones'}"
+        counts = f" Of the slim model, {count} linear layers are in {bits}, {small} in float32."
+    timed = " on these rows as they come" if any(time.phase == "rows" for time in forms[0].times) else ""
+    brief = any(len(form.times) < len(forms[0].times) for form in forms)
+    others = " Forms that another one beats were timed briefly, at the first shape only." if brief else ""
+    return (
+        f"Every form ran the evaluation rows itself. All were timed{timed}, interleaved in one process.{others} Time "
+        f"is relative to {forms[0].model} {forms[0].bits}; its own row times a second copy, the control.{counts}"
+    )
+
+
+def cascade_text(report: Report) -> str:
+    """Return the promise of a cascade, its evidence, and its results."""
+    found, facts = report.cascade, report.details.cascade
+    if found is None or facts is None:
+        return ""
+    kept = "as promised" if 1 - found.stability <= found.disagreement else "fewer than promised"
+    tried = ""
+    if facts.tried:
+        shares = ", ".join(f"{size.flops:.2f}" for size in facts.tried if size.problem is None)
+        tried = f" Cascades with {shares} of the FLOPs were tried, and this one is the fastest of them."
+        tried += "".join(
+            f" With {size.flops:.2f} there is none: {size.problem}." for size in facts.tried if size.problem
+        )
+    return (
+        f"Cascade: at most {100 * found.disagreement:g} % of the answers differ from the dense model's, with "
+        f"{100 * found.confidence:g} % confidence (Clopper-Pearson, {found.rows:,} held-out rows, {facts.differ} of "
+        f"which differ). Rows whose two largest logits are at most {found.threshold:.3f} apart go on to the dense "
+        f"part: {100 * found.passed_on:.1f} % of the evaluated rows. Of all of these, {100 * found.stability:.2f} % "
+        f"keep their answer, {kept}. The file has {si(found.bytes)}B; the dense model alone has "
+        f"{si(facts.parts.dense)}B, the slim one {si(facts.parts.slim)}B.{tried}"
+    )
+
+
+def alpha_text(report: Report) -> str:
+    """Return how `alpha: auto` chose among the alphas that a table shows."""
+    points, word = report.details.alpha_curve, report.details.stability_of
+    if not points:
+        return ""
+    if any(point.quality is None for point in points):
+        return f"The alpha that keeps most {word}s is taken, and of equal ones the largest."
+    metric = title_of(report.quality.metric)
+    return (
+        f"So few rows cannot tell apart the alphas within one standard error of the best {metric}. Of these, the one "
+        f"that keeps most {word}s is taken; a tie goes to the better {metric}, then to the larger alpha."
+    )
+
+
+def tried_text(report: Report) -> str:
+    """Return how `criterion: auto` chose its candidate, which may not have the best numbers."""
+    chosen = next((row for row in report.details.tried if row.chosen), None)
+    if chosen is None:
+        return ""
+    metric = "" if chosen.quality is None else f" and its {report.quality.metric} is not clearly worse"
+    return (
+        "Candidates are listed in order of trust. A later one is taken only if it agrees with the dense model more "
+        f"often by two standard errors{metric}. No candidate after the chosen one does."
+    )
+
+
+def held_out_rows(report: Report, *, otherwise: str = "held-out rows") -> str:
+    """Return which rows choices were judged on: "256 further rows of train"."""
+    data = report.details.data
+    if not data.held_out_samples:
+        return otherwise
+    further = "further " if data.held_out_further else ""
+    return f"{data.held_out_samples:,} {further}{samples_word(report)} of {data.held_out_split}"
+
+
+def method_text(report: Report) -> str:
+    """Return which data the units were scored on, which data quality was measured on, and on what machine."""
+    data, ranks = report.details.data, report.ranking is not None
+    own = {"answer": "their answers", "next token": "their next tokens", "choice": "their right choices"}
+    known = own.get(report.details.stability_of, "their labels")
+    labels = f"with {known}" if data.labels == "data" else "with the model's own predictions as labels"
+    asked, used = data.calibration_batch_asked, data.calibration_batch
+    halved = f" ({used} at once: {asked} did not fit into memory)" if used < asked else ""
+    used, there = data.evaluation_samples, data.evaluation_of
+    rows = f"all {there:,} samples" if used >= there else f"the first {used:,} of the {there:,} samples"
+    if used < there and data.evaluation_rows == "drawn":
+        rows = f"{used:,} samples, drawn from the {there:,}"
+    lines = [
+        f"{kinds_text(report).capitalize()} were scored on {data.calibration_samples} samples{halved} "
+        f"{'without labels' if ranks else labels}; quality is over {rows} of {data.evaluation_split}."
+    ]
+    if not data.evaluation_labelled:
+        what = "rankings" if ranks else "predictions"
+        lines.append(f"These have no labels: metrics compare with the dense model's own {what}.")
+    if data.compensation_samples:
+        lines.append(f"The output projections were refitted on {data.compensation_samples:,} samples.")
+    return " ".join(filter(None, [*lines, _held_out_note(report), environment_text(report.environment)]))
+
+
+def _held_out_note(report: Report) -> str:
+    """Return a warning if the chosen plan does far better on the rows it was chosen on; else nothing."""
+    found = [point.quality for point in report.details.alpha_curve if point.alpha == report.alpha]
+    found += [row.quality for row in report.details.tried if row.chosen]
+    slim = report.quality.slim
+    better = [known for known in found if known is not None and abs(known - slim) > FAR * max(abs(known), abs(slim))]
+    if not better or (better[-1] > slim) != higher_is_better(report.quality.metric):
+        return ""
+    return (
+        f"The plan was chosen at {report.quality.metric} {better[-1]:.4f} on {held_out_rows(report)}, and has "
+        f"{slim:.4f} here: the model may have been trained on those rows; name others in the recipe, as held_out."
+    )
+
+
+def environment_text(environment: Mapping[str, Any]) -> str:
+    """Return the hardware and the libraries that decide about time, in a sentence; empty if none is known."""
+    names = {
+        **{name: name for name in ("cpu", "gpu", "torch", "cuda", "transformers", "onnxruntime", "openvino")},
+        **{"onnxruntime_gpu": "onnxruntime-gpu", "node_llama_cpp": "node-llama-cpp", "gpu_driver": "driver"},
+    }
+    known = ", ".join(f"{shown} {environment[name]}" for name, shown in names.items() if environment.get(name))
+    return f"Measured with {known}." if known else ""
+
+
+def latency_text(rows: Sequence[LatencyRow], names: tuple[str, str] = ("dense", "slim")) -> str:
+    """Return how the rows were timed, the range of the controls, and how to read what the rows show."""
+    first = names[0]
+    controls = [row.control_ratio for row in rows]
+    # Loads of one model differ in time, and the interval is over these differences too.
+    loads = dict.fromkeys(f"{row.loads} times on {row.runtime}" for row in rows if row.loads > 1)
+    loaded = f"The models were loaded anew {' and '.join(loads)}. " if loads else ""
+    apart = ", on llamacpp in a process for each," if any(row.runtime == "llamacpp" for row in rows) else ""
+    on_rows = all(row.phase == "rows" for row in rows)
+    how, runs = ("that of total times", "batches") if on_rows else ("the median of paired ratios", "runs")
+    sentences = [
+        f"Timed interleaved in one process{apart} with two copies of {first}; the ratio is {how} to their mean, and "
+        f"its 95 % interval is from a bootstrap over loads, copies and {runs}. {loaded}"
+        f"The control, {first} against itself, gave {min(controls):.3f} to {max(controls):.3f}."
+    ]
+    if any(row.noisy for row in rows):
+        sentences.append(
+            "A row is noisy if the control's interval misses 1 by more than 2 % or is wider than 10 %, or if it took "
+            "longer than a row with more to compute. Its ratio means nothing; measure again on an idle machine."
+        )
+    if any(row.phase == "decode" for row in rows):
+        sentences.append("Decode: the step that computes a row's last token, with the tokens before it in the cache.")
+    if any(row.realised is not None and not row.noisy for row in rows):
+        sentences.append("Realised: the share of the FLOPs saving that became a time saving.")
+    graphs = sorted({row.runtime for row in rows if row.cuda_graph})
+    if graphs:
+        sentences.append(f"CUDA graphs were replayed by {', '.join(graphs)}.")
+    return " ".join(sentences)
