@@ -52,7 +52,7 @@ class _Row(Schema):
     alpha: float | None
     samples: int
     result: _Result
-    lost: dict[str, int] | None = None
+    kept: dict[str, list[int]] | None = None
 
 
 class _Point(Schema):
@@ -90,7 +90,7 @@ class Journal:
         self.latency: dict[str, dict[str, Any]] = {}
         self._by_kind = {"row": self.rows, "alpha": self.alphas, "latency": self.latency}
         self._folder, self._path = folder, folder / NAME
-        self._digests = {field: _digest(value) for field, value in asked.items()}
+        self._digests = {field: digest(value) for field, value in asked.items()}
         occupied = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
         if occupied and not self._path.is_file():
             raise OutputExistsError(
@@ -156,5 +156,6 @@ class Journal:
             )
 
 
-def _digest(value: Any) -> str:
+def digest(value: Any) -> str:
+    """Return a short hash of a JSON value."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]

@@ -234,11 +234,11 @@ def render_latex(tables: Sequence[SweepTable]) -> str:
     """Return the tables as LaTeX, which needs the packages booktabs and amsmath."""
     parts = []
     for table in tables:
-        columns = " & ".join(_escape(share_text(share)) for share in table.budgets)
+        columns = " & ".join(share_text(share).translate(LATEX) for share in table.budgets)
         lines = [
             r"\begin{table}[t]",
             r"\centering",
-            rf"\caption{{{_escape(table.title)}. Mean $\pm$ standard deviation over seeds.}}",
+            rf"\caption{{{table.title.translate(LATEX)}. Mean $\pm$ standard deviation over seeds.}}",
             rf"\begin{{tabular}}{{l{'r' * len(table.budgets)}}}",
             r"\toprule",
             rf"{table.budget[0].upper()}{table.budget[1:]} & {columns} \\",
@@ -246,9 +246,10 @@ def render_latex(tables: Sequence[SweepTable]) -> str:
         ]
         for method, cells in _cells(table, (r"\textbf{{{}}}", r"\underline{{{}}}"), r"$\pm$", "--"):
             texts = " & ".join(cells).replace("%", r"\%")
-            lines.append(rf"{_escape(method)} & {texts} \\")
+            lines.append(rf"{method.translate(LATEX)} & {texts} \\")
         lines += [r"\bottomrule", r"\end{tabular}"]
-        lines += [f"\\par\\footnotesize {_escape(name)}: {_escape(how)}." for name, how in table.differences.items()]
+        for name, how in table.differences.items():
+            lines.append(f"\\par\\footnotesize {name.translate(LATEX)}: {how.translate(LATEX)}.")
         lines += [r"\end{table}"]
         parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
@@ -273,8 +274,3 @@ def _cells(
         return marked + (f" {plus_minus} {cell.spread}" if cell.spread else "")
 
     return [(label, [text(cell) for cell in cells]) for label, cells in table.lines.items()]
-
-
-def _escape(text: str) -> str:
-    """Escape text for LaTeX."""
-    return text.translate(LATEX)

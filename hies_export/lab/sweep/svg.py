@@ -22,7 +22,7 @@ from ...score.criteria import score_units
 from ..baselines.names import OWN_SAMPLES
 from .charts import COLOURED, Axis, Style, draw_chart, line_styles, sweep_frontier
 from .page import Panel, alpha_panels, budget_panels, drawn_rows, panels, timed_panels
-from .results import Row, budget_name, budget_of, budgets_of, line_name, of_first_size, share_text
+from .results import Row, budget_name, budget_of, budgets_of, of_first_size, share_text
 
 
 def draw_sweep(folder: Path) -> dict[str, str]:
@@ -42,10 +42,11 @@ def draw_sweep(folder: Path) -> dict[str, str]:
     shown = drawn_rows(rows)
     styles = line_styles(shown, most=2 * COLOURED)
     by_budget, by_time, by_alpha = budget_panels(shown, styles), timed_panels(shown, styles), alpha_panels(rows)
+    frontier = sweep_frontier(shown, styles, legend=True)
     drawn = {
         "quality": _curves(by_budget, styles, only=1),
         "stability": _curves(by_budget, styles, only=0),
-        "frontier": _frontier(shown, styles),
+        "frontier": figures.draw_frontier(frontier) if frontier else "",
         "quality-latency": _curves(by_time, styles),
         "head-maps": head_maps(details),
         "alpha-sensitivity": _curves(
@@ -55,12 +56,6 @@ def draw_sweep(folder: Path) -> dict[str, str]:
         "seeds": seeds(rows),
     }
     return {f"{name}.svg": svg for name, svg in drawn.items() if svg}
-
-
-def _frontier(rows: Sequence[Row], styles: Mapping[str, Style]) -> str:
-    """Return stability by the measured time; nothing without times."""
-    picture = sweep_frontier(rows, styles, legend=True)
-    return figures.draw_frontier(picture) if picture else ""
 
 
 def _curves(panels: Sequence[Panel], styles: Mapping[str, Style], *, only: int | None = None) -> str:
@@ -122,7 +117,7 @@ def _at_the_middle(rows: Sequence[Row], axis: Axis) -> str:
     at = [row for row in rows if budget_of(row) == budget]
     styles = line_styles(at, most=2 * COLOURED)
     title = f"{share_text(budget)} of the {budget_name(rows)}, {{}}"
-    drawn = panels(at, axis, styles, ["stability"], name=lambda row: line_name(row, at), title=title)
+    drawn = panels(at, axis, styles, ["stability"], title=title)
     return _curves(drawn, styles)
 
 

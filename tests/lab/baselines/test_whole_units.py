@@ -12,11 +12,15 @@ from support.tolerance import assert_near
 from torch import Tensor
 
 from hies_export import DataError, PrunableModule, collect_statistics, find_attention, prune_units, select_units
-from hies_export.lab.baselines.averages import input_averages
-from hies_export.lab.baselines.flap import add_means, fluctuations, score_flap
+from hies_export.lab.baselines.flap import (
+    add_means,
+    fluctuations,
+    input_averages,
+    score_flap,
+    score_martra,
+    score_wanda,
+)
 from hies_export.lab.baselines.kwon import exchanged, mask_gradients, rearranged
-from hies_export.lab.baselines.martra import score_martra
-from hies_export.lab.baselines.wanda import score_wanda
 from hies_export.select.cost import CostTable
 
 
