@@ -419,9 +419,7 @@ def _sweep_key(found: Mapping[str, Any]) -> tuple[Any, ...]:
 def _flops_by_rows(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
     """Return the share of the dense model's FLOPs that a head and a neuron cost, fitted to the rows of a sweep."""
     counted = [row for row in rows if row["flops_ratio"] is not None]
-    if not any(row.get("neurons_removed") for row in counted):
-        return (1 - counted[0]["flops_ratio"]) / max(1, counted[0]["heads_removed"]), 0.0
-    removed = np.array([[row["heads_removed"], row["neurons_removed"]] for row in counted], dtype=float)
+    removed = np.array([[row["heads_removed"], row.get("neurons_removed") or 0] for row in counted], dtype=float)
     saved = np.array([1 - row["flops_ratio"] for row in counted])
     per_head, per_neuron = np.linalg.lstsq(removed, saved, rcond=None)[0]
     return float(per_head), float(per_neuron)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -244,26 +244,17 @@ def _compensation_note(exploration: Exploration, plan: PruningPlan) -> str:
         )
     if method is not None:
         return (
-            f"The measured models are compensated ({method}), and the predictions assume that too. " + _NOT_COMPENSATED
+            f"The measured models are compensated ({method}), and the predictions assume that too. {_NOT_COMPENSATED}"
         )
     if any("compensated" in result.how for trial in exploration.trials for result in trial.results):
         return f"Some of the measured models are compensated. {_NOT_COMPENSATED}"
     return ""
 
 
-class _Prediction(NamedTuple):
-    """The numbers of a plan by one kind of measurement; `curves` has the measurements, and the fitted line."""
-
-    title: str
-    how: str
-    table: Table
-    curves: Mapping[str, Curve]
-
-
 def _prediction(
     exploration: Exploration, how: str, lost: float, exact: Result | None, measured: Measured | None
-) -> _Prediction:
-    """Return the numbers of a plan that removes the share `lost` of the importance.
+) -> dict[str, Any]:
+    """Return the numbers of a plan that removes the share `lost` of the importance, and the curves behind them.
 
     They are those of `exact`, the measurement of the plan itself, or else predicted from what was measured.
     """
@@ -285,14 +276,14 @@ def _prediction(
             curves[name] = _curve(name, others.lost, values, lost, more_is_better, at=known)
     said, title = ("measured", MEASURED) if exact else ("predicted", f"Predicted from {len(others.lost)} models")
     columns = {header: itemgetter(column) for column, header in enumerate(("", said, "mean error"))}
-    return _Prediction(title, how, filled(columns, rows), curves)
+    return {"title": title, "how": how, "table": filled(columns, rows), "curves": curves}
 
 
 def _trial_table(exploration: Exploration) -> Table:
     """Return all measured plans with their results."""
     columns: dict[str, Callable[[tuple[Trial, Result]], str]] = {
         "plan": lambda row: row[0].label,
-        "": lambda row: _made(row[1].how),
+        "": lambda row: row[1].how.partition(": ")[2].partition(", on ")[0],  # how the model was made
         exploration.metric: lambda row: "" if row[1].quality is None else f"{row[1].quality:.4f}",
         "same predictions": lambda row: f"{row[1].stability:.1%}",
         "FLOPs": lambda row: "" if row[0].flops_ratio is None else f"{row[0].flops_ratio:.3f}",
@@ -300,11 +291,6 @@ def _trial_table(exploration: Exploration) -> Table:
         "neurons removed": lambda row: f"{row[0].plan.removed_neurons:,}" if row[0].plan.neurons else "",
     }
     return filled(columns, [(trial, result) for trial in exploration.trials for result in trial.results])
-
-
-def _made(how: str) -> str:
-    """Return how models were made, without the models and rows."""
-    return how.partition(": ")[2].partition(", on ")[0]
 
 
 def _curve(
