@@ -35,7 +35,7 @@ from ...progress import SILENT, Clock, Progress
 from ...recipe.budget import Budget
 from ...recipe.sections import CompensationSection
 from ...score.criteria import COMPENSATED_NAMES, Scores, needs_of, uses_alpha
-from ...select.constraints import check_budget
+from ...select.constraints import bundles_lost, check_budget
 from ...select.cost import check_reachable, lowest_ratio
 from ...select.goal import Goal
 from ...slim.cut import prune_units
@@ -199,20 +199,21 @@ def reachable_cells(shared: Shared, progress: Progress = SILENT) -> list[Cell]:
 
 def evaluate_cell(shared: Shared, cell: Cell) -> dict[str, Any]:
     """Evaluate a cell, and return its entry for the journal."""
-    alpha, selection, kept = None, None, None
+    alpha, selection, kept, lost = None, None, None, None
     judged = f"{cell.criterion}|{cell.seed}|{cell.samples}|{cell.sparsity}"
     if cell.criterion not in JUDGED_ONLY:
         with shared.base.clock("choose"):
             alpha = alpha_of(shared, cell)
             selection = selection_of(shared, cell, alpha)
         kept = {name: [*of.units] for name, of in selection.items()}
+        lost = bundles_lost(selection, shared.base.modules, unit=shared.base.options.unit)
         # The seed matters only to compensation: moments differ between seeds.
         judged = f"{cell.compensation}|{'' if cell.compensation == 'none' else cell.seed}|{digest(kept)}"
     if judged not in shared.judged:
         with shared.base.clock("evaluate"):
             shared.judged[judged] = _judge(shared, cell, selection)
-    samples = _samples(shared, cell)
-    return {"judged": judged, "alpha": alpha, "samples": samples, "result": shared.judged[judged], "kept": kept}
+    entry = {"judged": judged, "alpha": alpha, "samples": _samples(shared, cell), "result": shared.judged[judged]}
+    return entry | {"kept": kept, "lost": lost}
 
 
 def _judge(shared: Shared, cell: Cell, selection: Selection | None) -> dict[str, Any]:

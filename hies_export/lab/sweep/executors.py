@@ -110,18 +110,9 @@ def evaluate(
 ) -> tuple[dict[str, Any], dict[str, dict[str, Any]], dict[str, float], int]:
     """Evaluate a cell in this process, which keeps the model and a seed's statistics until another sweep begins.
 
-    Args:
-        sweep: A name that no other call of `sweep` has.
-        recipe, grid, cell: What is evaluated; all arguments come by pickle.
-        curves: What is known of the alphas of the cell, by key.
-        versions: Those of the libraries that the sweep runs with.
-
-    Returns:
-        The cell's entry for the journal, the curves that chose its alpha, seconds by kind of work, and the number of
-        models that were judged.
-
-    Raises:
-        RequestError: This process has other versions of the libraries.
+    `sweep` is a name that no other call of `sweep` has, and `curves` is what is known of the alphas of the cell.
+    Returns the cell's entry for the journal, the curves that chose its alpha, seconds by kind of work, and how many
+    models were judged. Raises RequestError if this process has other `versions` of the libraries than the sweep.
     """
     global _loaded
     with _turn:

@@ -53,6 +53,7 @@ class _Row(Schema):
     samples: int
     result: _Result
     kept: dict[str, list[int]] | None = None
+    lost: dict[str, int] | None = None
 
 
 class _Point(Schema):
@@ -81,7 +82,7 @@ class Journal:
 
     The first line has a digest of every field that decides the results, `asked`. They must match: the journal of
     another recipe, or of other files, is refused, and so is a non-empty folder without a journal. `rows` and `alphas`
-    are by `Cell.key`, `latency` by `Stopwatch.key`.
+    are by `Shared.key`, `latency` by what was timed and how.
     """
 
     def __init__(self, folder: Path, *, asked: Mapping[str, Any], overwrite: bool = False):

@@ -20,7 +20,6 @@ from ...forms.time import time
 from ...model.tokens import longest_sequence, synthetic_batch
 from ...pipeline.job import Job
 from ...progress import Progress
-from ...select.constraints import bundles_lost
 from ...tasks import Task
 from .journal import Journal
 
@@ -59,33 +58,29 @@ class LatencyRequest:
 
 def time_cuts(
     job: Job,
-    cuts: Sequence[Mapping[str, Sequence[int]] | None],
+    cuts: Sequence[Mapping[str, int] | None],
     request: LatencyRequest,
     journal: Journal,
     progress: Progress,
 ) -> list[dict[str, Any]]:
-    """Return the fields of a row for each cut, the units that modules keep: the ratio slim / dense, and its interval.
+    """Return the fields of a row for each cut: the ratio slim / dense with its 95 % interval, and whether it is noisy.
 
-    They are None for what is no cut. Timings are kept in the journal, and not made again.
+    A cut is how many bundles each module loses; the fields of None are None. What the journal has is not timed again.
     """
-    (shape, batch), export, unit = request.batch(job), job.export, job.options.unit
-    lost = [
-        cut and bundles_lost({m.name: m.kept(cut[m.name]) for m in job.modules}, job.modules, unit=unit) for cut in cuts
-    ]
+    (shape, batch), export = request.batch(job), job.export
     how = [request.runtime, shape, request.repeats, export.format, export.dtype, export.provider]
-    keys = [json.dumps([*how, counts]) for counts in lost]
-    waiting = {
-        key: counts for key, counts in zip(keys, lost, strict=True) if counts is not None and key not in journal.latency
-    }
+    keys = [json.dumps([*how, cut]) for cut in cuts]
+    known = journal.latency
+    waiting = {key: cut for key, cut in zip(keys, cuts, strict=True) if cut is not None and key not in known}
     if waiting:
         name = f"time {len(waiting)} models on {request.runtime}"
         progress.stage(name)
         with tempfile.TemporaryDirectory(prefix="hies-sweep-") as temporary:
             forms = Forms({"dense": job.model}, job.exporter, Path(temporary))
-            for number, (key, counts) in enumerate(progress.track(list(waiting.items()), name)):
-                forms.add(str(number), cut_bundles(job.model, job.modules, counts, unit=unit))
+            for number, (key, cut) in enumerate(progress.track(list(waiting.items()), name)):
+                forms.add(str(number), cut_bundles(job.model, job.modules, cut, unit=job.options.unit))
                 both = [forms.form(name, request.runtime) for name in ("dense", str(number))]
                 _, slim = time(both, {shape: [batch]}, repeats=request.repeats)
                 values = slim.ratio, slim.low, slim.high, slim.noisy
                 journal.add(key, dict(zip(_FIELDS, values, strict=True)), kind="latency")
-    return [journal.latency.get(key, dict.fromkeys(_FIELDS)) for key in keys]
+    return [known.get(key, dict.fromkeys(_FIELDS)) for key in keys]

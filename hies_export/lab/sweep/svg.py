@@ -11,17 +11,16 @@ import torch
 from markupsafe import Markup
 
 from ...calibrate.statistics import Calibration, Statistics
-from ...errors import RequestError
 from ...files import read_json
 from ...report import figures
 from ...report.drawing import number_figure
 from ...report.jinja import environment
 from ...report.maps import CUT, KEPT
-from ...report.schemas import SWEEP, SWEEP_DETAILS, SweepFigures, SweepFile
+from ...report.schemas import SWEEP_DETAILS, SweepFigures
 from ...score.criteria import score_units
 from ..baselines.names import OWN_SAMPLES
 from .charts import COLOURED, Axis, Style, draw_chart, line_styles, sweep_frontier
-from .page import Panel, alpha_panels, budget_panels, drawn_rows, panels, timed_panels
+from .page import Panel, alpha_panels, budget_panels, drawn_rows, panels, read_sweep, timed_panels
 from .results import Row, budget_name, budget_of, budgets_of, of_first_size, share_text
 
 
@@ -32,12 +31,9 @@ def draw_sweep(folder: Path) -> dict[str, str]:
     given alphas, `head-maps` the criterion his or hies, and `frontier` and `quality-latency` measured times.
 
     Raises:
-        RequestError: The folder holds no finished sweep.
+        RequestError: As in `read_sweep`.
     """
-    for name in ("sweep.json", "details.json"):
-        if not (folder / name).is_file():
-            raise RequestError(f"figures are drawn from a finished sweep, but {folder} has no {name}")
-    rows = read_json(folder / "sweep.json", SweepFile, SWEEP)
+    rows, _ = read_sweep(folder)
     details = read_json(folder / "details.json", SweepFigures, SWEEP_DETAILS)
     shown = drawn_rows(rows)
     styles = line_styles(shown, most=2 * COLOURED)

@@ -94,7 +94,7 @@ def sweep(
         _evaluate(shared, cells, journal, executor, progress)
         rows = [_row(cell, journal.rows[key]) for key, cell in cells.items()]
         if latency is not None:
-            cuts = [journal.rows[key]["kept"] for key in cells]
+            cuts = [journal.rows[key]["lost"] for key in cells]
             with shared.base.clock("latency"):
                 for row, timed in zip(rows, time_cuts(shared.base, cuts, latency, journal, progress), strict=True):
                     row |= timed

@@ -92,7 +92,7 @@ def test_head_maps_cross_out_the_heads_that_go() -> None:
 
 
 def test_no_finished_sweep_no_figures(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="drawn from a finished sweep"):
+    with pytest.raises(RequestError, match="must be finished to be shown"):
         draw_sweep(tmp_path)
 
 
