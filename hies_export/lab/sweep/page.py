@@ -58,9 +58,7 @@ def read_sweep(folder: Path) -> tuple[list[Row], SweepAbout]:
             "again: it goes on where it stopped"
         )
     rows = read_json(folder / "sweep.json", SweepFile, SWEEP)
-    details = folder / "details.json"
-    found = read_json(details, SweepPage, SWEEP_DETAILS).get("about", {}) if details.is_file() else {}
-    return rows, SweepAbout(**found)
+    return rows, SweepAbout(**read_json(folder / "details.json", SweepPage, SWEEP_DETAILS).get("about", {}))
 
 
 def write_page(folder: Path) -> Path:
