@@ -141,7 +141,7 @@ class Bench:
         if 1 - share >= projections:
             return None
         with self._clock("principal components"):
-            bases, _ = self._shared.drawn(self._seed).bases
+            bases, _ = self._shared.calibrated(self._seed).bases
         with sliced(base.model, modules, bases, share=(1 - share) / projections):
             return {"flops": share, "heads_removed": 0, "neurons_removed": 0, **self._judged(base.model)}
 

@@ -35,7 +35,6 @@ from transformers import PreTrainedModel
 from ...calibrate.readings import reading
 from ...calibrate.weight_gradients import sum_by_unit
 from ...data.batches import Batch
-from ...errors import DataError
 from ...model.linear import weight_of
 from ...model.modes import threads_for
 from ...score.criteria import Removal, Scores
@@ -65,8 +64,6 @@ def input_averages(
 
     The moments of a refit have them too, but also a product for every pair of channels, which takes far longer.
     """
-    if not batches:
-        raise DataError("averages of inputs need at least one sample, got none; raise compensation.samples")
     sums: dict[str, tuple[Tensor, Tensor, int]] = {}
     with reading(model, modules) as read, threads_for(model, batches):
         for index, batch in enumerate(batches):

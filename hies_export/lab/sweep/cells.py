@@ -49,7 +49,7 @@ from .journal import digest
 
 
 @dataclass
-class Drawn:
+class Calibrated:
     """The job of a seed and a calibration size, and what its rows say; each is computed when it is first read."""
 
     job: Job
@@ -115,17 +115,17 @@ class Shared:
     curves: dict[str, dict[str, Any]] = field(default_factory=dict)
     judged: dict[str, dict[str, Any]] = field(default_factory=dict)
     evaluations: int = 0
-    _drawn: dict[tuple[int, int], Drawn] = field(default_factory=dict)
+    _calibrated: dict[tuple[int, int], Calibrated] = field(default_factory=dict)
 
-    def drawn(self, seed: int, samples: int = 0) -> Drawn:
+    def calibrated(self, seed: int, samples: int = 0) -> Calibrated:
         """Return what a seed draws for a calibration size, by default the first; what others drew is dropped."""
         first = self.grid.seeds[0], self.grid.calibration_sizes[0]
         key = seed, samples or first[1]
-        if key not in self._drawn:
-            self._drawn = {other: drawn for other, drawn in self._drawn.items() if other[0] == seed}
+        if key not in self._calibrated:
+            self._calibrated = {other: kept for other, kept in self._calibrated.items() if other[0] == seed}
             job = self.base if key == first else _load(self.recipe, self.grid, *key, like=self.base)
-            self._drawn[key] = Drawn(job, self.grid)
-        return self._drawn[key]
+            self._calibrated[key] = Calibrated(job, self.grid)
+        return self._calibrated[key]
 
     @cached_property
     def judge(self) -> tuple[Judge, Quality]:
@@ -246,8 +246,8 @@ def _samples(shared: Shared, cell: Cell) -> int:
     if cell.criterion == MARTRA:
         return 0
     if cell.criterion in COMPENSATED_NAMES:
-        return samples_of(stages.effect_batches(shared.drawn(cell.seed).job))
-    return cell.samples or samples_of(shared.drawn(cell.seed).refit)
+        return samples_of(stages.effect_batches(shared.calibrated(cell.seed).job))
+    return cell.samples or samples_of(shared.calibrated(cell.seed).refit)
 
 
 def flops_ratio(shared: Shared, selection: Selection) -> float:
@@ -263,7 +263,7 @@ def flops_ratio(shared: Shared, selection: Selection) -> float:
 
 def job_of(shared: Shared, cell: Cell) -> Job:
     """Return the job of the run that a cell stands for, apart from its criterion and its budget."""
-    job = shared.drawn(cell.seed, cell.samples).job
+    job = shared.calibrated(cell.seed, cell.samples).job
     asked = {"alpha": cell.alpha or 0.0, "compensation": compensation_of(cell.compensation, job.options)}
     if cell.criterion in UNIFORM:
         asked["allocation"] = "uniform"
@@ -276,8 +276,8 @@ def selection_of(shared: Shared, cell: Cell, alpha: float | None) -> Selection:
     ((_, selection),) = _selected(shared, replace(cell, alpha=alpha))
     if cell.criterion != KWON:
         return selection
-    drawn = shared.drawn(cell.seed, cell.samples)
-    return kwon.rearranged(selection, job_of(shared, cell).scored, drawn.mask_gradients)
+    of_seed = shared.calibrated(cell.seed, cell.samples)
+    return kwon.rearranged(selection, job_of(shared, cell).scored, of_seed.mask_gradients)
 
 
 def _selected(shared: Shared, cell: Cell) -> list[tuple[Scores, Selection]]:
@@ -290,20 +290,20 @@ def _selected(shared: Shared, cell: Cell) -> list[tuple[Scores, Selection]]:
 
 
 def _scores(shared: Shared, cell: Cell, job: Job) -> list[Scores]:
-    drawn, model, modules = shared.drawn(cell.seed), job.model, job.scored
+    of_seed, model, modules = shared.calibrated(cell.seed), job.model, job.scored
     if cell.criterion in COMPENSATED_NAMES:
         names = {module.name for module in modules}
-        scores = {name: values for name, values in drawn.removal.scores.items() if name in names}
-        chains = tuple(chain for chain in drawn.removal.chains if chain[0].module in names)
-        return [replace(drawn.removal, scores=scores, chains=chains)]
+        scores = {name: values for name, values in of_seed.removal.scores.items() if name in names}
+        chains = tuple(chain for chain in of_seed.removal.chains if chain[0].module in names)
+        return [replace(of_seed.removal, scores=scores, chains=chains)]
     if cell.criterion == FLAP:
-        fluctuations = flap.fluctuations(model, modules, drawn.averages)
+        fluctuations = flap.fluctuations(model, modules, of_seed.averages)
         return [flap.score_flap(fluctuations, modules, unit=job.options.unit)]
     if cell.criterion == WANDA:
-        return [flap.score_wanda(model, modules, drawn.averages)]
+        return [flap.score_wanda(model, modules, of_seed.averages)]
     if cell.criterion == MARTRA:
         return [flap.score_martra(model, modules)]
-    statistics = shared.drawn(cell.seed, cell.samples).statistics
+    statistics = shared.calibrated(cell.seed, cell.samples).statistics
     return stages.score(job, statistics, "fisher" if cell.criterion == KWON else cell.criterion)
 
 
@@ -356,7 +356,7 @@ def _curve(shared: Shared, at: Cell) -> dict[str, Any]:
     """Return all alphas' judgements on the held-out rows at a budget ("curve"), and the best alpha ("chosen")."""
     key = shared.key(at)
     if key not in shared.curves:
-        job, judge = shared.base, shared.drawn(at.seed, at.samples).judge
+        job, judge = shared.base, shared.calibrated(at.seed, at.samples).judge
         held_out = HeldOut(judge, job.model, job.modules, refit_for(shared, at))
         choice = choose_alpha(_selected(shared, replace(at, alpha="auto")), held_out)
         left_out = ("alpha", *(("flops", "modules") if at.flops is None else ()))
@@ -367,7 +367,7 @@ def _curve(shared: Shared, at: Cell) -> dict[str, Any]:
 
 def refit_for(shared: Shared, cell: Cell) -> stages.Refit | None:
     """Return what refits a model cut for a cell; None if nothing does."""
-    job, drawn = job_of(shared, cell), shared.drawn(cell.seed)
+    job, of_seed = job_of(shared, cell), shared.calibrated(cell.seed)
     how = job.options.compensation
     if how is None:
         return None
@@ -376,12 +376,12 @@ def refit_for(shared: Shared, cell: Cell) -> stages.Refit | None:
         with job.clock("refit"):
             # The bias needs no moments, which take longer to collect, and models without biases get them only here.
             if how.method == "bias":
-                flap.add_means(slim, job.model, selection, job.modules, drawn.averages)
+                flap.add_means(slim, job.model, selection, job.modules, of_seed.averages)
                 return []
             if how.sequential:
                 in_turn = Compensation(ridge=how.ridge, sequential=True)
-                return compensate(job.model, slim, selection, job.modules, drawn.job.rows.refit, in_turn)
-            refit = stages.refit_of(job, drawn.statistics)
+                return compensate(job.model, slim, selection, job.modules, of_seed.job.rows.refit, in_turn)
+            refit = stages.refit_of(job, of_seed.statistics)
             assert refit is not None
             return refit(slim, selection)
 
@@ -391,17 +391,17 @@ def refit_for(shared: Shared, cell: Cell) -> stages.Refit | None:
 @contextmanager
 def _baseline(shared: Shared, cell: Cell) -> Iterator[None]:
     """Have the model compute what a baseline without channels, or with sliced inputs, does inside the block."""
-    base, drawn = shared.base, shared.drawn(cell.seed, cell.samples)
+    base, of_seed = shared.base, shared.calibrated(cell.seed, cell.samples)
     model, modules = base.model, base.scored
     assert cell.sparsity is not None
     with ExitStack() as stack:
         if cell.criterion == CHANNELS:
-            scores, constraints = drawn.statistics["channel_taylor"], base.options.constraints
+            scores, constraints = of_seed.statistics["channel_taylor"], base.options.constraints
             stay = channels.select_channels(scores, modules, heads=cell.sparsity, constraints=constraints)
             stack.enter_context(channels.masked_channels(model, modules, stay))
         else:
-            bases, targets = drawn.bases
+            bases, targets = of_seed.bases
             stack.enter_context(slicing.sliced(model, modules, bases, share=cell.sparsity))
         if cell.criterion == SLICED_TUNED:
-            stack.enter_context(slicing.fine_tuned(model, modules, drawn.refit, targets))
+            stack.enter_context(slicing.fine_tuned(model, modules, of_seed.refit, targets))
         yield

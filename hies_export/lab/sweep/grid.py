@@ -89,14 +89,10 @@ class SweepGrid:
         problems = []
         if self.sparsities and self.flops:
             problems.append("a sweep takes sparsities or flops, got both; leave out one")
-        with_neurons = [name for name in self.modules if name != ATTENTION]
-        if self.sparsities and with_neurons:
-            problems.append(
-                f"sparsities are shares of heads, but modules are {', '.join(with_neurons)}; give flops instead"
-            )
-        whole = [name for name in self.criteria if name in JUDGED_ONLY]
-        if self.flops and whole:
-            problems.append(f"{', '.join(whole)} takes shares of heads, got flops; leave it out or give sparsities")
+        if self.sparsities and (names := ", ".join(name for name in self.modules if name != ATTENTION)):
+            problems.append(f"sparsities are shares of heads, but modules are {names}; give flops instead")
+        if self.flops and (names := ", ".join(name for name in self.criteria if name in JUDGED_ONLY)):
+            problems.append(f"{names} takes shares of heads, got flops; leave it out or give sparsities")
         return problems
 
     @property

@@ -134,7 +134,7 @@ def _evaluate(
 def _details(shared: Shared, cells: Mapping[str, Cell], journal: Journal) -> dict[str, Any]:
     """Return details.json: statistics and selections of the first seed and size, alpha curves, and row facts."""
     base, seed, size = shared.base, shared.grid.seeds[0], shared.grid.calibration_sizes[0]
-    statistics, splits = shared.drawn(seed).statistics, base.rows.splits
+    statistics, splits = shared.calibrated(seed).statistics, base.rows.splits
     assert splits is not None
     assert base.asked is not None
     plans = {}
