@@ -27,7 +27,6 @@ import json
 import re
 import tempfile
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -46,8 +45,8 @@ from hies_export.forms.measure.counts import flops_by_module
 from hies_export.forms.measure.machine import machine_facts
 from hies_export.kinds import ATTENTION, MLP
 from hies_export.lab.baselines.names import SLICED
-from hies_export.lab.baselines.slicing import Bases, collect_bases, sliced
-from hies_export.lab.sweep.evaluating import Evaluator
+from hies_export.lab.baselines.slicing import sliced
+from hies_export.lab.sweep.cells import alpha_of, flops_ratio, load_shared, reachable_cells, refit_for, selection_of
 from hies_export.lab.sweep.grid import Cell, SweepGrid
 from hies_export.pipeline.stages import cut_beside
 from hies_export.recipe.sections import Columns
@@ -98,17 +97,16 @@ class Bench:
             flops=tuple(options.shares),
             modules=modules or (ATTENTION,),
         )
-        self._evaluator = Evaluator(recipe_of(options), grid, {})
-        self._shared = self._evaluator.shared
-        self._cells = {(name_of(cell), cell.flops): cell for cell in self._evaluator.chooser.cells()}
-        with self._evaluator.clock("judge dense"):  # now, because SliceGPT changes the dense model while it is judged
+        self._shared = load_shared(recipe_of(options), grid)
+        self._clock = self._shared.base.clock
+        self._cells = {(name_of(cell), cell.flops): cell for cell in reachable_cells(self._shared)}
+        with self._clock("judge dense"):  # now, because SliceGPT changes the dense model while it is judged
             self._judges = {"text": self._shared.base.judge(self._shared.base.rows.evaluation), **self._of_tasks()}
 
     @property
     def seconds(self) -> dict[str, float]:
         """Seconds by kind of work since this was asked for last."""
-        clock = self._evaluator.clock
-        found, clock.seconds = clock.seconds, {}
+        found, self._clock.seconds = self._clock.seconds, {}
         return {name: round(value, 2) for name, value in found.items()}
 
     def dense(self) -> dict[str, Any]:
@@ -123,16 +121,16 @@ class Bench:
         return None if cell is None else self._prune(cell)
 
     def _prune(self, cell: Cell) -> dict[str, Any]:
-        base, evaluator = self._shared.base, self._evaluator
-        with evaluator.clock("choose"):
-            selection = evaluator.chooser.selection(cell, evaluator.chooser.alpha(cell, None))
-        with evaluator.clock("cut"):
-            slim = cut_beside(base.model, selection, base.modules, evaluator.refit(cell))
+        base, shared = self._shared.base, self._shared
+        with self._clock("choose"):
+            selection = selection_of(shared, cell, alpha_of(shared, cell))
+        with self._clock("cut"):
+            slim = cut_beside(base.model, selection, base.modules, refit_for(shared, cell))
         removed = {
             what: sum(len(kept.removed) for kept in selection.values() if kept.kind == kind)
             for what, kind in (("heads_removed", ATTENTION), ("neurons_removed", MLP))
         }
-        return {"flops": evaluator.chooser.flops_ratio(selection), **removed, **self._judged(slim)}
+        return {"flops": flops_ratio(shared, selection), **removed, **self._judged(slim)}
 
     def _slice(self, share: float) -> dict[str, Any] | None:
         """Return the numbers of SliceGPT's projections of attention, whose rotations are not counted."""
@@ -142,20 +140,15 @@ class Bench:
         projections = sum(counts[name] for module in modules for name in module.layers) / counts[""]
         if 1 - share >= projections:
             return None
-        with sliced(base.model, modules, self._bases, share=(1 - share) / projections):
+        with self._clock("principal components"):
+            bases, _ = self._shared.calibrated(self._seed).bases
+        with sliced(base.model, modules, bases, share=(1 - share) / projections):
             return {"flops": share, "heads_removed": 0, "neurons_removed": 0, **self._judged(base.model)}
-
-    @cached_property
-    def _bases(self) -> Bases:
-        base = self._shared.base
-        batches = by_length(self._shared.unlabelled(self._seed), config=base.model.config)
-        with self._evaluator.clock("principal components"):
-            return collect_bases(base.model, batches, base.scored)
 
     def _judged(self, model: PreTrainedModel) -> dict[str, Any]:
         found = {}
         for name, judge in self._judges.items():
-            with self._evaluator.clock(f"judge {name}"):
+            with self._clock(f"judge {name}"):
                 found[name] = predict(model, judge.batches)
         return self._numbers(found)
 

@@ -4,11 +4,8 @@ Some choose heads and neurons to remove, which are then cut like those of any cr
 else: inside a `with` block, the model computes what the smaller model would, and nothing is cut or saved.
 
 names.py       names of the baselines, and how they differ from the published methods
-averages.py    means of what consumers read, for the next two
+flap.py        FLAP: the fluctuation of the inputs of consumers, and their means as a bias; Wanda-sp; Martra
 kwon.py        Kwon et al.: Fisher information with its cross terms
-flap.py        FLAP: the fluctuation of the inputs of consumers, and their means as a bias
-wanda.py       Wanda-sp: weights times the norms of inputs
-martra.py      Martra: the peaks of the weights of neurons
 channels.py    LLM-Pruner's channel-wise mode: single features of heads
 slicing.py     SliceGPT: principal components of attention's inputs and outputs
 """

@@ -25,28 +25,20 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...calibrate.gates import Gates
-from ...data.batches import size_of
-from ...errors import DataError
+from ...data.batches import Batch, size_of
 from ...model.modes import frozen, intercept, output_alone
-from ...progress import SILENT, Progress
 from ...tasks import task_of
 from ...units.units import PrunableModule, Selection, Units
 
 
 def mask_gradients(
-    model: PreTrainedModel,
-    batches: Sequence[dict[str, Tensor]],
-    modules: Sequence[PrunableModule],
-    *,
-    progress: Progress = SILENT,
+    model: PreTrainedModel, batches: Sequence[Batch], modules: Sequence[PrunableModule]
 ) -> dict[str, Tensor]:
     """Return the gradient of every sample's own loss to a mask on every unit, (samples, units) float64 by module.
 
     The Fisher information of a module's masks is the mean over samples of the products of two of its columns, and the
     statistic "fisher" of `collect_statistics` its diagonal. Without `labels`, the model's predictions replace them.
     """
-    if not batches:
-        raise DataError("scoring needs at least one sample, got none; raise calibration.samples")
     found: dict[str, list[Tensor]] = {module.name: [] for module in modules}
     consumers = {module.name: module.consumer for module in modules}
     gates, samples = Gates(modules), 0
@@ -55,7 +47,7 @@ def mask_gradients(
         return gates.apply(name, x, samples=samples)
 
     with frozen(model), output_alone(model):
-        for index, given in enumerate(progress.track(batches, "mask gradients")):
+        for index, given in enumerate(batches):
             batch = {key: value.to(model.device) for key, value in given.items()}
             task = task_of(model, batch)
             batch = task.with_labels(model, batch)

@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...data.batches import inputs_of, size_of
-from ...errors import DataError, UnsupportedModelError
+from ...data.batches import Batch, inputs_of, size_of
+from ...errors import UnsupportedModelError
 from ...model.modes import evaluating, frozen, output_alone, watch
 from ...model.tokens import real_tokens
-from ...progress import SILENT, Progress
 from ...tasks import Predictions, task_of
 from ...units.units import PrunableModule
 
@@ -39,20 +38,12 @@ class Bases:
     written: Mapping[str, Tensor]
 
 
-def collect_bases(
-    model: PreTrainedModel,
-    batches: Sequence[dict[str, Tensor]],
-    modules: Sequence[PrunableModule],
-    *,
-    progress: Progress = SILENT,
-) -> Bases:
+def collect_bases(model: PreTrainedModel, batches: Sequence[Batch], modules: Sequence[PrunableModule]) -> Bases:
     """Return the principal components of attention modules, from one forward pass per batch; padding is excluded."""
-    if not batches:
-        raise DataError("principal components need at least one sample, got none; raise calibration.samples")
     layers = {name: name for module in modules for name in module.layers}
     sums: dict[tuple[str, int], Tensor] = {}
     with evaluating(model), output_alone(model), watch(model, layers, outputs=True) as seen, torch.no_grad():
-        for batch in progress.track(batches, "principal components"):
+        for batch in batches:
             on_device = {key: value.to(model.device) for key, value in inputs_of(batch).items()}
             seen.clear()
             model(**on_device)
@@ -94,7 +85,7 @@ def sliced(model: PreTrainedModel, modules: Sequence[PrunableModule], bases: Bas
 def fine_tuned(
     model: PreTrainedModel,
     modules: Sequence[PrunableModule],
-    batches: Sequence[dict[str, Tensor]],
+    batches: Sequence[Batch],
     targets: Predictions,
     *,
     epochs: int = 3,

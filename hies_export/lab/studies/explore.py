@@ -35,24 +35,17 @@ FAMILY = ("hies", "his")
 
 
 @dataclass(frozen=True)
-class Result:
-    """The measurements of a plan; `how` describes in words the models and rows that were evaluated.
-
-    The metric is None if it is unknown or undefined.
-    """
-
-    how: str
-    quality: float | None
-    stability: float
-
-
-@dataclass(frozen=True)
 class Trial:
-    """A plan that was evaluated, with a result for every compensation; no FLOPs if they were not counted."""
+    """A plan that was evaluated; `how` describes in words the models and rows, and `label` the plan.
+
+    The metric is None if it is unknown or undefined, and so are FLOPs that were not counted.
+    """
 
     plan: PruningPlan
     label: str
-    results: tuple[Result, ...]
+    how: str
+    quality: float | None
+    stability: float
     flops_ratio: float | None = None
 
 
@@ -61,11 +54,12 @@ def same_units(one: PruningPlan, other: PruningPlan) -> bool:
     return {name: kept.units for name, kept in one.kept.items()} == {n: kept.units for n, kept in other.kept.items()}
 
 
-def results_of(trials: Sequence[Trial], plan: PruningPlan) -> dict[str, Result]:
-    """Return the measurements of the plans that keep the same units, the first of each `how`."""
-    found: dict[str, Result] = {}
-    for result in (result for trial in trials if same_units(trial.plan, plan) for result in trial.results):
-        found.setdefault(result.how, result)
+def trials_of(trials: Sequence[Trial], plan: PruningPlan) -> dict[str, Trial]:
+    """Return the trials of the same units, the first of each `how`."""
+    found: dict[str, Trial] = {}
+    for trial in trials:
+        if same_units(trial.plan, plan):
+            found.setdefault(trial.how, trial)
     return found
 
 
@@ -278,8 +272,8 @@ def _of_run(folder: Path) -> Exploration:
     if plan.criterion in FAMILY:
         how = "the dense model and this run's slim one" + (", cut and compensated" if compensated else "")
         dense[how] = report.quality["dense"]
-    result = Result(how, _finite(report.quality["slim"]), report.stability)
-    trials = [Trial(plan, "this run's plan", (result,), report.flops.slim / report.flops.dense)]
+    ratio = report.flops.slim / report.flops.dense
+    trials = [Trial(plan, "this run's plan", how, _finite(report.quality["slim"]), report.stability, ratio)]
     curve, outcome = report.details.alpha_curve, report.details.outcome
     share = None if outcome is None else outcome.budget.heads
     plans = [found.plan_at(p.alpha, share, found.allocation) for p in curve if share is not None]
@@ -289,7 +283,7 @@ def _of_run(folder: Path) -> Exploration:
         judged = "cut and compensated" if compensated else "masked"
         how = f"this run's search for alpha: {judged}, on {held_out_rows(report)}"
         trials += [
-            Trial(p, f"alpha {point.alpha:g}", (Result(how, _finite(point.quality), point.stability),))
+            Trial(p, f"alpha {point.alpha:g}", how, _finite(point.quality), point.stability)
             for p, point in zip(plans, curve, strict=True)
         ]
     return replace(found, measured=_measured(trials, statistics["his"], dense), trials=tuple(trials))
@@ -301,10 +295,10 @@ def _measured(
     """Return the trials that predict quality, by `how`; `dense` is the metric of the dense model where it is known."""
     found: dict[str, list[tuple[float, float | None, float]]] = {}
     for trial in trials:
-        for result in trial.results if trial.plan.criterion in FAMILY else ():
-            begun = [(0.0, _finite(dense[result.how]), 1.0)] if result.how in dense else []
-            point = lost_share(his, trial.plan), result.quality, result.stability
-            found.setdefault(result.how, begun).append(point)
+        if trial.plan.criterion in FAMILY:
+            begun = [(0.0, _finite(dense[trial.how]), 1.0)] if trial.how in dense else []
+            point = lost_share(his, trial.plan), trial.quality, trial.stability
+            found.setdefault(trial.how, begun).append(point)
     measured = []
     for how, points in found.items():
         lost, quality, stability = zip(*points, strict=True)
@@ -378,20 +372,14 @@ def _of_sweep(folder: Path) -> Exploration:
 def _trials(
     rows: Sequence[Mapping[str, Any]], plans: Mapping[tuple[Any, ...], PruningPlan], *, seed: int
 ) -> tuple[Trial, ...]:
-    """Return the plans of a sweep with the rows of their seed and the first calibration size."""
-    found: dict[tuple[Any, ...], dict[str, Mapping[str, Any]]] = {}
+    """Return the trials of a sweep's plans, from the rows of their seed and the first calibration size."""
+    found: dict[tuple[Any, ...], Trial] = {}
     for row in rows:
-        if row["seed"] == seed and _sweep_key(row) in plans:
-            found.setdefault(_sweep_key(row), {}).setdefault(row["compensation"], row)
-    return tuple(
-        Trial(
-            plans[key],
-            _label(next(iter(of.values()))),
-            tuple(Result(_how(row), _finite(row["quality"]), row["stability"]) for row in of.values()),
-            next(iter(of.values()))["flops_ratio"],
-        )
-        for key, of in found.items()
-    )
+        key, how = _sweep_key(row), _how(row)
+        if row["seed"] == seed and key in plans and (key, how) not in found:
+            numbers = _finite(row["quality"]), row["stability"], row["flops_ratio"]
+            found[key, how] = Trial(plans[key], _label(row), how, *numbers)
+    return tuple(trial for key in plans for (of, _), trial in found.items() if of == key)
 
 
 def _how(row: Mapping[str, Any]) -> str:
@@ -419,9 +407,7 @@ def _sweep_key(found: Mapping[str, Any]) -> tuple[Any, ...]:
 def _flops_by_rows(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
     """Return the share of the dense model's FLOPs that a head and a neuron cost, fitted to the rows of a sweep."""
     counted = [row for row in rows if row["flops_ratio"] is not None]
-    if not any(row.get("neurons_removed") for row in counted):
-        return (1 - counted[0]["flops_ratio"]) / max(1, counted[0]["heads_removed"]), 0.0
-    removed = np.array([[row["heads_removed"], row["neurons_removed"]] for row in counted], dtype=float)
+    removed = np.array([[row["heads_removed"], row.get("neurons_removed") or 0] for row in counted], dtype=float)
     saved = np.array([1 - row["flops_ratio"] for row in counted])
     per_head, per_neuron = np.linalg.lstsq(removed, saved, rcond=None)[0]
     return float(per_head), float(per_neuron)

@@ -124,15 +124,13 @@ def theory(
         raise UnsupportedModelError(
             f"the theory needs the entropy of attention maps, which {type(model).__name__} does not return"
         )
-    norms = {
-        module.name: ModuleNorms(
-            spectral_norm(weight := weight_of(model.get_submodule(module.consumer))),
-            torch.tensor([spectral_norm(block) for block in weight.split(module.unit_width, 1)], dtype=torch.float64),
-            activation,
-            1 - statistics["entropy"][module.name],
-        )
-        for module, activation in zip(modules, _activations(model, batches, modules), strict=True)
-    }
+    norms = {}
+    for module, activation in zip(modules, _activations(model, batches, modules), strict=True):
+        weight = weight_of(model.get_submodule(module.consumer)).detach().double().cpu()
+        # The spectral norm is the largest singular value (Appendix B.1.3).
+        whole = torch.linalg.matrix_norm(weight, ord=2).item()
+        blocks = torch.linalg.matrix_norm(torch.stack(weight.split(module.unit_width, 1)), ord=2)
+        norms[module.name] = ModuleNorms(whole, blocks, activation, 1 - statistics["entropy"][module.name])
     dense = predict(model, batches)
     task = task_of(model, batches[0])
     labels = references(batches, task) if "labels" in batches[0] else task.decide(dense)
@@ -157,11 +155,6 @@ def orthogonality(statistics: Statistics) -> Orthogonality:
     differ = u.min() < u.max() and v.min() < v.max()
     correlation = covariance / (u.std(correction=0) * v.std(correction=0)) if differ else torch.zeros(())
     return Orthogonality(*(x.item() for x in (u.mean(), v.mean(), covariance, (u * v).mean(), correlation)))
-
-
-def spectral_norm(matrix: Tensor) -> float:
-    """Return the largest singular value of a matrix, (rows, columns) of any floating dtype (Appendix B.1.3)."""
-    return torch.linalg.matrix_norm(matrix.detach().double(), ord=2).item()
 
 
 def _activations(

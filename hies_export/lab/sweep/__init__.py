@@ -8,12 +8,10 @@ In the order of reading:
 
 - `grid.py`: `SweepGrid`, and its combinations, the cells.
 - `sweep.py`: `sweep`, which has every cell evaluated and writes the results.
-- `evaluating.py`: `Evaluator`, which evaluates a cell; `evaluate` does it in the worker of an executor.
-- `executors.py`: connects to the executor that a command line names.
-- `choosing.py`: `Chooser`, which scores and selects the units that a cell keeps.
-- `stopwatch.py`: `Stopwatch`, which times the slim models.
-- `shared.py`: the common parts of cells, computed once: the model, statistics, moments.
+- `cells.py`: `evaluate_cell`, on the stages of a run; `Shared` is what the cells of a process share.
+- `executors.py`: evaluates cells here, or in the workers of the executor that a command line names.
 - `journal.py`: the finished cells on disk, so that an interrupted sweep can continue.
-- `tables.py`: write the rows as JSON, CSV, Markdown and LaTeX.
-- `charts.py`, `templates/`: the curves; `page.py`: sweep.html; `figures.py`: the figures as files.
+- `stopwatch.py`: times the slim models.
+- `results.py`: writes the rows as JSON, CSV, Markdown and LaTeX.
+- `charts.py`, `templates/`: the curves; `page.py`: sweep.html; `svg.py`: the figures as files.
 """

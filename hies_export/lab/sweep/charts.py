@@ -58,29 +58,28 @@ class Line(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Chart:
-    """Lines over an axis, grey ones first, so that the others lie above them.
-
-    `x` has places on the axis and the numbers there, `dense` the number of the dense model, if it has a line. No number
-    exceeds `most`. Numbers that are far apart are drawn by their logarithm.
-    """
-
-    title: str
-    across: str
-    lines: Sequence[Line]
-    x: Sequence[tuple[float, str]]
-    dense: float | None
-    most: float
-    logarithmic: bool
-
-
-@dataclass(frozen=True)
 class Axis:
     """The horizontal axis of a chart: the place of a row, the numbers on it, and its name."""
 
     at: Callable[[Row], float]
     ticks: Sequence[tuple[float, str]]
     title: str
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Lines over an axis, grey ones first, so that the others lie above them.
+
+    `dense` is the number of the dense model, if it has a line. No number exceeds `most`. Numbers that are far apart are
+    drawn by their logarithm.
+    """
+
+    title: str
+    axis: Axis
+    lines: Sequence[Line]
+    dense: float | None
+    most: float
+    logarithmic: bool
 
 
 def line_styles(rows: Sequence[Row], *, most: int = COLOURED) -> dict[str, Style]:
@@ -182,9 +181,8 @@ def chart(
     title = "predictions kept, %" if quantity == "stability" else metric + (", x 100" if scale > 1 else "")
     return Chart(
         title=title,
-        across=axis.title,
+        axis=axis,
         lines=sorted(lines, key=lambda line: line.style.colour is not None),
-        x=axis.ticks,
         dense=dense * scale if quantity == "quality" else None,
         most=100.0 if quantity == "stability" else math.inf,
         logarithmic=far and quantity == "quality" and not higher_is_better(metric),
@@ -198,7 +196,7 @@ def draw_chart(chart: Chart) -> str:
     with canvas(WIDTH, HEIGHT, size=12.5, within=(40, 56, 12, 12)) as drawn:
         axes = drawn.axes
         axes.grid(axis="y", color=LINE, lw=1)
-        axes.set_xlabel(chart.across, loc="left")
+        axes.set_xlabel(chart.axis.title, loc="left")
         low, high = _ends(chart)
         if chart.logarithmic:
             axes.set_yscale("log")
@@ -207,14 +205,14 @@ def draw_chart(chart: Chart) -> str:
             axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
         axes.yaxis.set(major_formatter=StrMethodFormatter("{x:g}"), minor_formatter=NullFormatter())
         axes.xaxis.set(major_locator=MaxNLocator(6, steps=[1, 2, 5, 10]), major_formatter=StrMethodFormatter("{x:g}"))
-        if chart.x:
-            places, words = zip(*chart.x, strict=True)
-            axes.set_xticks(places, words)
+        if chart.axis.ticks:
+            axes.set_xticks(*zip(*chart.axis.ticks, strict=True))
         if chart.dense is not None:
             axes.axhline(chart.dense, color=INK, lw=2, ls=(0, (0.5, 2)), clip_on=False)
         for line in chart.lines:
             grey = line.style.colour is None
-            colour, rest = _colour(line.style), {"alpha": 0.6 if grey else 1.0, "clip_on": False}
+            colour = GREY if grey else SERIES[(line.style.colour or 0) % COLOURED]
+            rest = {"alpha": 0.6 if grey else 1.0, "clip_on": False}
             # What is infinite, or no number, is drawn at an end.
             heights = np.nan_to_num([[p.y, p.high, p.low] for p in line.points], nan=low, posinf=high, neginf=low)
             x, (y, top, bottom) = [point.x for point in line.points], np.clip(heights, low, high).T
@@ -232,20 +230,15 @@ def draw_chart(chart: Chart) -> str:
                 axes.plot(at, height, marker, color=colour, gid=gid, **size, **rest)
         axes.set_ylim(low, high)
         axes.margins(x=0.04)
-        return drawn.svg("lines", f"{chart.title} by {chart.across}")
-
-
-def _colour(style: Style) -> str:
-    return GREY if style.colour is None else SERIES[style.colour % COLOURED]
+        return drawn.svg("lines", f"{chart.title} by {chart.axis.title}")
 
 
 def _ends(chart: Chart) -> tuple[float, float]:
     """Return the ends of the vertical axis, a little beyond the means."""
-    dense = [] if chart.dense is None else [chart.dense]
-    known = [y for y in (*dense, *(point.y for line in chart.lines for point in line.points)) if math.isfinite(y)] or [
-        0.0
-    ]
-    low, high = min(known), max(known)
+    heights = [point.y for line in chart.lines for point in line.points]
+    heights += [] if chart.dense is None else [chart.dense]
+    known = [y for y in heights if math.isfinite(y)]
+    low, high = min(known, default=0.0), max(known, default=0.0)
     if chart.logarithmic:
         return low / 1.05, high * 1.05
     margin = 0.05 * (high - low) or 1.0

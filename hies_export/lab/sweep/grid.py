@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 from ...errors import RecipeError, did_you_mean
 from ...kinds import ATTENTION, KINDS, MLP
-from ...recipe.sections import MOST
+from ...pipeline.recipe import PruneSection
+from ...recipe.sections import MOST, CompensationSection
 from ...score.criteria import CRITERIA, uses_alpha
-from ...slim.refit import METHODS, Compensation
+from ...slim.refit import METHODS
 from ..baselines.names import JUDGED_ONLY, MARTRA, OWN_SAMPLES, sweep_names
 
 # `auto` chooses an alpha for each budget, `auto-area` one alpha for all budgets.
@@ -31,7 +33,7 @@ class SweepGrid:
         criteria: Names from `hies_export.lab.baselines.names.sweep_names()`.
         alphas: For criteria that use alpha: numbers in [0, 1), "auto" (chosen for every budget on held-out rows) or
             "auto-area" (one for all, by the weighted area under the curve of quality against the share removed).
-        sparsities: Shares of heads to remove; by default `SPARSITIES`, unless `flops` is given.
+        sparsities: Shares of heads to remove; by default `SPARSITIES`, unless `flops` are given.
         seeds: Seeds of the draw of calibration rows.
         calibration_sizes: Numbers of calibration rows to score on.
         compensations: "none", "bias", "scalars", "least_squares", "weighted" (least squares with token weights of
@@ -47,7 +49,7 @@ class SweepGrid:
 
     criteria: tuple[str, ...] = ("hies", "his", "ad", "l2", "random")
     alphas: tuple[float | str, ...] = ("auto",)
-    sparsities: tuple[float, ...] | None = None
+    sparsities: tuple[float, ...] = ()
     seeds: tuple[int, ...] = (0, 1, 2)
     calibration_sizes: tuple[int, ...] = (32,)
     compensations: tuple[str, ...] = ("none",)
@@ -55,15 +57,15 @@ class SweepGrid:
     modules: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.sparsities is None:
-            object.__setattr__(self, "sparsities", () if self.flops else SPARSITIES)
-        needed = [name for name in asdict(self) if name not in ("flops", "modules", "sparsities" if self.flops else "")]
+        if not self.sparsities and not self.flops:
+            object.__setattr__(self, "sparsities", SPARSITIES)
+        needed = ("criteria", "alphas", "seeds", "calibration_sizes", "compensations")
         problems = [f"a sweep needs at least one of {name}, got none" for name in needed if not getattr(self, name)]
         problems += self._unknown_names()
         for alpha in self.alphas:
             if alpha not in AUTOMATIC and not (isinstance(alpha, (int, float)) and 0 <= alpha < 1):
                 problems.append(f"an alpha must be a number in [0, 1), auto or auto-area, got {alpha!r}")
-        problems += [f"a sparsity must be in (0, 1), got {s:g}" for s in self.shares if not 0 < s < 1]
+        problems += [f"a sparsity must be in (0, 1), got {s:g}" for s in self.sparsities if not 0 < s < 1]
         problems += [f"a share of FLOPs must be in (0, 1), got {f:g}" for f in self.flops if not 0 < f < 1]
         problems += [f"a seed must be in [0, {MOST}], got {s}" for s in self.seeds if not 0 <= s <= MOST]
         problems += [f"a calibration size must be at least 1, got {s}" for s in self.calibration_sizes if s < 1]
@@ -85,22 +87,13 @@ class SweepGrid:
     def _unfit_budgets(self) -> list[str]:
         """Return a problem for every budget that does not fit the rest of the grid."""
         problems = []
-        if self.shares and self.flops:
+        if self.sparsities and self.flops:
             problems.append("a sweep takes sparsities or flops, got both; leave out one")
-        with_neurons = [name for name in self.modules if name != ATTENTION]
-        if self.shares and with_neurons:
-            problems.append(
-                f"sparsities are shares of heads, but modules are {', '.join(with_neurons)}; give flops instead"
-            )
-        whole = [name for name in self.criteria if name in JUDGED_ONLY]
-        if self.flops and whole:
-            problems.append(f"{', '.join(whole)} takes shares of heads, got flops; leave it out or give sparsities")
+        if self.sparsities and (names := ", ".join(name for name in self.modules if name != ATTENTION)):
+            problems.append(f"sparsities are shares of heads, but modules are {names}; give flops instead")
+        if self.flops and (names := ", ".join(name for name in self.criteria if name in JUDGED_ONLY)):
+            problems.append(f"{names} takes shares of heads, got flops; leave it out or give sparsities")
         return problems
-
-    @property
-    def shares(self) -> tuple[float, ...]:
-        """The shares of heads to remove; empty if FLOPs are given."""
-        return self.sparsities or ()
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -133,7 +126,7 @@ class SweepGrid:
 
     def budgets(self) -> list[tuple[float | None, float | None]]:
         """Return the budgets as pairs of a sparsity and a share of FLOPs, one of which is None."""
-        return [*((sparsity, None) for sparsity in self.shares), *((None, flops) for flops in self.flops)]
+        return [*((sparsity, None) for sparsity in self.sparsities), *((None, flops) for flops in self.flops)]
 
 
 def _scores_any(criterion: str, kinds: tuple[str, ...]) -> bool:
@@ -171,21 +164,11 @@ class Cell:
         assert self.sparsity is not None or self.flops is not None
         return self.sparsity if self.sparsity is not None else 1 - self.flops  # type: ignore[operator]
 
-    def key(self, grid: SweepGrid, *, shape: object = None) -> str:
-        """Return the cell's name in the journal; under "auto-area" it includes all budgets, which decide alpha."""
-        own = (self.criterion, self.alpha, self.sparsity, self.seed, self.samples, self.compensation)
-        # Cells of sparsities keep their original names, so that older journals stay valid.
-        more = () if self.flops is None else (f"flops {self.flops}", self.modules, shape)
-        over = [grid.shares or grid.flops] if self.alpha == "auto-area" else []
-        return "|".join(str(value) for value in (*own, *more, *over))
 
-
-def compensation_of(name: str, ridge: float | None) -> Compensation | None:
-    """Return how a compensation of the grid refits; None for "none"."""
+def compensation_of(name: str, options: PruneSection) -> CompensationSection | None:
+    """Return how a compensation of the grid refits, with the ridge and the memory of a recipe; None for "none"."""
     if name == "none":
         return None
-    if name == WEIGHTED:
-        return Compensation(ridge=ridge, token_weights=TOKEN_WEIGHTS)
-    if name == SEQUENTIAL:
-        return Compensation(ridge=ridge, sequential=True)
-    return Compensation(method=name, ridge=ridge)
+    named: dict[str, Any] = {"method": name if name in METHODS else "least_squares", "sequential": name == SEQUENTIAL}
+    named["token_weights"] = TOKEN_WEIGHTS if name == WEIGHTED else None
+    return (options.compensation or CompensationSection()).model_copy(update=named)

@@ -52,6 +52,7 @@ class _Row(Schema):
     alpha: float | None
     samples: int
     result: _Result
+    kept: dict[str, list[int]] | None = None
     lost: dict[str, int] | None = None
 
 
@@ -81,7 +82,7 @@ class Journal:
 
     The first line has a digest of every field that decides the results, `asked`. They must match: the journal of
     another recipe, or of other files, is refused, and so is a non-empty folder without a journal. `rows` and `alphas`
-    are by `Cell.key`, `latency` by `Stopwatch.key`.
+    are by `Shared.key`, `latency` by what was timed and how.
     """
 
     def __init__(self, folder: Path, *, asked: Mapping[str, Any], overwrite: bool = False):
@@ -90,7 +91,7 @@ class Journal:
         self.latency: dict[str, dict[str, Any]] = {}
         self._by_kind = {"row": self.rows, "alpha": self.alphas, "latency": self.latency}
         self._folder, self._path = folder, folder / NAME
-        self._digests = {field: _digest(value) for field, value in asked.items()}
+        self._digests = {field: digest(value) for field, value in asked.items()}
         occupied = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
         if occupied and not self._path.is_file():
             raise OutputExistsError(
@@ -156,5 +157,6 @@ class Journal:
             )
 
 
-def _digest(value: Any) -> str:
+def digest(value: Any) -> str:
+    """Return a short hash of a JSON value."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]

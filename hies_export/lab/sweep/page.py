@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,9 +58,7 @@ def read_sweep(folder: Path) -> tuple[list[Row], SweepAbout]:
             "again: it goes on where it stopped"
         )
     rows = read_json(folder / "sweep.json", SweepFile, SWEEP)
-    details = folder / "details.json"
-    found = read_json(details, SweepPage, SWEEP_DETAILS).get("about", {}) if details.is_file() else {}
-    return rows, SweepAbout(**found)
+    return rows, SweepAbout(**read_json(folder / "details.json", SweepPage, SWEEP_DETAILS).get("about", {}))
 
 
 def write_page(folder: Path) -> Path:
@@ -147,15 +146,13 @@ def drawn_rows(rows: Sequence[Row]) -> list[Row]:
 
 def budget_panels(rows: Sequence[Row], styles: Mapping[str, Style]) -> list[Panel]:
     """Return stability and quality by the budget, a panel per compensation."""
-    return panels(rows, budget_axis(rows), styles, QUANTITIES, name=lambda row: line_name(row, rows))
+    return panels(rows, budget_axis(rows), styles, QUANTITIES)
 
 
 def timed_panels(rows: Sequence[Row], styles: Mapping[str, Style]) -> list[Panel]:
     """Return quality by the measured time; nothing if nothing was timed. `sweep_frontier` shows stability."""
     timed = [row for row in rows if row.get("latency_ratio") is not None]
-    return (
-        panels(timed, time_axis(timed), styles, QUANTITIES[1:], name=lambda row: line_name(row, timed)) if timed else []
-    )
+    return panels(timed, time_axis(timed), styles, QUANTITIES[1:])
 
 
 def alpha_panels(rows: Sequence[Row]) -> list[Panel]:
@@ -183,19 +180,20 @@ def panels(
     styles: Mapping[str, Style],
     quantities: Sequence[str],
     *,
-    name: Callable[[Row], str],
+    name: Callable[[Row], str] | None = None,
     title: str = "{}",
 ) -> list[Panel]:
-    """Return a panel for each compensation, whose name stands in its title, with a chart for each quantity."""
-    names = dict.fromkeys(row["compensation"] for row in rows)
-    by_compensation = {one: [row for row in rows if row["compensation"] == one] for one in names}
-    return [
-        Panel(
-            title.format(COMPENSATIONS[compensation]),
-            [chart(alike, quantity, axis, styles, name=name) for quantity in quantities],
-        )
-        for compensation, alike in by_compensation.items()
-    ]
+    """Return a panel for each compensation, whose name stands in its title, with a chart for each quantity.
+
+    `name` is that of a row's line, by default its method's.
+    """
+    found = []
+    for compensation in dict.fromkeys(row["compensation"] for row in rows):
+        alike = [row for row in rows if row["compensation"] == compensation]
+        of_line = name or partial(line_name, rows=rows)
+        charts = [chart(alike, quantity, axis, styles, name=of_line) for quantity in quantities]
+        found.append(Panel(title.format(COMPENSATIONS[compensation]), charts))
+    return found
 
 
 def _removed_table(rows: Sequence[Row]) -> Table | None:

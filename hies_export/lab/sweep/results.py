@@ -40,7 +40,7 @@ LATEX = str.maketrans(
 )
 
 
-class Cell(NamedTuple):
+class Number(NamedTuple):
     """The mean or the gain at a budget as text, empty where there is none; its standard deviation over seeds.
 
     `rank` is 0 for the best mean of a column, 1 for the second, else None; equal means share a rank.
@@ -63,7 +63,7 @@ class SweepTable:
     budget: str
     budgets: tuple[float, ...]
     means: Mapping[str, Sequence[float | None]]
-    lines: Mapping[str, Sequence[Cell]]
+    lines: Mapping[str, Sequence[Number]]
     differences: Mapping[str, str]
 
 
@@ -176,23 +176,23 @@ def _table(rows: Sequence[Row], quantity: str, title: str, scale: float, higher_
         for method, by_budget in by_method.items()
     }
     means = {method: [statistics.fmean(of) if of else None for of in columns] for method, columns in values.items()}
-    lines: dict[str, list[Cell]] = {method: [] for method in means}
+    lines: dict[str, list[Number]] = {method: [] for method in means}
     for column in range(len(budgets)):
         known = {round(mean, 10) for of in means.values() if (mean := of[column]) is not None}
         best = sorted(known, reverse=higher_is_better)[:2]
         for method, of in means.items():
             if (mean := of[column]) is None:
-                lines[method].append(Cell())
+                lines[method].append(Number())
                 continue
             rank = best.index(place) if (place := round(mean, 10)) in best else None
             spread = deviation(values[method][column])
-            lines[method].append(Cell(f"{mean:.2f}", "" if spread is None else f"{spread:.2f}", rank))
+            lines[method].append(Number(f"{mean:.2f}", "" if spread is None else f"{spread:.2f}", rank))
     for method, by_budget in by_method.items():
         row = next(iter(by_budget.values()))[0]
         base = means.get(method_label({**row, "criterion": "his", "alpha": None, "alpha_by": None}, rows))
         if row["criterion"] == "hies" and base is not None:
             pairs = zip(means[method], base, strict=True)
-            lines[f"gain of {method}"] = [Cell(_gain(hies, his, higher_is_better)) for hies, his in pairs]
+            lines[f"gain of {method}"] = [Number(_gain(hies, his, higher_is_better)) for hies, his in pairs]
     differences = {row["criterion"]: DIFFERENCES[row["criterion"]] for row in rows if row["criterion"] in DIFFERENCES}
     return SweepTable(title, budget_name(rows), budgets, means, lines, differences)
 
@@ -234,11 +234,11 @@ def render_latex(tables: Sequence[SweepTable]) -> str:
     """Return the tables as LaTeX, which needs the packages booktabs and amsmath."""
     parts = []
     for table in tables:
-        columns = " & ".join(_escape(share_text(share)) for share in table.budgets)
+        columns = " & ".join(share_text(share).translate(LATEX) for share in table.budgets)
         lines = [
             r"\begin{table}[t]",
             r"\centering",
-            rf"\caption{{{_escape(table.title)}. Mean $\pm$ standard deviation over seeds.}}",
+            rf"\caption{{{table.title.translate(LATEX)}. Mean $\pm$ standard deviation over seeds.}}",
             rf"\begin{{tabular}}{{l{'r' * len(table.budgets)}}}",
             r"\toprule",
             rf"{table.budget[0].upper()}{table.budget[1:]} & {columns} \\",
@@ -246,9 +246,10 @@ def render_latex(tables: Sequence[SweepTable]) -> str:
         ]
         for method, cells in _cells(table, (r"\textbf{{{}}}", r"\underline{{{}}}"), r"$\pm$", "--"):
             texts = " & ".join(cells).replace("%", r"\%")
-            lines.append(rf"{_escape(method)} & {texts} \\")
+            lines.append(rf"{method.translate(LATEX)} & {texts} \\")
         lines += [r"\bottomrule", r"\end{tabular}"]
-        lines += [f"\\par\\footnotesize {_escape(name)}: {_escape(how)}." for name, how in table.differences.items()]
+        for name, how in table.differences.items():
+            lines.append(f"\\par\\footnotesize {name.translate(LATEX)}: {how.translate(LATEX)}.")
         lines += [r"\end{table}"]
         parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
@@ -268,13 +269,8 @@ def _cells(
 ) -> list[tuple[str, list[str]]]:
     """Return the lines of a table, each a label and one text per budget, the two best in each column in their marks."""
 
-    def text(cell: Cell) -> str:
-        marked = cell.text or missing if cell.rank is None else marks[cell.rank].format(cell.text)
-        return marked + (f" {plus_minus} {cell.spread}" if cell.spread else "")
+    def text(number: Number) -> str:
+        marked = number.text or missing if number.rank is None else marks[number.rank].format(number.text)
+        return marked + (f" {plus_minus} {number.spread}" if number.spread else "")
 
-    return [(label, [text(cell) for cell in cells]) for label, cells in table.lines.items()]
-
-
-def _escape(text: str) -> str:
-    """Escape text for LaTeX."""
-    return text.translate(LATEX)
+    return [(label, [text(number) for number in numbers]) for label, numbers in table.lines.items()]

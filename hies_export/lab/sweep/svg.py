@@ -11,7 +11,6 @@ import torch
 from markupsafe import Markup
 
 from ...calibrate.statistics import Calibration, Statistics
-from ...errors import RequestError
 from ...files import read_json
 from ...report import figures
 from ...report.drawing import number_figure
@@ -19,10 +18,10 @@ from ...report.html import environment
 from ...report.report import CUT, KEPT
 from ...score.criteria import score_units
 from ..baselines.names import OWN_SAMPLES
-from ..schemas import SWEEP, SWEEP_DETAILS, SweepFigures, SweepFile
+from ..schemas import SWEEP_DETAILS, SweepFigures
 from .charts import COLOURED, Axis, Style, draw_chart, line_styles, sweep_frontier
-from .page import Panel, alpha_panels, budget_panels, drawn_rows, panels, timed_panels
-from .results import Row, budget_name, budget_of, budgets_of, line_name, of_first_size, share_text
+from .page import Panel, alpha_panels, budget_panels, drawn_rows, panels, read_sweep, timed_panels
+from .results import Row, budget_name, budget_of, budgets_of, of_first_size, share_text
 
 
 def draw_sweep(folder: Path) -> dict[str, str]:
@@ -32,20 +31,18 @@ def draw_sweep(folder: Path) -> dict[str, str]:
     given alphas, `head-maps` the criterion his or hies, and `frontier` and `quality-latency` measured times.
 
     Raises:
-        RequestError: The folder holds no finished sweep.
+        RequestError: As in `read_sweep`.
     """
-    for name in ("sweep.json", "details.json"):
-        if not (folder / name).is_file():
-            raise RequestError(f"figures are drawn from a finished sweep, but {folder} has no {name}")
-    rows = read_json(folder / "sweep.json", SweepFile, SWEEP)
+    rows, _ = read_sweep(folder)
     details = read_json(folder / "details.json", SweepFigures, SWEEP_DETAILS)
     shown = drawn_rows(rows)
     styles = line_styles(shown, most=2 * COLOURED)
     by_budget, by_time, by_alpha = budget_panels(shown, styles), timed_panels(shown, styles), alpha_panels(rows)
+    frontier = sweep_frontier(shown, styles, legend=True)
     drawn = {
         "quality": _curves(by_budget, styles, only=1),
         "stability": _curves(by_budget, styles, only=0),
-        "frontier": _frontier(shown, styles),
+        "frontier": figures.draw_frontier(frontier) if frontier else "",
         "quality-latency": _curves(by_time, styles),
         "head-maps": head_maps(details),
         "alpha-sensitivity": _curves(
@@ -55,12 +52,6 @@ def draw_sweep(folder: Path) -> dict[str, str]:
         "seeds": seeds(rows),
     }
     return {f"{name}.svg": svg for name, svg in drawn.items() if svg}
-
-
-def _frontier(rows: Sequence[Row], styles: Mapping[str, Style]) -> str:
-    """Return stability by the measured time; nothing without times."""
-    picture = sweep_frontier(rows, styles, legend=True)
-    return figures.draw_frontier(picture) if picture else ""
 
 
 def _curves(panels: Sequence[Panel], styles: Mapping[str, Style], *, only: int | None = None) -> str:
@@ -122,7 +113,7 @@ def _at_the_middle(rows: Sequence[Row], axis: Axis) -> str:
     at = [row for row in rows if budget_of(row) == budget]
     styles = line_styles(at, most=2 * COLOURED)
     title = f"{share_text(budget)} of the {budget_name(rows)}, {{}}"
-    drawn = panels(at, axis, styles, ["stability"], name=lambda row: line_name(row, at), title=title)
+    drawn = panels(at, axis, styles, ["stability"], title=title)
     return _curves(drawn, styles)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -22,7 +22,7 @@ from ...report.tables import Table, filled
 from ...report.words import removed_text
 from ...select.plan import PruningPlan
 from ..studies import explore
-from ..studies.explore import FAMILY, Exploration, Measured, Result, Trial
+from ..studies.explore import FAMILY, Exploration, Measured, Trial
 from .guard import THIS_MACHINE, Guard
 
 # What the list of measured plans begins with.
@@ -143,7 +143,7 @@ def _controls(exploration: Exploration) -> list[Any]:
             ),
         ]
     chosen = gradio.Dropdown(
-        [BY_SLIDERS, *(trial.label for trial in exploration.trials)],
+        list(dict.fromkeys([BY_SLIDERS, *(trial.label for trial in exploration.trials)])),
         value=BY_SLIDERS,
         label="plan",
         visible=len(exploration.trials) > 1,
@@ -170,11 +170,11 @@ def draw(exploration: Exploration, *values: Any) -> str:
         ("importance (HIS) removed", f"{lost:.1%}"),
     ]
     figure, bars = _figures(exploration, plan, settings.alpha if settings.by_sliders else None)
-    results = explore.results_of(exploration.trials, plan)
+    exact = explore.trials_of(exploration.trials, plan)
     by_his = settings.by_sliders or plan.criterion in FAMILY
-    measured = {one.how: one for one in exploration.measured if by_his or one.how in results}
-    ways = [*(how for how in results if how not in measured), *measured]
-    predictions = [_prediction(exploration, how, lost, results.get(how), measured.get(how)) for how in ways]
+    measured = {one.how: one for one in exploration.measured if by_his or one.how in exact}
+    ways = [*(how for how in exact if how not in measured), *measured]
+    predictions = [_prediction(exploration, how, lost, exact.get(how), measured.get(how)) for how in ways]
     return _render(
         "plan.html.j2",
         cost=Table((), rows),
@@ -182,9 +182,7 @@ def draw(exploration: Exploration, *values: Any) -> str:
         bars=bars,
         ranks_neurons=exploration.ranks_neurons,
         chosen=not settings.by_sliders,
-        counted=any(
-            trial.flops_ratio is not None and explore.same_units(trial.plan, plan) for trial in exploration.trials
-        ),
+        counted=any(trial.flops_ratio is not None for trial in exact.values()),
         predictions=predictions,
         note=_compensation_note(exploration, plan),
     )
@@ -243,26 +241,17 @@ def _compensation_note(exploration: Exploration, plan: PruningPlan) -> str:
         )
     if method is not None:
         return (
-            f"The measured models are compensated ({method}), and the predictions assume that too. " + _NOT_COMPENSATED
+            f"The measured models are compensated ({method}), and the predictions assume that too. {_NOT_COMPENSATED}"
         )
-    if any("compensated" in result.how for trial in exploration.trials for result in trial.results):
+    if any("compensated" in trial.how for trial in exploration.trials):
         return f"Some of the measured models are compensated. {_NOT_COMPENSATED}"
     return ""
 
 
-class _Prediction(NamedTuple):
-    """The numbers of a plan by one kind of measurement; `curves` has the measurements, and the fitted line."""
-
-    title: str
-    how: str
-    table: Table
-    curves: Mapping[str, Curve]
-
-
 def _prediction(
-    exploration: Exploration, how: str, lost: float, exact: Result | None, measured: Measured | None
-) -> _Prediction:
-    """Return the numbers of a plan that removes the share `lost` of the importance.
+    exploration: Exploration, how: str, lost: float, exact: Trial | None, measured: Measured | None
+) -> dict[str, Any]:
+    """Return the numbers of a plan that removes the share `lost` of the importance, and the curves behind them.
 
     They are those of `exact`, the measurement of the plan itself, or else predicted from what was measured.
     """
@@ -284,26 +273,21 @@ def _prediction(
             curves[name] = _curve(name, others.lost, values, lost, more_is_better, at=known)
     said, title = ("measured", MEASURED) if exact else ("predicted", f"Predicted from {len(others.lost)} models")
     columns = {header: itemgetter(column) for column, header in enumerate(("", said, "mean error"))}
-    return _Prediction(title, how, filled(columns, rows), curves)
+    return {"title": title, "how": how, "table": filled(columns, rows), "curves": curves}
 
 
 def _trial_table(exploration: Exploration) -> Table:
     """Return all measured plans with their results."""
-    columns: dict[str, Callable[[tuple[Trial, Result]], str]] = {
-        "plan": lambda row: row[0].label,
-        "": lambda row: _made(row[1].how),
-        exploration.metric: lambda row: "" if row[1].quality is None else f"{row[1].quality:.4f}",
-        "same predictions": lambda row: f"{row[1].stability:.1%}",
-        "FLOPs": lambda row: "" if row[0].flops_ratio is None else f"{row[0].flops_ratio:.3f}",
-        "heads removed": lambda row: f"{row[0].plan.removed:,}" if row[0].plan.heads else "",
-        "neurons removed": lambda row: f"{row[0].plan.removed_neurons:,}" if row[0].plan.neurons else "",
+    columns: dict[str, Callable[[Trial], str]] = {
+        "plan": lambda trial: trial.label,
+        "": lambda trial: trial.how.partition(": ")[2].partition(", on ")[0],  # how the model was made
+        exploration.metric: lambda trial: "" if trial.quality is None else f"{trial.quality:.4f}",
+        "same predictions": lambda trial: f"{trial.stability:.1%}",
+        "FLOPs": lambda trial: "" if trial.flops_ratio is None else f"{trial.flops_ratio:.3f}",
+        "heads removed": lambda trial: f"{trial.plan.removed:,}" if trial.plan.heads else "",
+        "neurons removed": lambda trial: f"{trial.plan.removed_neurons:,}" if trial.plan.neurons else "",
     }
-    return filled(columns, [(trial, result) for trial in exploration.trials for result in trial.results])
-
-
-def _made(how: str) -> str:
-    """Return how models were made, without the models and rows."""
-    return how.partition(": ")[2].partition(", on ")[0]
+    return filled(columns, exploration.trials)
 
 
 def _curve(

@@ -22,8 +22,8 @@ from support.tolerance import assert_same_text
 
 from hies_export import PruningRecipe, RecipeError, RequestError, StepError
 from hies_export.cli.main import main
-from hies_export.lab.sweep import evaluating
-from hies_export.lab.sweep.evaluating import Evaluator
+from hies_export.lab.sweep import executors
+from hies_export.lab.sweep.cells import Shared, evaluate_cell
 from hies_export.lab.sweep.executors import open_executor
 from hies_export.lab.sweep.grid import Cell, SweepGrid
 from hies_export.lab.sweep.journal import Journal
@@ -90,17 +90,17 @@ def test_processes_find_the_same(recipe_file: Path, alone: Path, tmp_path: Path)
 def test_a_failed_cell_ends_the_sweep_which_then_goes_on(
     error: Exception, recipe_file: Path, alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe, evaluate, begun = PruningRecipe.from_yaml(recipe_file), Evaluator.evaluate, []
+    recipe, begun = PruningRecipe.from_yaml(recipe_file), []
 
-    def failing(evaluator: Evaluator, cell: Cell) -> dict[str, Any]:
+    def failing(shared: Shared, cell: Cell) -> dict[str, Any]:
         begun.append(cell)
         if len(begun) == 5:
             raise error
-        return evaluate(evaluator, cell)
+        return evaluate_cell(shared, cell)
 
     message = "one died: a process died" if isinstance(error, BrokenProcessPool) else "a step failed"
     with monkeypatch.context() as patch, ThreadPoolExecutor(1) as executor:
-        patch.setattr(Evaluator, "evaluate", failing)
+        patch.setattr(executors, "evaluate_cell", failing)
         with pytest.raises(StepError, match=message):
             sweep(recipe, GRID, tmp_path / "out", executor=executor)
     assert 0 < len(kept := rows_in(tmp_path / "out")) < len(GRID.cells())
@@ -132,7 +132,8 @@ def test_what_is_finished_is_said_to_be_kept_when_a_sweep_is_stopped(
 def test_a_worker_with_other_versions_is_refused(
     recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(evaluating, "library_versions", lambda: {"torch": "0.1"})
+    found = iter([{"torch": "2.9"}, {"torch": "0.1"}])
+    monkeypatch.setattr(executors, "library_versions", lambda: next(found))
     with ThreadPoolExecutor(1) as executor, pytest.raises(RequestError, match=r"of the sweep.*but it has torch 0\.1"):
         sweep(PruningRecipe.from_yaml(recipe_file), GRID, tmp_path / "out", executor=executor)
 

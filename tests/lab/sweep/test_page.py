@@ -70,11 +70,12 @@ def test_points_are_means_over_seeds_with_their_deviation(quantity: str) -> None
             assert (point.x, point.y) == pytest.approx((sparsity, statistics.fmean(values)))
             assert point.y - point.low == pytest.approx(statistics.stdev(values))
             assert point.high == pytest.approx(min(point.y + statistics.stdev(values), made.most))
-    assert [text for _, text in made.x] == ["10\n97", "30\n90", "50\n83", "70\n77"]
+    assert [text for _, text in made.axis.ticks] == ["10\n97", "30\n90", "50\n83", "70\n77"]
     assert made.dense == (None if quantity == "stability" else pytest.approx(90))
     svg = draw_chart(made)
     assert svg == draw_chart(made)
     assert svg.count('<g class="line ') == svg.count('<g class="band ') == 3
+    assert '<g class="band ' not in draw_chart(drawn([r for r in found if r["seed"] == 0], quantity))
     x, y = zip(*places(svg, "point"), strict=True)
     points = [point for line in made.lines for point in line.points]
     assert len(x) == len(points) == 12
@@ -87,15 +88,10 @@ def test_points_are_means_over_seeds_with_their_deviation(quantity: str) -> None
     assert up < 0
 
 
-def test_a_single_seed_has_no_band() -> None:
-    svg = draw_chart(drawn([r for r in rows() if r["seed"] == 0]))
-    assert (svg.count('class="band'), svg.count('class="line ')) == (0, 3)
-
-
 def test_deeper_cuts_are_on_the_right_whatever_the_budget() -> None:
     found = [r | {"flops_target": 1 - r["sparsity"], "sparsity": None, "modules": "attention"} for r in rows()]
-    assert [text for _, text in drawn(found).x] == ["90", "70", "50", "30"]
-    assert sorted(place for place, _ in drawn(found).x) == [place for place, _ in drawn(found).x]
+    places, texts = zip(*drawn(found).axis.ticks, strict=True)
+    assert (list(places), texts) == (sorted(places), ("90", "70", "50", "30"))
     timed = [r | {"latency_ratio": 1 - r["sparsity"] / 2} for r in rows()]
     at = time_axis(timed).at
     # Of times, less is on the left.
@@ -137,9 +133,6 @@ def test_budgets_that_differ_are_written_differently() -> None:
     assert "| heads removed | 12% | 12.5% | 99.5% |" in render_markdown(sweep_tables(found))
     assert r"Heads removed & 12\% & 12.5\% & 99.5\% \\" in render_latex(sweep_tables(found))
     assert lead_text(found).startswith("With 12.5% of the heads removed, his keeps")
-    page = render_sweep(found, ABOUT, name="x")
-    assert "12% to 99.5% heads removed" in page
-    assert [page.count(f"<th>{share}</th>") for share in ("12%", "12.5%", "99.5%")] == [2, 2, 2]
 
 
 def test_of_many_methods_the_best_and_ours_have_colours() -> None:
@@ -172,19 +165,16 @@ def test_the_page_has_every_row_and_says_where_it_comes_from() -> None:
     assert "minilm: 3 ways to prune, compared" in text
     assert "/where" not in page
     assert "600 of 872 samples of validation, drawn" in text
-    assert "FLOPs are counted at 8 x 128" in text
     assert "Every row (36)" in text
     assert "22 + 100" in text  # 30 % of 72 heads, and the neurons
     assert len(re.findall(r"<b>\d", page)) == 8  # the best of every column of both tables
-    assert text.count("neurons removed") >= 1
     assert not re.search(r"https?://|<img|<link rel=.?stylesheet", page.replace("http-equiv", ""))
 
 
 def test_older_sweeps_and_names_that_look_like_elements() -> None:
     page = render_sweep(rows(("<img src=x>", "his")), SweepAbout(), name="<b>folder")
     assert "&lt;b&gt;folder: 2 ways" in page
-    assert "<img" not in page
-    assert "<b>folder" not in page
+    assert not re.search("<img|<b>folder", page)
 
 
 def test_given_alphas_have_a_chart_of_their_own() -> None:
@@ -193,10 +183,9 @@ def test_given_alphas_have_a_chart_of_their_own() -> None:
         for a in (0.1, 0.6, 0.9)
         for s in (0.3, 0.5)
     ]
-    page = render_sweep(given + rows(), ABOUT, name="x")
-    assert "HIES by alpha" in page
+    assert "HIES by alpha" in render_sweep(given + rows(), ABOUT, name="x")
     made = chart(given, "quality", alpha_axis(given), line_styles(given), name=lambda r: line_name(r, given))
-    assert [text for _, text in made.x] == ["0.1", "0.6", "0.9"]
+    assert [text for _, text in made.axis.ticks] == ["0.1", "0.6", "0.9"]
     assert "HIES by alpha" not in render_sweep(rows(), ABOUT, name="x")
 
 
@@ -210,9 +199,7 @@ def test_report_shows_a_sweep_and_renders_its_page_again(folder: Path, capsys: p
     out, err = capsys.readouterr()
     *lines, result = out.splitlines()
     assert json.loads(result) == {"rows": rows()}
-    shown = "\n".join(lines)
-    assert shown.startswith("With 50% of the heads removed, hies (α auto) keeps")
-    assert "Stability: predictions equal to the dense model's, %" in shown
+    assert lines[0].startswith("With 50% of the heads removed, hies (α auto) keeps")
     page = (folder / "sweep.html").read_text()
     assert page == render_sweep(*read_sweep(folder), name="swept")
     assert "sweep.html" in err

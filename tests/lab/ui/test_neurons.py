@@ -72,7 +72,6 @@ def test_the_page_draws_both() -> None:
     assert "heads kept 6 of 8" in text
     assert "neurons kept 6 of 10" in text
     assert "FLOPs at 8 x 128, of dense 0.900" in text
-    assert "Neurons kept of 5 in every layer; grey: cut. Those with the smallest HIS go first." in text
     assert page.count("<path") == 2
     assert page.count('class="stays"') == 2
     assert "layer.1: 3 of 5 neurons kept (60%)" in page

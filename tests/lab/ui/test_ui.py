@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from hies_export import PruningPlan, RequestError, Statistics, count_flops
 from hies_export.calibrate.statistics import Calibration
 from hies_export.cli.main import main
 from hies_export.lab.studies.explore import Exploration, estimate, lost_share, read_exploration
-from hies_export.lab.ui.app import _page, draw, save
+from hies_export.lab.ui.app import draw, save
 from hies_export.model.tokens import synthetic_batch
 from hies_export.report.report import CUT
 
@@ -191,16 +190,6 @@ def test_a_folder_that_is_not_a_run(tmp_path: Path, ran: Path, capsys: pytest.Ca
             read_exploration(tmp_path)
     assert main(["ui", str(ran.parent / "nothing")]) == 2
     assert "nothing is not there" in " ".join(capsys.readouterr().err.split())
-
-
-def test_the_page_of_the_folder_that_one_is_in_has_its_name(ran: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gradio = MagicMock()
-    monkeypatch.setitem(sys.modules, "gradio", gradio)
-    monkeypatch.setattr("hies_export.lab.ui.app.draw", lambda *_: "")
-    monkeypatch.chdir(ran)
-    _page(read_exploration("."), Path())
-    assert gradio.Blocks.call_args.kwargs["title"] == f"hies-export: {ran.name}"
-    assert gradio.Markdown.call_args.args[0].startswith(f"## {ran.name}\n")
 
 
 @pytest.fixture

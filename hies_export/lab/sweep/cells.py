@@ -1,0 +1,407 @@
+"""Evaluate a cell of a sweep: choose its units as a run does, and judge the model without the others.
+
+A process loads the model once. What a seed's rows say is computed once, when a cell first reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, astuple, dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from scipy.integrate import trapezoid
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ...calibrate.statistics import DEFAULT_NEEDS, Statistics, collect_statistics
+from ...data.batches import Batch, by_length, samples_of
+from ...errors import RecipeError
+from ...evaluate.judge import Judge, Quality
+from ...evaluate.metrics import higher_is_better
+from ...evaluate.predict import predict
+from ...forms.measure.counts import count_flops
+from ...kinds import KINDS
+from ...model.copies import share_weights
+from ...pipeline import stages
+from ...pipeline.draw import HELD_OUT_SAMPLES, Draws
+from ...pipeline.held_out import HeldOut, choose_alpha
+from ...pipeline.job import Job
+from ...pipeline.load_job import load_job
+from ...pipeline.recipe import PruningRecipe
+from ...progress import SILENT, Clock, Progress
+from ...recipe.budget import Budget
+from ...recipe.sections import CompensationSection
+from ...score.criteria import COMPENSATED_NAMES, Scores, needs_of, uses_alpha
+from ...select.constraints import bundles_lost, check_budget
+from ...select.cost import check_reachable, lowest_ratio
+from ...select.goal import Goal
+from ...slim.cut import prune_units
+from ...slim.refit import Compensation, LayerFit, compensate
+from ...tasks import Predictions
+from ...units.units import Selection
+from ..baselines import channels, flap, kwon, slicing
+from ..baselines.names import CHANNELS, FLAP, JUDGED_ONLY, KWON, MARTRA, OWN_SAMPLES, SLICED_TUNED, UNIFORM, WANDA
+from .grid import AUTOMATIC, MODULES, WEIGHTED, Cell, SweepGrid, compensation_of
+from .journal import digest
+
+
+@dataclass
+class Calibrated:
+    """The job of a seed and a calibration size, and what its rows say; each is computed when it is first read."""
+
+    job: Job
+    grid: SweepGrid
+
+    @cached_property
+    def statistics(self) -> Statistics:
+        """What the criteria of the grid read, with the moments to refit from."""
+        job, grid = self.job, self.grid
+        of_channels = ("channel_taylor",) if CHANNELS in grid.criteria else ()
+        needs = (*DEFAULT_NEEDS, *needs_of(*grid.criteria), *of_channels)
+        found = collect_statistics(job.model, job.rows.score, job.scored, needs=needs)
+        how = compensation_of(WEIGHTED if WEIGHTED in grid.compensations else "least_squares", job.options)
+        options, rows = job.options.model_copy(update={"compensation": how}), replace(job.rows, refit=self.refit)
+        return replace(found, moments=stages.moments_of(replace(job, options=options, rows=rows)))
+
+    @cached_property
+    def refit(self) -> list[Batch]:
+        """The rows to refit on, shortest first."""
+        return by_length(self.job.rows.refit, config=self.job.model.config)
+
+    @cached_property
+    def removal(self) -> Scores:
+        """The scores of `compensated` for all modules, which all sizes share."""
+        return stages.score_by_removal(self.job, self.statistics.moments)
+
+    @cached_property
+    def averages(self) -> dict[str, flap.Averages]:
+        """The averages of what consumers read, by module name."""
+        return flap.input_averages(self.job.model, self.refit, self.job.modules)
+
+    @cached_property
+    def mask_gradients(self) -> dict[str, Tensor]:
+        """The gradients that `kwon` rearranges units by, (samples, units) by module name."""
+        return kwon.mask_gradients(self.job.model, self.job.rows.score, self.job.scored)
+
+    @cached_property
+    def bases(self) -> tuple[slicing.Bases, Predictions]:
+        """The principal components on the rows to refit on, and the dense model's predictions there."""
+        model = self.job.model
+        return slicing.collect_bases(model, self.refit, self.job.scored), predict(model, self.refit)
+
+    @cached_property
+    def judge(self) -> Judge:
+        """The judge on the held-out rows."""
+        return self.job.judge(self.job.rows.held_out)
+
+
+@dataclass
+class Shared:
+    """What the cells of a sweep share in a process.
+
+    Attributes:
+        base: The job of the first seed and calibration size.
+        curves: How the alphas did on held-out rows, by the key of a cell.
+        judged: Results by the name of what stays; what is equal is evaluated once.
+        evaluations: How many models were judged on the evaluation rows.
+    """
+
+    recipe: PruningRecipe
+    grid: SweepGrid
+    base: Job
+    curves: dict[str, dict[str, Any]] = field(default_factory=dict)
+    judged: dict[str, dict[str, Any]] = field(default_factory=dict)
+    evaluations: int = 0
+    _calibrated: dict[tuple[int, int], Calibrated] = field(default_factory=dict)
+
+    def calibrated(self, seed: int, samples: int = 0) -> Calibrated:
+        """Return what a seed draws for a calibration size, by default the first; what others drew is dropped."""
+        first = self.grid.seeds[0], self.grid.calibration_sizes[0]
+        key = seed, samples or first[1]
+        if key not in self._calibrated:
+            self._calibrated = {other: kept for other, kept in self._calibrated.items() if other[0] == seed}
+            job = self.base if key == first else _load(self.recipe, self.grid, *key, like=self.base)
+            self._calibrated[key] = Calibrated(job, self.grid)
+        return self._calibrated[key]
+
+    @cached_property
+    def judge(self) -> tuple[Judge, Quality]:
+        """The judge on the evaluation rows, and what it says of the dense model."""
+        judge = self.base.judge(self.base.rows.evaluation)
+        return judge, judge.of(judge.dense)
+
+    @cached_property
+    def dense_flops(self) -> int:
+        """The FLOPs of the dense model."""
+        return count_flops(self.base.model, next(iter(self.base.shapes.values())))
+
+    @cached_property
+    def lowest(self) -> dict[str, float]:
+        """The lowest share of FLOPs that cuts of the grid's modules reach; empty without budgets of FLOPs."""
+        if not self.grid.flops:
+            return {}
+        base, constraints = self.base, self.base.options.constraints
+        parts = {name: [m for m in base.scored if m.kind in MODULES[name]] for name in self.grid.modules}
+        found = {name: lowest_ratio(part, base.flops_table, constraints) for name, part in parts.items()}
+        best = parts[min(found, key=lambda name: found[name])]
+        check_reachable(best, base.flops_table, ratio=min(self.grid.flops), constraints=constraints)
+        return found
+
+    def key(self, cell: Cell) -> str:
+        """Return the cell's name in the journal, with the shape of FLOPs; "auto-area" depends on all budgets."""
+        over = (self.grid.budgets(),) if cell.alpha == "auto-area" else ()
+        return "|".join(map(str, (*astuple(cell), next(iter(self.base.shapes)), *over)))
+
+
+def load_shared(recipe: PruningRecipe, grid: SweepGrid) -> Shared:
+    """Load the model, and the rows of the first seed and calibration size."""
+    return Shared(recipe, grid, _load(recipe, grid, grid.seeds[0], grid.calibration_sizes[0]))
+
+
+def _load(recipe: PruningRecipe, grid: SweepGrid, seed: int, samples: int, like: Job | None = None) -> Job:
+    """Return the job of a seed and calibration size, checked against all criteria of the grid."""
+    budget = Budget(flops=min(grid.flops)) if grid.flops else recipe.options.budget
+    options = recipe.options.model_copy(update={"modules": grid.kinds, "budget": budget})
+    automatic = any(alpha in AUTOMATIC for alpha in grid.alphas) and any(map(uses_alpha, grid.criteria))
+    refitted = not set(OWN_SAMPLES).isdisjoint(grid.criteria) or set(grid.compensations) != {"none"}
+    draws = Draws(
+        seed=seed,
+        scoring=samples,
+        held_out=HELD_OUT_SAMPLES if automatic else 0,
+        compensation=(options.compensation or CompensationSection()).samples if refitted else 0,
+    )
+    # Under sparsities, the ranks of `compensated` are good for query heads too.
+    names = [name for name in grid.criteria if grid.flops or name not in COMPENSATED_NAMES]
+    clock = Clock() if like is None else like.clock
+    with clock("load"):
+        # Cells are timed on the sweep's own runtimes, so the recipe's need not be installed.
+        job = load_job(recipe, options=options, draws=draws, like=like, criteria=names, runtimes=("torch",))
+    return replace(job, seed=seed, clock=clock)
+
+
+def reachable_cells(shared: Shared, progress: Progress = SILENT) -> list[Cell]:
+    """Return the cells whose budget their modules can meet; refuse what the constraints do not allow."""
+    base, grid, lowest = shared.base, shared.grid, shared.lowest
+    for sparsity in grid.sparsities:
+        check_budget(base.scored, heads=sparsity, constraints=base.options.constraints)
+    if KWON in grid.criteria and base.options.unit == "query" and any(m.group_size > 1 for m in base.scored):
+        raise RecipeError([f"{KWON} removes whole key/value groups, got unit: query; set unit: group or leave it out"])
+    if CHANNELS in grid.criteria:
+        channels.check_channels(base.scored)
+    for modules, least in lowest.items():
+        if out := [f"{flops:g}" for flops in grid.flops if flops < least]:
+            progress.stage(f"{modules}: {', '.join(out)} of the FLOPs left out, the lowest is {least:.3f}")
+    return [cell for cell in grid.cells() if cell.flops is None or lowest[cell.modules] <= cell.flops]
+
+
+def evaluate_cell(shared: Shared, cell: Cell) -> dict[str, Any]:
+    """Evaluate a cell, and return its entry for the journal."""
+    alpha, selection, kept, lost = None, None, None, None
+    judged = f"{cell.criterion}|{cell.seed}|{cell.samples}|{cell.sparsity}"
+    if cell.criterion not in JUDGED_ONLY:
+        with shared.base.clock("choose"):
+            alpha = alpha_of(shared, cell)
+            selection = selection_of(shared, cell, alpha)
+        kept = {name: [*of.units] for name, of in selection.items()}
+        lost = bundles_lost(selection, shared.base.modules, unit=shared.base.options.unit)
+        # The seed matters only to compensation: moments differ between seeds.
+        judged = f"{cell.compensation}|{'' if cell.compensation == 'none' else cell.seed}|{digest(kept)}"
+    if judged not in shared.judged:
+        with shared.base.clock("evaluate"):
+            shared.judged[judged] = _judge(shared, cell, selection)
+    entry = {"judged": judged, "alpha": alpha, "samples": _samples(shared, cell), "result": shared.judged[judged]}
+    return entry | {"kept": kept, "lost": lost}
+
+
+def _judge(shared: Shared, cell: Cell, selection: Selection | None) -> dict[str, Any]:
+    """Return the result of the model that a cell leaves: of a selection, or of a baseline that removes other things."""
+    base, (judge, dense), name = shared.base, shared.judge, shared.base.metrics[0]
+    flops, heads, neurons = None, None, None
+    if selection is None:
+        with _baseline(shared, cell):
+            predictions = predict(base.model, judge.batches)
+    else:
+        refit = refit_for(shared, cell)
+        predictions = stages.predict_pruned(base.model, selection, base.modules, judge.batches, refit=refit)
+        flops = flops_ratio(shared, selection)
+        heads, neurons = (sum(len(of.removed) for of in selection.values() if of.kind == kind) for kind in KINDS)
+    shared.evaluations += 1
+    quality = judge.of(predictions)
+    return {
+        "metric": name,
+        "quality": quality.metrics[name],
+        "quality_dense": dense.metrics[name],
+        "stability": quality.stability,
+        "flops_ratio": flops,
+        "heads_removed": heads,
+        "neurons_removed": neurons,
+    }
+
+
+def _samples(shared: Shared, cell: Cell) -> int:
+    """Return the number of calibration samples behind a cell, for its row."""
+    if cell.criterion == MARTRA:
+        return 0
+    if cell.criterion in COMPENSATED_NAMES:
+        return samples_of(stages.effect_batches(shared.calibrated(cell.seed).job))
+    return cell.samples or samples_of(shared.calibrated(cell.seed).refit)
+
+
+def flops_ratio(shared: Shared, selection: Selection) -> float:
+    """Return the FLOPs of the slim model as a share of the dense model's; a budget's table has them already."""
+    base = shared.base
+    if shared.grid.flops:
+        return base.flops_left(selection)
+    # A vision-language model looks up the image tokens, so it needs real values.
+    copy = share_weights(base.model, device=None if base.task.in_parts else "meta")
+    slim = prune_units(copy, selection, base.modules, inplace=True)
+    return count_flops(slim, next(iter(base.shapes.values()))) / shared.dense_flops
+
+
+def job_of(shared: Shared, cell: Cell) -> Job:
+    """Return the job of the run that a cell stands for, apart from its criterion and its budget."""
+    job = shared.calibrated(cell.seed, cell.samples).job
+    asked = {"alpha": cell.alpha or 0.0, "compensation": compensation_of(cell.compensation, job.options)}
+    if cell.criterion in UNIFORM:
+        asked["allocation"] = "uniform"
+    scored = tuple(module for module in job.scored if module.kind in MODULES[cell.modules])
+    return replace(job, scored=scored, options=job.options.model_copy(update=asked))
+
+
+def selection_of(shared: Shared, cell: Cell, alpha: float | None) -> Selection:
+    """Return the units that a cell keeps at an alpha."""
+    ((_, selection),) = _selected(shared, replace(cell, alpha=alpha))
+    if cell.criterion != KWON:
+        return selection
+    of_seed = shared.calibrated(cell.seed, cell.samples)
+    return kwon.rearranged(selection, job_of(shared, cell).scored, of_seed.mask_gradients)
+
+
+def _selected(shared: Shared, cell: Cell) -> list[tuple[Scores, Selection]]:
+    """Return the scores of a cell, one or one for each alpha to try, with what they keep."""
+    job = job_of(shared, cell)
+    goal = Goal(heads=cell.sparsity)
+    if cell.flops is not None:
+        goal = Goal(ratio=cell.flops, table=shared.base.flops_table)
+    return [(scores, stages.select(job, scores, goal)) for scores in _scores(shared, cell, job)]
+
+
+def _scores(shared: Shared, cell: Cell, job: Job) -> list[Scores]:
+    of_seed, model, modules = shared.calibrated(cell.seed), job.model, job.scored
+    if cell.criterion in COMPENSATED_NAMES:
+        names = {module.name for module in modules}
+        scores = {name: values for name, values in of_seed.removal.scores.items() if name in names}
+        chains = tuple(chain for chain in of_seed.removal.chains if chain[0].module in names)
+        return [replace(of_seed.removal, scores=scores, chains=chains)]
+    if cell.criterion == FLAP:
+        fluctuations = flap.fluctuations(model, modules, of_seed.averages)
+        return [flap.score_flap(fluctuations, modules, unit=job.options.unit)]
+    if cell.criterion == WANDA:
+        return [flap.score_wanda(model, modules, of_seed.averages)]
+    if cell.criterion == MARTRA:
+        return [flap.score_martra(model, modules)]
+    statistics = shared.calibrated(cell.seed, cell.samples).statistics
+    return stages.score(job, statistics, "fisher" if cell.criterion == KWON else cell.criterion)
+
+
+def alpha_of(shared: Shared, cell: Cell) -> float | None:
+    """Return the alpha of a cell; "auto" and "auto-area" choose it on held-out rows, refitted or masked."""
+    if not isinstance(cell.alpha, str):
+        return cell.alpha
+    alike = _alike(shared, cell)
+    found = [_curve(shared, at) for at in alike]
+    if cell.alpha == "auto":
+        return float(found[0]["chosen"])
+    # "auto-area": the alpha with the largest weighted area under the held-out curve; ties go to the larger alpha.
+    labelled = found[0]["curve"][0]["quality"] is not None
+    quantity = "quality" if labelled else "stability"
+    sign = 1 if not labelled or higher_is_better(shared.base.metrics[0]) else -1
+    areas = [
+        (sign * weighted_area([at.removed for at in alike], [point[quantity] for point in points]), points[0]["alpha"])
+        for points in zip(*(curve["curve"] for curve in found), strict=True)
+    ]
+    return float(max(areas)[1])
+
+
+def weighted_area(removed: Sequence[float], values: Sequence[float]) -> float:
+    """Return the mean of a curve over the share removed, weighted by that share, so that deep cuts count most.
+
+    The mean is the integral of s * value(s) divided by the integral of s, both by the trapezoidal rule. For a single
+    point, it is that point's value.
+    """
+    s, v = np.array(sorted(zip(removed, values, strict=True))).T
+    return float(trapezoid(s * v, s) / trapezoid(s, s)) if len(s) > 1 else float(v[0])
+
+
+def curve_keys(shared: Shared, cell: Cell) -> list[str]:
+    """Return the keys of the curves that choose the alpha of a cell; none if it is given or not used."""
+    return [shared.key(at) for at in _alike(shared, cell)]
+
+
+def _alike(shared: Shared, cell: Cell) -> list[Cell]:
+    """Return a cell, without its alpha, at the budgets whose curves choose that alpha."""
+    if not isinstance(cell.alpha, str):
+        return []
+    budgets = [(cell.sparsity, cell.flops)]
+    if cell.alpha != "auto":
+        least = shared.lowest.get(cell.modules, 0.0)
+        budgets = [(share, flops) for share, flops in shared.grid.budgets() if flops is None or least <= flops]
+    return [replace(cell, alpha=None, sparsity=sparsity, flops=flops) for sparsity, flops in budgets]
+
+
+def _curve(shared: Shared, at: Cell) -> dict[str, Any]:
+    """Return all alphas' judgements on the held-out rows at a budget ("curve"), and the best alpha ("chosen")."""
+    key = shared.key(at)
+    if key not in shared.curves:
+        job, judge = shared.base, shared.calibrated(at.seed, at.samples).judge
+        held_out = HeldOut(judge, job.model, job.modules, refit_for(shared, at))
+        choice = choose_alpha(_selected(shared, replace(at, alpha="auto")), held_out)
+        left_out = ("alpha", *(("flops", "modules") if at.flops is None else ()))
+        found = {name: value for name, value in asdict(at).items() if name not in left_out}
+        shared.curves[key] = found | {"chosen": choice.scores.parameters["alpha"], "curve": list(choice.curve)}
+    return shared.curves[key]
+
+
+def refit_for(shared: Shared, cell: Cell) -> stages.Refit | None:
+    """Return what refits a model cut for a cell; None if nothing does."""
+    job, of_seed = job_of(shared, cell), shared.calibrated(cell.seed)
+    how = job.options.compensation
+    if how is None:
+        return None
+
+    def refitted(slim: PreTrainedModel, selection: Selection) -> list[LayerFit]:
+        with job.clock("refit"):
+            # The bias needs no moments, which take longer to collect, and models without biases get them only here.
+            if how.method == "bias":
+                flap.add_means(slim, job.model, selection, job.modules, of_seed.averages)
+                return []
+            if how.sequential:
+                in_turn = Compensation(ridge=how.ridge, sequential=True)
+                return compensate(job.model, slim, selection, job.modules, of_seed.job.rows.refit, in_turn)
+            refit = stages.refit_of(job, of_seed.statistics)
+            assert refit is not None
+            return refit(slim, selection)
+
+    return refitted
+
+
+@contextmanager
+def _baseline(shared: Shared, cell: Cell) -> Iterator[None]:
+    """Have the model compute what a baseline without channels, or with sliced inputs, does inside the block."""
+    base, of_seed = shared.base, shared.calibrated(cell.seed, cell.samples)
+    model, modules = base.model, base.scored
+    assert cell.sparsity is not None
+    with ExitStack() as stack:
+        if cell.criterion == CHANNELS:
+            scores, constraints = of_seed.statistics["channel_taylor"], base.options.constraints
+            stay = channels.select_channels(scores, modules, heads=cell.sparsity, constraints=constraints)
+            stack.enter_context(channels.masked_channels(model, modules, stay))
+        else:
+            bases, targets = of_seed.bases
+            stack.enter_context(slicing.sliced(model, modules, bases, share=cell.sparsity))
+        if cell.criterion == SLICED_TUNED:
+            stack.enter_context(slicing.fine_tuned(model, modules, of_seed.refit, targets))
+        yield
