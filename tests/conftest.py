@@ -1,9 +1,14 @@
 """Fixtures that several folders use, and an environment without network."""
 
 import gc
+import itertools
 import os
 import shutil
+import sys
 
+if "PYTEST_XDIST_WORKER" not in os.environ and ("-m", "gpu") not in itertools.pairwise(sys.argv):
+    # What is compared with a CPU, or pretends devices, must meet no real one: not here, not in what is started here.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 # Torch's cache of the shapes that operators return costs more than it saves where every model is traced once: without
@@ -14,6 +19,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -24,6 +30,7 @@ from support.browser import Browser
 from support.hub import TOKEN, Hub
 from support.models import MODELS, SHARED
 from support.runs import without_tracing
+from support.traced import traced_once
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -42,6 +49,13 @@ def _small_heap() -> None:
     """Collecting garbage, as every timing does first, takes half a second among the objects of what is imported."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _traced_once(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Only tests of the exporter trace what a graph was traced of before: a trace takes seconds."""
+    with nullcontext() if request.path.parent.name == "onnx" else traced_once():
+        yield
 
 
 @pytest.fixture(autouse=True)

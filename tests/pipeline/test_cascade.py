@@ -29,7 +29,10 @@ from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.pipeline.stages import calibrate
 from hies_export.report.report import Report
 
-SHAPE = {"hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 192, "initializer_range": 0.1}
+SHAPE = {
+    **{"hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 192},
+    "initializer_range": 0.1,
+}
 
 
 def make_project(folder: Path, **sections: object) -> Path:

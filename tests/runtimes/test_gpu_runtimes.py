@@ -296,6 +296,9 @@ def test_a_graph_for_a_gpu_copies_no_numbers_to_it(folders):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.skipif(
+    "CUDAExecutionProvider" not in onnxruntime.get_available_providers(), reason="onnxruntime-cuda: not installed"
+)
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_on_a_gpu_it_computes_what_the_cpu_does(folders, name):
     folder, batch = folders[name]
