@@ -21,17 +21,21 @@ logger = logging.getLogger(__name__)
 STRINGS = ("string", "large_string")
 
 
+def check_each(rows: datasets.Dataset, column: str, fits: Callable[[Any], Any], must: str, remedy: str) -> list[Any]:
+    """Return the values of a column, or refuse the first row whose value does not fit; `must` begins the sentence."""
+    values: list[Any] = rows[column][:]
+    for row, value in enumerate(values):
+        if not fits(value):
+            raise DataError(f"{must}, but {row_name(rows, row)} has {quoted(value)} in {column!r}; {remedy}")
+    return values
+
+
 def read_numbers(rows: datasets.Dataset, *, column: str, what: str) -> list[float]:
     """Return the number of each row that is `what`, in words, such as the similarity of two texts."""
-    names, values = getattr(rows.features[column], "names", None), rows[column][:]
-    for row, value in enumerate(values):
-        if names or not is_number(value):
-            given = f"the class {quoted(names[value])}" if names else quoted(value)
-            raise DataError(
-                f"{what} must be a number, but {row_name(rows, row)} has {given} in {column!r}; write numbers, or "
-                "leave data.label out"
-            )
-    return [float(value) for value in values]
+    named = isinstance(rows.features[column], datasets.ClassLabel)
+    must = f"{what} must be a number{' and no class' * named}"
+    remedy = "write numbers, or leave data.label out"
+    return [float(value) for value in check_each(rows, column, lambda v: is_number(v) and not named, must, remedy)]
 
 
 def is_number(value: Any) -> bool:

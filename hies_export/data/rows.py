@@ -256,32 +256,10 @@ def _load_files(path: Path, cache: str) -> datasets.Dataset:
             options = {**options, **({"chunksize": None} if features is None else {"features": features})}
         rows = _build(builder, [glob.escape(str(part)) for part in parts], cache, **options)
     except Exception as error:  # pandas, pyarrow, gzip: each raises its own kind
-        reason = _reason(error)
-        mixed = builder == "json" and any(of in reason for of in ("changed from", "convert pandas DataFrame"))
-        remedy = (
-            "; all values of a column, and of a list, must be of one kind: write spans as {'start': 0, 'end': 3, "
-            "'label': 'name'}, not as [0, 3, 'name']"
-        )
         raise DataError(
-            f"{path} must be a readable {ending} file with at least one row, but: {reason}{remedy if mixed else ''}"
+            f"{path} must be a readable {ending} file with at least one row, but: {_reason(error)}"
         ) from error
-    if builder == "json":
-        _refuse_nested(rows, path)
     return rows
-
-
-def _refuse_nested(rows: datasets.Dataset, path: Path) -> None:
-    """Refuse a file that is an object with its rows in `data`, as those of SQuAD are."""
-    inside = getattr(rows.features.get("data"), "feature", None)
-    if len(rows) > 1 or not isinstance(inside, Mapping):
-        return
-    how = "datasets.load_dataset('json', data_files=..., field='data', split='train').to_json('rows.jsonl')"
-    if "paragraphs" in inside:
-        how = "a row for each question, with context, and answers as lists of text and answer_start"
-    raise DataError(
-        f"{path} must be a list of rows, or have one in each line, but it is one object with a list in 'data'; write "
-        f"the rows to a file of their own: {how}"
-    )
 
 
 def _column_types(files: Sequence[Path], options: Mapping[str, Any]) -> datasets.Features | None:
@@ -290,11 +268,6 @@ def _column_types(files: Sequence[Path], options: Mapping[str, Any]) -> datasets
     for file in files:
         with pandas.read_csv(file, **{**options, "chunksize": _TYPED}) as chunks:
             for chunk in chunks:
-                if kinds and kinds.keys() != set(chunk.columns):
-                    raise ValueError(f"{file.name} has the columns {listed(chunk.columns)}, not {listed(kinds)}")
-                if len(chunk.columns) == 1 and set(",;\t|") & set(str(chunk.columns[0])):
-                    right = repr(options.get("sep", ","))
-                    raise ValueError(f"{file.name} has the one column {quoted(chunk.columns[0])}; separate by {right}")
                 for column, values in chunk.items():
                     kinds.setdefault(column, set()).add(_kind(values))
     types: dict[str, type] = {}
@@ -334,10 +307,7 @@ def _load_saved(path: Path, split: str) -> datasets.Dataset:
         found = datasets.load_from_disk(path)
     if isinstance(found, datasets.DatasetDict):
         if split not in found:
-            raise DataError(
-                f"{path} holds the splits {listed(found)}, and data.files has it as {quoted(split)}; name the split as "
-                f"there, or give the folder of one, such as {path / next(iter(found), 'train')}"
-            )
+            raise DataError(f"{path} must hold the split {quoted(split)} of data.files, but has {listed(found)}")
         found = found[split]
     return found.with_format(None)
 
