@@ -85,6 +85,6 @@ def test_an_error_of_a_library_is_a_sentence_and_our_own_mistake_is_not() -> Non
     with pytest.raises(ValueError, match="Expecting") as of_library:
         json.loads("{")
     assert str(foreign_failure(of_library.value)).startswith("JSONDecodeError: Expecting property name")
-    with pytest.raises(KeyError) as own:
+    with pytest.raises(KeyError, match="missing") as own:
         {}["missing"]
     assert foreign_failure(own.value) is None

@@ -249,9 +249,9 @@ def _check_queries(rows: datasets.Dataset, query: str, document: str, label: str
         return bool(given) and all(text and text.strip() for text in given)
 
     must = "every row must have a document with text"
-    values = data.check_each(rows, document, are_documents, must, "remove such rows")
+    data.check_each(rows, document, are_documents, must, "remove such rows")
     labels = rows[label][:] if label else [None] * len(rows)
-    for row, (asked, found, given) in enumerate(zip(queries, values, labels, strict=True)):
+    for row, (asked, found, given) in enumerate(zip(queries, rows[document][:], labels, strict=True)):
         documents: Sequence[Any] = [found] if isinstance(found, str) else found
         grades = given if isinstance(given, list) else [given]
         if label and asked and (len(grades) != len(documents) or not all(map(data.is_number, grades))):

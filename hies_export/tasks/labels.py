@@ -92,26 +92,21 @@ class ClassNames:
 
 def read_labels(rows: datasets.Dataset, *, column: str, config: Any, numbers: bool = False) -> list[int] | list[float]:
     """Return one label per row: class numbers, matched by name if the data has names, or numbers for a regression."""
-    feature = rows.features[column]
-    values = data.check_each(
-        rows,
-        column,
-        lambda value: not (value is None or (isinstance(value, float) and math.isnan(value))),
-        "every row must have a label",
-        "remove such rows, or leave data.label out to run without labels",
-    )
+    feature, values = rows.features[column], rows[column][:]
+    remedy = "remove such rows, or leave data.label out to run without labels"
+    data.check_each(rows, column, _is_there, "every row must have a label", remedy)
     if numbers:
-        if isinstance(feature, datasets.ClassLabel) or not all(map(data.is_number, values)):
-            raise DataError(
-                f"the labels of a regression must be numbers, but {column!r} holds {data.kind_of(feature)} such as "
-                f"{quoted(values[0])}"
-            )
-        if all(value == -1 for value in values):
+        found = data.read_numbers(rows, column=column, what="the label of a regression")
+        if all(value == -1 for value in found):
             raise DataError(_hidden(f"in every row of {column!r}"))
-        return [float(value) for value in values]
+        return found
     return class_numbers(
         values, feature, column=column, classes=ClassNames(config), place=lambda row: data.row_name(rows, row)
     )
+
+
+def _is_there(value: Any) -> bool:
+    return not (value is None or (isinstance(value, float) and math.isnan(value)))
 
 
 def class_numbers(

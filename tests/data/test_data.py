@@ -92,9 +92,9 @@ def classes(number, **options):
         (of_labels(0.0, 1.0), {}, r"class names, but 'label' holds float64 such as 0\.0; a gap"),
         (of_labels(0.5, 1.0), {}, r"class names, but 'label' holds float64 such as 0\.5"),
         (of_labels(0.5, float("nan")), classes(1), r"must have a label, but row 1 \(from 0\) has nan"),
-        (of_labels("a", "b"), classes(1), "regression must be numbers, but 'label' holds string such as 'a'"),
+        (of_labels("a", "b"), classes(1), "a regression must be a number, but row 0 .* has 'a'"),
         (of_labels("yes", "no"), {}, r"must be among the model's \(LABEL_0, LABEL_1\), got 'yes', 'no'"),
-        (rows_of(of_labels(1), CLASSES), classes(1), "regression must be numbers"),
+        (rows_of(of_labels(1), CLASSES), classes(1), "a regression must be a number and no class"),
         (of_labels("US", "Us"), {"config": named_config(us=0, US=1)}, "'Us' is the name of classes 0, 1 in"),
         (
             of_labels(0, 1),
