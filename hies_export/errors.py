@@ -23,7 +23,9 @@ A message says what must hold, what was given, and what to do.
 from __future__ import annotations
 
 import difflib
+import os
 import reprlib
+import traceback
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -181,6 +183,16 @@ def system_failure(error: BaseException) -> str | None:
     if isinstance(error, OSError) or "(os error " in str(error):
         return str(error)
     return None if error.__cause__ is None else system_failure(error.__cause__)
+
+
+def foreign_failure(error: BaseException) -> str | None:
+    """Return a sentence for an error that an installed library raised; None for a mistake of our own."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place, own, standard = Path(frames[-1].filename if frames else "."), Path(__file__).parent, Path(os.__file__).parent
+    installed = place.is_relative_to(standard) or any(part.endswith("-packages") for part in place.parts)
+    if place.is_relative_to(own) or not installed:
+        return None
+    return f"{root_cause(error, limit=LONGEST_QUOTE)} (--verbose shows where)"
 
 
 @contextmanager

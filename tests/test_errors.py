@@ -1,5 +1,6 @@
 """The tree of errors that is drawn, and what it promises."""
 
+import json
 import re
 from collections.abc import Callable
 
@@ -7,7 +8,16 @@ import pytest
 from support.models import bert
 
 from hies_export import errors, export_gguf, load_runtime
-from hies_export.errors import HiesError, RecipeError, RequestError, StepError, did_you_mean, listed, require_package
+from hies_export.errors import (
+    HiesError,
+    RecipeError,
+    RequestError,
+    StepError,
+    did_you_mean,
+    foreign_failure,
+    listed,
+    require_package,
+)
 from hies_export.evaluate.lm_eval import check_benchmarks
 from hies_export.lab.sweep.executors import open_executor
 from hies_export.lab.ui.app import show
@@ -69,3 +79,12 @@ def test_words_in_messages() -> None:
     assert did_you_mean("text", ["Text", "Label"]) == "; did you mean 'Text'?"
     assert listed(range(3)) == "0, 1, 2"
     assert listed(range(22)).endswith("18, 19 and 2 more")
+
+
+def test_an_error_of_a_library_is_a_sentence_and_our_own_mistake_is_not() -> None:
+    with pytest.raises(ValueError, match="Expecting") as of_library:
+        json.loads("{")
+    assert str(foreign_failure(of_library.value)).startswith("JSONDecodeError: Expecting property name")
+    with pytest.raises(KeyError, match="missing") as own:
+        {}["missing"]
+    assert foreign_failure(own.value) is None

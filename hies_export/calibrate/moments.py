@@ -251,9 +251,7 @@ class LayerMoments:
 
 
 def check_mix(mix: float, *, weighted: bool) -> None:
-    """Refuse a mix of token weights outside (0, 1], or below 1 without weighted sums."""
-    if not 0 < mix <= 1:
-        raise RequestError(f"token weights must be in (0, 1], got {mix}")
+    """Refuse a mix of token weights below 1 without weighted sums."""
     if mix < 1 and not weighted:
         raise RequestError(f"token weights of {mix:g} need moments of weighted tokens; collect them with weighted=True")
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..data.batches import size_of
-from ..errors import DataError, NonFiniteError
+from ..errors import NonFiniteError
 from ..model.linear import features_of
 from ..model.modes import Watched, evaluating, frozen, output_alone, watch
 from ..model.tokens import first_samples, real_tokens
@@ -133,8 +133,6 @@ class EffectStream(Stream[LayerEffects]):
         limit_bytes: float | None = None,
         progress: Progress = SILENT,
     ):
-        if not batches:
-            raise DataError("scoring needs at least one sample, got none; raise calibration.samples")
         task_of(model, batches[0]).check_batches(batches)
         self._model, self._batches, self._progress = model, batches, progress
         self.samples = sum(map(size_of, batches))

@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from .. import processes
-from ..errors import HiesError, memory_failure, system_failure
+from ..errors import HiesError, foreign_failure, memory_failure, system_failure
 from ..progress import SILENT
 from ..version import __version__
 from . import (
@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None, *, parser: argparse.ArgumentPar
         if isinstance(error, HiesError):
             err.print(f"error: {in_flags(str(error))}", style="red", soft_wrap=True)
             return error.exit_code
-        failure = system_failure(error) or memory_failure(error)
+        failure = system_failure(error) or memory_failure(error) or foreign_failure(error)
         if options.verbose or failure is None:
             raise
         err.print(f"error: {failure}; nothing half-written was left behind", style="red", soft_wrap=True)

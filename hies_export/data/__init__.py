@@ -24,7 +24,7 @@ from .batches import (
     padded,
     size_of,
 )
-from .columns import STRINGS, as_images, holds_images, image_of_row, is_number, kind_of, read_numbers
+from .columns import STRINGS, as_images, check_each, holds_images, image_of_row, is_number, kind_of, read_numbers
 from .processors import (
     as_batch,
     check_vocabulary,

@@ -14,24 +14,26 @@ import PIL.Image
 import PIL.ImageOps
 
 from ..errors import DataError, quoted, refusing
-from .rows import row_name
+from .rows import column_values, row_name
 
 logger = logging.getLogger(__name__)
 
 STRINGS = ("string", "large_string")
 
 
+def check_each(rows: datasets.Dataset, column: str, fits: Callable[[Any], Any], must: str, remedy: str) -> None:
+    """Refuse the first row whose value in a column does not fit; `must` begins the sentence, and `remedy` ends it."""
+    for row, value in enumerate(column_values(rows, column)):
+        if not fits(value):
+            raise DataError(f"{must}, but {row_name(rows, row)} has {quoted(value)} in {column!r}; {remedy}")
+
+
 def read_numbers(rows: datasets.Dataset, *, column: str, what: str) -> list[float]:
     """Return the number of each row that is `what`, in words, such as the similarity of two texts."""
-    names, values = getattr(rows.features[column], "names", None), rows[column][:]
-    for row, value in enumerate(values):
-        if names or not is_number(value):
-            given = f"the class {quoted(names[value])}" if names else quoted(value)
-            raise DataError(
-                f"{what} must be a number, but {row_name(rows, row)} has {given} in {column!r}; write numbers, or "
-                "leave data.label out"
-            )
-    return [float(value) for value in values]
+    named = isinstance(rows.features[column], datasets.ClassLabel)
+    must = f"{what} must be a number{' and no class' * named}"
+    check_each(rows, column, lambda v: is_number(v) and not named, must, "write numbers, or leave data.label out")
+    return [float(value) for value in rows[column][:]]
 
 
 def is_number(value: Any) -> bool:

@@ -14,7 +14,7 @@ import torch
 from tokenizers import normalizers
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel
 
-from ..errors import DataError, quoted, refusing
+from ..errors import DataError, refusing
 from ..model.internals import AutoImageProcessor, model_class_of, never_asking
 from ..model.online import hub_or_cache
 from ..model.tokens import finds_end_by_padding, is_token, longest_sequence, positions_of
@@ -197,10 +197,6 @@ def token_limit(tokenizer: Any, config: Any, max_length: int | None) -> int | No
             raise DataError(f"max_length must be {allowed}, got {max_length}")
         return max_length
     own = tokenizer.model_max_length
-    if own is not None and not isinstance(own, (int, float)):
-        raise DataError(
-            f"the tokenizer's model_max_length must be a number, got {quoted(own)}; correct it in tokenizer_config.json"
-        )
     # transformers writes 1e30 if it knows no limit.
     limits = [int(limit) for limit in (own, longest) if limit and 0 < limit < 1_000_000]
     return min(limits) if limits else None

@@ -1,8 +1,8 @@
 """Load the rows of one split, of a Hub dataset or of local files, with `datasets`.
 
-Rows stay on disk until some of them are taken, so that memory does not grow with the number of rows. They are drawn,
-shuffled, sliced and repeated before they are read. A column keeps their numbers, so that an error names a row that its
-user can look up.
+Rows stay on disk until some of them are taken, so that memory does not grow with the number of rows; csv and tsv files
+are read whole first. Rows are drawn, shuffled, sliced and repeated before they are read. A column keeps their numbers,
+so that an error names a row that its user can look up.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from ..model.online import hub_or_cache
 from ..progress import quiet
 
 # Only empty cells are missing values: "None", "NA" and "null" are words that texts contain. Without index_col, a row
-# wider than the header shifts all columns.
-_DELIMITED = {"na_values": [""], "keep_default_na": False, "index_col": False}
+# wider than the header shifts all columns. A file is read whole, so that its columns have one type each.
+_DELIMITED = {"na_values": [""], "keep_default_na": False, "index_col": False, "chunksize": None}
 _JSON = {"on_mixed_types": None, "parse_agent_traces": False}
 # File ending -> the builder of `datasets` and its options.
 _BUILDERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -52,8 +52,6 @@ _BUILDERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 # Rows that are copied at once; with images, they are a few hundred megabytes.
 _TAKEN = 1000
-# Rows of csv and tsv files whose types are found at once.
-_TYPED = 20_000
 # The column's name contains the source of the rows. No data set or prompt has such a column.
 _NUMBERS = "hies_export: row of "
 
@@ -78,8 +76,8 @@ def load_rows(
     jsonl, csv, tsv (quotes are ordinary characters, as in GLUE's files) and txt (a row a line, column `text`), each
     with or without `.gz`; parquet; a folder with one sub-folder of images per class (columns `image` and `label`); or
     one that `save_to_disk` wrote, of a data set with this split or of its rows alone. The last part of a path may be a
-    pattern: `train-*.parquet` reads all parts in name order. All parts have the column types of the first one, csv and
-    tsv those of all, and a jsonl file those of its first 10 MB. In csv and tsv only an empty cell is missing.
+    pattern: `train-*.parquet` reads all parts in name order. All parts have the column types of the first one, and a
+    jsonl file those of its first 10 MB. In csv and tsv only an empty cell is missing.
 
     The rows of an image folder are sorted by class, so there `samples` without a seed uses seed 0.
     """
@@ -249,71 +247,12 @@ def _load_files(path: Path, cache: str) -> datasets.Dataset:
         )
     builder, options = _BUILDERS[ending]
     try:
-        if builder == "csv":
-            with _reading():
-                features = _column_types(parts, options)
-            # `datasets` infers the type of a column chunk by chunk.
-            options = {**options, **({"chunksize": None} if features is None else {"features": features})}
         rows = _build(builder, [glob.escape(str(part)) for part in parts], cache, **options)
     except Exception as error:  # pandas, pyarrow, gzip: each raises its own kind
-        reason = _reason(error)
-        mixed = builder == "json" and any(of in reason for of in ("changed from", "convert pandas DataFrame"))
-        remedy = (
-            "; all values of a column, and of a list, must be of one kind: write spans as {'start': 0, 'end': 3, "
-            "'label': 'name'}, not as [0, 3, 'name']"
-        )
         raise DataError(
-            f"{path} must be a readable {ending} file with at least one row, but: {reason}{remedy if mixed else ''}"
+            f"{path} must be a readable {ending} file with at least one row, but: {_reason(error)}"
         ) from error
-    if builder == "json":
-        _refuse_nested(rows, path)
     return rows
-
-
-def _refuse_nested(rows: datasets.Dataset, path: Path) -> None:
-    """Refuse a file that is an object with its rows in `data`, as those of SQuAD are."""
-    inside = getattr(rows.features.get("data"), "feature", None)
-    if len(rows) > 1 or not isinstance(inside, Mapping):
-        return
-    how = "datasets.load_dataset('json', data_files=..., field='data', split='train').to_json('rows.jsonl')"
-    if "paragraphs" in inside:
-        how = "a row for each question, with context, and answers as lists of text and answer_start"
-    raise DataError(
-        f"{path} must be a list of rows, or have one in each line, but it is one object with a list in 'data'; write "
-        f"the rows to a file of their own: {how}"
-    )
-
-
-def _column_types(files: Sequence[Path], options: Mapping[str, Any]) -> datasets.Features | None:
-    """Return the types that reading csv or tsv files as one would find; None if parts of them cannot tell."""
-    kinds: dict[str, set[str]] = {}
-    for file in files:
-        with pandas.read_csv(file, **{**options, "chunksize": _TYPED}) as chunks:
-            for chunk in chunks:
-                if kinds and kinds.keys() != set(chunk.columns):
-                    raise ValueError(f"{file.name} has the columns {listed(chunk.columns)}, not {listed(kinds)}")
-                if len(chunk.columns) == 1 and set(",;\t|") & set(str(chunk.columns[0])):
-                    right = repr(options.get("sep", ","))
-                    raise ValueError(f"{file.name} has the one column {quoted(chunk.columns[0])}; separate by {right}")
-                for column, values in chunk.items():
-                    kinds.setdefault(column, set()).add(_kind(values))
-    types: dict[str, type] = {}
-    for column, found in kinds.items():
-        if found <= {"i", "f"}:
-            types[column] = int if found == {"i"} else float
-        elif "O" in found or found == {"b"}:
-            types[column] = str if "O" in found else bool
-        else:
-            return None
-    example = pandas.DataFrame({column: pandas.Series([kind()], dtype=kind) for column, kind in types.items()})
-    return datasets.Features.from_arrow_schema(pa.Schema.from_pandas(example, preserve_index=False))
-
-
-def _kind(values: pandas.Series) -> str:
-    """Return "O" for text, "i", "f" or "b" for numbers, or another letter."""
-    # True, False and empty cells are objects, but no text.
-    truth_with_gaps = values.dtype.kind == "O" and pandas.api.types.infer_dtype(values, skipna=True) == "boolean"
-    return "?" if truth_with_gaps else values.dtype.kind
 
 
 def _reason(error: Exception) -> str:
@@ -334,10 +273,7 @@ def _load_saved(path: Path, split: str) -> datasets.Dataset:
         found = datasets.load_from_disk(path)
     if isinstance(found, datasets.DatasetDict):
         if split not in found:
-            raise DataError(
-                f"{path} holds the splits {listed(found)}, and data.files has it as {quoted(split)}; name the split as "
-                f"there, or give the folder of one, such as {path / next(iter(found), 'train')}"
-            )
+            raise DataError(f"{path} must hold the split {quoted(split)} of data.files, but has {listed(found)}")
         found = found[split]
     return found.with_format(None)
 

@@ -15,7 +15,7 @@ import scipy.stats
 import sklearn.metrics
 
 from ..entry_points import Registry
-from ..errors import DataError, RecipeError, did_you_mean
+from ..errors import DataError, RecipeError, did_you_mean, refusing
 from ..progress import quiet
 from .ranking import RowsKind
 
@@ -285,16 +285,10 @@ def _load_from_evaluate(name: str) -> Metric:
     The name is that of one of its own metrics, `owner/name` of a metric on the Hub, or a local script or its folder.
     The script's code is executed. The attribute `higher_is_better` of its class says which way is better.
     """
-    try:
-        with quiet():
-            module = evaluate.load(name, module_type="metric", keep_in_memory=True)
-    except (FileNotFoundError, ConnectionError) as error:
-        near = did_you_mean(name, METRICS, cutoff=0.4)
-        raise RecipeError(
-            f"a metric must be one of {', '.join(METRICS)}, or one that evaluate.load finds, got {name!r}{near}"
-        ) from error
-    except Exception as error:
-        raise RecipeError(f"the metric {name!r} must be one that evaluate can load, but it says: {error}") from error
+    near = did_you_mean(name, METRICS, cutoff=0.4)
+    must = f"a metric must be one of {', '.join(METRICS)}, or one that evaluate.load finds, got {name!r}{near}"
+    with refusing(must, kind=RecipeError), quiet():
+        module = evaluate.load(name, module_type="metric", keep_in_memory=True)
     of = _kind_of_features(module.features)
     if of is None:
         raise RecipeError(
@@ -302,15 +296,12 @@ def _load_from_evaluate(name: str) -> Metric:
         )
 
     def compute(predictions: np.ndarray, references: np.ndarray, num_labels: int | None = None) -> float:
-        try:
-            with quiet():
-                found = module.compute(predictions=predictions, references=references)
+        with refusing(f"the metric {name!r} must give one number for these predictions", kind=DataError), quiet():
+            found = module.compute(predictions=predictions, references=references)
             return float(found[module.name] if module.name in found else _only(found))
-        except Exception as error:
-            raise DataError(f"the metric {name!r} must give one number for these predictions, but: {error}") from error
 
+    dtype = np.int64 if of == "classes" else np.float64
     try:
-        dtype = np.int64 if of == "classes" else np.float64
         compute(np.array([0, 1, 1, 0], dtype), np.array([0, 1, 0, 1], dtype))
     except DataError as error:
         raise RecipeError(str(error)) from error

@@ -32,7 +32,6 @@ def predict(
 
     The task is by default that of the model's class.
     """
-    _check(batches)
     task = task or task_of(model, batches[0])
     task.check_batches(batches)
     forward = partial(task.output, model)
@@ -43,7 +42,6 @@ def predict(
 
 def predict_by(forward: Callable[[Batch], torch.Tensor], batches: Sequence[Batch], task: Task) -> Predictions:
     """Predict batches as `predict` does, in this process alone, by a function from a batch to its prediction."""
-    _check(batches)
     task.check_batches(batches)
     kept = [_kept(forward, task.keep, len(batches), index, batch) for index, batch in enumerate(batches)]
     return task.join(kept, batches)
@@ -51,14 +49,8 @@ def predict_by(forward: Callable[[Batch], torch.Tensor], batches: Sequence[Batch
 
 def logits_by(forward: Callable[[Batch], torch.Tensor], batches: Sequence[Batch]) -> torch.Tensor:
     """Return the predictions of batches themselves, joined, as `predict_by` does."""
-    _check(batches)
     kept = [_kept(forward, lambda logits, _: (logits,), len(batches), *numbered) for numbered in enumerate(batches)]
     return torch.cat([logits for (logits,) in kept])
-
-
-def _check(batches: Sequence[Batch]) -> None:
-    if not batches:
-        raise DataError("predict needs at least one batch, got none")
 
 
 def _kept(

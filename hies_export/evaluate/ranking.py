@@ -129,8 +129,6 @@ class RankedTexts(Ranked):
     def _of(cls, dense: Tensor, batches: Sequence[Batch]) -> RankedTexts:
         kind = kind_of_rows(batches, embeds=True)
         rows = torch.arange(sum(map(size_of, batches)))
-        if len(dense) != len(rows):
-            raise DataError(f"every text needs an embedding, got {len(dense)} embeddings of {len(rows)} texts")
         if kind == "queries":
             return cls._of_queries(dense, batches)
         if kind == "pairs":
@@ -179,10 +177,6 @@ class RankedTexts(Ranked):
         """Return the rankings of embeddings; with an old index, the documents have the dense model's."""
         queries = self._queries(predictions)
         documents = self.dense if old_index else self._whole(predictions)
-        if queries.shape[-1] != self.dense.shape[-1]:
-            raise DataError(
-                f"an embedding must be as wide as the dense model's, {self.dense.shape[-1]}, got {queries.shape[-1]}"
-            )
         ours, theirs = queries.float(), self.dense[self.queries].float()
         cosine = cosine_similarity(ours.double(), theirs.double())
         new, old = (of[self.documents].float() for of in (documents, self.dense))
@@ -246,8 +240,6 @@ class RankedTexts(Ranked):
     def _queries(self, predictions: Tensor) -> Tensor:
         if not self.only_queries:
             return self._whole(predictions)[self.queries]
-        if len(predictions) != len(self.queries):
-            raise DataError(f"every query needs an embedding, got {len(predictions)} of {len(self.queries)}")
         return predictions
 
     def _whole(self, predictions: Tensor) -> Tensor:
@@ -285,11 +277,6 @@ class RankedGroups(Ranked):
 
     def table(self, logits: Tensor) -> Tensor:
         """Return logits, (rows, 1), by query and candidate, (queries, most)."""
-        if logits.numel() != len(self.places[0]):
-            raise DataError(
-                f"a reranker gives one logit for every candidate, got logits {tuple(logits.shape)} of "
-                f"{len(self.places[0])} candidates"
-            )
         found = torch.full(self.dense.shape, -torch.inf)
         found[self.places] = logits.detach().float().flatten()
         return found

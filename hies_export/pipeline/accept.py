@@ -43,7 +43,7 @@ def _warn_of_one_class(batches: Sequence[Batch]) -> None:
     labels = [batch["labels"] for batch in batches if "labels" in batch]
     if not labels:
         return
-    classes = torch.cat(labels)
+    classes = torch.cat(labels).flatten()
     if len(classes) > 1 and len(classes.unique()) == 1:
         logger.warning(
             "all %d calibration rows are of class %d, so heads are scored by that class alone; raise "
@@ -81,14 +81,13 @@ def _predicted(model: PreTrainedModel, batch: Batch, task: Task) -> torch.Tensor
 
 
 def _check_classes(model: PreTrainedModel, given: int) -> None:
-    """Refuse a config that does not name as many classes as the model gives; warn of names that contradict."""
+    """Refuse a config that does not name as many classes as the model gives."""
     classes = ClassNames(model.config)
     if len(classes.names) != given:
         raise RequestError(
             f"id2label must name every class of the model, but its config names {len(classes.names)} ({classes}), and "
             f"the head of {type(model).__name__} gives {given}; name as many"
         )
-    classes.warn_of_label2id(model.config.label2id)
 
 
 def _check_generation_config(model: PreTrainedModel) -> None:

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from .. import processes
 from ..checkpoint.classes import load_config, refuse_quantised
-from ..checkpoint.load import Source, check_device_map, load_dense, source_of, task_class
+from ..checkpoint.load import Source, load_dense, source_of, task_class
 from ..checkpoint.save import check_in_sentence_transformers
 from ..checkpoint.sentence import cross_encoder_of, encoder_class, load_encoder, settings_of
 from ..data.batches import Batch, by_length, check_one_size, is_of_documents, samples_of
@@ -72,7 +72,6 @@ def load_job(
     config, task = found.config, _task(recipe, found)
     metrics = _metrics(recipe, task)
     names = _checked_runtimes(recipe, runtimes_of(recipe, runtimes))
-    check_device_map(recipe.device_map)
     processor = found.processor(TASKS[recipe.task])
     task = _to_read(task, recipe, found, processor, metrics)
     load = partial(task.load, name=recipe.data.name, files=recipe.data.files)

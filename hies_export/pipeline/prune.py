@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from inspect import signature
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from pydantic import ValidationError
@@ -46,6 +46,7 @@ from .stages import Choice, Evaluation, Slim, calibrate, compare, cut, save
 
 logger = logging.getLogger(__name__)
 
+AnySection = TypeVar("AnySection", PruneSection, ComparisonSection)
 # Width of the table of a result, in characters.
 WIDTH = 100
 
@@ -354,19 +355,14 @@ def prune(
 def _asked(options: Mapping[str, Any], plan: PruningPlan | None) -> PruneSection:
     """Return the options as a section, after the checks of a recipe; with a plan, they have no budget."""
     changed = {name: value for name, value in options.items() if value != signature(prune).parameters[name].default}
-    problems = [] if plan is not None or "budget" in changed else ["budget must be given"]
     if plan is not None:
-        if others := changed.keys() - {"compensation"}:
-            given = ", ".join(name for name in changed if name in others)
-            raise RequestError(f"with plan=, of the options only compensation applies, got {given}; leave it out")
+        if others := [name for name in changed if name != "compensation"]:
+            raise RequestError(f"with plan=, of the options only compensation applies, got {', '.join(others)}")
         changed["modules"] = tuple(dict.fromkeys(kept.kind for kept in plan.kept.values()))
         changed.setdefault("compensation", None)
-    try:
-        section = PruneSection.model_validate(changed)
-    except ValidationError as error:
-        raise RecipeError([*problems, *sentences(error, PruneSection)]) from None
-    if problems:
-        raise RecipeError(problems)
+    elif "budget" not in changed:
+        raise RecipeError("budget must be given")
+    section = _section(PruneSection, changed)
     keep = section.budget and section.budget.keep
     if keep and "samples" in keep.model_fields_set:
         raise RequestError("keep.samples says how many rows a recipe draws; pass that many as held_out= instead")
@@ -375,10 +371,15 @@ def _asked(options: Mapping[str, Any], plan: PruningPlan | None) -> PruneSection
 
 def _comparison(evaluation: ComparisonSection | Mapping[str, Any]) -> ComparisonSection:
     """Return how predictions are judged, after the checks of a recipe."""
+    return _section(ComparisonSection, evaluation, "evaluation.")
+
+
+def _section(section: type[AnySection], fields: Any, where: str = "") -> AnySection:
+    """Return fields as a section of a recipe, after its checks."""
     try:
-        return ComparisonSection.model_validate(evaluation)
+        return section.model_validate(fields)
     except ValidationError as error:
-        raise RecipeError([f"evaluation.{problem}" for problem in sentences(error, ComparisonSection)]) from None
+        raise RecipeError([f"{where}{problem}" for problem in sentences(error, section)]) from None
 
 
 def _sizes(job: Job, slim: PreTrainedModel) -> tuple[Both[int], FlopCount]:

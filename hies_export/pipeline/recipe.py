@@ -13,16 +13,13 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 from ruamel.yaml import YAML
-from ruamel.yaml.composer import MaxDepthExceededError
 from ruamel.yaml.constructor import ConstructorError, SafeConstructor
-from ruamel.yaml.error import MarkedYAMLError, YAMLError
-from ruamel.yaml.reader import ReaderError
 
-from ..errors import RecipeError, did_you_mean, quoted, shortened
+from ..errors import RecipeError, did_you_mean, quoted, refusing
 from ..kinds import ATTENTION, KINDS
 from ..progress import SILENT, Progress
 from ..recipe.budget import Budget, KeepBudget
@@ -37,8 +34,8 @@ from ..recipe.sections import (
     HeldOutSection,
     MeasureSection,
     MultipleOf,
-    PathOrName,
     Section,
+    first_broken,
 )
 from ..tasks import TASKS
 
@@ -77,12 +74,6 @@ def _with_known_metric(budget: Budget) -> Budget:
         raise ValueError(f"keep needs predictions, or metric and by, got {given}")
     share = 0.99 if keep.predictions is None else keep.predictions
     return budget.model_copy(update={"keep": keep.model_copy(update={"predictions": share})})
-
-
-def _known_task(task: str) -> str:
-    if task not in TASKS:
-        raise ValueError(f"must be one of {', '.join(TASKS)}, got {task!r}")
-    return task
 
 
 class PruneSection(Section):
@@ -206,10 +197,10 @@ class PruneSection(Section):
     def _is_a_weight(cls, value: Any) -> Any:
         if value == "auto":
             return value
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise ValueError(f"alpha must be a number in [0, 1) or auto, got {value!r}")
-        if not 0 <= value < 1:
-            raise ValueError(f"alpha must be in [0, 1), got {value:g}; for importance alone use criterion: his")
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < 1:
+            raise ValueError(
+                f"alpha must be auto or a number in [0, 1), got {value!r}; for importance alone use criterion: his"
+            )
         return value
 
     @field_validator("budget")
@@ -296,15 +287,15 @@ class PruningRecipe(Section):
         >>> PruningRecipe(model="m", task="text-classification", data={"name": "glue/sst2", "text": "sentence"},
         ...               prune={"budget": {"heads": 1.5}})
         Traceback (most recent call last):
-        hies_export.errors.RecipeError: prune.budget.heads: sparsity must be in (0, 1), got 1.5; ...
+        hies_export.errors.RecipeError: prune.budget.heads must be less than 1, got 1.5
     """
 
-    model: PathOrName
+    model: str
     revision: str | None = None
     dtype: Literal["float32", "float16", "bfloat16", "auto"] | None = None
     save_dtype: Literal["float32", "float16", "bfloat16", "auto"] | None = None
     device_map: str | None = None
-    task: Annotated[str, AfterValidator(_known_task)]
+    task: str
     pooling: Literal["mean", "cls", "last", "max"] | None = None
     normalize: bool | None = None
     data: DataSection
@@ -324,6 +315,11 @@ class PruningRecipe(Section):
         except ValidationError as error:
             raise RecipeError(list(sentences(error, type(self)))) from None
 
+    @field_validator("task")
+    @classmethod
+    def _is_a_task(cls, value: str) -> str:
+        return _known(value, TASKS, what="task")
+
     @field_validator("measure", "deploy")
     @classmethod
     def _names_what_there_is(cls, value: MeasureSection | DeploySection | None) -> Any:
@@ -332,74 +328,77 @@ class PruningRecipe(Section):
         return value
 
     @model_validator(mode="after")
-    def _columns_fit_the_task(self) -> PruningRecipe:
-        task = TASKS[self.task]
-        if self.evaluation.lm_eval and not task.decodes_text:
-            raise ValueError(f"evaluation.lm_eval judges language models (text-generation), got task: {self.task}")
-        if refusal := task.refusal(self.data):
-            raise ValueError(refusal)
-        return self
-
-    @model_validator(mode="after")
-    def _one_field_says_how_much(self) -> PruningRecipe:
-        given, cascade = self.prune.budget is not None, self.cascade
-        if self.deploy is not None and given:
-            raise ValueError("deploy chooses how much to remove, and prune.budget sets it too; leave out one of them")
-        if cascade is not None and cascade.flops and given:
-            raise ValueError("cascade.flops chooses how much to remove, and prune.budget sets it too; leave out one")
-        if self.deploy is None and cascade is None and not given:
-            raise ValueError("prune.budget must be given")
-        return self
-
-    @model_validator(mode="after")
-    def _deploy_chooses_the_form(self) -> PruningRecipe:
-        if self.deploy is None:
-            return self
-        export = self.export
-        if self.cascade is not None:
-            raise ValueError("deploy tries cascades by itself, got a section cascade; leave it out")
-        if TASKS[self.task].in_parts:
-            raise ValueError(
-                f"deploy compares models that are one graph, got task: {self.task}, which is exported as several; "
-                "prune it with hies-export run, and a budget of keep"
+    def _fits_together(self) -> PruningRecipe:
+        task, deploy, cascade, export, given = (
+            TASKS[self.task],
+            self.deploy,
+            self.cascade,
+            self.export,
+            self.prune.budget,
+        )
+        first_broken(
+            {
+                f"evaluation.lm_eval judges language models (text-generation), got task: {self.task}": bool(
+                    self.evaluation.lm_eval
+                )
+                and not task.decodes_text,
+                str(refusal := task.refusal(self.data)): bool(refusal),
+                "deploy chooses how much to remove, and prune.budget sets it too; leave out one of them": bool(
+                    deploy and given
+                ),
+                "cascade.flops chooses how much to remove, and prune.budget sets it too; leave out one": bool(
+                    cascade and cascade.flops and given
+                ),
+                "prune.budget must be given": not (deploy or cascade or given),
+            }
+        )
+        plain = (export.format, export.provider, export.dtype) == ("onnx", "cpu", "float32")
+        shown = f"{export.format}, {export.provider}, {export.dtype}"
+        if deploy:
+            first_broken(
+                {
+                    "deploy tries cascades by itself, got a section cascade; leave it out": bool(cascade),
+                    f"deploy compares models that are one graph, got task: {self.task}, which is exported as several; "
+                    "prune it with hies-export run, and a budget of keep": task.in_parts,
+                    f"deploy exports what each runtime reads, got export: {shown}; leave it out": not plain,
+                    f"deploy finds the largest cut in one step, got prune.steps: {self.prune.steps}; set it to 1": (
+                        self.prune.steps > 1
+                    ),
+                }
             )
-        if (export.format, export.provider, export.dtype) != ("onnx", "cpu", "float32"):
-            raise ValueError(
-                f"deploy exports what each runtime reads, got export: {export.format}, {export.provider}, "
-                f"{export.dtype}; leave it out"
+        if cascade:
+            first_broken(
+                {
+                    f"cascade is for classifiers, got task: {self.task}; leave it out": not task.cascades,
+                    f"cascade needs export: onnx for provider cpu in float32, got {shown}; leave them out": not plain,
+                    "a cascade in 8 bits needs runtime: onnxruntime-cpu, whose operators it has, got openvino; leave "
+                    "out export.quantize, and set cascade.dtype: bfloat16": bool(export.quantize)
+                    and cascade.runtime == "openvino",
+                }
             )
-        if self.prune.steps > 1:
-            raise ValueError(
-                f"deploy finds the largest cut in one step, got prune.steps: {self.prune.steps}; set it to 1"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _a_cascade_is_of_encoders(self) -> PruningRecipe:
-        if self.cascade is None:
-            return self
-        export = self.export
-        if not TASKS[self.task].cascades:
-            raise ValueError(f"cascade is for classifiers, got task: {self.task}; leave it out")
-        if (export.format, export.provider, export.dtype) != ("onnx", "cpu", "float32"):
-            raise ValueError(
-                f"cascade needs export: onnx for provider cpu in float32, got {export.format}, {export.provider}, "
-                f"{export.dtype}; leave them out"
-            )
-        if export.quantize and self.cascade.runtime == "openvino":
-            raise ValueError(
-                f"a cascade in 8 bits needs runtime: onnxruntime-cpu, whose operators it has, got "
-                f"{self.cascade.runtime}; leave out export.quantize, and set cascade.dtype: bfloat16"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _a_latency_budget_has_one_dtype(self) -> PruningRecipe:
-        if self.goal.timed is not None and self.measure.dtypes:
-            raise ValueError(
+        held_out, evaluation = self.held_out, self.evaluation
+        first_broken(
+            {
                 "a budget of time is met in the dtype of the model or of the export, so measure.dtypes must not be "
-                f"given, got {', '.join(self.measure.dtypes)}; time other dtypes with hies-export bench"
-            )
+                f"given, got {', '.join(self.measure.dtypes)}; time other dtypes with hies-export bench": bool(
+                    self.goal.timed and self.measure.dtypes
+                ),
+                f"export.format gguf is for text-generation, got task: {self.task}; set it to onnx": (
+                    export.format == "gguf" and not task.decodes_text
+                ),
+                f"export.format openvino is for encoders, got task: {self.task}; set it to onnx": (
+                    export.format == "openvino" and (task.generative or task.in_parts)
+                ),
+                f"held_out draws rows of the split that is evaluated, {quoted(evaluation.split)}, so evaluation.rows "
+                "must be drawn from the others, got first; leave it out, or hold out another split's": held_out
+                is not None
+                and held_out.split == evaluation.split
+                and evaluation.rows == "first",
+                f"pooling and normalize are for feature-extraction, got task: {self.task}; leave them out": (
+                    (self.pooling, self.normalize) != (None, None) and not task.embeds
+                ),
+            }
+        )
         return self
 
     @field_validator("export")
@@ -409,35 +408,6 @@ class PruningRecipe(Section):
 
         _known(export.format, FORMATS, what="format")
         return export
-
-    @model_validator(mode="after")
-    def _gguf_is_of_a_decoder(self) -> PruningRecipe:
-        if self.export.format == "gguf" and not TASKS[self.task].decodes_text:
-            raise ValueError(f"export.format gguf is for text-generation, got task: {self.task}; set it to onnx")
-        return self
-
-    @model_validator(mode="after")
-    def _calibrated_is_an_encoder(self) -> PruningRecipe:
-        if self.export.format == "openvino" and (TASKS[self.task].generative or TASKS[self.task].in_parts):
-            raise ValueError(f"export.format openvino is for encoders, got task: {self.task}; set it to onnx")
-        return self
-
-    @model_validator(mode="after")
-    def _rows_are_apart(self) -> PruningRecipe:
-        held_out, evaluation = self.held_out, self.evaluation
-        if held_out is not None and held_out.split == evaluation.split and evaluation.rows == "first":
-            raise ValueError(
-                f"held_out draws rows of the split that is evaluated, {quoted(evaluation.split)}, so "
-                "evaluation.rows must be drawn from the others, got first; leave it out, or hold out another split's"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _only_texts_are_pooled(self) -> PruningRecipe:
-        given = [name for name in ("pooling", "normalize") if getattr(self, name) is not None]
-        if given and not TASKS[self.task].embeds:
-            raise ValueError(f"{given[0]} is for feature-extraction, got task: {self.task}; leave it out")
-        return self
 
     @classmethod
     def from_yaml(cls, path: str | Path, overrides: dict[str, Any] | None = None) -> PruningRecipe:
@@ -517,10 +487,8 @@ class PruningRecipe(Section):
         return report
 
 
-# Far above any real recipe; they bound the time and the memory that reading takes.
-MOST_BYTES = 1 << 16
+# Far above any real recipe: pydantic goes through values by recursion.
 DEEPEST = 20
-LONGEST_NUMBER = 40
 
 # pydantic's kinds of errors that name Python's types -> what a recipe calls them.
 _KINDS = {"model_type": "a mapping of fields", "dict_type": "a mapping", "tuple_type": "a list", "path_type": "a path"}
@@ -534,89 +502,39 @@ def read_fields(path: str | Path, overrides: Mapping[str, Any]) -> dict[str, Any
     fields = read_yaml(path)
     if not isinstance(fields, dict):
         raise RecipeError([f"a recipe must be a mapping of fields, but {path} holds {type(fields).__name__}"])
+    fields = {str(name): value for name, value in fields.items()}
     _resolve_paths(fields, path.parent)
     return overridden(fields, overrides)
 
 
 def read_yaml(path: Path) -> Any:
     """Return what a YAML file holds; errors name the file and the line."""
-    try:
-        with path.open("rb") as file:
-            content = file.read(MOST_BYTES + 1)
-    except OSError as error:
-        raise RecipeError([f"{path} must be a file that can be read, but: {error.strerror}"]) from None
-    _check_size(len(content), source=str(path))
-    try:
-        text = content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        _refuse(str(path), content.count(b"\n", 0, error.start), "a byte is not UTF-8")
+    with refusing(f"{path} must be a file that can be read", kind=RecipeError):
+        text = path.read_text(encoding="utf-8")
     return parse_yaml(text, source=str(path))
 
 
 def parse_yaml(text: str, *, source: str) -> Any:
     """Return the value of a text in YAML 1.2, which errors call `source`: text, numbers, lists and mappings."""
-    _check_size(len(text), source=source)
     reader = YAML(typ="safe", pure=True)
     reader.Constructor = _Constructor
     reader.max_depth = DEEPEST
-    reader.composer.warn_double_anchors = False  # they are refused
-    try:
+    with refusing(f"{source} must be plain YAML", kind=RecipeError):
         return reader.load(text)
-    except ReaderError as error:
-        _refuse(source, text.count("\n", 0, error.position), f"the character {error.character:#x} is not allowed")
-    except MaxDepthExceededError as error:
-        _refuse(source, error.problem_mark.line, f"values may be at most {DEEPEST} levels deep")
-    except MarkedYAMLError as error:
-        problem = ", ".join(filter(None, [error.context, error.problem]))
-        mark = error.problem_mark or error.context_mark
-        _refuse(source, mark.line if mark else 0, shortened(problem))
-    except YAMLError as error:
-        _refuse(source, 0, shortened(str(error)))
-
-
-def _check_size(size: int, *, source: str) -> None:
-    if size > MOST_BYTES:
-        raise RecipeError([f"{source} must have at most {MOST_BYTES >> 10} KiB, got more"])
-
-
-def _refuse(source: str, line: int, problem: str) -> NoReturn:
-    raise RecipeError([f"{source} must be plain YAML, but in line {line + 1}: {problem}"]) from None
 
 
 class _Constructor(SafeConstructor):
-    """Builds plain values, with dates as text.
-
-    A few lines of aliases can stand for gigabytes, and tags ask for other types: both are refused.
-    """
+    """Builds plain values, with dates as text; a few lines of aliases, which can stand for gigabytes, are refused."""
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
-        kind = node.tag.removeprefix("tag:yaml.org,2002:")
         if node.anchor is not None:
-            _raise("anchors (&) and aliases (*) are not allowed; write the value out, in quotes if it is text", node)
-        if kind not in ("str", "int", "float", "bool", "null", "seq", "map", *_AS_TEXT):
-            _raise("tags (!) are not allowed; leave it out, or put text in quotes", node)
-        if kind in ("int", "float") and len(node.value) > LONGEST_NUMBER:
-            _raise(f"a number may have at most {LONGEST_NUMBER} characters; put text in quotes", node)
-        try:
-            return super().construct_object(node, deep)
-        except (ValueError, IndexError):  # of an empty one
-            _raise(f"{quoted(node.value)} is no number; put text in quotes", node)
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        for key, _ in node.value:
-            if key.tag != "tag:yaml.org,2002:str" or not key.value.isprintable():
-                given = quoted(key.value) if isinstance(key.value, str) else "a list or a mapping"
-                _raise(f"a key must be printable text, in quotes if it looks like something else, got {given}", key)
-        return super().construct_mapping(node, deep)
+            raise ConstructorError(
+                None, None, "anchors (&) and aliases (*) are not allowed; quote text", node.start_mark
+            )
+        return super().construct_object(node, deep)
 
 
-_AS_TEXT = ("timestamp", "value", "merge")
-for _kind in _AS_TEXT:
-    _Constructor.add_constructor(f"tag:yaml.org,2002:{_kind}", SafeConstructor.construct_yaml_str)
-
-
-def _raise(problem: str, at: Any) -> NoReturn:
-    raise ConstructorError(None, None, problem, at.start_mark)
+_Constructor.add_constructor("tag:yaml.org,2002:timestamp", SafeConstructor.construct_yaml_str)
 
 
 def overridden(fields: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from .sections import Section, ShareOfDense
 
@@ -107,14 +107,7 @@ class DropBudget(Section):
     """
 
     metric: str
-    by: float
-
-    @field_validator("by")
-    @classmethod
-    def _is_not_negative(cls, value: float) -> float:
-        if value < 0:
-            raise ValueError(f"by must be at least 0, got {value:g}; 0.01 allows an accuracy of 0.88 to become 0.87")
-        return value
+    by: float = Field(ge=0)
 
 
 @dataclass(frozen=True)
@@ -148,7 +141,7 @@ class Budget(Section):
         keep: See `KeepBudget`. A number is short for its `predictions`.
     """
 
-    heads: float | None = None
+    heads: float | None = Field(None, gt=0, lt=1)
     flops: ShareOfDense | None = None
     parameters: ShareOfDense | None = None
     latency: LatencyBudget | None = None
@@ -207,13 +200,6 @@ class Budget(Section):
                 f"budget must say what {value:g} is about: {{flops: {value:g}}} leaves that share of the FLOPs, "
                 f"{{heads: {value:g}}} removes that share of the heads, {{keep: {value:g}}} keeps it of the answers"
             )
-        return value
-
-    @field_validator("heads")
-    @classmethod
-    def _is_a_share(cls, value: float | None) -> float | None:
-        if value is not None and not 0 < value < 1:
-            raise ValueError(f"sparsity must be in (0, 1), got {value:g}; 0.3 removes 30 % of the heads")
         return value
 
     @model_validator(mode="after")

@@ -1,34 +1,22 @@
 """The sections of a recipe: their fields, defaults, and the rules for their values.
 
-A section is also the options of the stage that it is about. So this file imports errors only, and `recipe.py` checks
-the names that stages register: tasks, criteria, metrics and runtimes.
+A section is also the options of the stage that it is about. So this file imports nothing of the package, and
+`recipe.py` checks the names that stages register: tasks, criteria, metrics and runtimes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
-
-from ..errors import check_path, quoted
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
 
 # Above every number of rows, heads or seconds that a run gets through, and below what libraries cannot hold.
 MOST = 2**31 - 1
 
 
-def _share_of_dense(value: float, info: ValidationInfo) -> float:
-    if not 0 < value < 1:
-        raise ValueError(
-            f"{info.field_name} must be in (0, 1), a share of the dense model's, got {value:g}; 0.85 takes 15 % of it "
-            "away"
-        )
-    return value
-
-
-ShareOfDense = Annotated[float, AfterValidator(_share_of_dense)]
-PathOrName = Annotated[str, AfterValidator(check_path)]
+ShareOfDense = Annotated[float, Field(gt=0, lt=1)]
 
 
 class Section(BaseModel):
@@ -36,24 +24,12 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    @field_validator("*")
-    @classmethod
-    def _is_in_reach(cls, value: Any) -> Any:
-        for leaf in _leaves(value):
-            if isinstance(leaf, Path):
-                check_path(leaf)
-            elif isinstance(leaf, (int, float)) and abs(leaf) > MOST:
-                raise ValueError(f"a number must be in [-{MOST}, {MOST}], got {quoted(leaf)}")
-        return value
 
-
-def _leaves(value: Any) -> Iterator[Any]:
-    """Yield the values inside tuples and mappings."""
-    if isinstance(value, (tuple, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _leaves(item)
-    else:
-        yield value
+def first_broken(rules: Mapping[str, bool]) -> None:
+    """Raise a ValueError of the first rule that is broken: what must hold, what was given and what to do."""
+    for sentence, broken in rules.items():
+        if broken:
+            raise ValueError(sentence)
 
 
 class Columns(Section):
@@ -99,14 +75,6 @@ class Columns(Section):
     @classmethod
     def _one_or_many(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else value
-
-    @field_validator("label", mode="before")
-    @classmethod
-    def _is_one_column(cls, value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            given = ", ".join(map(str, value))
-            raise ValueError(f"label must be one column, got {given}; for several labels, give it a list in each row")
-        return value
 
     @model_validator(mode="after")
     def _blocks_begin(self) -> Columns:
@@ -186,7 +154,7 @@ class ComparisonSection(Section):
         threshold: Probability above which a label of a multi-label classifier applies.
     """
 
-    metrics: tuple[PathOrName, ...] = ()
+    metrics: tuple[str, ...] = ()
     stability_tolerance: float | None = Field(None, gt=0)
     threshold: float = Field(0.5, gt=0, lt=1)
 
@@ -208,7 +176,7 @@ class EvaluationSection(ComparisonSection):
     samples: int | None = Field(None, ge=1)
     rows: Literal["drawn", "first"] = "drawn"
     batch_size: int = Field(32, ge=1)
-    lm_eval: tuple[PathOrName, ...] = ()
+    lm_eval: tuple[str, ...] = ()
 
 
 class MultipleOf(Section):
@@ -257,10 +225,9 @@ class CompensationSection(Section):
 
     @model_validator(mode="after")
     def _weighs_tokens_in_one_pass(self) -> CompensationSection:
-        if self.sequential and self.token_weights not in (None, 1):
-            raise ValueError(
-                f"sequential refits weigh all tokens alike, got token_weights: {self.token_weights:g}; leave out one"
-            )
+        weights = self.token_weights
+        sentence = f"sequential refits weigh all tokens alike, got token_weights: {weights}; leave out one"
+        first_broken({sentence: self.sequential and weights not in (None, 1)})
         return self
 
 
@@ -292,22 +259,22 @@ class ExportSection(Section):
 
     @model_validator(mode="after")
     def _fits_the_format(self) -> ExportSection:
-        if self.format == "openvino" and self.quantize != "int8":
-            raise ValueError(
-                f"format: openvino needs quantize: int8, got {self.quantize}; set it, or set format: onnx, which "
-                "OpenVINO reads as it is"
-            )
-        if self.quantize and self.format == "gguf":
-            raise ValueError(f"quantize belongs to format: onnx, got {self.quantize} for gguf; set dtype: q8_0 or q4_0")
-        if self.quantize and (self.provider, self.dtype) != ("cpu", "float32"):
-            raise ValueError(
-                f"quantize: {self.quantize} needs provider: cpu and dtype: float32, got {self.provider} and "
-                f"{self.dtype}; leave them out"
-            )
-        if self.format in ("onnx", "openvino") and self.dtype not in ("float32", "float16"):
-            raise ValueError(f"dtype must be float32 or float16 for format: onnx, got {self.dtype}; set format: gguf")
-        if self.format == "gguf" and self.provider != "cpu":
-            raise ValueError(f"provider belongs to format: onnx, got {self.provider} for format: gguf; leave it out")
+        onnx, quantize, gguf = self.format in ("onnx", "openvino"), self.quantize, self.format == "gguf"
+        in_float32 = (self.provider, self.dtype) == ("cpu", "float32")
+        first_broken(
+            {
+                f"format: openvino needs quantize: int8, got {quantize}; set it, or set format: onnx, which OpenVINO "
+                "reads as it is": self.format == "openvino" and quantize != "int8",
+                f"quantize belongs to format: onnx, got {quantize} for gguf; set dtype: q8_0 or q4_0": bool(quantize)
+                and gguf,
+                f"quantize: {quantize} needs provider: cpu and dtype: float32, got {self.provider} and {self.dtype}; "
+                "leave them out": bool(quantize) and not in_float32,
+                f"dtype must be float32 or float16 for format: onnx, got {self.dtype}; set format: gguf": onnx
+                and self.dtype not in ("float32", "float16"),
+                f"provider belongs to format: onnx, got {self.provider} for format: gguf; leave it out": gguf
+                and self.provider != "cpu",
+            }
+        )
         return self
 
 
@@ -356,17 +323,9 @@ class MeasureSection(Section):
 
     runtimes: tuple[str, ...] = ("torch", "onnxruntime-cpu")
     dtypes: tuple[Literal["float32", "float16", "bfloat16", "int8", "q8_0", "q4_0"], ...] = ()
-    shapes: tuple[tuple[int, ...], ...] = ()
+    shapes: tuple[Annotated[tuple[PositiveInt, ...], Field(min_length=1, max_length=2)], ...] = ()
     repeats: int = Field(30, ge=2)
     min_seconds: float = Field(0.0, ge=0)
-
-    @field_validator("shapes")
-    @classmethod
-    def _are_shapes(cls, value: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
-        for shape in value:
-            if len(shape) not in (1, 2) or min(shape) < 1:
-                raise ValueError(f"a shape must be [batch, sequence] (or [batch] for images), got {list(shape)}")
-        return value
 
 
 class DeploySection(Section):

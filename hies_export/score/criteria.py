@@ -323,9 +323,7 @@ def _check(statistics: Statistics, criterion: str, alpha: float, normalize: str,
     """Refuse options out of range and missing statistics, all at once."""
     problems = []
     if criterion not in CRITERIA:
-        compensated = criterion in COMPENSATED_NAMES
-        remedy = f"; {criterion} is scored by score_compensated" if compensated else ""
-        problems.append(f"criterion must be one of {', '.join(CRITERIA)}, got {criterion!r}{remedy}")
+        problems.append(f"criterion must be one of {', '.join(CRITERIA)}, got {criterion!r}")
     if not 0 <= alpha < 1:
         problems.append(f"alpha must be in [0, 1), got {alpha}; for importance alone use criterion: his")
     if normalize not in NORMALIZE:

@@ -11,7 +11,7 @@ from ..equal import SAME_CODE
 from ..errors import DataError, RequestError, quoted, refusing
 from .labels import ClassNames, read_label_sets, read_labels
 from .late import data, torch
-from .task import Predictions, Task, Use, batched, check_references, random_projection
+from .task import Predictions, Task, Use, batched, random_projection
 
 if TYPE_CHECKING:
     import datasets
@@ -46,8 +46,8 @@ def problem_of(config: Any) -> Classified:
         return "labels"
     if problem == "single_label_classification" and count == 1:
         raise RequestError(
-            "problem_type single_label_classification needs two labels or more, but the model has 1; set problem_type "
-            "to multi_label_classification if its logit is a yes or no, or to regression if it is a number or a rank"
+            "problem_type single_label_classification needs two labels or more, but the model has 1; set "
+            "multi_label_classification for a yes or no, or regression for a number or a rank"
         )
     if problem == "regression" and count != 1:
         raise RequestError(f"a regression must have one label, but the model has {count}")
@@ -106,29 +106,10 @@ class Classification(Task):
         return torch.tensor(labels, dtype=torch.float32 if numbers else torch.int64)
 
     def canonical(self, model: PreTrainedModel, batch: Batch) -> Batch:
-        """Return a batch, or refuse labels that a classifier or a regression would fail on in the middle of a pass."""
-        if "labels" not in batch:
-            return dict(batch)
-        labels, count, numbers = batch["labels"], self.config.num_labels, self.predicts == "numbers"
-        given = f"but a batch has {labels.dtype} of shape {tuple(labels.shape)}"
-        if self.predicts == "labels":
-            if labels.shape[1:] != (count,) or not labels.is_floating_point():
-                raise DataError(
-                    f"the labels of a multi-label classifier must be floating numbers, (samples, {count}), {given}"
-                )
-            if len(wrong := labels[(labels != 0) & (labels != 1)]):
-                raise DataError(
-                    f"the labels of a multi-label classifier must be 0 or 1, but a batch has {wrong[0].item():g}"
-                )
-        elif labels.dim() != 1 or labels.is_floating_point() != numbers:
-            flags = not numbers and labels.is_floating_point() and labels.dim() == 2
-            hint = "; if it is a multi-label classifier, set its config's problem_type to multi_label_classification"
-            raise DataError(
-                f"the labels of a {'regression' if numbers else 'classifier'} must be one "
-                f"{'floating number' if numbers else 'class number'} per sample, {given}{hint if flags else ''}"
-            )
-        elif not numbers:
-            data.check_numbers(labels, len(ClassNames(self.config).names), "labels", "a batch", dtypes=(torch.int64,))
+        """Return a batch, or refuse classes that the model does not know, which a GPU would fail on without a word."""
+        if "labels" in batch and self.predicts == "classes":
+            known = len(ClassNames(self.config).names)
+            data.check_numbers(batch["labels"], known, "labels", "a batch", dtypes=(torch.int64,))
         return dict(batch)
 
     def own_labels(self, model: PreTrainedModel, batch: Batch, output: Tensor) -> Tensor:
@@ -168,7 +149,6 @@ class Classification(Task):
 
     def table(self, predictions: Predictions, references: Tensor) -> tuple[np.ndarray, np.ndarray]:
         """Return classes, label sets or numbers."""
-        check_references(predictions, references)
         decided = self.decide(predictions)
         if self.predicts == "numbers":
             decided, references = decided.double(), references.double()
@@ -204,11 +184,8 @@ class TextClassification(Classification):
         if not data.has_one_value(rows, self.columns.group):
             given = data.kind_of(rows.features[self.columns.group])
             raise DataError(f"the column {self.columns.group!r} must hold a text or a number per row, got {given}")
-        for row, value in enumerate(data.common_values(rows, self.columns.group)):
-            if value is None:
-                raise DataError(
-                    f"every row must have a {self.columns.group!r}, but {data.row_name(rows, row)} has none"
-                )
+        must = f"every row must have a {self.columns.group!r}"
+        data.check_each(rows, self.columns.group, _is_given, must, "leave it out")
         if self.columns.label:
             data.read_numbers(rows, column=self.columns.label, what=_GRADE)
 
@@ -229,6 +206,10 @@ class TextClassification(Classification):
         texts = samples.select_columns(list(self.columns.text))[part]
         columns: Sequence[Sequence[str]] = [texts[name] for name in self.columns.text]
         return data.encoded(self.processor, self.config, *columns, max_length=self.columns.max_length)
+
+
+def _is_given(value: Any) -> bool:
+    return value is not None and bool(str(value).strip())
 
 
 class ImageClassification(Classification):

@@ -232,27 +232,27 @@ def _answers(
 
 def _check_queries(rows: datasets.Dataset, query: str, document: str, label: str | None) -> None:
     """Refuse rows whose queries, documents or labels do not belong together."""
-    feature = rows.features[document]
-    if getattr(rows.features[query], "dtype", None) not in data.STRINGS:
-        raise DataError(f"the column {query!r} must hold text, but it holds {data.kind_of(rows.features[query])}")
-    if getattr(getattr(feature, "feature", feature), "dtype", None) not in data.STRINGS:
-        raise DataError(
-            f"the column {document!r} must hold a text or a list of texts, but it holds {data.kind_of(feature)}"
-        )
+    for column in (query, document):
+        feature = rows.features[column]
+        inner = getattr(feature, "feature", feature) if column == document else feature
+        if getattr(inner, "dtype", None) not in data.STRINGS:
+            what = "a text or a list of texts" if column == document else "text"
+            raise DataError(f"the column {column!r} must hold {what}, but it holds {data.kind_of(feature)}")
     queries = [(text or "").strip() for text in rows[query][:]]
     if not any(queries):
         raise DataError(
             f"at least one row must have a query, but all of {query!r} are blank; name texts alone as data.text"
         )
+
+    def are_documents(value: Any) -> bool:
+        given = [value] if isinstance(value, str) else value
+        return bool(given) and all(text and text.strip() for text in given)
+
+    must = "every row must have a document with text"
+    data.check_each(rows, document, are_documents, must, "remove such rows")
     labels = rows[label][:] if label else [None] * len(rows)
     for row, (asked, found, given) in enumerate(zip(queries, rows[document][:], labels, strict=True)):
-        documents: Sequence[Any] = [found] if isinstance(found, str) else found or []
-        if not documents or not all(text and text.strip() for text in documents):
-            what = "an empty one" if documents else "none"
-            raise DataError(
-                f"every row must have a document with text in {document!r}, but {data.row_name(rows, row)} has {what}; "
-                "remove such rows"
-            )
+        documents: Sequence[Any] = [found] if isinstance(found, str) else found
         grades = given if isinstance(given, list) else [given]
         if label and asked and (len(grades) != len(documents) or not all(map(data.is_number, grades))):
             raise DataError(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import DataError, quoted
 from .late import data, np, torch
 from .task import Use, batched
-from .text_generation import TextGeneration, check_token_labels
+from .text_generation import TextGeneration
 
 if TYPE_CHECKING:
     import datasets
@@ -45,17 +45,12 @@ class FillMask(TextGeneration):
     shift = 0
 
     def check_targets(self, rows: datasets.Dataset) -> None:
-        """Refuse blank texts, and a tokenizer without masks."""
+        """Refuse a tokenizer without masks."""
         if self.processor is not None and self.processor.mask_token_id is None:
             raise DataError(
                 "a tokenizer that fills masks must have a mask token, but this one has none; save the model with the "
                 "tokenizer that it was trained with"
             )
-        for row, text in enumerate(rows[self.columns.text[0]][:]):
-            if not text.strip():
-                raise DataError(
-                    f"every row must have text to mask, but {data.row_name(rows, row)} is blank; leave it out"
-                )
 
     def batches(self, samples: datasets.Dataset, size: int, use: Use) -> Iterator[Batch]:
         """Yield batches of texts with masks."""
@@ -96,12 +91,6 @@ class FillMask(TextGeneration):
             raise DataError(
                 "a masked language model is judged at its masks, so every batch must have labels: the tokens behind "
                 "the masks, and -100 elsewhere, as from DataCollatorForLanguageModeling"
-            )
-        check_token_labels(model, batch["labels"])
-        if (ids := batch.get("input_ids")) is not None and batch["labels"].shape != ids.shape:
-            raise DataError(
-                f"the labels of a masked language model must be one for each of input_ids, {tuple(ids.shape)}, but a "
-                f"batch has {tuple(batch['labels'].shape)}"
             )
         rows = self.predicting(batch["labels"]).any(-1)
         if not rows.any():

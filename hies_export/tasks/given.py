@@ -8,14 +8,14 @@ from typing import Any
 
 import datasets
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, PreTrainedModel, default_data_collator
 
 from ..data.batches import CHOICE_KEYS, GROUP_KEY, IGNORED, TEXT_KEYS, Batch, check_numbers, size_of
 from ..data.columns import STRINGS, holds_images
-from ..errors import DataError, RequestError, did_you_mean, first_line, listed, quoted, refusing
+from ..errors import DataError, RequestError, did_you_mean, listed, quoted, refusing
+from ..files import Rule, check
 from ..model.text_encoder import TextEncoder
 from ..model.tokens import finds_end_by_padding, is_token, numbers_by_padding
 from ..recipe.sections import Columns
@@ -24,6 +24,7 @@ from .feature_extraction import numbers_column
 from .labels import LABELS, read_labels
 from .task import Task, Use
 
+_COLUMNS = Rule("columns= must be fields of a recipe's data", "see Columns")
 # Rows of a data set that go through the model at once.
 BATCH_SIZE = 16
 # Texts of an item of a list -> what the list is of, and an example.
@@ -57,17 +58,8 @@ def batches_of(
         DataError: Texts are no texts, or blank; or the batches do not suit the model.
         RequestError: The processor is missing, or columns are given where there are none.
     """
-    if isinstance(given, (datasets.DatasetDict, datasets.IterableDatasetDict)):
-        raise DataError(f"{what} must be one split of a data set, got {listed(list(given))}; pass one of these")
-    if isinstance(given, datasets.IterableDataset) and not _has_tensors(given):
-        raise DataError(
-            f"{what} must be rows that can be counted and drawn, got an IterableDataset, which gives them one by one; "
-            "take as many as are needed: datasets.Dataset.from_list(list(rows.take(512)), features=rows.features)"
-        )
     fields: Mapping[str, Any] | None = columns
     if isinstance(given, datasets.Dataset):
-        if not len(given):
-            raise DataError(f"{what} must have at least one row, got an empty data set")
         if columns is None and model.main_input_name in given.features:
             given = _of_inputs(model, given, processor, task)
         elif columns is None and (fields := usual_columns(given, type(task))) is None:
@@ -88,11 +80,6 @@ def batches_of(
     if task.predicts in ("words", "tokens") and not model.config.is_encoder_decoder:
         batches = [_padding_unlabelled(batch, shift=task.shift) for batch in batches]
     return [task.canonical(model, batch) for batch in batches]
-
-
-def _has_tensors(rows: datasets.IterableDataset) -> bool:
-    """Return whether rows are tensors only, as those that `IterableDataset.batch` makes of the format torch are."""
-    return all(isinstance(value, Tensor) for row in rows.take(1) for value in row.values())
 
 
 def _is_pair(item: Any) -> bool:
@@ -170,16 +157,13 @@ def _of_rows(
         raise RequestError(
             f"{what} with the columns {listed(rows.column_names)} needs processor=, the model's tokenizer or processor"
         )
-    known = Columns.model_fields
-    if unknown := [name for name in fields if name not in known]:
-        raise RequestError(f"columns must be among {', '.join(known)}, got {listed(unknown)}")
-    try:
-        columns = Columns(**fields)
-    except ValidationError as error:
-        raise RequestError(f"columns must be names of columns, got {dict(fields)}: {first_line(error)}") from None
+    columns = check(dict(fields), Columns, _COLUMNS, where="columns")
     task = task.to_read(columns, processor)
     task.check_rows(rows)
-    return task.read(task.draw(rows, in_order=True), size=BATCH_SIZE, use=use)
+    found = task.read(task.draw(rows, in_order=True), size=BATCH_SIZE, use=use)
+    if not found:
+        raise DataError(f"{what} must have at least one row, got an empty data set")
+    return found
 
 
 def usual_columns(
@@ -213,8 +197,7 @@ def usual_columns(
 def check_batches(model: PreTrainedModel, batches: Iterable[Any], task: Task, *, what: str = "batches") -> list[Batch]:
     """Return batches as plain dicts of tensors on the CPU, after checking that a model takes them."""
     if isinstance(batches, (Mapping, Tensor, str)) or not isinstance(batches, Iterable):
-        hint = "; put a single batch into a list" if isinstance(batches, Mapping) else ""
-        raise DataError(f"{what} must be a list or a DataLoader of batches, got a {type(batches).__name__}{hint}")
+        raise DataError(f"{what} must be a list or a DataLoader of batches, got a {type(batches).__name__}")
     checked: list[Batch] = []
     for number, batch in enumerate(batches):
         place = f"batch {number} (from 0) of {what}"
@@ -231,7 +214,7 @@ def check_batches(model: PreTrainedModel, batches: Iterable[Any], task: Task, *,
 
 def _checked(model: PreTrainedModel, batch: Any, place: str, task: Task) -> Batch:
     """Return one batch on the CPU."""
-    if not isinstance(batch, Mapping):
+    if not isinstance(batch, Mapping) or not batch:
         raise DataError(f"a batch must map names of arguments to tensors, but {place} is a {type(batch).__name__}")
     taken = [name for name in inspect.signature(model.forward).parameters if name != "kwargs"]
     described = set(CHOICE_KEYS) if batch.keys() >= set(CHOICE_KEYS) else set()
@@ -247,16 +230,13 @@ def _checked(model: PreTrainedModel, batch: Any, place: str, task: Task) -> Batc
             )
         if not isinstance(value, Tensor):
             raise DataError(
-                f"a batch must hold tensors only, but {quoted(key)} of {place} is a {type(value).__name__}; make "
-                "tensors of it (tokenizers and image processors do with return_tensors='pt'), or leave it out"
+                f"a batch must hold tensors only, but {quoted(key)} of {place} is a {type(value).__name__}; tokenizers "
+                "and image processors make some with return_tensors='pt'"
             )
     if len({value.shape[:1] for value in batch.values()}) != 1 or not all(map(Tensor.numel, batch.values())):
         shapes = listed(f"{key} {tuple(value.shape)}" for key, value in batch.items()) or "nothing"
         raise DataError(f"the first axis of every tensor must be the samples, one or more, but {place} has {shapes}")
     found = {str(key): value.detach().cpu() for key, value in batch.items()}
-    for key, value in found.items():
-        if value.is_floating_point() and not value.isfinite().all():
-            raise DataError(f"a batch must hold finite numbers, but {quoted(key)} of {place} has NaN or infinity")
     vocabulary = getattr(model.config.get_text_config(), "vocab_size", None)
     if "input_ids" in found and vocabulary is not None:
         check_numbers(found["input_ids"], vocabulary, "input_ids", place, dtypes=(torch.int32, torch.int64))

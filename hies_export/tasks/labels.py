@@ -9,7 +9,7 @@ import logging
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DataError, RequestError, listed, quoted
@@ -52,19 +52,6 @@ def places_in_entities(names: Sequence[str]) -> list[tuple[str, str]]:
     ]
 
 
-def check_id2label(id2label: Any) -> None:
-    """Raise a ValueError if an `id2label` does not map integers to anything; transformers cannot read others."""
-    try:
-        if not isinstance(id2label, Mapping):
-            raise ValueError
-        list(map(int, id2label))
-    except (TypeError, ValueError):
-        raise ValueError(
-            f'id2label must map the number of each class to its name, such as {{"0": "bad", "1": "good"}}, got '
-            f"{quoted(id2label)}"
-        ) from None
-
-
 class ClassNames:
     """The names of a classifier's classes, by number, and the numbers of a name.
 
@@ -73,19 +60,12 @@ class ClassNames:
     """
 
     def __init__(self, config: Any) -> None:
-        try:
-            check_id2label(config.id2label)
-        except ValueError as error:
-            raise RequestError(str(error)) from None
         named = {int(number): name for number, name in config.id2label.items()}
         if not named or sorted(named) != list(range(len(config.id2label))):
             raise RequestError(
                 f"id2label must name every class, numbered from 0 without a gap, but it has {quoted(config.id2label)}; "
                 "name the classes in the model's config as it was trained"
             )
-        for number, name in named.items():
-            if not isinstance(name, (str, int, float)):
-                raise RequestError(f"id2label must give each class a name, got {quoted(name)} for class {number}")
         self.names = [str(named[number]) for number in range(len(named))]
         self._exact, self._folded = defaultdict[str, list[int]](list), defaultdict[str, list[int]](list)
         for number, name in enumerate(self.names):
@@ -109,45 +89,24 @@ class ClassNames:
         """Return the numbers of the classes with a name: exactly this, or else but for the case; none if unknown."""
         return self._exact.get(name) or self._folded.get(name.casefold(), [])
 
-    def warn_of_label2id(self, label2id: Any) -> None:
-        """Warn if `label2id`, which nothing reads here, is not the inverse of `id2label`."""
-        given = label2id if isinstance(label2id, Mapping) else {}
-        # Numbers may be text or floats, as JSON and pandas write them.
-        wrong = [
-            f"{number} for {quoted(name)}"
-            for name, number in given.items()
-            if str(number).removesuffix(".0") not in map(str, self.find(str(name)))
-        ]
-        missing = {name.casefold() for name in self.names} - {str(name).casefold() for name in given}
-        if wrong or missing:
-            logger.warning(
-                "label2id of the model's config %s; classes have the names of id2label, as in pipelines: %s",
-                f"contradicts its id2label, with {listed(wrong, most=3)}" if wrong else "is missing or lacks classes",
-                listed((f"{number} is {name}" for number, name in enumerate(self.names)), most=5),
-            )
-
 
 def read_labels(rows: datasets.Dataset, *, column: str, config: Any, numbers: bool = False) -> list[int] | list[float]:
     """Return one label per row: class numbers, matched by name if the data has names, or numbers for a regression."""
     feature, values = rows.features[column], rows[column][:]
-    for row, value in enumerate(values):
-        if value is None or (isinstance(value, float) and math.isnan(value)):
-            raise DataError(
-                f"every row must have a label, but {data.row_name(rows, row)} has none in {column!r}; "
-                "remove such rows, or leave data.label out to run without labels"
-            )
+    remedy = "remove such rows, or leave data.label out to run without labels"
+    data.check_each(rows, column, _is_there, "every row must have a label", remedy)
     if numbers:
-        if isinstance(feature, datasets.ClassLabel) or not all(map(data.is_number, values)):
-            raise DataError(
-                f"the labels of a regression must be numbers, but {column!r} holds {data.kind_of(feature)} such as "
-                f"{quoted(values[0])}"
-            )
-        if all(value == -1 for value in values):
+        found = data.read_numbers(rows, column=column, what="the label of a regression")
+        if all(value == -1 for value in found):
             raise DataError(_hidden(f"in every row of {column!r}"))
-        return [float(value) for value in values]
+        return found
     return class_numbers(
         values, feature, column=column, classes=ClassNames(config), place=lambda row: data.row_name(rows, row)
     )
+
+
+def _is_there(value: Any) -> bool:
+    return not (value is None or (isinstance(value, float) and math.isnan(value)))
 
 
 def class_numbers(
@@ -165,18 +124,9 @@ def class_numbers(
     if dtype in data.STRINGS:
         return _numbers_of_names(values, column=column, classes=classes)
     if not isinstance(dtype, str) or not dtype.startswith(("int", "uint", "bool")):
-        # pandas and pyarrow make floats of whole numbers with a gap, which may be in a row that is not read.
-        whole = all(isinstance(value, float) and value.is_integer() for value in values)
-        hint = (
-            "; write whole numbers, and leave no label empty: a gap turns the whole column into float64"
-            if whole
-            else ""
-        )
-        if isinstance(feature, (list, datasets.List, datasets.LargeList)):
-            hint = "; if it is a multi-label classifier, set problem_type in its config to multi_label_classification"
         raise DataError(
             f"the labels of a classifier must be class numbers or class names, but {column!r} holds "
-            f"{data.kind_of(feature)} such as {quoted(values[0])}{hint}"
+            f"{data.kind_of(feature)} such as {quoted(values[0])}; a gap makes floats of numbers"
         )
     if -1 in values:
         raise DataError(_hidden(f"for {column!r} in {place(values.index(-1))}"))
@@ -289,19 +239,9 @@ def read_label_sets(rows: datasets.Dataset, *, column: str, config: Any) -> Tens
         raise DataError(
             f"{column!r} must hold lists of labels, but it holds {data.kind_of(feature)} of {data.kind_of(inner)}"
         )
-    for row, value in enumerate(values):
-        if value is None or (listed and None in value):
-            raise DataError(
-                f"every row must have a list of labels, empty if none applies, but {data.row_name(rows, row)} has "
-                f"{quoted(value)} in {column!r}; complete it, or leave data.label out to run without labels"
-            )
+    must, remedy = "every row must have a list of labels, empty if none applies", "complete it, or leave data.label out"
+    data.check_each(rows, column, lambda value: not (value is None or (listed and None in value)), must, remedy)
     classes = ClassNames(config)
-    for row, value in enumerate(values if count > 1 and not listed and inner.dtype in data.STRINGS else ()):
-        if not classes.find(value):
-            raise DataError(
-                f"the labels of a row must be a list, or the only label of it, one of {classes}, but "
-                f"{data.row_name(rows, row)} has {quoted(value)} in {column!r}; split it into a list of labels"
-            )
     sets = values if listed else [[value] for value in values]
     dtype = str(inner.dtype)
     named = dtype in data.STRINGS or (listed and isinstance(inner, datasets.ClassLabel))

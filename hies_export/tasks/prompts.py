@@ -25,11 +25,6 @@ def template_fields(template: str) -> tuple[str, ...]:
     must = f"data.prompt must be a template such as 'Question: {{question}}', but {quoted(template)} is not"
     with refusing(must, "write {{ and }} for braces that are text", DataError):
         fields = [field for _, field, _, _ in string.Formatter().parse(template) if field is not None]
-    for field in fields:
-        if not field.isidentifier():
-            raise DataError(
-                f"a field of data.prompt must be the name of a column, got {{{field}}} in {quoted(template)}"
-            )
     return tuple(dict.fromkeys(fields))
 
 
@@ -42,9 +37,8 @@ def check_prompt(rows: datasets.Dataset, *, prompt: str, answer: str) -> None:
         dtype = str(getattr(inner, "dtype", ""))
         if dtype not in data.STRINGS and not dtype.startswith(("int", "uint", "float", "bool")):
             raise DataError(f"{what} must hold text or lists of text, but {column!r} holds {data.kind_of(inner)}")
-        for row, value in enumerate(data.column_values(rows, column)):
-            if value is None or value == []:
-                raise DataError(f"every row must have a {column!r}, but {data.row_name(rows, row)} has none")
+        must = f"every row must have a {column!r}"
+        data.check_each(rows, column, lambda value: value is not None and value != [], must, "leave it out")
     _lengths(rows, _listed_columns(rows, prompt=prompt, answer=answer))
 
 

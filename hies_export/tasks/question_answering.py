@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..errors import DataError, listed, quoted
+from ..errors import DataError, quoted
 from .late import data, np, torch
 from .task import Predictions, Task, Use, batched, random_projection
 
@@ -103,11 +103,6 @@ class QuestionAnswering(Task):
 
     def check_targets(self, rows: datasets.Dataset) -> None:
         """Refuse answers that do not stand in their context."""
-        if not getattr(self.processor, "is_fast", True):
-            raise DataError(
-                "answers in a text need a fast tokenizer, which tells where its tokens are, got "
-                f"{type(self.processor).__name__}; save the model with its tokenizer.json"
-            )
         if self.columns.label is not None:
             self._answers(rows)
 
@@ -123,14 +118,11 @@ class QuestionAnswering(Task):
     def _spans(self, context: str, answers: Any, has: str, column: str) -> list[tuple[int, int]]:
         """Return where the answers of a row begin and end; `has` names the row in an error."""
         parts: list[Any] = [answers.get(name) for name in _ANSWER] if isinstance(answers, Mapping) else []
-        if parts and not any(parts):
+        whole = parts and all(isinstance(part, list) for part in parts) and len(parts[0]) == len(parts[1])
+        if not whole or not parts[0]:
             raise DataError(
-                f"every question must have an answer in its context, but {has} none in {column!r}; leave such rows out"
-            )
-        if not parts or not all(isinstance(part, list) for part in parts) or len(parts[0]) != len(parts[1]):
-            raise DataError(
-                f"answers must be dicts of the lists text and answer_start, of equal length, but {has} "
-                f"{quoted(answers)} in {column!r}; write them as {{'text': ['Ada'], 'answer_start': [0]}}"
+                f"answers must be dicts of the lists text and answer_start, of equal length and not empty, but {has} "
+                f"{quoted(answers)} in {column!r}; leave questions without an answer out"
             )
         spans = []
         for text, start in zip(*parts, strict=True):
@@ -138,8 +130,7 @@ class QuestionAnswering(Task):
             if not text or given != text:
                 raise DataError(
                     f"an answer must stand in its context at answer_start, but {has} {quoted(given)} at {start}, not "
-                    f"{quoted(text)}; count the characters of the context from 0, and name the question before the "
-                    "context in data.text"
+                    f"{quoted(text)}; name the question before the context in data.text"
                 )
             hidden = len(text) - len(_without_blanks(text))
             if hidden == len(text):
@@ -174,7 +165,6 @@ class QuestionAnswering(Task):
         for first in range(0, len(samples), _AT_ONCE):
             part = samples[first : first + _AT_ONCE]
             texts = [part[name] for name in self.columns.text]
-            self._check_room(samples, first, texts[0], window, stride)
             found = data.tokenised(
                 self.processor,
                 self.config,
@@ -203,20 +193,6 @@ class QuestionAnswering(Task):
                     },
                 )
 
-    def _check_room(
-        self, samples: datasets.Dataset, first: int, questions: Sequence[str], window: int, stride: int
-    ) -> None:
-        """Refuse a question that leaves a window no more of the context than the next one repeats."""
-        lengths = [len(ids) for ids in self.processor(questions, add_special_tokens=False, verbose=False)["input_ids"]]
-        most = window - stride - 1 - self.processor.num_special_tokens_to_add(pair=True)
-        for row, length in enumerate(lengths):
-            if length > most:
-                raise DataError(
-                    f"a question must have at most {max(0, most)} tokens, to leave room for its context in windows of "
-                    f"{window}, but {data.row_name(samples, first + row)} has {length}; raise max_length, or leave "
-                    "it out"
-                )
-
     def _label(self, window: Mapping[str, list[int]], answer: Sequence[int]) -> tuple[int, int]:
         """Return the first and the last token of an answer that is whole in a window, else twice that of no answer."""
         begins, ends = (window[name] for name in data.TOKEN_PLACES)
@@ -242,15 +218,9 @@ class QuestionAnswering(Task):
         tokens = next(value.shape[1] for value in rest.values() if value.dim() > 1)
         whole = len(ends) == 2 and first.dim() == last.dim() == 1 and first.dtype == last.dtype == torch.int64
         if not whole or not ((first >= 0) & (first <= last) & (last < tokens)).all():
-            given = listed(
-                f"{name} {quoted(batch[name].tolist())}, {batch[name].dtype} {tuple(batch[name].shape)}"
-                for name in _POSITIONS
-                if name in batch
-            )
             raise DataError(
-                f"{' and '.join(_POSITIONS)} must be given together, as the int64 numbers of the first and the last of "
-                f"the {tokens} tokens, one of each for every row, got {given}; where a row was cut before its answer, "
-                "give both the number of the token that stands for no answer, such as 0"
+                f"{' and '.join(_POSITIONS)} must be the int64 numbers of the first and the last of the {tokens} "
+                f"tokens of an answer for every row, got {quoted([of.tolist() for of in ends])}"
             )
         return {**rest, "labels": torch.stack(ends, 1)}
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from ..errors import DataError, refusing
 from .late import data, torch
-from .text_generation import TextGeneration, check_token_labels
+from .text_generation import TextGeneration
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,13 +63,7 @@ class Text2TextGeneration(TextGeneration):
         if "labels" not in batch:
             batch = answered(model, batch)
         labels = batch["labels"]
-        check_token_labels(model, labels)
         inputs = batch["decoder_input_ids"] if "decoder_input_ids" in batch else shift_right(model, labels)
-        if inputs.shape != labels.shape:
-            raise DataError(
-                f"decoder_input_ids must be one for each label, {tuple(labels.shape)}, but a batch has "
-                f"{tuple(inputs.shape)}; leave them out, and they are made of the labels"
-            )
         later = (labels != data.IGNORED).flip(-1).cumsum(-1).flip(-1)  # labels from here on
         mask = (later > 0).to(torch.int64)
         return {"decoder_attention_mask": mask, **batch, "decoder_input_ids": inputs}

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..errors import DataError, listed, quoted
+from ..errors import DataError
 from .late import data, datasets, np, torch
 from .prompts import (
     Choices,
@@ -24,7 +24,7 @@ from .prompts import (
     template_fields,
     tokenise,
 )
-from .task import AnyTask, Predictions, Task, Use, batched, check_references
+from .task import AnyTask, Predictions, Task, Use, batched
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -110,8 +110,6 @@ class TextGeneration(Task):
         asked = self.columns.max_length
         length = data.token_limit(self.processor, self.config, asked) or BLOCK_LENGTH
         length = length if asked is not None else min(length, BLOCK_LENGTH)
-        if length < 2:
-            raise DataError(f"blocks of text must have at least two tokens, got max_length {length}")
         length -= len(self._begin)
         return pack_text(rows, column=self.columns.text[0], tokenizer=self.processor, length=length)
 
@@ -156,8 +154,6 @@ class TextGeneration(Task):
     def _begin(self) -> list[int]:
         """What every block begins with: the begin-of-text token, or nothing."""
         token, asked = self.processor.bos_token_id, self.columns.bos
-        if asked not in (True, False, "auto"):
-            raise DataError(f"data.bos must be true, false or auto, got {quoted(asked)}")
         if asked is True and token is None:
             raise DataError("data.bos must be false or auto for a tokenizer without begin-of-text token, got true")
         own = asked == "auto" and self.processor("a", verbose=False)["input_ids"][:1] == [token]
@@ -186,8 +182,6 @@ class TextGeneration(Task):
                     "the texts into blocks"
                 )
             found.append((ids, len(ids)))
-        if not found:
-            raise DataError(f"at least one row must have text, but all of {column!r} are blank")
         if len(found) < len(samples):
             blank = len(samples) - len(found)
             logger.warning("%d of %d rows are blank in %r and left out", blank, len(samples), column)
@@ -224,9 +218,7 @@ class TextGeneration(Task):
 
     def canonical(self, model: PreTrainedModel, batch: Batch) -> Batch:
         """Return a batch of which text without labels is its own label, as in training on plain text."""
-        labels = text_labels(model, batch)
-        check_token_labels(model, labels)
-        return {**batch, "labels": labels}
+        return {**batch, "labels": text_labels(model, batch)}
 
     # How units are scored.
 
@@ -273,13 +265,10 @@ class TextGeneration(Task):
     def check_batches(self, batches: Sequence[Batch]) -> None:
         """Refuse samples without a label token to compute a loss from."""
         for index, labels in enumerate(batch["labels"] for batch in batches if "labels" in batch):
-            empty = (~self.predicting(labels).any(-1)).nonzero().flatten().tolist()
-            if empty:
-                after, samples = " after its first token" * self.shift, "sample" if len(empty) == 1 else "samples"
+            if not self.predicting(labels).any(-1).all():
                 raise DataError(
-                    f"every sample must have a label token{after}, but of batch {index} (from 0) {samples} "
-                    f"{listed(empty)} (from 0) of {len(labels)} {'has' if len(empty) == 1 else 'have'} none; leave "
-                    "such samples out or raise max_length"
+                    f"every sample must have a label token{' after its first token' * self.shift}, but one of batch "
+                    f"{index} (from 0) has none; leave such samples out or raise max_length"
                 )
 
     def keep(self, output: Tensor, batch: Batch) -> tuple[Tensor, ...]:
@@ -287,8 +276,6 @@ class TextGeneration(Task):
 
         The logits are not kept.
         """
-        if "labels" not in batch:
-            raise DataError(f"a language model is judged at its label tokens, but a batch has only {', '.join(batch)}")
         where = self.predicting(batch["labels"]).nonzero().unbind(-1)
         wanted = batch["labels"][:, self.shift :][where]
         tokens, nll = [], []
@@ -336,7 +323,6 @@ class TextGeneration(Task):
         choice that is `likeliest` and the one that is so `per_character`, which does not favour short choices, and the
         right one.
         """
-        check_references(predictions, references)
         if predictions.kind == "choices":
             assert predictions.characters is not None
             rows = np.empty(len(predictions), dtype=[("likeliest", np.int64), ("per_character", np.int64)])
@@ -364,22 +350,8 @@ def text_labels(model: PreTrainedModel, batch: Batch) -> Tensor:
 
     if "labels" in batch:
         return batch["labels"]
-    if "input_ids" not in batch:
-        raise DataError(f"a language model's batch must have labels or input_ids, got {', '.join(batch)}")
     ids = batch["input_ids"]
     return ids.where(judged_tokens(model, batch, ids), data.IGNORED)
-
-
-def check_token_labels(model: PreTrainedModel, labels: Tensor) -> None:
-    """Refuse, by a DataError, labels that are not tokens of a model, (batch, tokens) int64, or -100."""
-    known = model.config.get_text_config().vocab_size
-    wrong = labels[((labels < 0) | (labels >= known)) & (labels != data.IGNORED)]
-    if labels.dim() != 2 or labels.dtype != torch.int64 or len(wrong):
-        given = f"{labels.dtype} of shape {tuple(labels.shape)}" + (f" with {wrong[0].item()}" if len(wrong) else "")
-        raise DataError(
-            f"the labels of a language model must be int64 tokens in [0, {known}), (batch, tokens), and {data.IGNORED} "
-            f"where nothing is predicted, but a batch has {given}"
-        )
 
 
 def of_choices(tokens: Predictions, batches: Sequence[Batch]) -> Predictions:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..errors import DataError, listed, quoted
 from .labels import ClassNames, class_numbers_of_lists, places_in_entities
 from .late import data, np, torch
-from .task import Predictions, Task, Use, batched, check_references, check_same_samples, random_projection
+from .task import Predictions, Task, Use, batched, check_same_samples, random_projection
 
 if TYPE_CHECKING:
     import datasets
@@ -80,18 +80,13 @@ class TokenClassification(Task):
 
     def check_targets(self, rows: datasets.Dataset) -> None:
         """Refuse rows without words, or without a class that the model knows for each."""
-        if not getattr(self.processor, "is_fast", True):
-            raise DataError(
-                "a class for each word needs a fast tokenizer, which tells which tokens belong to it, got "
-                f"{type(self.processor).__name__}; save the model with its tokenizer.json"
-            )
-        column = self.columns.text[0]
-        for row, words in enumerate(rows[column][:]):
-            if not words or not all((word or "").strip() for word in ([words] if isinstance(words, str) else words)):
-                what = "a blank one" if words else "none"
-                raise DataError(
-                    f"every row must have words in {column!r}, but {data.row_name(rows, row)} has {what}; leave it out"
-                )
+
+        def are_words(words: Any) -> bool:
+            given = [words] if isinstance(words, str) else words
+            return bool(given) and all((word or "").strip() for word in given)
+
+        must = "every row must have words, none of them blank"
+        data.check_each(rows, self.columns.text[0], are_words, must, "leave it out")
         self._labels(rows)
 
     def batches(self, samples: datasets.Dataset, size: int, use: Use) -> Iterator[Batch]:
@@ -162,12 +157,6 @@ class TokenClassification(Task):
                     f"every word must have a label, but {data.row_name(rows, row)} has {len(words)} words and {given} "
                     f"labels in {column!r}; give each word one, or leave the row out"
                 )
-            if data.IGNORED in of_row:
-                raise DataError(
-                    f"every word must have a class, but {data.row_name(rows, row)} has {data.IGNORED} in {column!r}, "
-                    "which marks tokens without one; give words and their classes, which are then aligned with the "
-                    "tokens"
-                )
         return class_numbers_of_lists(rows, labels, feature, column=column, classes=ClassNames(self.config))
 
     def _spans(self, rows: datasets.Dataset) -> list[list[_Span]]:
@@ -182,29 +171,13 @@ class TokenClassification(Task):
         for row, (text, spans) in enumerate(zip(texts, labels, strict=True)):
             where = f"{data.row_name(rows, row)} has {{}} in {column!r}"
             of_row = sorted(_span(span, len(text), names, classes, where) for span in spans or ())
-            for one, other in itertools.pairwise(of_row):
-                if other.start < one.end:
-                    raise DataError(
-                        "spans of a text must not overlap, as a word has one class, but "
-                        + where.format(f"{one.start} to {one.end} and {other.start} to {other.end}")
-                    )
+            if any(other.start < one.end for one, other in itertools.pairwise(of_row)):
+                raise DataError(f"spans of a text must not overlap, but {where.format(quoted(spans))}")
             found.append(of_row)
         return found
 
     def canonical(self, model: PreTrainedModel, batch: Batch) -> Batch:
-        """Return a batch with the tokens at which classes are read: those with a label, else all of the text.
-
-        Raises a DataError if labels are no classes of tokens.
-        """
-        labels, shape = batch.get("labels"), batch["input_ids"].shape if "input_ids" in batch else None
-        if labels is not None:
-            wrong = labels[(labels != data.IGNORED) & ((labels < 0) | (labels >= len(self.names)))]
-            if labels.is_floating_point() or labels.dim() != 2 or shape not in (None, labels.shape) or len(wrong):
-                raise DataError(
-                    f"the labels of words must be int64, (batch, tokens), each in [0, {len(self.names)}) or "
-                    f"{data.IGNORED} where no class is read, but a batch has "
-                    f"{wrong[0].item() if len(wrong) else labels.dtype} in labels of shape {tuple(labels.shape)}"
-                )
+        """Return a batch with the tokens at which classes are read: those with a label, else all of the text."""
         return {**batch, data.JUDGED_KEY: _judged(batch)}
 
     def own_labels(self, model: PreTrainedModel, batch: Batch, output: Tensor) -> Tensor:
@@ -260,7 +233,6 @@ class TokenClassification(Task):
 
     def table(self, predictions: Predictions, references: Tensor) -> tuple[np.ndarray, np.ndarray]:
         """Return how many words and entities of each sample are right, and how many there are."""
-        check_references(predictions, references)
         given, wanted = (self.entities(predictions, classes) for classes in (predictions.values, references))
         rows = np.empty(len(given), dtype=[("right", np.int64), ("found", np.int64), ("words", np.int64)])
         rows["right"] = [len(one & two) for one, two in zip(given, wanted, strict=True)]
@@ -334,15 +306,12 @@ def _warn_of_names(names: tuple[str, ...]) -> None:
 def _span(span: Any, length: int, names: Sequence[str] | None, classes: ClassNames, where: str) -> _Span:
     """Return a span of a text of some characters; `names` are those of its labels, if these are numbers."""
     if not isinstance(span, Mapping) or not {"start", "end", "label"} <= span.keys():
-        raise DataError(
-            f"the labels of texts must be spans, dicts of start, end and label, but {where.format(quoted(span))}; give "
-            "lists of words with a label for each, or spans"
-        )
+        raise DataError(f"labels must be spans, dicts of start, end and label, but {where.format(quoted(span))}")
     start, end, label = span["start"], span["end"], span["label"]
     if not (isinstance(start, int) and isinstance(end, int) and 0 <= start < end <= length):
         raise DataError(
-            f"a span must be in its text of {length} characters, but {where.format(f'{start} to {end}')}; count "
-            "characters from 0, the end excluded"
+            f"a span must be in its text of {length} characters, the end excluded, but "
+            f"{where.format(f'{start} to {end}')}"
         )
     name = names[label] if names is not None and isinstance(label, int) else label
     found = _by_place(str(name), classes)

@@ -300,13 +300,8 @@ def test_bad_requests() -> None:
     ((_, found), *_) = MomentStream(model, modules, batches)
     with pytest.raises(RequestError, match="collect them with weighted=True"):
         found.mixed(0.5)
-    for mix in (0, -1, 1.5):
-        with pytest.raises(RequestError, match=rf"token weights must be in \(0, 1\], got {mix}"):
-            found.mixed(mix)
     with pytest.raises(DataError, match="at least 5 samples, one of them to hold out, got 4"):
         MomentStream(model, modules, [text_batch(4)])
-    with pytest.raises(DataError, match="at least one sample, got none"):
-        EffectStream(model, [], modules)
     generator = causal_lm()
     unlabelled = {**text_batch(6), "labels": torch.full_like(text_batch(6)["input_ids"], -100)}
     with pytest.raises(DataError, match="samples 0, 1, 2, 3, 4, 5"):

@@ -73,11 +73,6 @@ def test_of_two_labels_a_list_of_both_numbers_is_no_pair_of_flags() -> None:
         ([[0.0, 0.5, 1.0]], NAMES, r"0 or 1 for each of the model's 3 labels, .* row 0 .* has \[0\.0, 0\.5, 1\.0\]"),
         ([[1.0, 0.0]], NAMES, r"0 or 1 for each of the model's 3 labels"),
         ([0, 2], ["yes"], r"0 or 1 for each of the model's 1 labels, .* row 1 of train\.jsonl \(from 0\) has 2"),
-        (
-            ["joy", "joy,fear"],
-            NAMES,
-            r"a list, or the only label .* row 1 of .* has 'joy,fear' in 'label'; split",
-        ),
         (["yes", "no"], ["yes"], r"row 0 .* has 'yes'"),
         ([[[0]], [[1]]], NAMES, "must hold lists of labels, but it holds List of List"),
     ],

@@ -1,7 +1,6 @@
 """Questions about texts: windows, and the places of their tokens and answers, against plain loops."""
 
 import re
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -183,11 +182,11 @@ GOOD = {"question": "b c", "context": "d e f", "answers": {"text": ["e"], "answe
     [
         (
             {"answers": {"text": [], "answer_start": []}},
-            r"must have an answer in its context, but row 1 \(from 0\) has n",
+            "and not empty, but row 1 ",
         ),
         (
             {"answers": {"text": ["e"], "answer_start": [3]}},
-            "stand in its context at answer_start, .* has ' ' at 3, not 'e'; count the characters",
+            "stand in its context at answer_start, .* has ' ' at 3, not 'e'",
         ),
         (
             {"answers": {"text": ["d"], "answer_start": [-5]}},
@@ -197,17 +196,16 @@ GOOD = {"question": "b c", "context": "d e f", "answers": {"text": ["e"], "answe
             {"answers": {"text": [" "], "answer_start": [3]}},
             "an answer must have a word, but row 1 .* has ' ' in 'answers'; leave it out",
         ),
-        ({"answers": {"text": ["e", "f"], "answer_start": [2]}}, "of equal length, but row 1 .* has {.*} in 'answers'"),
+        (
+            {"answers": {"text": ["e", "f"], "answer_start": [2]}},
+            "of equal length and not empty, but row 1 .* has {.*} in 'answers'",
+        ),
         (
             {"answers": {"text": ["e"], "answer_start": None}},
             "dicts of the lists text and answer_start, of equal length",
         ),
         ({"context": " "}, r"every context must have words, but row 1 \(from 0\) has ' ' in 'context'; leave it out"),
         ({"context": None}, r"every row must have a 'context', but row 1 \(from 0\) has none"),
-        (
-            {"question": "b " * 40},
-            r"at most 39 tokens, to leave room for its context in windows of 64, but row 1 \(from 0\) has 40",
-        ),
     ],
 )
 def test_rows_that_cannot_be_read_are_refused(change: dict[str, Any], message: str) -> None:
@@ -220,7 +218,7 @@ def test_rows_that_cannot_be_read_are_refused(change: dict[str, Any], message: s
 @pytest.mark.parametrize(
     ("answers", "message"),
     [
-        ("e", "answers must be dicts of the lists text and answer_start, .* has 'e' in 'answers'; write them"),
+        ("e", "answers must be dicts of the lists text and answer_start, .* has 'e' in 'answers'"),
         ({"text": "e", "answer_start": 2}, "answers must be dicts of the lists text and answer_start"),
         ([{"text": "e", "answer_start": 2}], "answers must be dicts of the lists text and answer_start"),
     ],
@@ -228,12 +226,6 @@ def test_rows_that_cannot_be_read_are_refused(change: dict[str, Any], message: s
 def test_answers_of_another_form_are_refused(answers: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         reader().check_rows(Dataset.from_list([GOOD | {"answers": answers}]))
-
-
-def test_a_slow_tokenizer_is_refused() -> None:
-    slow = SimpleNamespace(is_fast=False)
-    with pytest.raises(DataError, match=r"need a fast tokenizer, .* got SimpleNamespace; save the model with its toke"):
-        reader(processor=slow).check_rows(Dataset.from_list([GOOD]))
 
 
 @pytest.mark.parametrize(

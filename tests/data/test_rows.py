@@ -121,27 +121,6 @@ def test_nothing_is_printed(tmp_path, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize(
-    ("inside", "remedy"),
-    [
-        (RECORDS, r"field='data', split='train'\)\.to_json"),
-        (
-            [{"title": "t", "paragraphs": [{"context": "a b", "qas": [{"question": "b?", "answers": []}]}]}],
-            "a row for each question, with context, and answers as lists of text and answer_start",
-        ),
-    ],
-)
-def test_an_object_with_its_rows_in_it_is_refused(tmp_path, inside, remedy):
-    (tmp_path / "a.json").write_text(json.dumps({"version": "1.1", "data": inside}, indent=1))
-    with pytest.raises(
-        DataError, match=rf"a\.json must be a list of rows, .* one object with a list in 'data'; .*{remedy}"
-    ):
-        load(tmp_path / "a.json")
-    # A single row may have lists of objects.
-    (tmp_path / "a.json").write_text(json.dumps([{"text": "a", "spans": [{"start": 0, "end": 1, "label": "x"}]}]))
-    assert load(tmp_path / "a.json")["text"][:] == ["a"]
-
-
 def test_parts_are_read_in_name_order_with_the_column_types_of_the_first(tmp_path):
     write_jsonl(tmp_path / "train-1.jsonl", [{"n": 2}, {"n": 3}])
     write_jsonl(tmp_path / "train-0.jsonl", [{"n": 0}, {"n": 1}])
@@ -237,12 +216,10 @@ def test_what_names_no_file_is_refused(tmp_path):
 
 @pytest.mark.parametrize("spans", [[[0, 3, "name"]], [[0, 3, "name"], [4, 5, "name"]]])
 @pytest.mark.parametrize("count", [1, 9])
-def test_spans_in_the_form_of_doccano_are_refused_with_the_form_that_is_read(tmp_path, spans, count):
+def test_spans_in_the_form_of_doccano_are_refused(tmp_path, spans, count):
     path = tmp_path / "train.jsonl"
     write_jsonl(path, [{"text": "ab c d", "label": spans}] * count)
-    with pytest.raises(
-        DataError, match=r"of a list, must be of one kind: write spans as {'start': 0, 'end': 3, 'label': "
-    ):
+    with pytest.raises(DataError, match="must be a readable jsonl file"):
         load_rows(split="train", files={"train": path})
 
 
@@ -255,8 +232,6 @@ def test_spans_in_the_form_of_doccano_are_refused_with_the_form_that_is_read(tmp
         ("mixed.jsonl", b'{"a": 1}\n{"a": "one"}'),
         ("bad.csv", b"a,b\n1,2\n1,2,3\n"),
         ("wide.csv", b"a,b\n1,2,3\n"),
-        ("semicolons.csv", b"text;label\ngood;1\n"),
-        ("commas.tsv", b"text,label\ngood,1\n"),
         ("bad.parquet", b"not parquet"),
         ("bad.txt", b"\xff\xfe\xff"),
         ("plain.txt.gz", b"not gzipped"),
@@ -313,7 +288,7 @@ def test_what_save_to_disk_wrote_is_read(tmp_path):
     assert load(tmp_path / "whole" / "train").to_list() == RECORDS[:2]
     files = {split: tmp_path / "whole" for split in ("train", "test", "validation")}
     assert load_rows(files=files, split="test[1:]").to_list() == RECORDS[3:]
-    with pytest.raises(DataError, match="holds the splits train, test, and data.files has it as 'validation'; name"):
+    with pytest.raises(DataError, match="must hold the split 'validation' of data.files, but has train, test"):
         load_rows(files=files, split="validation")
     (tmp_path / "rows" / "state.json").write_text("{")
     with pytest.raises(DataError, match="must be a folder as save_to_disk writes it, but it does not load: "):

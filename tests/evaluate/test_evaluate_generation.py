@@ -109,10 +109,8 @@ def test_bad_samples_and_numbers() -> None:
     model, good = causal_lm(), padded([5, 4], "right")
     bad = padded([5, 4], "right", answers=[2, 1])
     bad["labels"][1] = -100
-    with pytest.raises(DataError, match=r"of batch 1 \(from 0\) sample 1 \(from 0\) of 2 has none"):
+    with pytest.raises(DataError, match=r"one of batch 1 \(from 0\) has none"):
         predict(model, [good, bad])
-    with pytest.raises(DataError, match="every prediction needs a reference, got 7 tokens and 6"):
-        compute_metrics(predict(model, [good]), references([good], TASK)[:-1], names=["perplexity"], task=TASK)
     with torch.no_grad():
         model.lm_head.weight[3, 3] = math.nan
     with pytest.raises(NonFiniteError, match=r"batch 0 \(from 0\) of 1 has NaN"):

@@ -285,10 +285,6 @@ def labels(change: Any) -> Any:
     ("change", "match"),
     [
         (without("labels"), "judged at its masks, so every batch must have labels: .* DataCollatorForLanguageModeling"),
-        (labels(lambda x: x[:, 0]), r"must be int64 tokens in \[0, \d+\), \(batch, tokens\), .* of shape \(8,\)"),
-        (labels(lambda x: x.float()), r"must be int64 tokens .*, but a batch has torch.float32 of shape"),
-        (labels(lambda x: x.where(x < 0, 999)), r"must be int64 tokens .*, but a batch has .* with 999"),
-        (labels(lambda x: x[:, :3]), r"must be one for each of input_ids, \(8, \d+\), but a batch has \(8, 3\)"),
         (labels(lambda x: torch.full_like(x, -100)), "every batch must have a label, the token behind a mask"),
     ],
 )
@@ -300,8 +296,6 @@ def test_labels_that_name_no_masked_token_are_refused(
 
 
 def test_texts_without_a_token_to_mask_are_refused(model: PreTrainedModel) -> None:
-    with pytest.raises(DataError, match=r"every row must have text to mask, but row 1 .* is blank; leave it out"):
-        read(model, ["w1 w2", " "])
     with pytest.raises(
         DataError, match="a text must have a token to mask, but '\\[MASK\\]' has none within .*; leave it out"
     ):

@@ -107,12 +107,9 @@ def test_a_task_of_classes_takes_a_name_and_a_class(folder: Path) -> None:
         assert result.held_out is not None
         assert result.held_out.metrics.keys() == {"accuracy"}
         ids = torch.ones(4, 6, dtype=torch.int64)
-        for labels, refusal in (
-            (torch.tensor([0, 1, 2, 0]), r"in \[0, 2\), .* has 2"),
-            (ids, "one class number per sample"),
-        ):
-            with pytest.raises(DataError, match=f"labels .*{refusal}"):
-                prune(load(folder / "model"), [{"input_ids": ids, "labels": labels}] * 2, budget={"heads": 0.5})
+        batch = {"input_ids": ids, "labels": torch.tensor([0, 1, 2, 0])}
+        with pytest.raises(DataError, match=r"labels .*in \[0, 2\), .* has 2"):
+            prune(load(folder / "model"), [batch] * 2, budget={"heads": 0.5})
 
 
 @pytest.mark.parametrize("task", ["sentence-order", "unknown-here"])
@@ -185,9 +182,6 @@ def test_what_it_refuses_is_said(folder: Path) -> None:
 
 def test_only_tasks_are_registered() -> None:
     known: Any = TASKS["sentence-order"]
-    for wrong, given in ((known(None), "a SentenceOrder"), (dict, "the class dict")):
-        with pytest.raises(RequestError, match=f"must be a class that extends hies_export.tasks.Task, got {given}"):
-            register_task(wrong)
     with pytest.raises(RequestError, match=r"the columns of a task must be among text, .*, got sound"):
         register_task(type("Odd", (known,), {"reads": ("text sound",)}))
     assert register_task(known) is known
