@@ -176,7 +176,7 @@ def read_recipe(options: Options, *, deploys: bool = False) -> PruningRecipe:
             overrides["prune.budget"] = {key: share}
     if options.output is not None:
         overrides["output"] = options.output
-    of_model = {name: getattr(options, name, None) for name in ("data", "text", *COLUMNS)}
+    of_model: dict[str, Any] = {name: getattr(options, name, None) for name in ("data", "text", *COLUMNS)}
     if "data" not in options or options.recipe.endswith((".yaml", ".yml")) or Path(options.recipe).is_file():
         if any(of_model.values()):
             raise RequestError(

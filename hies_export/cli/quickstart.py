@@ -34,6 +34,9 @@ def run(options: Options) -> dict[str, Any]:
         report = run_recipe(recipe, command=options.command_line, progress=options.progress)
         report = rename_in_report(report, folder, options.output)
         (folder / "run" / "report.json").write_text(report.to_json(), encoding="utf-8")
+        written = folder / "run" / "recipe.yaml"
+        text = written.read_text(encoding="utf-8").replace(os.path.abspath(folder), os.path.abspath(options.output))
+        written.write_text(text, encoding="utf-8")
     print_report(report, options.console)
     where = options.output
     recipe_file, slim, dense, larger = (
@@ -61,5 +64,6 @@ def rename_in_report(report: Report, written: Path, folder: Path) -> Report:
 
     text = report.to_json()
     for old, new in ((os.path.abspath(written), os.path.abspath(folder)), (str(written), str(folder))):
-        text = text.replace(*(json.dumps(path, ensure_ascii=False)[1:-1] for path in (old, new)))
+        old, new = (json.dumps(path, ensure_ascii=False)[1:-1] for path in (old, new))
+        text = text.replace(old, new)
     return Report.from_values(json.loads(text), where="report.json")

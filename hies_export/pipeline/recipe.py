@@ -433,9 +433,8 @@ class PruningRecipe(Section):
         fields["prune"] = {**chosen, **fields["prune"]}
         _resolve_paths(fields, Path.cwd())
         file = io.StringIO()
-        writer = YAML(typ="safe", pure=True)
-        writer.default_flow_style = False
-        writer.sort_base_mapping_type_on_output = False
+        writer: Any = YAML(typ="safe", pure=True)
+        writer.default_flow_style = writer.sort_base_mapping_type_on_output = False
         writer.dump(json.loads(json.dumps(fields, default=str)), file)
         return file.getvalue()
 
