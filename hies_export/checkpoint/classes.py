@@ -13,13 +13,12 @@ import transformers
 from pydantic import ConfigDict, model_validator
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
-from ..errors import MERGE, RequestError, did_you_mean, listed, quoted, refusing
+from ..errors import MERGE, RequestError, did_you_mean, quoted, refusing
 from ..files import Rule, Schema, read_json
 from ..model.internals import configs_in, file_of, layers_unwarned, use_torch_attention
 from ..model.modeling_hies import keep_layers_for_files
 from ..model.online import hub_or_cache
 from ..slim.config import slim_class
-from ..tasks.labels import check_id2label
 from .folders import MUST, Contents, refuse_other
 
 logger = logging.getLogger(__name__)
@@ -32,8 +31,6 @@ FLOATING = (
 )
 _VALUES = "the config of a model must have values that its class takes, but {} has others"
 _CONFIG = Rule("the config of a model must be what transformers or hies_export wrote", CORRECT)
-# What transformers loads a model in.
-_DTYPES = ("float16", "bfloat16", "float32", "float64")
 # The deepest models have about two hundred layers; building a million would fill the memory, even without weights.
 MOST_LAYERS = 1000
 # transformers makes a name for each class; the largest data sets of images and of texts have some ten thousands.
@@ -54,11 +51,7 @@ class _Config(Schema):
     @model_validator(mode="after")
     def _buildable(self) -> _Config:
         for fields in _configs_in(self.model_extra or {}):
-            if fields.get("id2label") is not None:
-                check_id2label(fields["id2label"])
             for name, value in fields.items():
-                if name in ("dtype", "torch_dtype") and value is not None and value not in _DTYPES:
-                    raise ValueError(f"{name} must be one of {', '.join(_DTYPES)}, got {quoted(value)}")
                 if name == "num_labels" and isinstance(value, int) and value > MOST_CLASSES:
                     raise ValueError(f"{name} must be at most {MOST_CLASSES}, got {quoted(value)}")
                 counts = (value if isinstance(value, list) else [value]) if _LAYERS.search(name) else []
@@ -96,19 +89,10 @@ def class_named(config: Mapping[str, Any], path: str | Path) -> type[PreTrainedM
         named = re.sub(r"^(TF|Flax)", "", names[0]) if len(names) == 1 else ""
         raise RequestError(
             f"the config of a model must name one model class of transformers {transformers.__version__} in "
-            f"'architectures', but {path} names {quoted(names) if names else 'none'}; {_of_newer(config)}write the "
-            f"class that the model was trained with into its config.json{did_you_mean(named, dir(transformers))}"
+            f"'architectures', but {path} names {quoted(names) if names else 'none'}; upgrade transformers, or write "
+            f"the class that it was trained with into its config.json{did_you_mean(named, dir(transformers))}"
         )
     return slim_class(stock) if "hies_export" in config else stock
-
-
-def _of_newer(config: Mapping[str, Any]) -> str:
-    """Return the beginning of a remedy, to upgrade transformers, if a newer release wrote a config; else nothing."""
-    writer, here = (
-        [int(part) for part in str(version).split(".")[:2] if part.isdecimal()]
-        for version in (config.get("transformers_version"), transformers.__version__)
-    )
-    return f"upgrade transformers to {config['transformers_version']}, which wrote it, or " if writer > here else ""
 
 
 def read_config(path: str | Path, **hub: Any) -> dict[str, Any]:
@@ -154,7 +138,7 @@ def load_config(path: str | Path, **hub: Any) -> Any:
     else:
         raise RequestError(
             f"the config of a model must have a model_type known to transformers {transformers.__version__}, but that "
-            f"of {path} has {quoted(model_type)}; {_of_newer(config)}give the type of the class that the model was "
+            f"of {path} has {quoted(model_type)}; upgrade transformers, or give the type of the class that it was "
             f"trained with{did_you_mean(model_type, CONFIG_MAPPING)}"
         )
     with refusing(_VALUES.format(file), CORRECT), layers_unwarned():
@@ -165,22 +149,7 @@ def load_config(path: str | Path, **hub: Any) -> Any:
         keep_layers_for_files(found)
         check_text_config(found)
         use_torch_attention(found)
-    _warn_of_lost_names(config, found, path)
     return found
-
-
-def _warn_of_lost_names(written: Mapping[str, Any], read: Any, path: str | Path) -> None:
-    """Warn if a config names classes, but transformers gives them other names."""
-    numbers = written.get("label2id")  # which decides nothing, and may be anything
-    names = list((written.get("id2label") or {}).values()) or list(numbers if isinstance(numbers, dict) else ())
-    if names and set(map(str, names)) != set(map(str, read.id2label.values())):
-        logger.warning(
-            "the config of %s names classes (%s), but not by an id2label of as many classes as its num_labels: "
-            "transformers, and so this package, calls them %s; write such an id2label",
-            path,
-            listed(names, most=5),
-            listed(read.id2label.values(), most=5),
-        )
 
 
 def config_of_class(model_class: Any, path: str | Path, **hub: Any) -> Any:

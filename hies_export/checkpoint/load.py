@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .. import processes
-from ..errors import RequestError, UnsupportedModelError, listed, quoted, refusing, require_package, root_cause
+from ..errors import RequestError, listed, refusing, require_package
 from ..model.copies import parameter_bytes
 from ..model.internals import auto_classes, commit_of, empty_model, never_asking, reads_old_names, use_torch_attention
 from ..model.text_encoder import TextEncoder
@@ -26,9 +26,6 @@ from ..units.units import PrunableModule
 from .beside import COMPANIONS, SENTENCE_FILES, fetch_files
 from .classes import AGAIN, class_named, config_of_class, find_model_class, hub_options, read_config
 from .weights import lacks_pooler, load_weights, skeleton_of_files, stored_dtype, stored_shapes, weight_files
-
-# Device maps of accelerate other than the names of devices.
-DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 @dataclass(frozen=True)
@@ -66,15 +63,9 @@ def task_class(path: str | Path, config: Any, *, task: str, **hub: Any) -> type[
     model_class = find_model_class(path, **hub)
     auto_class = TASKS[task].auto_class
     if auto_class not in auto_classes(model_class.__name__, config.model_type):
-        own: Any = model_class.config_class
-        if auto_class in auto_classes(model_class.__name__, own.model_type):
-            raise RequestError(
-                f"the model_type of a config must be that of the class in 'architectures', {own.model_type!r} of "
-                f"{model_class.__name__}, but {path} has {config.model_type!r}; correct its config.json"
-            )
         raise RequestError(
-            f"{task} needs a model fine-tuned for it (one that {auto_class} loads), but {path} is a "
-            f"{model_class.__name__}; fine-tune it for the task first, or change the task"
+            f"{task} needs a model fine-tuned for it (one that {auto_class} loads, of its model_type), but {path} is a "
+            f"{model_class.__name__} of type {config.model_type!r}; fine-tune it for the task, or change the task"
         )
     if config.is_encoder_decoder and not TASKS[task].encoder_decoders:
         raise RequestError(
@@ -82,21 +73,6 @@ def task_class(path: str | Path, config: Any, *, task: str, **hub: Any) -> type[
             "give an encoder, such as BERT"
         )
     return model_class
-
-
-def check_device_map(device_map: str | None) -> None:
-    """Refuse a device map that this machine does not have."""
-    if device_map is None or device_map in DEVICE_MAPS:
-        return
-    try:
-        reason = "it holds no weights" if torch.empty(0, device=device_map).is_meta else None
-    except (RuntimeError, AssertionError) as error:  # torch that was built without CUDA raises the latter
-        reason = root_cause(error)
-    if reason is not None:
-        raise RequestError(
-            f"device_map must be one of {', '.join(DEVICE_MAPS)} or a device of this machine, got "
-            f"{quoted(device_map)}: {reason}"
-        )
 
 
 @never_asking()
@@ -249,10 +225,7 @@ def load_version4(path: str | Path, **kwargs: Any) -> tuple[PreTrainedModel, Pru
     slim_class = type(skeleton)
     # These files have older names, which a slim class does not rename by itself.
     reader: Any = reads_old_names(slim_class) if is_slim(skeleton) else stock
-    try:
-        model = load_weights(reader, path, shapes=shapes, config=skeleton.config, **kwargs)
-    except RequestError as error:
-        raise RequestError(f"the weights must be those that pruned_heads describes, but {error}") from error
+    model = load_weights(reader, path, shapes=shapes, config=skeleton.config, **kwargs)
     model.__class__ = slim_class
     return model.eval(), plan
 
@@ -263,19 +236,6 @@ def _plan_of_pruned_heads(
     """Return what transformers 4 kept; its layers are the modules in the model's order."""
     kept = {}
     for layer, module in enumerate(modules):
-        strange = [head for head in pruned.get(layer, ()) if head >= module.units]
-        if strange:
-            raise RequestError(
-                f"pruned_heads must be heads of their layer, but {path} names head {strange[0]} of layer {layer}, "
-                f"which had {module.units}"
-            )
         stay = [head for head in range(module.units) if head not in pruned.get(layer, ())]
-        if not stay:
-            raise UnsupportedModelError(f"every layer must keep a head, but layer {layer} of {path} has none left")
         kept[module.name] = module.kept(stay)
-    if max(pruned) >= len(modules) or any(module.units != module.groups for module in modules):
-        raise UnsupportedModelError(
-            f"pruned_heads must name layers of the model, in which each query head has its own key/value head, but "
-            f"{path} has {len(modules)} such layers and names {listed(sorted(pruned))}"
-        )
     return PruningPlan(kept=kept, criterion="pruned_heads", versions=library_versions())

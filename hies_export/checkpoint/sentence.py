@@ -84,17 +84,10 @@ _KINDS = ("query", "document")
 _OLDER = {"model_args": "model_kwargs", "tokenizer_args": "processor_kwargs", "config_args": "config_kwargs"}
 # Those of its fields that a slim folder has too; the others are said by its other files, or by `SentenceSettings`.
 _KEPT = ("query_length", "document_length", "unpad_inputs", "processing_kwargs", "processor_kwargs", "model_kwargs")
-# Task of a Transformer -> what its module gives, which output of its model that is, and what must hold.
+# Task of a Transformer -> what its module gives, and which output of its model that is.
 _OUTPUTS = {
-    "feature-extraction": (
-        *("token_embeddings", "last_hidden_state"),
-        "the Transformer of an embedding model must give the embeddings of its tokens (task feature-extraction, output "
-        "last_hidden_state)",
-    ),
-    "sequence-classification": (
-        *("scores", "logits"),
-        "the Transformer of a CrossEncoder must give the logits of its classes",
-    ),
+    "feature-extraction": ("token_embeddings", "last_hidden_state"),
+    "sequence-classification": ("scores", "logits"),
 }
 _SENTENCE = Rule("a SentenceTransformer folder must hold what sentence-transformers wrote", AGAIN)
 _OPTIONS = Rule(f"{OPTIONS_FILE} must ask for what sentence-transformers knows", CORRECT)
@@ -106,28 +99,6 @@ _TEXT = Rule(
     "what the settings of a Transformer ask for must be known here, as it may change the embeddings",
     "take it out if they are the same without, or write what is the model's or the tokenizer's into its own config",
 )
-_SPARSE = "makes sparse embeddings; give a dense embedding model"
-_PER_TOKEN = "keeps a vector per token; give a model of one embedding per text"
-# Class of a module, or model_type in config_sentence_transformers.json -> why it is refused, and what to do instead.
-_WHY_NOT = {
-    "SparseEncoder": _SPARSE,
-    "MultiVectorEncoder": _PER_TOKEN,
-    "CrossEncoder": "scores pairs of texts; use the task text-classification",
-    "CLIPModel": "also embeds images; give a model of texts",
-    "WordWeights": "weighs tokens by their words; give a model without it",
-    "WeightedLayerPooling": "reads all layers of the encoder; give a model that pools the last one",
-    **dict.fromkeys(("SpladePooling", "MLMTransformer", "SparseAutoEncoder", "CSRSparsity"), _SPARSE),
-    "SparseStaticEmbedding": _SPARSE,
-    **dict.fromkeys(("MultiVectorMask", "TokenPooling"), _PER_TOKEN),
-    **dict.fromkeys(
-        ("Router", "Asym"),
-        "routes texts through several encoders; load one of them, and save it as a folder of its own",
-    ),
-    **dict.fromkeys(("WordEmbeddings", "StaticEmbedding", "BoW"), "has no attention to prune; give a Transformer"),
-    **dict.fromkeys(
-        ("CNN", "LSTM"), "is a layer that only training can fit to a pruned encoder; give a model without it"
-    ),
-}
 
 
 class _Module(Schema):
@@ -183,17 +154,17 @@ class _Tokenizer(_Known):
     trust_remote_code: Any = None
 
 
-class _Model(_Known):
-    """How the encoder is loaded."""
-
-    dtype: Any = None
-    torch_dtype: Any = None
-    attn_implementation: Any = None
-    device_map: Any = None
-    low_cpu_mem_usage: Any = None
-    use_safetensors: Any = None
-    add_pooling_layer: Any = None
-    trust_remote_code: Any = None
+# How the encoder is loaded, as far as it changes no embedding.
+_Loaded = Literal[
+    "dtype",
+    "torch_dtype",
+    "attn_implementation",
+    "device_map",
+    "low_cpu_mem_usage",
+    "use_safetensors",
+    "add_pooling_layer",
+    "trust_remote_code",
+]
 
 
 class _Text(_Known):
@@ -212,7 +183,7 @@ class _Text(_Known):
     processing_kwargs: _Processing | None = None
     processor_kwargs: _Tokenizer | None = None
     config_kwargs: dict[str, Any] | None = None
-    model_kwargs: _Model | None = None
+    model_kwargs: dict[_Loaded, Any] | None = None
 
 
 class _Pooling(_Known):
@@ -306,8 +277,8 @@ def settings_of(
             `pooling`, or a SentenceTransformer with it.
     """
     options = _options(path, revision=revision)
-    if (kind := options.get("model_type")) in _WHY_NOT:
-        raise RequestError(f"{path} must be a SentenceTransformer, but is a {kind}: it {_WHY_NOT[kind]}")
+    if (kind := options.get("model_type")) not in (None, "SentenceTransformer"):
+        raise RequestError(f"{path} must be a SentenceTransformer, which gives one embedding per text, but is a {kind}")
     if (listing := _file(path, MODULES_FILE, revision=revision)) is None:
         return _of_bare(path, pooling, normalize, revision)
     given = {"pooling": pooling, "normalize": normalize}
@@ -390,9 +361,11 @@ def _base_class(path: Path) -> type[PreTrainedModel]:
 
 
 def _refuse_others(modalities: Set[str], path: str | Path) -> None:
-    """Refuse a model that embeds more than texts."""
-    if others := sorted(modalities - {"text", "message"}):
-        raise RequestError(f"an embedding model must embed texts alone, but {path} also takes {listed(others)}")
+    """Refuse a model that embeds more than texts, or puts these into a chat template ("message")."""
+    if modalities and modalities != {"text"}:
+        raise RequestError(
+            f"an embedding model must embed texts as they are, but {path} takes {listed(sorted(modalities))}"
+        )
 
 
 def _of_bare(path: str | Path, pooling: str | None, normalize: bool | None, revision: str | None) -> SentenceSettings:
@@ -417,33 +390,19 @@ def make_readout(pooling: str, *, normalize: bool = False) -> list[nn.Module]:
 def _modules(file: Path, *, where: str) -> list[_Module]:
     """Return the entries of modules.json: a Transformer, a Pooling, and what may follow."""
     modules = [_Module.model_validate(entry) for entry in read_json(file, list[_Module], _SENTENCE)]
-    for module in modules:
-        path = Path(module.path)
-        if path.is_absolute() or ".." in path.parts:
-            raise _SENTENCE.refused(f"{file} names {quoted(module.path)}, which is outside the folder")
     check_modules([module.type for module in modules], where=where)
     return modules
 
 
 def check_modules(types: Sequence[str], *, where: str) -> list[str]:
     """Return the classes of modules, given by their full names; refuse those that are no dense text encoder."""
-    names = []
-    for full in types:
-        package, _, name = full.rpartition(".")
-        if not package.startswith("sentence_transformers.") and full != _SLIM_ENCODER:
-            raise RequestError(
-                f"the modules of an embedding model must be of sentence-transformers, as code in a checkpoint is "
-                f"never run, but {where} has {quoted(full)}; give a model without it"
-            )
-        if name in _WHY_NOT:
-            raise RequestError(
-                f"the modules of {where} must be those of a dense text encoder, but {name} {_WHY_NOT[name]}"
-            )
-        names.append(name)
-    if names[:2] != ["Transformer", "Pooling"] or set(names[2:]) - set(_LAYERS):
+    names = [full.rpartition(".")[2] for full in types]
+    own = all(full.startswith("sentence_transformers.") or full == _SLIM_ENCODER for full in types)
+    if not own or names[:2] != ["Transformer", "Pooling"] or set(names[2:]) - set(_LAYERS):
         raise RequestError(
-            f"an embedding model must be a Transformer, a Pooling, and then any of {', '.join(_LAYERS)}, but {where} "
-            f"is {shortened(listed(names)) or 'empty'}; give a model of these modules"
+            "an embedding model must be a Transformer, a Pooling, and then any of "
+            f"{', '.join(_LAYERS)} of sentence-transformers, as code in a checkpoint is never run, but {where} is "
+            f"{shortened(listed(types)) or 'empty'}; give a model of these modules"
         )
     return names
 
@@ -498,19 +457,14 @@ def _check_output(text: _Text, task: str, where: str) -> None:
     """Refuse a Transformer that is not for a task, or reads more than the tokens of texts as they are."""
     modalities = text.modality_config or {}
     _refuse_others({*modalities}, where)
-    if "message" in modalities:
-        raise RequestError(
-            f"texts must be read as they are, but {where} puts them into a chat template (modality_config: message); "
-            f"if it was not trained so, leave text alone in the modality_config of {_TEXT_FILES[0]}"
-        )
-    output, method_output, must = _OUTPUTS[task]
+    output, method_output = _OUTPUTS[task]
     wanted = {"method": "forward", "method_output_name": method_output}
     reads = modalities.get("text", wanted)
     asked = text.transformer_task, text.module_output_name or output
     if asked != (task, output) or any(reads.get(key) != value for key, value in wanted.items()):
         raise RequestError(
-            f"{must}, but that of {where} is for {shortened(text.transformer_task)} and gives "
-            f"{quoted(reads.get('method_output_name'))}; give a model that does"
+            f"a Transformer for {task} must give {method_output}, but that of {where} is for "
+            f"{shortened(text.transformer_task)} and gives {quoted(reads.get('method_output_name'))}"
         )
 
 

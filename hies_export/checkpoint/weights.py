@@ -22,7 +22,6 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 
 from ..errors import RequestError, listed, refusing
 from ..model.internals import (
-    auto_classes,
     configs_in,
     empty_model,
     file_of,
@@ -37,10 +36,6 @@ Shapes = dict[str, list[int]]
 """Name of a tensor in the files -> its shape."""
 
 _FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
-# Weights of TensorFlow, Flax and other tools, which transformers 5 does not read.
-_OTHERS = ("*.h5", "*.msgpack", "*.gguf", "*.onnx", "*.ckpt*")
-# Auto classes of models whose heads have a row for each class that their configs name.
-_WITH_CLASSES = {f"AutoModelFor{kind}Classification" for kind in ("Sequence", "Token", "Image")}
 # A config that describes this many times the parameters in the files is damaged.
 TIMES = 10
 # What older releases saved of constants, and what only training reads.
@@ -136,15 +131,13 @@ def load_weights(model_class: Any, path: str | Path, *, shapes: Shapes | None = 
         shapes = stored_shapes(path) if shapes is None else shapes
         as_stored = not quantised and not kwargs.get("ignore_mismatched_sizes")
         if shapes and as_stored:
-            _check_classes(skeleton_of_files(model_class, config, path, shapes), path, shapes)
+            skeleton_of_files(model_class, config, path, shapes)
         if Path(path, "generation_config.json").is_file():
             GenerationConfig.from_pretrained(path)  # transformers replaces a damaged one by another without a word
-        _refuse_other_formats(Path(path))
         model, info = model_class.from_pretrained(path, output_loading_info=True, **kwargs)
     if lacks_pooler(model, info["missing_keys"]) and "add_pooling_layer" not in kwargs:
         return load_weights(model_class, path, shapes=shapes, add_pooling_layer=False, **kwargs)
     if info["missing_keys"]:
-        _refuse_prefix(path, info["missing_keys"], info["unexpected_keys"])
         raise RequestError(
             f"every parameter must be in the files, but {path} has no {listed(sorted(info['missing_keys']), most=3)}; "
             f"they would be random: if the model was trained as another class than {model_class.__name__}, write that "
@@ -153,18 +146,6 @@ def load_weights(model_class: Any, path: str | Path, *, shapes: Shapes | None = 
     if not quantised:  # the scales and zero points of quantised layers are read by their quantisers
         _check_surplus(model, path, info["unexpected_keys"], **hub)
     return model.eval()
-
-
-def _refuse_prefix(path: str | Path, missing: Iterable[str], unexpected: Iterable[str]) -> None:
-    """Refuse files whose names have something in front, such as of a wrapper that the model was trained in."""
-    names, found = sorted(missing), set(unexpected)
-    for prefix in (name.removesuffix(names[0]) for name in sorted(found) if name.endswith(f".{names[0]}")):
-        if all(f"{prefix}{name}" in found for name in names):
-            raise RequestError(
-                f"tensors must have the names that the model gives them, but those in {path} begin with {prefix!r}, as "
-                "of a model that torch.compile, DistributedDataParallel or a trainer wraps; save the model inside of "
-                f"it, or write the files again with names without {prefix!r} (name.removeprefix)"
-            )
 
 
 def _check_surplus(model: PreTrainedModel, path: str | Path, unread: Iterable[str], **hub: Any) -> None:
@@ -242,34 +223,6 @@ def _held(file: Path, names: set[str]) -> Iterator[tuple[str, Tensor]]:
     else:
         tensors = torch.load(file, map_location="cpu", weights_only=True)
         yield from ((name, tensors[name]) for name in names.intersection(tensors))
-
-
-def _check_classes(model: PreTrainedModel, path: str | Path, shapes: Shapes) -> None:
-    """Refuse a classifier with another number of classes in its config than in the head that the files hold."""
-    if _WITH_CLASSES.isdisjoint(auto_classes(type(model).__name__, model.config.model_type)):
-        return
-    named = model.config.num_labels
-    stored = {
-        shapes[name][0]
-        for name, parameter in model.named_parameters()
-        if parameter.shape[:1] == (named,) and shapes.get(name) and not name.startswith(f"{model.base_model_prefix}.")
-    }
-    if len(stored) == 1 and stored != {named}:
-        names = listed((model.config.id2label or {}).values(), most=5)
-        raise RequestError(
-            f"id2label must name every class of the model, but the config of {path} names {named} ({names}), and the "
-            f"head in its files has {stored.pop()}; write the id2label that the model was trained with"
-        )
-
-
-def _refuse_other_formats(folder: Path) -> None:
-    """Refuse a folder whose weights are none of PyTorch's, as saving or fetching it again would not change that."""
-    others = [file.name for pattern in _OTHERS for file in sorted(folder.glob(pattern))]
-    if others and not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
-        raise RequestError(
-            f"weights must be {SAFE_WEIGHTS_NAME} or {WEIGHTS_NAME}, but {folder} has {listed(others, most=3)}; save "
-            "the model with save_pretrained of transformers in PyTorch"
-        )
 
 
 def lacks_pooler(model: PreTrainedModel, missing: Iterable[str]) -> bool:

@@ -186,21 +186,6 @@ def test_labels_come_back_as_the_source_had_them(label2id: dict[str, int] | None
     assert model.config.label2id == label2id
 
 
-def test_names_that_transformers_does_not_read_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    bert(num_labels=2).save_pretrained(tmp_path)
-    file = tmp_path / "config.json"
-    config = json.loads(file.read_text())
-    file.write_text(json.dumps(config | {"label2id": {"bad": 0, "good": 1}}))
-    assert load_config(tmp_path).id2label == {0: "LABEL_0", 1: "LABEL_1"}
-    assert "names classes (bad, good), but not by an id2label" in caplog.text
-    caplog.clear()
-    # A class of ImageNet-21k, whose number is no number of layers.
-    named = {"id2label": {"0": "bad", "1": "player"}, "label2id": {"bad": 0, "player": 9000}}
-    file.write_text(json.dumps(config | named))
-    assert load_config(tmp_path).id2label == {0: "bad", 1: "player"}
-    assert caplog.text == ""
-
-
 def test_infinity_in_a_config_is_read_as_transformers_wrote_it(tmp_path: Path) -> None:
     model, _ = tiny("bamba")
     model.save_pretrained(tmp_path)
