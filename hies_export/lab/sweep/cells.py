@@ -255,8 +255,8 @@ def flops_ratio(shared: Shared, selection: Selection) -> float:
     base = shared.base
     if shared.grid.flops:
         return base.flops_left(selection)
-    # A vision-language model looks up the image tokens, so it needs real values.
-    copy = share_weights(base.model, device=None if base.task.in_parts else "meta")
+    # The forward of vision-language models and text encoders depends on values, which a meta device has not.
+    copy = share_weights(base.model, device=None if base.task.in_parts or base.task.embeds else "meta")
     slim = prune_units(copy, selection, base.modules, inplace=True)
     return count_flops(slim, next(iter(base.shapes.values()))) / shared.dense_flops
 
