@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib.util
 import inspect
 import logging
 import re
@@ -587,18 +586,16 @@ def keeps_recurrent_state(config: PreTrainedConfig) -> bool:
 
 def require_onnx_exporter() -> None:
     """Raise a MissingRuntimeError if transformers cannot export to ONNX here: it is too old, or torch is for it."""
-    if importlib.util.find_spec("transformers.exporters") is None:
-        raise MissingRuntimeError(
-            f"ONNX export needs the exporter of transformers 5.13 or later, and {transformers.__version__} is "
-            'installed; install a later one with: pip install "transformers>=5.13"'
-        )
     with quiet():  # it warns of every release that is not the one it was tested with
         try:
             from transformers.exporters import OnnxExporter
 
             OnnxExporter()
         except ImportError as error:
-            raise MissingRuntimeError(f"ONNX export needs what its exporter asks for: {error}") from error
+            raise MissingRuntimeError(
+                f"ONNX export needs the exporter of transformers, and what that asks for: {error}; install a later "
+                'release with: pip install "transformers>=5.13"'
+            ) from error
 
 
 def exported_program(module: Any, sample: Mapping[str, Any], fusions: str, shapes: Mapping[str, Any] | None) -> Any:

@@ -131,8 +131,6 @@ def synthetic_batch(
     Classifiers with a decoder, such as BART, read the last end-of-text token: it ends every row and is nowhere else.
     Tokens that stand for images, videos or audio are not drawn.
     """
-    if batch < 1:
-        raise RecipeError(f"batch must be at least 1, got {batch}")
     generator = torch.Generator().manual_seed(seed)
     accepted = inspect.signature(model.forward).parameters
     if model.main_input_name == "pixel_values":

@@ -6,9 +6,8 @@ figures, and a card with the metadata that the Hub requires.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -19,16 +18,20 @@ from huggingface_hub import (
     CommitOperationAdd,
     CommitOperationDelete,
     HfApi,
-    ModelCard,
     ModelInfo,
-    get_token,
 )
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalTokenNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 from huggingface_hub.utils import validate_repo_id
 
 from ..checkpoint.beside import LICENSE_KEYS, read_card
 from ..checkpoint.sentence import MODULES_FILE
-from ..errors import HiesError, OutputExistsError, PushError, RequestError, root_cause
+from ..errors import HiesError, OutputExistsError, PushError, RequestError, refusing, root_cause
 from ..progress import SILENT, Progress
 from ..report.card import render_card
 from ..report.figures import CAPTIONS, draw_report
@@ -37,7 +40,6 @@ from ..report.report import Details, Report
 from ..report.words import model_name, title
 
 MAIN = "main"
-_LOG_IN = "log in with 'hf auth login', or set HF_TOKEN"
 # Files of an earlier push, deleted if this push does not write them.
 _REPLACED = ("*.safetensors", "*.safetensors.index.json", "modeling_hies.py")
 # Folders of the slim model's exports.
@@ -98,7 +100,6 @@ def push_to_hub(
     """
     report = _read_run(Path(folder))
     _check_name(repository)
-    _require_token()
     progress.stage("look up")
     api = HfApi(library_name="hies-export")
     with _explain_failure(repository):
@@ -118,7 +119,6 @@ def push_to_hub(
     details = Details(**report.details.model_dump(exclude_unset=True, exclude={"run"}))
     public = replace(report, model=dense or model_name(report), details=details)
     contents = _contents(Path(folder), public, repository, None if revision == MAIN else revision, origin)
-    _check_card(contents["README.md"], repository)
     stale = sorted(name for name in found - set(contents) if overwrite or _is_replaced(name))
     operations: list[CommitOperation] = [CommitOperationDelete(name) for name in stale if name != ".gitattributes"]
     operations += [CommitOperationAdd(name, content) for name, content in contents.items()]
@@ -136,18 +136,12 @@ def push_to_hub(
 
 def push_folder(folder: str | Path, repository: str, *, private: bool = False) -> str:
     """Push the files of a checkpoint's folder in one commit, and return the commit's address."""
-    _require_token()
     api = HfApi(library_name="hies-export")
     with _explain_failure(repository):
         target = api.create_repo(repository, private=private or None, exist_ok=True).repo_id
         operations = [CommitOperationAdd(name, str(path)) for name, path in _visible(Path(folder)).items()]
         made = api.create_commit(target, operations, commit_message=f"Add {Path(folder).name}, pruned")
     return str(made.commit_url)
-
-
-def _require_token() -> None:
-    if get_token() is None:
-        raise RequestError("a push needs a token of the Hub with the right to write, and there is none; " + _LOG_IN)
 
 
 def _read_run(folder: Path) -> Report:
@@ -165,13 +159,10 @@ def _read_run(folder: Path) -> Report:
 
 
 def _check_name(repository: str) -> None:
-    try:
+    with refusing(f"a repository must be USER/REPO, got {repository!r}"):
         validate_repo_id(repository)
         if repository.count("/") != 1:
             raise HFValidationError("it has no user or organization")
-    except HFValidationError as error:
-        problem = str(error).splitlines()[0]
-        raise RequestError(f"a repository must be USER/REPO, got {repository!r}: {problem}") from error
 
 
 def _origin(report: Report, *, dense: str | None, license: str | None) -> dict[str, Any]:
@@ -260,21 +251,6 @@ def _visible(folder: Path) -> dict[str, Path]:
     }
 
 
-def _check_card(card: bytes, repository: str) -> None:
-    """Refuse a card whose metadata the Hub does not accept, such as an unknown licence."""
-    with _explain_failure(repository):
-        try:
-            ModelCard(card.decode()).validate()
-        except ValueError as error:
-            problem = str(error)
-            with suppress(ValueError, KeyError, TypeError):
-                problem = "; ".join(found["message"] for found in json.loads(problem)["errors"])
-            raise RequestError(
-                "the card must have metadata that the Hub accepts, including a licence of "
-                f"https://huggingface.co/docs/hub/repositories-licenses, but the Hub says: {problem}"
-            ) from error
-
-
 def _is_replaced(name: str) -> bool:
     first, slash, _ = name.partition("/")
     return first in _REPLACED_FOLDERS if slash else any(fnmatch(name, pattern) for pattern in _REPLACED)
@@ -289,13 +265,11 @@ def _explain_failure(repository: str) -> Iterator[None]:
         raise
     except Exception as error:  # the Hub, the network and the storage each raise their own classes
         status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
-        if status == 401:
-            raise RequestError("the token must be one the Hub knows, but it refused it; " + _LOG_IN) from None
-        if status == 403:
+        if status in (401, 403) or isinstance(error, LocalTokenNotFoundError):
             raise RequestError(
-                f"the token must have the right to write to {repository}, but the Hub refused it; use a token with the "
-                "role 'write' of a user or an organization that owns the repository, or choose another"
-            ) from None
+                f"a push needs a token of the Hub with the right to write to {repository}, but: {root_cause(error)}; "
+                "log in with 'hf auth login', or set HF_TOKEN"
+            ) from error
         raise PushError(
             f"the push to {repository} did not finish ({root_cause(error)}); nothing of it is visible there; run it "
             "again, and what was already sent is not sent twice"

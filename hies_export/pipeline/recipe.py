@@ -329,74 +329,53 @@ class PruningRecipe(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> PruningRecipe:
-        task, deploy, cascade, export, given = (
-            TASKS[self.task],
-            self.deploy,
-            self.cascade,
-            self.export,
-            self.prune.budget,
-        )
+        task, deploy, cascade, given = TASKS[self.task], self.deploy, self.cascade, self.prune.budget
+        export, held_out, evaluation, name = self.export, self.held_out, self.evaluation, self.task
+        shown = f"{export.format}, {export.provider}, {export.dtype}"
+        plain = shown == "onnx, cpu, float32"
+        lm_eval = evaluation.lm_eval and not task.decodes_text
+        refusal = task.refusal(self.data)
         first_broken(
             {
-                f"evaluation.lm_eval judges language models (text-generation), got task: {self.task}": bool(
-                    self.evaluation.lm_eval
-                )
-                and not task.decodes_text,
-                str(refusal := task.refusal(self.data)): bool(refusal),
-                "deploy chooses how much to remove, and prune.budget sets it too; leave out one of them": bool(
-                    deploy and given
-                ),
-                "cascade.flops chooses how much to remove, and prune.budget sets it too; leave out one": bool(
+                f"evaluation.lm_eval judges language models (text-generation), got task: {name}": lm_eval,
+                f"{refusal}": refusal,
+                "deploy chooses how much to remove, and prune.budget sets it too; leave out one of them": deploy
+                and given,
+                "cascade.flops chooses how much to remove, and prune.budget sets it too; leave out one": (
                     cascade and cascade.flops and given
                 ),
                 "prune.budget must be given": not (deploy or cascade or given),
             }
         )
-        plain = (export.format, export.provider, export.dtype) == ("onnx", "cpu", "float32")
-        shown = f"{export.format}, {export.provider}, {export.dtype}"
-        if deploy:
-            first_broken(
-                {
-                    "deploy tries cascades by itself, got a section cascade; leave it out": bool(cascade),
-                    f"deploy compares models that are one graph, got task: {self.task}, which is exported as several; "
-                    "prune it with hies-export run, and a budget of keep": task.in_parts,
-                    f"deploy exports what each runtime reads, got export: {shown}; leave it out": not plain,
-                    f"deploy finds the largest cut in one step, got prune.steps: {self.prune.steps}; set it to 1": (
-                        self.prune.steps > 1
-                    ),
-                }
-            )
-        if cascade:
-            first_broken(
-                {
-                    f"cascade is for classifiers, got task: {self.task}; leave it out": not task.cascades,
-                    f"cascade needs export: onnx for provider cpu in float32, got {shown}; leave them out": not plain,
-                    "a cascade in 8 bits needs runtime: onnxruntime-cpu, whose operators it has, got openvino; leave "
-                    "out export.quantize, and set cascade.dtype: bfloat16": bool(export.quantize)
-                    and cascade.runtime == "openvino",
-                }
-            )
-        held_out, evaluation = self.held_out, self.evaluation
+        in_bits = cascade and export.quantize and cascade.runtime == "openvino"
+        dtypes = self.goal.timed and self.measure.dtypes
+        encoders = export.format == "openvino" and (task.generative or task.in_parts)
+        first = held_out and held_out.split == evaluation.split and evaluation.rows == "first"
+        pooled = (self.pooling, self.normalize) != (None, None) and not task.embeds
         first_broken(
             {
-                "a budget of time is met in the dtype of the model or of the export, so measure.dtypes must not be "
-                f"given, got {', '.join(self.measure.dtypes)}; time other dtypes with hies-export bench": bool(
-                    self.goal.timed and self.measure.dtypes
+                "deploy tries cascades by itself, got a section cascade; leave it out": deploy and cascade,
+                f"deploy compares models that are one graph, got task: {name}, which is exported as several; prune it "
+                "with hies-export run, and a budget of keep": deploy and task.in_parts,
+                f"deploy exports what each runtime reads, got export: {shown}; leave it out": deploy and not plain,
+                f"deploy finds the largest cut in one step, got prune.steps: {self.prune.steps}; set it to 1": (
+                    deploy and self.prune.steps > 1
                 ),
-                f"export.format gguf is for text-generation, got task: {self.task}; set it to onnx": (
+                f"cascade is for classifiers, got task: {name}; leave it out": cascade and not task.cascades,
+                f"cascade needs export: onnx for provider cpu in float32, got {shown}; leave them out": (
+                    cascade and not plain
+                ),
+                "a cascade in 8 bits needs runtime: onnxruntime-cpu, whose operators it has, got openvino; leave out "
+                "export.quantize, and set cascade.dtype: bfloat16": in_bits,
+                "a budget of time is met in the dtype of the model or of the export, so measure.dtypes must not "
+                f"be given, got {', '.join(self.measure.dtypes)}; time other dtypes with hies-export bench": dtypes,
+                f"export.format gguf is for text-generation, got task: {name}; set it to onnx": (
                     export.format == "gguf" and not task.decodes_text
                 ),
-                f"export.format openvino is for encoders, got task: {self.task}; set it to onnx": (
-                    export.format == "openvino" and (task.generative or task.in_parts)
-                ),
+                f"export.format openvino is for encoders, got task: {name}; set it to onnx": encoders,
                 f"held_out draws rows of the split that is evaluated, {quoted(evaluation.split)}, so evaluation.rows "
-                "must be drawn from the others, got first; leave it out, or hold out another split's": held_out
-                is not None
-                and held_out.split == evaluation.split
-                and evaluation.rows == "first",
-                f"pooling and normalize are for feature-extraction, got task: {self.task}; leave them out": (
-                    (self.pooling, self.normalize) != (None, None) and not task.embeds
-                ),
+                "must be drawn from the others, got first; leave it out, or hold out another split's": first,
+                f"pooling and normalize are for feature-extraction, got task: {name}; leave them out": pooled,
             }
         )
         return self

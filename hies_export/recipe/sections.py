@@ -25,7 +25,7 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-def first_broken(rules: Mapping[str, bool]) -> None:
+def first_broken(rules: Mapping[str, object]) -> None:
     """Raise a ValueError of the first rule that is broken: what must hold, what was given and what to do."""
     for sentence, broken in rules.items():
         if broken:
@@ -259,20 +259,22 @@ class ExportSection(Section):
 
     @model_validator(mode="after")
     def _fits_the_format(self) -> ExportSection:
-        onnx, quantize, gguf = self.format in ("onnx", "openvino"), self.quantize, self.format == "gguf"
-        in_float32 = (self.provider, self.dtype) == ("cpu", "float32")
+        quantize, gguf = self.quantize, self.format == "gguf"
+        elsewhere = (self.provider, self.dtype) != ("cpu", "float32")
         first_broken(
             {
                 f"format: openvino needs quantize: int8, got {quantize}; set it, or set format: onnx, which OpenVINO "
                 "reads as it is": self.format == "openvino" and quantize != "int8",
-                f"quantize belongs to format: onnx, got {quantize} for gguf; set dtype: q8_0 or q4_0": bool(quantize)
+                f"quantize belongs to format: onnx, got {quantize} for gguf; set dtype: q8_0 or q4_0": quantize
                 and gguf,
                 f"quantize: {quantize} needs provider: cpu and dtype: float32, got {self.provider} and {self.dtype}; "
-                "leave them out": bool(quantize) and not in_float32,
-                f"dtype must be float32 or float16 for format: onnx, got {self.dtype}; set format: gguf": onnx
-                and self.dtype not in ("float32", "float16"),
-                f"provider belongs to format: onnx, got {self.provider} for format: gguf; leave it out": gguf
-                and self.provider != "cpu",
+                "leave them out": quantize and elsewhere,
+                f"dtype must be float32 or float16 for format: onnx, got {self.dtype}; set format: gguf": (
+                    self.format in ("onnx", "openvino") and self.dtype not in ("float32", "float16")
+                ),
+                f"provider belongs to format: onnx, got {self.provider} for format: gguf; leave it out": (
+                    gguf and self.provider != "cpu"
+                ),
             }
         )
         return self

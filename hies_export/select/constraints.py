@@ -8,12 +8,14 @@ each group, so that all groups keep the same number. A bundle's score is the mea
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import Annotated
 
+from pydantic import Field, PositiveInt
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from ..errors import NonFiniteError, PlanError, RecipeError
-from ..kinds import ATTENTION, KINDS, MLP, UNIT_NAMES
+from ..kinds import ATTENTION, MLP, UNIT_NAMES
 from ..units.units import Selection, Units
 
 
@@ -63,8 +65,7 @@ def bundles_lost(selection: Selection, modules: Sequence[Units], *, unit: str) -
     return {name: count for name, count in lost.items() if count}
 
 
-ALLOCATIONS = ("global", "uniform")
-UNITS = ("group", "query")
+_Allocation = Annotated[str, Field(pattern="^(global|uniform)$")]
 
 
 @dataclass(frozen=True)
@@ -86,13 +87,13 @@ class Constraints:
         neurons_multiple_of: A feed-forward block that loses neurons keeps a multiple of this number.
     """
 
-    allocation: str | Mapping[str, str] = "global"
-    unit: str = "group"
-    min_heads: int = 1
-    min_neurons: int = 1
+    allocation: _Allocation | Mapping[Annotated[str, Field(pattern="^(attention|mlp)$")], _Allocation] = "global"
+    unit: Annotated[str, Field(pattern="^(group|query)$")] = "group"
+    min_heads: Annotated[int, Field(ge=0)] = 1
+    min_neurons: Annotated[int, Field(ge=0)] = 1
     keep_layers: Sequence[int] = ()
-    multiple_of: int = 1
-    neurons_multiple_of: int = 1
+    multiple_of: PositiveInt = 1
+    neurons_multiple_of: PositiveInt = 1
 
     def parts(self, modules: Sequence[Units]) -> list[list[Units]]:
         """Return the modules that share an allocation: all, or those of each kind if each has its own."""
@@ -181,18 +182,6 @@ def check_budget(modules: Sequence[Units], *, heads: float, constraints: Constra
 def check_constraints(modules: Sequence[Units], constraints: Constraints, *, problems: Sequence[str] = ()) -> None:
     """Refuse constraints that are out of range, together with problems found before."""
     problems = list(problems)
-    allocation = constraints.allocation
-    by_kind = dict.fromkeys(KINDS, allocation) if isinstance(allocation, str) else allocation
-    if not (set(by_kind) <= set(KINDS) and set(by_kind.values()) <= set(ALLOCATIONS)):
-        given = allocation if isinstance(allocation, str) else dict(allocation)
-        problems.append(
-            f"allocation must be global or uniform, or one for each of {' and '.join(KINDS)}, got {given!r}"
-        )
-    if constraints.unit not in UNITS:
-        problems.append(f"unit must be group or query, got {constraints.unit!r}")
-    for name, lowest in {"min_heads": 0, "min_neurons": 0, "multiple_of": 1, "neurons_multiple_of": 1}.items():
-        if (given := getattr(constraints, name)) < lowest:
-            problems.append(f"{name.removeprefix('neurons_')} must be at least {lowest}, got {given}")
     if constraints.min_heads == 0 and constraints.unit == "query" and any(m.group_size > 1 for m in modules):
         problems.append("min_heads 0 needs unit: group: under unit: query every key/value head keeps a query head")
     most = max(sum(module.kind == kind for module in modules) for kind in {module.kind for module in modules})

@@ -38,11 +38,12 @@ from ..calibrate.moments import (
 from ..calibrate.passes import run_pass
 from ..calibrate.readings import Reading
 from ..data.batches import size_of
-from ..errors import NonFiniteError, RecipeError, RequestError
+from ..errors import NonFiniteError, RecipeError, RequestError, refusing
 from ..model.linear import weight_of
 from ..model.modes import threads_for
 from ..processes import mapped
 from ..progress import SILENT, Progress
+from ..recipe.sections import CompensationSection
 from ..select.plan import PruningPlan, selection_of
 from ..units.units import PrunableModule, Selection
 
@@ -66,23 +67,15 @@ class SingularInputsWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Compensation:
-    """Options for refitting the consumers.
+    """Options for refitting the consumers, by the fields of `CompensationSection`.
 
-    Attributes:
-        method: "bias", "least_squares" or "scalars".
-        ridge: lambda relative to the mean of the diagonal of C_KK; None to choose it on held-out samples. With scalars
-            it pulls them towards one.
-        sequential: Whether to refit layer by layer, with inputs from the slim model as refitted so far. Targets are the
-            dense model's outputs, and half of what the residual stream lacks of the dense model's there (`DRIFT`). Both
-            models run once.
-        token_weights: How evenly tokens weigh, in (0, 1]: each weighs this + (1 - this) q / mean(q), where q is the
-            squared norm of the gradient of the sample's prediction with respect to the consumer's input at that token.
-            With 1, all weigh the same. If the prediction is read from one token, as in many image classifiers, 0.1
-            helps.
+    `ridge` is relative to the mean of the diagonal of C_KK, and pulls scalars towards one. If `sequential`, targets are
+    the dense model's outputs, and half of what the residual stream lacks of the dense model's there (`DRIFT`); both
+    models run once. With `token_weights` w, each token weighs w + (1 - w) q / mean(q), where q is the squared norm of
+    the gradient of the sample's prediction with respect to the consumer's input at that token.
 
     Raises:
-        RecipeError: The method is unknown, the ridge is not positive, or the token weights are out of range or
-            combined with `sequential`.
+        RecipeError: An option is out of range.
     """
 
     method: str = "least_squares"
@@ -91,20 +84,8 @@ class Compensation:
     token_weights: float = 1.0
 
     def __post_init__(self) -> None:
-        problems = []
-        if self.method not in METHODS:
-            problems.append(f"compensation.method must be one of {', '.join(METHODS)}, got {self.method!r}")
-        if self.ridge is not None and not self.ridge > 0:
-            problems.append(f"compensation.ridge must be above 0, got {self.ridge}")
-        if not 0 < self.token_weights <= 1:
-            problems.append(f"compensation.token_weights must be in (0, 1], got {self.token_weights}")
-        elif self.sequential and self.token_weights < 1:
-            problems.append(
-                "compensation.sequential takes tokens with equal weights, but compensation.token_weights is "
-                f"{self.token_weights}; set one of the two only"
-            )
-        if problems:
-            raise RecipeError(problems)
+        with refusing("a compensation must be as in a recipe", kind=RecipeError):
+            CompensationSection(**vars(self))
 
 
 @dataclass(frozen=True)

@@ -365,11 +365,8 @@ def test_images_that_cannot_be_exported_are_refused_before_any_work(
         with pytest.raises(error, match=match):
             export_onnx(model, tmp_path / "onnx", batch=given)
 
-    refused(DataError, "must have 'pixel_values', got input_ids", pixel_values=None)
     refused(DataError, "must have 4 image tokens .id 99. per image, 8 in all, got 0", input_ids=torch.ones(2, 9).long())
-    refused(
-        DataError, "one image, got 2 prompts, .* 8 tokens of text, and 4 images", pixel_values=torch.randn(4, 3, 16, 16)
-    )
+    refused(DataError, "per image, 16 in all, got 8", pixel_values=torch.randn(4, 3, 16, 16))
     text = transformers.Gemma3TextConfig(**TEXT, head_dim=8)
     vision = transformers.SiglipVisionConfig(**VISION)
     both = transformers.Gemma3Config(

@@ -90,21 +90,12 @@ def test_wrong_prompts(decoder: tuple[PreTrainedModel, Path, Path]) -> None:
         with pytest.raises(error, match=match):
             generator.generate(*args, **options)
 
-    refused("max_new_tokens must be at least 1, got 0", ids, max_new_tokens=0, error=RecipeError)
-    refused(r"must be integers .batch, sequence., got torch.int64 \(3,\)", ids[0])
-    refused("must be integers", ids.float())
-    refused(r"the shape of input_ids \(1, 3\), got \(1, 2\)", ids, torch.ones(1, 2))
     refused("must be padded on the left", ids, torch.tensor([[1, 1, 0]]))
     refused("must be padded on the left", ids, torch.tensor([[1, 0, 1]]))
-    refused(r"token ids must be in 0\.\.99, got 100", ids + 93)
-    refused(r"token ids must be in 0\.\.99, got -1", ids - 6)
     refused("64 positions, got 3 and 62", ids, max_new_tokens=62)
-    refused("left out for a model of text", ids, None, torch.zeros(1, 3, 16, 16))
 
 
 def test_wrong_folders(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match=r"must have model\.onnx, and .* has none: export first"):
-        OnnxGenerator.from_folder(tmp_path)
     encoder = tmp_path / "encoder"
     bert().config.save_pretrained(encoder)
     graph = """<ir_version: 10, opset_import: ["" : 20]>
@@ -113,8 +104,6 @@ def test_wrong_folders(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="takes input_ids, .*: an encoder does not generate"):
         OnnxGenerator.from_folder(encoder)
     (encoder / "decoder_model_merged.onnx").write_bytes(b"")
-    with pytest.raises(RequestError, match=r"must have embed_tokens\.onnx"):
-        OnnxGenerator.from_folder(encoder)
     with pytest.raises(RecipeError, match="a single graph, and .* has the parts of a vision-language model"):
         bench(encoder, encoder)
     with pytest.raises(ExportError, match="must load decoder_model_merged.onnx, and refused"):

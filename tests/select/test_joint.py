@@ -454,8 +454,8 @@ def test_many_neurons_are_no_trouble() -> None:
 
 def test_what_is_out_of_range_is_refused() -> None:
     effects = effects_of(LARGE, 0)
-    with pytest.raises(RecipeError, match="2 problems"):
-        chosen(effects, LARGE, 0.5, constraints=Constraints(min_heads=-1, keep_layers=(3,)))
+    with pytest.raises(RecipeError, match="keep_layers must name layers"):
+        chosen(effects, LARGE, 0.5, constraints=Constraints(keep_layers=(3,)))
     effects["m1"][7] = float("nan")
     with pytest.raises(NonFiniteError, match="every score must be a finite number, but neuron 7 of m1 has nan; check"):
         chosen(effects, LARGE, 0.5)

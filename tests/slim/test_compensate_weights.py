@@ -129,9 +129,9 @@ def test_how_many_tokens_are_wanted_is_said() -> None:
 def test_bad_requests() -> None:
     dense, batches = bert(), batches_of(bert())
     for weights in (0.0, -0.5, 1.5):
-        with pytest.raises(RecipeError, match=rf"token_weights must be in \(0, 1\], got {weights}"):
+        with pytest.raises(RecipeError, match="a compensation must be as in a recipe.*token_weights"):
             Compensation(token_weights=weights)
-    with pytest.raises(RecipeError, match="sequential takes tokens with equal weights, but .* is 0.5"):
+    with pytest.raises(RecipeError, match="sequential refits weigh all tokens alike, got token_weights: 0.5"):
         Compensation(sequential=True, token_weights=0.5)
     modules = neurons(dense)
     selection = half(modules)

@@ -50,12 +50,6 @@ class Cascade:
             RequestError: A model is not loaded, a PyTorch model is no classifier, the classes of two differ, or the
                 threshold is no margin.
         """
-        for model in (slim, dense):
-            if not isinstance(model, Runtime | PreTrainedModel):
-                raise RequestError(
-                    f"a cascade joins two loaded models, got {type(model).__name__}; load it with hies_export.load() "
-                    "or load_runtime()"
-                )
         if not threshold >= 0:
             raise RequestError(f"threshold must be the distance of two logits, 0 or more, got {threshold}")
         self._models = slim, dense

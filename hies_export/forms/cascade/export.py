@@ -13,7 +13,7 @@ import torch
 from ...checkpoint.folders import new_folder, refuse_existing
 from ...data.batches import Batch
 from ...equal import OTHER_PROGRAM, REGROUPED_IN_FEWER_BITS
-from ...errors import ParityError, RequestError
+from ...errors import ParityError
 from ...evaluate.interval import CONFIDENCE, upper_rate
 from ...evaluate.predict import logits_by
 from ..formats import Export, export_options
@@ -86,7 +86,7 @@ def export_cascade(
 
     Raises:
         OutputExistsError: The folder exists and `overwrite` is off.
-        RequestError: The exports differ in inputs or are of another kind, or the rows are too few for the promise.
+        RequestError: The rows are too few for the promise.
         PlanError: The dense graph, as it is served, changes too many answers itself.
         ParityError: The file differs from the two graphs, or breaks its promise; nothing is kept.
     """
@@ -94,7 +94,6 @@ def export_cascade(
 
     folder = Path(folder)
     refuse_existing(folder, overwrite=overwrite)
-    _check(slim, dense, options.quantize)
     graphs = [onnx_ir.load(export.file) for export in (slim, dense)]
     if options.quantize:
         quantize_graph(graphs[0].graph, tables=False)
@@ -146,28 +145,6 @@ def export_cascade(
         outputs=(LOGITS, PASSED_ON),
         facts={"promise": promise, "shared_bytes": shared},
     )
-
-
-def _check(slim: Export, dense: Export, quantize: str | None) -> None:
-    """Refuse exports that cannot be joined."""
-    if slim.inputs != dense.inputs:
-        raise RequestError(
-            f"both models of a cascade must take the same inputs, got {', '.join(slim.inputs)} and "
-            f"{', '.join(dense.inputs)}; export both with the same batch"
-        )
-    for export in (slim, dense):
-        if len(export.files) > 1 or export.decodes or export.how.quantize:
-            raise RequestError(
-                f"a cascade joins two encoders in float32, got {', '.join(export.files)} in {export.folder}; export "
-                "two classifiers without quantize"
-            )
-        if (export.how.provider, export.how.dtype) != ("cpu", "float32"):
-            raise RequestError(
-                f"a cascade needs provider cpu and dtype float32, got {export.how.provider} and {export.how.dtype}; "
-                "leave them out"
-            )
-    if quantize not in (None, "int8"):
-        raise RequestError(f"quantize: {quantize} is for models that generate, got a cascade of encoders; use int8")
 
 
 def _compared(

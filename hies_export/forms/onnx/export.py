@@ -253,8 +253,6 @@ def _kind(model: PreTrainedModel, given: dict[str, torch.Tensor]) -> tuple[Kind,
         given = {name: given[name] for name in names if name in given}
         check_vision_language(model, given)
         return "vision-language", given
-    if not given["input_ids"].numel():
-        raise DataError(f"the batch must have tokens, got input_ids of shape {tuple(given['input_ids'].shape)}")
     # The comparison continues the prompt by a few tokens, which need positions too.
     positions = longest_sequence(model.config)
     length = given["input_ids"].shape[1] if positions is None else max(1, positions - SPARE_POSITIONS)

@@ -94,7 +94,7 @@ def quantize_onnx(
     import onnx_ir
 
     how = exported.how
-    _check_request(quantize, how.provider, how.dtype, decodes=exported.decodes, parts=len(exported.files))
+    _check_request(quantize, decodes=exported.decodes, parts=len(exported.files))
     folder = Path(folder)
     refuse_existing(folder, overwrite=overwrite, inputs={"export": exported.folder})
     program = onnx_ir.load(exported.file)
@@ -129,7 +129,7 @@ def export_in_bits(
     beside: dict[str, Any] = {"batch": given.sample, "processor": given.processor, "traces": given.traces}
     if how.quantize is None:
         return export_onnx(model, folder, provider=how.provider, dtype=how.dtype, overwrite=overwrite, **beside)
-    check_quantizable(model, how.quantize, provider=how.provider, dtype=how.dtype)
+    check_quantizable(model, how.quantize)
     refuse_existing(folder, overwrite=overwrite)
     asked: dict[str, Any] = {"batch": given.sample, "quantize": how.quantize, "rows": given.rows}
     with TemporaryDirectory(prefix="hies-float32-") as temporary:
@@ -149,15 +149,13 @@ def _quantized(exported: Export, folder: Path, how: ExportSection, given: Given)
 def _check(model: PreTrainedModel, how: ExportSection, given: Given, **_: bool) -> None:
     check_traceable(model, given.sample)
     if how.quantize is not None:
-        check_quantizable(model, how.quantize, provider=how.provider, dtype=how.dtype)
+        check_quantizable(model, how.quantize)
 
 
-def check_quantizable(
-    model: PreTrainedModel, quantize: Quantize, *, provider: str = "cpu", dtype: str = "float32"
-) -> None:
+def check_quantizable(model: PreTrainedModel, quantize: Quantize) -> None:
     """Refuse, by a RequestError, what `quantize_onnx` would refuse once the model is exported."""
     parts = 3 if is_vision_language(model) else 1
-    _check_request(quantize, provider, dtype, decodes=model.can_generate(), parts=parts)
+    _check_request(quantize, decodes=model.can_generate(), parts=parts)
     if max((parameter.numel() for parameter in model.parameters() if parameter.dim() == 2), default=0) < SMALLEST:
         raise _too_small(quantize)
 
@@ -169,7 +167,7 @@ def _too_small(quantize: str) -> RequestError:
     )
 
 
-def _check_request(quantize: str, provider: str, dtype: str, *, decodes: bool, parts: int) -> None:
+def _check_request(quantize: str, *, decodes: bool, parts: int) -> None:
     """Refuse exports that have no quantised form here."""
     if parts > 1:
         raise RequestError(f"quantize: {quantize} needs a single graph, got a vision-language model; leave it out")
@@ -177,10 +175,6 @@ def _check_request(quantize: str, provider: str, dtype: str, *, decodes: bool, p
         raise RequestError(
             "quantize: int4 is for models that generate, which spend their time on reading weights, got an encoder; "
             "use int8"
-        )
-    if provider != "cpu" or dtype != "float32":
-        raise RequestError(
-            f"quantize: {quantize} needs provider cpu and dtype float32, got {provider} and {dtype}; leave them out"
         )
 
 

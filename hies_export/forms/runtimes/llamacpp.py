@@ -156,8 +156,6 @@ class LlamaCppRuntime(Runtime):
         return self._prepare(batch, step=True)
 
     def _prepare(self, batch: Mapping[str, Any], *, step: bool) -> int:
-        if "input_ids" not in batch:
-            raise DataError(f"runtime {self.name!r} runs decoders on input_ids, got {', '.join(sorted(batch))}")
         rows = [row[mask].tolist() for row, mask in zip(batch["input_ids"], _real_tokens(batch), strict=True)]
         return int(self._ask("prepare", texts=rows, step=step))
 
