@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from .forms.onnx.generator import OnnxGenerator
     from .forms.onnx.quantize import quantize_onnx
     from .forms.openvino.export import quantize_openvino
-    from .forms.runtimes.available import load_runtime
+    from .forms.runtimes.base import load_runtime
     from .forms.time import compare_latency
     from .pipeline.bench import bench
     from .pipeline.prune import PruneResult, prune
@@ -125,7 +125,7 @@ _HOMES = {
     "flops_table": "forms.cost.flops",
     "generate_text": "forms.generate",
     "load": "checkpoint.load",
-    "load_runtime": "forms.runtimes.available",
+    "load_runtime": "forms.runtimes.base",
     "masked_units": "slim.check",
     "parameters_table": "forms.cost.parameters",
     "prune": "pipeline.prune",

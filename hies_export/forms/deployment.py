@@ -15,8 +15,7 @@ from ..tasks import Task
 from .form import Form, Forms
 from .measure.counts import Share
 from .onnx.quantize import check_quantizable
-from .runtimes.available import check_runtime
-from .runtimes.base import RUNTIMES
+from .runtimes.base import RUNTIMES, check_runtime
 from .time import Timed, ratios
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,7 @@ from ..evaluate.judge import Judge
 from .form import Form, Forms
 from .formats import FORMATS, Export, runtime_of
 from .judge import Judged
-from .measure.counts import Count, Size
-from .measure.record import Record
+from .measure.counts import Count, Record, Size
 from .runtimes.base import RUNTIMES
 from .runtimes.ort import ONNX_FILE
 

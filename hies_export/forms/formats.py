@@ -149,8 +149,9 @@ def read_by(options: ExportSection, runtime: str, dtype: str | None = None) -> E
     known = RUNTIMES[runtime]
     if dtype is not None and dtype in known.calibrated:
         return export_options(known.calibrated[dtype], quantize=dtype)
-    stored = options.dtype if dtype is None else known.exported_in(dtype)
-    stored = stored if stored in FORMATS[known.format].dtypes else "float32"
+    stored = dtype or options.dtype
+    if dtype in known.hints or stored not in FORMATS[known.format].dtypes:
+        stored = "float32"
     return export_options(known.format, options.provider, stored)
 
 

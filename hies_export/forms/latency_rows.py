@@ -8,8 +8,7 @@ from typing import ClassVar
 
 from pydantic import ConfigDict
 
-from .measure.counts import Both, FlopCount, Ratio, Shape, Size
-from .measure.record import Record
+from .measure.counts import Both, FlopCount, Ratio, Record, Shape, Size
 from .time import WIDEST_CONTROL, Phase, Timed
 
 

@@ -34,7 +34,7 @@ from ..forms.formats import Exporter, Given
 from ..forms.measure.counts import Shape
 from ..forms.measure.shapes import RowLength, check_shapes, model_shapes, row_length
 from ..forms.measured import MeasureOptions
-from ..forms.runtimes.available import check_dtypes, check_one_graph, check_runtime
+from ..forms.runtimes.base import check_dtypes, check_one_graph, check_runtime
 from ..kinds import ATTENTION
 from ..model.tokens import first_samples, synthetic_batch
 from ..progress import SILENT, Clock, Progress

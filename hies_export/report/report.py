@@ -14,8 +14,7 @@ from ..files import Rule, check, read_json
 from ..forms.cascade.facts import CascadeSummary
 from ..forms.exported import ExportedFile
 from ..forms.latency_rows import LatencyRow
-from ..forms.measure.counts import Both, Count, FlopCount, Size, StoredBytes
-from ..forms.measure.record import Record
+from ..forms.measure.counts import Both, Count, FlopCount, Record, Size, StoredBytes
 from ..kinds import ATTENTION, MLP
 from ..select.plan import PruningPlan, dump_json
 from ..units.units import Selection

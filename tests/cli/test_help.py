@@ -12,7 +12,7 @@ import pytest
 from hies_export import cli
 from hies_export.cli import arguments
 from hies_export.cli.main import main
-from hies_export.forms.runtimes.available import RUNTIMES
+from hies_export.forms.runtimes.base import RUNTIMES
 from hies_export.lab.baselines.names import sweep_names
 
 SHARED = {"__init__", "main", "arguments", "paths", "terminal", "digits"}

@@ -19,7 +19,7 @@ from ...evaluate.predict import logits_by
 from ..formats import Export, export_options
 from ..onnx.export import copy_beside, save_program
 from ..onnx.quantize import Quantize
-from ..runtimes.available import load_runtime
+from ..runtimes.base import load_runtime
 from ..runtimes.bits import quantize_graph
 from ..runtimes.ort import ONNX_FILE
 from .join import LOGITS, PASSED_ON, join_graphs

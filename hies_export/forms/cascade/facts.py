@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from ...data.batches import Batch
 from ...evaluate.interval import CONFIDENCE
 from ..formats import Export
-from ..measure.counts import Both, Count, Share, Size
-from ..measure.record import Record
-from ..runtimes.available import load_runtime
+from ..measure.counts import Both, Count, Record, Share, Size
+from ..runtimes.base import load_runtime
 from .export import CascadeOptions
 from .join import PASSED_ON
 

@@ -15,7 +15,7 @@ from ...forms.cost.flops import cut_bundles
 from ...forms.form import Forms
 from ...forms.formats import require_exporters
 from ...forms.measure.shapes import model_shapes
-from ...forms.runtimes.available import RUNTIMES, check_one_graph, check_runtime, check_task
+from ...forms.runtimes.base import RUNTIMES, check_one_graph, check_runtime, check_task
 from ...forms.time import time
 from ...model.tokens import longest_sequence, synthetic_batch
 from ...progress import Progress
