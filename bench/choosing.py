@@ -23,7 +23,7 @@ from hies_export.calibrate.moments import MomentStream
 from hies_export.calibrate.readings import EffectStream
 from hies_export.calibrate.statistics import DEFAULT_NEEDS, collect_statistics
 from hies_export.evaluate.predict import predict
-from hies_export.forms.cost.flops import flops_table
+from hies_export.forms.cost.bundles import flops_table
 from hies_export.forms.measure.machine import machine_facts
 from hies_export.kinds import KINDS
 from hies_export.model.copies import share_weights

@@ -16,9 +16,8 @@ from unittest import mock
 import torch
 from models import BERT_BASE, LLAMA_7B, Shape, bert, llama
 
-from hies_export.forms.cost import flops
-from hies_export.forms.cost.flops import flops_table
-from hies_export.forms.cost.parameters import parameters_table
+from hies_export.forms.cost import bundles
+from hies_export.forms.cost.bundles import flops_table, parameters_table
 from hies_export.kinds import MLP
 from hies_export.units.units import PrunableModule, Slice, Span
 
@@ -65,7 +64,7 @@ def main() -> None:
         row["parameters"] = time.perf_counter() - start
         if options.one_by_one:
             start = time.perf_counter()
-            with mock.patch.object(flops, "_attributed", lambda of_kind, *_: {m.name: -1 for m in of_kind}):
+            with mock.patch.object(bundles, "_attributed", lambda of_kind, *_: {m.name: -1 for m in of_kind}):
                 assert flops_table(model, modules, batch=batch) == table
             row["flops_one_by_one"] = time.perf_counter() - start
         units = sum(module.units for module in modules)

@@ -26,9 +26,8 @@ from ..evaluate.metrics import METRICS, check_metrics
 from ..evaluate.predict import Predictor, predict
 from ..evaluate.ranking import RowsKind, keeps_predictions, kind_of_rows
 from ..forms.cascade.export import CascadeOptions
-from ..forms.cost.flops import flops_table
+from ..forms.cost.bundles import flops_table, parameters_table
 from ..forms.cost.latency import TimedOn
-from ..forms.cost.parameters import parameters_table
 from ..forms.form import predictor
 from ..forms.formats import Exporter, Given
 from ..forms.measure.counts import Shape

@@ -10,7 +10,7 @@ from pydantic.dataclasses import dataclass
 from rich.console import Console
 
 from ..files import Rule, check, read_json
-from ..forms.latency_rows import LatencyRow
+from ..forms.measured import LatencyRow
 from .console import print_table
 from .drawing import latency_scale
 from .jinja import render

@@ -8,7 +8,7 @@ from pydantic import BaseModel, FailFast, Field, FiniteFloat, field_serializer, 
 
 from ..data.splits import DataFacts
 from ..evaluate.judge import AlphaPoint, Quality, Tried
-from ..forms.cascade.facts import CascadeFacts
+from ..forms.cascade.export import CascadeFacts
 from ..forms.deployment import Deployment
 from ..forms.judge import Judged
 from ..forms.measure.counts import Both, FlopsByLayer

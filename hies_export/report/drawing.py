@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..forms.latency_rows import LatencyRow
+from ..forms.measured import LatencyRow
 from .canvas import ACCENT, CARD, LINE, MUTED, SECOND, canvas, for_page
 from .maps import CUT, NeuronCount
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..evaluate.metrics import METRICS, counted_by, quality_loss, title_of
 from ..forms.judge import deciding_step, relative_times
-from ..forms.latency_rows import LatencyRow
+from ..forms.measured import LatencyRow
 from ..recipe.budget import Budget, KeepBudget, Outcome
 from .outcomes import asked_words, found_words
 from .report import Report

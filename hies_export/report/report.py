@@ -11,10 +11,10 @@ from pydantic import FiniteFloat, model_validator
 from pydantic.dataclasses import dataclass
 
 from ..files import Rule, check, read_json
-from ..forms.cascade.facts import CascadeSummary
-from ..forms.exported import ExportedFile
-from ..forms.latency_rows import LatencyRow
+from ..forms.cascade.export import CascadeSummary
+from ..forms.judge import ExportedFile
 from ..forms.measure.counts import Both, Count, FlopCount, Record, Size, StoredBytes
+from ..forms.measured import LatencyRow
 from ..kinds import ATTENTION, MLP
 from ..select.plan import PruningPlan, dump_json
 from ..units.units import Selection

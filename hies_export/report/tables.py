@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from ..evaluate.judge import Tried
 from ..evaluate.metrics import METRICS, title_of
 from ..forms.judge import FormTime, Judged
-from ..forms.latency_rows import LatencyRow
 from ..forms.measure.counts import Both, LayerFlops
+from ..forms.measured import LatencyRow
 from . import text
 from .report import FirstMetric, Report
 from .text import FIRST_HIT, agreement, named_units, runtime_name, si

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..data.splits import DataFacts
 from ..evaluate.metrics import METRICS, higher_is_better, title_of
-from ..forms.latency_rows import LatencyRow
+from ..forms.measured import LatencyRow
 from ..recipe.budget import KeepBudget, Outcome
 from ..tasks import TASKS
 from .outcomes import asked_words, found_words, stays_words

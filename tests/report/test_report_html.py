@@ -17,7 +17,7 @@ from support.browser import Browser
 from support.reports import DATA, SERVED, latency_row, make_report, outcome, terminal
 
 from hies_export import OutputExistsError, Report, RequestError
-from hies_export.forms.exported import ExportedFile
+from hies_export.forms.judge import ExportedFile
 from hies_export.report.card import render_card
 from hies_export.report.comparison import Bench, print_bench, read_report, render_bench
 from hies_export.report.figures import CAPTIONS, draw_report, write_figures

@@ -1,4 +1,4 @@
-"""Write two exported classifiers as one ONNX graph whose answers keep a promise, and prove that they do."""
+"""Write two exported classifiers as one ONNX graph whose answers keep a promise, and prove that they do; report it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from ...errors import ParityError, RequestError
 from ...evaluate.interval import CONFIDENCE, upper_rate
 from ...evaluate.predict import logits_by
 from ..formats import Export, export_options
+from ..measure.counts import Both, Count, Record, Share, Size
 from ..onnx.export import copy_beside, save_program
 from ..onnx.quantize import Quantize
 from ..runtimes.base import load_runtime
@@ -55,6 +56,74 @@ class CascadeOptions:
     def bits(self) -> str:
         """What the linear layers of the slim part are computed in."""
         return self.quantize or self.dtype or "float32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeTried:
+    """A share of the FLOPs that was tried for a cascade, and the result.
+
+    Attributes:
+        flops: Share that the cut leaves.
+        passed_on: Share of the held-out rows that go on to the dense part.
+        differ: Number of them that get another answer than the dense model's.
+        time: Time of the cascade relative to the dense model's; None if there was only one size to time.
+        problem: Why it has no cascade.
+    """
+
+    flops: Share
+    passed_on: Share | None = None
+    differ: Count | None = None
+    time: float | None = None
+    problem: str | None = None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CascadeSummary(Record):
+    """The slim and the dense model in one file, and what it promises.
+
+    Attributes:
+        disagreement: Largest share of the answers that may differ from the dense model's.
+        confidence: The probability that this holds.
+        threshold: Rows whose margin, the distance of the two largest logits, is at most this go on to the dense part.
+        rows: Number of held-out rows that it was chosen on.
+        passed_on: Share of the evaluation rows that go on.
+        stability: Share of their answers that equal the dense model's.
+        bytes: Size of the file.
+    """
+
+    disagreement: Share
+    confidence: Share
+    threshold: float
+    rows: Count
+    passed_on: Share
+    stability: Share
+    bytes: Size
+
+
+@dataclass(frozen=True, kw_only=True)
+class CascadeFacts:
+    """The parts of a cascade, and the evidence for its promise.
+
+    Attributes:
+        file: The graph, in the run's folder.
+        quantize: "int8" if the slim part is in 8 bits.
+        parts: Sizes of the files of both models alone; the cascade stores their `shared_bytes` once.
+        held_out_passed_on: Share of the held-out rows that went on to the dense part.
+        differ: Number of them that got another answer than the dense model's.
+        bound: Upper end of the interval of that share.
+        max_abs: Largest difference from the logits of both graphs, over all held-out rows.
+        tried: The sizes among which this one was chosen, if it was.
+    """
+
+    file: str
+    quantize: str | None
+    parts: Both[Size]
+    shared_bytes: Size
+    held_out_passed_on: Share
+    differ: Count
+    bound: Share
+    max_abs: float
+    tried: tuple[SizeTried, ...] = ()
 
 
 def export_cascade(
@@ -203,3 +272,48 @@ def _check_promise(joined: torch.Tensor, answers: torch.Tensor, promise: Promise
             f"{differ} of {promise.rows:,} held-out answers (its two models in torch: {promise.differ}); serve it in "
             "float32"
         )
+
+
+def cascade_facts(
+    options: CascadeOptions,
+    exported: Export,
+    batches: Sequence[Batch],
+    *,
+    parts: Both[int],
+    stability: float,
+    tried: Sequence[SizeTried],
+) -> tuple[CascadeSummary, CascadeFacts]:
+    """Return a report's facts about a cascade, which keeps this share of the answers on the evaluation batches.
+
+    `parts` are the sizes of the files of both models alone.
+    """
+    promise = exported.facts["promise"]
+    assert exported.max_abs is not None
+    summary = CascadeSummary(
+        disagreement=promise.disagreement,
+        confidence=CONFIDENCE,
+        threshold=promise.threshold,
+        rows=promise.rows,
+        passed_on=_passed_on(options, exported, batches),
+        stability=stability,
+        bytes=exported.bytes,
+    )
+    facts = CascadeFacts(
+        file=f"{exported.folder.name}/{exported.file.name}",
+        quantize=exported.how.quantize,
+        parts=parts,
+        shared_bytes=exported.facts["shared_bytes"],
+        held_out_passed_on=promise.passed_on,
+        differ=promise.differ,
+        bound=promise.bound,
+        max_abs=exported.max_abs,
+        tried=tuple(tried),
+    )
+    return summary, facts
+
+
+def _passed_on(options: CascadeOptions, exported: Export, batches: Sequence[Batch]) -> float:
+    """Return the share of rows that go on to the dense part."""
+    runtime = load_runtime(options.runtime, exported.folder, dtype=options.dtype)
+    found = [runtime.compute(batch)[PASSED_ON] for batch in batches]
+    return float(sum(part.sum() for part in found) / sum(part.size for part in found))

@@ -30,7 +30,7 @@ from ..formats import Exporter, read_by
 from ..measure.machine import machine_facts
 from ..runtimes.base import GPU_WIDTH_STEP, RUNTIMES
 from ..time import Timed, is_noisy, shape_of, time
-from .flops import cut_bundles, flops_table
+from .bundles import cut_bundles, flops_table
 
 # Share of its bundles that every module of a kind keeps in each timed cut; 0 stands for the smallest timed cut.
 LEVELS = (0.75, 0.5, 0.25, 0.0)

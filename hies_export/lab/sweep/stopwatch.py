@@ -11,7 +11,7 @@ from typing import Any
 
 from ...data.batches import image_shape
 from ...errors import RequestError
-from ...forms.cost.flops import cut_bundles
+from ...forms.cost.bundles import cut_bundles
 from ...forms.form import Forms
 from ...forms.formats import require_exporters
 from ...forms.measure.shapes import model_shapes
