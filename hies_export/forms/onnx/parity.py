@@ -19,10 +19,7 @@ from .decoder import text_tokens
 from .generator import OnnxGenerator
 
 # By provider, the runtime that graphs for it are compared on, if this machine has it.
-RUNTIMES: dict[str, type[OnnxRuntime]] = {
-    "cpu": OnnxRuntime,
-    "cuda": CudaOnnxRuntime,
-}
+RUNTIMES: dict[str, type[OnnxRuntime]] = {"cpu": OnnxRuntime, "cuda": CudaOnnxRuntime}
 
 # Positions that the comparison adds to the given prompts: 3 in front and 4 generated.
 SPARE_POSITIONS = 7

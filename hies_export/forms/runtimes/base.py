@@ -128,9 +128,13 @@ class Runtime(ABC):
     def fetch(self, result: Any) -> dict[str, np.ndarray]:
         """Copy the result of `run` to arrays on the host, by output name; not part of the timed run."""
 
+    def run_once(self, batch: Mapping[str, Any]) -> Any:
+        """Run the model on a batch that is not run again, and return what `run` does."""
+        return self.run(self.prepare(batch))
+
     def compute(self, batch: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """Run the model once on a batch, and return its outputs as `fetch` does."""
-        return self.fetch(self.run(self.prepare(batch)))
+        return self.fetch(self.run_once(batch))
 
     def prediction(self, batch: Mapping[str, Any], names: Sequence[str] = ("logits",)) -> torch.Tensor:
         """Return what the model predicts for a batch: the outputs of these names, stacked as by `Task.output`."""

@@ -107,12 +107,6 @@ class LlamaCppRuntime(Runtime):
         self.release, self.architecture = str(told["release"]), str(told["architecture"])
         self._device, self._file_type = str(told["device"]), told.get("fileType")
 
-    def __enter__(self) -> LlamaCppRuntime:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
         """End the process; happens by itself when the object is no longer used."""
         self._finalizer()
