@@ -79,16 +79,10 @@ class SizeTried:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CascadeSummary(Record):
-    """The slim and the dense model in one file, and what it promises.
+    """The slim and the dense model in one file, and what it promises, as in `Promise`.
 
-    Attributes:
-        disagreement: Largest share of the answers that may differ from the dense model's.
-        confidence: The probability that this holds.
-        threshold: Rows whose margin, the distance of the two largest logits, is at most this go on to the dense part.
-        rows: Number of held-out rows that it was chosen on.
-        passed_on: Share of the evaluation rows that go on.
-        stability: Share of their answers that equal the dense model's.
-        bytes: Size of the file.
+    `passed_on` is the share of the evaluation rows that go on to the dense part, `stability` that of their answers that
+    equal the dense model's, and `bytes` the size of the file.
     """
 
     disagreement: Share
@@ -102,17 +96,10 @@ class CascadeSummary(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class CascadeFacts:
-    """The parts of a cascade, and the evidence for its promise.
+    """The parts of a cascade, and the evidence for its promise on the held-out rows, as in `Promise` and `Export`.
 
-    Attributes:
-        file: The graph, in the run's folder.
-        quantize: "int8" if the slim part is in 8 bits.
-        parts: Sizes of the files of both models alone; the cascade stores their `shared_bytes` once.
-        held_out_passed_on: Share of the held-out rows that went on to the dense part.
-        differ: Number of them that got another answer than the dense model's.
-        bound: Upper end of the interval of that share.
-        max_abs: Largest difference from the logits of both graphs, over all held-out rows.
-        tried: The sizes among which this one was chosen, if it was.
+    `parts` are the sizes of the files of both models alone; the cascade, `file` in the run's folder, stores their
+    `shared_bytes` once. `tried` are the sizes among which this one was chosen, if it was.
     """
 
     file: str
@@ -138,26 +125,15 @@ def export_cascade(
 ) -> Export:
     """Write `folder/model.onnx`: the slim graph, and the dense one for the rows that the slim one is unsure of.
 
-    The threshold is chosen by the logits of these graphs on the runtime that will serve them. The written file then
-    answers all held-out rows, and must agree with the two graphs.
+    The threshold is chosen by the logits of these graphs, for provider cpu in float32, on the runtime that will serve
+    them. The written file then answers all held-out rows, and must agree with the two graphs, or a ParityError keeps
+    none. `answers` are the logits of the dense model in torch on these rows, (rows, classes), which the promise is
+    about.
 
-    Args:
-        slim, dense: Exports of two encoders with the same inputs and classes, for provider cpu in float32.
-        folder: Where to write; appears only when everything is written and checked.
-        batches: Held-out rows, like those to be served.
-        answers: Logits of the dense model in torch on these rows, (rows, classes), which the promise is about.
-        options: The promise, the bits, and the runtime that serves the file.
-        overwrite: Replace an existing folder.
-
-    Returns:
-        The graph; `max_abs` is its largest difference from the logits of the two, over all held-out rows. Its facts are
-        the `promise`, which has the threshold, and `shared_bytes`, the size of the weights that are stored once.
-
-    Raises:
-        OutputExistsError: The folder exists and `overwrite` is off.
-        RequestError: The exports differ in inputs or are of another kind, or the rows are too few for the promise.
-        PlanError: The dense graph, as it is served, changes too many answers itself.
-        ParityError: The file differs from the two graphs, or breaks its promise; nothing is kept.
+    In the result, `max_abs` is the largest difference from the logits of the two, over all held-out rows. The facts are
+    the `promise`, which has the threshold, and `shared_bytes`, the size of the weights that are stored once. Raises
+    RequestError if the exports differ in inputs or are of another kind, or the rows are too few for the promise, and
+    PlanError if the dense graph, as it is served, changes too many answers itself.
     """
     import onnx_ir
 
@@ -264,7 +240,6 @@ def _compared(
 
 
 def _check_promise(joined: torch.Tensor, answers: torch.Tensor, promise: Promise) -> None:
-    """Check that the joined graph keeps the promise on the rows that it was made on."""
     differ = int((joined.argmax(-1) != answers.argmax(-1)).sum())
     if upper_rate(differ, promise.rows, promise.confidence) > promise.disagreement:
         raise ParityError(

@@ -52,17 +52,9 @@ class OnnxGenerator:
     def from_folder(
         cls, folder: str | Path, *, threads: int | None = None, runtime: type[OnnxRuntime] = OnnxRuntime
     ) -> OnnxGenerator:
-        """Load a folder that `export_onnx` or `quantize_onnx` wrote.
+        """Load a folder that `export_onnx` or `quantize_onnx` wrote; a RequestError says that it has no decoder.
 
-        Args:
-            folder: A folder with a decoder's `model.onnx` or `model_quantized.onnx`, or with the parts of a
-                vision-language model.
-            threads: CPU threads within an operator; by default torch's number.
-            runtime: What loads the graphs; by default they run on the CPU.
-
-        Raises:
-            RequestError: The folder has no decoder, or no config.
-            MissingRuntimeError: ONNX Runtime is not installed.
+        By default, the graphs run on the CPU, with torch's number of threads within an operator.
         """
         folder = Path(folder)
         parts = (folder / DECODER_FILE).is_file()
@@ -153,15 +145,10 @@ class OnnxGenerator:
     def step(
         self, inputs: Mapping[str, Any], attention_mask: Tensor, cache: Mapping[str, Any] | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Run the decoder once on a prompt, a chunk or a single token.
+        """Run the decoder once on a prompt, a chunk or a single token, as `prompt` returns it.
 
-        Args:
-            inputs: Result of `prompt` for the tokens that are not yet in the cache.
-            attention_mask: Mask of all tokens, those in the cache first, (batch, past + sequence).
-            cache: Cache from the previous step; `None` for an empty one.
-
-        Returns:
-            Logits in float32, (batch, sequence, vocabulary), and the cache by input name, as ONNX Runtime's own values.
+        The mask is of all tokens, those in the cache of the step before first, (batch, past + sequence). Returns logits
+        in float32, (batch, sequence, vocabulary), and the cache by input name, as ONNX Runtime's own values.
         """
         outputs = _run(self.decoder, {**inputs, "attention_mask": attention_mask, **(cache or {})})
         logits = _tensor(outputs.pop("logits")).float()

@@ -141,15 +141,12 @@ class LlamaCppRuntime(Runtime):
         """Whether it generates from a cache, as all models do that llama.cpp runs here."""
         return True
 
-    def prepare(self, batch: Mapping[str, Any]) -> int:
-        """Send the tokens of a batch; padding is left out."""
-        return self._prepare(batch, step=False)
-
     def prepare_step(self, batch: Mapping[str, Any]) -> int:
         """Send the tokens of a batch, to run the last one of each text with the others in the cache."""
-        return self._prepare(batch, step=True)
+        return self.prepare(batch, step=True)
 
-    def _prepare(self, batch: Mapping[str, Any], *, step: bool) -> int:
+    def prepare(self, batch: Mapping[str, Any], *, step: bool = False) -> int:
+        """Send the tokens of a batch; padding is left out."""
         if "input_ids" not in batch:
             raise DataError(f"runtime {self.name!r} runs decoders on input_ids, got {', '.join(sorted(batch))}")
         rows = [row[mask].tolist() for row, mask in zip(batch["input_ids"], _real_tokens(batch), strict=True)]
