@@ -42,7 +42,7 @@ def quantize_graph(
 ) -> dict[str, int]:
     """Quantise the layers of an `onnx_ir.Graph` in place: MatMul and Gemm by a constant, Gather from a table.
 
-    Of 4 bits, embeddings (`tables`) and the layer that the graph ends in take 8. `spreads` gives the spread of what each
+    Of 4 bits, embeddings (`tables`) and the layer that the graph ends in take 8. `spreads` gives that of what each
     layer in 4 bits reads; without, weights are rounded to nearest. Returns the number of linear layers by dtype:
     `int8`, `int4` if there are any, and `float32` for those of fewer weights than `smallest`, which would not gain.
     """
