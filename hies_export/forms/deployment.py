@@ -150,7 +150,9 @@ def join_sizes(
     dense, runtime, bits = forms.plain("dense"), options.runtime, options.bits
     for number, share in enumerate(shares):
         forms.progress.stage(f"cut to {share:g} of the FLOPs, and join that in a cascade on {runtime} in {bits}")
-        left, made, form = share, None, None
+        left = share
+        made: T | None = None
+        form: Form | None = None
         try:
             made, model, left = cut(share)
             forms.add(name := f"{share:g}-for-cascade", model)

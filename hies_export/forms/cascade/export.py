@@ -1,4 +1,4 @@
-"""Write two exported classifiers as one ONNX graph whose answers keep a promise, and prove that they do; report it."""
+"""Write two exported classifiers as one ONNX graph whose answers keep a promise, prove that, and report it."""
 
 from __future__ import annotations
 

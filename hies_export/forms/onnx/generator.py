@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -226,7 +226,7 @@ def generate_text(
     task = TASKS["image-text-to-text" if images else "text-generation"]
     processor = load_processor(folder, task=task, for_prompts=True)
     batch = encode_prompts(processor, prompts, images)
-    tokens = load_generator(folder)(batch, max_new_tokens)
+    tokens = _continue(folder, batch, max_new_tokens)
     return processor.batch_decode(tokens[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
@@ -254,29 +254,20 @@ def encode_prompts(processor: Any, prompts: Sequence[str], images: Sequence[str 
     return batch
 
 
-def load_generator(folder: str | Path) -> Callable[[dict[str, Tensor], int], Tensor]:
-    """Load a function of a batch and a number of tokens to add, which returns all tokens, (batch, sequence).
-
-    The folder is as `generate_text` takes; raises RequestError if it does not generate.
-    """
+def _continue(folder: str | Path, batch: dict[str, Tensor], most: int) -> Tensor:
+    """Return prompts and at most so many new tokens, (batch, sequence); a RequestError says that it cannot generate."""
     if any((Path(folder) / name).is_file() for name in (ONNX_FILE, QUANTIZED_FILE, DECODER_FILE)):
-        exported = OnnxGenerator.from_folder(folder)
-        return lambda batch, most: exported.generate(**batch, max_new_tokens=most)
+        return OnnxGenerator.from_folder(folder).generate(**batch, max_new_tokens=most)
     model = load(folder, dtype=torch.float32).eval()
     if not model.can_generate():
         raise RequestError(f"a checkpoint must generate text to be prompted, and {type(model).__name__} does not")
-    own = model.generation_config
-    padding = own.pad_token_id if own is not None else None
-
-    def generate(batch: dict[str, Tensor], most: int) -> Tensor:
-        greedy = GenerationConfig(
-            do_sample=False,
-            num_beams=1,
-            repetition_penalty=1.0,
-            max_new_tokens=most,
-            pad_token_id=0 if padding is None else padding,
-        )
-        with refusing(f"the model at {folder} must continue the prompts, and fails", AGAIN):
-            return model.generate(**batch, generation_config=greedy)
-
-    return generate
+    padding = None if model.generation_config is None else model.generation_config.pad_token_id
+    greedy = GenerationConfig(
+        do_sample=False,
+        num_beams=1,
+        repetition_penalty=1.0,
+        max_new_tokens=most,
+        pad_token_id=0 if padding is None else padding,
+    )
+    with refusing(f"the model at {folder} must continue the prompts, and fails", AGAIN):
+        return model.generate(**batch, generation_config=greedy)
