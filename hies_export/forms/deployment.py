@@ -149,7 +149,7 @@ def join_sizes(
     found: list[Joined[T]] = []
     dense, runtime, bits = forms.plain("dense"), options.runtime, options.bits
     for number, share in enumerate(shares):
-        forms.progress.stage(f"cut to {share:g} of the FLOPs, and join that in a cascade on {runtime} in {bits}")
+        forms.progress.stage(f"cut to {share:g} of the FLOPs for a cascade")
         left = share
         made: T | None = None
         form: Form | None = None
@@ -157,6 +157,7 @@ def join_sizes(
             made, model, left = cut(share)
             forms.add(name := f"{share:g}-for-cascade", model)
             slim, place = forms.plain(name), forms.folder / f"cascade-{runtime}-{bits}-{number}"
+            forms.progress.stage(f"join {left:.2f} of the FLOPs in a cascade on {runtime} in {bits}")
             joined = export_cascade(slim, dense, place, batches=batches, answers=answers, options=options)
         except (PlanError, ParityError) as error:
             tried = SizeTried(flops=left, problem=str(error))
