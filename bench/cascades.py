@@ -20,7 +20,7 @@ from hies_export.errors import RequestError
 from hies_export.evaluate.predict import logits_by
 from hies_export.forms.cascade.threshold import choose_threshold, margins
 from hies_export.forms.onnx.export import export_onnx
-from hies_export.forms.runtimes.available import load_runtime
+from hies_export.forms.runtimes.base import load_runtime
 from hies_export.pipeline.load_job import load_job
 from hies_export.pipeline.recipe import PruningRecipe
 

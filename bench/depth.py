@@ -24,7 +24,7 @@ from hies_export.calibrate.moments import MomentStream
 from hies_export.cli.arguments import read_overrides
 from hies_export.errors import PlanError
 from hies_export.evaluate.judge import Judge
-from hies_export.forms.cost.flops import flops_table
+from hies_export.forms.cost.bundles import flops_table
 from hies_export.forms.cost.latency import latency_table
 from hies_export.forms.form import Form
 from hies_export.forms.measure.counts import count_flops

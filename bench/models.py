@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from hies_export import PrunableModule, PruningPlan, find_attention
-from hies_export.forms.cost.flops import cut_bundles
+from hies_export.forms.cost.bundles import cut_bundles
 from hies_export.kinds import KINDS
 from hies_export.model.tokens import synthetic_batch
 from hies_export.slim.cut import prune_units

@@ -28,7 +28,7 @@ from hies_export.forms.form import Form
 from hies_export.forms.measure.machine import machine_facts
 from hies_export.forms.onnx.export import export_onnx
 from hies_export.forms.onnx.quantize import quantize_onnx
-from hies_export.forms.runtimes.available import load_runtime
+from hies_export.forms.runtimes.base import load_runtime
 from hies_export.pipeline.draw import Draws
 from hies_export.pipeline.job import Job
 from hies_export.pipeline.load_job import load_job

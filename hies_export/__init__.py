@@ -43,16 +43,14 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from .forms.cascade.cascade import Cascade
-    from .forms.cost.flops import flops_table
-    from .forms.cost.parameters import parameters_table
-    from .forms.generate import generate_text
+    from .forms.cost.bundles import flops_table, parameters_table
     from .forms.gguf.export import export_gguf
     from .forms.measure.counts import count_flops, count_parameters
     from .forms.onnx.export import export_onnx
-    from .forms.onnx.generator import OnnxGenerator
+    from .forms.onnx.generator import OnnxGenerator, generate_text
     from .forms.onnx.quantize import quantize_onnx
     from .forms.openvino.export import quantize_openvino
-    from .forms.runtimes.available import load_runtime
+    from .forms.runtimes.base import load_runtime
     from .forms.time import compare_latency
     from .pipeline.bench import bench
     from .pipeline.prune import PruneResult, prune
@@ -122,12 +120,12 @@ _HOMES = {
     "export_onnx": "forms.onnx.export",
     "find_attention": "units.heads",
     "find_modules": "units.find",
-    "flops_table": "forms.cost.flops",
-    "generate_text": "forms.generate",
+    "flops_table": "forms.cost.bundles",
+    "generate_text": "forms.onnx.generator",
     "load": "checkpoint.load",
-    "load_runtime": "forms.runtimes.available",
+    "load_runtime": "forms.runtimes.base",
     "masked_units": "slim.check",
-    "parameters_table": "forms.cost.parameters",
+    "parameters_table": "forms.cost.bundles",
     "prune": "pipeline.prune",
     "prune_units": "slim.cut",
     "push_to_hub": "pipeline.push",

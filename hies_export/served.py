@@ -25,8 +25,7 @@ except ImportError:  # version 5
 
 from .checkpoint.served_settings import SERVED_FILE, read_served
 from .data.processors import read_as_asked
-from .forms.runtimes.available import load_runtime
-from .forms.runtimes.base import Runtime
+from .forms.runtimes.base import Runtime, load_runtime
 
 
 class OnnxEncoder(InputModule):  # type: ignore[misc, unused-ignore]

@@ -40,9 +40,8 @@ def run(options: Options) -> dict[str, Any]:
     from ..checkpoint.sentence import is_sentence_transformer, load_sentence
     from ..data.batches import image_shape
     from ..data.processors import image_shape_of
-    from ..forms.formats import FORMATS, Given, export_options
+    from ..forms.formats import FORMATS, Given, export_options, export_served
     from ..forms.onnx.multimodal import image_text_batch, is_vision_language
-    from ..forms.served_export import export_served
     from ..model.tokens import synthetic_batch
 
     options.model = checkpoint_in(options.model, progress=options.progress)

@@ -23,7 +23,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(options: Options) -> dict[str, Any]:
     """Continue prompts, and return the texts."""
     from ..checkpoint.folders import Contents
-    from ..forms.generate import generate_text
+    from ..forms.onnx.generator import generate_text
 
     options.folder = checkpoint_in(options.folder, Contents.ONNX, progress=options.progress)
     options.progress.stage("generate")

@@ -5,14 +5,14 @@ taken beside each other.
 
 In the order of reading:
 
-- `formats.py`: `Export`, the table `FORMATS` of what writes one, and the options of an export; `served_export.py`: an
-  embedding model's export as a folder of sentence-transformers.
+- `formats.py`: `Export`, the table `FORMATS` of what writes one, the options of an export, and the folders that other
+  tools read one from.
 - `form.py`: `Form`, and `Forms`, which makes them: every model is exported once for what a runtime reads.
 - `time.py`: `time`, which runs forms in turns, loaded as often as a runtime needs, on a batch or on the rows of a data
-  set; `latency_rows.py`: the times of two models as the `latency` of report.json.
-- `judge.py`: `judge`, and what it returns with the times as the `forms` of report.json.
-- `deployment.py`: the dense model in all forms; `sizes.py`: cuts of several sizes, each in a cascade.
-- `measured.py`: count both models of a run, and time them; `exported.py`: the files of a run.
+  set.
+- `judge.py`: `judge`, and what it returns with the times as the `forms` of report.json; the files of a run.
+- `deployment.py`: the dense model in all forms, and cuts of several sizes, each in a cascade.
+- `measured.py`: count both models of a run, and time them; the times as the `latency` of report.json.
 
 Its folders, the lowest first: `runtimes/` run and time a loaded model; `onnx/` and `gguf/` write exports, `openvino/`
 one made of the first; `measure/` counts; `cascade/` joins a slim and a dense classifier; `cost/` predicts what a cut

@@ -1,23 +1,27 @@
-"""Try the dense model in all forms, and record what was found of each."""
+"""Try the dense model in all forms, and cuts of several sizes in cascades, and record what was found of each."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
+from transformers import PreTrainedModel
 
-from ..errors import HiesError, MissingRuntimeError, PlanError, RecipeError
+from ..data.batches import Batch
+from ..errors import HiesError, MissingRuntimeError, ParityError, PlanError, RecipeError
 from ..evaluate.judge import Judge
 from ..tasks import Task
+from .cascade.export import CascadeOptions, SizeTried, export_cascade
 from .form import Form, Forms
 from .measure.counts import Share
 from .onnx.quantize import check_quantizable
-from .runtimes.available import check_runtime
-from .runtimes.base import RUNTIMES
+from .runtimes.base import RUNTIMES, check_runtime
 from .time import Timed, ratios
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -118,3 +122,47 @@ def try_dense(
         times = ratios(timed(able))
     left = iter(times)
     return [way if way.problem else replace(way, dense_ratio=next(left)) for way in tried]
+
+
+@dataclass(frozen=True)
+class Joined(Generic[T]):
+    """A cut in a cascade: what a report says of it, and the cascade on its runtime if there is one."""
+
+    tried: SizeTried
+    cut: T | None = None
+    form: Form | None = None
+
+
+def join_sizes(
+    forms: Forms,
+    shares: Sequence[float],
+    cut: Callable[[float], tuple[T, PreTrainedModel, float]],
+    options: CascadeOptions,
+    *,
+    batches: Sequence[Batch],
+    answers: torch.Tensor,
+) -> list[Joined[T]]:
+    """Cut the dense model to shares of its FLOPs, and join each cut with it, see `export_cascade`.
+
+    `cut` returns a cut, its model, and the share that it leaves.
+    """
+    found: list[Joined[T]] = []
+    dense, runtime, bits = forms.plain("dense"), options.runtime, options.bits
+    for number, share in enumerate(shares):
+        forms.progress.stage(f"cut to {share:g} of the FLOPs for a cascade")
+        left = share
+        made: T | None = None
+        form: Form | None = None
+        try:
+            made, model, left = cut(share)
+            forms.add(name := f"{share:g}-for-cascade", model)
+            slim, place = forms.plain(name), forms.folder / f"cascade-{runtime}-{bits}-{number}"
+            forms.progress.stage(f"join {left:.2f} of the FLOPs in a cascade on {runtime} in {bits}")
+            joined = export_cascade(slim, dense, place, batches=batches, answers=answers, options=options)
+        except (PlanError, ParityError) as error:
+            tried = SizeTried(flops=left, problem=str(error))
+        else:
+            promise, form = joined.facts["promise"], Form.of_cascade(joined, options)
+            tried = SizeTried(flops=left, passed_on=promise.passed_on, differ=promise.differ)
+        found.append(Joined(tried, made, form))
+    return found

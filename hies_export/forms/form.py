@@ -20,8 +20,7 @@ from ..recipe.sections import ExportSection
 from ..tasks import Predictions, Task, task_of
 from .cascade.export import CascadeOptions
 from .formats import Export, Exporter, read_by
-from .runtimes.available import load_runtime
-from .runtimes.base import RUNTIMES, Runtime
+from .runtimes.base import RUNTIMES, Runtime, load_runtime
 
 
 @dataclass(frozen=True)

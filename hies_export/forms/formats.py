@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..checkpoint.folders import new_folder
+from ..checkpoint.save import check_in_sentence_transformers
+from ..checkpoint.served_settings import write_served
 from ..entry_points import Registry
+from ..equal import OTHER_PROGRAM
+from ..errors import RequestError
+from ..model.text_encoder import TextEncoder
+from ..model.tokens import synthetic_batch
 from ..recipe.sections import ExportSection
 from .runtimes.base import RUNTIMES
 from .traces import Traces
@@ -149,8 +157,9 @@ def read_by(options: ExportSection, runtime: str, dtype: str | None = None) -> E
     known = RUNTIMES[runtime]
     if dtype is not None and dtype in known.calibrated:
         return export_options(known.calibrated[dtype], quantize=dtype)
-    stored = options.dtype if dtype is None else known.exported_in(dtype)
-    stored = stored if stored in FORMATS[known.format].dtypes else "float32"
+    stored = dtype or options.dtype
+    if dtype in known.hints or stored not in FORMATS[known.format].dtypes:
+        stored = "float32"
     return export_options(known.format, options.provider, stored)
 
 
@@ -185,3 +194,64 @@ def check_exports(
     for name in formats:
         how = exporter.options if name == exporter.options.format else export_options(name)
         FORMATS[name].check(model, how, exporter.given, uneven=uneven, skips=skips)
+
+
+def export_served(
+    model: TextEncoder,
+    folder: str | Path,
+    how: ExportSection,
+    *,
+    processor: Any = None,
+    rows: Sequence[Mapping[str, Tensor]] = (),
+    overwrite: bool = False,
+) -> Export:
+    """Export an embedding model, for `SentenceTransformer(folder, trust_remote_code=True)`.
+
+    The graph gives `sentence_embedding`, (texts, dimension), and `last_hidden_state`, (texts, tokens, width). `rows`
+    are those of `Given`. Raises RequestError for a format that no runtime reads.
+    """
+    if (runtime := runtime_of(how)) is None:
+        raise RequestError(f"an embedding model needs a format that a runtime reads, got {how.format}; give another")
+    longest = model.settings.max_length
+    sample = synthetic_batch(model, batch=2, sequence=16 if longest is None else min(16, longest))
+    with new_folder(folder, overwrite=overwrite) as written:
+        exported = FORMATS[how.format].write(model, written / "graph", how, Given(sample, processor, rows))
+        for file in exported.folder.iterdir():
+            file.rename(written / file.name)
+        exported.folder.rmdir()
+        write_served(written, model, file=exported.file.name, runtime=runtime)
+        if (how.provider, how.dtype, how.quantize) == ("cpu", "float32", None):
+            check_in_sentence_transformers(model, written, processor, limit=OTHER_PROGRAM["float32"])
+    folder = Path(folder)
+    return replace(exported, folder=folder, file=folder / exported.file.name)
+
+
+def add_graphs(exports: Iterable[Export], folder: Path) -> None:
+    """Put the graphs of a model into `onnx/` and `openvino/` of its checkpoint's folder, where tools look for them.
+
+    Files on the same disk are linked, and take no space again.
+    """
+    for exported in exports:
+        known, stems = FORMATS[exported.format], {Path(name).stem for name in exported.files}
+        if known.hub_folder is None:
+            continue
+        (place := folder / known.hub_folder).mkdir(exist_ok=True)
+        for part in sorted(path for path in exported.folder.iterdir() if path.stem in stems):
+            # A graph finds weights in a file beside it by that file's own name.
+            renamed = known.hub_names.get(str(exported.how.quantize)) if part.name == exported.file.name else None
+            for name in renamed or (part.name,):
+                _link(part, place / name)
+
+
+def link_files(source: Path, target: Path) -> None:
+    """Make a folder with the files of another one, as links where that is possible."""
+    target.mkdir()
+    for part in sorted(path for path in source.iterdir() if path.is_file()):
+        _link(part, target / part.name)
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        target.hardlink_to(source)
+    except OSError:  # another disk, or one without links
+        shutil.copyfile(source, target)

@@ -1,18 +1,25 @@
-"""Judge forms by their own predictions, and write what was judged and timed as report.json has it."""
+"""Judge forms and files by their own predictions, and write what was judged and timed as report.json has it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal
 
 from pydantic import FiniteFloat
 
 from ..evaluate.judge import Judge
 from ..progress import SILENT, Progress
-from .form import Form
-from .measure.counts import Ratio, Share, Size
+from .form import Form, Forms
+from .formats import Export, runtime_of
+from .measure.counts import Count, Ratio, Record, Share, Size
+from .runtimes.base import RUNTIMES
+from .runtimes.ort import ONNX_FILE
 from .time import Phase, Timed
+
+# The folders of a cascade and of the slim checkpoint in that of a run.
+CASCADE, SLIM = "onnx-cascade", "slim"
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,40 @@ class Judged:
     at_least: Ratio | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class Metric(Record):
+    """A metric by name, and its value."""
+
+    metric: str
+    value: float
+
+
+@dataclass(frozen=True, eq=False)
+class ExportedFile(Record):
+    """The slim model's export, run on the evaluation rows as it will be deployed.
+
+    Attributes:
+        file: Where it is in the folder of the run.
+        format: A name in `FORMATS`, such as "onnx", "openvino" or "gguf".
+        quantize: "int8" if its linear layers are in 8 bits.
+        bytes: Size of graph and weights.
+        quality: The first metric; None if no runtime here gives the file's logits (GGUF, models in several graphs).
+        stability: Share of predictions that equal the dense model's; None with `quality`.
+        layers: Number of linear layers by dtype, if some are in 8 bits.
+        float_neurons: Number of neurons that are computed in float32 inside quantised layers. It is 0: with a scale
+            for each token, an outlier takes no range from other tokens.
+    """
+
+    file: str
+    format: str
+    quantize: str | None
+    bytes: Size
+    quality: Metric | None
+    stability: float | None
+    layers: Mapping[str, Count] | None
+    float_neurons: Count | None
+
+
 def judge(
     forms: Sequence[Form], rows: Judge, held_out: Judge | None = None, *, progress: Progress = SILENT
 ) -> list[Judged]:
@@ -108,6 +149,46 @@ def with_times(judged: Sequence[Judged], timed: Sequence[Timed]) -> list[Judged]
         replace(form, times=[FormTime.of(one) for one in timed[number :: len(judged)]])
         for number, form in enumerate(judged)
     ]
+
+
+def judge_exported(exported: Export, folder: Path, judge: Judge, forms: Sequence[Judged]) -> ExportedFile:
+    """Return the exported file of a run with its quality on the evaluation rows; it is not run again if a form was."""
+    metric, known, quantize = judge.metrics[0], [], exported.how.quantize
+    if quantize is not None:
+        # If nothing was cut, the last form in these bits is the dense one's.
+        own = runtime_of(exported.how, quantize), quantize
+        known = [(form.quality, form.stability) for form in forms if (form.runtime, form.bits) == own][-1:]
+    elif exported.checked_on is not None:
+        found = judge.of(Form("slim", exported.checked_on, exported.folder).predict(judge.batches, judge.task))
+        known = [(found.metrics[metric], found.stability)]
+    quality, stability = known[0] if known else (None, None)
+    return ExportedFile(
+        file=exported.file.relative_to(folder).as_posix(),
+        format=exported.format,
+        quantize=quantize,
+        bytes=exported.bytes,
+        quality=None if quality is None else Metric(metric, quality),
+        stability=stability,
+        layers=exported.facts.get("layers"),
+        float_neurons=0 if quantize else None,
+    )
+
+
+def keep_file(forms: Forms, form: Judged, folder: Path, *, same: bool) -> str | None:
+    """Return the file of a form in the folder of a run, after moving its export there if it lies elsewhere.
+
+    If both models are the `same`, the slim one's file is that of the dense one too. In torch, the file of the slim
+    model is its checkpoint, and the dense one has none there.
+    """
+    if form.model == "cascade":
+        return f"{CASCADE}/{ONNX_FILE}"
+    if RUNTIMES[form.runtime].reads_models:
+        return SLIM if same or form.model == "slim" else None
+    export = forms.export("slim" if same else form.model, forms.read_by(form.runtime, form.bits))
+    place = export.folder
+    if place.parent != folder:
+        place = place.rename(folder / f"{form.model}-{export.format}-{form.bits}")
+    return (place.relative_to(folder) / export.file.relative_to(export.folder)).as_posix()
 
 
 def frontier(times: Sequence[float], same: Sequence[float]) -> list[int]:

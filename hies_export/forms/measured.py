@@ -1,10 +1,12 @@
-"""Count both models of a run, and time them on every runtime."""
+"""Count both models of a run, and time them on every runtime, as report.json has it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
+from pydantic import ConfigDict
 from torch import Tensor
 
 from ..recipe.sections import ExportSection
@@ -12,10 +14,9 @@ from ..units.units import PrunableModule
 from .cascade.export import CascadeOptions
 from .form import Forms
 from .formats import runtime_of
-from .latency_rows import LatencyRow, latency_rows
 from .measure import counts
-from .measure.counts import Both, FlopCount, FlopsByLayer, Shape, StoredBytes
-from .time import time
+from .measure.counts import Both, FlopCount, FlopsByLayer, Ratio, Record, Shape, Size, StoredBytes
+from .time import WIDEST_CONTROL, Phase, Timed, time
 
 # The form that forms of a quantised model are compared with.
 _FULL = ("onnxruntime-cpu", "float32")
@@ -43,6 +44,63 @@ class MeasureOptions:
             served = [] if cascade.quantize else [(cascade.runtime, cascade.bits)]
             return list(dict.fromkeys([_FULL, *ways, *served]))
         return [] if all(bits == "float32" for _, bits in ways) else ways
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LatencyRow(Record):
+    """The latency of two models on one runtime at one shape.
+
+    Fields are the keys of report.json, in its order. Rows of older versions may lack those with a default.
+
+    Attributes:
+        provider: Device or execution provider that both ran on, as the loaded runtime reports it.
+        dtype: Dtype that they computed in; both, joined by " / ", if they differ.
+        sequence: Tokens per row, as the attention sees them.
+        dense_ms, slim_ms: Median times; on rows, the mean times of a batch.
+        ratio, ratio_low, ratio_high: Ratio slim / dense, with a 95 % interval, as in `Timed`.
+        realised: Share of time saved / share of FLOPs saved; None without `flops_ratio`, or if no FLOPs were saved.
+        flops_ratio: FLOPs slim / dense; None for a decode step and on rows.
+        tokens_per_second: Over all rows: new tokens in a decode step, tokens read in a prefill; else None.
+        control_ratio, control_low, control_high: The same ratio of a second copy of the dense model to the first (A/A).
+        noisy: Whether the control shows too much noise for the ratio to be trusted, or the row took longer than one
+            with more to compute (`with_contradictions`).
+        repeats, loads: Number of timed runs of each model, and of times the models were loaded.
+        threads: CPU threads within an operator.
+        cuda_graph: Whether replays of CUDA graphs were timed.
+        peak_bytes: Peak device memory during a run; None on the CPU.
+        gpu_clock_mhz: The GPU's clock right after the last run; None on the CPU.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(allow_inf_nan=False)
+
+    runtime: str
+    provider: str = ""
+    dtype: str = "float32"
+    phase: Phase = "forward"
+    batch: int
+    sequence: int
+    dense_ms: float
+    slim_ms: float
+    ratio: Ratio
+    ratio_low: Ratio
+    ratio_high: Ratio
+    realised: float | None = None
+    flops_ratio: float | None = None
+    tokens_per_second: Both[float] | None = None
+    dense_p90_ms: float | None = None
+    dense_p99_ms: float | None = None
+    slim_p90_ms: float | None = None
+    slim_p99_ms: float | None = None
+    control_ratio: Ratio
+    control_low: Ratio
+    control_high: Ratio
+    noisy: bool = False
+    repeats: int | None = None
+    loads: int = 1
+    threads: int | None = None
+    cuda_graph: bool = False
+    peak_bytes: Both[Size] | None = None
+    gpu_clock_mhz: float | None = None
 
 
 @dataclass(frozen=True)
@@ -104,3 +162,76 @@ def measure_both(
         cache_bytes_per_token=None if cache[0] is None or cache[1] is None else Both(cache[0], cache[1]),
         latency=latency,
     )
+
+
+def latency_rows(timed: Sequence[Timed], flops: Mapping[Shape, FlopCount]) -> list[LatencyRow]:
+    """Return the times of two forms, as `time` gives them, as rows; without FLOPs, `realised` is None.
+
+    The time of a decode step depends on memory rather than FLOPs: it reads all weights to compute one token.
+    """
+    return with_contradictions(
+        [
+            _row(dense, slim, None if dense.phase == "decode" else flops.get(dense.shape))
+            for dense, slim in zip(timed[::2], timed[1::2], strict=True)
+        ]
+    )
+
+
+def _row(dense: Timed, slim: Timed, flops: FlopCount | None) -> LatencyRow:
+    batch, sequence = dense.shape
+    tokens = {"decode": batch, "prefill": batch * sequence}.get(dense.phase)
+    peaks = dense.peak_bytes, slim.peak_bytes
+    return LatencyRow(
+        runtime="" if dense.form is None else dense.form.runtime,
+        provider=dense.provider,
+        dtype=" / ".join(dict.fromkeys((dense.dtype, slim.dtype))),
+        phase=dense.phase,
+        batch=batch,
+        sequence=sequence,
+        dense_ms=dense.ms,
+        slim_ms=slim.ms,
+        ratio=slim.ratio,
+        ratio_low=slim.low,
+        ratio_high=slim.high,
+        realised=None if flops is None else realised_share(slim.ratio, flops.ratio),
+        flops_ratio=None if flops is None else flops.ratio,
+        tokens_per_second=None if tokens is None else Both(1000 * tokens / dense.ms, 1000 * tokens / slim.ms),
+        dense_p90_ms=dense.p90_ms,
+        dense_p99_ms=dense.p99_ms,
+        slim_p90_ms=slim.p90_ms,
+        slim_p99_ms=slim.p99_ms,
+        control_ratio=dense.ratio,
+        control_low=dense.low,
+        control_high=dense.high,
+        noisy=dense.noisy,
+        repeats=dense.repeats,
+        loads=dense.loads,
+        threads=dense.threads,
+        cuda_graph=dense.cuda_graph,
+        peak_bytes=None if peaks[0] is None or peaks[1] is None else Both(peaks[0], peaks[1]),
+        gpu_clock_mhz=dense.clock_mhz,
+    )
+
+
+def realised_share(latency_ratio: float, flops_ratio: float) -> float | None:
+    """Return the share of time saved / the share of FLOPs saved; None if no FLOPs were saved."""
+    return None if flops_ratio == 1 else (1 - latency_ratio) / (1 - flops_ratio)
+
+
+def with_contradictions(rows: Sequence[LatencyRow]) -> list[LatencyRow]:
+    """Return the rows; a row is marked noisy if it took clearly longer than one with more to compute.
+
+    A larger batch or a longer sequence cannot take less time in the same phase, dtype and runtime, for either model.
+    Disturbances add time and never take any away, so the row with less to compute is the wrong one.
+    """
+    return [replace(row, noisy=True) if any(_contradicts(row, other) for other in rows) else row for row in rows]
+
+
+def _contradicts(row: LatencyRow, larger: LatencyRow) -> bool:
+    """Return whether a row took clearly longer than another that has at least as much of everything to compute."""
+    kinds = [(one.runtime, one.provider, one.dtype, one.phase, one.get("model")) for one in (row, larger)]
+    shapes = (row.batch, row.sequence), (larger.batch, larger.sequence)
+    if kinds[0] != kinds[1] or shapes[0] == shapes[1] or any(a > b for a, b in zip(*shapes, strict=True)):
+        return False
+    slower = 1 + WIDEST_CONTROL
+    return row.dense_ms > slower * larger.dense_ms or row.slim_ms > slower * larger.slim_ms

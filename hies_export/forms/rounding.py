@@ -62,14 +62,10 @@ class Blocks:
 def fit_blocks(
     matrix: Tensor, start: Blocks, moments: Tensor, *, fixed: Tensor | None = None, sweeps: int = SWEEPS
 ) -> Blocks:
-    """Return the blocks that coordinate descent finds from a start.
+    """Return the blocks that coordinate descent finds from a start, in float64.
 
-    Args:
-        matrix: The weights, (blocks, size, outputs), float64.
-        start: The weights rounded, float64.
-        moments: Of the inputs, (inputs, inputs), float64; the last block may be longer than these, by padding.
-        fixed: Levels that stay, (blocks, size, outputs) bool; all scales stay too then.
-        sweeps: Passes over all weights.
+    The moments of the inputs are (inputs, inputs); the last block of the weights, (blocks, size, outputs), may be
+    longer than these, by padding. `fixed` are levels that stay, (blocks, size, outputs) bool; all scales stay too then.
     """
     size, hessian = matrix.shape[1], _damped(moments, matrix.shape[0] * matrix.shape[1])
     levels, scale, error = start.levels.clone(), start.scale.clone(), matrix - start.values

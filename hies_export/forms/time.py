@@ -123,11 +123,7 @@ def time(
 
     Returns:
         Shape by shape, and in it phase by phase ("prefill" and "decode" of models that generate), a value per form.
-
-    Raises:
-        RecipeError: repeats is below 1, min_seconds below 0, or forms differ in threads or, on one runtime, in provider
-            or use of CUDA graphs.
-        NonFiniteError: An output is NaN or infinite, which may change the time of a run.
+        Raises as `compare_latency` does; forms on several runtimes may differ in all but threads.
     """
     check_repeats(repeats=repeats, min_seconds=min_seconds)
     runtimes = dict.fromkeys(form.runtime for form in forms)

@@ -18,12 +18,11 @@ from ..data.processors import load_processor
 from ..errors import RequestError, refusing
 from ..forms.form import Form, Forms
 from ..forms.formats import FORMATS, Exporter, Given, best_for, export_options, require_exporters, runtime_of
-from ..forms.latency_rows import LatencyRow, latency_rows
 from ..forms.measure.counts import FlopCount, Shape, count_both_flops
 from ..forms.measure.shapes import check_shapes, image_shape_at, model_shapes
+from ..forms.measured import LatencyRow, latency_rows
 from ..forms.onnx.multimodal import is_vision_language
-from ..forms.runtimes.available import check_dtypes, check_runtime
-from ..forms.runtimes.base import RUNTIMES
+from ..forms.runtimes.base import RUNTIMES, check_dtypes, check_runtime
 from ..forms.runtimes.llamacpp import find_gguf
 from ..forms.runtimes.ort import ONNX_FILE, QUANTIZED_FILE, refuse_parts
 from ..forms.time import check_repeats, rows_by_shape, time

@@ -20,11 +20,10 @@ from ..errors import HiesError, PlanError
 from ..evaluate.judge import Judge
 from ..evaluate.predict import predict
 from ..forms.cascade.export import CascadeOptions
-from ..forms.cost.flops import cut_bundles
-from ..forms.deployment import DeployWay, Way, find_ways, try_dense
+from ..forms.cost.bundles import cut_bundles
+from ..forms.deployment import DeployWay, Way, find_ways, join_sizes, try_dense
 from ..forms.form import Form, Forms
 from ..forms.runtimes.base import RUNTIMES
-from ..forms.sizes import cut_sizes, join_sizes
 from ..forms.time import Timed, in_mixed_order, ratios, rows_by_shape
 from ..forms.time import time as time_forms
 from ..progress import OutOfTime, Until
@@ -258,8 +257,8 @@ def _cascades(
         dtype=None if way.bits == "int8" else way.bits,
     )
     try:
-        cuts = cut_sizes(forms, FLOPS_TO_TRY, _cuts(job, statistics, scored, like))
-        joined = join_sizes(forms, cuts, asked, batches=job.rows.promise, answers=answers_of(job))
+        cut, rows = _cuts(job, statistics, scored, like), job.rows.promise
+        joined = join_sizes(forms, FLOPS_TO_TRY, cut, asked, batches=rows, answers=answers_of(job))
     except HiesError as error:
         logger.warning("no cascade is deployed on %s in %s: %s", way.runtime, way.bits, error)
         return []
@@ -291,8 +290,8 @@ def find_cascade(job: Job, statistics: Statistics, forms: Forms) -> Choice:
     assert asked is not None
     scored = score(job, statistics)
     dense = forms.form("dense", asked.runtime)
-    cuts = cut_sizes(forms, job.shares, _cuts(job, statistics, scored, None))
-    joined = join_sizes(forms, cuts, asked, batches=rows, answers=answers_of(job))
+    cut = _cuts(job, statistics, scored, None)
+    joined = join_sizes(forms, job.shares, cut, asked, batches=rows, answers=answers_of(job))
     running = [one.form for one in joined if one.form is not None]
     if not running:
         tried = [one.tried for one in joined]

@@ -26,15 +26,14 @@ from ..evaluate.metrics import METRICS, check_metrics
 from ..evaluate.predict import Predictor, predict
 from ..evaluate.ranking import RowsKind, keeps_predictions, kind_of_rows
 from ..forms.cascade.export import CascadeOptions
-from ..forms.cost.flops import flops_table
+from ..forms.cost.bundles import flops_table, parameters_table
 from ..forms.cost.latency import TimedOn
-from ..forms.cost.parameters import parameters_table
 from ..forms.form import predictor
 from ..forms.formats import Exporter, Given
 from ..forms.measure.counts import Shape
 from ..forms.measure.shapes import RowLength, check_shapes, model_shapes, row_length
 from ..forms.measured import MeasureOptions
-from ..forms.runtimes.available import check_dtypes, check_one_graph, check_runtime
+from ..forms.runtimes.base import check_dtypes, check_one_graph, check_runtime
 from ..kinds import ATTENTION, MLP
 from ..model.tokens import first_samples, synthetic_batch
 from ..progress import SILENT, Clock, Progress

@@ -35,8 +35,7 @@ from ..forms.cascade.cascade import check_classes
 from ..forms.cascade.export import CascadeOptions
 from ..forms.cascade.threshold import check_rows
 from ..forms.measured import MeasureOptions
-from ..forms.runtimes.available import RUNTIMES, check_dtypes, check_one_graph, check_runtime
-from ..forms.runtimes.base import GPU_HALF_STEP
+from ..forms.runtimes.base import GPU_HALF_STEP, RUNTIMES, check_dtypes, check_one_graph, check_runtime
 from ..forms.time import ROWS
 from ..kinds import MLP
 from ..model.text_encoder import SentenceSettings, TextEncoder

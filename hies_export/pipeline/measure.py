@@ -11,14 +11,12 @@ from typing import Any
 from ..checkpoint.served_settings import write_served
 from ..data.batches import Batch
 from ..evaluate.judge import Judge
-from ..forms.cascade.export import export_cascade
-from ..forms.cascade.facts import CascadeFacts, CascadeSummary, cascade_facts
+from ..forms.cascade.export import CascadeFacts, CascadeSummary, cascade_facts, export_cascade
 from ..forms.cost.latency import compare_with_full
 from ..forms.deployment import Deployment, DeployWay
-from ..forms.exported import CASCADE, ExportedFile, add_graphs, judge_exported, keep_file, link_files
 from ..forms.form import Form, Forms
-from ..forms.formats import Export, runtime_of
-from ..forms.judge import Judged, frontier, with_times
+from ..forms.formats import Export, add_graphs, link_files, runtime_of
+from ..forms.judge import CASCADE, ExportedFile, Judged, frontier, judge_exported, keep_file, with_times
 from ..forms.judge import judge as judge_forms
 from ..forms.measure.counts import Both, Shape
 from ..forms.measured import Measurements, measure_both

@@ -19,11 +19,10 @@ from transformers import PreTrainedModel
 from ..data.batches import Batch, has_references, samples_of
 from ..errors import RecipeError, RequestError
 from ..forms.cascade.cascade import Cascade
-from ..forms.formats import FORMATS, Export, Given, export_options
+from ..forms.formats import FORMATS, Export, Given, export_options, export_served
 from ..forms.measure.counts import Both, FlopCount, count_both_flops, count_parameters
 from ..forms.onnx.quantize import Quantize
 from ..forms.runtimes.base import Provider
-from ..forms.served_export import export_served
 from ..model.internals import uncompiled, without_compiler
 from ..model.modes import evaluating
 from ..model.text_encoder import TextEncoder

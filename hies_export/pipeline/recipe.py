@@ -57,7 +57,7 @@ def _known(name: str, known: Iterable[str], *, what: str) -> str:
 
 
 def _known_runtime(name: str) -> str:
-    from ..forms.runtimes.available import RUNTIMES
+    from ..forms.runtimes.base import RUNTIMES
 
     return _known(name, RUNTIMES, what="a runtime")
 

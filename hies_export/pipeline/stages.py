@@ -24,8 +24,7 @@ from ..errors import DropError, NonFiniteError
 from ..evaluate.judge import Quality, Tried
 from ..evaluate.lm_eval import run_benchmarks
 from ..evaluate.predict import Predictor, predict
-from ..forms.cascade.export import CascadeOptions
-from ..forms.cascade.facts import SizeTried
+from ..forms.cascade.export import CascadeOptions, SizeTried
 from ..forms.deployment import DeployWay
 from ..forms.measure.counts import Both
 from ..model.copies import round_each, share_weights

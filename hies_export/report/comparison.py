@@ -10,7 +10,7 @@ from pydantic.dataclasses import dataclass
 from rich.console import Console
 
 from ..files import Rule, check, read_json
-from ..forms.latency_rows import LatencyRow
+from ..forms.measured import LatencyRow
 from .drawing import Scale
 from .html import render
 from .report import REPORT, Report

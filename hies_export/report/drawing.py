@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..forms.judge import FormTime
-from ..forms.latency_rows import LatencyRow
+from ..forms.measured import LatencyRow
 from .report import CUT, NeuronCount
 
 if TYPE_CHECKING:

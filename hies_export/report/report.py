@@ -13,14 +13,12 @@ from pydantic.dataclasses import dataclass
 from ..data.splits import DataFacts
 from ..evaluate.judge import AlphaPoint, Quality, Tried
 from ..files import Rule, check, read_json
-from ..forms.cascade.facts import CascadeFacts, CascadeSummary
+from ..forms.cascade.export import CascadeFacts, CascadeSummary
 from ..forms.deployment import Deployment
-from ..forms.exported import ExportedFile
-from ..forms.judge import Judged
-from ..forms.latency_rows import LatencyRow
-from ..forms.measure.counts import Both, Count, FlopCount, FlopsByLayer, Size, StoredBytes
-from ..forms.measure.record import Record
+from ..forms.judge import ExportedFile, Judged
+from ..forms.measure.counts import Both, Count, FlopCount, FlopsByLayer, Record, Size, StoredBytes
 from ..forms.measure.shapes import RowLength
+from ..forms.measured import LatencyRow
 from ..kinds import ATTENTION, MLP
 from ..recipe.budget import Outcome
 from ..select.plan import PruningPlan, dump_json

@@ -13,8 +13,8 @@ from rich.text import Text
 from ..evaluate.judge import AlphaPoint, Tried
 from ..evaluate.metrics import METRICS, title_of
 from ..forms.judge import FormTime, Judged
-from ..forms.latency_rows import LatencyRow
 from ..forms.measure.counts import Both, LayerFlops
+from ..forms.measured import LatencyRow
 from ..kinds import ATTENTION, MLP, UNIT_NAMES
 from ..select.plan import PruningPlan
 from . import words

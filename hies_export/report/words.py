@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ..evaluate.interval import CONFIDENCE
 from ..evaluate.metrics import METRICS, counted_by, higher_is_better, quality_loss, title_of
 from ..forms.judge import FormTime, Judged, deciding_step, relative_times
-from ..forms.latency_rows import LatencyRow
+from ..forms.measured import LatencyRow
 from ..recipe.budget import Budget, KeepBudget, Outcome
 from ..tasks import TASKS
 from .report import Report, UnitCounts

@@ -18,7 +18,7 @@ from hies_export.cli.main import main
 from hies_export.errors import RecipeError
 from hies_export.evaluate.interval import FAILURES
 from hies_export.evaluate.metrics import quality_loss
-from hies_export.forms.cost.flops import cut_bundles, flops_table
+from hies_export.forms.cost.bundles import cut_bundles, flops_table
 from hies_export.forms.cost.latency import TimedCut, TimedOn, latency_table
 from hies_export.forms.form import Form
 from hies_export.forms.formats import Exporter, Given

@@ -11,10 +11,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from hies_export.forms.cost import flops as flops_module
-from hies_export.forms.cost.flops import cut_bundles, flops_table
+from hies_export.forms.cost import bundles
+from hies_export.forms.cost.bundles import cut_bundles, flops_table, parameters_table
 from hies_export.forms.cost.latency import TimedCut, TimedOn, latency_table
-from hies_export.forms.cost.parameters import parameters_table
 from hies_export.forms.formats import Exporter, Given
 from hies_export.forms.measure.counts import count_flops
 from hies_export.forms.runtimes.base import RUNTIMES
@@ -57,16 +56,16 @@ def test_a_neuron_saves_what_its_row_and_column_take() -> None:
 
 def test_few_cuts_are_counted_however_many_modules_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[dict[str, int]] = []
-    original = flops_module.cut_bundles
+    original = bundles.cut_bundles
     monkeypatch.setattr(
-        flops_module, "cut_bundles", lambda m, s, removed, **k: counted.append(removed) or original(m, s, removed, **k)
+        bundles, "cut_bundles", lambda m, s, removed, **k: counted.append(removed) or original(m, s, removed, **k)
     )
     model, modules, batch = bert_case()
     table = flops_table(model, modules, batch=batch)
     # One cut per kind, and the uneven one that checks them.
     assert len(counted) == 3
     # Each module by itself gives the same numbers.
-    monkeypatch.setattr(flops_module, "_attributed", lambda of_kind, dense, cut: {m.name: -1 for m in of_kind})
+    monkeypatch.setattr(bundles, "_attributed", lambda of_kind, dense, cut: {m.name: -1 for m in of_kind})
     assert flops_table(model, modules, batch=batch) == table
     assert len(counted) == 6 + len(modules)
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from hies_export.forms.latency_rows import LatencyRow, with_contradictions
+from hies_export.forms.measured import LatencyRow, with_contradictions
 
 
 def a_row(batch: int, sequence: int, dense_ms: float, slim_ms: float, **other: Any) -> LatencyRow:

@@ -4,6 +4,7 @@
 """
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,7 @@ def test_the_logits_of_every_token_are_torchs(side: str, tmp_path: Path) -> None
     for row, padding in enumerate((0, 4, 9)):
         mask[row, slice(padding) if side == "left" else slice(11 - padding, 11)] = 0
     batch = {"input_ids": torch.randint(3, 100, (3, 11)), "attention_mask": mask}
-    with LlamaCppRuntime(exported.file, threads=1, exact=True) as runtime:
+    with closing(LlamaCppRuntime(exported.file, threads=1, exact=True)) as runtime:
         found = runtime.prediction(batch)
     for row, ids in enumerate(batch["input_ids"]):
         with torch.no_grad():

@@ -24,7 +24,7 @@ from hies_export import PruningRecipe, RecipeError, RequestError, UnsupportedMod
 from hies_export.forms.gguf.architecture import find_layout
 from hies_export.forms.gguf.export import check_exportable
 from hies_export.forms.gguf.vocabulary import find_vocabulary
-from hies_export.forms.runtimes.available import check_task
+from hies_export.forms.runtimes.base import check_task
 from hies_export.tasks import TASKS
 
 pytest.importorskip("gguf", reason='no gguf: pip install "hies-export[gguf]"')

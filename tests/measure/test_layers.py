@@ -6,7 +6,7 @@ import pytest
 from support.neurons import bert_case, block, llama_case
 from torch import nn
 
-from hies_export.forms.cost.flops import cut_bundles
+from hies_export.forms.cost.bundles import cut_bundles
 from hies_export.forms.measure.counts import LayerFlops, count_flops, flops_per_layer
 from hies_export.units.units import PrunableModule
 

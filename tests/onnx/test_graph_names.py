@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from hies_export.forms.exported import add_graphs
-from hies_export.forms.formats import Export, export_options
+from hies_export.forms.formats import Export, add_graphs, export_options
 
 
 def test_weights_beside_a_graph_keep_their_name_and_leave_the_graph_alone(tmp_path: Path) -> None:

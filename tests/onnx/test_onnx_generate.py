@@ -24,7 +24,7 @@ from hies_export import OnnxGenerator, bench, export_onnx, load_runtime
 from hies_export.cli.main import main
 from hies_export.data.processors import load_processor
 from hies_export.errors import DataError, ExportError, RecipeError, RequestError
-from hies_export.forms.generate import encode_prompts, generate_text
+from hies_export.forms.onnx.generator import encode_prompts, generate_text
 from hies_export.forms.onnx.multimodal import image_text_batch
 from hies_export.tasks import TASKS
 

@@ -22,8 +22,7 @@ from hies_export.calibrate.moments import MomentStream
 from hies_export.calibrate.statistics import collect_statistics
 from hies_export.errors import PlanError, RecipeError
 from hies_export.evaluate.predict import predict
-from hies_export.forms.cost.flops import flops_table
-from hies_export.forms.cost.parameters import parameters_table
+from hies_export.forms.cost.bundles import flops_table, parameters_table
 from hies_export.forms.measure.counts import count_flops
 from hies_export.lab.studies.explore import read_exploration
 from hies_export.pipeline import choose as choosing

@@ -20,7 +20,7 @@ from hies_export.calibrate.moments import MomentStream
 from hies_export.errors import DropError
 from hies_export.evaluate.interval import FAILURES, confidence_of_each
 from hies_export.evaluate.predict import predict
-from hies_export.forms.cost.flops import flops_table
+from hies_export.forms.cost.bundles import flops_table
 from hies_export.pipeline import choose as choosing
 from hies_export.pipeline import search
 from hies_export.pipeline.choose import choose

@@ -10,7 +10,7 @@ from support.runs import hies, without_tracing
 
 from hies_export import PruningPlan, PruningRecipe, load
 from hies_export.errors import UnsupportedModelError
-from hies_export.forms.cost.flops import flops_table
+from hies_export.forms.cost.bundles import flops_table
 from hies_export.forms.measure.counts import count_flops
 from hies_export.model.tokens import synthetic_batch
 from hies_export.pipeline import choose as choosing

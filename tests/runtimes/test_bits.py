@@ -10,7 +10,7 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from hies_export.forms.runtimes.available import load_runtime
+from hies_export.forms.runtimes.base import load_runtime
 from hies_export.forms.runtimes.bits import quantize_graph
 
 WIDTH, HIDDEN, VOCABULARY = 128, 160, 200

@@ -13,7 +13,7 @@ from support.models import bert, causal_lm, image_batch, text_batch, vit
 from hies_export import MissingRuntimeError, export_onnx, load_runtime
 from hies_export.forms.onnx import parity
 from hies_export.forms.runtimes import ort_gpu as gpu_runtimes
-from hies_export.forms.runtimes.available import check_runtime
+from hies_export.forms.runtimes.base import check_runtime
 from hies_export.forms.runtimes.ort import OnnxRuntime
 from hies_export.forms.runtimes.ort_gpu import CudaOnnxRuntime
 

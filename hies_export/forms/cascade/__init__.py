@@ -8,6 +8,5 @@ In the order of reading:
 - `threshold.py`: choose the threshold by a finite-sample bound.
 - `cascade.py`: `Cascade`, two models in memory or in any runtime.
 - `join.py`: both models in one graph.
-- `export.py`: write that graph, and prove that it answers as the two models do.
-- `facts.py`: what a report says of a cascade.
+- `export.py`: write that graph, prove that it answers as the two models do, and say what a report says of it.
 """

@@ -20,8 +20,7 @@ from ...tasks.registry import task_by_class, task_of
 from ..formats import Export
 from ..onnx.export import export_onnx
 from ..onnx.quantize import Quantize, check_quantizable
-from ..runtimes.available import load_runtime
-from ..runtimes.base import Runtime
+from ..runtimes.base import Runtime, load_runtime
 from .export import CascadeOptions, export_cascade
 from .threshold import Promise, check_disagreement, check_rows, choose_threshold, margins
 

@@ -1,4 +1,4 @@
-"""Write two exported classifiers as one ONNX graph whose answers keep a promise, and prove that they do."""
+"""Write two exported classifiers as one ONNX graph whose answers keep a promise, prove that, and report it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from ...errors import ParityError
 from ...evaluate.interval import CONFIDENCE, upper_rate
 from ...evaluate.predict import logits_by
 from ..formats import Export, export_options
+from ..measure.counts import Both, Count, Record, Share, Size
 from ..onnx.export import copy_beside, save_program
 from ..onnx.quantize import Quantize
-from ..runtimes.available import load_runtime
+from ..runtimes.base import load_runtime
 from ..runtimes.bits import quantize_graph
 from ..runtimes.ort import ONNX_FILE
 from .join import LOGITS, PASSED_ON, join_graphs
@@ -57,6 +58,61 @@ class CascadeOptions:
         return self.quantize or self.dtype or "float32"
 
 
+@dataclass(frozen=True, kw_only=True)
+class SizeTried:
+    """A share of the FLOPs that was tried for a cascade, and the result.
+
+    Attributes:
+        flops: Share that the cut leaves.
+        passed_on: Share of the held-out rows that go on to the dense part.
+        differ: Number of them that get another answer than the dense model's.
+        time: Time of the cascade relative to the dense model's; None if there was only one size to time.
+        problem: Why it has no cascade.
+    """
+
+    flops: Share
+    passed_on: Share | None = None
+    differ: Count | None = None
+    time: float | None = None
+    problem: str | None = None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CascadeSummary(Record):
+    """The slim and the dense model in one file, and what it promises, as in `Promise`.
+
+    `passed_on` is the share of the evaluation rows that go on to the dense part, `stability` that of their answers that
+    equal the dense model's, and `bytes` the size of the file.
+    """
+
+    disagreement: Share
+    confidence: Share
+    threshold: float
+    rows: Count
+    passed_on: Share
+    stability: Share
+    bytes: Size
+
+
+@dataclass(frozen=True, kw_only=True)
+class CascadeFacts:
+    """The parts of a cascade, and the evidence for its promise on the held-out rows, as in `Promise` and `Export`.
+
+    `parts` are the sizes of the files of both models alone; the cascade, `file` in the run's folder, stores their
+    `shared_bytes` once. `tried` are the sizes among which this one was chosen, if it was.
+    """
+
+    file: str
+    quantize: str | None
+    parts: Both[Size]
+    shared_bytes: Size
+    held_out_passed_on: Share
+    differ: Count
+    bound: Share
+    max_abs: float
+    tried: tuple[SizeTried, ...] = ()
+
+
 def export_cascade(
     slim: Export,
     dense: Export,
@@ -69,26 +125,15 @@ def export_cascade(
 ) -> Export:
     """Write `folder/model.onnx`: the slim graph, and the dense one for the rows that the slim one is unsure of.
 
-    The threshold is chosen by the logits of these graphs on the runtime that will serve them. The written file then
-    answers all held-out rows, and must agree with the two graphs.
+    The threshold is chosen by the logits of these graphs, for provider cpu in float32, on the runtime that will serve
+    them. The written file then answers all held-out rows, and must agree with the two graphs, or a ParityError keeps
+    none. `answers` are the logits of the dense model in torch on these rows, (rows, classes), which the promise is
+    about.
 
-    Args:
-        slim, dense: Exports of two encoders with the same inputs and classes, for provider cpu in float32.
-        folder: Where to write; appears only when everything is written and checked.
-        batches: Held-out rows, like those to be served.
-        answers: Logits of the dense model in torch on these rows, (rows, classes), which the promise is about.
-        options: The promise, the bits, and the runtime that serves the file.
-        overwrite: Replace an existing folder.
-
-    Returns:
-        The graph; `max_abs` is its largest difference from the logits of the two, over all held-out rows. Its facts are
-        the `promise`, which has the threshold, and `shared_bytes`, the size of the weights that are stored once.
-
-    Raises:
-        OutputExistsError: The folder exists and `overwrite` is off.
-        RequestError: The rows are too few for the promise.
-        PlanError: The dense graph, as it is served, changes too many answers itself.
-        ParityError: The file differs from the two graphs, or breaks its promise; nothing is kept.
+    In the result, `max_abs` is the largest difference from the logits of the two, over all held-out rows. The facts are
+    the `promise`, which has the threshold, and `shared_bytes`, the size of the weights that are stored once. Raises
+    RequestError if the exports differ in inputs or are of another kind, or the rows are too few for the promise, and
+    PlanError if the dense graph, as it is served, changes too many answers itself.
     """
     import onnx_ir
 
@@ -172,7 +217,6 @@ def _compared(
 
 
 def _check_promise(joined: torch.Tensor, answers: torch.Tensor, promise: Promise) -> None:
-    """Check that the joined graph keeps the promise on the rows that it was made on."""
     differ = int((joined.argmax(-1) != answers.argmax(-1)).sum())
     if upper_rate(differ, promise.rows, promise.confidence) > promise.disagreement:
         raise ParityError(
@@ -180,3 +224,48 @@ def _check_promise(joined: torch.Tensor, answers: torch.Tensor, promise: Promise
             f"{differ} of {promise.rows:,} held-out answers (its two models in torch: {promise.differ}); serve it in "
             "float32"
         )
+
+
+def cascade_facts(
+    options: CascadeOptions,
+    exported: Export,
+    batches: Sequence[Batch],
+    *,
+    parts: Both[int],
+    stability: float,
+    tried: Sequence[SizeTried],
+) -> tuple[CascadeSummary, CascadeFacts]:
+    """Return a report's facts about a cascade, which keeps this share of the answers on the evaluation batches.
+
+    `parts` are the sizes of the files of both models alone.
+    """
+    promise = exported.facts["promise"]
+    assert exported.max_abs is not None
+    summary = CascadeSummary(
+        disagreement=promise.disagreement,
+        confidence=CONFIDENCE,
+        threshold=promise.threshold,
+        rows=promise.rows,
+        passed_on=_passed_on(options, exported, batches),
+        stability=stability,
+        bytes=exported.bytes,
+    )
+    facts = CascadeFacts(
+        file=f"{exported.folder.name}/{exported.file.name}",
+        quantize=exported.how.quantize,
+        parts=parts,
+        shared_bytes=exported.facts["shared_bytes"],
+        held_out_passed_on=promise.passed_on,
+        differ=promise.differ,
+        bound=promise.bound,
+        max_abs=exported.max_abs,
+        tried=tuple(tried),
+    )
+    return summary, facts
+
+
+def _passed_on(options: CascadeOptions, exported: Export, batches: Sequence[Batch]) -> float:
+    """Return the share of rows that go on to the dense part."""
+    runtime = load_runtime(options.runtime, exported.folder, dtype=options.dtype)
+    found = [runtime.compute(batch)[PASSED_ON] for batch in batches]
+    return float(sum(part.sum() for part in found) / sum(part.size for part in found))

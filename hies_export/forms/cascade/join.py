@@ -18,14 +18,8 @@ def join_graphs(slim: Any, dense: Any, threshold: float) -> int:
     """Let rows whose margin is at most a threshold go through the dense graph; both graphs are changed in place.
 
     The slim graph becomes the whole one, with the dense graph in a branch of an If. Weights that both have are stored
-    once. Columns of tokens that are padding in all rows that go on are left out.
-
-    Args:
-        slim, dense: The graphs, `onnx_ir.Graph`, with the same inputs and the output `logits`, (rows, classes).
-        threshold: Threshold of the margin, the distance of the two largest logits.
-
-    Returns:
-        Size of the weights that both graphs have, in bytes.
+    once. Columns of tokens that are padding in all rows that go on are left out. The graphs, `onnx_ir.Graph`, have the
+    same inputs and the output `logits`, (rows, classes). Returns the size of the weights that both have, in bytes.
     """
     import onnx_ir
 

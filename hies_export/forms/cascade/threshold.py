@@ -58,17 +58,11 @@ def choose_threshold(
     The share of answers that differ only falls as the threshold rises. So the smallest threshold whose Clopper-Pearson
     bound is small enough keeps the promise with the confidence of a single bound, although it is chosen among many.
 
-    Args:
-        slim: Logits of held-out rows as they are served, (rows, classes).
-        dense: The dense model's logits of the same rows, whose largest are the right answers.
-        disagreement: Largest share of answers that may differ, in (0, 1).
-        passed_on: Logits of the dense model as it is served, in other bits perhaps; by default `dense`.
-        confidence: The probability that the promise holds, in (0, 1).
-        resolution: How far a margin may move when the rows are served; the threshold is higher by it.
-
-    Raises:
-        RequestError: `disagreement` is out of range, or the rows are too few to promise it.
-        PlanError: The dense model as it is served changes too many answers itself.
+    All logits are (rows, classes), of the same held-out rows: `slim` as they are served, `dense`, whose largest are the
+    right answers, and `passed_on`, the dense model's as it is served, in other bits perhaps. `resolution` is how far a
+    margin may move when rows are served; the threshold is higher by it. Raises RequestError if `disagreement` is out of
+    range or the rows are too few to promise it, and PlanError if the dense model as it is served changes too many
+    answers itself.
 
     Source: Bates et al., "Distribution-free, risk-controlling prediction sets", J. ACM 68 (2021), theorem 1.
     """

@@ -7,9 +7,8 @@ budget.
 
 In the order of reading:
 
-- `flops.py`: cut a number of bundles from every module, whichever they are, and count FLOPs, which are linear in them.
-  Cuts of all modules of a kind are counted, on tensors without data, and what they save is attributed to the modules.
-- `parameters.py`: parameters, from the rows and columns that a bundle owns.
+- `bundles.py`: FLOPs and parameters, which are linear in the bundles. For FLOPs, cuts of all modules of a kind are
+  counted, on tensors without data, and what they save is attributed to the modules.
 - `latency.py`: time on a runtime, which is not linear in the units. Uniform cuts of each kind are timed, and their
   savings divided among the modules of that kind in proportion to FLOPs. The timed cuts stay in the user's cache folder.
 """

@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from transformers import PreTrainedModel
 
 from ...checkpoint.folders import replace_file, user_cache
 from ...data.batches import Batch
-from ...errors import RequestError
-from ...files import Rule, read_json
 from ...kinds import ATTENTION
 from ...progress import SILENT, Progress
 from ...select.constraints import bundle_count
@@ -30,7 +28,7 @@ from ..formats import Exporter, read_by
 from ..measure.machine import machine_facts
 from ..runtimes.base import GPU_WIDTH_STEP, RUNTIMES
 from ..time import Timed, is_noisy, shape_of, time
-from .flops import cut_bundles, flops_table
+from .bundles import cut_bundles, flops_table
 
 # Share of its bundles that every module of a kind keeps in each timed cut; 0 stands for the smallest timed cut.
 LEVELS = (0.75, 0.5, 0.25, 0.0)
@@ -268,13 +266,10 @@ class _Cached(BaseModel):
     points: list[TimedCut]
 
 
-_CACHED = Rule("cached times must be what hies_export wrote", "delete the file")
-
-
 def _read(file: Path, key: Mapping[str, Any]) -> list[TimedCut] | None:
     """Return the cached cuts of a file; None if it has none for this key, or is damaged."""
     try:
-        written = read_json(file, _Cached, _CACHED)
-    except RequestError:
+        cached = _Cached.model_validate_json(file.read_bytes())
+    except (OSError, ValidationError):
         return None
-    return _Cached.model_validate(written).points if written["key"] == key else None
+    return cached.points if cached.key == key else None

@@ -7,8 +7,7 @@ refused by name before anything is written.
 In the order of reading:
 
 - `architecture.py`: read the sizes of a model off its modules, and choose the architecture of llama.cpp.
-- `tensors.py`: the model's weights by GGUF's names, and how they are stored.
-- `rounding.py`: round matrices to the levels of Q4_0 by calibration rows.
+- `tensors.py`: the model's weights by GGUF's names, and how they are stored; in 4 bits, rounded by calibration rows.
 - `reference.py`: compute in torch what llama.cpp computes from those tensors, to compare with the model before writing.
 - `vocabulary.py`: the tokens, merges and flags of a tokenizer.
 - `export.py`: `export_gguf`, the whole export.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ def check_parity(file: Path, model: PreTrainedModel, tokenizer: Any, *, dtype: s
     new = min(NEW_TOKENS, positions - length)
     prompts = synthetic_batch(model, batch=PROMPTS, sequence=length)["input_ids"].cpu()
     tolerance, equal = OTHER_PROGRAM[dtype], 0
-    with LlamaCppRuntime(file, threads=torch.get_num_threads(), exact=True) as runtime:
+    with closing(LlamaCppRuntime(file, threads=torch.get_num_threads(), exact=True)) as runtime:
         found = runtime.compute({"input_ids": prompts})["probabilities"]
         with torch.no_grad():
             wanted = reference(input_ids=prompts).logits[:, -1].softmax(-1).numpy()
@@ -70,9 +70,8 @@ def check_parity(file: Path, model: PreTrainedModel, tokenizer: Any, *, dtype: s
             )
         for prompt in prompts:
             tokens = runtime.generate(prompt.tolist(), new)
-            same = _same_tokens(reference, prompt, tokens, strict=dtype == "float32")
-            equal += same
-        _check_tokens(runtime, tokenizer, TEXTS)
+            equal += _same_tokens(reference, prompt, tokens, strict=dtype == "float32")
+        _check_tokens(runtime, tokenizer)
         release = runtime.release
     return Parity(float(differences.max()), share, new, equal, len(TEXTS), release)
 
@@ -125,8 +124,8 @@ def _same_tokens(reference: PreTrainedModel, prompt: Tensor, tokens: list[int], 
     return len(tokens)
 
 
-def _check_tokens(runtime: LlamaCppRuntime, tokenizer: Any, texts: Sequence[str]) -> None:
-    for text, found in zip(texts, runtime.tokenize(texts), strict=True):
+def _check_tokens(runtime: LlamaCppRuntime, tokenizer: Any) -> None:
+    for text, found in zip(TEXTS, runtime.tokenize(TEXTS), strict=True):
         wanted = tokenizer(text, add_special_tokens=False)["input_ids"]
         if found != wanted:
             raise ParityError(

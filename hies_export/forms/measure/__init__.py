@@ -4,6 +4,5 @@ In the order of reading:
 
 - `counts.py`: parameters, FLOPs (total and per layer) and bytes of the key/value cache.
 - `shapes.py`: the shapes to measure a model at, and whether it runs there.
-- `record.py`: dataclasses that read like report.json.
 - `machine.py`: processor, GPU and library versions, to be read beside the times.
 """

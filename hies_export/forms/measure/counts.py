@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, TypeVar
 
@@ -17,7 +17,6 @@ from ...model.internals import keys_and_values
 from ...model.modes import frozen, output_alone
 from ...model.tokens import forward_inputs
 from ...units.units import PrunableModule
-from .record import Record
 
 T = TypeVar("T", int, float)
 Shape = tuple[int, int]  # (batch, sequence)
@@ -27,6 +26,22 @@ Size = Annotated[int, Field(gt=0, le=10**18)]
 Share = Annotated[float, Field(ge=0, le=1)]
 # Bound of times relative to another model's.
 Ratio = Annotated[float, Field(ge=0, le=1000)]
+
+
+class Record(Mapping[str, Any]):
+    """Base of dataclasses that are also mappings: `report.quality.slim` and `report.quality["slim"]` are the same.
+
+    Subclasses are dataclasses with `eq=False`, so that they equal a mapping with the same items.
+    """
+
+    def __getitem__(self, key: str) -> Any:
+        return vars(self)[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(vars(self))
+
+    def __len__(self) -> int:
+        return len(vars(self))
 
 
 @dataclass(frozen=True, eq=False)

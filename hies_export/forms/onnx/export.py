@@ -32,7 +32,7 @@ from ..runtimes.ort import ONNX_FILE, require_onnxruntime
 from ..traces import Traces
 from .decoder import check_decoder, left_padded, trace_decoder
 from .multimodal import check_vision_language, is_vision_language, trace_vision_language
-from .parity import SPARE_POSITIONS, check_generation, check_parity, compared_on, generation_batches, parity_batches
+from .parity import SPARE_POSITIONS, check_generation, check_parity, compared_on, parity_batches
 from .trace import trace_onnx, trace_sample
 
 # model.onnx_data is the only name under which older Optimum fetches weights from the Hub.
@@ -267,7 +267,7 @@ def _samples(
         sample = trace_sample(model, given)
         return sample, parity_batches(given, sample, end=end_of_text(model))
     padded = left_padded(given, image_token_id=model.config.image_token_id if kind == "vision-language" else None)
-    return padded, generation_batches(given, padded)
+    return padded, parity_batches(given, padded, shorten=False)
 
 
 def _trace(kind: Kind, model: PreTrainedModel, sample: dict[str, torch.Tensor], fusions: Provider) -> dict[str, Any]:

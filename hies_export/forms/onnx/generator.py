@@ -1,9 +1,9 @@
-"""Generate text from an exported folder: a decoder, or the parts of a vision-language model."""
+"""Generate text greedily, from an exported folder in ONNX Runtime or from a checkpoint in torch."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,13 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from ...checkpoint.classes import AGAIN, load_config
-from ...errors import DataError, RequestError, refusing
+from ...checkpoint.folders import Contents, refuse_other
+from ...checkpoint.load import load
+from ...data.columns import image_of_file
+from ...data.processors import load_processor
+from ...errors import DataError, RecipeError, RequestError, refusing
 from ...model.tokens import longest_sequence
+from ...tasks import TASKS
 from ..runtimes.ort import DECODER_FILE, EMBED_FILE, ONNX_FILE, QUANTIZED_FILE, VISION_FILE, OnnxRuntime
 from .multimodal import merge_images
 
@@ -47,17 +52,9 @@ class OnnxGenerator:
     def from_folder(
         cls, folder: str | Path, *, threads: int | None = None, runtime: type[OnnxRuntime] = OnnxRuntime
     ) -> OnnxGenerator:
-        """Load a folder that `export_onnx` or `quantize_onnx` wrote.
+        """Load a folder that `export_onnx` or `quantize_onnx` wrote; a RequestError says that it has no decoder.
 
-        Args:
-            folder: A folder with a decoder's `model.onnx` or `model_quantized.onnx`, or with the parts of a
-                vision-language model.
-            threads: CPU threads within an operator; by default torch's number.
-            runtime: What loads the graphs; by default they run on the CPU.
-
-        Raises:
-            RequestError: The folder has no decoder, or no config.
-            MissingRuntimeError: ONNX Runtime is not installed.
+        By default, the graphs run on the CPU, with torch's number of threads within an operator.
         """
         folder = Path(folder)
         parts = (folder / DECODER_FILE).is_file()
@@ -145,15 +142,10 @@ class OnnxGenerator:
     def step(
         self, inputs: Mapping[str, Any], attention_mask: Tensor, cache: Mapping[str, Any] | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Run the decoder once on a prompt, a chunk or a single token.
+        """Run the decoder once on a prompt, a chunk or a single token, as `prompt` returns it.
 
-        Args:
-            inputs: Result of `prompt` for the tokens that are not yet in the cache.
-            attention_mask: Mask of all tokens, those in the cache first, (batch, past + sequence).
-            cache: Cache from the previous step; `None` for an empty one.
-
-        Returns:
-            Logits in float32, (batch, sequence, vocabulary), and the cache by input name, as ONNX Runtime's own values.
+        The mask is of all tokens, those in the cache of the step before first, (batch, past + sequence). Returns logits
+        in float32, (batch, sequence, vocabulary), and the cache by input name, as ONNX Runtime's own values.
         """
         outputs = _run(self.decoder, {**inputs, "attention_mask": attention_mask, **(cache or {})})
         logits = _tensor(outputs.pop("logits")).float()
@@ -192,3 +184,74 @@ def _token_ids(value: int | Iterable[int] | None) -> tuple[int, ...]:
     if value is None:
         return ()
     return (value,) if isinstance(value, int) else tuple(value)
+
+
+def generate_text(
+    folder: str | Path, prompts: Sequence[str], *, images: Sequence[str | Path] = (), max_new_tokens: int = 20
+) -> list[str]:
+    """Continue prompts with the most likely tokens.
+
+    Args:
+        folder: A folder that `export_onnx` wrote, run in ONNX Runtime; or a checkpoint, slim or not, run in torch in
+            float32.
+        prompts: Texts, padded on the left to run together.
+        images: Files, one for each prompt or one for all; a prompt without an image token gets it in front.
+        max_new_tokens: Most tokens to add.
+
+    Returns:
+        The new text of each prompt, without special tokens.
+
+    Raises:
+        RequestError: The folder does not generate, or has no tokenizer; a prompt or an image cannot be read.
+    """
+    if max_new_tokens < 1:
+        raise RecipeError([f"max_new_tokens must be at least 1, got {max_new_tokens}"])
+    refuse_other(folder, Contents.ONNX)
+    task = TASKS["image-text-to-text" if images else "text-generation"]
+    processor = load_processor(folder, task=task, for_prompts=True)
+    batch = encode_prompts(processor, prompts, images)
+    tokens = _continue(folder, batch, max_new_tokens)
+    return processor.batch_decode(tokens[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def encode_prompts(processor: Any, prompts: Sequence[str], images: Sequence[str | Path] = ()) -> dict[str, Tensor]:
+    """Return `input_ids` and `attention_mask`, (batch, sequence), of prompts, and `pixel_values` of images.
+
+    Raises DataError if there is no prompt, one has no tokens, or an image does not decode or has no prompt.
+    """
+    if not prompts:
+        raise DataError("at least one prompt is needed, got none")
+    if images and len(images) not in (1, len(prompts)):
+        raise DataError(f"images must be one for all prompts or one for each of {len(prompts)}, got {len(images)}")
+    options: dict[str, Any] = {"padding": True, "return_tensors": "pt"}
+    if images:
+        pictures = [image_of_file(file) for file in images]
+        token = processor.image_token
+        texts = [prompt if token in prompt else f"{token}\n{prompt}" for prompt in prompts]
+        encoded = processor(text=texts, images=pictures * (len(prompts) // len(pictures)), **options)
+    else:
+        encoded = processor(list(prompts), **options)
+    batch = {name: encoded[name] for name in ("input_ids", "attention_mask", "pixel_values") if name in encoded}
+    empty = [prompt for prompt, mask in zip(prompts, batch["attention_mask"], strict=True) if not mask.any()]
+    if empty or not batch["input_ids"].numel():
+        raise DataError(f"a prompt must have at least one token, got {(empty or prompts)[0]!r}")
+    return batch
+
+
+def _continue(folder: str | Path, batch: dict[str, Tensor], most: int) -> Tensor:
+    """Return prompts and at most so many new tokens, (batch, sequence); a RequestError says that it cannot generate."""
+    if any((Path(folder) / name).is_file() for name in (ONNX_FILE, QUANTIZED_FILE, DECODER_FILE)):
+        return OnnxGenerator.from_folder(folder).generate(**batch, max_new_tokens=most)
+    model = load(folder, dtype=torch.float32).eval()
+    if not model.can_generate():
+        raise RequestError(f"a checkpoint must generate text to be prompted, and {type(model).__name__} does not")
+    padding = None if model.generation_config is None else model.generation_config.pad_token_id
+    greedy = GenerationConfig(
+        do_sample=False,
+        num_beams=1,
+        repetition_penalty=1.0,
+        max_new_tokens=most,
+        pad_token_id=0 if padding is None else padding,
+    )
+    with refusing(f"the model at {folder} must continue the prompts, and fails", AGAIN):
+        return model.generate(**batch, generation_config=greedy)

@@ -19,10 +19,7 @@ from .decoder import text_tokens
 from .generator import OnnxGenerator
 
 # By provider, the runtime that graphs for it are compared on, if this machine has it.
-RUNTIMES: dict[str, type[OnnxRuntime]] = {
-    "cpu": OnnxRuntime,
-    "cuda": CudaOnnxRuntime,
-}
+RUNTIMES: dict[str, type[OnnxRuntime]] = {"cpu": OnnxRuntime, "cuda": CudaOnnxRuntime}
 
 # Positions that the comparison adds to the given prompts: 3 in front and 4 generated.
 SPARE_POSITIONS = 7
@@ -32,14 +29,19 @@ LOGITS_BYTES = 2**27
 
 
 def parity_batches(
-    given: Mapping[str, torch.Tensor], sample: Mapping[str, torch.Tensor], *, end: int | None = None
+    given: Mapping[str, torch.Tensor],
+    sample: Mapping[str, torch.Tensor],
+    *,
+    shorten: bool = True,
+    end: int | None = None,
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """Return the batches to compare on, by name: as given, padded, and a single row (for text, of another length).
+    """Return the batches to compare on, by name: as given, padded, and a single row, of another length if it is text.
 
-    `end` is a token that every text must have; the shortened row ends in it.
+    `shorten` is off for prompts with padding in front, whose rows have another length already. `end` is a token that
+    every text must have; the shortened row ends in it.
     """
     single = {name: tensor[:1] for name, tensor in sample.items()}
-    if "input_ids" in sample:
+    if shorten and "input_ids" in sample:
         length = max(3, given["input_ids"].shape[1] // 2)
         length += length == given["input_ids"].shape[1]
         tokens = single["input_ids"].shape
@@ -98,12 +100,6 @@ def without_padding(outputs: Mapping[str, np.ndarray], batch: Mapping[str, Any])
         return array
 
     return {name: zeroed(name, array) for name, array in outputs.items()}
-
-
-def generation_batches(given: Mapping[str, torch.Tensor], padded: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Return the prompts to compare on, by name; the first row of `padded` has no padding, and alone another length."""
-    single = {name: tensor[:1] for name, tensor in padded.items()}
-    return {"the given batch": dict(given), "a padded batch": dict(padded), "a batch of 1": single}
 
 
 def check_generation(

@@ -69,13 +69,10 @@ def read_masks_whole(program: Any) -> None:
     copies its sizes there from memory that is freed by the time a captured CUDA graph is replayed
     (core/providers/cuda/tensor/gather_nd.cc), so that such a graph could not be captured.
     """
-    from onnx_ir.passes.common import RemoveUnusedNodesPass
-
     graph = program.graph
     for node in [node for node in graph if node.op_type == "GatherND" and _gathers_all(node)]:
         new = Rewrite(graph, node)
         new.finish(new("Unsqueeze", node.inputs[0], new.constant(np.array([1, 2], dtype=np.int64))))
-    RemoveUnusedNodesPass()(program)
 
 
 def _gathers_all(node: Any) -> bool:
@@ -106,8 +103,6 @@ def count_from_past(program: Any) -> None:
     The length is computed on the CPU. Added to numbers on a GPU it is copied there, and ONNX Runtime captures no CUDA
     graph of a session with such a copy.
     """
-    from onnx_ir.passes.common import RemoveUnusedNodesPass
-
     graph = program.graph
     for node in [node for node in graph if node.op_type == "Add"]:
         for numbers, length in (node.inputs, node.inputs[::-1]):
@@ -120,7 +115,6 @@ def count_from_past(program: Any) -> None:
             first, end, step = counted.inputs
             new.finish(new("Range", new("Add", first, length), new("Add", end, length), step))
             break
-    RemoveUnusedNodesPass()(program)
 
 
 def _is_size(value: Any) -> bool:
@@ -136,8 +130,6 @@ def add_biases_of_skipped(program: Any) -> None:
 
     Without a bias, that is a sum with zero, which is left out.
     """
-    from onnx_ir.passes.common import RemoveUnusedNodesPass
-
     graph = program.graph
     for node in [node for node in graph if node.op_type == "Expand"]:
         bias, whole = node.inputs[0], node.outputs[0]
@@ -154,7 +146,6 @@ def add_biases_of_skipped(program: Any) -> None:
                 user.replace_input_with(index, bias)
             else:
                 read_instead(user.outputs[0], others[0])
-    RemoveUnusedNodesPass()(program)
 
 
 def _is_blank(value: Any) -> bool | None:

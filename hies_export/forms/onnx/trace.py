@@ -22,7 +22,6 @@ from .rewrites import (
     share_tied_weights,
 )
 
-# The provider whose fused operators the exporter may use; None for operators of the ONNX standard only.
 # Names of axes as Optimum writes them; transformers.js reads the size of a batch by this one.
 BATCH, SEQUENCE = "batch_size", "sequence_length"
 TOKEN_AXES = {0: BATCH, 1: SEQUENCE}
@@ -66,15 +65,13 @@ def export_program(
     *,
     axes: Mapping[str, Mapping[int, str]] | None = None,
 ) -> Any:
-    """Run transformers' exporter on a module, repair the graph, and remove this machine's paths from it.
+    """Run transformers' exporter on a module and inputs, repair the graph, and remove this machine's paths from it.
 
-    Args:
-        module: The module to trace.
-        sample: Inputs by keyword: tensors or a cache.
-        fusions: Provider whose fused operators may be used.
-        axes: The dynamic axes of each input, and their names (`name_axes`); by default the exporter tries to make all
-            axes dynamic, and they stay unnamed.
+    `axes` are the dynamic axes of each input, and their names (`name_axes`); by default the exporter tries to make all
+    axes dynamic, and they stay unnamed.
     """
+    from onnx_ir.passes.common import RemoveUnusedNodesPass
+
     shapes = None
     if axes is not None:
         shapes = {name: dict.fromkeys(open_axes, torch.export.Dim.AUTO) for name, open_axes in axes.items()}
@@ -89,6 +86,7 @@ def export_program(
         read_masks_whole(program)
         count_from_past(program)
     add_biases_of_skipped(program)
+    RemoveUnusedNodesPass()(program)
     _strip_metadata(program)
     if axes is not None:
         name_axes(program, axes)

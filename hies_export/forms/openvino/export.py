@@ -93,7 +93,9 @@ def quantize_openvino(
         graph, settings = _quantised(exported.file, rows)
         openvino.save_model(graph, str(staging / OPENVINO_FILE), compress_to_fp16=False)
         (staging / "openvino_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-        max_abs = _compared(exported.file, staging / OPENVINO_FILE, rows[0])
+        one = OnnxRuntime(exported.file, threads=torch.get_num_threads()).compute(rows[0])
+        other = OpenVinoRuntime(staging / OPENVINO_FILE, threads=torch.get_num_threads()).compute(rows[0])
+        max_abs = largest_difference(one, other, rows[0])
         size = sum(part.stat().st_size for part in staging.glob(f"{Path(OPENVINO_FILE).stem}.*"))
     return replace(
         exported,
@@ -163,7 +165,8 @@ def _quantised(file: Path, rows: Sequence[Mapping[str, Any]]) -> tuple[Any, dict
             )
         except Exception as error:  # NNCF has a class for each part of it, and no common one
             raise ExportError(f"NNCF must quantise {file.name}, and stopped: {error}") from error
-        layers = Counter("int8" if _in_int8(layer) else "float32" for layer in _layers(found))
+        kinds = (layer.input_value(0).get_node().get_type_name() for layer in _layers(found))
+        layers = Counter("int8" if kind == "FakeQuantize" else "float32" for kind in kinds)
     settings = {"method": "nncf.quantize", "rows": len(feeds), "float_neurons": APART * len(neurons)}
     return found, {"quantization": {**settings, "nncf": nncf.__version__}, "layers": dict(layers)}
 
@@ -198,10 +201,6 @@ def _constant(value: Any) -> bool:
     return node.get_type_name() == "Constant" or (bool(inputs) and all(map(_constant, inputs)))
 
 
-def _in_int8(layer: Any) -> bool:
-    return layer.input_value(0).get_node().get_type_name() == "FakeQuantize"
-
-
 def single_rows(names: Sequence[str], batches: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, np.ndarray]]:
     """Yield the inputs of a graph for single rows without their padding, which would widen the ranges."""
     for batch in batches:
@@ -213,14 +212,6 @@ def single_rows(names: Sequence[str], batches: Sequence[Mapping[str, Any]]) -> I
             else:
                 real = np.asarray(mask[row], dtype=bool)
                 yield {name: array[row : row + 1, real] for name, array in arrays.items()}
-
-
-def _compared(dense: Path, quantised: Path, batch: Mapping[str, Any]) -> float:
-    """Return how far the outputs of two graphs are apart, see `largest_difference`."""
-    threads = torch.get_num_threads()
-    one = OnnxRuntime(dense, threads=threads).compute(batch)
-    other = OpenVinoRuntime(quantised, threads=threads).compute(batch)
-    return largest_difference(one, other, batch)
 
 
 FORMATS["openvino"] = Format(

@@ -6,13 +6,12 @@ the device in its name is missing, it raises.
 
 In the order of reading:
 
-- `base.py`: the interface, `Runtime`, and `RUNTIMES`, the names that recipes and `--runtime` may use.
+- `base.py`: the interface, `Runtime`; `RUNTIMES`, the names that recipes and `--runtime` may use; `load_runtime`.
 - `pytorch.py`: `torch` and `torch-compile`.
 - `ort.py`: `onnxruntime-cpu` and `onnxruntime-cpu-int8`; also the names of the files in an ONNX folder.
 - `ort_gpu.py`: `onnxruntime-cuda`.
 - `openvino.py`: `openvino`.
 - `llamacpp.py`: `llamacpp`, with `llamacpp.mjs`, which runs the model in Node and times it there.
-- `available.py`: which of them are installed; `load_runtime`.
 
 To add a runtime, write one module and name it in one line:
 

@@ -1,17 +1,20 @@
-"""Define the interface of a runtime: a loaded model that can be run and timed."""
+"""Define the interface of a runtime, a loaded model that can be run and timed, and load one by its name."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from time import perf_counter_ns
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from ...entry_points import Registry
-from ...tasks.task import stack
+from ...errors import RecipeError, RequestError, did_you_mean
+from ...tasks.task import Task, stack
 
 # The execution provider that an ONNX graph is exported for.
 Provider = Literal["cpu", "cuda"]
@@ -85,11 +88,6 @@ class Runtime(ABC):
         """Return the formats of the exports that it reads; none if it reads models."""
         return () if cls.reads_models else (cls.format, *cls.calibrated.values())
 
-    @classmethod
-    def exported_in(cls, dtype: str) -> str:
-        """Return the dtype of the graph to export, so that it computes in `dtype`."""
-        return "float32" if dtype in cls.hints else dtype
-
     @property
     @abstractmethod
     def provider(self) -> str:
@@ -130,9 +128,13 @@ class Runtime(ABC):
     def fetch(self, result: Any) -> dict[str, np.ndarray]:
         """Copy the result of `run` to arrays on the host, by output name; not part of the timed run."""
 
+    def run_once(self, batch: Mapping[str, Any]) -> Any:
+        """Run the model on a batch that is not run again, and return what `run` does."""
+        return self.run(self.prepare(batch))
+
     def compute(self, batch: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """Run the model once on a batch, and return its outputs as `fetch` does."""
-        return self.fetch(self.run(self.prepare(batch)))
+        return self.fetch(self.run_once(batch))
 
     def prediction(self, batch: Mapping[str, Any], names: Sequence[str] = ("logits",)) -> torch.Tensor:
         """Return what the model predicts for a batch: the outputs of these names, stacked as by `Task.output`."""
@@ -152,3 +154,73 @@ def last_token(batch: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
     prompt = {name: value[:, :-1] if name in of_tokens else value for name, value in batch.items()}
     step = {name: batch[name][:, -1:] for name in of_tokens - {"attention_mask"}}
     return prompt, {**step, "attention_mask": batch["attention_mask"]}
+
+
+def check_runtime(name: str, *, task: type[Task] | None = None) -> None:
+    """Refuse, before anything is loaded, a runtime that is not registered, not installed, or not for the task.
+
+    Raises RecipeError, which suggests the closest name, or MissingRuntimeError, which says what to install.
+    """
+    if name not in RUNTIMES:
+        hint = did_you_mean(name, RUNTIMES, cutoff=0.3)
+        raise RecipeError([f"runtime must be one of {', '.join(sorted(RUNTIMES))}, got {name!r}{hint}"])
+    RUNTIMES[name].require()
+    if task is not None:
+        check_task(name, task)
+
+
+def check_task(name: str, task: type[Task]) -> None:
+    """Refuse, by a RecipeError, a runtime of decoders (GGUF) for a task other than generating text."""
+    if RUNTIMES[name].format == "gguf" and not task.decodes_text:
+        raise RecipeError([f"runtime {name} runs decoders (text-generation), got task: {task.name}; leave it out"])
+
+
+def check_one_graph(names: Sequence[str], task: type[Task]) -> None:
+    """Refuse, by a RequestError, runtimes of exports for a task whose models are exported in parts, if at all."""
+    exported = [name for name in names if not RUNTIMES[name].reads_models] if task.in_parts else []
+    if exported:
+        raise RequestError(
+            f"a model of {task.name} is not exported as one graph, so it can be timed on torch only, got "
+            f"{', '.join(exported)}; set the runtime to torch"
+        )
+
+
+def check_dtypes(dtypes: Sequence[str], runtimes: Sequence[str]) -> None:
+    """Refuse, by a RequestError, dtypes that none of the runtimes can run a model in."""
+    known = list(dict.fromkeys(dtype for runtime in runtimes for dtype in RUNTIMES[runtime].dtypes))
+    for dtype in dtypes:
+        if dtype not in known:
+            raise RequestError(f"a dtype must be one of {', '.join(known)} on {', '.join(runtimes)}, got {dtype!r}")
+
+
+def load_runtime(
+    name: str, source: PreTrainedModel | str | Path, *, threads: int | None = None, dtype: str | None = None
+) -> Runtime:
+    """Load a model into a runtime.
+
+    Args:
+        name: A registered runtime, such as `torch` or `onnxruntime-cpu`.
+        source: A `PreTrainedModel` for `torch` and `torch-compile`; an ONNX file, or a folder with `model.onnx`, for
+            ONNX Runtime and OpenVINO; a GGUF file, or a folder with `model.gguf`, for `llamacpp`.
+        threads: CPU threads within an operator; by default torch's number, so that runtimes are comparable.
+        dtype: Dtype to compute in, if the runtime can compute a float32 graph in it (`Runtime.hints`); otherwise the
+            source decides.
+
+    Returns:
+        The loaded model, with `.prepare(batch)`, `.run(prepared)` and `.fetch(result)`.
+
+    Raises:
+        RecipeError: The name is not registered, the source is of the wrong kind, or threads < 1.
+        MissingRuntimeError: The runtime or its execution provider is not installed.
+
+    Examples:
+        >>> runtime = load_runtime("torch", slim)
+        >>> runtime.fetch(runtime.run(runtime.prepare(batches[0])))["logits"].shape
+        (4, 3)
+    """
+    check_runtime(name)
+    if threads is not None and threads < 1:
+        raise RecipeError([f"threads must be at least 1, got {threads}"])
+    factory: Callable[..., Runtime] = RUNTIMES[name]
+    hint = {"dtype": dtype} if dtype in RUNTIMES[name].hints else {}
+    return factory(source, threads=torch.get_num_threads() if threads is None else threads, **hint)

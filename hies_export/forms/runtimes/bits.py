@@ -42,15 +42,9 @@ def quantize_graph(
 ) -> dict[str, int]:
     """Quantise the layers of an `onnx_ir.Graph` in place: MatMul and Gemm by a constant, Gather from a table.
 
-    Args:
-        graph: The graph, in float32.
-        bits: 8 or 4, of the weights of linear layers; embeddings and the layer that the graph ends in take 8.
-        smallest: Layers and tables of fewer weights stay as they are.
-        tables: Whether embeddings are quantised too.
-        spreads: Gives the spreads of what layers in 4 bits read; None to round their weights to nearest.
-
-    Returns:
-        Number of linear layers by dtype: `int8`, `int4` if there are any, and `float32` for those too small to gain.
+    Of 4 bits, embeddings (`tables`) and the layer that the graph ends in take 8. `spreads` gives that of what each
+    layer in 4 bits reads; without, weights are rounded to nearest. Returns the number of linear layers by dtype:
+    `int8`, `int4` if there are any, and `float32` for those of fewer weights than `smallest`, which would not gain.
     """
     attending = [_replace_attention(graph, node) for node in graph if node.op_type == "MultiHeadAttention"]
     tokens: dict[Any, tuple[Any, Any]] = {}

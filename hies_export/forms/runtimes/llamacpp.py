@@ -107,12 +107,6 @@ class LlamaCppRuntime(Runtime):
         self.release, self.architecture = str(told["release"]), str(told["architecture"])
         self._device, self._file_type = str(told["device"]), told.get("fileType")
 
-    def __enter__(self) -> LlamaCppRuntime:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
         """End the process; happens by itself when the object is no longer used."""
         self._finalizer()
@@ -147,15 +141,12 @@ class LlamaCppRuntime(Runtime):
         """Whether it generates from a cache, as all models do that llama.cpp runs here."""
         return True
 
-    def prepare(self, batch: Mapping[str, Any]) -> int:
-        """Send the tokens of a batch; padding is left out."""
-        return self._prepare(batch, step=False)
-
     def prepare_step(self, batch: Mapping[str, Any]) -> int:
         """Send the tokens of a batch, to run the last one of each text with the others in the cache."""
-        return self._prepare(batch, step=True)
+        return self.prepare(batch, step=True)
 
-    def _prepare(self, batch: Mapping[str, Any], *, step: bool) -> int:
+    def prepare(self, batch: Mapping[str, Any], *, step: bool = False) -> int:
+        """Send the tokens of a batch; padding is left out."""
         rows = [row[mask].tolist() for row, mask in zip(batch["input_ids"], _real_tokens(batch), strict=True)]
         return int(self._ask("prepare", texts=rows, step=step))
 

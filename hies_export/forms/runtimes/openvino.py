@@ -43,7 +43,8 @@ class OpenVinoRuntime(GraphRuntime):
         self.require()
         import openvino
 
-        file = _file(source, self.name)
+        own_file = Path(source) / OPENVINO_FILE if isinstance(source, (str, Path)) else None
+        file = own_file if own_file is not None and own_file.is_file() else onnx_file(source, self.name)
         core = openvino.Core()
         try:
             graph = core.read_model(str(file))
@@ -108,12 +109,6 @@ class OpenVinoRuntime(GraphRuntime):
     def fetch(self, result: Any) -> dict[str, np.ndarray]:
         """Return float32 arrays by output name."""
         return {name: np.array(result.get_tensor(name).data, dtype=np.float32) for name in self.outputs}
-
-
-def _file(source: str | Path, name: str) -> Path:
-    """Return a given file, OpenVINO's own of a folder, or else its ONNX file."""
-    own = Path(source) / OPENVINO_FILE if isinstance(source, (str, Path)) else None
-    return own if own is not None and own.is_file() else onnx_file(source, name)
 
 
 def name_tensors(file: Path, graph: Any) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, tuple[int, int]]]:

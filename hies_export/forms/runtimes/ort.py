@@ -135,9 +135,6 @@ class OnnxRuntime(GraphRuntime):
 
     def prepare(self, batch: Mapping[str, Any]) -> BoundFeed:
         """Bind tensors or ONNX Runtime's values; fill in missing masks, token types, positions and an empty cache."""
-        return self._bind(batch)
-
-    def _bind(self, batch: Mapping[str, Any]) -> BoundFeed:
         import onnxruntime as ort
 
         binding: Any = self._session.io_binding()
@@ -153,14 +150,6 @@ class OnnxRuntime(GraphRuntime):
         for name in self.outputs:
             binding.bind_output(name, self.device)
         return BoundFeed(binding, tuple(values))
-
-    def run_once(self, batch: Mapping[str, Any]) -> Any:
-        """Run the graph on a batch that is not run again, and return what `run` does."""
-        return self.run(self._bind(batch))
-
-    def compute(self, batch: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """Run the graph once on a batch, and return its outputs as `fetch` does."""
-        return self.fetch(self.run_once(batch))
 
     def run(self, feed: BoundFeed) -> Any:
         """Run the graph, also on a GPU to its end, and return the binding, which holds the outputs."""

@@ -112,7 +112,7 @@ class CudaOnnxRuntime(OnnxRuntime):
 
     def _settled(self, batch: Mapping[str, Any]) -> BoundFeed:
         """Bind inputs and outputs to fixed memory, and assign the number of the CUDA graph to capture and replay."""
-        bound = self._bind(batch)
+        bound = super().prepare(batch)
         self.run(replace(bound, options=_graph_number(-1)))
         for name, value in self.values(bound.binding).items():
             bound.binding.bind_ortvalue_output(name, value)
@@ -123,7 +123,7 @@ class CudaOnnxRuntime(OnnxRuntime):
         """Run the graph on a batch that is not run again, without a CUDA graph, and return what `run` does."""
         before = _free_bytes()
         # A run without a number would capture a graph, or replay that of another shape.
-        result = self.run(replace(self._bind(batch), options=_graph_number(-1)))
+        result = self.run(replace(super().prepare(batch), options=_graph_number(-1)))
         self._memory_bytes += before - _free_bytes()
         return result
 

@@ -180,10 +180,10 @@ class CompiledTorchRuntime(TorchRuntime):
         with refused_compilations(f"runtime {self.name!r}"):
             return forward(**inputs)
 
-    def compute(self, batch: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """Run the model once on a batch, by the program for all shapes, and return its outputs as `fetch` does."""
+    def run_once(self, batch: Mapping[str, Any]) -> Any:
+        """Run the model on a batch that is not run again, by the program for all shapes."""
         with torch_threads(self.threads), torch.inference_mode():
-            return self.fetch(self._compiled(self._of_any_shape, self.prepare(batch)))
+            return self._compiled(self._of_any_shape, self.prepare(batch))
 
     def run(self, feed: dict[str, Any]) -> Any:
         """Run one forward pass, and take note of what torch captures and reserves for it."""

@@ -1,20 +1,24 @@
-"""Cut a number of bundles from every module, and count the FLOPs that this saves.
-
-Which bundles go does not matter: the cost depends only on their number."""
+"""Count the FLOPs and the parameters that every module saves with a number of bundles, whichever they are."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from ...model.copies import share_weights
+from ...model.linear import features_of
 from ...select.constraints import bundle_count
 from ...select.cost import CostTable
 from ...slim.cut import prune_units
+from ...units.follow import feature_cuts, parameter_cuts
 from ...units.units import Kept, PrunableModule, Units
-from ..measure.counts import flops_by_module, innermost
+from ..measure.counts import count_parameters, flops_by_module, innermost
+
+# Bundles that modules lose in turn, in the cut that checks the counts.
+UNEVEN = (1, 3, 0, 2, 5)
 
 
 def cut_bundles(
@@ -34,10 +38,6 @@ def keep_first(module: Units, bundles: int, unit: str) -> Kept:
     groups = range(bundles if whole_groups else module.groups)
     per_group = range(module.group_size if whole_groups else bundles)
     return module.kept(group * module.group_size + place for group in groups for place in per_group)
-
-
-# Bundles that modules lose in turn, in the cut that checks the counts.
-UNEVEN = (1, 3, 0, 2, 5)
 
 
 def flops_table(
@@ -123,3 +123,45 @@ def _own(flops: Mapping[str, int]) -> dict[str, int]:
                 outer = outer.rpartition(".")[0]
             own[outer] -= count
     return own
+
+
+def parameters_table(model: PreTrainedModel, modules: Sequence[PrunableModule], *, unit: str = "group") -> CostTable:
+    """Return the table of parameters saved by removing bundles from every module.
+
+    All bundles of a module own as many rows and columns. Nothing is cut, and no weight is read, so the model may be on
+    the meta device.
+
+    Args:
+        model: The dense model; its tied parameters count once.
+        modules: The modules that may lose units.
+        unit: As in `Constraints`.
+
+    Returns:
+        Module -> share of the dense model's parameters that it saves by losing 0, 1, 2, ... bundles.
+
+    Examples:
+        >>> table = parameters_table(model, modules)
+        >>> [len(saved) for saved in table.saved.values()]
+        [7, 7, 7]
+    """
+    dense = count_parameters(model)
+    saved = {}
+    for module in modules:
+        count = bundle_count(module, unit)
+        one = _removed(model, module, keep_first(module, count - 1, unit)) / dense
+        saved[module.name] = tuple(one * k for k in range(count + 1))
+    return CostTable("parameters", saved)
+
+
+def _removed(model: nn.Module, module: PrunableModule, kept: Kept) -> int:
+    """Return the number of parameters, weights and biases, that a module loses with the units that are not kept."""
+    removed = 0
+    for name, axis, index in feature_cuts(model, module, kept):
+        layer = model.get_submodule(name)
+        features = features_of(layer)
+        has_bias = axis == 0 and layer.bias is not None  # an output feature has a bias, an input feature has none
+        removed += (features[axis] - len(index)) * (features[1 - axis] + has_bias)
+    for name, axis, index in parameter_cuts(model, module, kept):
+        parameter = model.get_parameter(name)
+        removed += (parameter.shape[axis] - len(index)) * (parameter.numel() // parameter.shape[axis])
+    return removed
