@@ -304,5 +304,5 @@ def test_bad_requests() -> None:
         MomentStream(model, modules, [text_batch(4)])
     generator = causal_lm()
     unlabelled = {**text_batch(6), "labels": torch.full_like(text_batch(6)["input_ids"], -100)}
-    with pytest.raises(DataError, match="samples 0, 1, 2, 3, 4, 5"):
+    with pytest.raises(DataError, match="every sample must have a label token"):
         EffectStream(generator, [unlabelled], neurons(generator))

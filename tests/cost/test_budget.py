@@ -183,10 +183,10 @@ def test_a_kept_table_is_read_for_the_same_model_and_shape_only(
     [
         ({}, "exactly one of heads, flops, parameters, latency, max_drop, keep must be given, got none"),
         ({"heads": 0.3, "flops": 0.8}, "exactly one of .* got heads and flops"),
-        ({"latency": {"ratio": 1.1}}, "ratio must be less than 1, got 1.1"),
+        ({"latency": {"ratio": 1.1}}, "(?s)latency.ratio.*less than 1"),
         ({"latency": {"ratio": 0.9, "runtime": "torsh"}}, "got 'torsh'; did you mean 'torch'"),
         ({"max_drop": {"metric": "accurcy", "by": 0.01}}, "got 'accurcy'; did you mean 'accuracy'"),
-        ({"max_drop": {"metric": "accuracy", "by": -0.01}}, "by must be greater than or equal to 0, got -0.01"),
+        ({"max_drop": {"metric": "accuracy", "by": -0.01}}, "(?s)max_drop.by.*greater than or equal to 0"),
     ],
 )
 def test_budgets_that_cannot_be_are_refused(budget: dict[str, Any], message: str) -> None:
