@@ -36,6 +36,8 @@ from transformers.utils import logging
 
 from hies_export.model import online
 
+EXPORTER = ("export", "export_generative", "own_attention", "traces")
+
 
 @pytest.fixture(autouse=True, scope="session")
 def _calm() -> None:
@@ -53,8 +55,9 @@ def _small_heap() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _traced_once(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Only tests of the exporter trace what a graph was traced of before: a trace takes seconds."""
-    with nullcontext() if request.path.parent.name == "onnx" else traced_once():
+    """Only tests of the exporter trace a model whose graph is known: a trace takes seconds."""
+    of_the_exporter = request.path.parts[-2:] in {("onnx", f"test_{what}.py") for what in EXPORTER}
+    with nullcontext() if of_the_exporter else traced_once():
         yield
 
 

@@ -297,12 +297,14 @@ def test_a_model_with_one_label_orders_candidates(tmp_path: Path, rows: dict[str
 @pytest.mark.slow
 def test_ids_of_a_model_and_of_a_data_set_are_enough(folder: Path, tmp_path: Path) -> None:
     """By the real clients, in a process of its own."""
-    ids = {"user/model": folder / "model", "datasets/user/rows": folder}
+    model = save_text_model(tmp_path / "model", num_labels=1, num_hidden_layers=1)
+    ids = {"user/model": model, "datasets/user/rows": folder}
     with Hub(tokens={TOKEN: "user"}) as hub:
         for name, place in ids.items():
             files = [file for file in place.iterdir() if place.name == "model" or file.suffix == ".jsonl"]
             hub.add(name, {file.name: file.read_bytes() for file in files})
         asked = ["deploy", "user/model", "--data", "user/rows", "--keep", "0.5", "--runtime", "onnxruntime-cpu"]
+        asked += ["--within", "1s"]  # what is searched for is found in other tests
         done = subprocess.run(
             [sys.executable, "-m", "hies_export", *asked, "-o", str(tmp_path / "out"), "--json"],
             env=hub.environment(tmp_path / "home"),

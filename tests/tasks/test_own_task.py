@@ -44,7 +44,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, tokenizer = tmp_path_factory.mktemp("own"), word_tokenizer(WORDS)
     torch.manual_seed(0)
     # One matrix is large enough for 8 bits.
-    sizes = SIX_HEADS | {"intermediate_size": 352, "num_labels": 2, "max_position_embeddings": 64}
+    sizes = SIX_HEADS | {
+        "num_hidden_layers": 1,
+        "intermediate_size": 352,
+        "num_labels": 2,
+        "max_position_embeddings": 64,
+    }
     shake(BertForNextSentencePrediction(BertConfig(vocab_size=len(tokenizer), **sizes))).save_pretrained(
         folder / "model"
     )

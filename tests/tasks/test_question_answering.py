@@ -376,7 +376,7 @@ def test_what_a_recipe_cannot_ask_is_refused(change: dict[str, Any], message: st
 
 @pytest.mark.slow
 def test_a_run_judges_what_it_writes_also_in_8_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wide = {"hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 128, "num_hidden_layers": 2}
+    wide = {"hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 128, "num_hidden_layers": 1}
     recipe = save_questions(
         tmp_path,
         train=12,

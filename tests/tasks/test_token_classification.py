@@ -392,6 +392,7 @@ def test_the_card_shows_how_to_find_entities(out: Path) -> None:
     assert sorted((one["entity_group"], len(one["word"].split())) for one in known["found"]) == sorted(wanted)
 
 
+@pytest.mark.usefixtures("untraced")
 @pytest.mark.parametrize("over", ["sentences", "entities"])
 def test_a_promise_is_over_sentences_or_entities(over: str, tmp_path: Path) -> None:
     keep = {"predictions": 0.5} if over == "sentences" else {"metric": "own_entity_f1", "predictions": 0.5}
