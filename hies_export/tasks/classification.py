@@ -106,10 +106,19 @@ class Classification(Task):
         return torch.tensor(labels, dtype=torch.float32 if numbers else torch.int64)
 
     def canonical(self, model: PreTrainedModel, batch: Batch) -> Batch:
-        """Return a batch, or refuse classes that the model does not know, which a GPU would fail on without a word."""
-        if "labels" in batch and self.predicts == "classes":
+        """Return a batch, or refuse labels that would be compared with the wrong numbers, or fail without a word."""
+        labels = batch.get("labels")
+        if labels is None:
+            return dict(batch)
+        if self.predicts == "classes":
             known = len(ClassNames(self.config).names)
-            data.check_numbers(batch["labels"], known, "labels", "a batch", dtypes=(torch.int64,))
+            data.check_numbers(labels, known, "labels", "a batch", dtypes=(torch.int64,))
+            return dict(batch)
+        flags = self.predicts == "labels"
+        wanted = (self.config.num_labels,) if flags else ()
+        if labels.shape[1:] != wanted or (flags and not ((labels == 0) | (labels == 1)).all()):
+            what = f"0 or 1 for each of {wanted[0]} labels" if flags else "one number for each sample"
+            raise DataError(f"labels must be {what}, but a batch has {labels.dtype} of shape {tuple(labels.shape)}")
         return dict(batch)
 
     def own_labels(self, model: PreTrainedModel, batch: Batch, output: Tensor) -> Tensor:

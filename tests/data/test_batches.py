@@ -190,3 +190,17 @@ def test_the_keys_of_choices_are_kept_where_all_of_them_are_there(models: dict[s
     choices = {key: torch.arange(3) for key in ("question", "choice", "right", "characters")}
     (checked,) = check(models["lm"], [{"input_ids": IDS, "labels": IDS, **choices}])
     assert checked.keys() == {"input_ids", "labels", *choices}
+
+
+@pytest.mark.parametrize("labels", [torch.ones(3), torch.ones(3, 4), torch.full((3, 3), 0.5)])
+def test_a_multi_label_classifier_needs_a_flag_for_each_label(labels: torch.Tensor) -> None:
+    model = bert(problem_type="multi_label_classification")
+    flags = torch.tensor([[0.0, 1.0, 1.0]] * 3)
+    assert torch.equal(read(model, [{"input_ids": IDS, "labels": flags}])[0]["labels"], flags)
+    with pytest.raises(DataError, match="0 or 1 for each of 3 labels"):
+        read(model, [{"input_ids": IDS, "labels": labels}])
+
+
+def test_a_regression_needs_one_number_for_each_sample(models: dict[str, PreTrainedModel]) -> None:
+    with pytest.raises(DataError, match=r"one number for each sample, .* of shape \(3, 1\)"):
+        read(models["regression"], [{"input_ids": IDS, "labels": torch.rand(3, 1)}])
