@@ -528,7 +528,7 @@ def _resolve_paths(fields: dict[str, Any], folder: Path) -> None:
     if isinstance(fields.get("model"), str) and os.path.exists(folder / fields["model"]):
         fields["model"] = os.path.normpath(folder / fields["model"])
     if isinstance(fields.get("output"), str):
-        fields["output"] = folder / fields["output"]
+        fields["output"] = Path(os.path.normpath(folder / fields["output"]))
     evaluation = fields.get("evaluation")
     if isinstance(evaluation, dict) and isinstance(evaluation.get("lm_eval"), list):
         files = [folder / str(task) for task in evaluation["lm_eval"]]

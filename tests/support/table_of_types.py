@@ -7,7 +7,7 @@ architectures.json.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,6 @@ NEURON_STEPS = {
     "onnx": "the same for the model with fewer neurons",
     "together": "heads and neurons cut at once pass the steps cut and reload",
 }
-
-NOT_RUN = "not run yet"
 
 Table = Mapping[str, Any]
 Entry = Mapping[str, Any]
@@ -55,35 +53,12 @@ def read_table() -> dict[str, Any]:
 
 def neurons_of(entry: Entry) -> Entry:
     """Return the results for the neurons of a model type, which have their own entry."""
-    return entry.get("neurons", {"refused": NOT_RUN})
+    return entry.get("neurons", {})
 
 
 def holds(entry: Entry, step: str) -> bool:
     """Return whether a model type, or its neurons, passes a step."""
     return bool(entry.get("steps", {}).get(step) == "yes")
-
-
-def failing(entry: Entry, steps: Iterable[str]) -> list[str]:
-    """Return the steps that fail, or were not run; one that does not apply ("n/a") does not fail."""
-    results = entry.get("steps", {})
-    return [step for step in steps if not results.get(step, NOT_RUN).startswith(("yes", "n/a"))]
-
-
-def why_not(entry: Entry, steps: Iterable[str] = STEPS) -> str:
-    """Return why a model type, or its neurons, does not pass every step, in one line; else an empty string."""
-    if "steps" not in entry:
-        return str(entry["refused"])
-    results = {step: entry["steps"].get(step, NOT_RUN) for step in steps}
-    return "; ".join(f"{step}: {result}" for step, result in results.items() if result != "yes")
-
-
-def neurons_in_short(entry: Entry) -> str:
-    """Return the results for the neurons of a model type in a few words."""
-    neurons = neurons_of(entry)
-    if "steps" not in neurons:
-        return NOT_RUN if neurons["refused"] == NOT_RUN else "refused"
-    wrong = failing(neurons, NEURON_STEPS)
-    return f"not {', '.join(wrong)}" if wrong else "yes"
 
 
 def counts(table: Table) -> dict[str, int]:
