@@ -114,10 +114,10 @@ class Classification(Task):
             known = len(ClassNames(self.config).names)
             data.check_numbers(labels, known, "labels", "a batch", dtypes=(torch.int64,))
             return dict(batch)
-        flags = self.predicts == "labels"
-        wanted = (self.config.num_labels,) if flags else ()
+        flags, count = self.predicts == "labels", self.config.num_labels
+        wanted = (count,) if flags else ()
         if labels.shape[1:] != wanted or (flags and not ((labels == 0) | (labels == 1)).all()):
-            what = f"0 or 1 for each of {wanted[0]} labels" if flags else "one number for each sample"
+            what = f"0 or 1 for each of {count} labels" if flags else "one number for each sample"
             raise DataError(f"labels must be {what}, but a batch has {labels.dtype} of shape {tuple(labels.shape)}")
         return dict(batch)
 
