@@ -333,50 +333,70 @@ class PruningRecipe(Section):
         export, held_out, evaluation, name = self.export, self.held_out, self.evaluation, self.task
         shown = f"{export.format}, {export.provider}, {export.dtype}"
         plain = shown == "onnx, cpu, float32"
-        lm_eval = evaluation.lm_eval and not task.decodes_text
         refusal = task.refusal(self.data)
         first_broken(
-            {
-                f"evaluation.lm_eval judges language models (text-generation), got task: {name}": lm_eval,
-                f"{refusal}": refusal,
-                "deploy chooses how much to remove, and prune.budget sets it too; leave out one of them": deploy
-                and given,
-                "cascade.flops chooses how much to remove, and prune.budget sets it too; leave out one": (
-                    cascade and cascade.flops and given
-                ),
-                "prune.budget must be given": not (deploy or cascade or given),
-            }
+            (
+                evaluation.lm_eval and not task.decodes_text,
+                f"evaluation.lm_eval judges language models (text-generation), got task: {name}",
+            ),
+            (refusal, refusal or ""),
+            (
+                deploy and given,
+                "deploy chooses how much to remove, and prune.budget sets it too; leave out one of them",
+            ),
+            (
+                cascade and cascade.flops and given,
+                "cascade.flops chooses how much to remove, and prune.budget sets it too; leave out one",
+            ),
+            (not (deploy or cascade or given), "prune.budget must be given"),
         )
-        in_bits = cascade and export.quantize and cascade.runtime == "openvino"
-        dtypes = self.goal.timed and self.measure.dtypes
-        encoders = export.format == "openvino" and (task.generative or task.in_parts)
-        first = held_out and held_out.split == evaluation.split and evaluation.rows == "first"
-        pooled = (self.pooling, self.normalize) != (None, None) and not task.embeds
         first_broken(
-            {
-                "deploy tries cascades by itself, got a section cascade; leave it out": deploy and cascade,
+            (deploy and cascade, "deploy tries cascades by itself, got a section cascade; leave it out"),
+            (
+                deploy and task.in_parts,
                 f"deploy compares models that are one graph, got task: {name}, which is exported as several; prune it "
-                "with hies-export run, and a budget of keep": deploy and task.in_parts,
-                f"deploy exports what each runtime reads, got export: {shown}; leave it out": deploy and not plain,
-                f"deploy finds the largest cut in one step, got prune.steps: {self.prune.steps}; set it to 1": (
-                    deploy and self.prune.steps > 1
-                ),
-                f"cascade is for classifiers, got task: {name}; leave it out": cascade and not task.cascades,
-                f"cascade needs export: onnx for provider cpu in float32, got {shown}; leave them out": (
-                    cascade and not plain
-                ),
+                "with hies-export run, and a budget of keep",
+            ),
+            (
+                deploy and not plain,
+                f"deploy exports what each runtime reads, got export: {shown}; leave it out",
+            ),
+            (
+                deploy and self.prune.steps > 1,
+                f"deploy finds the largest cut in one step, got prune.steps: {self.prune.steps}; set it to 1",
+            ),
+            (cascade and not task.cascades, f"cascade is for classifiers, got task: {name}; leave it out"),
+            (
+                cascade and not plain,
+                f"cascade needs export: onnx for provider cpu in float32, got {shown}; leave them out",
+            ),
+            (
+                cascade and export.quantize and cascade.runtime == "openvino",
                 "a cascade in 8 bits needs runtime: onnxruntime-cpu, whose operators it has, got openvino; leave out "
-                "export.quantize, and set cascade.dtype: bfloat16": in_bits,
+                "export.quantize, and set cascade.dtype: bfloat16",
+            ),
+            (
+                self.goal.timed and self.measure.dtypes,
                 "a budget of time is met in the dtype of the model or of the export, so measure.dtypes must not "
-                f"be given, got {', '.join(self.measure.dtypes)}; time other dtypes with hies-export bench": dtypes,
-                f"export.format gguf is for text-generation, got task: {name}; set it to onnx": (
-                    export.format == "gguf" and not task.decodes_text
-                ),
-                f"export.format openvino is for encoders, got task: {name}; set it to onnx": encoders,
+                f"be given, got {', '.join(self.measure.dtypes)}; time other dtypes with hies-export bench",
+            ),
+            (
+                export.format == "gguf" and not task.decodes_text,
+                f"export.format gguf is for text-generation, got task: {name}; set it to onnx",
+            ),
+            (
+                export.format == "openvino" and (task.generative or task.in_parts),
+                f"export.format openvino is for encoders, got task: {name}; set it to onnx",
+            ),
+            (
+                held_out and held_out.split == evaluation.split and evaluation.rows == "first",
                 f"held_out draws rows of the split that is evaluated, {quoted(evaluation.split)}, so evaluation.rows "
-                "must be drawn from the others, got first; leave it out, or hold out another split's": first,
-                f"pooling and normalize are for feature-extraction, got task: {name}; leave them out": pooled,
-            }
+                "must be drawn from the others, got first; leave it out, or hold out another split's",
+            ),
+            (
+                (self.pooling, self.normalize) != (None, None) and not task.embeds,
+                f"pooling and normalize are for feature-extraction, got task: {name}; leave them out",
+            ),
         )
         return self
 

@@ -6,7 +6,6 @@ A section is also the options of the stage that it is about. So this file import
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -25,9 +24,12 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-def first_broken(rules: Mapping[str, object]) -> None:
-    """Raise a ValueError of the first rule that is broken: what must hold, what was given and what to do."""
-    for sentence, broken in rules.items():
+def first_broken(*rules: tuple[object, str]) -> None:
+    """Raise a ValueError of the first rule that is broken, a pair of whether it is and a sentence.
+
+    The sentence says what must hold, what was given, and what to do.
+    """
+    for broken, sentence in rules:
         if broken:
             raise ValueError(sentence)
 
@@ -227,7 +229,7 @@ class CompensationSection(Section):
     def _weighs_tokens_in_one_pass(self) -> CompensationSection:
         weights = self.token_weights
         sentence = f"sequential refits weigh all tokens alike, got token_weights: {weights}; leave out one"
-        first_broken({sentence: self.sequential and weights not in (None, 1)})
+        first_broken((self.sequential and weights not in (None, 1), sentence))
         return self
 
 
@@ -262,20 +264,28 @@ class ExportSection(Section):
         quantize, gguf = self.quantize, self.format == "gguf"
         elsewhere = (self.provider, self.dtype) != ("cpu", "float32")
         first_broken(
-            {
+            (
+                self.format == "openvino" and quantize != "int8",
                 f"format: openvino needs quantize: int8, got {quantize}; set it, or set format: onnx, which OpenVINO "
-                "reads as it is": self.format == "openvino" and quantize != "int8",
-                f"quantize belongs to format: onnx, got {quantize} for gguf; set dtype: q8_0 or q4_0": quantize
-                and gguf,
+                "reads as it is",
+            ),
+            (
+                quantize and gguf,
+                f"quantize belongs to format: onnx, got {quantize} for gguf; set dtype: q8_0 or q4_0",
+            ),
+            (
+                quantize and elsewhere,
                 f"quantize: {quantize} needs provider: cpu and dtype: float32, got {self.provider} and {self.dtype}; "
-                "leave them out": quantize and elsewhere,
-                f"dtype must be float32 or float16 for format: onnx, got {self.dtype}; set format: gguf": (
-                    self.format in ("onnx", "openvino") and self.dtype not in ("float32", "float16")
-                ),
-                f"provider belongs to format: onnx, got {self.provider} for format: gguf; leave it out": (
-                    gguf and self.provider != "cpu"
-                ),
-            }
+                "leave them out",
+            ),
+            (
+                self.format in ("onnx", "openvino") and self.dtype not in ("float32", "float16"),
+                f"dtype must be float32 or float16 for format: onnx, got {self.dtype}; set format: gguf",
+            ),
+            (
+                gguf and self.provider != "cpu",
+                f"provider belongs to format: onnx, got {self.provider} for format: gguf; leave it out",
+            ),
         )
         return self
 
