@@ -64,6 +64,5 @@ def rename_in_report(report: Report, written: Path, folder: Path) -> Report:
 
     text = report.to_json()
     for old, new in ((os.path.abspath(written), os.path.abspath(folder)), (str(written), str(folder))):
-        old, new = (json.dumps(path, ensure_ascii=False)[1:-1] for path in (old, new))
-        text = text.replace(old, new)
+        text = text.replace(json.dumps(old, ensure_ascii=False)[1:-1], json.dumps(new, ensure_ascii=False)[1:-1])
     return Report.from_values(json.loads(text), where="report.json")
