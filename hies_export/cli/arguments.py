@@ -113,7 +113,7 @@ def add_budgeted(parser: ArgumentParser) -> None:
     add_request(parser)
     group = parser.add_mutually_exclusive_group()
     for key, text in BUDGETS.items():
-        group.add_argument(f"--{key}", metavar="SHARE", type=a_number(float, 0, 1), help=text)
+        group.add_argument(f"--{key}", dest=f"budget_{key}", metavar="SHARE", type=a_number(float, 0, 1), help=text)
 
 
 def _add_changes(parser: ArgumentParser) -> None:
@@ -171,8 +171,8 @@ def read_recipe(options: Options, *, deploys: bool = False) -> PruningRecipe:
     from ..pipeline.recipe import PruningRecipe, overridden
 
     overrides = read_overrides(options.overrides)
-    for key in () if deploys else BUDGETS:
-        if (share := getattr(options, key, None)) is not None:
+    for key in BUDGETS:
+        if (share := getattr(options, f"budget_{key}", None)) is not None:
             overrides["prune.budget"] = {key: share}
     if options.output is not None:
         overrides["output"] = options.output

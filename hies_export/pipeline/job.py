@@ -17,6 +17,7 @@ import datasets
 import torch
 from transformers import PreTrainedModel
 
+from ..calibrate.moments import HELD_OUT_EVERY
 from ..checkpoint.load import Source, check_in_memory
 from ..data.batches import Batch, image_shape, inputs_of, sample_contents, samples_of, size_of
 from ..errors import RecipeError, RequestError, UnsupportedModelError
@@ -256,6 +257,7 @@ def make_job(
     batches = _shaped(model, wanted, first, task)
     check_model(model, rows.score, task)
     check_shapes(model, batches)
+    options = _with_enough_to_refit(options, rows)
     modules, scored, options = _find_modules(model, first_samples(first), options)
     given = Given(first_samples(first), processor, rows.refit or rows.score)
     return Job(
@@ -272,6 +274,16 @@ def make_job(
         deploy=deploy,
         **known,
     )
+
+
+def _with_enough_to_refit(options: PruneSection, rows: Rows) -> PruneSection:
+    """Return the options without a refit that nobody asked for, if there are too few rows for one."""
+    count = samples_of(rows.refit)
+    if options.compensation is None or count >= HELD_OUT_EVERY or "compensation" in options.model_fields_set:
+        return options
+    logger.warning("nothing is refitted, as that takes %d rows or more, and there are %d", HELD_OUT_EVERY, count)
+    criterion = options.criterion if "criterion" in options.model_fields_set else "fisher"
+    return options.model_copy(update={"compensation": None, "criterion": criterion})
 
 
 def _find_modules(

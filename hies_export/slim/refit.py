@@ -69,7 +69,8 @@ class SingularInputsWarning(UserWarning):
 class Compensation:
     """Options for refitting the consumers, by the fields of `CompensationSection`.
 
-    `ridge` is relative to the mean of the diagonal of C_KK, and pulls scalars towards one. If `sequential`, targets are
+    `method` says what is fitted. `ridge` is relative to the mean of the diagonal of C_KK, and pulls scalars towards
+    one. If `sequential`, targets are
     the dense model's outputs, and half of what the residual stream lacks of the dense model's there (`DRIFT`); both
     models run once. With `token_weights` w, each token weighs w + (1 - w) q / mean(q), where q is the squared norm of
     the gradient of the sample's prediction with respect to the consumer's input at that token.

@@ -350,6 +350,8 @@ def text_labels(model: PreTrainedModel, batch: Batch) -> Tensor:
 
     if "labels" in batch:
         return batch["labels"]
+    if "input_ids" not in batch:
+        raise DataError(f"a language model's batch must have labels or input_ids, got {', '.join(batch)}")
     ids = batch["input_ids"]
     return ids.where(judged_tokens(model, batch, ids), data.IGNORED)
 

@@ -214,7 +214,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "sparse": (
         {"layers": [("SpladePooling", {}, {})]},
-        "must be a Transformer, .* SpladePooling; give a model of these",
+        "must be a Transformer, a Pooling, .*SpladePooling",
     ),
     "own code": ({"types": "modeling_own."}, "code in a checkpoint is never run, but .* is modeling_own.Transformer"),
     "two poolings": ({"layers": [("Pooling", {}, {})]}, "must be a Transformer, a Pooling, and then any of Dense"),

@@ -128,7 +128,7 @@ def test_what_was_pushed_loads_in_a_fresh_process_in_every_way(tmp_path: Path) -
     assert set(shown) == {"images/head-maps.svg", "images/latency.svg", "images/alpha.svg"}
     assert all(files[name].startswith(b"<svg ") for name in shown)
     assert "| attention heads | 18 | 11 | -38.9% |" in loaded.text
-    assert "7 of the 18 attention heads of `model` were removed" in loaded.text
+    assert "7 of 18 heads removed" in loaded.text
     assert "bootstrap over loads" in loaded.text
     for way in (
         'hies_export.load("user/slim", revision="half")',

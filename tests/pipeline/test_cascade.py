@@ -146,14 +146,20 @@ def test_a_size_that_cannot_be_cut_is_left_out_with_its_reason(
 ) -> None:
     """Heads alone do not reach the deepest cut."""
     cascade = {"disagreement": 0.3, "flops": [0.35, 0.9]}
-    recipe = make_project(tmp_path, prune={"alpha": 0.5}, cascade=cascade)
+    recipe = make_project(
+        tmp_path, prune={"modules": ["attention"], "criterion": "his", "compensation": None}, cascade=cascade
+    )
     assert hies("run", recipe) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "of the FLOPs were tried, and this one is the fastest of them." in shown
     assert "With 0.35 there is none: the budget asks for FLOPs at most 0.35 of dense" in shown
     tried = Report.from_file(tmp_path / "out").details.cascade.tried  # type: ignore[union-attr]
     assert [(size.time is None, size.problem is None) for size in tried] == [(True, False), (False, True)]
-    recipe = make_project(tmp_path, prune={"alpha": 0.5}, cascade={**cascade, "flops": [0.2, 0.35]})
+    recipe = make_project(
+        tmp_path,
+        prune={"modules": ["attention"], "criterion": "his", "compensation": None},
+        cascade={**cascade, "flops": [0.2, 0.35]},
+    )
     assert hies("run", recipe, "--overwrite") == 2
     # The milder one is checked before anything is scored.
     assert "the budget asks for FLOPs at most 0.35 of dense" in capsys.readouterr().err
@@ -281,7 +287,7 @@ def test_deploy_tries_cascades(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         return [replace(one, ratio=1 - index / 10) for index, one in enumerate(time(forms, rows))]
 
     monkeypatch.setattr(fastest, "time_forms", timed)
-    prune_section = {"modules": ["attention", "mlp"], "criterion": "fisher"}
+    prune_section = {"criterion": "fisher", "compensation": None}
     recipe = make_project(tmp_path, prune=prune_section, cascade=None, deploy={"keep": 0.6})
     report = PruningRecipe.from_yaml(recipe).run()
     found, facts, deployment = report.cascade, report.details.cascade, report.details.deployment

@@ -152,7 +152,13 @@ def test_a_cut_that_leaves_only_small_layers_is_no_mistake_in_the_recipe(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # 96 x 192 weights are worth 8 bits, 96 x 96 are not.
-    prune = {"modules": ["mlp"], "criterion": "l2", "budget": {"flops": 0.8}, "allocation": "uniform"}
+    prune = {
+        "modules": ["mlp"],
+        "criterion": "l2",
+        "budget": {"flops": 0.8},
+        "allocation": "uniform",
+        "compensation": None,
+    }
     recipe = make_project(tmp_path, export={"quantize": "int8"}, prune=prune)
     save_text_model(tmp_path / "model", **SHAPE | {"hidden_size": 96})
     assert hies("run", recipe) == 1

@@ -59,7 +59,7 @@ def test_run_writes_everything_and_tells_the_truth(project: Path, capsys: pytest
     assert hies("run", project / "recipe.yaml", "--json") == 0
     out = project / "out"
     assert sorted(p.name for p in out.iterdir()) == [
-        *("onnx", "plan.json", "report.html", "report.json", "report.md", "scores.json", "slim")
+        *("onnx", "plan.json", "recipe.yaml", "report.html", "report.json", "report.md", "scores.json", "slim")
     ]
     assert {p.name for p in (out / "slim").iterdir()} >= {
         *("config.json", "model.safetensors", "modeling_hies.py", "hies_plan.json", "README.md", "tokenizer.json")
@@ -330,7 +330,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"prune.alpha": "auto", "calibration.samples": 12},
         "needs samples beyond the 12 to score on, but the split 'train' has 12",
     ),
-    "alpha": ({"prune.alpha": 1.0}, "alpha must be in [0, 1), got 1"),
+    "alpha": ({"prune.alpha": 1.0}, "alpha must be auto or a number in [0, 1), got 1"),
     "missing file": ({"data.files.train": "nowhere.jsonl"}, "nowhere.jsonl"),
     "missing split": ({"calibration.split": "trian"}, "the split must be one of"),
     "missing column": ({"data.text": "sentense"}, "but it has sentence, other, label"),
@@ -353,7 +353,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "too much": ({"prune.min_heads": 5}, "leave only 3 to remove"),
     "not cuttable": ({"model": "longformer"}, "LongformerForSequenceClassification (longformer) cannot be cut"),
-    "not fine-tuned": ({"model": "headless"}, "is a BertModel; fine-tune it for the task first"),
+    "not fine-tuned": ({"model": "headless"}, "is a BertModel of type 'bert'; fine-tune it for the task"),
 }
 
 
@@ -508,7 +508,7 @@ def test_what_bench_prints_is_shown_again(project: Path, capsys: pytest.CaptureF
     assert again == said
     assert json.loads(values)["tables"][0]["rows"] == rows
     page = (project / "bench.html").read_text()
-    assert 'torch <span class="muted">2 × 8 float16</span>' in page
+    assert 'torch <span class="muted">2 × 8 float16</span>' in page.replace("\xa0", " ")
     assert hies("report", project / "bench.json", "--figures", project / "figures") == 2
     assert "figures are drawn for a run" in capsys.readouterr().err
     assert not (project / "figures").exists()

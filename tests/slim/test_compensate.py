@@ -213,9 +213,8 @@ def test_inputs_that_are_no_numbers_are_refused_by_name(
 def test_bad_requests() -> None:
     dense, batch = bert(), text_batch(8)
     slim, plan, sites = random_cut(dense, batch)
-    with pytest.raises(RecipeError, match="2 problems") as error:
+    with pytest.raises(RecipeError, match="2 validation errors"):
         compensate(dense, slim, plan, sites, [batch], Compensation(method="magic", ridge=0.0))
-    assert len(error.value.problems) == 2
     with pytest.raises(DataError, match="at least 5 samples, one of them to hold out, got 4"):
         compensate(dense, slim, plan, sites, [text_batch(4)])
     dense, batch = llama(), text_batch(8, padding=False)

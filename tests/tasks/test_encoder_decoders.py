@@ -203,7 +203,9 @@ def test_predictions_are_those_at_the_labels_of_each_sample(model: PreTrainedMod
 
 @pytest.fixture(scope="module")
 def result(model: PreTrainedModel) -> PruneResult:
-    return prune(model, batches_of(model), modules=BOTH, criterion="compensated", budget={"flops": 0.7})
+    return prune(
+        model, batches_of(model), modules=BOTH, criterion="compensated", compensation=None, budget={"flops": 0.7}
+    )
 
 
 def test_heads_and_neurons_of_both_parts_share_one_budget(model: PreTrainedModel, result: PruneResult) -> None:

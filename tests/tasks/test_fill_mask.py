@@ -195,7 +195,7 @@ def test_batches_of_the_collator_lose_the_rows_without_a_mask(model: PreTrainedM
 def test_the_cut_model_is_the_masked_one_and_so_is_its_export(
     model: PreTrainedModel, batches: list[dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
-    result = prune(model, batches, criterion="fisher", budget={"flops": 0.6}, modules=["attention", "mlp"])
+    result = prune(model, batches, criterion="fisher", budget={"flops": 0.6}, compensation=None)
     assert compare_cut(model, result.model, result.plan, result.job.modules, batches[0]) < 1e-4
     exported = result.export_onnx(tmp_path / "onnx")
     assert exported.outputs == ("logits",)
@@ -207,7 +207,7 @@ def test_the_slim_encoder_is_fine_tuned_with_another_head(
     allocation: str, model: PreTrainedModel, batches: list[dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
     """What the guide does, and the head of every other Auto class."""
-    cut: Any = {"modules": ["attention", "mlp"], "criterion": "fisher", "allocation": allocation}
+    cut: Any = {"criterion": "fisher", "allocation": allocation, "compensation": None}
     result = prune(model, batches, budget={"flops": 0.6}, **cut)
     result.save_pretrained(tmp_path / "slim")
     config = json.loads((tmp_path / "slim" / "config.json").read_text())
@@ -266,7 +266,7 @@ def test_a_run_judges_its_int8_form_and_says_how_to_load_it(model: PreTrainedMod
 def test_deploy_keeps_the_promise(model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choosing, "SIZES", 2)
     deploy_on(monkeypatch)
-    prune = {"modules": ["attention"], "criterion": "his"}
+    prune = {"modules": ["attention"], "criterion": "his", "compensation": None}
     deploy(recipe_of(tmp_path, model, prune=prune, deploy={"keep": 0.97}))
     found = Report.from_file(tmp_path / "out").details.deployment
     assert found is not None

@@ -207,6 +207,7 @@ def pruned() -> PruneResult:
         modules=BOTH,
         budget={"flops": 0.6},
         criterion="his",
+        compensation=None,
         processor=letter_tokenizer(),
     )
 

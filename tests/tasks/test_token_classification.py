@@ -318,6 +318,7 @@ MODULES = {"modules": ["attention", "mlp"], "criterion": "compensated", "compens
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run, with 8 bits."""
+    torch.manual_seed(0)
     recipe = save_tagger(
         tmp_path_factory.mktemp("tags"),
         prune={**MODULES, "budget": {"flops": 0.8}},
