@@ -114,7 +114,7 @@ def test_rows_that_something_else_was_chosen_on_make_no_promise(tmp_path: Path) 
 
 
 def test_the_size_is_chosen_by_the_time_of_the_cascade(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sections = {"prune": {"alpha": 0.5, "modules": ["attention", "mlp"]}, "cascade": {"disagreement": 0.3}}
+    sections = {"prune": {"criterion": "fisher", "compensation": None}, "cascade": {"disagreement": 0.3}}
     recipe = make_project(tmp_path, **sections)
     resolved = load_job(PruningRecipe.from_yaml(recipe))
     assert resolved.cascade is not None
