@@ -167,7 +167,6 @@ def read_recipe(options: Options, *, deploys: bool = False) -> PruningRecipe:
 
     Of a MODEL it is a proposed one, which is printed. If it is to be deployed, it has no budget.
     """
-    from ..pipeline.propose import propose_recipe
     from ..pipeline.recipe import PruningRecipe, overridden
 
     overrides = read_overrides(options.overrides)
@@ -195,6 +194,8 @@ def read_recipe(options: Options, *, deploys: bool = False) -> PruningRecipe:
             "a model needs to know how much may go: give --flops 0.6, --keep 0.99 or --heads 0.3; hies-export deploy "
             "finds the fastest form that keeps 99 % of the answers"
         )
+    from ..pipeline.propose import propose_recipe  # a recipe needs none of its imports
+
     recipe = propose_recipe(
         options.recipe,
         **read_data(of_model.pop("data")),

@@ -32,6 +32,8 @@ def predict(
 
     The task is by default that of the model's class.
     """
+    if not batches:
+        raise DataError("predict needs at least one batch, got none")
     task = task or task_of(model, batches[0])
     task.check_batches(batches)
     forward = partial(task.output, model)

@@ -11,10 +11,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
 
-# Above every number of rows, heads or seconds that a run gets through, and below what libraries cannot hold.
-MOST = 2**31 - 1
-
-
 ShareOfDense = Annotated[float, Field(gt=0, lt=1)]
 
 

@@ -47,7 +47,6 @@ from ..recipe.sections import CompensationSection
 from ..select.plan import PruningPlan, selection_of
 from ..units.units import PrunableModule, Selection
 
-METHODS = ("bias", "least_squares", "scalars")
 # Candidates for lambda, relative to the mean of the diagonal of C_KK, or of the matrix that scalars solve; the error on
 # held-out tokens decides.
 RIDGES = (1e-4, 1e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from hies_export import CRITERIA, load, load_runtime, prune, prune_units, score_units
 from hies_export.calibrate.statistics import collect_statistics
-from hies_export.errors import RequestError
+from hies_export.errors import DataError, RequestError
 from hies_export.evaluate.predict import predict
 from hies_export.forms.time import compare_latency
 from hies_export.model.copies import convert, parameter_bytes
@@ -187,6 +187,8 @@ def test_a_forward_pass_and_a_decode_step_are_timed(gpus: Gpus) -> None:
             assert one.peak_bytes is not None
             assert one.peak_bytes > sum(parameter.nbytes for parameter in model.parameters())
     assert gpus.synchronised > 0
+    with pytest.raises(DataError, match="at least one batch"):
+        predict(model, [])
 
 
 def test_a_compiled_model_says_what_was_captured_and_reserved(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:

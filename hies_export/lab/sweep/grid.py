@@ -9,11 +9,14 @@ from typing import Any
 from ...errors import RecipeError, did_you_mean
 from ...kinds import ATTENTION, KINDS, MLP
 from ...pipeline.recipe import PruneSection
-from ...recipe.sections import MOST, CompensationSection
+from ...recipe.sections import CompensationSection
 from ...score.criteria import CRITERIA, uses_alpha
-from ...slim.refit import METHODS
 from ..baselines.names import JUDGED_ONLY, MARTRA, OWN_SAMPLES, sweep_names
 
+# The largest seed that libraries hold.
+MOST = 2**31 - 1
+# The methods of `CompensationSection`.
+METHODS = ("bias", "least_squares", "scalars")
 # `auto` chooses an alpha for each budget, `auto-area` one alpha for all budgets.
 AUTOMATIC = ("auto", "auto-area")
 SPARSITIES = (0.1, 0.3, 0.5, 0.7)
