@@ -85,13 +85,15 @@ def main(arguments: Sequence[str] | None = None, *, parser: argparse.ArgumentPar
     if quiet:
         # Otherwise torch prints the stack when the first process is gone.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    options.console, options.progress = out, SILENT if quiet else TerminalProgress(err)
+    shown = TerminalProgress(err)
+    options.console, options.progress = out, SILENT if quiet else shown
     silence = options.command not in WITHOUT_LIBRARIES
     interrupt = _Interrupt()
     try:
         with (
             interrupt,
             show_messages(err, verbose=options.verbose, silence_libraries=silence),
+            nullcontext() if quiet else shown.telling(),
             processes.together() if shared else nullcontext(),
         ):
             result = options.command.run(options)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import sys
+import threading
 import time
 import warnings
 from collections import Counter
@@ -21,6 +22,8 @@ T = TypeVar("T")
 
 # Seconds between two lines of a loop, if there is no bar.
 EVERY = 30.0
+# Seconds without any line after which one says that a stage still runs.
+SILENCE = 60.0
 # Characters of a warning that is counted.
 _SHORT = 100
 # Advice for callers in Python -> the same on the command line.
@@ -44,13 +47,42 @@ class TerminalProgress:
 
     def __init__(self, console: Console):
         self.console, self._started = console, time.monotonic()
+        # The stage that runs, when it began, and when something was shown last.
+        self._stage, self._began, self._shown = "", self._started, self._started
 
     def stage(self, name: str) -> None:
         """Print the time since the start, and the stage's name."""
         from rich.text import Text
 
-        so_far = minutes(time.monotonic() - self._started)
-        self.console.print(Text.assemble((f"{so_far} ·", "dim"), f" {name}"), soft_wrap=True)
+        self._stage, self._began = name, time.monotonic()
+        so_far = minutes(self._began - self._started)
+        self._print(Text.assemble((f"{so_far} ·", "dim"), f" {name}"))
+
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """Inside the block, print a line after every `SILENCE` seconds in which nothing else was shown."""
+        over = threading.Event()
+
+        def tell() -> None:
+            while not over.wait(max(0.0, self._shown + SILENCE - time.monotonic())):
+                now = time.monotonic()
+                if now < self._shown + SILENCE:  # something was shown meanwhile
+                    continue
+                self._shown = now
+                if self._stage:
+                    self._print(f"  {self._stage}: {minutes(now - self._began)} so far", style="dim")
+
+        teller = threading.Thread(target=tell, daemon=True)
+        teller.start()
+        try:
+            yield
+        finally:
+            over.set()
+            teller.join()
+
+    def _print(self, text: Any, **style: Any) -> None:
+        self._shown = time.monotonic()
+        self.console.print(text, markup=False, soft_wrap=True, **style)
 
     def track(self, items: Sequence[T], name: str) -> Iterable[T]:
         """Return the items of a loop, and show how many are done, the time so far and the time left."""
@@ -69,7 +101,9 @@ class TerminalProgress:
             progress.TimeRemainingColumn(),
         )
         with progress.Progress(*columns, console=self.console, transient=True) as bar:
-            yield from bar.track(items, description=name)
+            for item in bar.track(items, description=name):
+                self._shown = time.monotonic()
+                yield item
 
     def _lines(self, items: Sequence[T], name: str) -> Iterator[T]:
         started = last = time.monotonic()
@@ -79,7 +113,7 @@ class TerminalProgress:
                 last, so_far = now, now - started
                 left = so_far / done * (len(items) - done)
                 text = f"  {name}: {done:,} of {len(items):,}, {minutes(so_far)} so far, about {minutes(left)} left"
-                self.console.print(text, markup=False, style="dim", soft_wrap=True)
+                self._print(text, style="dim")
             yield item
 
 

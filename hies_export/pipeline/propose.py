@@ -59,7 +59,7 @@ def propose_recipe(
     budget: Mapping[str, Any] | None = None,
     output: Path,
 ) -> PruningRecipe:
-    """Return a recipe to prune within a budget, or without one to deploy, by `criterion: auto` on heads and neurons.
+    """Return a recipe to prune within a budget, or without one to deploy, by the defaults of such a recipe.
 
     Args:
         model: Checkpoint folder or Hub id; the class in its config determines the task.
@@ -112,11 +112,8 @@ def propose_recipe(
     # Two thirds of few rows are left for the promise, which may have to be made on them.
     scored = _SCORED_BLOCKS if task.generative else max(1, min(_SCORED, taken_from(rows) // 3))
     refitted = {} if task.generative else {"samples": max(5, at_most(1024, rows))}
-    prune: dict[str, Any] = {"compensation": {"method": "least_squares", **refitted}}
-    if budget is None:
-        prune |= {"modules": ["attention", "mlp"], "criterion": "auto"}
-    else:
-        prune = {"budget": dict(budget), **({} if "heads" in budget else prune)}
+    refit = {} if budget and "heads" in budget else {"compensation": {"method": "least_squares", **refitted}}
+    prune: dict[str, Any] = refit if budget is None else {"budget": dict(budget), **refit}
     return PruningRecipe(
         model=model,
         task=task.name,

@@ -88,6 +88,8 @@ def _details(
         tried=choice.tried,
         stability_of=FIRST_HIT if evaluation.ranking else _prediction_name(job),
         stability_tolerance=evaluation.tolerance,
+        kept_low=evaluation.kept_ends[0],
+        kept_high=evaluation.kept_ends[1],
         custom_code=is_slim(slim.model),
         family=families(job.model.config, slim.model.config),
         flops_per_layer=measured.sizes.flops_per_layer,

@@ -59,6 +59,8 @@ def run(
         require_exporters(formats)
         job = load_job(recipe, progress=progress)
         _check_exports(job, formats)
+        if note := note_on_device(recipe, job.model.device.type):
+            progress.stage(note)
         with output_folder(recipe.output, overwrite=overwrite) as folder, _scratch(folder) as scratch:
             forms = Forms({"dense": job.model}, job.exporter, scratch, progress)
             with job.clock("score"):
@@ -132,6 +134,19 @@ def _formats(recipe: PruningRecipe) -> list[str]:
     timed = recipe.goal.timed
     dtypes = (*recipe.measure.dtypes, None if timed is None else timed.dtype)
     return export_formats(recipe.export, runtimes_of(recipe), dtypes)
+
+
+def note_on_device(recipe: PruningRecipe, device: str) -> str:
+    """Return what tells a user of a GPU that exports are for the CPU; empty if the recipe says what they are for."""
+    export = recipe.export
+    if (
+        device != "cuda"
+        or recipe.deploy
+        or export.format != "onnx"
+        or {"provider", "quantize"} & export.model_fields_set
+    ):
+        return ""
+    return "the export is for a CPU in float32; for this GPU, set export.provider: cuda and export.dtype: float16"
 
 
 def _check_exports(job: Job, formats: Iterable[str]) -> None:

@@ -235,13 +235,13 @@ def select(job: Job, scores: Scores, goal: Goal) -> Selection:
 
 
 def token_weights_of(job: Job) -> tuple[float, ...]:
-    """Return the weights of tokens that refits try: one, or several under `criterion: auto`."""
+    """Return the weights of tokens that refits try: one, or several in a deployment and under `criterion: auto`."""
     how = job.options.compensation
     if how is None or how.method != "least_squares" or how.sequential:
         return (1.0,)
     if how.token_weights is not None:
         return (how.token_weights,)
-    return TOKEN_WEIGHTS if job.options.criterion == AUTO else (1.0,)
+    return TOKEN_WEIGHTS if job.deploy or job.options.criterion == AUTO else (1.0,)
 
 
 def _compensation(job: Job, token_weights: float) -> Compensation:
@@ -459,6 +459,7 @@ class Evaluation:
 
     metrics: Mapping[str, Both[float]]
     stability: float  # share of predictions that equal the dense model's, in [0, 1]
+    kept_ends: tuple[float, float]  # of the 95 % interval of what is kept, as in `Judge.kept`
     uncompensated: Quality | None  # of the cut model without compensation; None if that is not asked for
     benchmarks: Mapping[str, Both[float]]
     ranking: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # of the slim model, as in `Judge.ranking`
@@ -488,7 +489,8 @@ def compare(job: Job, slim: PreTrainedModel, *, uncompensated: Selection | None 
     metrics, ranking = _side_by_side(dense.metrics, pruned.metrics), judge.ranking(predictions)
     # Rankings are compared by their order, whatever the logits.
     tolerance = None if ranking else judge.task.tolerance_on(judge.dense)
-    return Evaluation(metrics, pruned.stability, masked, benchmarks, ranking, tolerance)
+    ends = judge.kept_ends(predictions)
+    return Evaluation(metrics, pruned.stability, ends, masked, benchmarks, ranking, tolerance)
 
 
 def _benchmarks(job: Job, model: PreTrainedModel) -> dict[str, float]:

@@ -203,7 +203,7 @@ class CompensationSection(Section):
             up for what earlier ones lack. It pays in deep models. All rows are held in memory at once where they are.
         token_weights: How evenly least squares weighs tokens, in (0, 1]. 1 weighs all alike. Below 1, the rest of the
             weight follows the squared gradient of the prediction at each token, which helps if the prediction reads few
-            tokens, as in a ViT with a class token. By default 1, but `criterion: auto` then chooses it on held-out
+            tokens, as in a ViT with a class token. By default 1; `criterion: auto` and `deploy` choose it on other
             rows.
         memory_gb: Largest size of the moments that are held at once, by default 4, or half of what a GPU has free. If
             those of all layers are larger, they are collected in several passes over the rows.

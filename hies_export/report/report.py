@@ -111,6 +111,8 @@ class Details(BaseModel):
         stability_of: Word for one prediction: "choice", "answer", "label set", "next token", "first hit" or
             "prediction".
         stability_tolerance: Largest difference of equal predictions of a regression.
+        kept_low, kept_high: Ends of the 95 % interval of what is kept, as in `Judge.kept`: of the stability, or of the
+            first metric's share of the dense model's. None in reports of older versions.
         custom_code: Whether transformers needs `modeling_hies.py` to load the slim model, as its `auto_class`.
         deployment: Which form to deploy; None if that was not asked.
         cascade: The parts of the cascade; None if none was asked for.
@@ -132,6 +134,8 @@ class Details(BaseModel):
     tried: list[Tried] = Field(default_factory=list)
     stability_of: str = "prediction"
     stability_tolerance: float | None = None
+    kept_low: float | None = None
+    kept_high: float | None = None
     custom_code: bool = False
     family: Family | None = None
     flops_per_layer: FlopsByLayer | None = None

@@ -198,35 +198,40 @@ def found_words(outcome: Outcome) -> str:
 
 
 class _Subject(NamedTuple):
-    """The model that the first sentence is about: how fast it is, what it keeps, and what was promised of it.
+    """The model that the first sentence is about: what it keeps, what was promised of it, how fast and large it is.
 
     `kept` is what the evaluated rows keep of what was promised; None where the evaluation does not know.
     """
 
-    time: str
+    name: str
     stability: float
+    ends: tuple[float, float] | None
+    """Of the 95 % interval of the stability, or of what stays of a metric of rankings."""
     quality: float
     promise: Outcome | None
     kept: float | None
+    time: str
+    size: str
     ranking: Mapping[str, Mapping[str, float]] | None = None
 
 
 def lead_text(report: Report) -> str:
-    """Return the result of the run in one sentence.
+    """Return the result of the run in one sentence: what is kept, on which rows, then time and size.
 
-    An example is "0.82 of the time on ONNX Runtime at 8 x 128; 97 % of the predictions stay; Pearson 0.903 → 0.901;
-    budget kept." A promise stands beside what was kept: "promised 97 % of the predictions; kept 97.6 % of 436 other
-    rows". A value that was not measured is left out.
+    An example is "97 % of the predictions stay (95.1 to 98.2 %, 436 rows); Pearson 0.903 → 0.901; 0.82 of the time on
+    ONNX Runtime at 8 x 128; 0.76 of the size; budget kept." A promise stands beside what was kept: "promised 97 % of
+    the predictions; kept 97.6 % of 436 other rows (95.6 to 98.8 %)". A value that was not measured is left out.
     """
     told = _subject(report)
     promise = _promise_text(report, told) if told.promise is not None else ""
     if report.ranking is not None:
-        parts = [_ranking_text(report, told), promise]
+        kept = [_ranking_text(report, told), promise]
     elif told.promise is not None and told.promise.budget.metric is None:
-        parts = [promise, _quality_text(report, told)]
+        kept = [promise, _quality_text(report, told)]
     else:
-        parts = [_agreement_text(report, told), _quality_text(report, told), promise]
-    return "; ".join(filter(None, [told.time, *parts, _budget_result(report)])) + "."
+        kept = [_agreement_text(report, told), _quality_text(report, told), promise]
+    parts = "; ".join(filter(None, [*kept, told.time, told.size, _budget_result(report)]))
+    return f"{told.name}: {parts}." if told.name else f"{parts}."
 
 
 def _subject(report: Report) -> _Subject:
@@ -239,23 +244,50 @@ def _subject(report: Report) -> _Subject:
         index: Any = "dense" if metric and "dense_index" in (report.ranking or {}) else None
         keep = KeepBudget(predictions=found.promise, metric=metric, index=index)
         model = "cascade" if form.model == "cascade" else f"{form.model} model"
-        what = f"Deploy the {model} in {form.bits} on {form_runtime(form)}"
-        time = _form_time(what, forms, found.form, deciding_step(forms))
-        promise = Outcome(Budget(keep=keep), word=word)
-        ranking = found.ranking or report.ranking
-        return _Subject(time, form.stability, form.quality, promise, form_kept(report, form), ranking)
+        return _Subject(
+            name=f"Deploy the {model} in {form.bits} on {form_runtime(form)}",
+            stability=form.stability,
+            ends=None if metric else _ends(form.stability_low, form.stability_high),
+            quality=form.quality,
+            promise=Outcome(Budget(keep=keep), word=word),
+            kept=form_kept(report, form),
+            time=_form_time(forms, found.form, deciding_step(forms)),
+            size=_form_size(report, form),
+            ranking=found.ranking or report.ranking,
+        )
     if (cascade := report.cascade) is not None:
         # A cascade is for batches.
         quiet = [step for step, at in enumerate(forms[0].times) if not at.noisy]
         step = next((step for step in quiet if forms[0].times[step].batch > 1), quiet[0] if quiet else None)
-        time = _form_time("Cascade of both models", forms, len(forms) - 1, step)
         keep = KeepBudget(predictions=1 - cascade.disagreement)
-        promise = Outcome(Budget(keep=keep), samples=cascade.rows, word=word)
-        return _Subject(time, cascade.stability, forms[-1].quality, promise, cascade.stability, report.ranking)
+        return _Subject(
+            name="Cascade of both models",
+            stability=cascade.stability,
+            ends=_ends(forms[-1].stability_low, forms[-1].stability_high),
+            quality=forms[-1].quality,
+            promise=Outcome(Budget(keep=keep), samples=cascade.rows, word=word),
+            kept=cascade.stability,
+            time=_form_time(forms, len(forms) - 1, step),
+            size=_form_size(report, forms[-1]),
+            ranking=report.ranking,
+        )
     outcome = details.outcome
     met = outcome if outcome is not None and outcome.budget.keep is not None and outcome.met else None
-    kept = None if met is None else _kept(report, met)
-    return _Subject(_time(report), report.stability, report.quality.slim, met, kept, report.ranking)
+    return _Subject(
+        name="",
+        stability=report.stability,
+        ends=None if keeps_metric(report) and report.ranking is None else _ends(details.kept_low, details.kept_high),
+        quality=report.quality.slim,
+        promise=met,
+        kept=None if met is None else _kept(report, met),
+        time=_time(report),
+        size=_size(report.bytes.ratio),
+        ranking=report.ranking,
+    )
+
+
+def _ends(low: float | None, high: float | None) -> tuple[float, float] | None:
+    return None if low is None or high is None else (low, high)
 
 
 def _kept(report: Report, promise: Outcome) -> float | None:
@@ -270,11 +302,22 @@ def _kept(report: Report, promise: Outcome) -> float | None:
     return None if slim is None else slim / found.dense
 
 
-def _form_time(what: str, forms: Sequence[Judged], number: int, step: int | None) -> str:
+def _form_time(forms: Sequence[Judged], number: int, step: int | None) -> str:
     if step is None:
-        return f"{what}, time too noisy to tell"
+        return "time too noisy to tell"
     ratio, at = relative_times(forms, step)[number], form_step(forms[0].times[step])
-    return f"{what}: {ratio:.2f} of the time of dense {forms[0].bits} at {at}"
+    return f"{ratio:.2f} of the time of dense {forms[0].bits} at {at}"
+
+
+def _form_size(report: Report, form: Judged) -> str:
+    """Return the size of a form's file; of one that is the checkpoint, that of the model."""
+    if form.bytes is not None:
+        return _size(form.bytes / report.bytes.dense)
+    return _size(report.bytes.ratio if form.model == "slim" else 1.0)
+
+
+def _size(ratio: float) -> str:
+    return f"{ratio:.2f} of the size"
 
 
 def asked_row(report: Report) -> LatencyRow | None:
@@ -312,10 +355,23 @@ def _time(report: Report) -> str:
 
 
 def _agreement_text(report: Report, told: _Subject) -> str:
-    """Return how many predictions stay, and the tolerance for a regression."""
+    """Return how many predictions stay, the tolerance for a regression, the interval, and of how many rows."""
     digits = 0 if told.stability < 0.99 else 1
     share = "all" if told.stability == 1 else f"{_percent(told.stability):.{digits}f} % of the"
-    return f"{share} {report.details.stability_of}s stay{_within(report)}"
+    return f"{share} {report.details.stability_of}s stay{_within(report)} ({_interval_and_rows(report, told)})"
+
+
+def _interval_and_rows(report: Report, told: _Subject) -> str:
+    rows = f"{report.details.data.evaluation_samples:,} {samples_word(report)}"
+    return ", ".join(filter(None, [_interval(told.ends), rows]))
+
+
+def _interval(ends: tuple[float, float] | None) -> str:
+    """Return the interval of a share, rounded outwards; empty if it is not known."""
+    if ends is None:
+        return ""
+    low, high = math.floor(1000 * ends[0]) / 10, math.ceil(1000 * ends[1]) / 10
+    return f"at least {low:.1f} %" if high >= 100 else f"{low:.1f} to {high:.1f} %"
 
 
 def _within(report: Report) -> str:
@@ -346,7 +402,8 @@ def _ranking_text(report: Report, told: _Subject) -> str:
     numbers = f"{_number(dense)} → {_number(quality)}"
     if dense <= 0:
         return f"{title_of(metric)} {numbers}{index}"
-    return f"{_percent(quality / dense):.1f} % of {title_of(metric)} stays{index} ({numbers}{other})"
+    interval = _interval_and_rows(report, told)
+    return f"{_percent(quality / dense):.1f} % of {title_of(metric)} stays{index} ({interval}; {numbers}{other})"
 
 
 def _promise_text(report: Report, told: _Subject) -> str:
@@ -364,7 +421,10 @@ def _promise_text(report: Report, told: _Subject) -> str:
     elif not data.apart:
         judged = f"{data.evaluation_samples:,} {word}, some of which it was promised on"
     text, result = f"promised {loss}{asked_words(promise)}{within}{held_out}", _result(report, told.kept, budget)
-    return f"{text}; {result} {of} {judged}" if result else text
+    # The interval is that of predictions.
+    interval = _interval(told.ends) if budget.metric is None else ""
+    interval = interval and f" ({interval})"
+    return f"{text}; {result} {of} {judged}{interval}" if result else text
 
 
 def _result(report: Report, kept: float | None, budget: Budget) -> str:

@@ -48,6 +48,8 @@ STILL_LEFT = 0.8
 # Tokens whose numbers for all neurons fit a processor's cache together; a GPU takes as many as its memory allows.
 TOKENS_AT_ONCE = {"cpu": 512}
 TOKENS_AT_ONCE_ELSEWHERE = 1 << 16
+# Where only the mean over tokens counts, so many are enough.
+TOKENS_OF_TEXT = 8192
 
 
 @dataclass(frozen=True)
@@ -111,15 +113,17 @@ def score_compensated(
     options = RemovalOptions(ridge, per_sample, model.device)
     known: Any = repeat((None, None)) if moments is None else moments.of({module.name for module in modules})
     with threads_for(model, batches):
-        effects = EffectStream(model, batches, modules, limit_bytes=limit_bytes, progress=progress)
+        # Moments are taken from these tokens if there are no others.
+        most = None if per_sample or moments is None else TOKENS_OF_TEXT
+        effects = EffectStream(model, batches, modules, most_tokens=most, limit_bytes=limit_bytes, progress=progress)
 
         def order(number: int, given: Any) -> Chain:
-            (module, layer), (_, found) = given
+            module, (_, layer), (_, found) = given
             spread = None if found is None else found.spread(centred=layer.centred)
-            return removal_chain(layer, module, effects.samples, spread=spread, options=options, progress=progress)
+            return removal_chain(layer, module, effects.samples, spread=spread, options=options)
 
         # Both streams yield the modules in the model's order.
-        chains = mapped(zip(effects, known, strict=False), order)
+        chains = mapped(zip(progress.track(modules, "modules ranked"), effects, known, strict=False), order)
     return scores_of_chains(modules, chains, options)
 
 
@@ -151,7 +155,6 @@ def removal_chain(
     *,
     spread: Spread | None = None,
     options: RemovalOptions = DEFAULT,
-    progress: Progress = SILENT,
 ) -> Chain:
     """Return the order in which greedy removal takes the groups of one module, with the effect after each step.
 
@@ -159,9 +162,8 @@ def removal_chain(
     """
     state = _Greedy(layer, module, samples, spread, options)
     step = 1 if module.kind == ATTENTION else max(1, round(SHARE_PER_STEP * module.groups))
-    steps = progress.track(range(0, module.groups, step), f"order of {module.name}")
     # Read at the end alone: a GPU would wait for every number that is asked for on the way.
-    removed = [state.remove(min(step, module.groups - start)) for start in steps]
+    removed = [state.remove(min(step, module.groups - start)) for start in range(0, module.groups, step)]
     order = torch.cat([groups for groups, _ in removed]).tolist()
     effects = torch.stack([effect for _, effect in removed]).tolist()
     chain = []

@@ -12,6 +12,7 @@ from support.models import bert, save_project, text_batch
 from hies_export import PruningRecipe, prune
 from hies_export.errors import RecipeError, UnsupportedModelError
 from hies_export.pipeline.recipe import PruneSection
+from hies_export.pipeline.run import note_on_device
 
 PAPER = (("attention",), "hies", None)
 SMALLER = (("attention", "mlp"), "compensated", "least_squares")
@@ -93,3 +94,15 @@ def test_a_checkpoint_without_a_tokenizer_is_told_of(tmp_path: Path, caplog: pyt
     with caplog.at_level(logging.WARNING, "hies_export"):
         result.save_pretrained(tmp_path / "slim")
     assert "pass processor= to save_pretrained" in caplog.text
+
+
+def test_a_run_on_a_gpu_says_that_its_export_is_for_a_cpu(tmp_path: Path) -> None:
+    files = {"train": "a.csv", "validation": "a.csv"}
+    asked = {"data": {"files": files, "text": "text"}, "prune": {"budget": {"heads": 0.3}}, "output": tmp_path}
+
+    def note(export: dict[str, Any], device: str = "cuda") -> str:
+        recipe = PruningRecipe(model="m", task="text-classification", export=export, **asked)
+        return note_on_device(recipe, device)
+
+    assert "set export.provider: cuda and export.dtype: float16" in note({})
+    assert note({}, "cpu") == note({"provider": "cpu"}) == note({"provider": "cuda"}) == note({"format": "gguf"}) == ""

@@ -64,7 +64,10 @@ def test_a_promise_names_the_metric_and_the_index(changed: dict[str, Any], asked
         f"; promised {asked_words(report.details.outcome)} on 900 queries of train; kept {kept} % on 64 qu"
         in lead_text(report)
     )
-    assert "99.2 % of nDCG@10 stays with your index as it is (0.900 → 0.893, 0.880 re-embedded)" in lead_text(report)
+    assert (
+        "99.2 % of nDCG@10 stays with your index as it is (64 queries; 0.900 → 0.893, 0.880 re-embedded)"
+        in lead_text(report)
+    )
 
 
 def test_a_loss_of_a_metric_of_rankings_names_the_index() -> None:
@@ -105,7 +108,7 @@ def test_the_card_of_a_reranker_is_for_sentence_transformers() -> None:
     card = render_card(report, location="user/slim")
     assert yaml.safe_load(card.split("---\n")[1])["pipeline_tag"] == "text-ranking"
     assert 'CrossEncoder("user/slim", trust_remote_code=True)' in card
-    assert "99.2 % of nDCG@10 stays (0.900 → 0.893)" in lead_text(report)
+    assert "99.2 % of nDCG@10 stays (64 queries; 0.900 → 0.893)" in lead_text(report)
 
 
 def test_a_page_names_the_served_folder_only_where_a_run_wrote_it() -> None:
