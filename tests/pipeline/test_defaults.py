@@ -105,4 +105,6 @@ def test_a_run_on_a_gpu_says_that_its_export_is_for_a_cpu(tmp_path: Path) -> Non
         return note_on_device(recipe, device)
 
     assert "set export.provider: cuda and export.dtype: float16" in note({})
-    assert note({}, "cpu") == note({"provider": "cpu"}) == note({"provider": "cuda"}) == note({"format": "gguf"}) == ""
+    assert (
+        note({}, "cpu") == note({"provider": "cpu"}) == note({"provider": "cuda"}) == note({"quantize": "int8"}) == ""
+    )
