@@ -120,11 +120,8 @@ class EffectStream(Stream[LayerEffects]):
     """Inputs of every consumer, and gradients of the prediction with respect to them, under a memory limit.
 
     See `Stream`, and `Task.effect`. Each pass runs every batch forward and backward, with every weight
-    frozen. A module takes 8 bytes for each token that is kept and input, e.g. 150 MB for 8,000 tokens and 6 layers of
-    width 384.
-
-    With `most_tokens`, a module that has more keeps about so many, evenly spaced in every batch. Their gradients are
-    scaled, so that sums of squared effects are of the same size as those of all tokens.
+    frozen. A module takes 8 bytes for each real token and input, e.g. 150 MB for 8,000 tokens and 6 layers of width
+    384.
     """
 
     def __init__(
@@ -133,7 +130,6 @@ class EffectStream(Stream[LayerEffects]):
         batches: Sequence[dict[str, Tensor]],
         modules: Sequence[PrunableModule],
         *,
-        most_tokens: int | None = None,
         limit_bytes: float | None = None,
         progress: Progress = SILENT,
     ):
@@ -142,13 +138,7 @@ class EffectStream(Stream[LayerEffects]):
         self.samples = sum(map(size_of, batches))
         # On a GPU they stay where they are read, unless a limit is for other memory.
         self._stay = limit_bytes is None
-        tokens = _tokens(model, batches, modules)
-        most = max(1, *tokens.values()) if most_tokens is None else most_tokens
-        # Share of its tokens that a module keeps.
-        self._kept_share = {name: min(1.0, most / max(1, count)) for name, count in tokens.items()}
-        widths = [features_of(model.get_submodule(module.consumer))[1] for module in modules]
-        sizes = [8 * min(most, tokens[m.name]) * (width + 1) for m, width in zip(modules, widths, strict=True)]
-        super().__init__(model, modules, sizes, limit_bytes, what="the effects")
+        super().__init__(model, modules, _sizes(model, batches, modules), limit_bytes, what="the effects")
 
     def _collect(self, group: Sequence[PrunableModule]) -> dict[str, LayerEffects]:
         first = [0, *accumulate(map(size_of, self._batches))]
@@ -159,13 +149,10 @@ class EffectStream(Stream[LayerEffects]):
                 calls: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {module.name: [] for module in group}
                 for one in read(batch, index):
                     assert one.gradients is not None
-                    places, scale = _spaced(one.real, self._kept_share[one.name])
-                    inputs, gradients = (t.flatten(0, 1)[places].float() for t in (one.inputs, one.gradients))
-                    if scale != 1:
-                        gradients *= scale
+                    inputs, gradients = (t[one.real].float() for t in (one.inputs, one.gradients))
                     if not self._stay:
                         inputs, gradients = inputs.cpu(), gradients.cpu()
-                    sample = numbers[:, None].expand(one.real.shape).flatten()[places.cpu()]
+                    sample = numbers[:, None].expand(one.real.shape)[one.real.cpu()]
                     calls[one.name].append((inputs, gradients, sample))
                 return calls
 
@@ -179,20 +166,10 @@ class EffectStream(Stream[LayerEffects]):
         return layers
 
 
-def _spaced(real: Tensor, share: float) -> tuple[Tensor, float]:
-    """Return the places of a share of the real tokens, evenly spaced, among all; and the root of one by that share."""
-    places = real.flatten().nonzero()[:, 0]
-    if share == 1 or not len(places):
-        return places, 1.0
-    kept = max(1, round(share * len(places)))
-    spaced = torch.arange(kept, device=places.device) * len(places) // kept
-    return places[spaced], (len(places) / kept) ** 0.5
-
-
-def _tokens(
+def _sizes(
     model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], modules: Sequence[PrunableModule]
-) -> dict[str, int]:
-    """Return the real tokens of each module; one forward pass shows how many an image has."""
+) -> list[int]:
+    """Return the bytes that each module's effects take; one forward pass shows how many tokens an image has."""
     first = first_samples(batches[0])
     with reading(model, modules) as read:
         seen = read(first, 0)
@@ -204,4 +181,5 @@ def _tokens(
     for one in seen:
         reads_text = bool(mask) and one.real.shape == first["attention_mask"].shape
         tokens[one.name] += in_text if reads_text else samples * one.real.numel() // size_of(first)
-    return tokens
+    widths = [features_of(model.get_submodule(module.consumer))[1] for module in modules]
+    return [8 * tokens[module.name] * (width + 1) for module, width in zip(modules, widths, strict=True)]

@@ -48,8 +48,6 @@ STILL_LEFT = 0.8
 # Tokens whose numbers for all neurons fit a processor's cache together; a GPU takes as many as its memory allows.
 TOKENS_AT_ONCE = {"cpu": 512}
 TOKENS_AT_ONCE_ELSEWHERE = 1 << 16
-# Where only the mean over tokens counts, so many are enough.
-TOKENS_OF_TEXT = 8192
 
 
 @dataclass(frozen=True)
@@ -113,9 +111,7 @@ def score_compensated(
     options = RemovalOptions(ridge, per_sample, model.device)
     known: Any = repeat((None, None)) if moments is None else moments.of({module.name for module in modules})
     with threads_for(model, batches):
-        # Moments are taken from these tokens if there are no others.
-        most = None if per_sample or moments is None else TOKENS_OF_TEXT
-        effects = EffectStream(model, batches, modules, most_tokens=most, limit_bytes=limit_bytes, progress=progress)
+        effects = EffectStream(model, batches, modules, limit_bytes=limit_bytes, progress=progress)
 
         def order(number: int, given: Any) -> Chain:
             module, (_, layer), (_, found) = given

@@ -265,27 +265,6 @@ def test_groups_of_modules_give_the_same_effects_in_more_passes(case: str) -> No
     assert EffectStream(model, batches[:1], modules, limit_bytes=1).samples == len(next(iter(batches[0].values())))
 
 
-def test_some_of_the_tokens_stand_for_all() -> None:
-    make, make_batches = CASES["language model"]
-    model, batches = make(), make_batches()
-    modules = both_kinds(model, batches[0])
-    tokens = [int(batch["attention_mask"].sum()) for batch in batches]
-    most = sum(tokens) // 2
-    for (_, whole), (_, some) in zip(
-        EffectStream(model, batches, modules), EffectStream(model, batches, modules, most_tokens=most), strict=True
-    ):
-        places, first = [], 0
-        for count in tokens:  # every other token of a batch, or nearly so
-            kept = round(count * most / sum(tokens))
-            places += [first + place * count // kept for place in range(kept)]
-            first += count
-        assert_near(some.inputs, whole.inputs[places])
-        assert torch.equal(some.sample, whole.sample[places])
-        scale = [(count / round(count * most / sum(tokens))) ** 0.5 for count in tokens]
-        batch = torch.tensor([sum(place >= sum(tokens[: n + 1]) for n in range(len(tokens))) for place in places])
-        assert_near(some.gradients, whole.gradients[places] * torch.tensor(scale)[batch][:, None])
-
-
 STREAMS: dict[str, Callable[..., Stream[Any]]] = {
     "moments": lambda model, modules, batches: MomentStream(model, modules, batches, weighted=True),
     "effects": lambda model, modules, batches: EffectStream(model, batches, modules),
