@@ -44,7 +44,6 @@ def test_every_published_task_has_a_recipe_and_averages_are_the_papers() -> None
                 r"\| gsm8k \| perplexity \| his \|  \| \d+\.\d\d \|",
             ],
         ),
-        ("vit", "cifar100", [r"\| cifar100 \| accuracy \| hies \| 92.40 \| \d+\.\d\d \|"]),
         ("llava", "vizwiz", [r"\| vizwiz \| exact_match \| his \| 48.00 \| \d+\.\d\d \|"]),
     ],
 )

@@ -12,13 +12,9 @@ import torch
 from support.models import bert, causal_lm, shake, text_batch, vit
 from torch import Tensor
 from transformers import (
-    DistilBertConfig,
-    DistilBertForSequenceClassification,
     GPT2Config,
     GPT2LMHeadModel,
     PreTrainedModel,
-    RobertaConfig,
-    RobertaForSequenceClassification,
 )
 
 from hies_export import export_onnx, find_modules, prune_units
@@ -29,18 +25,7 @@ from hies_export.forms.runtimes.graphs import Builder
 from hies_export.forms.traces import Traces
 from hies_export.recipe.sections import ExportSection
 
-SIZES = {"vocab_size": 100, "num_labels": 3, "pad_token_id": 0}
 TRACERS = {name: getattr(export_module, name) for name in ("trace_onnx", "trace_decoder")}
-
-
-def distilbert() -> PreTrainedModel:
-    config = DistilBertConfig(dim=48, n_layers=2, n_heads=6, hidden_dim=64, max_position_embeddings=64, **SIZES)
-    return shake(DistilBertForSequenceClassification(config))
-
-
-def roberta() -> PreTrainedModel:
-    shape = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "intermediate_size": 64}
-    return shake(RobertaForSequenceClassification(RobertaConfig(max_position_embeddings=64, **shape, **SIZES)))
 
 
 def gpt2() -> PreTrainedModel:
@@ -117,8 +102,8 @@ def described(file: Path) -> tuple[list[Any], list[str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "sample"),
-    [(distilbert, texts), (roberta, texts), (vit, images), (llama, prompts), (gpt2, prompts)],
-    ids=["distilbert", "roberta", "vit", "llama", "gpt2"],
+    [(vit, images), (llama, prompts), (gpt2, prompts)],
+    ids=["vit", "llama", "gpt2"],
 )
 def test_the_graph_is_that_of_a_new_trace(
     make: Callable[[], PreTrainedModel], sample: Callable[[], dict[str, Tensor]], tmp_path: Path, traced: list[str]

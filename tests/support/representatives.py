@@ -23,11 +23,10 @@ CUT = {
     "swin": "windows of an image, a table of biases",
     "t5": "a bias that the first layer makes for the others",
 }
-EXPORTED = {"albert": "layers that share their weights", "modernbert": "a rotary encoder", "wav2vec2": "audio"}
+EXPORTED = {"albert": "layers that share their weights", "modernbert": "a rotary encoder"}
 # Decoders that do not generate, by type and class.
 DECODERS = {
-    "gpt2/GPT2ForSequenceClassification": "fused, transposed weights",
-    "llama/LlamaForSequenceClassification": "separate projections without biases",
+    "gpt2/GPT2ForSequenceClassification": "a classifier",
     "qwen3/Qwen3Model": "no head",
 }
 QUANTISED = {
@@ -53,15 +52,11 @@ NEURONS = {
     "albert": "layers that share their weights",
     "bart": "an encoder and a decoder, with a field of the config for each",
     "bert": "separate layers with biases",
-    "distilbert": "names of its own",
     "gpt2": "transposed weights, in a field of the config that is unset",
     "llama": "gated",
-    "llava": "two towers",
     "lilt": "two blocks in one module",
-    "nemotron": "a squared ReLU",
     "opt": "a ReLU",
     "phi3": "gate and up fused",
-    "swinv2": "stages of several widths, and networks of position biases, which stay",
     "t5": "a model whose heads are refused",
     "vit": "images",
 }

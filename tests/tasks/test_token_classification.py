@@ -405,7 +405,7 @@ def test_a_promise_is_over_sentences_or_entities(over: str, tmp_path: Path) -> N
     assert (outcome.word, outcome.budget.metric) == ("sentence", keep.get("metric"))
     text = (tmp_path / "out" / "report.md").read_text()
     assert f"Budget: 50 % of the {over}, promised on " in text
-    assert f"; promised 50 % of the {over}; kept " in text.split("\n\n")[1]
+    assert f"promised 50 % of the {over}; kept " in text.split("\n\n")[1]
     assert outcome.found.value in {row["kept"] for row in outcome.judged}
     assert outcome.found.bound >= 0.5
 
@@ -446,7 +446,7 @@ def test_deploy_says_over_what_it_promises(over: str, tmp_path: Path, capsys: py
     first = ["--set", f"evaluation.metrics={json.dumps(OWN_FIRST)}"] if over == "entities" else []
     assert hies("deploy", tmp_path / "model", *files, "--keep", "0.8", *within, *first) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert f"; promised 80 % of the {over}; kept " in " ".join(lines)
+    assert f"promised 80 % of the {over}; kept " in " ".join(lines)
     report = json.loads((tmp_path / "deploy" / "report.json").read_text())
     assert report["details"]["deployment"]["promise"] == 0.8
     assert report["details"]["stability_of"] == "sentence"

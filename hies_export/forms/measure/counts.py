@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from pydantic import Field
@@ -96,6 +97,10 @@ class LayerFlops:
     products: Count
     other: Count
     feed_forward: Count = 0
+
+
+# Model -> shapes -> FLOPs by module; a run asks for those of the dense model at every step.
+_COUNTED: WeakKeyDictionary[PreTrainedModel, dict[Any, dict[str, int]]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -228,14 +233,22 @@ def cache_bytes_per_token(model: PreTrainedModel) -> int | None:
 
 
 def flops_by_module(model: PreTrainedModel, batch: Mapping[str, Any]) -> dict[str, int]:
-    """Return `count_flops` by dotted module name, with all modules inside; the empty name is the whole model."""
+    """Return `count_flops` by dotted module name, with all modules inside; the empty name is the whole model.
+
+    What was counted without values is remembered as long as the model lives, by the shapes of its weights and inputs.
+    """
     inputs = forward_inputs(model, batch)
-    try:
-        # transformers reads the values of a padding mask, which meta tensors lack. The mask changes no FLOPs.
-        meta = {name: tensor.to("meta") for name, tensor in inputs.items() if name != "attention_mask"}
-        return _count(share_weights(model, device="meta"), meta)
-    except RuntimeError:  # NotImplementedError is one
-        return _count(share_weights(model), {name: tensor.to(model.device) for name, tensor in inputs.items()})
+    given = tuple((name, tensor.shape) for name, tensor in inputs.items())
+    shapes = (given, tuple((name, weight.shape) for name, weight in model.named_parameters()))
+    known = _COUNTED.setdefault(model, {})
+    if shapes not in known:
+        try:
+            # transformers reads the values of a padding mask, which meta tensors lack. The mask changes no FLOPs.
+            meta = {name: tensor.to("meta") for name, tensor in inputs.items() if name != "attention_mask"}
+            known[shapes] = _count(share_weights(model, device="meta"), meta)
+        except RuntimeError:  # NotImplementedError is one
+            return _count(share_weights(model), {name: tensor.to(model.device) for name, tensor in inputs.items()})
+    return dict(known[shapes])
 
 
 def _count(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
