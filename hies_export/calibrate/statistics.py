@@ -144,6 +144,17 @@ def collect_statistics(
     return Statistics(passing.values(times * samples), calibration)
 
 
+def without_statistics(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]]) -> Statistics:
+    """Return what is known of the calibration rows without a pass over them, for criteria that read no statistic.
+
+    Raises:
+        DataError: There is no batch, or a sample has no label token.
+    """
+    labels = "data" if _check_labels(model, batches, ()) else "predictions"
+    samples, at_once = sum(map(size_of, batches)), max(map(size_of, batches))
+    return Statistics({}, Calibration(samples, labels, batches_fingerprint(list(batches)), at_once))
+
+
 def _check_labels(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], needs: Collection[str]) -> bool:
     """Return whether the batches have labels; refuse batches without labels that a statistic needs."""
     if not batches:

@@ -131,8 +131,8 @@ def find_fastest(job: Job, statistics: Statistics, forms: Forms) -> Choice:
         choice = min(found, key=lambda one: one.takes).choice
     else:
         job.progress.stage("nothing is cut: the fastest dense form that keeps the promise is the answer")
-        scores = scored or score(job, statistics, "his")
-        choice = replace(nothing(job, statistics, scores[0], promise), served=_served(job, order[0]))
+        scores = scored[0] if scored else Scores(job.options.criterion, {}, {})  # there was no time to rank units
+        choice = replace(nothing(job, statistics, scores, promise), served=_served(job, order[0]))
     return replace(choice, ways=tuple(tried), dense_seconds=spent)
 
 

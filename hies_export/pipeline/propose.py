@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 _EVALUATED = ("validation", "validation_matched", "dev", "test")
 # Rows to score on; a row of a decoder is a block of text, of which a corpus may have few, and each has many tokens.
 _SCORED, _SCORED_BLOCKS = 256, 64
+# Blocks of text at once: the logits and gradients of 32 blocks of a small language model take 15 GB.
+_BLOCKS_AT_ONCE = 4
 # Rows that show whether labels are those of the model.
 _LOOKED_AT = 1000
 # If a data set has no such split, its last fifth is evaluated.
@@ -109,6 +111,7 @@ def propose_recipe(
         # What a decoder reads are blocks of text, whose number is known only when all of it is read.
         return count if task.generative else min(count, taken_from(rows))
 
+    at_once = {"batch_size": _BLOCKS_AT_ONCE} if task.generative else {}
     # Two thirds of few rows are left for the promise, which may have to be made on them.
     scored = _SCORED_BLOCKS if task.generative else max(1, min(_SCORED, taken_from(rows) // 3))
     refitted = {} if task.generative else {"samples": max(5, at_most(1024, rows))}
@@ -118,8 +121,8 @@ def propose_recipe(
         model=model,
         task=task.name,
         data={**source, **columns},
-        calibration={"split": calibration, "samples": scored},
-        evaluation={"split": evaluation, "samples": at_most(2000, evaluated)},
+        calibration={"split": calibration, "samples": scored, **at_once},
+        evaluation={"split": evaluation, "samples": at_most(2000, evaluated), **at_once},
         prune=prune,
         **({"deploy": {}} if budget is None else {}),
         output=output,

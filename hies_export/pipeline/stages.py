@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from .. import processes
 from ..calibrate.moments import MomentStream
-from ..calibrate.statistics import DEFAULT_NEEDS, Statistics, collect_statistics
+from ..calibrate.statistics import DEFAULT_NEEDS, Statistics, collect_statistics, without_statistics
 from ..checkpoint.load import Source
 from ..checkpoint.save import digest_tensors, save_slim
 from ..checkpoint.weights import weight_bytes
@@ -145,7 +145,12 @@ class Choice:
 
 
 def calibrate(job: Job) -> Statistics:
-    """Collect the statistics that the criteria read, with the moments that refits need."""
+    """Collect the statistics that the criteria read, with the moments that refits need.
+
+    A deployment, which has to be quick, does without those that only a report shows.
+    """
+    if job.deploy is not None and job.options.criterion in COMPENSATED_NAMES:
+        return replace(without_statistics(job.model, job.rows.score), moments=moments_of(job))
     job.progress.stage("score units: calibration rows forward and backward")
     tried = AUTO_CRITERIA if job.options.criterion == AUTO else (job.options.criterion,)
     found = collect_statistics(

@@ -317,6 +317,8 @@ def _check_units(statistics: Statistics, plan: PruningPlan) -> None:
             kept = plan.kept.get(name)
             if kept is None or len(values) != kept.total or any(unit >= kept.total for unit in kept.units):
                 raise ValueError(f"{statistic} of {name} is not of the units of the plan")
+    if not statistics["his"]:
+        raise ValueError("his is missing, as a deployment does not compute it: explore a run")
     heads = plan.of_kind(ATTENTION)
     known = statistics["entropy"].keys()  # none of a model that returns no attention maps
     if known and known != {name for name in statistics["his"] if name in heads}:
