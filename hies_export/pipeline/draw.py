@@ -236,13 +236,15 @@ class Promise:
     """A promise in words, and how many rows it takes.
 
     Any of `sizes` is enough, and the larger ones, which come first, allow more looks. `most` are held out at most;
-    `limited` tells whether the recipe says so.
+    `limited` tells whether the recipe says so. Of `blocks` of text, each of which has many predictions, no more than
+    enough are held out.
     """
 
     words: str
     sizes: tuple[int, ...]
     most: int
     limited: bool = False
+    blocks: bool = False
 
     @classmethod
     def of(cls, recipe: PruningRecipe, draws: Draws, *, metric: str | None, classifies: bool) -> Promise | None:
@@ -277,14 +279,15 @@ class Promise:
     def count(self, rows: int, *, evaluated: int | None = None) -> int:
         """Return how many of some rows it is made on, so that the others judge it; 0 if they are too few.
 
-        These are two thirds. If two thirds are fewer than one of the sizes that three quarters reach, they are as many
-        as that. If a number of rows to evaluate is asked for, as many are left, unless the promise has too few then.
+        These are two thirds, of blocks as many as are enough. If two thirds are fewer than one of the sizes that three
+        quarters reach, they are as many as that. If a number of rows to evaluate is asked for, as many are left, unless
+        the promise has too few then.
         """
         room = min(self.most, 3 * rows // 4)
         if evaluated is not None and rows - evaluated >= self.sizes[-1]:
             room = min(room, rows - evaluated)
         enough = next((size for size in self.sizes if size <= room), 0)
-        return enough and max(enough, min(room, 2 * rows // 3))
+        return enough if self.blocks else enough and max(enough, min(room, 2 * rows // 3))
 
 
 def hold_out(splits: Splits, promise: Promise | None, load: Callable[..., datasets.Dataset]) -> Splits:

@@ -96,7 +96,8 @@ def find_fastest(job: Job, statistics: Statistics, forms: Forms) -> Choice:
     assert job.deploy is not None
     looks, share, began = looks_of(job), job.deploy.keep, time.monotonic()
     promise = promise_of(job, looks.confidence)
-    judge = job.judge(job.rows.held_out, **judging(promise))
+    job.progress.stage("evaluate the dense model on the held-out rows")
+    judge = job.judge(job.rows.held_out, **judging(promise), progress=job.progress)
     ways = _in_time(job, find_ways(type(job.task), job.deploy.runtimes))
     tried = try_dense(forms, judge, ways, partial(quick_times, job))
     able = [way for way in tried if way.at_least is not None]

@@ -28,6 +28,8 @@ _EVALUATED = ("validation", "validation_matched", "dev", "test")
 _SCORED, _SCORED_BLOCKS = 256, 64
 # Blocks of text at once: the logits and gradients of 32 blocks of a small language model take 15 GB.
 _BLOCKS_AT_ONCE = 4
+# Rows to evaluate, and blocks of text.
+_JUDGED, _JUDGED_BLOCKS = 2000, 128
 # Rows that show whether labels are those of the model.
 _LOOKED_AT = 1000
 # If a data set has no such split, its last fifth is evaluated.
@@ -114,6 +116,7 @@ def propose_recipe(
     at_once = {"batch_size": _BLOCKS_AT_ONCE} if task.generative else {}
     # Two thirds of few rows are left for the promise, which may have to be made on them.
     scored = _SCORED_BLOCKS if task.generative else max(1, min(_SCORED, taken_from(rows) // 3))
+    judged = _JUDGED_BLOCKS if task.generative else at_most(_JUDGED, evaluated)
     refitted = {} if task.generative else {"samples": max(5, at_most(1024, rows))}
     refit = {} if budget and "heads" in budget else {"compensation": {"method": "least_squares", **refitted}}
     prune: dict[str, Any] = refit if budget is None else {"budget": dict(budget), **refit}
@@ -122,7 +125,7 @@ def propose_recipe(
         task=task.name,
         data={**source, **columns},
         calibration={"split": calibration, "samples": scored, **at_once},
-        evaluation={"split": evaluation, "samples": at_most(2000, evaluated), **at_once},
+        evaluation={"split": evaluation, "samples": judged, **at_once},
         prune=prune,
         **({"deploy": {}} if budget is None else {}),
         output=output,

@@ -180,7 +180,8 @@ def test_blocks_of_text_are_promised_on_and_judged(tmp_path: Path) -> None:
     run = PruningRecipe.from_yaml(recipe, asked)
     every = samples_of(load_job(run.with_overrides({"prune.budget": {"heads": 0.5}})).rows.evaluation)
     found = load_job(run)
-    assert counts(found) == (2 * every // 3, every - 2 * every // 3)
+    # A block has many predictions: no more are held out than the eight that promise 50 % if they all agree.
+    assert counts(found) == (8, every - 8)
     assert held_out_and_evaluated(found) == held_out_and_evaluated(load_job(run.to_deploy(keep=0.5)))
 
 
