@@ -29,7 +29,7 @@ _SCORED, _SCORED_BLOCKS = 256, 64
 # Blocks of text at once: the logits and gradients of 32 blocks of a small language model take 15 GB.
 _BLOCKS_AT_ONCE = 4
 # Rows to evaluate, and blocks of text.
-_JUDGED, _JUDGED_BLOCKS = 2000, 128
+_JUDGED, _JUDGED_BLOCKS = 2000, 64
 # Rows that show whether labels are those of the model.
 _LOOKED_AT = 1000
 # If a data set has no such split, its last fifth is evaluated.

@@ -445,7 +445,8 @@ def confirm(job: Job, slim: Slim, served: TimedSection | None) -> Slim:
         return slim
     job.progress.stage("evaluate the slim model on the held-out rows")
     judge = job.judge(job.rows.held_out, **judging(outcome))
-    found = judge.found(outcome.budget, job.predictor(served)(slim.model, judge.batches))
+    cut = any(kept.removed for kept in slim.plan.kept.values())
+    found = judge.found(outcome.budget, job.predictor(served)(slim.model, judge.batches) if cut else judge.dense)
     confirmed = replace(outcome, found=found)
     if not confirmed.met:
         what, remedy = "compensated", "compensate on more samples, or not at all"
