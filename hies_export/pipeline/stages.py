@@ -445,8 +445,7 @@ def confirm(job: Job, slim: Slim, served: TimedSection | None) -> Slim:
         return slim
     job.progress.stage("evaluate the slim model on the held-out rows")
     judge = job.judge(job.rows.held_out, **judging(outcome))
-    cut = any(kept.removed for kept in slim.plan.kept.values())
-    found = judge.found(outcome.budget, job.predictor(served)(slim.model, judge.batches) if cut else judge.dense)
+    found = judge.found(outcome.budget, job.predictor(served)(slim.model, judge.batches))
     confirmed = replace(outcome, found=found)
     if not confirmed.met:
         what, remedy = "compensated", "compensate on more samples, or not at all"
