@@ -79,7 +79,7 @@ class CutBeside:
     @property
     def share_otherwise(self) -> float:
         """The share of the texts that are cut otherwise."""
-        return self.otherwise / self.texts
+        return self.otherwise / max(1, self.texts)
 
     @property
     def tokens_ratio(self) -> float:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from .embeddings import compare_rows, cut_rows, named_tokens, renumber, row_count
 from .kept import KeptTokens, find_kept
-from .tokenizer import compare_cuts, shrink_tokenizer
+from .tokenizer import CutBeside, compare_cuts, shrink_tokenizer
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,33 @@ class Trimmed:
     processor: Any
     kept: KeptTokens
     max_abs: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class VocabularyFacts:
+    """What a report says of a trimmed vocabulary.
+
+    Attributes:
+        total, kept: Rows of the embedding before and after.
+        source: Where the texts are from, of which the tokens stay.
+        texts: How many these are.
+        min_count: How often a token occurs in them at least.
+        judged: How the texts that are evaluated are cut with it.
+        max_abs: Largest difference of any output between both models, on texts whose tokens stay.
+    """
+
+    total: int
+    kept: int
+    source: str
+    texts: int
+    min_count: int
+    judged: CutBeside
+    max_abs: float
+
+    @property
+    def removed(self) -> int:
+        """How many rows went."""
+        return self.total - self.kept
 
 
 def trim_vocabulary(

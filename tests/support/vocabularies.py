@@ -24,7 +24,7 @@ def pages() -> tuple[str, ...]:
     """The sentences of README and guides, of which some have characters that others lack."""
     files = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     lines = [line for file in files for line in re.split(r"(?<=[.:])\s", file.read_text(encoding="utf-8"))]
-    return tuple(line.strip() for line in lines if len(line.split()) > 3)
+    return tuple(" ".join(line.split()) for line in lines if len(line.split()) > 3)
 
 
 def wordpiece() -> PreTrainedTokenizerFast:
