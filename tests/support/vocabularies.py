@@ -12,7 +12,7 @@ import transformers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from support.gguf import byte_level_tokenizer, sentence_piece_tokenizer
+from support.gguf import LLAMA_SPLIT, byte_level_tokenizer, sentence_piece_tokenizer
 from support.models import shake
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,7 +81,7 @@ def unigram(*, byte_fallback: bool = False) -> PreTrainedTokenizerFast:
 TOKENIZERS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
     "WordPiece": wordpiece,
     "BPE of bytes": byte_level,
-    "BPE of bytes, words whole": lambda: byte_level_tokenizer(ignore_merges=True),
+    "BPE of bytes, words whole": lambda: byte_level_tokenizer(LLAMA_SPLIT, ignore_merges=True),
     "BPE with bytes for the unknown": sentence_piece_tokenizer,
     "Unigram": unigram,
     "Unigram with bytes for the unknown": lambda: unigram(byte_fallback=True),

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import onnxruntime
 import pytest
 import tokenizers
 import torch
@@ -11,8 +12,9 @@ from support.neurons import half
 from support.vocabularies import TOKENIZERS, byte_level, pages, reader, unigram, wordpiece
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from hies_export import find_modules, prune_units
+from hies_export import export_onnx, find_modules, prune_units
 from hies_export.errors import DataError, RequestError, UnsupportedModelError
+from hies_export.forms.gguf.vocabulary import find_vocabulary
 from hies_export.vocabulary.kept import find_kept
 from hies_export.vocabulary.tokenizer import compare_cuts
 from hies_export.vocabulary.trim import trim_vocabulary
@@ -206,6 +208,34 @@ def test_a_processor_of_images_and_text_goes_on_reading() -> None:
     assert trimmed.processor.image_token_id == trimmed.model.config.image_token_id
     assert trimmed.model.config.text_config.vocab_size == len(trimmed.kept.rows) == 9
     assert (len(processor.tokenizer), processor.image_token_id, model.config.image_token_id) == (11, 10, 10)
+
+
+@pytest.mark.parametrize("kind", ["BPE of bytes, words whole", "BPE with bytes for the unknown"])
+def test_llama_cpp_gets_the_rows_that_stay(kind: str) -> None:
+    tokenizer = TOKENIZERS[kind]()
+    trimmed = trim_vocabulary(reader("LlamaForCausalLM", tokenizer), tokenizer, FIRST)
+    whole = find_vocabulary(tokenizer, size=trimmed.kept.total)
+    found = find_vocabulary(trimmed.processor, size=len(trimmed.kept.rows))
+    assert found.tokens == tuple(whole.tokens[row] for row in trimmed.kept.rows)
+    assert found.types == tuple(whole.types[row] for row in trimmed.kept.rows)
+    assert found.special == {name: trimmed.kept.numbers[number] for name, number in whole.special.items()}
+    assert [merge for merge in whole.merges if {*merge.split(), "".join(merge.split())} <= {*found.tokens}] == [
+        *found.merges
+    ]
+
+
+def test_onnx_runtime_gives_the_outputs_of_the_rows_that_stay(tmp_path: Path) -> None:
+    tokenizer = wordpiece()
+    trimmed = trim_vocabulary(model := reader("BertForMaskedLM", tokenizer), tokenizer, FIRST)
+    read = trimmed.processor(list(FIRST[:2]), return_tensors="pt", padding=True)
+    batch = {name: read[name] for name in ("input_ids", "attention_mask")}
+    export_onnx(trimmed.model, tmp_path / "onnx", batch=batch, processor=trimmed.processor)
+    session = onnxruntime.InferenceSession(tmp_path / "onnx" / "model.onnx")
+    read = AutoTokenizer.from_pretrained(tmp_path / "onnx")(FIRST[3], return_tensors="np")
+    inputs = {one.name: dict(read).get(one.name, 0 * read["input_ids"]) for one in session.get_inputs()}
+    with torch.no_grad():
+        expected = model.eval()(**tokenizer(FIRST[3], return_tensors="pt")).logits[..., list(trimmed.kept.rows)]
+    torch.testing.assert_close(torch.from_numpy(session.run(None, inputs)[0]), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_how_other_texts_are_cut_is_counted() -> None:
