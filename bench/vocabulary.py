@@ -100,6 +100,12 @@ def embedder(options: argparse.Namespace) -> None:
             after = ndcg(slim_q[which] @ passages_of.T, wanted[which])
             print(f"{name} ({int(which.sum()):,}), {index}: nDCG@10 {before:.4f} -> {after:.4f}")
     print(f"cosine of questions with unseen words: {(dense_q * slim_q).sum(-1)[unseen].mean():.4f}")
+    german = ["Der Bahnhof ist heute geschlossen.", "Wo kann ich morgen eine Fahrkarte kaufen?"]
+    before, after = (embed(*one, german) for one in pairs)
+    for text, cosine in zip(german, (before * after).sum(-1).tolist(), strict=True):
+        for reads in (tokenizer, found.processor):
+            print(f"{text}: {' '.join(reads.tokenize(text))}")
+        print(f"cosine of both embeddings: {cosine:.3f}")
 
 
 def embed(model: Any, tokenizer: Any, texts: Sequence[str]) -> torch.Tensor:
