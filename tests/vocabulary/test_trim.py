@@ -24,6 +24,7 @@ CLASSES = {
     "BertForMaskedLM": wordpiece,
     "BertForSequenceClassification": wordpiece,
     "LlamaForCausalLM": byte_level,
+    "LlamaForSequenceClassification": byte_level,  # takes one text only, without a padding token
     "Qwen2ForCausalLM": byte_level,
     "GPT2LMHeadModel": byte_level,
     "XLMRobertaForMaskedLM": unigram,
@@ -94,6 +95,7 @@ def test_what_is_unknown_stays_as_unlikely() -> None:
 def test_outputs_are_those_of_the_dense_model(name: str) -> None:
     tokenizer = CLASSES[name]()
     options = {"tie_word_embeddings": name != "LlamaForCausalLM"}
+    options |= {"pad_token_id": None} if name == "LlamaForSequenceClassification" else {}
     model = reader(name, tokenizer, **options)
     state = {key: value.clone() for key, value in model.state_dict().items()}
     trimmed = trim_vocabulary(model, tokenizer, FIRST)
