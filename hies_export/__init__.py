@@ -7,9 +7,9 @@
 prunes a model in memory, `PruningRecipe.from_yaml("bert.yaml").run()` runs a whole recipe, and `deploy` finds the
 fastest form that keeps the answers. Or stage by stage: `find_modules`, `collect_statistics`, `score_units`,
 `select_units`, `prune_units`, `compensate`, `save_slim`, `export_onnx`, `quantize_onnx`, `quantize_openvino`; measured
-by `bench`, `compare_latency`, `count_flops` and `count_parameters`. `apply_plan` cuts a saved checkpoint by a plan. A
-saved slim model comes back with `load`, and an exported decoder generates with `OnnxGenerator`. `push_to_hub` publishes
-a run.
+by `bench`, `compare_latency`, `count_flops` and `count_parameters`. `trim_vocabulary` removes the tokens that texts do
+not use. `apply_plan` cuts a saved checkpoint by a plan. A saved slim model comes back with `load`, and an exported
+decoder generates with `OnnxGenerator`. `push_to_hub` publishes a run.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from .units.find import find_modules
     from .units.heads import find_attention
     from .units.units import Kept, PrunableModule, Selection
+    from .vocabulary.trim import trim_vocabulary
 
 
 # Where each public name lives. Names are resolved on first use: importing this package imports no torch.
@@ -137,6 +138,7 @@ _HOMES = {
     "score_compensated": "score.compensated",
     "score_units": "score.criteria",
     "select_units": "select.select",
+    "trim_vocabulary": "vocabulary.trim",
 }
 
 __all__ = sorted(_HOMES)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import bert, text_batch
+from support.models import bert, text_batch, word_tokenizer
 from support.runs import registries_restored
 
 import hies_export
@@ -35,7 +35,8 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     selection = hies_export.select_units(scores, modules, heads=0.5)
     plan = hies_export.PruningPlan.of(selection, hies_export.Provenance("hies", alpha=0.5))
     made = {"model": model, "batches": batches, "modules": modules, "statistics": statistics, "scores": scores}
-    return made | {"plan": plan, "slim": hies_export.prune_units(model, plan, modules)}
+    made |= {"plan": plan, "slim": hies_export.prune_units(model, plan, modules)}
+    return made | {"tokenizer": word_tokenizer([*"abcd"])}
 
 
 def examples() -> list[doctest.DocTest]:

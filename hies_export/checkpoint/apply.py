@@ -6,10 +6,13 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..data.processors import load_processor
+from ..errors import PlanError
 from ..kinds import ATTENTION
 from ..model.text_encoder import TextEncoder
 from ..model.tokens import sample_batch
@@ -18,8 +21,12 @@ from ..select.plan import PruningPlan
 from ..slim.check import fingerprint
 from ..slim.config import families
 from ..slim.cut import prune_units
+from ..tasks import task_of
 from ..units.find import find_modules
 from ..units.units import PrunableModule
+from ..vocabulary.embeddings import row_count
+from ..vocabulary.kept import KeptTokens
+from ..vocabulary.trim import apply_kept
 from .beside import fetch
 from .classes import load_config, refuse_quantised
 from .folders import refuse_existing
@@ -90,8 +97,11 @@ def apply_plan(
     refuse_existing(folder, overwrite=overwrite, inputs=given)
     progress.stage("load the model")
     source, dense = _load(model)
-    own_config = dense.config
+    own_config, processor = dense.config, None
     progress.stage("cut")
+    if plan.vocabulary:
+        kept = KeptTokens(plan.vocabulary, row_count(dense))
+        dense, processor = apply_kept(dense, _processor(dense, source, kept), kept)
     modules = _find_modules(dense, plan, batch)
     if force:
         plan = replace(plan, model=fingerprint(dense, modules))
@@ -104,7 +114,8 @@ def apply_plan(
     progress.stage("save, load again and compare")
     card = warn_uncompensated(plan) if plan.compensation and layers is None else None
     licence = slim.settings.folder if isinstance(slim, TextEncoder) else source
-    save_slim(slim, folder, plan=written, batch=sample, dense=licence, card=card, overwrite=overwrite)
+    how: dict[str, Any] = {"processor": processor, "dense": licence, "card": card, "overwrite": overwrite}
+    save_slim(slim, folder, plan=written, batch=sample, **how)
     return Applied(
         folder=Path(folder),
         dense_bytes=weight_bytes(source),
@@ -123,6 +134,16 @@ def _load(model: str | Path) -> tuple[Path, PreTrainedModel]:
     refuse_quantised(config, source)
     dtype = stored_dtype(weight_files(source), config) or "auto"
     return source, load_sentence(model, dtype=dtype) if embeds else load(source, dtype=dtype)
+
+
+def _processor(model: PreTrainedModel, source: Path, kept: KeptTokens) -> Any:
+    """Return the tokenizer or processor of a checkpoint, after checking that the tokens of a plan are some of its."""
+    if kept.rows[-1] >= kept.total:
+        raise PlanError(
+            f"a plan must be for the model it is applied to, but it keeps token {kept.rows[-1]}, and this model has "
+            f"{kept.total:,}; make a plan for this model"
+        )
+    return load_processor(source, task=type(task_of(model)))
 
 
 def _find_modules(

@@ -121,7 +121,9 @@ def save_slim(
             processor.save_pretrained(written)
         source = dense or documents_of(model)
         if source is not None:
-            of_tokenizer = () if dense is None else VOCABULARIES if processor is not None else PROCESSORS
+            # The dense model's vocabularies are others if tokens went.
+            of_processor = () if plan.vocabulary else VOCABULARIES
+            of_tokenizer = () if dense is None else of_processor if processor is not None else PROCESSORS
             copy_companions(source, written, (*of_tokenizer, *DOCUMENTS))
         if isinstance(model, TextEncoder):
             write_modules(model, written)

@@ -153,13 +153,14 @@ def check_one_size(batches: Iterable[Batch]) -> None:
         )
 
 
-def by_length(batches: Sequence[Batch], *, config: Any) -> list[Batch]:
+def by_length(batches: Sequence[Batch], *, config: Any, like: Sequence[Batch] | None = None) -> list[Batch]:
     """Make batches of the same samples and sizes, shortest samples first, padded no more than needed.
 
     Batches are of text: tensors like `attention_mask`, (batch, tokens), padded on either side by the config's padding
     token, and tensors of whole samples: (batch,), `ROW_KEYS` and label sets. Others (images, images with text) are
     returned as they are. Samples of equal length keep their order. A model predicts the same for each of them.
-    Documents to be found by queries come after these, in batches of their own.
+    Documents to be found by queries come after these, in batches of their own. The order is that of the samples of
+    other batches, if they should be `like` these: the same samples in the same places, whose tokens are others.
     """
     if not batches or not all(_is_text(batch) for batch in batches):
         return list(batches)
@@ -168,7 +169,7 @@ def by_length(batches: Sequence[Batch], *, config: Any) -> list[Batch]:
     samples = [
         {key: value[row] for key, value in batch.items()} for batch in batches for row in range(len(batch["input_ids"]))
     ]
-    lengths = [int(sample["attention_mask"].sum()) for sample in samples]
+    lengths = [int(length) for batch in like or batches for length in batch["attention_mask"].sum(-1)]
     left = any(bool((batch["attention_mask"][:, 0] == 0).any()) for batch in batches)
     pad = getattr(config.get_text_config(), "pad_token_id", None)
     pad = pad if is_token(pad, config) else 0  # then nothing reads it

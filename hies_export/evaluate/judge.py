@@ -109,14 +109,16 @@ class Judge:
         confidence: float = CONFIDENCE,
         as_of: int | None = None,
         index: Index = "dense",
+        dense: Predictions | None = None,
         progress: Progress = SILENT,
     ) -> Judge:
         """Run the dense model over the batches, and return the judge of other models on them.
 
+        Its predictions may be known, as those of a model that reads the same samples in other tokens.
         On the dense index, the judge's own batches are those of queries alone, if these have documents.
         """
         task = task or task_of(model, batches[0] if batches else None)
-        dense = predict(model, batches, task=task, progress=progress)
+        dense = dense or predict(model, batches, task=task, progress=progress)
         if task.predicts in ("classes", "words") and "labels" in batches[0]:
             _warn_if_no_better_than_commonest(task.decide(dense), references(batches, task))
         judge = cls(batches, dense, metrics, task, confidence, as_of, index)

@@ -126,26 +126,28 @@ def measure_both(
     modules: Sequence[PrunableModule],
     batches: Mapping[Shape, Mapping[str, Tensor]],
     stored: Both[int],
+    dense: str = "dense",
 ) -> Measurements:
     """Count parameters, bytes and FLOPs of both models, and time them on every runtime and shape.
 
-    FLOPs per layer are counted on the first of the batches.
+    FLOPs per layer are counted on the first of the batches. `dense` is the name of the dense one among the forms.
     """
-    dense, slim, progress = forms.model("dense"), forms.model("slim"), forms.progress
+    names, progress = (dense, "slim"), forms.progress
+    whole, slim = map(forms.model, names)
     exported = forms.plain("slim")
-    flops = counts.count_both_flops(dense, slim, batches)
+    flops = counts.count_both_flops(whole, slim, batches)
     shape = next(iter(batches))
-    dense_layers, slim_layers = (counts.flops_per_layer(m, batches[shape], modules) for m in (dense, slim))
-    cache, files = [counts.cache_bytes_per_token(model) for model in (dense, slim)], {exported.format: exported.bytes}
+    dense_layers, slim_layers = (counts.flops_per_layer(m, batches[shape], modules) for m in (whole, slim))
+    cache, files = [counts.cache_bytes_per_token(model) for model in (whole, slim)], {exported.format: exported.bytes}
     latency = []
     # All exports come first, because one may fail; copies in other bits are made for one runtime at a time.
-    forms.export_for(("dense", "slim"), options.ways)
+    forms.export_for(names, options.ways)
     for runtime, bits in options.ways:
         progress.stage(f"time both models on {runtime}" + ("" if bits is None else f" in {bits}"))
         # Nothing else refers to these forms, whose models may be copies.
         latency += latency_rows(
             time(
-                [forms.form(name, runtime, bits) for name in ("dense", "slim")],
+                [forms.form(name, runtime, bits) for name in names],
                 {shape: [batch] for shape, batch in batches.items()},
                 repeats=options.repeats,
                 min_seconds=options.min_seconds,
@@ -155,7 +157,7 @@ def measure_both(
             flops,
         )
     return Measurements(
-        parameters=Both(counts.count_parameters(dense), counts.count_parameters(slim)),
+        parameters=Both(counts.count_parameters(whole), counts.count_parameters(slim)),
         bytes=StoredBytes(stored.dense, stored.slim, *(files.get(format) for format in ("onnx", "gguf"))),
         flops=flops[shape],
         flops_per_layer=FlopsByLayer(dense_layers, slim_layers, shape),

@@ -498,6 +498,13 @@ def share_tensors(model: nn.Module, other: nn.Module) -> None:
             place._buffers.update(module._buffers)
 
 
+def with_backend(tokenizer: Any, backend: Any) -> Any:
+    """Return a copy of a tokenizer that computes with another tokenizer of `tokenizers`."""
+    copied = copy.deepcopy(tokenizer)
+    copied._tokenizer = backend
+    return copied
+
+
 def without_compiler(model: Any) -> Any:
     """Return the model that `torch.compile` was given to make this one; other models as they are."""
     return getattr(model, "_orig_mod", model)

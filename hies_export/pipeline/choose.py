@@ -23,7 +23,7 @@ from ..units.find import find_modules
 from ..units.units import Selection
 from .held_out import HeldOut, choose_alpha, choose_by_agreement
 from .job import Job
-from .search import budget_where, search
+from .search import budget_where, nothing, search
 from .stages import (
     Choice,
     Trial,
@@ -49,6 +49,8 @@ def choose(job: Job, statistics: Statistics, scored: Sequence[Scores] = ()) -> C
     rounds. Each round scores the model that the previous rounds left, cut and, with compensation, refitted. The
     statistics of a unit are those of the last round it was part of.
     """
+    if job.budget.heads == 0:
+        return nothing(job, statistics, (scored or score(job, statistics))[0])
     table = cost_table(job)
     if job.budget.searched:
         return search(job, statistics, scored or score(job, statistics), sizes_of(job, table), table)

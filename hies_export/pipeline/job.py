@@ -9,7 +9,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -31,7 +31,7 @@ from ..forms.cost.bundles import flops_table, parameters_table
 from ..forms.cost.latency import TimedOn
 from ..forms.form import predictor
 from ..forms.formats import Exporter, Given
-from ..forms.measure.counts import Shape
+from ..forms.measure.counts import Shape, count_flops, count_parameters
 from ..forms.measure.shapes import RowLength, check_shapes, model_shapes, row_length
 from ..forms.measured import MeasureOptions
 from ..forms.runtimes.base import check_dtypes, check_one_graph, check_runtime
@@ -55,6 +55,7 @@ from .accept import check_model
 from .draw import Looks, Splits
 from .objects import Unwrapped
 from .recipe import PruneSection
+from .trimming import PER_SAMPLE, Trimming, trim_in_memory
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +77,7 @@ class Rows:
         in_order: The first evaluation rows as they come, in batches of a size, to time on; None in memory.
         splits: Where they were read from; None in memory.
         evaluation_of: How many samples the evaluated split has.
+        in_dense: Name of a field -> the same samples as a model reads them that has all tokens, if some went.
     """
 
     score: list[Batch]
@@ -86,6 +88,7 @@ class Rows:
     in_order: Callable[[int], list[Batch]] | None = None
     splits: Splits | None = None
     evaluation_of: int = 0
+    in_dense: Mapping[str, list[Batch]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +110,7 @@ class Job:
         deploy: What to search for in place of a budget.
         source: How the dense model is stored; None in memory.
         asked: The fields of the recipe, for the report; None in memory.
+        trimming: The model as it was, if its vocabulary was trimmed: `model` is without the tokens that went.
         seed: Seed of the criterion `random`; plans record it.
         began: When it began to be made, by `time.monotonic`.
         progress, clock: Where stages are shown, and their seconds by kind of work.
@@ -130,6 +134,7 @@ class Job:
     deploy: DeploySection | None = None
     source: Source | None = None
     asked: Request | None = None
+    trimming: Trimming | None = None
     seed: int = 0
     began: float = 0.0
     progress: Progress = SILENT
@@ -166,17 +171,28 @@ class Job:
         """Whether a deployment is timed on rows as they come: no shapes are given, and a row is one forward pass."""
         return self.length is not None and not self.task.generative
 
+    @property
+    def dense(self) -> PreTrainedModel:
+        """The model with all its tokens, which sizes and promises are held against."""
+        return self.model if self.trimming is None else self.trimming.dense
+
     @cached_property
     def flops_table(self) -> CostTable:
         """What every bundle of units saves of the FLOPs at the first shape."""
         batch = next(iter(self.shapes.values()))
-        return flops_table(self.model, self.scored, batch=batch, unit=self.options.unit)
+        table = flops_table(self.model, self.scored, batch=batch, unit=self.options.unit)
+        return replace(table, dense=self._trimmed_to(lambda model: count_flops(model, batch)))
+
+    def _trimmed_to(self, count: Callable[[PreTrainedModel], int]) -> float:
+        """Return what the model has of a cost, as a share of the model with all its tokens."""
+        return 1.0 if self.trimming is None else count(self.model) / count(self.trimming.dense)
 
     @cached_property
     def counted_table(self) -> CostTable | None:
         """What every bundle of units saves of what the budget counts; None for a budget that counts no cost."""
         if self.budget.parameters is not None:
-            return parameters_table(self.model, self.scored, unit=self.options.unit)
+            table = parameters_table(self.model, self.scored, unit=self.options.unit)
+            return replace(table, dense=self._trimmed_to(count_parameters))
         return None if self.budget.flops is None else self.flops_table
 
     def flops_left(self, selection: Selection) -> float:
@@ -204,8 +220,13 @@ class Job:
         )
 
     def judge(self, batches: Sequence[Batch], **how: Any) -> Judge:
-        """Return the judge of other models on some rows; see `Judge.on` for other options."""
-        return Judge.on(self.model, batches, **{"metrics": self.metrics, "task": self.task, **how})
+        """Return the judge of other models on some rows; see `Judge.on` for other options.
+
+        What they are compared with are the predictions of the model with all tokens, if it can be asked.
+        """
+        known = next((own for name, own in self.rows.in_dense.items() if getattr(self.rows, name) is batches), None)
+        dense = predict(self.dense, known, task=self.task) if known else None
+        return Judge.on(self.model, batches, **{"metrics": self.metrics, "task": self.task, "dense": dense, **how})
 
     def kind(self, batches: Sequence[Batch]) -> RowsKind | None:
         """Return what rows of texts to embed, or of candidates to rank, are to each other."""
@@ -323,6 +344,7 @@ def job_in_memory(
     compensation_batches: Any,
     processor: Any,
     columns: Mapping[str, Any] | None,
+    vocabulary: Mapping[str, Any] | None,
     evaluation: ComparisonSection,
     shape: tuple[int, ...] | None,
     seed: int,
@@ -332,9 +354,25 @@ def job_in_memory(
     model, processor = given.model, processor or given.processor
     refuse_unknown(model)
     check_in_memory(model)
-    task = task_of(model, tolerance=evaluation.stability_tolerance, threshold=evaluation.threshold)
-    read = partial(batches_of, model, task=task, processor=processor, columns=columns, max_length=given.max_length)
-    rows = _rows_in_memory(read, task, options, batches, held_out, compensation_batches)
+    dense_processor, trimming = processor, None
+    if vocabulary is not None:
+        if given.processor is not None:
+            raise RequestError(
+                "vocabulary= is for models of transformers, and a SentenceTransformer or CrossEncoder came with it; "
+                "save it, and prune the folder by a recipe"
+            )
+        model, processor, trimming = trim_in_memory(model, processor, batches, held_out, vocabulary)
+
+    def read(model: PreTrainedModel, processor: Any) -> tuple[Task, Rows]:
+        task = task_of(model, tolerance=evaluation.stability_tolerance, threshold=evaluation.threshold)
+        how = {"task": task, "processor": processor, "columns": columns, "max_length": given.max_length}
+        of = partial(batches_of, model, **how)
+        return task, _rows_in_memory(of, task, options, batches, held_out, compensation_batches)
+
+    task, rows = read(model, processor)
+    # An embedding model reads its texts in the order of their lengths, which are others in other tokens.
+    if trimming is not None and task.predicts in PER_SAMPLE and not task.embeds:
+        rows = replace(rows, in_dense={"held_out": read(trimming.dense, dense_processor)[1].held_out})
     timed = None if options.budget is None else options.budget.timed
     if timed is not None:
         check_runtime(timed.runtime, task=type(task))
@@ -352,6 +390,7 @@ def job_in_memory(
         shapes=() if shape is None else (shape,),
         processor=processor,
         metrics=tuple(metrics),
+        trimming=trimming,
         seed=seed,
         progress=progress,
     )
@@ -451,14 +490,19 @@ def check_job(job: Job, *, criteria: Sequence[str] | None = None) -> Job:
     _warn_without_compensation(options)
     _check_criteria(options, job.scored, (options.criterion,) if criteria is None else criteria)
     _check_enough_rows(job)
-    if budget.heads is None:
+    if not budget.heads:
         check_constraints(job.scored, options.constraints)
     else:
         check_budget(job.scored, heads=budget.heads, constraints=options.constraints)
     if ATTENTION in options.constraints.skippable:
         how_to_skip(job.model, job.scored)
-    if job.counted_table is not None and budget.ratio is not None:
-        check_reachable(job.scored, job.counted_table, ratio=budget.ratio, constraints=options.constraints)
+    if (table := job.counted_table) is not None and budget.ratio is not None:
+        if table.dense <= budget.ratio:
+            raise RequestError(
+                f"the budget asks for {table.what} at most {budget.ratio:g} of dense, and the tokens that went leave "
+                f"{table.dense:.3f} as it is: nothing else has to go; ask for less, or leave the budget out"
+            )
+        check_reachable(job.scored, table, ratio=budget.ratio / table.dense, constraints=options.constraints)
     return job
 
 

@@ -25,7 +25,7 @@ from ..checkpoint.save import check_in_sentence_transformers
 from ..checkpoint.sentence import cross_encoder_of, encoder_class, load_encoder, settings_of
 from ..data.batches import Batch, by_length, check_one_size, is_of_documents, samples_of
 from ..data.processors import load_processor, read_as_asked, settle_padding
-from ..data.rows import taken_from
+from ..data.rows import load_rows, taken_from
 from ..data.splits import may_overlap, whole_split
 from ..evaluate.interval import confidence_of_each
 from ..evaluate.lm_eval import check_benchmarks
@@ -46,6 +46,7 @@ from ..tasks import TASKS, FeatureExtraction, Task, TextGeneration
 from .draw import Drawn, Draws, Promise, Splits, draw, evaluated, hold_out
 from .job import Job, Rows, check_apart, check_job, make_job, promised_metric
 from .recipe import PruneSection, PruningRecipe
+from .trimming import Trimming, read_in_dense, texts_in, texts_of, trim
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +73,19 @@ def load_job(
     metrics = _metrics(recipe, task)
     names = _checked_runtimes(recipe, runtimes_of(recipe, runtimes))
     processor = found.processor(TASKS[recipe.task])
-    task = _to_read(task, recipe, found, processor, metrics)
+    whole = task = _to_read(task, recipe, found, processor, metrics)
+    model, trimming = (None, None) if like is None else (like.model, like.trimming)
+    if recipe.vocabulary is not None:
+        if model is None:
+            dense = _load(recipe, found, task, processor, progress)
+            progress.stage("trim the vocabulary")
+            model, processor, trimming = _trim(recipe, dense, processor)
+        else:
+            processor = like and like.processor
+        assert trimming is not None
+        whole.config = trimming.dense.config
+        task = _to_read(_task(recipe, found), recipe, found, processor, metrics)
+        task.config = model.config
     load = partial(task.load, name=recipe.data.name, files=recipe.data.files)
     promised = 0 if recipe.cascade is None else recipe.cascade.samples
     splits, own = splits_of(recipe), Draws.of(options, recipe.calibration, promised=promised)
@@ -81,13 +94,8 @@ def load_job(
     drawn = draw(splits, load, options, draws)
     if like is None:
         rows = evaluated(splits, load)
-        progress.stage("load the model")
-        model = found.load(dtype=recipe.dtype, device_map=recipe.device_map)
-        found.check(model, processor)
-    else:
-        model = like.model
-    if task.text:
-        settle_padding(model, getattr(processor, "tokenizer", processor))
+    if model is None:
+        model = _load(recipe, found, task, processor, progress)
     task.config = model.config
     batches = _batches(recipe, task, drawn)
     if like is None:
@@ -98,9 +106,12 @@ def load_job(
             in_order=_in_order(task, rows),
             splits=splits,
         )
+        in_dense = _in_dense(recipe, whole, task, {"held_out": drawn.held_out, "evaluation": rows}, splits)
     else:
         kept = {name: getattr(like.rows, name) for name in ("evaluation", "evaluation_of", "in_order", "splits")}
         batches = replace(batches, **kept)
+        in_dense = {**like.rows.in_dense, **_in_dense(recipe, whole, task, {"held_out": drawn.held_out}, splits)}
+    batches = replace(batches, in_dense=in_dense)
     progress.stage("find the units that may go")
     job = make_job(
         model,
@@ -118,6 +129,7 @@ def load_job(
         shares=recipe.shares,
         source=like.source if like else _source(recipe, found, model, config),
         asked=requested(recipe, splits),
+        trimming=trimming,
         seed=recipe.calibration.seed,
         began=began,
         progress=progress,
@@ -128,6 +140,38 @@ def load_job(
     if not check_apart(job):
         _warn_of_one_source(recipe, splits)
     return job
+
+
+def _load(recipe: PruningRecipe, found: _Checkpoint, task: Task, processor: Any, progress: Progress) -> PreTrainedModel:
+    """Load the dense model, and name its padding token."""
+    progress.stage("load the model")
+    model = found.load(dtype=recipe.dtype, device_map=recipe.device_map)
+    found.check(model, processor)
+    if task.text:
+        settle_padding(model, getattr(processor, "tokenizer", processor))
+    return model
+
+
+def _trim(recipe: PruningRecipe, model: PreTrainedModel, processor: Any) -> tuple[PreTrainedModel, Any, Trimming]:
+    """Trim the vocabulary to the texts that the recipe names; the evaluated split shows what it does to others."""
+    asked, data, split = recipe.vocabulary, recipe.data, recipe.calibration.split
+    assert asked is not None
+    own, judged = (
+        texts_of(load_rows(name=data.name, files=data.files, split=of), data) for of in (split, recipe.evaluation.split)
+    )
+    source = ", ".join(file.name for file in asked.files) or f"the split {split}"
+    return trim(model, processor, texts_in(asked.files) if asked.files else own, judged, asked, source=source)
+
+
+def _in_dense(
+    recipe: PruningRecipe, whole: Task, task: Task, samples: Mapping[str, datasets.Dataset], splits: Splits
+) -> dict[str, list[Batch]]:
+    """Return the rows that are judged as the dense model reads them; nothing if it has the same vocabulary."""
+    if recipe.vocabulary is None:
+        return {}
+    size = {"held_out": recipe.calibration.batch_size, "evaluation": splits.evaluation.batch_size}
+    found = {name: read_in_dense(whole, task, rows, size[name]) for name, rows in samples.items()}
+    return {name: batches for name, batches in found.items() if batches}
 
 
 def _source(recipe: PruningRecipe, found: _Checkpoint, model: PreTrainedModel, config: Any) -> Source:

@@ -76,7 +76,10 @@ def measure(job: Job, forms: Forms, choice: Choice, slim: Slim, saved: Saved, fo
     assert job.source is not None
     with job.clock("measure"):
         stored = Both(job.source.bytes, saved.bytes)
-        sizes = measure_both(forms, job.measure, modules=job.modules, batches=job.shapes, stored=stored)
+        dense = "dense" if job.trimming is None else "whole"
+        forms.add(dense, job.dense)
+        how: dict[str, Any] = {"modules": job.modules, "batches": job.shapes, "stored": stored}
+        sizes = measure_both(forms, job.measure, dense=dense, **how)
         judge = job.judge(job.rows.evaluation, index=None)
         on_dense_index = judge.on_dense_index()
         joined = _join(job, forms, choice, folder)

@@ -40,7 +40,7 @@ from .choose import choose
 from .job import Job, job_in_memory
 from .objects import Unwrapped, unwrap
 from .push import push_folder
-from .recipe import Allocation, PruneSection, sentences
+from .recipe import Allocation, PruneSection, sentences, whole
 from .stages import Choice, Evaluation, Slim, calibrate, compare, cut, save
 
 logger = logging.getLogger(__name__)
@@ -219,6 +219,8 @@ class PruneResult:
         heads, neurons = plan_counts(self.plan)
         batch, sequence = self.flops.shape
         rows = unit_rows(named_units(heads, neurons))
+        if self.job.trimming is not None:
+            rows += unit_rows([("tokens of the vocabulary", self.job.trimming.facts)])
         for name, size in (("parameters", self.parameters), (f"FLOPs at {batch} x {sequence}", self.flops)):
             rows.append((name, si(size.dense), si(size.slim), change(size.dense, size.slim)))
         if (found := self.held_out) is not None:
@@ -246,6 +248,7 @@ def prune(
     multiple_of: int | MultipleOf | Mapping[str, int] = 1,
     steps: int = 1,
     compensation: CompensationSection | Mapping[str, Any] | Literal["usual"] | None = "usual",
+    vocabulary: Mapping[str, Any] | None = None,
     plan: PruningPlan | None = None,
     held_out: Any = None,
     compensation_batches: Any = None,
@@ -296,6 +299,8 @@ def prune(
         steps: Rounds of removal, with scores anew in between.
         compensation: How layers are refitted after the cut, see `CompensationSection`; None for no refit. "usual" is as
             the budget asks, and None with a plan.
+        vocabulary: Remove the tokens that texts do not use: the arguments of `trim_vocabulary`, whose `texts` are by
+            default those of `batches`, which are then a data set or a list of texts. It needs no budget.
         plan: Cut by this plan instead of choosing. Only `compensation` applies then.
         held_out: Batches that alpha, the criterion or the size of the cut is chosen on, and that the agreement in the
             result is measured on. By default the last quarter of `batches`, which then is not used for scoring; an
@@ -338,9 +343,10 @@ def prune(
         "min_neurons": min_neurons,
         **{"keep_layers": keep_layers, "multiple_of": multiple_of, "steps": steps, "compensation": compensation},
     }
-    asked, comparison = _asked(options, plan), _comparison(evaluation or {})
+    asked, comparison = _asked(options, plan, vocabulary), _comparison(evaluation or {})
     given = unwrap(without_compiler(model), embedding)
     rows = {"held_out": held_out, "compensation_batches": compensation_batches, "columns": columns}
+    rows["vocabulary"] = vocabulary
     how = {"processor": processor, "evaluation": comparison, "shape": shape, "seed": seed, "progress": progress}
     with evaluating(given.model), uncompiled(given.model):
         job = job_in_memory(given, asked, batches, **rows, **how)
@@ -351,17 +357,21 @@ def prune(
         return PruneResult(job, choice.done(slim), slim, *sizes, held_out, given)
 
 
-def _asked(options: Mapping[str, Any], plan: PruningPlan | None) -> PruneSection:
+def _asked(options: Mapping[str, Any], plan: PruningPlan | None, vocabulary: Any) -> PruneSection:
     """Return the options as a section, after the checks of a recipe; with a plan, they have no budget."""
+    if plan is not None and (plan.vocabulary or vocabulary is not None):
+        raise RequestError("plan= cuts heads and neurons, and tokens are to go too; use apply_plan, which cuts all")
     changed = {name: value for name, value in options.items() if value != signature(prune).parameters[name].default}
     if plan is not None:
         if others := [name for name in changed if name != "compensation"]:
             raise RequestError(f"with plan=, of the options only compensation applies, got {', '.join(others)}")
         changed["modules"] = tuple(dict.fromkeys(kept.kind for kept in plan.kept.values()))
         changed.setdefault("compensation", None)
-    elif "budget" not in changed:
+    elif "budget" not in changed and vocabulary is None:
         raise RecipeError("budget must be given")
     section = _section(PruneSection, changed)
+    if section.budget is None and plan is None:
+        return whole(section)
     keep = section.budget and section.budget.keep
     if keep and "samples" in keep.model_fields_set:
         raise RequestError("keep.samples says how many rows a recipe draws; pass that many as held_out= instead")
@@ -384,8 +394,8 @@ def _section(section: type[AnySection], fields: Any, where: str = "") -> AnySect
 def _sizes(job: Job, slim: PreTrainedModel) -> tuple[Both[int], FlopCount]:
     """Count the parameters of both models, and their FLOPs at the first shape."""
     shape, batch = next(iter(job.shapes.items()))
-    flops = count_both_flops(job.model, slim, {shape: batch})[shape]
-    return Both(count_parameters(job.model), count_parameters(slim)), flops
+    flops = count_both_flops(job.dense, slim, {shape: batch})[shape]
+    return Both(count_parameters(job.dense), count_parameters(slim)), flops
 
 
 def _two_rows(batch: Batch) -> Batch:

@@ -35,6 +35,7 @@ from ..recipe.sections import (
     MeasureSection,
     MultipleOf,
     Section,
+    VocabularySection,
     first_broken,
 )
 from ..tasks import TASKS
@@ -47,6 +48,10 @@ Allocation = Literal["global", "uniform"]
 
 # Shares of the FLOPs that `cascade` tries if there is no budget.
 FLOPS_TO_TRY = (0.75, 0.55, 0.35)
+
+
+# The budget of a recipe that removes neither heads nor neurons.
+NOTHING = Budget.model_construct(heads=0.0)
 
 
 def _known(name: str, known: Iterable[str], *, what: str) -> str:
@@ -94,7 +99,8 @@ class PruneSection(Section):
         normalize: Over which heads the two terms of HIES are scaled to [0, 1] before they are blended. "model": over
             all heads, so a layer of weak heads may lose most of them. "layer": over the heads of each layer, so that
             every layer has a head with 0 and one with 1.
-        budget: See `Budget`. A recipe's `deploy` or `cascade` may choose how much is removed in place of it.
+        budget: See `Budget`. A recipe's `deploy` or `cascade` may choose how much is removed in place of it. With
+            `vocabulary` and no budget, only tokens go.
         allocation: "uniform" removes the same number of heads from every layer, "global" those that score lowest
             anywhere. Or one for each kind, as in {attention: uniform, mlp: global}: the config's own fields, if it has
             them, then describe the heads beside uneven neurons. Each uniform kind loses its own share; a kind that is
@@ -252,6 +258,12 @@ class PruneSection(Section):
         return self
 
 
+def whole(prune: PruneSection) -> PruneSection:
+    """Return the section of a model that loses neither heads nor neurons."""
+    usual = {"modules": (ATTENTION,), "criterion": "his", "compensation": None}
+    return prune.model_copy(update={"budget": NOTHING, **usual})
+
+
 class PruningRecipe(Section):
     """A whole run: model, data, how to prune, what to measure. The fields are those of the YAML recipe.
 
@@ -273,6 +285,7 @@ class PruningRecipe(Section):
         calibration: See `CalibrationSection`.
         held_out: See `HeldOutSection`.
         evaluation: See `EvaluationSection`.
+        vocabulary: See `VocabularySection`.
         prune: See `PruneSection`.
         export: See `ExportSection`.
         cascade: See `CascadeSection`.
@@ -302,7 +315,8 @@ class PruningRecipe(Section):
     calibration: CalibrationSection = CalibrationSection()
     held_out: HeldOutSection | None = None
     evaluation: EvaluationSection = EvaluationSection()
-    prune: PruneSection
+    vocabulary: VocabularySection | None = None
+    prune: PruneSection = PruneSection()
     export: ExportSection = ExportSection()
     cascade: CascadeSection | None = None
     measure: MeasureSection = MeasureSection()
@@ -348,7 +362,16 @@ class PruningRecipe(Section):
                 cascade and cascade.flops and given,
                 "cascade.flops chooses how much to remove, and prune.budget sets it too; leave out one",
             ),
-            (not (deploy or cascade or given), "prune.budget must be given"),
+            (not (deploy or cascade or given or self.vocabulary), "prune.budget must be given"),
+            (
+                self.vocabulary and not task.text,
+                f"vocabulary is for models that read text, got task: {name}; leave it out",
+            ),
+            (
+                self.vocabulary and cascade,
+                "a cascade promises the answers of a dense model that reads the same tokens, and vocabulary takes some "
+                "away; leave out one of them",
+            ),
         )
         first_broken(
             (deploy and cascade, "deploy tries cascades by itself, got a section cascade; leave it out"),
@@ -429,7 +452,7 @@ class PruningRecipe(Section):
         """
         fields = self.model_dump(mode="json", exclude_unset=True)
         chosen = self.prune.model_dump(mode="json", include={"modules", "criterion", "compensation"}, exclude_none=True)
-        fields["prune"] = {**chosen, **fields["prune"]}
+        fields["prune"] = {**chosen, **fields.get("prune", {})}
         _resolve_paths(fields, Path.cwd())
         file = io.StringIO()
         writer: Any = YAML(typ="safe", pure=True)
@@ -446,19 +469,22 @@ class PruningRecipe(Section):
     ) -> PruningRecipe:
         """Return the recipe with a section `deploy`, some of its fields given, in place of the budget."""
         fields = self.model_dump(exclude_unset=True)
-        fields["prune"].pop("budget", None)
+        fields["prune"] = {name: value for name, value in fields.get("prune", {}).items() if name != "budget"}
         given = {"keep": keep, "runtimes": runtimes, "minutes": minutes}
         asked = {name: value for name, value in given.items() if value is not None}
         return type(self)(**{**fields, "deploy": {**(fields.get("deploy") or {}), **asked}})
 
     @property
     def goal(self) -> Budget:
-        """How much is removed: the budget, the promise of `deploy`, or the smallest cut that a cascade tries."""
+        """How much is removed: the budget, the promise of `deploy`, or the smallest cut that a cascade tries.
+
+        A vocabulary may be all that loses something.
+        """
         if self.prune.budget is not None:
             return self.prune.budget
         if self.deploy is not None:
             return Budget(keep=KeepBudget(predictions=self.deploy.keep))
-        return Budget(flops=max(self.shares))
+        return NOTHING if self.cascade is None else Budget(flops=max(self.shares))
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -470,12 +496,17 @@ class PruningRecipe(Section):
     @property
     def options(self) -> PruneSection:
         """How to prune: the section `prune`, whose budget is the goal."""
-        return self.prune.model_copy(update={"budget": self.goal})
+        return whole(self.prune) if self.goal is NOTHING else self.prune.model_copy(update={"budget": self.goal})
 
     @property
     def inputs(self) -> dict[str, str | Path]:
         """The inputs of the recipe by field: the model and the data files. A Hub id stays as it is."""
-        return {"model": self.model, **{f"data.files.{split}": path for split, path in (self.data.files or {}).items()}}
+        texts = () if self.vocabulary is None else self.vocabulary.files
+        return {
+            "model": self.model,
+            **{f"data.files.{split}": path for split, path in (self.data.files or {}).items()},
+            **{f"vocabulary.files.{number}": path for number, path in enumerate(texts)},
+        }
 
     def run(self, *, progress: Progress = SILENT) -> Report:
         """Run the whole line and write `output`; see `hies_export.run`."""
@@ -559,6 +590,9 @@ def _resolve_paths(fields: dict[str, Any], folder: Path) -> None:
             str(folder / name) if "/" in str(name) and os.path.exists(folder / str(name)) else name
             for name in evaluation["metrics"]
         ]
+    vocabulary = fields.get("vocabulary")
+    if isinstance(vocabulary, dict) and isinstance(vocabulary.get("files"), list):
+        vocabulary["files"] = [folder / v if isinstance(v, str) else v for v in vocabulary["files"]]
     data = fields.get("data")
     if isinstance(data, dict) and isinstance(data.get("files"), dict):
         data["files"] = {k: folder / v if isinstance(v, str) else v for k, v in data["files"].items()}

@@ -47,6 +47,7 @@ def build_report(
         seed=plan.seed,
         heads=heads,
         neurons=neurons,
+        vocabulary=None if job.trimming is None else job.trimming.facts,
         parameters=sizes.parameters,
         bytes=sizes.bytes,
         flops=sizes.flops,

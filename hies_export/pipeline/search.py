@@ -154,8 +154,8 @@ def search_near(
     return choice_of(job, statistics, found.trial, outcome=outcome, served=served)
 
 
-def nothing(job: Job, statistics: Statistics, scores: Scores, promise: Outcome) -> Choice:
-    """Return the choice that removes nothing, because no cut keeps a promise."""
+def nothing(job: Job, statistics: Statistics, scores: Scores, promise: Outcome | None = None) -> Choice:
+    """Return the choice that removes nothing, because no cut keeps a promise, or none is asked for."""
     whole = {module.name: module.kept(range(module.units)) for module in job.modules}
     return choice_of(job, statistics, Trial(scores, whole), outcome=promise)
 

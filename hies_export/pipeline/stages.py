@@ -32,7 +32,7 @@ from ..model.internals import dtypes_in
 from ..model.modes import threads_for
 from ..model.tokens import count_tokens
 from ..recipe.budget import Outcome, TimedSection
-from ..report.words import asked_words, found_words
+from ..report.words import asked_words, found_words, vocabulary_words
 from ..score.compensated import score_compensated
 from ..score.criteria import AUTO, COMPENSATED, COMPENSATED_NAMES, Scores, needs_of, score_units, uses_alpha
 from ..select.goal import Goal
@@ -334,6 +334,7 @@ def choice_of(job: Job, statistics: Statistics, trial: Trial, **more: Any) -> Ch
         versions=library_versions(),
         model=fingerprint(job.model, job.modules),
         compensation={} if how is None else {"method": how.method},
+        vocabulary=() if job.trimming is None else job.trimming.kept.rows,
     )
     plan = PruningPlan.of(trial.selection, provenance)
     return Choice(plan, scores, statistics, token_weights=trial.token_weights, **more)
@@ -533,6 +534,8 @@ def save(
     """
     job.progress.stage("save, load again and compare")
     source = job.source
+    if job.trimming is not None:
+        logger.warning("%s", vocabulary_words(job.trimming.facts))
 
     def write() -> Saved:
         if slim.refitted is not None and refit_file is not None:

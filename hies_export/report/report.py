@@ -25,6 +25,7 @@ from ..select.plan import PruningPlan, dump_json
 from ..slim.config import Family
 from ..slim.refit import LayerFit
 from ..units.units import Selection
+from ..vocabulary.trim import VocabularyFacts
 
 REPORT = Rule("a report must be a report.json or a run's folder", "give the folder a run wrote", shown=True)
 # Marks of a head.
@@ -187,6 +188,7 @@ class Report:
         seed: Seed of the run.
         heads: Query heads; none if the run left them alone.
         neurons: Feed-forward neurons; None if the run left them alone.
+        vocabulary: Tokens, and how other texts are cut without those that went; None if the run left them alone.
         parameters: Number of parameters.
         bytes: Size of the weights.
         flops: Floating-point operations of one forward pass.
@@ -217,6 +219,7 @@ class Report:
     seed: int
     heads: UnitCounts
     neurons: UnitCounts | None = field(default=None, kw_only=True)
+    vocabulary: VocabularyFacts | None = field(default=None, kw_only=True)
     parameters: Both[Size]
     bytes: StoredBytes
     flops: FlopCount
@@ -256,11 +259,11 @@ class Report:
     def summary(self) -> dict[str, Any]:
         """Return everything but `details`, as plain values.
 
-        `neurons` is present only if the run could remove some, the keys of a GGUF file only if it wrote one, and
-        `cascade` and `ranking` only if there is one.
+        `neurons` and `vocabulary` are present only if the run could remove some, the keys of a GGUF file only if it
+        wrote one, and `cascade` and `ranking` only if there is one.
         """
         values = asdict(self)
-        left_out = {"details"} | {name for name in ("neurons", "cascade", "ranking") if not values[name]}
+        left_out = {"details"} | {name for name in ("neurons", "vocabulary", "cascade", "ranking") if not values[name]}
         if self.bytes.gguf is None:
             left_out.add("gguf_max_abs")
             del values["bytes"]["gguf"]

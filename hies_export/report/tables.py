@@ -57,7 +57,9 @@ def report_parts(report: Report) -> dict[str, Part]:
     at = " x ".join(map(str, layers.shape)) if layers else ""
     parts = {
         "changed": Part(
-            "What changed", comparison_table(report), (words.budget_text(report), words.length_text(report))
+            "What changed",
+            comparison_table(report),
+            (words.budget_text(report), words.vocabulary_text(report), words.length_text(report)),
         ),
         "family": Part("", None, (words.family_text(report),)),
         "latency": Part("Latency", *((latency_table(rows), (words.latency_text(rows),)) if rows else ())),
@@ -105,6 +107,7 @@ def comparison_table(report: Report, *, sizes: bool = True) -> Table:
     details, ranking, same = report.details, report.ranking, (agreement(report), report.stability)
     rows = [
         *unit_rows(named_units(report.heads, report.neurons)),
+        *unit_rows([("tokens of the vocabulary", report.vocabulary)] if report.vocabulary else []),
         *(size[:4] for size in size_rows(report) if sizes),
         *([("GGUF file", "", si(report.bytes.gguf) + "B", "")] if report.bytes.gguf else []),
         *quality_rows(report.metrics, ranking, labelled=details.data.evaluation_labelled, same=same),

@@ -15,6 +15,7 @@ from ..forms.judge import FormTime, Judged, deciding_step, relative_times
 from ..forms.measured import LatencyRow
 from ..recipe.budget import Budget, KeepBudget, Outcome
 from ..tasks import TASKS
+from ..vocabulary.trim import VocabularyFacts
 from .report import Report, UnitCounts
 
 # A metric on the rows that a plan was chosen on is suspicious if it is better by more than this share.
@@ -52,9 +53,11 @@ def model_name(report: Report) -> str:
     return path.name if path.is_absolute() or os.path.exists(path) else report.model
 
 
-def removed_text(heads: UnitCounts, neurons: UnitCounts | None = None) -> str:
+def removed_text(
+    heads: UnitCounts, neurons: UnitCounts | None = None, vocabulary: VocabularyFacts | None = None
+) -> str:
     """Return how much was removed: "20 of 72 heads and 4,300 of 9,216 neurons removed"; no kind without units."""
-    counts = [(heads, "heads"), (neurons, "neurons")]
+    counts = [(heads, "heads"), (neurons, "neurons"), (vocabulary, "tokens")]
     shown = [f"{units.removed:,} of {units.total:,} {name}" for units, name in counts if units and units.total]
     return f"{' and '.join(shown) or 'nothing'} removed"
 
@@ -70,9 +73,26 @@ def kinds_text(report: Report, *, joined: str = "and") -> str:
     return f" {joined} ".join(name.split()[-1] for name, _ in named_units(report.heads, report.neurons))
 
 
+def vocabulary_text(report: Report) -> str:
+    """Return from which texts the tokens are that stay, and what that means for others; nothing if all stay."""
+    return "" if report.vocabulary is None else vocabulary_words(report.vocabulary)
+
+
+def vocabulary_words(facts: VocabularyFacts) -> str:
+    """Return the same of the facts."""
+    often = "" if facts.min_count == 1 else f" at least {facts.min_count} times"
+    judged, more = facts.judged, facts.judged.tokens_ratio - 1
+    return (
+        f"The vocabulary has the {facts.kept:,} of {facts.total:,} tokens that {facts.texts:,} texts of {facts.source} "
+        f"need{often}. Of the {judged.texts:,} evaluated texts, {_percent(judged.share_otherwise):.1f} % are cut "
+        f"otherwise, which makes {100 * more:.1f} % more tokens in all. A text in another language, or of another "
+        "kind, is cut into many more tokens, which the model was not trained on: do not use it for these."
+    )
+
+
 def title(report: Report) -> str:
     """Return the report's headline."""
-    return f"{model_name(report)}, {removed_text(report.heads, report.neurons)}"
+    return f"{model_name(report)}, {removed_text(report.heads, report.neurons, report.vocabulary)}"
 
 
 def criterion_text(report: Report) -> str:

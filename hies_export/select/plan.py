@@ -35,6 +35,7 @@ class Provenance:
             if unknown. See `hies_export.slim.check`.
         compensation: How the model of the selection is compensated, if at all: `method`, as in recipes, and `refit`,
             the SHA-256 of its refitted layers, once they exist. See `hies_export.checkpoint.save`.
+        vocabulary: Tokens that stay, by their original numbers, ascending; empty if all do.
     """
 
     criterion: str
@@ -44,6 +45,7 @@ class Provenance:
     versions: Mapping[str, str] = field(default_factory=dict)
     model: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     compensation: Mapping[str, str] = field(default_factory=dict)
+    vocabulary: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class PruningPlan(Provenance):
 
     Attributes:
         kept: The units that stay, by module.
-        criterion, alpha, seed, calibration, versions, model, compensation: See `Provenance`.
+        criterion, alpha, seed, calibration, versions, model, compensation, vocabulary: See `Provenance`.
 
     Examples:
         >>> PruningPlan.from_json(plan.to_json()) == plan
@@ -112,11 +114,13 @@ class PruningPlan(Provenance):
         """Return the plan as JSON text, always the same bytes for the same plan.
 
         A module without a `kind` has heads, and a plan without `compensation` is of a model that was not compensated.
+        Without `vocabulary`, all tokens stay.
         """
         fields = asdict(self)
         written = {"format": PLAN_FORMAT, "kept": fields.pop("kept"), **fields}
-        if not self.compensation:
-            del written["compensation"]
+        for name in ("compensation", "vocabulary"):
+            if not written[name]:
+                del written[name]
         for kept in written["kept"].values():
             if kept["kind"] == ATTENTION:
                 del kept["kind"]
@@ -140,7 +144,7 @@ class PruningPlan(Provenance):
         }
         model = {name: tuple(of) for name, of in plan.get("model", {}).items()}
         del plan["format"]
-        return cls(**plan | {"kept": kept, "model": model})
+        return cls(**plan | {"kept": kept, "model": model, "vocabulary": tuple(plan.get("vocabulary", ()))})
 
 
 def selection_of(plan: PruningPlan | Selection) -> Selection:
@@ -190,6 +194,12 @@ class _Plan(Schema):
     versions: dict[str, str] = Field(default_factory=dict)
     model: dict[_Name, _Fingerprint] = Field(default_factory=dict)
     compensation: _Compensation | None = None
+    vocabulary: _Indices = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _vocabulary_ascends(self) -> _Plan:
+        check_indices(self.vocabulary, 2**31, what="tokens of the vocabulary")
+        return self
 
 
 _PLAN_RULE = Rule(

@@ -204,3 +204,17 @@ def test_a_multi_label_classifier_needs_a_flag_for_each_label(labels: torch.Tens
 def test_a_regression_needs_one_number_for_each_sample(models: dict[str, PreTrainedModel]) -> None:
     with pytest.raises(DataError, match=r"one number for each sample, .* of shape \(3, 1\)"):
         read(models["regression"], [{"input_ids": IDS, "labels": torch.rand(3, 1)}])
+
+
+def test_batches_like_others_keep_the_order_of_their_samples() -> None:
+    """The same texts in other tokens: the second is the longest in one vocabulary, and the shortest in the other."""
+    lengths, others = (3, 5, 4), (4, 2, 6)
+    batches, like = ([_one_text(number, length) for number, length in enumerate(of)] for of in (lengths, others))
+    found = by_length(batches, config=bert().config, like=like)
+    assert [batch["labels"].item() for batch in found] == [1, 0, 2]
+    assert [batch["attention_mask"].sum().item() for batch in found] == [5, 3, 4]
+
+
+def _one_text(number: int, length: int) -> dict[str, torch.Tensor]:
+    ids = torch.full((1, length), 7)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.tensor([number])}

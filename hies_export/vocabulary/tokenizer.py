@@ -1,0 +1,108 @@
+"""Make the tokenizer of the tokens that stay, and compare how two tokenizers cut texts."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tokenizers
+
+from ..errors import CutMismatchError, quoted
+from ..model.internals import with_backend
+from .kept import KeptTokens, backend_of, cut_texts, pair_of
+
+
+def shrink_tokenizer(tokenizer: Any, kept: KeptTokens) -> Any:
+    """Return a copy of a tokenizer of transformers with the tokens that stay, in the order of their old numbers."""
+    described = json.loads(tokenizer.backend_tokenizer.to_str())
+    backend = tokenizers.Tokenizer.from_str(json.dumps(shrink(described, kept.numbers)))
+    known = tokenizer.get_vocab()
+    wanted = {token: kept.numbers[number] for token, number in known.items() if number in kept.numbers}
+    found = backend.get_vocab(with_added_tokens=True)
+    if found != wanted:
+        token = next(iter({*found.items()} ^ {*wanted.items()}))[0]
+        raise CutMismatchError(
+            f"every token that stays must have its number in the smaller vocabulary, but {quoted(token)} has "
+            f"{found.get(token)} instead of {wanted.get(token)}; keep the whole vocabulary, and report this tokenizer"
+        )
+    return with_backend(tokenizer, backend)
+
+
+def shrink(described: Mapping[str, Any], numbers: Mapping[int, int]) -> dict[str, Any]:
+    """Return the content of a tokenizer.json with the tokens that have a new number, by their old one."""
+    found = copy.deepcopy(dict(described))
+    model = found["model"]
+    if model["type"] == "Unigram":
+        model["vocab"] = [entry for number, entry in enumerate(model["vocab"]) if number in numbers]
+        model["unk_id"] = numbers.get(model["unk_id"])
+    else:
+        model["vocab"] = {token: numbers[old] for token, old in model["vocab"].items() if old in numbers}
+    if model["type"] == "BPE":
+        model["merges"] = [merge for merge in model["merges"] if _stays(merge, model["vocab"])]
+    for added in found["added_tokens"]:
+        added["id"] = numbers[added["id"]]
+    if found["padding"] is not None:
+        found["padding"]["pad_id"] = numbers[found["padding"]["pad_id"]]
+    if found["post_processor"] is not None:
+        _renumber(found["post_processor"], numbers)
+    return found
+
+
+def _stays(merge: str | Sequence[str], vocabulary: Mapping[str, int]) -> bool:
+    left, right = pair_of(merge)
+    return left in vocabulary and right in vocabulary and left + right in vocabulary
+
+
+def _renumber(step: dict[str, Any], numbers: Mapping[int, int]) -> None:
+    """Give the tokens that a post-processor adds to a text their new numbers, in place."""
+    for inner in step.get("processors", ()):
+        _renumber(inner, numbers)
+    for name in ("sep", "cls"):  # of BertProcessing and RobertaProcessing: a token and its number
+        if name in step:
+            step[name][1] = numbers[step[name][1]]
+    for special in step.get("special_tokens", {}).values():
+        special["ids"] = [numbers[number] for number in special["ids"]]
+
+
+@dataclass(frozen=True)
+class CutBeside:
+    """How many of some texts a smaller vocabulary cuts otherwise, and how many tokens both make of all of them."""
+
+    texts: int
+    otherwise: int
+    dense_tokens: int
+    slim_tokens: int
+
+    @property
+    def share_otherwise(self) -> float:
+        """The share of the texts that are cut otherwise."""
+        return self.otherwise / max(1, self.texts)
+
+    @property
+    def tokens_ratio(self) -> float:
+        """The number of tokens as a share of the dense vocabulary's."""
+        return self.slim_tokens / max(1, self.dense_tokens)
+
+
+def compare_cuts(dense: Any, slim: Any, texts: Iterable[str], kept: KeptTokens) -> CutBeside:
+    """Compare how two tokenizers of transformers cut texts.
+
+    Raises:
+        CutMismatchError: A text all of whose tokens stay is cut otherwise.
+    """
+    texts = list(texts)
+    total = otherwise = dense_tokens = slim_tokens = 0
+    both = (cut_texts(backend_of(tokenizer), texts) for tokenizer in (dense, slim))
+    for number, (before, after) in enumerate(zip(*both, strict=True)):
+        same = [kept.rows[token] for token in after] == before
+        if not same and all(token in kept.numbers for token in before):
+            raise CutMismatchError(
+                "a text must be cut as before where all its tokens stay, but "
+                f"{quoted(texts[number])} is cut otherwise; keep the whole vocabulary, and report this tokenizer"
+            )
+        total, otherwise = total + 1, otherwise + (not same)
+        dense_tokens, slim_tokens = dense_tokens + len(before), slim_tokens + len(after)
+    return CutBeside(total, otherwise, dense_tokens, slim_tokens)

@@ -1,0 +1,261 @@
+"""Runs that remove tokens, judged again by the whole model and the whole tokenizer."""
+
+import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from support.models import text_batch, write_recipe
+from support.runs import without_tracing
+from support.sentences import MEAN, sentence_folder
+from support.vocabularies import byte_level, pages, reader, wordpiece
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+import hies_export
+from hies_export import PruningPlan, PruningRecipe, count_flops, count_parameters
+from hies_export.errors import RecipeError, RequestError
+from hies_export.report.report import Report
+
+# Every fourth sentence is one to score on, so that the others have tokens that go.
+TRAIN, OTHER = pages()[::4], pages()[1::8]
+
+
+def project(folder: Path, **sections: Any) -> Path:
+    """Write a classifier of sentences, its rows and a recipe."""
+    tokenizer = wordpiece()
+    torch.manual_seed(0)
+    model = reader("BertForSequenceClassification", tokenizer, num_labels=3, max_position_embeddings=96)
+    with torch.no_grad():  # so that classes differ
+        model.classifier.weight.mul_(20)
+    model.save_pretrained(folder / "model")
+    tokenizer.model_max_length = 96
+    tokenizer.save_pretrained(folder / "model")
+    for name, texts in (("train", TRAIN), ("validation", OTHER)):
+        rows = (json.dumps({"text": text, "label": number % 3}) for number, text in enumerate(texts))
+        (folder / f"{name}.jsonl").write_text("\n".join(rows))
+    usual = {
+        "data": {"files": {"train": "train.jsonl", "validation": "validation.jsonl"}, "text": "text", "label": "label"},
+        "calibration": {"samples": 16, "batch_size": 8},
+        "vocabulary": {},
+        "prune": {"budget": {"parameters": 0.75}},
+        "measure": {"runtimes": ["torch"], "shapes": [[2, 16]], "repeats": 2},
+    }
+    return write_recipe(folder, "text-classification", **(usual | sections))
+
+
+def run(recipe: Path, **overrides: Any) -> Report:
+    with without_tracing():
+        return hies_export.run(PruningRecipe.from_yaml(recipe, overrides))
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Report]:
+    folder = tmp_path_factory.mktemp("trimmed")
+    return folder, run(project(folder))
+
+
+def classes(model: Any, tokenizer: Any, texts: tuple[str, ...]) -> torch.Tensor:
+    with torch.no_grad():
+        found = [model(**tokenizer(t, return_tensors="pt", truncation=True)).logits.argmax(-1) for t in texts]
+    return torch.cat(found)
+
+
+def test_what_is_saved_is_what_was_judged_and_the_dense_model_is_the_one_with_all_tokens(
+    ran: tuple[Path, Report],
+) -> None:
+    folder, report = ran
+    whole, slim = folder / "model", folder / "out" / "slim"
+    dense = AutoModelForSequenceClassification.from_pretrained(whole)
+    small = AutoModelForSequenceClassification.from_pretrained(slim, trust_remote_code=True)
+    tokenizers = [AutoTokenizer.from_pretrained(place) for place in (whole, slim)]
+    before, after = (classes(m, t, OTHER) for m, t in zip((dense, small), tokenizers, strict=True))
+    labels = torch.arange(len(OTHER)) % 3
+    assert report.stability == pytest.approx((before == after).double().mean().item())
+    assert report.quality.dense == pytest.approx((before == labels).double().mean().item())
+    assert report.quality.slim == pytest.approx((after == labels).double().mean().item())
+    assert report.parameters == {"dense": count_parameters(dense), "slim": count_parameters(small)}
+    assert report.parameters.ratio <= 0.75
+    assert report.bytes.dense > report.bytes.slim
+    # Heads and neurons make up for what the tokens alone did not save, and no more.
+    assert report.details.outcome is not None
+    assert report.details.outcome.predicted == pytest.approx(report.parameters.ratio)
+
+
+def test_the_report_says_how_other_texts_are_cut(ran: tuple[Path, Report]) -> None:
+    folder, report = ran
+    facts = report.vocabulary
+    assert facts is not None
+    one, other = (AutoTokenizer.from_pretrained(folder / place) for place in ("model", "out/slim"))
+    cut = [(one.tokenize(text), other.tokenize(text)) for text in OTHER]
+    assert (facts.total, facts.kept, facts.texts) == (len(one) + 7, len(other), len(TRAIN))
+    assert facts.judged.otherwise == sum(before != after for before, after in cut) > 0
+    assert facts.judged.slim_tokens - facts.judged.dense_tokens == sum(len(a) - len(b) for b, a in cut)
+    written = json.loads((folder / "out" / "report.json").read_text())
+    assert written["vocabulary"]["kept"] == facts.kept
+    assert Report.from_file(folder / "out").vocabulary == facts
+    said = f"The vocabulary has the {facts.kept:,} of {facts.total:,} tokens"
+    for name in ("report.md", "report.html", "slim/README.md"):
+        assert said in (folder / "out" / name).read_text().replace("\xa0", " ")
+
+
+def test_the_plan_makes_the_same_folder_again(ran: tuple[Path, Report], tmp_path: Path) -> None:
+    folder, _ = ran
+    out = folder / "out"
+    plan = PruningPlan.from_file(out / "plan.json")
+    assert PruningPlan.from_json(plan.to_json()) == plan
+    hies_export.apply_plan(plan, folder / "model", tmp_path / "again", refit=out / "refit.safetensors")
+    for name in ("model.safetensors", "tokenizer.json", "config.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (out / "slim" / name).read_bytes()
+
+
+def test_a_budget_that_the_tokens_keep_alone_is_refused(tmp_path: Path) -> None:
+    recipe = project(tmp_path, prune={"budget": {"parameters": 0.99}})
+    with pytest.raises(RequestError, match=r"parameters at most 0.99 of dense, and the tokens that went leave 0\.\d+"):
+        run(recipe)
+
+
+def test_tokens_alone_may_go(tmp_path: Path) -> None:
+    report = run(project(tmp_path, prune={}, vocabulary={"multiple_of": 8}))
+    assert (report.heads.removed, report.neurons) == (0, None)
+    assert report.vocabulary is not None
+    assert report.vocabulary.kept % 8 == 0
+    assert report.stability > 0.9
+    assert report.parameters.ratio < 1
+
+
+def test_texts_may_come_from_files(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("\n".join(pages()[::50]))
+    recipe = project(tmp_path, vocabulary={"files": ["mine.txt"], "keep": ["[MASK]"]}, prune={"budget": {"heads": 0.3}})
+    report = run(recipe)
+    assert report.vocabulary is not None
+    assert (report.vocabulary.source, report.vocabulary.texts) == ("mine.txt", len(pages()[::50]))
+    assert PruningRecipe.from_yaml(recipe).inputs["vocabulary.files.0"] == tmp_path / "mine.txt"
+
+
+def test_a_language_model_is_judged_beside_itself_without_the_tokens(tmp_path: Path) -> None:
+    tokenizer = byte_level()
+    model = reader("LlamaForCausalLM", tokenizer, max_position_embeddings=64)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    for name, texts in (("train", TRAIN), ("validation", OTHER)):
+        (tmp_path / f"{name}.txt").write_text("\n".join(texts))
+    files = {"train": "train.txt", "validation": "validation.txt"}
+    recipe = write_recipe(
+        tmp_path,
+        "text-generation",
+        data={"files": files, "text": "text", "max_length": 32},
+        calibration={"samples": 8},
+        vocabulary={},
+        prune={"budget": {"flops": 0.8}},
+        measure={"runtimes": [], "shapes": [[1, 16]]},
+    )
+    report = run(recipe)
+    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    small = hies_export.load(tmp_path / "out" / "slim")
+    batch = {"input_ids": torch.zeros(1, 16, dtype=torch.int64)}
+    assert report.flops == {"dense": count_flops(dense, batch), "slim": count_flops(small, batch), "shape": (1, 16)}
+    assert report.flops.ratio <= 0.8
+    assert small.config.eos_token_id == AutoTokenizer.from_pretrained(tmp_path / "out" / "slim").eos_token_id
+
+
+def test_an_embedding_model_is_ranked_beside_the_vectors_of_all_tokens(tmp_path: Path) -> None:
+    tokenizer = wordpiece()
+    encoder = reader("BertModel", tokenizer, max_position_embeddings=64)
+    model = sentence_folder(tmp_path / "model", encoder=encoder, pooling=MEAN | {"word_embedding_dimension": 32})
+    tokenizer.save_pretrained(model)
+    rows = {"train": TRAIN, "validation": OTHER[:60]}
+    for name, texts in rows.items():
+        pairs = itertools.pairwise(texts)
+        lines = (json.dumps({"query": one, "document": [other]}) for one, other in pairs)
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    recipe = write_recipe(
+        tmp_path,
+        "feature-extraction",
+        data={"files": {name: f"{name}.jsonl" for name in rows}, "query": "query", "document": "document"},
+        calibration={"samples": 8},
+        vocabulary={},
+        prune={"budget": {"parameters": 0.8}},
+        measure={"runtimes": ["torch"], "shapes": [[2, 16]], "repeats": 2},
+    )
+    report = run(recipe)
+    folders = (model, tmp_path / "out" / "slim")
+    queries, documents = list(dict.fromkeys(OTHER[:59])), list(dict.fromkeys(OTHER[1:60]))
+    (dense_queries, dense_documents), (slim_queries, _) = (
+        (embedded(folder, queries), embedded(folder, documents)) for folder in folders
+    )
+    firsts = [(one @ dense_documents.T).argmax(-1) for one in (dense_queries, slim_queries)]
+    assert report.ranking is not None
+    top1 = (firsts[0] == firsts[1]).double().mean().item()
+    assert report.ranking["dense_index"]["top1"] == pytest.approx(top1)
+    assert report.ranking["dense_index"]["cosine"] == pytest.approx(
+        (dense_queries * slim_queries).sum(-1).mean().item(), abs=1e-5
+    )
+
+
+def embedded(folder: Path, texts: list[str]) -> torch.Tensor:
+    """Embed texts one by one with a folder's encoder and tokenizer, (texts, width), of length 1."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModel.from_pretrained(folder, trust_remote_code=True)
+    with torch.no_grad():
+        read = (tokenizer(text, return_tensors="pt", truncation=True, max_length=16) for text in texts)
+        found = torch.stack([model(**one).last_hidden_state[0].mean(0) for one in read])
+    return torch.nn.functional.normalize(found)
+
+
+@pytest.mark.parametrize("budget", [None, {"parameters": 0.6}])
+def test_in_memory(budget: dict[str, float] | None, tmp_path: Path) -> None:
+    project(tmp_path)
+    dense = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    rows, other = (Dataset.from_dict({"text": list(texts)}) for texts in (TRAIN[:64], OTHER))
+    result = hies_export.prune(
+        dense, rows, processor=tokenizer, held_out=other, budget=budget, vocabulary={"min_count": 2}
+    )
+    assert result.held_out is not None
+    result.save_pretrained(tmp_path / "slim")
+    assert not (tmp_path / "slim" / "vocab.txt").exists()
+    small = hies_export.load(tmp_path / "slim")
+    smaller = AutoTokenizer.from_pretrained(tmp_path / "slim")
+    same = classes(dense, tokenizer, OTHER) == classes(small, smaller, OTHER)
+    assert result.held_out.stability == pytest.approx(same.double().mean().item())
+    assert result.parameters == {"dense": count_parameters(dense), "slim": count_parameters(small)}
+    assert result.plan.removes == (budget is not None)
+    assert f"tokens of the vocabulary   {dense.config.vocab_size:,}" in re.sub("  +", "   ", str(result))
+
+
+def test_what_cannot_be_done_in_memory_is_refused(tmp_path: Path) -> None:
+    project(tmp_path)
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    rows = Dataset.from_dict({"text": list(TRAIN)})
+    for batches, options, problem in (
+        ([text_batch()], {"processor": tokenizer, "vocabulary": {}}, "vocabulary= needs texts to see which tokens"),
+        (rows, {"vocabulary": {}}, "vocabulary= needs processor=, the model's tokenizer, got none"),
+        (rows, {"processor": tokenizer, "vocabulary": {"words": 3}}, "vocabulary= must be arguments of trim_voc"),
+        (rows, {}, "budget must be given"),
+    ):
+        with pytest.raises(RequestError, match=problem):
+            hies_export.prune(model, batches, **options)  # type: ignore[arg-type]
+    plan = PruningPlan(kept={}, criterion="his", vocabulary=(0, 1))
+    with pytest.raises(RequestError, match="plan= cuts heads and neurons, and tokens are to go too; use apply_plan"):
+        hies_export.prune(model, rows, plan=plan)
+
+
+@pytest.mark.parametrize(
+    ("sections", "problem"),
+    [
+        ({"vocabulary": {"min_count": 0}}, "vocabulary.min_count must be greater than or equal to 1, got 0"),
+        ({"vocabulary": {"words": 3}}, "vocabulary.words is not a field of the recipe"),
+        ({"cascade": {"disagreement": 0.1}, "prune": {}}, "a cascade promises the answers of a dense model that reads"),
+        ({"task": "image-classification", "data": {"name": "a", "image": "i"}}, "vocabulary is for models that read"),
+    ],
+)
+def test_recipes_that_cannot_be_are_refused(sections: dict[str, Any], problem: str) -> None:
+    data = {"files": {"train": "a.jsonl"}, "text": "text"}
+    usual = {"model": "m", "task": "text-classification", "data": data, "prune": {"budget": {"heads": 0.5}}}
+    with pytest.raises(RecipeError, match=problem):
+        PruningRecipe(**(usual | {"vocabulary": {}} | sections))

@@ -1,0 +1,299 @@
+"""A vocabulary without the tokens that a corpus does not use, against the whole one."""
+
+import json
+from pathlib import Path
+
+import onnxruntime
+import pytest
+import tokenizers
+import torch
+from support.models import generative_tokenizer, llava, llava_processor, vit
+from support.neurons import half
+from support.vocabularies import TOKENIZERS, byte_level, pages, reader, unigram, wordpiece
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from hies_export import export_onnx, find_modules, prune_units
+from hies_export.errors import DataError, RequestError, UnsupportedModelError
+from hies_export.forms.gguf.vocabulary import find_vocabulary
+from hies_export.vocabulary.kept import find_kept
+from hies_export.vocabulary.tokenizer import compare_cuts
+from hies_export.vocabulary.trim import trim_vocabulary
+
+FIRST, OTHER = pages()[::8], pages()[1::8]
+CLASSES = {
+    "BertForMaskedLM": wordpiece,
+    "BertForSequenceClassification": wordpiece,
+    "LlamaForCausalLM": byte_level,
+    "LlamaForSequenceClassification": byte_level,  # takes one text only, without a padding token
+    "Qwen2ForCausalLM": byte_level,
+    "GPT2LMHeadModel": byte_level,
+    "XLMRobertaForMaskedLM": unigram,
+    "XLMRobertaModel": unigram,
+    "T5ForConditionalGeneration": unigram,
+    "BartForConditionalGeneration": unigram,
+}
+
+
+def ids(tokenizer: PreTrainedTokenizerFast, text: str, **options: object) -> list[int]:
+    found: list[int] = tokenizer(text, **options)["input_ids"]
+    return found
+
+
+@pytest.fixture(scope="module", params=TOKENIZERS)
+def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
+    return TOKENIZERS[request.param]()
+
+
+@pytest.mark.parametrize("min_count", [1, 3])
+def test_texts_of_kept_tokens_are_cut_into_the_same(tokenizer: PreTrainedTokenizerFast, min_count: int) -> None:
+    model = reader("LlamaForCausalLM", tokenizer)
+    trimmed = trim_vocabulary(model, tokenizer, FIRST, min_count=min_count)
+    assert len(trimmed.processor) <= len(trimmed.kept.rows) < len(tokenizer)
+    alike = 0
+    for text in (*FIRST, *OTHER):
+        before, after = tokenizer.tokenize(text), trimmed.processor.tokenize(text)
+        if {*before} <= trimmed.processor.get_vocab().keys():
+            assert after == before
+            assert [trimmed.kept.rows[token] for token in ids(trimmed.processor, text)] == ids(tokenizer, text)
+            alike += 1
+    # All of its own texts, unless rare tokens went.
+    assert alike >= (len(FIRST) if min_count == 1 else 5)
+
+
+def test_the_smaller_tokenizer_is_the_tokenizer_with_the_other_tokens_struck_out(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    """What it makes of any text is right by another road: special tokens, and text that it gives back."""
+    trimmed = trim_vocabulary(reader("LlamaForCausalLM", tokenizer), tokenizer, FIRST)
+    smaller = trimmed.processor
+    assert smaller.all_special_tokens == tokenizer.all_special_tokens
+    strange = "Ünïcødé 汉字 🙂 and <|tool|> zxqj"
+    for text in (*OTHER, strange):
+        described = json.loads(tokenizer.backend_tokenizer.to_str())
+        if described["model"].get("byte_fallback") or described["decoder"]["type"] == "ByteLevel":
+            assert smaller.decode(ids(smaller, text)) == tokenizer.decode(ids(tokenizer, text))
+        # No character is lost that was not lost before.
+        unknown = tokenizer.unk_token_id
+        assert ids(smaller, text).count(smaller.unk_token_id) <= max(1, ids(tokenizer, text).count(unknown) * 2)
+    assert ids(smaller, "", add_special_tokens=True) == [
+        trimmed.kept.numbers[token] for token in ids(tokenizer, "", add_special_tokens=True)
+    ]
+
+
+def test_what_is_unknown_stays_as_unlikely() -> None:
+    """Without the least likely token, "a" as an unknown token and "bc" would be likelier than "ab" and "c"."""
+    pieces = [("xyz", -2.0), ("zzz", -30.0), ("bc", -1.0), ("ab", -12.0), ("<unk>", 0.0), ("c", -12.0)]
+    backend = tokenizers.Tokenizer(tokenizers.models.Unigram(pieces, unk_id=4))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+    trimmed = trim_vocabulary(reader("LlamaForCausalLM", tokenizer), tokenizer, ["abc"])
+    assert tokenizer.tokenize("abc") == trimmed.processor.tokenize("abc") == ["ab", "c"]
+    assert trimmed.processor.get_vocab().keys() == {"xyz", "zzz", "ab", "<unk>", "c"}
+    assert ids(trimmed.processor, "d") == [trimmed.processor.unk_token_id] == [3]
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_outputs_are_those_of_the_dense_model(name: str) -> None:
+    tokenizer = CLASSES[name]()
+    options = {"tie_word_embeddings": name != "LlamaForCausalLM"}
+    options |= {"pad_token_id": None} if name == "LlamaForSequenceClassification" else {}
+    model = reader(name, tokenizer, **options)
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    trimmed = trim_vocabulary(model, tokenizer, FIRST)
+    slim, rows = trimmed.model, list(trimmed.kept.rows)
+    assert slim.config.vocab_size == len(rows) < model.config.vocab_size == len(tokenizer) + 7
+    for text in FIRST[:5]:
+        dense_inputs = {"input_ids": torch.tensor([ids(tokenizer, text)])}
+        inputs = {"input_ids": torch.tensor([ids(trimmed.processor, text)])}
+        if model.config.is_encoder_decoder:
+            dense_inputs["decoder_input_ids"], inputs["decoder_input_ids"] = (
+                one["input_ids"][:, :5] for one in (dense_inputs, inputs)
+            )
+        with torch.no_grad():
+            expected, found = (one.eval()(**given)[0] for one, given in ((model, dense_inputs), (slim, inputs)))
+        expected = expected[..., rows] if expected.shape[-1] == model.config.vocab_size else expected
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    for tensors in (slim.get_input_embeddings(), slim.get_output_embeddings()):
+        if tensors is not None:
+            assert getattr(tensors, "num_embeddings", getattr(tensors, "out_features", None)) == len(rows)
+    if (pad := model.get_input_embeddings().padding_idx) is not None:
+        assert slim.get_input_embeddings().padding_idx == trimmed.kept.numbers[pad]
+    # The dense model is as it was, and tied weights are still one.
+    assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
+    tied = model.get_output_embeddings()
+    if tied is not None:
+        assert (slim.get_output_embeddings().weight is slim.get_input_embeddings().weight) == (
+            tied.weight is model.get_input_embeddings().weight
+        )
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_folder_loads_as_the_same(name: str, tmp_path: Path) -> None:
+    # As it is loaded beside such a model: some types have tokenizers of their own.
+    model = reader(name, CLASSES[name]())
+    model.config.save_pretrained(tmp_path)
+    CLASSES[name]().save_pretrained(tmp_path)
+    trimmed = trim_vocabulary(model, AutoTokenizer.from_pretrained(tmp_path), FIRST)
+    trimmed.model.save_pretrained(tmp_path)
+    trimmed.processor.save_pretrained(tmp_path)
+    loaded, info = type(trimmed.model).from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["mismatched_keys"]
+    state = loaded.state_dict()
+    assert all(torch.equal(state[key], value) for key, value in trimmed.model.state_dict().items())
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    assert [ids(again, text) for text in pages()] == [ids(trimmed.processor, text) for text in pages()]
+    pad = loaded.get_input_embeddings().padding_idx
+    assert pad in (None, again.pad_token_id)
+    assert loaded.config.pad_token_id == again.pad_token_id == trimmed.processor.pad_token_id
+    assert loaded.config.eos_token_id == again.eos_token_id
+
+
+def test_heads_that_were_cut_stay_cut() -> None:
+    tokenizer = wordpiece()
+    model = reader("BertForMaskedLM", tokenizer)
+    batch = tokenizer(list(FIRST[:2]), return_tensors="pt", padding=True)
+    modules = find_modules(model, batch, kinds=("attention", "mlp"))
+    uneven = half(modules) | {modules[0].name: modules[0].kept(range(3))}
+    slim = prune_units(model, uneven, modules)
+    trimmed = trim_vocabulary(slim, tokenizer, FIRST)
+    inputs = trimmed.processor(list(FIRST[:2]), return_tensors="pt", padding=True)
+    with torch.no_grad():
+        expected, found = slim.eval()(**batch).logits, trimmed.model.eval()(**inputs).logits
+    torch.testing.assert_close(found, expected[..., list(trimmed.kept.rows)], rtol=1e-5, atol=1e-5)
+
+
+def test_tokens_that_a_config_names_stay_and_are_renumbered() -> None:
+    tokenizer = byte_level()
+    last = len(tokenizer) + 6  # one that the tokenizer does not know
+    model = reader("LlamaForCausalLM", tokenizer)
+    names = tokenizer.convert_ids_to_tokens([700, 701])
+    model.generation_config.suppress_tokens = [700]
+    model.generation_config.bad_words_ids = [[701, 700]]
+    model.config.eos_token_id = model.generation_config.eos_token_id = [0, last]
+    trimmed = trim_vocabulary(model, tokenizer, ["the the the"])
+    generation, slim = trimmed.model.generation_config, trimmed.model.config
+    assert generation.suppress_tokens == trimmed.processor.convert_tokens_to_ids(names[:1])
+    assert generation.bad_words_ids == [trimmed.processor.convert_tokens_to_ids(names)[::-1]]
+    assert slim.eos_token_id == generation.eos_token_id == [0, slim.vocab_size - 1]
+    assert model.generation_config.suppress_tokens == [700]
+
+
+def test_a_padding_token_that_positions_are_counted_from_keeps_its_number() -> None:
+    tokenizer = unigram()
+    model = reader("XLMRobertaModel", tokenizer, pad_token_id=700, max_position_embeddings=900)
+    trimmed = trim_vocabulary(model, tokenizer, FIRST[:5])
+    assert trimmed.kept.rows[:701] == tuple(range(701))
+    assert trimmed.model.embeddings.position_embeddings.padding_idx == 700
+
+
+def test_a_list_and_a_multiple_keep_more() -> None:
+    tokenizer = byte_level()
+    model = reader("LlamaForCausalLM", tokenizer)
+    plain = trim_vocabulary(model, tokenizer, FIRST[:9])
+    gone = [token for token in tokenizer.get_vocab() if token not in plain.processor.get_vocab()]
+    longest = max(gone, key=len)
+    kept = trim_vocabulary(model, tokenizer, FIRST[:9], keep=[longest], multiple_of=64)
+    assert ids(kept.processor, longest.replace("Ġ", " ")) == [kept.processor.convert_tokens_to_ids(longest)]
+    assert len(kept.kept.rows) % 64 == 0
+    assert {*plain.kept.rows} < {*kept.kept.rows}
+    # What fills up the rows are tokens that the tokenizer still knows.
+    assert len(kept.processor) == len(kept.kept.rows)
+    assert compare_cuts(tokenizer, kept.processor, pages(), kept.kept).share_otherwise < 1
+
+
+def test_a_processor_of_images_and_text_goes_on_reading() -> None:
+    words = ["<pad>", "<unk>", "<s>", "</s>", "no", "maybe", *"abc", "yes", "<image>"]
+    model, processor = llava(vocab_size=40), llava_processor(generative_tokenizer(words))
+    model.config.image_token_id = 10
+    trimmed = trim_vocabulary(model, processor, ["a b c", "yes"])
+    assert trimmed.model.config.image_token_id == trimmed.processor.tokenizer.convert_tokens_to_ids("<image>")
+    assert trimmed.processor.image_token_id == trimmed.model.config.image_token_id
+    assert trimmed.model.config.text_config.vocab_size == len(trimmed.kept.rows) == 9
+    assert (len(processor.tokenizer), processor.image_token_id, model.config.image_token_id) == (11, 10, 10)
+
+
+@pytest.mark.parametrize("kind", ["BPE of bytes, words whole", "BPE with bytes for the unknown"])
+def test_llama_cpp_gets_the_rows_that_stay(kind: str) -> None:
+    tokenizer = TOKENIZERS[kind]()
+    trimmed = trim_vocabulary(reader("LlamaForCausalLM", tokenizer), tokenizer, FIRST)
+    whole = find_vocabulary(tokenizer, size=trimmed.kept.total)
+    found = find_vocabulary(trimmed.processor, size=len(trimmed.kept.rows))
+    assert found.tokens == tuple(whole.tokens[row] for row in trimmed.kept.rows)
+    assert found.types == tuple(whole.types[row] for row in trimmed.kept.rows)
+    assert found.special == {name: trimmed.kept.numbers[number] for name, number in whole.special.items()}
+    assert [merge for merge in whole.merges if {*merge.split(), "".join(merge.split())} <= {*found.tokens}] == [
+        *found.merges
+    ]
+
+
+def test_onnx_runtime_gives_the_outputs_of_the_rows_that_stay(tmp_path: Path) -> None:
+    tokenizer = wordpiece()
+    trimmed = trim_vocabulary(model := reader("BertForMaskedLM", tokenizer), tokenizer, FIRST)
+    read = trimmed.processor(list(FIRST[:2]), return_tensors="pt", padding=True)
+    batch = {name: read[name] for name in ("input_ids", "attention_mask")}
+    export_onnx(trimmed.model, tmp_path / "onnx", batch=batch, processor=trimmed.processor)
+    session = onnxruntime.InferenceSession(tmp_path / "onnx" / "model.onnx")
+    read = AutoTokenizer.from_pretrained(tmp_path / "onnx")(FIRST[3], return_tensors="np")
+    inputs = {one.name: dict(read).get(one.name, 0 * read["input_ids"]) for one in session.get_inputs()}
+    with torch.no_grad():
+        expected = model.eval()(**tokenizer(FIRST[3], return_tensors="pt")).logits[..., list(trimmed.kept.rows)]
+    torch.testing.assert_close(torch.from_numpy(session.run(None, inputs)[0]), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_how_other_texts_are_cut_is_counted() -> None:
+    tokenizer = wordpiece()
+    trimmed = trim_vocabulary(reader("BertModel", tokenizer), tokenizer, FIRST[:20])
+    found = compare_cuts(tokenizer, trimmed.processor, OTHER, trimmed.kept)
+    before, after = ([ids(one, text) for text in OTHER] for one in (tokenizer, trimmed.processor))
+    differ = sum(
+        tokenizer.convert_ids_to_tokens(b) != trimmed.processor.convert_ids_to_tokens(a)
+        for b, a in zip(before, after, strict=True)
+    )
+    assert (found.texts, found.otherwise) == (len(OTHER), differ)
+    assert (found.dense_tokens, found.slim_tokens) == (sum(map(len, before)), sum(map(len, after)))
+    assert 0 < found.share_otherwise <= 1 < found.tokens_ratio
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"texts": []}, "there must be texts .*, got none"),
+        ({"texts": "one text"}, "texts must be a list of texts, got 'one text'"),
+        ({"texts": ["a", 3]}, "texts must be a list of texts, got 3"),
+        ({"texts": [""]}, "the texts must use tokens at least min_count: 1 times"),
+        ({"min_count": 0}, "min_count must be a whole number of at least 1, got 0"),
+        ({"min_count": 10**6}, "at least min_count: 1000000 times, but none"),
+        ({"multiple_of": 2.5}, "multiple_of must be a whole number of at least 1, got 2.5"),
+        ({"multiple_of": 5000}, "some tokens must go, but the texts need 5,000 of"),
+        ({"keep": "the"}, "keep must be a list of tokens, got the text 'the'"),
+        (
+            {"keep": ["the cat"]},
+            r"keep must name tokens of the vocabulary, but 'the cat' is none, and is cut into 'the'",
+        ),
+        ({"texts": list(pages())}, "some tokens must go"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(options: dict[str, object], problem: str) -> None:
+    tokenizer = wordpiece()
+    model = reader("BertModel", tokenizer, spare=0)
+    if options.get("texts") == list(pages()):
+        options = {"texts": [*pages(), *tokenizer.get_vocab()], "keep": [*tokenizer.get_vocab()]}
+    texts = options.pop("texts", list(FIRST))
+    with pytest.raises((DataError, RequestError), match=problem):
+        trim_vocabulary(model, tokenizer, texts, **options)  # type: ignore[arg-type]
+
+
+def test_models_and_tokenizers_that_do_not_fit_are_refused() -> None:
+    tokenizer, texts = wordpiece(), list(FIRST)
+    with pytest.raises(UnsupportedModelError, match=r"one vocabulary to cut, but this ViTFor\w+ has none"):
+        trim_vocabulary(vit(), tokenizer, texts)
+    with pytest.raises(
+        RequestError, match=r"must be the model's own, but it has token \d+, and the model has \d+ rows"
+    ):
+        trim_vocabulary(reader("BertModel", tokenizer, spare=-9, pad_token_id=0), tokenizer, texts)
+    with pytest.raises(RequestError, match=r"a vocabulary is cut in a tokenizer.json, but a str has none"):
+        find_kept("slow", texts, total=9)
+    dropping = byte_level()
+    dropping.backend_tokenizer.model.dropout = 0.1
+    with pytest.raises(RequestError, match=r"merges .* must be the same for every text .* dropout: 0.1"):
+        trim_vocabulary(reader("LlamaForCausalLM", dropping), dropping, texts)
