@@ -30,6 +30,8 @@ _SCORED, _SCORED_BLOCKS = 256, 64
 _BLOCKS_AT_ONCE = 4
 # Rows to evaluate, and blocks of text.
 _JUDGED, _JUDGED_BLOCKS = 2000, 64
+# Rows to refit on, and blocks of text, of which each pass over all takes a small language model minutes.
+_REFITTED, _REFITTED_BLOCKS = 1024, 160
 # Rows that show whether labels are those of the model.
 _LOOKED_AT = 1000
 # If a data set has no such split, its last fifth is evaluated.
@@ -117,8 +119,9 @@ def propose_recipe(
     # Two thirds of few rows are left for the promise, which may have to be made on them.
     scored = _SCORED_BLOCKS if task.generative else max(1, min(_SCORED, taken_from(rows) // 3))
     judged = _JUDGED_BLOCKS if task.generative else at_most(_JUDGED, evaluated)
-    refitted = {} if task.generative else {"samples": max(5, at_most(1024, rows))}
-    refit = {} if budget and "heads" in budget else {"compensation": {"method": "least_squares", **refitted}}
+    refitted = _REFITTED_BLOCKS if task.generative else max(5, at_most(_REFITTED, rows))
+    compensation = {"compensation": {"method": "least_squares", "samples": refitted}}
+    refit = {} if budget and "heads" in budget else compensation
     prune: dict[str, Any] = refit if budget is None else {"budget": dict(budget), **refit}
     return PruningRecipe(
         model=model,

@@ -238,7 +238,7 @@ class _Subject(NamedTuple):
 def lead_text(report: Report) -> str:
     """Return the result of the run in one sentence: what is kept, on which rows, then time and size.
 
-    An example is "97 % of the predictions stay (95.1 to 98.2 %, 436 rows); Pearson 0.903 → 0.901; 0.82 of the time on
+    An example is "97.0 % of the predictions stay (95.1 to 98.2 %, 436 rows); Pearson 0.903 → 0.901; 0.82 of the time on
     ONNX Runtime at 8 x 128; 0.76 of the size; budget kept." A promise stands beside what was kept: "promised 97 % of
     the predictions; kept 97.6 % of 436 other rows (95.6 to 98.8 %)". A value that was not measured is left out.
     """
@@ -376,8 +376,7 @@ def _time(report: Report) -> str:
 
 def _agreement_text(report: Report, told: _Subject) -> str:
     """Return how many predictions stay, the tolerance for a regression, the interval, and of how many rows."""
-    digits = 0 if told.stability < 0.99 else 1
-    share = "all" if told.stability == 1 else f"{_percent(told.stability):.{digits}f} % of the"
+    share = "all" if told.stability == 1 else f"{_percent(told.stability):.1f} % of the"
     return f"{share} {report.details.stability_of}s stay{_within(report)} ({_interval_and_rows(report, told)})"
 
 

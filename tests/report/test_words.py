@@ -172,7 +172,7 @@ def test_a_promise_says_of_what_it_is() -> None:
     assert "; promised a loss of at most 0.02 of Matthews correlation; 0.81 of" in lead(loss("matthews_correlation"))
     broken = {"found": {"value": 0.99, "bound": 0.96}}
     assert "asked for 97 % of the predictions, found 99.00 % (at least 96.00 %" in lead(broken)
-    assert lead(broken).startswith("97 % of the predictions stay (64 rows); accuracy")
+    assert lead(broken).startswith("97.0 % of the predictions stay (64 rows); accuracy")
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_entities_that_stay_are_told_beside_the_sentences(share: float, said: st
     details |= {"uncompensated": None, "data": DIVIDED}
     first = FirstMetric("own_entity_f1", 1.0, share)
     report = dataclasses.replace(make_report(**details), quality=first)
-    assert lead_text(report).startswith(f"97 % of the sentences stay (64 rows); {said}")
+    assert lead_text(report).startswith(f"97.0 % of the sentences stay (64 rows); {said}")
     kept = "kept all" if share == 1 else f"kept {said.partition(' of')[0]}"
     assert f"; promised 90 % of the entities; {kept} on 64 other rows; 0.81 of the time" in lead_text(report)
 
@@ -258,8 +258,8 @@ def test_sizes_have_three_digits_and_the_prefix_that_fits(number: float, text: s
         (1.0, "all"),
         (0.9999, "99.9 % of the"),
         (0.997, "99.7 % of the"),
-        (0.9866, "99 % of the"),
-        (0.825, "82 % of the"),
+        (0.9866, "98.7 % of the"),
+        (0.825, "82.5 % of the"),
     ],
 )
 def test_predictions_that_stay_are_never_rounded_to_all(stability: float, said: str) -> None:
@@ -270,7 +270,7 @@ def test_predictions_that_stay_are_never_rounded_to_all(stability: float, said: 
 
 def test_an_interval_is_rounded_outwards() -> None:
     assert lead_text(make_report(kept_low=0.95199, kept_high=0.98101)).startswith(
-        "97 % of the predictions stay (95.1 to 98.2 %, 64 rows); "
+        "97.0 % of the predictions stay (95.1 to 98.2 %, 64 rows); "
     )
 
 
@@ -282,7 +282,7 @@ def test_an_interval_is_rounded_outwards() -> None:
             ("perplexity", 6.658, 12.34),
             "next tokens stay (64 rows); perplexity 6.66 → 12.3",
         ),
-        ({}, ("perplexity", 1234.6, 2345.6), "97 % of the predictions stay (64 rows); perplexity 1,235 → 2,346;"),
+        ({}, ("perplexity", 1234.6, 2345.6), "97.0 % of the predictions stay (64 rows); perplexity 1,235 → 2,346;"),
         ({}, ("accuracy", 0.9996, 0.95), "predictions stay (64 rows); accuracy 1.000 → 0.950;"),
         (
             {"stability_tolerance": 0.25},

@@ -353,7 +353,7 @@ def test_a_run_judges_what_it_writes(out: Path) -> None:
     text = (out / "report.md").read_text()
     assert f"| same sentence | | {report.stability:.1%} |" in " ".join(text.split())
     assert f"| same entities (F1) | | {shared:.1%} |" in " ".join(text.split())
-    assert f"{'all' if report.stability == 1 else f'{100 * report.stability:.0f} % of the'} sentences stay" in text
+    assert f"{'all' if report.stability == 1 else f'{100 * report.stability:.1f} % of the'} sentences stay" in text
     assert "entity F1 " in text.split("\n\n")[1]
 
 
