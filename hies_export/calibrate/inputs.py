@@ -77,7 +77,7 @@ class InputSums:
             total += value.to(total.device)
 
     def tensors(self) -> list[Tensor]:
-        """Return what batches are added to."""
+        """Return the sums that batches are added to in place, of all modules and statistics."""
         return [total for sums in self._sums.values() for total in sums.values()]
 
     def _gram(self, module: PrunableModule) -> Tensor:

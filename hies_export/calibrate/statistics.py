@@ -134,14 +134,8 @@ def collect_statistics(
 
     with passing.running():
         at_once = run_pass(model, batches, add, passing.tensors(), name="score", progress=progress)
-    samples = sum(map(size_of, batches))
-    calibration = Calibration(
-        samples=samples,
-        labels="data" if labelled else "predictions",
-        fingerprint=batches_fingerprint(list(batches)),
-        batch_size=min(at_once),
-    )
-    return Statistics(passing.values(times * samples), calibration)
+    calibration = _calibration(batches, labelled=labelled, batch_size=min(at_once))
+    return Statistics(passing.values(times * calibration.samples), calibration)
 
 
 def without_statistics(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]]) -> Statistics:
@@ -150,9 +144,17 @@ def without_statistics(model: PreTrainedModel, batches: Sequence[dict[str, Tenso
     Raises:
         DataError: There is no batch, or a sample has no label token.
     """
-    labels = "data" if _check_labels(model, batches, ()) else "predictions"
-    samples, at_once = sum(map(size_of, batches)), max(map(size_of, batches))
-    return Statistics({}, Calibration(samples, labels, batches_fingerprint(list(batches)), at_once))
+    labelled = _check_labels(model, batches, ())
+    return Statistics({}, _calibration(batches, labelled=labelled, batch_size=max(map(size_of, batches))))
+
+
+def _calibration(batches: Sequence[dict[str, Tensor]], *, labelled: bool, batch_size: int) -> Calibration:
+    return Calibration(
+        samples=sum(map(size_of, batches)),
+        labels="data" if labelled else "predictions",
+        fingerprint=batches_fingerprint(list(batches)),
+        batch_size=batch_size,
+    )
 
 
 def _check_labels(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], needs: Collection[str]) -> bool:

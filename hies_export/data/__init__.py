@@ -34,6 +34,7 @@ from .processors import (
     position_ids,
     read_as_asked,
     token_limit,
+    tokenizer_of,
     tokenised,
 )
 from .rows import (

@@ -45,6 +45,11 @@ MOST_TOKENS = 1 << 24
 REMEDY = "save the one the model was trained with into that folder with save_pretrained"
 
 
+def tokenizer_of(processor: Any) -> Any:
+    """Return the tokenizer of a processor; a tokenizer is its own."""
+    return getattr(processor, "tokenizer", processor)
+
+
 def load_processor(path: str | Path, *, task: Reads, revision: str | None = None, for_prompts: bool = False) -> Any:
     """Load the tokenizer, the image processor, or the processor of both that a task needs.
 
@@ -62,7 +67,7 @@ def load_processor(path: str | Path, *, task: Reads, revision: str | None = None
     with refusing(f"{needs}, but none could be loaded from {path}", REMEDY, DataError):
         with never_asking(), hub_or_cache(path, "model", error=DataError):
             loaded = loader.from_pretrained(path, **options)
-        tokenizer = getattr(loaded, "tokenizer", loaded)
+        tokenizer = tokenizer_of(loaded)
         words = set()
         if hasattr(tokenizer, "get_vocab"):
             special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
@@ -102,7 +107,7 @@ def _try_out(processor: Any, task: Reads) -> None:
     """Read an empty text and a small image: many settings of a processor's files are only looked at by then."""
     if task.text:
         # A copy, as a fast tokenizer keeps how it was last called, and saves that.
-        copy.deepcopy(getattr(processor, "tokenizer", processor))([""], truncation=True, verbose=False)
+        copy.deepcopy(tokenizer_of(processor))([""], truncation=True, verbose=False)
     if task.images:
         image = PIL.Image.new("RGB", (64, 48))
         for name, value in getattr(processor, "image_processor", processor)(image, return_tensors="pt").items():

@@ -287,7 +287,9 @@ class Promise:
         if evaluated is not None and rows - evaluated >= self.sizes[-1]:
             room = min(room, rows - evaluated)
         enough = next((size for size in self.sizes if size <= room), 0)
-        return enough if self.blocks else enough and max(enough, min(room, 2 * rows // 3))
+        if self.blocks or not enough:
+            return enough
+        return max(enough, min(room, 2 * rows // 3))
 
 
 def hold_out(splits: Splits, promise: Promise | None, load: Callable[..., datasets.Dataset]) -> Splits:

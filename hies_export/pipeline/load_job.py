@@ -24,7 +24,7 @@ from ..checkpoint.load import Source, load_dense, source_of, task_class
 from ..checkpoint.save import check_in_sentence_transformers
 from ..checkpoint.sentence import cross_encoder_of, encoder_class, load_encoder, settings_of
 from ..data.batches import Batch, by_length, check_one_size, is_of_documents, samples_of
-from ..data.processors import load_processor, read_as_asked, settle_padding
+from ..data.processors import load_processor, read_as_asked, settle_padding, tokenizer_of
 from ..data.rows import load_rows, taken_from
 from ..data.splits import may_overlap, whole_split
 from ..evaluate.interval import confidence_of_each
@@ -148,7 +148,7 @@ def _load(recipe: PruningRecipe, found: _Checkpoint, task: Task, processor: Any,
     model = found.load(dtype=recipe.dtype, device_map=recipe.device_map)
     found.check(model, processor)
     if task.text:
-        settle_padding(model, getattr(processor, "tokenizer", processor))
+        settle_padding(model, tokenizer_of(processor))
     return model
 
 

@@ -120,9 +120,9 @@ def propose_recipe(
     scored = _SCORED_BLOCKS if task.generative else max(1, min(_SCORED, taken_from(rows) // 3))
     judged = _JUDGED_BLOCKS if task.generative else at_most(_JUDGED, evaluated)
     refitted = _REFITTED_BLOCKS if task.generative else max(5, at_most(_REFITTED, rows))
-    compensation = {"compensation": {"method": "least_squares", "samples": refitted}}
-    refit = {} if budget and "heads" in budget else compensation
-    prune: dict[str, Any] = refit if budget is None else {"budget": dict(budget), **refit}
+    prune: dict[str, Any] = {} if budget is None else {"budget": dict(budget)}
+    if "heads" not in (budget or {}):
+        prune["compensation"] = {"method": "least_squares", "samples": refitted}
     return PruningRecipe(
         model=model,
         task=task.name,

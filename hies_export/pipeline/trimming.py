@@ -11,6 +11,7 @@ import datasets
 from transformers import PreTrainedModel
 
 from ..data.batches import Batch, by_length
+from ..data.processors import tokenizer_of
 from ..data.rows import column_values, load_rows, own_columns
 from ..errors import DataError, RequestError
 from ..files import Rule, check
@@ -49,13 +50,13 @@ def trim(
 
     What is put around texts counts as a text: the prompts of a SentenceTransformer, and a chat template.
     """
-    tokenizer = getattr(processor, "tokenizer", processor)
+    tokenizer = tokenizer_of(processor)
     around = [*model.settings.prompts.values()] if isinstance(model, TextEncoder) else []
     if isinstance(template := getattr(tokenizer, "chat_template", None), str):
         around.append(template)
     options: dict[str, Any] = {"keep": asked.keep, "multiple_of": asked.multiple_of, "min_count": asked.min_count}
     trimmed = trim_vocabulary(model, processor, [*texts, *around * asked.min_count], **options)
-    smaller = getattr(trimmed.processor, "tokenizer", trimmed.processor)
+    smaller = tokenizer_of(trimmed.processor)
     facts = VocabularyFacts(
         total=trimmed.kept.total,
         kept=len(trimmed.kept.rows),

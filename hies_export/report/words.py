@@ -330,9 +330,9 @@ def _form_time(forms: Sequence[Judged], number: int, step: int | None) -> str:
 
 
 def _form_size(report: Report, form: Judged) -> str:
-    """Return the size of a form's file; of one that is the checkpoint, that of the model."""
+    """Return the size of a form's file beside the dense float32 one's; of one that is the checkpoint, the model's."""
     if form.bytes is not None:
-        return _size(form.bytes / report.bytes.dense)
+        return _size(form.bytes / (report.details.forms[0].bytes or report.bytes.dense))
     return _size(report.bytes.ratio if form.model == "slim" else 1.0)
 
 

@@ -14,6 +14,7 @@ from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, PreTra
 
 from ..data.batches import CHOICE_KEYS, GROUP_KEY, IGNORED, TEXT_KEYS, Batch, check_numbers, size_of
 from ..data.columns import STRINGS, holds_images
+from ..data.processors import tokenizer_of
 from ..errors import DataError, RequestError, did_you_mean, listed, quoted, refusing
 from ..files import Rule, check
 from ..model.text_encoder import TextEncoder
@@ -127,7 +128,7 @@ def _of_inputs(model: PreTrainedModel, rows: datasets.Dataset, processor: Any, t
     """Return the batches of a data set whose columns are the model's inputs, padded if they differ in length."""
     accepted = inspect.signature(model.forward).parameters
     names = [name for name in rows.column_names if name in accepted or name in LABELS]
-    tokenizer = getattr(processor, "tokenizer", processor)
+    tokenizer = tokenizer_of(processor)
     collate: Any = default_data_collator
     if hasattr(tokenizer, "pad"):
         of_tokens = task.predicts not in CLASSIFIED and any(

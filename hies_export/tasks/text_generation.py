@@ -147,7 +147,7 @@ class TextGeneration(Task):
 
     def prepare_tokenizer(self) -> tuple[Any, int | None]:
         """Return the tokenizer, and how many tokens a sample may have."""
-        tokenizer = getattr(self.processor, "tokenizer", self.processor)
+        tokenizer = data.tokenizer_of(self.processor)
         return tokenizer, data.token_limit(tokenizer, self.config, self.columns.max_length)
 
     @cached_property

@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from ..data.processors import tokenizer_of
 from .embeddings import compare_rows, cut_rows, named_tokens, renumber, row_count
 from .kept import KeptTokens, find_kept
 from .tokenizer import CutBeside, compare_cuts, shrink_tokenizer
@@ -101,17 +102,17 @@ def trim_vocabulary(
         True
     """
     total, texts = row_count(model), texts if isinstance(texts, str) else list(texts)
-    tokenizer = getattr(processor, "tokenizer", processor)
+    tokenizer = tokenizer_of(processor)
     options: dict[str, Any] = {"min_count": min_count, "keep": keep, "multiple_of": multiple_of}
     kept = find_kept(tokenizer, texts, total=total, named=named_tokens(model, total), **options)
     slim, smaller = apply_kept(model, processor, kept)
-    compare_cuts(tokenizer, getattr(smaller, "tokenizer", smaller), texts, kept)
+    compare_cuts(tokenizer, tokenizer_of(smaller), texts, kept)
     return Trimmed(slim, smaller, kept, compare_rows(model, slim, kept, tokenizer, texts))
 
 
 def apply_kept(model: PreTrainedModel, processor: Any, kept: KeptTokens) -> tuple[PreTrainedModel, Any]:
     """Return a model and its tokenizer or processor with the tokens that stay, unchecked."""
-    smaller = shrink_tokenizer(getattr(processor, "tokenizer", processor), kept)
+    smaller = shrink_tokenizer(tokenizer_of(processor), kept)
     if hasattr(processor, "tokenizer"):
         whole = copy.copy(processor)
         renumber(whole, kept.numbers)
