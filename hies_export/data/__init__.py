@@ -34,8 +34,8 @@ from .processors import (
     position_ids,
     read_as_asked,
     token_limit,
-    tokenizer_of,
     tokenised,
+    tokenizer_of,
 )
 from .rows import (
     column_values,
