@@ -72,6 +72,7 @@ def _details(
 ) -> Details:
     """Return the part of a report beyond the summary, for its renderings."""
     plan, asked, neurons = choice.plan, job.asked, neuron_counts(choice.plan)
+    low, high = evaluation.kept_ends or (None, None)
     assert asked is not None
     assert job.source is not None
     return Details(
@@ -89,8 +90,8 @@ def _details(
         tried=choice.tried,
         stability_of=FIRST_HIT if evaluation.ranking else _prediction_name(job),
         stability_tolerance=evaluation.tolerance,
-        kept_low=evaluation.kept_ends[0],
-        kept_high=evaluation.kept_ends[1],
+        kept_low=low,
+        kept_high=high,
         custom_code=is_slim(slim.model),
         family=families(job.model.config, slim.model.config),
         flops_per_layer=measured.sizes.flops_per_layer,

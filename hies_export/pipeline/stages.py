@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -465,7 +466,7 @@ class Evaluation:
 
     metrics: Mapping[str, Both[float]]
     stability: float  # share of predictions that equal the dense model's, in [0, 1]
-    kept_ends: tuple[float, float]  # of the 95 % interval of what is kept, as in `Judge.kept`
+    kept_ends: tuple[float, float] | None  # of the 95 % interval of what is kept, as in `Judge.kept`
     uncompensated: Quality | None  # of the cut model without compensation; None if that is not asked for
     benchmarks: Mapping[str, Both[float]]
     ranking: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # of the slim model, as in `Judge.ranking`
@@ -495,7 +496,9 @@ def compare(job: Job, slim: PreTrainedModel, *, uncompensated: Selection | None 
     metrics, ranking = _side_by_side(dense.metrics, pruned.metrics), judge.ranking(predictions)
     # Rankings are compared by their order, whatever the logits.
     tolerance = None if ranking else judge.task.tolerance_on(judge.dense)
-    ends = judge.kept_ends(predictions)
+    low, high = judge.kept_ends(predictions)
+    # Without end where so few rows are ranked that the dense model finds nothing in some resamples.
+    ends = (low, high) if math.isfinite(high) else None
     return Evaluation(metrics, pruned.stability, ends, masked, benchmarks, ranking, tolerance)
 
 

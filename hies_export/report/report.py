@@ -113,7 +113,8 @@ class Details(BaseModel):
             "prediction".
         stability_tolerance: Largest difference of equal predictions of a regression.
         kept_low, kept_high: Ends of the 95 % interval of what is kept, as in `Judge.kept`: of the stability, or of the
-            first metric's share of the dense model's. None in reports of older versions.
+            first metric's share of the dense model's. None in reports of older versions, and where the interval has no
+            upper end.
         custom_code: Whether transformers needs `modeling_hies.py` to load the slim model, as its `auto_class`.
         deployment: Which form to deploy; None if that was not asked.
         cascade: The parts of the cascade; None if none was asked for.
