@@ -91,6 +91,12 @@ def copy_with(model: Model, stand_in: Callable[[torch.Tensor], torch.Tensor]) ->
     return copy.deepcopy(model, {key: stand_in(tensor) for key, tensor in {id(t): t for t in tensors}.items()})
 
 
+def same_weights(one: torch.nn.Module, other: torch.nn.Module) -> bool:
+    """Return whether two models have equal parameters and buffers, by name."""
+    ours, theirs = one.state_dict(), other.state_dict()
+    return ours.keys() == theirs.keys() and all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+
+
 def parameter_bytes(model: torch.nn.Module) -> int:
     """Return the bytes that the parameters take in memory, tied ones once."""
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())

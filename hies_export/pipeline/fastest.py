@@ -18,7 +18,6 @@ from ..calibrate.statistics import Statistics
 from ..data.batches import samples_of
 from ..errors import HiesError, PlanError
 from ..evaluate.judge import Judge
-from ..evaluate.predict import predict
 from ..forms.cascade.export import CascadeOptions
 from ..forms.cost.bundles import cut_bundles
 from ..forms.deployment import DeployWay, Way, find_ways, join_sizes, try_dense
@@ -27,7 +26,7 @@ from ..forms.runtimes.base import RUNTIMES
 from ..forms.time import Timed, in_mixed_order, ratios, rows_by_shape
 from ..forms.time import time as time_forms
 from ..progress import OutOfTime, Until
-from ..recipe.budget import Budget, Outcome, TimedSection
+from ..recipe.budget import Budget, Found, Outcome, TimedSection
 from ..report.words import asked_words
 from ..score.criteria import Scores
 from ..select.constraints import bundle_count
@@ -133,7 +132,9 @@ def find_fastest(job: Job, statistics: Statistics, forms: Forms) -> Choice:
     else:
         job.progress.stage("nothing is cut: the fastest dense form that keeps the promise is the answer")
         scores = scored[0] if scored else Scores(job.options.criterion, {}, {})  # there was no time to rank units
-        choice = replace(nothing(job, statistics, scores, promise), served=_served(job, order[0]))
+        assert order[0].kept is not None
+        outcome = replace(promise, found=Found(order[0].kept, order[0].at_least))
+        choice = replace(nothing(job, statistics, scores, outcome), served=_served(job, order[0]))
     return replace(choice, ways=tuple(tried), dense_seconds=spent)
 
 
@@ -311,7 +312,7 @@ def find_cascade(job: Job, statistics: Statistics, forms: Forms) -> Choice:
 
 def answers_of(job: Job) -> torch.Tensor:
     """Return the dense model's logits on the rows that a promise is made on, (rows, classes)."""
-    return predict(job.model, job.rows.promise).values
+    return job.dense_predictions(job.rows.promise).values
 
 
 def _cuts(

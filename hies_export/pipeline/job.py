@@ -45,7 +45,7 @@ from ..score.criteria import AUTO, COMPENSATED, COMPENSATED_NAMES, CRITERIA
 from ..select.constraints import check_budget, check_constraints
 from ..select.cost import CostTable, check_reachable
 from ..slim.cut import how_to_skip
-from ..tasks import Task, task_of
+from ..tasks import Predictions, Task, task_of
 from ..tasks.given import batches_of, first_rows, split_held_out, unlabelled
 from ..tasks.registry import refuse_unknown
 from ..units.find import find_modules
@@ -114,6 +114,7 @@ class Job:
         seed: Seed of the criterion `random`; plans record it.
         began: When it began to be made, by `time.monotonic`.
         progress, clock: Where stages are shown, and their seconds by kind of work.
+        predicted: A model, batches of `rows`, and its predictions of them; added when they are first asked for.
     """
 
     model: PreTrainedModel
@@ -139,6 +140,7 @@ class Job:
     began: float = 0.0
     progress: Progress = SILENT
     clock: Clock = field(default_factory=Clock)
+    predicted: list[tuple[PreTrainedModel, Sequence[Batch], Predictions]] = field(default_factory=list, repr=False)
 
     @property
     def deadline(self) -> float:
@@ -219,14 +221,25 @@ class Job:
             min_seconds=self.measure.min_seconds,
         )
 
-    def judge(self, batches: Sequence[Batch], **how: Any) -> Judge:
-        """Return the judge of other models on some rows; see `Judge.on` for other options.
-
-        What they are compared with are the predictions of the model with all tokens, if it can be asked.
-        """
-        known = next((own for name, own in self.rows.in_dense.items() if getattr(self.rows, name) is batches), None)
-        dense = predict(self.dense, known, task=self.task) if known else None
+    def judge(self, batches: Sequence[Batch], *, progress: Progress = SILENT, **how: Any) -> Judge:
+        """Return the judge of other models on some rows; see `Judge.on` for other options."""
+        dense = self.dense_predictions(batches, progress)
         return Judge.on(self.model, batches, **{"metrics": self.metrics, "task": self.task, "dense": dense, **how})
+
+    def dense_predictions(self, batches: Sequence[Batch], progress: Progress = SILENT) -> Predictions:
+        """Return what other models are compared with on some rows; those of `rows` are predicted once.
+
+        They are the predictions of the model with all tokens, if it can be asked.
+        """
+        in_dense = next((own for name, own in self.rows.in_dense.items() if getattr(self.rows, name) is batches), None)
+        model, read = (self.dense, in_dense) if in_dense else (self.model, batches)
+        for of, rows, predictions in self.predicted:
+            if of is model and rows is read:
+                return predictions
+        found = predict(model, read, task=self.task, progress=progress)
+        if any(rows is batches for rows in (self.rows.held_out, self.rows.promise, self.rows.evaluation)):
+            self.predicted.append((model, read, found))
+        return found
 
     def kind(self, batches: Sequence[Batch]) -> RowsKind | None:
         """Return what rows of texts to embed, or of candidates to rank, are to each other."""

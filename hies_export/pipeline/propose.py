@@ -32,6 +32,8 @@ _BLOCKS_AT_ONCE = 4
 _JUDGED, _JUDGED_BLOCKS = 2000, 64
 # Rows to refit on, and blocks of text, of which each pass over all takes a small language model minutes.
 _REFITTED, _REFITTED_BLOCKS = 1024, 160
+# Timed runs of blocks of text: 30, as of other rows, take a small language model nine minutes on two cores.
+_REPEATS_OF_BLOCKS = 10
 # Rows that show whether labels are those of the model.
 _LOOKED_AT = 1000
 # If a data set has no such split, its last fifth is evaluated.
@@ -130,6 +132,7 @@ def propose_recipe(
         calibration={"split": calibration, "samples": scored, **at_once},
         evaluation={"split": evaluation, "samples": judged, **at_once},
         prune=prune,
+        **({"measure": {"repeats": _REPEATS_OF_BLOCKS}} if task.generative else {}),
         **({"deploy": {}} if budget is None else {}),
         output=output,
     )

@@ -28,7 +28,7 @@ from ..evaluate.predict import Predictor, predict
 from ..forms.cascade.export import CascadeOptions, SizeTried
 from ..forms.deployment import DeployWay
 from ..forms.measure.counts import Both
-from ..model.copies import round_each, share_weights
+from ..model.copies import round_each, same_weights, share_weights
 from ..model.internals import dtypes_in
 from ..model.modes import threads_for
 from ..model.tokens import count_tokens
@@ -445,6 +445,8 @@ def confirm(job: Job, slim: Slim, served: TimedSection | None) -> Slim:
     outcome = slim.outcome
     if outcome is None or not outcome.budget.searched:
         return slim
+    if outcome.found is not None and not slim.plan.removes:  # the dense model was judged as it is served
+        return slim
     job.progress.stage("evaluate the slim model on the held-out rows")
     judge = job.judge(job.rows.held_out, **judging(outcome))
     found = judge.found(outcome.budget, job.predictor(served)(slim.model, judge.batches))
@@ -483,7 +485,8 @@ def compare(job: Job, slim: PreTrainedModel, *, uncompensated: Selection | None 
     def predictions_of(model: PreTrainedModel) -> Predictions:
         return predict(model, judge.batches, progress=job.progress)
 
-    predictions = predictions_of(slim)
+    same = job.trimming is None and same_weights(slim, job.model)
+    predictions = judge.dense if same else predictions_of(slim)
     dense, pruned, masked = judge.of(judge.dense), judge.of(predictions), None
     if uncompensated is not None:
         # Masked and cut models predict the same: `compare_cut` has checked that.

@@ -27,10 +27,11 @@ from hies_export import (
 from hies_export.cli.deploy import minutes
 from hies_export.data.batches import samples_of
 from hies_export.evaluate.judge import Judge
+from hies_export.evaluate.predict import predict
 from hies_export.forms.deployment import DeployWay, try_dense
 from hies_export.forms.form import Form, Forms
 from hies_export.pipeline import choose as choosing
-from hies_export.pipeline import fastest
+from hies_export.pipeline import fastest, stages
 from hies_export.pipeline import job as jobs
 from hies_export.pipeline.draw import Looks
 from hies_export.pipeline.fastest import find_fastest
@@ -104,6 +105,11 @@ def test_where_no_cut_keeps_the_promise_the_dense_form_is_the_answer(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     deploy_on(monkeypatch)
+    predicted = []
+    for module in (jobs, stages):
+        monkeypatch.setattr(
+            module, "predict", lambda model, rows, **how: predicted.append(rows) or predict(model, rows, **how)
+        )
     asked = {"keep": 0.5, "minutes": 0, "runtimes": ["onnxruntime-cpu"]}
     fields = ("--set", "prune.budget=null", "--set", f"deploy={json.dumps(asked)}", "--set", "measure.shapes=[]")
     assert hies("run", folder / "recipe.yaml", *fields, "-o", tmp_path / "out") == 0
@@ -122,6 +128,8 @@ def test_where_no_cut_keeps_the_promise_the_dense_form_is_the_answer(
     same = same_in_onnxruntime(folder / "model", tmp_path / "out" / found.file, rows, tolerance=0.02)
     assert all(same)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+    # The answer is the dense model, which predicts the held-out and the evaluated rows once.
+    assert [samples_of(batches) for batches in predicted] == [samples_of(rows), report.details.data.evaluation_samples]
 
 
 def searched(recipe: PruningRecipe, *, keep: float) -> Choice:
