@@ -42,10 +42,18 @@ def predict(
     return task.join(kept, batches)
 
 
-def predict_by(forward: Callable[[Batch], torch.Tensor], batches: Sequence[Batch], task: Task) -> Predictions:
+def predict_by(
+    forward: Callable[[Batch], torch.Tensor],
+    batches: Sequence[Batch],
+    task: Task,
+    *,
+    name: str = "predict",
+    progress: Progress = SILENT,
+) -> Predictions:
     """Predict batches as `predict` does, in this process alone, by a function from a batch to its prediction."""
     task.check_batches(batches)
-    kept = [_kept(forward, task.keep, len(batches), index, batch) for index, batch in enumerate(batches)]
+    rows = progress.track(batches, name)
+    kept = [_kept(forward, task.keep, len(batches), index, batch) for index, batch in enumerate(rows)]
     return task.join(kept, batches)
 
 

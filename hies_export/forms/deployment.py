@@ -106,7 +106,7 @@ def try_dense(
             if bits == "int8" and bits not in RUNTIMES[runtime].calibrated:
                 check_quantizable(forms.model("dense"), "int8")
             form = forms.form("dense", runtime, bits)
-            kept, low = judge.kept(form.predict(judge.batches, judge.task))
+            kept, low = judge.kept(form.predict(judge.batches, judge.task, forms.progress))
         except HiesError as error:
             logger.warning("%s in %s is left out: %s", runtime, bits, error)
             tried.append(DeployWay(runtime, bits, problem=str(error)))

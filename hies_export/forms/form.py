@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -50,10 +51,11 @@ class Form:
         """Load the model into the runtime."""
         return load_runtime(self.runtime, self.source, dtype=self.bits)
 
-    def predict(self, batches: Sequence[Batch], task: Task) -> Predictions:
+    def predict(self, batches: Sequence[Batch], task: Task, progress: Progress = SILENT) -> Predictions:
         """Predict batches on the runtime, in this process alone."""
-        runtime = self.load()
-        return predict_by(lambda batch: runtime.prediction(batch, task.output_names), batches, task)
+        runtime, name = self.load(), f"predict on {self.runtime}"
+        forward = partial(runtime.prediction, names=task.output_names)
+        return predict_by(forward, batches, task, name=name, progress=progress)
 
 
 class Forms:

@@ -120,9 +120,9 @@ def judge(
     judged = []
     for form in forms:
         progress.stage(f"evaluate the {form.model} model on {form.runtime} in {form.bits}")
-        predictions = form.predict(rows.batches, rows.task)
+        predictions = form.predict(rows.batches, rows.task, progress)
         quality, (low, high) = rows.of(predictions), rows.agreement_ends(predictions)
-        promised = None if held_out is None else held_out.kept(form.predict(held_out.batches, held_out.task))
+        promised = None if held_out is None else held_out.kept(form.predict(held_out.batches, held_out.task, progress))
         kept, at_least = promised or (None, None)
         judged.append(
             Judged(
@@ -153,12 +153,12 @@ def with_times(judged: Sequence[Judged], timed: Sequence[Timed]) -> list[Judged]
 
 def judge_exported(exported: Export, folder: Path, judge: Judge, forms: Sequence[Judged]) -> ExportedFile:
     """Return the exported file of a run with its quality on the evaluation rows; it is not run again if a form was."""
-    metric, known, quantize = judge.metrics[0], [], exported.how.quantize
-    if quantize is not None:
-        # If nothing was cut, the last form in these bits is the dense one's.
-        own = runtime_of(exported.how, quantize), quantize
-        known = [(form.quality, form.stability) for form in forms if (form.runtime, form.bits) == own][-1:]
-    elif exported.checked_on is not None:
+    metric, how, quantize = judge.metrics[0], exported.how, exported.how.quantize
+    own = (exported.checked_on, how.dtype) if quantize is None else (runtime_of(how, quantize), quantize)
+    # If nothing was cut, the last form in these bits is the dense one's.
+    models = [form for form in forms if form.model != "cascade" and (form.runtime, form.bits) == own]
+    known = [(form.quality, form.stability) for form in models[-1:]]
+    if not known and quantize is None and exported.checked_on is not None:
         found = judge.of(Form("slim", exported.checked_on, exported.folder).predict(judge.batches, judge.task))
         known = [(found.metrics[metric], found.stability)]
     quality, stability = known[0] if known else (None, None)

@@ -222,7 +222,7 @@ def _as_files(
     choice, way = found.choice, found.way
     forms.add(name := f"{way.runtime}-{way.bits}-cut", trial_model(job, statistics, choice.trial))
     form = forms.form(name, way.runtime, way.bits)
-    if promise.budget.met(judge.found(promise.budget, form.predict(judge.batches, judge.task))):
+    if promise.budget.met(judge.found(promise.budget, form.predict(judge.batches, judge.task, job.progress))):
         return [replace(found, form=form)]
     logger.warning("no cut is deployed on %s in %s: its file breaks the promise", way.runtime, way.bits)
     return []
