@@ -41,6 +41,9 @@ from .stages import (
 OWN_LOSS = 3
 # Rows that a size is guessed on, at most: the held-out rows decide, and the guess only says where they begin.
 GUESS_ROWS = 512
+# A guess may be below the size that its rows would give by less than this share of all sizes: the search begins a tenth
+# below it anyway.
+GUESS_WITHIN = 0.04
 
 
 def search(
@@ -267,7 +270,8 @@ class Cuts:
 
     def _larger(self, scores: Scores, weights: float, best: TriedCut | None) -> TriedCut | None:
         known = 0 if best is None else best.size
-        size = largest(len(self._sizes), partial(self._holds, scores, weights), at_least=known)
+        within = max(1, round(GUESS_WITHIN * len(self._sizes))) if self._guess else 1
+        size = largest(len(self._sizes), partial(self._holds, scores, weights), at_least=known, within=within)
         return best if size == known else self._at(scores, weights, size)
 
     def near(self, guessed: Guess, at_least: int = 0) -> TriedCut | None:
@@ -368,8 +372,11 @@ def largest(
     near: int | None = None,
     at_least: int = 0,
     failures: int | None = None,
+    within: int = 1,
 ) -> int:
     """Return the largest size in 1..count that holds, `at_least` if no larger one does.
+
+    It may be too small by less than `within`.
 
     It assumes that every size below one that holds does so too. A size that is returned was tried, unless it is
     `at_least`. Without a limit of failures, it halves what is open. With one, it begins a tenth below `near`, as a size
@@ -382,10 +389,11 @@ def largest(
         near: A guess of the size.
         at_least: A size that is known to hold; smaller ones are not looked for.
         failures: How many sizes may fail.
+        within: The search ends as soon as the size is known to less than this.
     """
     low, high = at_least, count + 1
     size = (low + 1 if low else high // 2) if near is None else max(low + 1, round(0.9 * near))
-    while high - low > 1:
+    while high - low > within:
         if holds(size):
             low = size
         else:

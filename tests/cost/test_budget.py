@@ -81,6 +81,10 @@ def test_bisection_finds_the_last_that_passes(right: int, known: int) -> None:
 
     assert largest(8, passes, at_least=known) == max(right, known)
     assert len(tried) <= 5
+    exact = tried.copy()
+    tried.clear()
+    assert max(right, known) - 2 < largest(8, passes, at_least=known, within=2) <= max(right, known)
+    assert exact[: len(tried)] == tried
 
 
 @pytest.mark.parametrize(("sizes", "most"), [(1, 1), (8, 6), (100, 14)])
