@@ -131,8 +131,8 @@ def test_one_process_writes(found: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("failing", [0, 1])
-def test_a_failure_of_one_ends_all(tmp_path: Path, failing: int) -> None:
+def test_a_failure_of_one_ends_all(tmp_path: Path) -> None:
+    failing = 1
     save_bert(tmp_path / "bert")
     spawn(fail, 2, failing, free_port(), tmp_path)
     said, code, _ = torch.load(tmp_path / f"failed-{failing}-{failing}.pt")

@@ -12,7 +12,6 @@ from support.generative import padded
 from support.models import SIX_HEADS, shake, word_tokenizer
 from support.reading import reading
 from support.references import naive_statistics
-from support.runs import deploy_on
 from transformers import (
     AutoModelForSequenceClassification,
     BartConfig,
@@ -31,11 +30,9 @@ from hies_export import (
     DataError,
     PruningRecipe,
     RecipeError,
-    Report,
     RequestError,
     collect_statistics,
     compare_cut,
-    deploy,
     find_attention,
     load,
     prune,
@@ -43,7 +40,6 @@ from hies_export import (
 )
 from hies_export.evaluate.judge import compute_metrics
 from hies_export.evaluate.predict import predict, references
-from hies_export.pipeline import choose as choosing
 from hies_export.recipe.sections import Columns
 from hies_export.tasks import TASKS, task_of
 from hies_export.tasks.fill_mask import FillMask
@@ -61,7 +57,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def model() -> PreTrainedModel:
     torch.manual_seed(0)
     # One matrix is large enough for 8 bits.
-    sizes = SIX_HEADS | {"intermediate_size": 352, "max_position_embeddings": 64}
+    sizes = SIX_HEADS | {"num_hidden_layers": 2, "intermediate_size": 352, "max_position_embeddings": 64}
     return shake(BertForMaskedLM(BertConfig(vocab_size=len(tokenizer()), **sizes)))
 
 
@@ -260,17 +256,6 @@ def test_a_run_judges_its_int8_form_and_says_how_to_load_it(model: PreTrainedMod
     assert "pipeline_tag: fill-mask" in card
     assert 'ORTModelForMaskedLM.from_pretrained("onnx")' in card
     assert "AutoModelForMaskedLM.from_pretrained" in card
-
-
-@pytest.mark.slow
-def test_deploy_keeps_the_promise(model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choosing, "SIZES", 2)
-    deploy_on(monkeypatch)
-    prune = {"modules": ["attention"], "criterion": "his", "compensation": None}
-    deploy(recipe_of(tmp_path, model, prune=prune, deploy={"keep": 0.97}))
-    found = Report.from_file(tmp_path / "out").details.deployment
-    assert found is not None
-    assert found.ways[0].problem is None
 
 
 def without(key: str) -> Any:

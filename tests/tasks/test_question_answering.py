@@ -15,7 +15,7 @@ from datasets import Dataset
 from support.answers import letter_tokenizer, questions, reading_model, save_questions
 from support.models import shake
 from support.reading import reading
-from support.runs import deploy_on, hies
+from support.runs import hies
 from torch import Tensor
 from transformers import AutoModelForQuestionAnswering, LlamaConfig, LlamaForQuestionAnswering
 
@@ -24,7 +24,6 @@ from hies_export.calibrate.statistics import collect_statistics
 from hies_export.data.batches import inputs_of, samples_of
 from hies_export.evaluate.judge import compute_metrics
 from hies_export.evaluate.predict import predict, predict_by, references
-from hies_export.pipeline import choose as choosing
 from hies_export.pipeline.load_job import load_job
 from hies_export.pipeline.propose import propose_recipe
 from hies_export.pipeline.recipe import PruningRecipe
@@ -202,7 +201,7 @@ def test_scores_are_those_of_samples_one_at_a_time(labelled: bool) -> None:
 def pruned() -> PruneResult:
     torch.manual_seed(0)
     return prune(
-        reading_model(),
+        reading_model(num_hidden_layers=2),
         questions(24, words=(5, 90)),
         modules=BOTH,
         budget={"flops": 0.6},
@@ -434,23 +433,3 @@ def answer(model: Any, row: Mapping[str, Any]) -> str:
     pairs = [(first, last) for first in inside for last in inside if first <= last < first + LONGEST]
     first, last = max(pairs, key=lambda pair: float(logits[0, 0, pair[0]] + logits[1, 0, pair[1]]))
     return row["context"][places[first][0] : places[last][1]]
-
-
-@pytest.mark.slow
-def test_the_form_to_deploy_keeps_the_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choosing, "SIZES", 3)
-    deploy_on(monkeypatch)
-    recipe = save_questions(
-        tmp_path,
-        train=40,
-        validation=120,
-        calibration={"samples": 20, "batch_size": 10},
-        prune={"modules": BOTH, "criterion": "his", "budget": {"keep": 0.5}, "compensation": {"samples": 30}},
-        measure={"shapes": [[2, 16]], "repeats": 2, "runtimes": ["torch"]},
-    )
-    assert hies("deploy", recipe, "--keep", "0.3", "-o", tmp_path / "out") == 0
-    report = Report.from_file(tmp_path / "out")
-    found = report.details.deployment
-    assert found is not None
-    assert report.details.forms[found.form].at_least >= 0.3
-    assert (tmp_path / "out" / found.file).is_file()
