@@ -137,9 +137,8 @@ def test_a_promise_of_time_removes_what_saves_time(folder: Path, monkeypatch: py
 
 
 @pytest.mark.slow
-def test_a_promise_of_a_runtime_is_judged_on_its_files(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_promise_of_a_runtime_is_judged_on_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_regressor(tmp_path, layers=1, prune={"modules": ["mlp"], "criterion": "fisher"})
     keep = {"predictions": 0.3, "runtime": "onnxruntime-cpu", "batch": 2, "sequence": 16}
     how = {"prune__budget": {"keep": keep}, "prune__compensation": {"samples": 60}}
     recipe = recipe_of(folder, **how, output=str(tmp_path / "out"))
