@@ -24,8 +24,8 @@ SAID = {
     "custom_task": r"brier +0\.0\d+ +0\.0\d+(?s:.*)export: logits",
 }
 SCRIPTS = sorted(path for path in (ROOT / "examples").glob("*.py") if "__main__" in path.read_text())
-# Most of their time goes into graphs; tests/onnx traces the same in smaller models.
-EXPORTED = {"llama_generate_from_onnx", "llava_both_towers"}
+# Most of their time goes into graphs; tests/onnx and tests/tasks/test_own_task.py do the same in smaller models.
+EXPORTED = {"custom_task", "llama_generate_from_onnx", "llava_both_towers"}
 
 
 @pytest.fixture

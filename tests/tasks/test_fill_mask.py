@@ -188,14 +188,9 @@ def test_batches_of_the_collator_lose_the_rows_without_a_mask(model: PreTrainedM
     assert result.held_out.metrics.keys() == {"perplexity", "token_accuracy"}
 
 
-def test_the_cut_model_is_the_masked_one_and_so_is_its_export(
-    model: PreTrainedModel, batches: list[dict[str, torch.Tensor]], tmp_path: Path
-) -> None:
+def test_the_cut_model_is_the_masked_one(model: PreTrainedModel, batches: list[dict[str, torch.Tensor]]) -> None:
     result = prune(model, batches, criterion="fisher", budget={"flops": 0.6}, compensation=None)
     assert compare_cut(model, result.model, result.plan, result.job.modules, batches[0]) < 1e-4
-    exported = result.export_onnx(tmp_path / "onnx")
-    assert exported.outputs == ("logits",)
-    assert exported.max_abs < 1e-3
 
 
 @pytest.mark.parametrize("allocation", ["global", "uniform"])
