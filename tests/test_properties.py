@@ -27,7 +27,8 @@ def reads(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def test_undamaged_files_are_read(reads: list[Read]) -> None:
-    for read in (read for read in reads if read.share >= LEAST_SHARE):
+    # Some files are read by the same use of their folder.
+    for read in {read.read: read for read in reads if read.share >= LEAST_SHARE}.values():
         came, error = outcome(read.read)
         assert came == "accepted", f"{read.name}: {error!r}"
 
