@@ -29,7 +29,7 @@ def real_recipe(shared: Path, task: str, folder: Path) -> Path:
             "max_length": 128,
         },
         "evaluation": {
-            "samples": 600,
+            "samples": 600 if task == "sst2" else 300,
             "rows": "first",
             "metrics": ["accuracy", "f1"] if task == "sst2" else ["pearson", "spearman"],
         },
@@ -43,7 +43,7 @@ def real_recipe(shared: Path, task: str, folder: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("task", "metric", "dense"), [("stsb", "pearson", 0.9034), ("sst2", "accuracy", 0.8817)])
+@pytest.mark.parametrize(("task", "metric", "dense"), [("stsb", "pearson", 0.9220), ("sst2", "accuracy", 0.8817)])
 def test_minilm_loses_30_percent_of_its_heads(
     task: str, metric: str, dense: float, shared: Path, tmp_path: Path
 ) -> None:
