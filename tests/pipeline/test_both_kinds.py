@@ -457,7 +457,6 @@ def test_bad_input_is_refused_before_anything_is_computed(
     [
         ({"prune__min_heads": 4}, r"heads and neurons that may go \(min_heads 4\)"),
         ({"prune__modules": ["mlp"]}, "neurons that may go"),
-        ({"prune__modules": ["attention"]}, "heads that may go"),
         ({"prune__keep_layers": [0, 1], "prune__criterion": "auto"}, r"heads and neurons that may go \(keep_layers"),
     ],
 )

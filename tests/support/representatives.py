@@ -23,12 +23,12 @@ CUT = {
     "t5": "a bias that the first layer makes for the others",
 }
 # By type, or type and class; of what is exported here both the graph and its 8 bits are compared with torch.
-QUANTISED = {
-    "albert": "an encoder, whose layers share their weights",
-    "llama/LlamaForSequenceClassification": "a decoder that classifies, and does not generate",
-}
+QUANTISED = {"llama/LlamaForSequenceClassification": "a decoder that classifies, and does not generate"}
 # The same, of types that only `-m exports` takes.
-MORE_QUANTISED = {"gpt2": "a decoder whose head is its embedding"}
+MORE_QUANTISED = {
+    "albert": "an encoder, whose layers share their weights",
+    "gpt2": "a decoder whose head is its embedding",
+}
 # Decoders that do not generate, for `-m exports`.
 DECODERS = {
     "gpt2/GPT2ForSequenceClassification": "a classifier",

@@ -252,6 +252,7 @@ def test_the_cut_model_is_the_masked_one(pruned: PruneResult) -> None:
         hook.remove()
 
 
+@pytest.mark.exports
 def test_the_export_has_the_outputs_of_torch_by_the_names_of_the_hub(pruned: PruneResult, tmp_path: Path) -> None:
     exported = pruned.export_onnx(tmp_path / "onnx")
     session = onnxruntime.InferenceSession(exported.file)
@@ -262,6 +263,9 @@ def test_the_export_has_the_outputs_of_torch_by_the_names_of_the_hub(pruned: Pru
             expected = pruned.model(**inputs_of(batch))
         for name, found in zip(("start_logits", "end_logits"), session.run(None, feeds), strict=True):
             np.testing.assert_allclose(found, getattr(expected, name).numpy(), atol=1e-4)
+
+
+def test_the_saved_model_gives_the_same_answers(pruned: PruneResult, tmp_path: Path) -> None:
     pruned.save_pretrained(tmp_path / "slim")
     again = load(tmp_path / "slim")
     assert TASK.same(*(predict(model, pruned.job.rows.held_out) for model in (again, pruned.model))).all()
@@ -394,6 +398,9 @@ def test_a_run_judges_what_it_writes_also_in_8_bits(tmp_path: Path, monkeypatch:
     slim = load(tmp_path / "out" / "slim")
     rows = [json.loads(line) for line in (tmp_path / "validation.jsonl").read_text().splitlines()]
     session = onnxruntime.InferenceSession(tmp_path / "out" / report.exported.file)
+    assert [node.name for node in session.get_outputs()] == ["start_logits", "end_logits"]
+    assert report.onnx_max_abs is not None
+    assert report.onnx_max_abs < 1e-3
     dense = AutoModelForQuestionAnswering.from_pretrained(tmp_path / "model")
     answers = {
         name: [answer(of, row) for row in rows] for name, of in (("dense", dense), ("slim", slim), ("int8", session))

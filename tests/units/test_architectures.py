@@ -1,7 +1,7 @@
 """The committed table of model types is what the contract earns: every "yes" and every refusal is found again.
 
 By default of the types in tests/support/representatives.py, with any release of transformers; `-m architectures` takes
-the others, without the export, and `-m exports` exports all that can be, and two are exported by default. These markers
+the others, without the export, and `-m exports` exports all that can be, and one is exported by default. These markers
 are for the release that the table was made with.
 """
 
