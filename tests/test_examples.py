@@ -24,6 +24,8 @@ SAID = {
     "custom_task": r"brier +0\.0\d+ +0\.0\d+(?s:.*)export: logits",
 }
 SCRIPTS = sorted(path for path in (ROOT / "examples").glob("*.py") if "__main__" in path.read_text())
+# Most of their time goes into graphs; tests/onnx and tests/tasks/test_own_task.py do the same in smaller models.
+EXPORTED = {"custom_task", "llama_generate_from_onnx", "llava_both_towers"}
 
 
 @pytest.fixture
@@ -45,7 +47,11 @@ def trained_once(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempP
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("trained_once")
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=pytest.mark.exports if path.stem in EXPORTED else ()) for path in SCRIPTS],
+    ids=lambda path: path.stem,
+)
 def test_an_example_does_what_it_says(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -94,7 +94,7 @@ def spawn(function: Callable[..., None], count: int, *arguments: object) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("project", "name"), [("bert", "two"), ("bert", "four"), ("llama", "two"), ("auto", "two")])
+@pytest.mark.parametrize(("project", "name"), [("bert", "four"), ("llama", "two"), ("auto", "two")])
 def test_many_processes_keep_the_units_that_one_does(found: Path, project: str, name: str) -> None:
     one, other = (
         {file: json.loads((found / project / n / f"{file}.json").read_text()) for file in ("scores", "report")}
@@ -125,14 +125,14 @@ def test_all_processes_have_the_same_statistics(found: Path, rows: str, name: st
 
 @pytest.mark.slow
 def test_one_process_writes(found: Path) -> None:
-    folder = found / "bert" / "two"
+    folder = found / "bert" / "four"
     read_refit(PruningPlan.from_file(folder / "plan.json"), folder / REFIT)
-    assert {path.name for path in (found / "bert").iterdir() if path.is_dir()} == {"model", "one", "two", "four"}
+    assert {path.name for path in (found / "bert").iterdir() if path.is_dir()} == {"model", "one", "four"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("failing", [0, 1])
-def test_a_failure_of_one_ends_all(tmp_path: Path, failing: int) -> None:
+def test_a_failure_of_one_ends_all(tmp_path: Path) -> None:
+    failing = 1
     save_bert(tmp_path / "bert")
     spawn(fail, 2, failing, free_port(), tmp_path)
     said, code, _ = torch.load(tmp_path / f"failed-{failing}-{failing}.pt")

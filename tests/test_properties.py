@@ -13,7 +13,7 @@ from support.reads import Read, outcome
 EXAMPLES = settings(
     derandomize=True,
     database=None,
-    max_examples=60,
+    max_examples=30,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
@@ -27,7 +27,8 @@ def reads(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def test_undamaged_files_are_read(reads: list[Read]) -> None:
-    for read in (read for read in reads if read.share >= LEAST_SHARE):
+    # Some files are read by the same use of their folder.
+    for read in {read.read: read for read in reads if read.share >= LEAST_SHARE}.values():
         came, error = outcome(read.read)
         assert came == "accepted", f"{read.name}: {error!r}"
 

@@ -186,7 +186,7 @@ def test_one_file_in_8_bits(models: Any, tmp_path: Path) -> None:
 
 def test_images(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    shape = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64, "num_hidden_layers": 2}
+    shape = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64, "num_hidden_layers": 1}
     config = ViTConfig(**shape, image_size=16, patch_size=4, num_labels=4, initializer_range=0.2)
     dense = ViTForImageClassification(config).eval()
     slim = ViTForImageClassification(config).eval()

@@ -38,7 +38,7 @@ def change_config(folder: Path, **values: object) -> None:
     ("name", "kinds", "uniform"),
     [
         *((name, (ATTENTION,), False) for name in MODELS),
-        *((name, KINDS, True) for name in ("bert", "gpt2, transposed", "llama bfloat16, tied", "llava, both towers")),
+        *((name, KINDS, True) for name in ("gpt2, transposed", "llama bfloat16, tied")),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, tuple) else str(value),
 )

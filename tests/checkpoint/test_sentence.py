@@ -1,13 +1,12 @@
 """SentenceTransformer folders: read as sentence-transformers does, written with every module, refused in a sentence."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import save_file
 from support.cuts import random_neurons
 from support.hub import Hub
@@ -23,6 +22,7 @@ from hies_export.checkpoint.sentence import (
     cross_encoder_files,
     cross_encoder_of,
     encoder_class,
+    is_sentence_transformer,
     load_encoder,
     load_sentence,
     settings_of,
@@ -420,31 +420,16 @@ def test_an_encoder_whose_class_is_not_exported_is_refused(tmp_path: Path) -> No
         encoder_class(folder)
 
 
-FROM_THE_HUB = """
-import sys, torch
-from hies_export.checkpoint.sentence import is_sentence_transformer, load_sentence, settings_of
-ids = torch.tensor([[2, 5, 6, 3]])
-torch.save(load_sentence("user/embedder")(ids).sentence_embedding.detach(), sys.argv[1])
-print(is_sentence_transformer("user/bare"), settings_of("user/bare", pooling="cls").max_length)
-"""
-
-
-def test_models_on_the_hub_and_then_in_its_cache(tmp_path: Path) -> None:
+def test_models_on_the_hub_and_then_in_its_cache(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = sentence_folder(tmp_path / "dense", [dense(WIDTH, 8), ("Normalize", {}, {})])
     bert_encoder().save_pretrained(tmp_path / "bare")
-    with Hub() as hub:
-        for name, source in (("user/embedder", folder), ("user/bare", tmp_path / "bare")):
-            files = {str(path.relative_to(source)): path.read_bytes() for path in source.rglob("*") if path.is_file()}
-            hub.add(name, files)
-        environment = hub.environment(tmp_path / "home")
-        printed = [run_there(tmp_path / "online.pt", environment)]
-    printed.append(run_there(tmp_path / "offline.pt", environment | {"HF_HUB_OFFLINE": "1"}))
-    assert printed == ["False 64\n"] * 2
-    expected = load_sentence(folder)(torch.tensor([[2, 5, 6, 3]])).sentence_embedding
-    for file in ("online.pt", "offline.pt"):
-        torch.testing.assert_close(torch.load(tmp_path / file), expected.detach())
-
-
-def run_there(output: Path, environment: dict[str, str]) -> str:
-    command = [sys.executable, "-c", FROM_THE_HUB, output]
-    return subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
+    for name, source in (("user/embedder", folder), ("user/bare", tmp_path / "bare")):
+        files = {str(path.relative_to(source)): path.read_bytes() for path in source.rglob("*") if path.is_file()}
+        hub.add(name, files)
+    ids = torch.tensor([[2, 5, 6, 3]])
+    expected = load_sentence(folder)(ids).sentence_embedding
+    for offline in (False, True):
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+        torch.testing.assert_close(load_sentence("user/embedder")(ids).sentence_embedding, expected)
+        assert not is_sentence_transformer("user/bare")
+        assert settings_of("user/bare", pooling="cls").max_length == 64

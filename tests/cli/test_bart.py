@@ -14,7 +14,7 @@ import hies_export
 from hies_export import PruningRecipe, RequestError
 from hies_export.pipeline.load_job import load_job
 
-SIZES = {"layers": 2, "attention_heads": 4, "ffn_dim": 32}
+SIZES = {"layers": 1, "attention_heads": 4, "ffn_dim": 32}
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_every_command_takes_it(project: Path, capsys: pytest.CaptureFixture[str
     model = project / "model"
     assert hies("inspect", model, "--json") == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert [sum(m["heads"] for m in found["attention"]), sum(m["neurons"] for m in found["mlp"])] == [24, 128]
+    assert [sum(m["heads"] for m in found["attention"]), sum(m["neurons"] for m in found["mlp"])] == [12, 64]
     assert hies("run", project / "recipe.yaml") == 0
     assert hies("apply", project / "out" / "plan.json", model, "-o", project / "applied") == 0
     ids = torch.tensor([[2, 5, 6, 7, 3], [2, 9, 8, 5, 3]])

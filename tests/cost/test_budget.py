@@ -162,7 +162,7 @@ def test_a_kept_table_is_read_for_the_same_model_and_shape_only(
     # A machine that calls nothing noisy keeps every table.
     monkeypatch.setattr("hies_export.forms.cost.latency.is_noisy", lambda low, high: False)
     monkeypatch.setattr("hies_export.forms.cost.latency.WIDEST_INTERVAL", 1e9)
-    model = bert()
+    model = bert(num_hidden_layers=1)
     sites = find_attention(model, text_batch(2, 12, padding=False, labels=False))
 
     def table(tokens: int, dtype: str = "float32") -> CostTable:

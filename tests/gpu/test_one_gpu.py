@@ -61,8 +61,6 @@ def test_every_criterion_scores_as_on_the_cpu(gpus: Gpus, name: str) -> None:
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "alpha on held-out rows": {"criterion": "hies", "alpha": "auto", "budget": {"heads": 0.5}},
-    "compensated heads": {"criterion": "compensated", "budget": {"heads": 0.5}, "compensation": REFIT},
     "both kinds, tokens weighted": {
         **{"criterion": "compensated", "modules": BOTH, "budget": {"parameters": 0.8}},
         "compensation": {**REFIT, "token_weights": 0.5},

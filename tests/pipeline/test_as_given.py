@@ -58,7 +58,6 @@ def with_layerdrop() -> PreTrainedModel:
     return shake(OPTForCausalLM(config)).train()
 
 
-YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
 RIGHT: dict[str, tuple[Model, Callable[[], Any]]] = {
     "frozen": (partial(changed, bert, lambda model: model.requires_grad_(False)), texts),
     "in train mode, layers dropped at random": (with_layerdrop, stories),
@@ -69,15 +68,11 @@ RIGHT: dict[str, tuple[Model, Callable[[], Any]]] = {
         stories,
     ),
     "layers that share their weights": (albert, texts),
-    "one key/value head": (partial(llama, num_key_value_heads=1), texts),
-    "scaled rotations": (partial(causal_lm, rope_parameters=YARN), stories),
-    "squared ReLU": (partial(bert, hidden_act="relu2"), texts),
     "images in float64": (vit, lambda: [image_batch() | {"pixel_values": torch.rand(4, 3, 16, 16).double()}] * 3),
     "a fully masked row": (
         bert,
         lambda: [batch | {"attention_mask": batch["attention_mask"] * torch.arange(4)[:, None]} for batch in texts()],
     ),
-    "rows one by one": (bert, partial(texts, 1)),
 }
 
 

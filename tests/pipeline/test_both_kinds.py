@@ -314,7 +314,6 @@ def test_a_budget_of_parameters_covers_both_kinds(folder: Path) -> None:
         ({"export": {"provider": "cuda", "dtype": "float16"}}, 8),
         ({"export": {"provider": "cuda", "dtype": "float16"}, "prune__multiple_of": {"neurons": 1}}, 1),
         ({"export": {"provider": "cuda"}}, 1),
-        ({}, 1),
     ],
 )
 def test_widths_suit_the_half_precision_of_a_gpu(folder: Path, fields: dict[str, Any], neurons: int) -> None:
@@ -458,7 +457,6 @@ def test_bad_input_is_refused_before_anything_is_computed(
     [
         ({"prune__min_heads": 4}, r"heads and neurons that may go \(min_heads 4\)"),
         ({"prune__modules": ["mlp"]}, "neurons that may go"),
-        ({"prune__modules": ["attention"]}, "heads that may go"),
         ({"prune__keep_layers": [0, 1], "prune__criterion": "auto"}, r"heads and neurons that may go \(keep_layers"),
     ],
 )
@@ -476,7 +474,7 @@ def test_all_that_may_go_is_among_the_cuts_of_max_drop(folder: Path, allocation:
     prepared = load_job(recipe_of(folder))
     effects = {m.name: torch.rand(m.units, dtype=torch.float64) for m in prepared.modules}
     scores = Scores("fisher", {}, effects, effects)
-    for min_heads, neurons in itertools.product((1, 3, 5), (1, 4)):
+    for min_heads, neurons in ((1, 4), (3, 1)):
         recipe = recipe_of(
             folder,
             prune__budget={"max_drop": {"metric": "pearson", "by": 0.03}},

@@ -53,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "budget": {"keep": 0.5},
         "compensation": {"samples": 60},
     }
-    return save_regressor(tmp_path_factory.mktemp("deploy"), prune=prune)
+    return save_regressor(tmp_path_factory.mktemp("deploy"), layers=1, prune=prune)
 
 
 def recipe_of(folder: Path, output: Path) -> PruningRecipe:

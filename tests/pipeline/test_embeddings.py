@@ -235,7 +235,7 @@ def test_texts_alone_are_judged_by_the_dense_models_ranking(tmp_path: Path) -> N
 def test_a_form_to_deploy_that_is_no_export_of_the_run_is_ranked_and_moved_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sentence_folder(tmp_path / "model", [], encoder=bert_encoder(num_hidden_layers=1))
+    sentence_folder(tmp_path / "model", encoder=bert_encoder(num_hidden_layers=1))
     monkeypatch.setattr(choosing, "SIZES", 3)
     deploy_on(monkeypatch)
     monkeypatch.setattr(measuring, "fastest", lambda *_: (0, 0))

@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A DINOv2 whose config says 112 x 112, a processor that crops, and pictures of three classes."""
     folder = tmp_path_factory.mktemp("images")
     config = Dinov2Config(
-        image_size=112, patch_size=14, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, mlp_ratio=2,
+        image_size=112, patch_size=14, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, mlp_ratio=2,
         num_labels=3,
     )  # fmt: skip
     shake(Dinov2ForImageClassification(config)).save_pretrained(folder / "model")

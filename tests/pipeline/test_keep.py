@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partialmethod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from hies_export import RecipeError, RequestError, prune
 from hies_export.calibrate.moments import MomentStream
 from hies_export.errors import DropError
 from hies_export.evaluate.interval import FAILURES, confidence_of_each
+from hies_export.evaluate.judge import Judge
 from hies_export.evaluate.predict import predict
 from hies_export.forms.cost.bundles import flops_table
 from hies_export.pipeline import choose as choosing
@@ -54,6 +56,7 @@ def recipe_of(folder: Path, **fields: Any) -> PruningRecipe:
 @pytest.mark.parametrize("asked", [{"predictions": 0.8}, {"metric": "pearson", "by": 0.1}], ids=list)
 def test_the_most_that_a_promise_allows(folder: Path, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choosing, "SIZES", 12)
+    monkeypatch.setattr(Judge, "lost", partialmethod(Judge.lost, resamples=200))
     recipe = recipe_of(folder, prune__budget={"keep": asked}, prune__compensation={"samples": 60})
     prepared = load_job(recipe)
     choice = choose(prepared, calibrate(prepared))
@@ -72,7 +75,7 @@ def test_the_most_that_a_promise_allows(folder: Path, asked: dict[str, Any], mon
         found = predict(slim, rows).values
         if "metric" in asked:
             wanted = torch.cat([batch["labels"] for batch in rows]).numpy()
-            draws = np.random.default_rng(0).integers(len(wanted), size=(1000, len(wanted)))
+            draws = np.random.default_rng(0).integers(len(wanted), size=(200, len(wanted)))
             one, two = dense[:, 0].numpy(), found[:, 0].numpy()
             lost = [pearsonr(one[d], wanted[d])[0] - pearsonr(two[d], wanted[d])[0] for d in draws]
             return bool(np.quantile(lost, (1 + confidence) / 2) <= asked["by"])
@@ -137,9 +140,8 @@ def test_a_promise_of_time_removes_what_saves_time(folder: Path, monkeypatch: py
 
 
 @pytest.mark.slow
-def test_a_promise_of_a_runtime_is_judged_on_its_files(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_promise_of_a_runtime_is_judged_on_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_regressor(tmp_path, layers=1, prune={"modules": ["mlp"], "criterion": "fisher"})
     keep = {"predictions": 0.3, "runtime": "onnxruntime-cpu", "batch": 2, "sequence": 16}
     how = {"prune__budget": {"keep": keep}, "prune__compensation": {"samples": 60}}
     recipe = recipe_of(folder, **how, output=str(tmp_path / "out"))

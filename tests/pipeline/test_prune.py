@@ -5,6 +5,7 @@ import inspect
 import json
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +92,9 @@ def hooks(model: PreTrainedModel) -> list[int]:
 
 
 CASES: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[], Any], dict[str, Any]]] = {
-    "BERT, a list": (bert, texts, {}),
-    "ViT, a DataLoader": (vit, images, {}),
-    "LLaMA, a Dataset": (causal_lm, stories, {"processor": generative_tokenizer()}),
+    "BERT, a list": (partial(bert, num_hidden_layers=1), texts, {}),
+    "ViT, a DataLoader": (partial(vit, num_hidden_layers=1), images, {}),
+    "LLaMA, a Dataset": (partial(causal_lm, num_hidden_layers=1), stories, {"processor": generative_tokenizer()}),
 }
 
 
@@ -102,7 +103,7 @@ CASES: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[], Any], dict[st
 def test_a_model_is_pruned_saved_loaded_and_exported(name: str, tmp_path: Path, unharmed: Any) -> None:
     build, batches, how = CASES[name]
     model = unharmed(build().train())
-    result = prune(model, batches(), modules=BOTH, criterion="auto", budget={"flops": 0.7}, compensation=REFIT, **how)
+    result = prune(model, batches(), modules=BOTH, criterion="fisher", budget={"flops": 0.7}, compensation=REFIT, **how)
     assert type(result.model).__name__ == type(model).__name__
     assert result.flops.ratio <= 0.7
     result.save_pretrained(tmp_path / "slim")
@@ -128,16 +129,11 @@ def test_a_model_is_pruned_saved_loaded_and_exported(name: str, tmp_path: Path, 
 
 
 PRUNE: list[dict[str, Any]] = [
-    {"budget": {"heads": 0.5}},
-    {"budget": {"heads": 0.3}, "criterion": "his", "allocation": "uniform"},
     {"budget": {"heads": 0.4}, "alpha": "auto", "compensation": {"samples": 40}},
-    {"budget": {"heads": 0.5}, "criterion": "hies-compensated", "compensation": {"samples": 40}},
     {"budget": {"heads": 0.4}, "criterion": "random"},
     {"budget": {"heads": 0.5}, "steps": 2, "normalize": "layer", "min_heads": 2},
     {"budget": {"flops": 0.6}, "modules": BOTH, "criterion": "fisher", "compensation": {"method": "scalars"}},
-    {"budget": {"parameters": 0.8}, "modules": ["mlp"], "criterion": "activation", "multiple_of": {"neurons": 8}},
-    {"budget": {"max_drop": {"metric": "accuracy", "by": 0.2}}, "modules": BOTH, "criterion": "his"},
-    {"budget": {"flops": 0.6}, "modules": BOTH, "criterion": "auto", "compensation": {"samples": 40}},
+    {"budget": {"max_drop": {"metric": "accuracy", "by": 0.2}}, "modules": ["mlp"], "criterion": "activation"},
     {"budget": {"keep": 0.5}, "modules": BOTH, "criterion": "auto", "compensation": {"samples": 40}},
 ]
 
@@ -198,10 +194,10 @@ def label_sets(model: PreTrainedModel, batches: list[dict[str, torch.Tensor]], t
         return torch.cat([model(**batch).logits.sigmoid() > threshold for batch in inputs])
 
 
-@pytest.mark.parametrize("labels", [1, 4])
-@pytest.mark.parametrize("make", [bert, vit])
-@pytest.mark.parametrize("labelled", [True, False])
-@pytest.mark.parametrize("criterion", ["his", "compensated"])
+@pytest.mark.parametrize(
+    ("labels", "make", "labelled", "criterion"),
+    [(1, bert, True, "his"), (4, vit, True, "compensated"), (4, bert, False, "his"), (1, vit, False, "compensated")],
+)
 def test_a_multi_label_classifier_is_judged_by_its_label_sets(
     labels: int, make: Callable[..., PreTrainedModel], labelled: bool, criterion: str, unharmed: Any
 ) -> None:
@@ -241,7 +237,7 @@ def test_numbers_are_the_same_within_the_tolerance_that_is_asked_for() -> None:
     assert found == {1e-6: 0.0, 1e6: 1.0}
 
 
-@pytest.mark.parametrize("criterion", ["hies", "his", "fisher", "l2", "random", "ad", "activation", "compensated"])
+@pytest.mark.parametrize("criterion", ["hies", "random", "activation", "compensated"])
 def test_a_regression_is_pruned_without_labels_by_any_criterion(criterion: str) -> None:
     batches = [text_batch(4, 10, labels=False) for _ in range(4)]
     result = prune(bert(num_labels=1), batches, criterion=criterion, budget={"heads": 0.5}, compensation=REFIT)
@@ -311,8 +307,7 @@ def test_rows_of_a_data_set_become_batches_by_their_columns(tmp_path: Path) -> N
     assert prune(model, ready, processor=tokenizer, budget={"heads": 0.5}).plan.kept == named.plan.kept
 
 
-@pytest.mark.parametrize("tokenised", [False, True])
-@pytest.mark.parametrize("text", [False, True], ids=["class labels", "text"])
+@pytest.mark.parametrize(("tokenised", "text"), [(False, True), (True, False)], ids=["text", "class labels"])
 def test_rows_are_judged_by_the_names_that_pipelines_give(
     tokenised: bool, text: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

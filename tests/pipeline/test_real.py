@@ -29,7 +29,7 @@ def real_recipe(shared: Path, task: str, folder: Path) -> Path:
             "max_length": 128,
         },
         "evaluation": {
-            "samples": 600,
+            "samples": 600 if task == "sst2" else 300,
             "rows": "first",
             "metrics": ["accuracy", "f1"] if task == "sst2" else ["pearson", "spearman"],
         },
@@ -43,7 +43,7 @@ def real_recipe(shared: Path, task: str, folder: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("task", "metric", "dense"), [("stsb", "pearson", 0.9034), ("sst2", "accuracy", 0.8817)])
+@pytest.mark.parametrize(("task", "metric", "dense"), [("stsb", "pearson", 0.9220), ("sst2", "accuracy", 0.8817)])
 def test_minilm_loses_30_percent_of_its_heads(
     task: str, metric: str, dense: float, shared: Path, tmp_path: Path
 ) -> None:
@@ -79,8 +79,8 @@ def test_minilm_loses_30_percent_of_its_heads(
 
 
 def quickly(folder: Path, **options: Any) -> Path:
-    """Prepare the quickstart with two timed runs of each model instead of fifty."""
-    path = prepare_quickstart(folder, **options)
+    """Prepare the quickstart with fewer passes over the images, and two timed runs of each model instead of fifty."""
+    path = prepare_quickstart(folder, epochs=20, **options)
     text = path.read_text()
     assert text.count("repeats: 50") == 1
     path.write_text(text.replace("repeats: 50", "repeats: 2"))
@@ -115,6 +115,8 @@ def test_quickstart(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypa
         "measure.runtimes=[torch]",
         "--set",
         "prune.criterion=fisher",
+        "--set",
+        "calibration.samples=64",
         "-o",
         str(tmp_path / "uniform"),
     ]

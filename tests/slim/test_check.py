@@ -96,8 +96,9 @@ def test_a_model_too_large_for_float64_is_compared_in_float32_alone(deep: Any, m
         compare_cut(deep, slim, kept, modules, batch)
 
 
-@pytest.mark.parametrize("kind", [ATTENTION, MLP])
-@pytest.mark.parametrize("wrong", ["one unit more", "two units swapped", "another unit"])
+@pytest.mark.parametrize(
+    ("kind", "wrong"), [(ATTENTION, "one unit more"), (MLP, "two units swapped"), (MLP, "another unit")]
+)
 def test_a_wrong_cut_of_a_deep_model_is_refused(deep: Any, kind: str, wrong: str) -> None:
     slim, kept, modules, batch = deep_cut(deep)
     module = [m for m in modules if m.kind == kind][15]

@@ -32,9 +32,11 @@ def batches_of(model: PreTrainedModel) -> list[dict[str, Tensor]]:
     return [batch | {"input_ids": batch["input_ids"] * batch["attention_mask"]} for batch in batches]
 
 
-@pytest.mark.parametrize("mix", [1.0, 0.3])
-@pytest.mark.parametrize("wide", [False, True])
-@pytest.mark.parametrize("make", [bert, vit, lambda: llama(intermediate_size=48)], ids=["bert", "vit", "no bias"])
+@pytest.mark.parametrize(
+    ("make", "wide", "mix"),
+    [(bert, False, 1.0), (bert, True, 0.3), (vit, False, 0.3), (lambda: llama(intermediate_size=48), False, 0.3)],
+    ids=["bert", "bert, wide and weighted", "vit, weighted", "no bias, weighted"],
+)
 def test_it_is_the_ridge_regression_of_scikit_learn(
     make: Callable[[], PreTrainedModel], mix: float, wide: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

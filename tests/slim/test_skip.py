@@ -64,7 +64,7 @@ def skipping(model: PreTrainedModel, batch: dict[str, Tensor], *names: str) -> t
 
 def bert_case() -> tuple[PreTrainedModel, PreTrainedModel, dict[str, Tensor], tuple[str, ...]]:
     """Return a BERT, the same with modules replaced by hand, a batch, and the names of these modules."""
-    dense = bert()
+    dense = bert(num_hidden_layers=2)
     by_hand: Any = copy.deepcopy(dense)
     by_hand.bert.encoder.layer[1].attention.self = Blank(48, pair=True)
     by_hand.bert.encoder.layer[0].intermediate = Blank(64, pair=False)

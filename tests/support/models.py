@@ -200,7 +200,7 @@ def save_project(folder: Path, *, train: int, validation: int, **sections: objec
     return folder
 
 
-def save_regressor(folder: Path, **sections: object) -> Path:
+def save_regressor(folder: Path, *, layers: int = 3, **sections: object) -> Path:
     """Write a project with a tiny BERT of one label, whose predictions all differ, and 150 and 40 rows of numbers.
 
     Predictions count as the same within 0.02; the recipe draws 20 rows to score on, and measures at (2, 16).
@@ -212,7 +212,7 @@ def save_regressor(folder: Path, **sections: object) -> Path:
         "measure": {"shapes": [[2, 16]], "repeats": 2, "runtimes": ["torch"]},
     }
     save_project(folder, train=150, validation=40, **(usual | sections))
-    save_text_model(folder / "model", num_labels=1)
+    save_text_model(folder / "model", num_labels=1, num_hidden_layers=layers)
     for name, count in (("train", 150), ("validation", 40)):
         write_rows(folder / f"{name}.jsonl", count, lambda i: (i * 37 % 23) / 23)
     return folder

@@ -44,7 +44,7 @@ def work(local: int, ports: list[int], folder: Path) -> None:
             return
         os.environ |= environment(local, count, port)
         with processes.together():
-            for project in ("bert", *(["llama", "auto"] if count == 2 else [])):
+            for project in ("llama", "auto") if count == 2 else ("bert",):
                 run(folder / project, name)
             # Of the few rows, there are two batches for four processes.
             found = statistics(folder / ("bert" if count == 2 else "few"))

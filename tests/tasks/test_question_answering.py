@@ -15,7 +15,7 @@ from datasets import Dataset
 from support.answers import letter_tokenizer, questions, reading_model, save_questions
 from support.models import shake
 from support.reading import reading
-from support.runs import deploy_on, hies
+from support.runs import hies
 from torch import Tensor
 from transformers import AutoModelForQuestionAnswering, LlamaConfig, LlamaForQuestionAnswering
 
@@ -24,7 +24,6 @@ from hies_export.calibrate.statistics import collect_statistics
 from hies_export.data.batches import inputs_of, samples_of
 from hies_export.evaluate.judge import compute_metrics
 from hies_export.evaluate.predict import predict, predict_by, references
-from hies_export.pipeline import choose as choosing
 from hies_export.pipeline.load_job import load_job
 from hies_export.pipeline.propose import propose_recipe
 from hies_export.pipeline.recipe import PruningRecipe
@@ -202,7 +201,7 @@ def test_scores_are_those_of_samples_one_at_a_time(labelled: bool) -> None:
 def pruned() -> PruneResult:
     torch.manual_seed(0)
     return prune(
-        reading_model(),
+        reading_model(num_hidden_layers=2),
         questions(24, words=(5, 90)),
         modules=BOTH,
         budget={"flops": 0.6},
@@ -253,6 +252,7 @@ def test_the_cut_model_is_the_masked_one(pruned: PruneResult) -> None:
         hook.remove()
 
 
+@pytest.mark.exports
 def test_the_export_has_the_outputs_of_torch_by_the_names_of_the_hub(pruned: PruneResult, tmp_path: Path) -> None:
     exported = pruned.export_onnx(tmp_path / "onnx")
     session = onnxruntime.InferenceSession(exported.file)
@@ -263,6 +263,9 @@ def test_the_export_has_the_outputs_of_torch_by_the_names_of_the_hub(pruned: Pru
             expected = pruned.model(**inputs_of(batch))
         for name, found in zip(("start_logits", "end_logits"), session.run(None, feeds), strict=True):
             np.testing.assert_allclose(found, getattr(expected, name).numpy(), atol=1e-4)
+
+
+def test_the_saved_model_gives_the_same_answers(pruned: PruneResult, tmp_path: Path) -> None:
     pruned.save_pretrained(tmp_path / "slim")
     again = load(tmp_path / "slim")
     assert TASK.same(*(predict(model, pruned.job.rows.held_out) for model in (again, pruned.model))).all()
@@ -395,6 +398,9 @@ def test_a_run_judges_what_it_writes_also_in_8_bits(tmp_path: Path, monkeypatch:
     slim = load(tmp_path / "out" / "slim")
     rows = [json.loads(line) for line in (tmp_path / "validation.jsonl").read_text().splitlines()]
     session = onnxruntime.InferenceSession(tmp_path / "out" / report.exported.file)
+    assert [node.name for node in session.get_outputs()] == ["start_logits", "end_logits"]
+    assert report.onnx_max_abs is not None
+    assert report.onnx_max_abs < 1e-3
     dense = AutoModelForQuestionAnswering.from_pretrained(tmp_path / "model")
     answers = {
         name: [answer(of, row) for row in rows] for name, of in (("dense", dense), ("slim", slim), ("int8", session))
@@ -434,23 +440,3 @@ def answer(model: Any, row: Mapping[str, Any]) -> str:
     pairs = [(first, last) for first in inside for last in inside if first <= last < first + LONGEST]
     first, last = max(pairs, key=lambda pair: float(logits[0, 0, pair[0]] + logits[1, 0, pair[1]]))
     return row["context"][places[first][0] : places[last][1]]
-
-
-@pytest.mark.slow
-def test_the_form_to_deploy_keeps_the_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choosing, "SIZES", 3)
-    deploy_on(monkeypatch)
-    recipe = save_questions(
-        tmp_path,
-        train=40,
-        validation=120,
-        calibration={"samples": 20, "batch_size": 10},
-        prune={"modules": BOTH, "criterion": "his", "budget": {"keep": 0.5}, "compensation": {"samples": 30}},
-        measure={"shapes": [[2, 16]], "repeats": 2, "runtimes": ["torch"]},
-    )
-    assert hies("deploy", recipe, "--keep", "0.3", "-o", tmp_path / "out") == 0
-    report = Report.from_file(tmp_path / "out")
-    found = report.details.deployment
-    assert found is not None
-    assert report.details.forms[found.form].at_least >= 0.3
-    assert (tmp_path / "out" / found.file).is_file()

@@ -52,20 +52,20 @@ def test_rows_are_what_a_single_run_of_each_finds(
     grid = SweepGrid(
         criteria=("hies", "random", "hies-compensated"),
         alphas=(0.3, "auto"),
-        sparsities=(0.2, 0.5),
+        sparsities=(0.5,),
         seeds=(0, 3),
         calibration_sizes=(8, 12),
         compensations=("none", "least_squares"),
     )
     result = sweep(recipe, grid, tmp_path / "out")
     assert json.loads((tmp_path / "out" / "sweep.json").read_text()) == result.rows
-    # hies at two alphas and random for every size, hies-compensated once; x seeds x sparsities x compensations.
-    assert len(result.rows) == (3 * 2 + 1) * 2 * 2 * 2
+    # hies at two alphas and random for every size, hies-compensated once; x seeds x compensations.
+    assert len(result.rows) == (3 * 2 + 1) * 2 * 2
     assert result.evaluations < len(result.rows)
     needed = {"criterion", "alpha", "sparsity", "seed", "calibration_samples", "compensation", "quality", "stability"}
     assert all(needed | {"flops_ratio"} <= set(row) for row in result.rows)
     assert {r["calibration_samples"] for r in result.rows if r["criterion"] == "hies-compensated"} == {40}
-    for row in random.Random(0).sample([r for r in result.rows if r["criterion"] != "hies-compensated"], 6):
+    for row in random.Random(0).sample([r for r in result.rows if r["criterion"] != "hies-compensated"], 4):
         fields = recipe.model_dump()
         fields["calibration"] |= {"seed": row["seed"], "samples": row["calibration_samples"]}
         fields["prune"] |= {"criterion": row["criterion"], "alpha": row["alpha"] or 0.5}
