@@ -1,9 +1,10 @@
 """Train tiny tokenizers of every kind on the project's own pages, and make models that read with them."""
 
+import copy
 import json
 import re
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,13 @@ def pages() -> tuple[str, ...]:
     return tuple(" ".join(line.split()) for line in lines if len(line.split()) > 3)
 
 
+def trained_once(train: Callable[..., PreTrainedTokenizerFast]) -> Callable[..., PreTrainedTokenizerFast]:
+    """Train once a process, and give every test a copy."""
+    trained = cache(train)
+    return wraps(train)(lambda **options: copy.deepcopy(trained(**options)))
+
+
+@trained_once
 def wordpiece() -> PreTrainedTokenizerFast:
     """As BERT's, but special tokens have the last numbers: lower case, [CLS] and [SEP] around a text."""
     backend = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
@@ -41,6 +49,7 @@ def wordpiece() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, mask_token="[MASK]", **names)
 
 
+@trained_once
 def byte_level() -> PreTrainedTokenizerFast:
     """As GPT-2's, with special tokens that lie before the bytes."""
     backend = tokenizers.Tokenizer(models.BPE())
@@ -55,6 +64,7 @@ def byte_level() -> PreTrainedTokenizerFast:
     return found
 
 
+@trained_once
 def unigram(*, byte_fallback: bool = False) -> PreTrainedTokenizerFast:
     """As XLM-R's, whose mask lies behind all other tokens; with bytes, as Gemma's."""
     backend = tokenizers.Tokenizer(models.Unigram())
