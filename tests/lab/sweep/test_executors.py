@@ -81,7 +81,9 @@ def test_threads_take_turns_and_find_the_same(recipe_file: Path, alone: Path, tm
 
 @pytest.mark.slow
 def test_processes_find_the_same(recipe_file: Path, alone: Path, tmp_path: Path) -> None:
-    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as executor:
+    # A server that has imported everything forks the processes, which saves their imports.
+    multiprocessing.set_forkserver_preload(["support.spawned"])
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("forkserver")) as executor:
         sweep(PruningRecipe.from_yaml(recipe_file), GRID, tmp_path / "out", executor=executor)
     assert_same_results(tmp_path / "out", alone)
 
