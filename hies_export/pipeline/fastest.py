@@ -103,10 +103,12 @@ def find_fastest(job: Job, statistics: Statistics, forms: Forms) -> Choice:
     order = sorted((w for w in able if (w.at_least or 0.0) >= share), key=lambda way: way.dense_ratio or 0.0)
     if not order:
         best = max(able, key=lambda way: way.at_least or 0.0)
+        whole, more = "the dense model itself", "more held-out rows"
+        if job.trimming is not None:
+            whole, more = "the model without the tokens that go", "vocabulary.files more texts like the held-out rows"
         raise PlanError(
-            f"keep asks for {asked_words(promise)}, and the dense model itself keeps at least "
-            f"{100 * (best.at_least or 0.0):.2f} % in its best form ({best.runtime}, {best.bits}); ask for less, or "
-            "give more held-out rows"
+            f"keep asks for {asked_words(promise)}, and {whole} keeps at least {100 * (best.at_least or 0.0):.2f} % in "
+            f"its best form ({best.runtime}, {best.bits}); ask for less, or give {more}"
         )
     # What is left to do with the answer takes about as long as what was done with the dense model.
     spent = time.monotonic() - began

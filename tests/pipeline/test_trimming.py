@@ -17,7 +17,9 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 
 import hies_export
 from hies_export import PruningPlan, PruningRecipe, count_flops, count_parameters
-from hies_export.errors import RecipeError, RequestError
+from hies_export.errors import PlanError, RecipeError, RequestError
+from hies_export.forms.deployment import DeployWay
+from hies_export.pipeline import fastest
 from hies_export.report.report import Report
 
 # Every fourth sentence is one to score on, so that the others have tokens that go.
@@ -110,6 +112,16 @@ def test_the_plan_makes_the_same_folder_again(ran: tuple[Path, Report], tmp_path
     hies_export.apply_plan(plan, folder / "model", tmp_path / "again", refit=out / "refit.safetensors")
     for name in ("model.safetensors", "tokenizer.json", "config.json"):
         assert (tmp_path / "again" / name).read_bytes() == (out / "slim" / name).read_bytes()
+
+
+def test_a_deployment_says_that_the_tokens_that_went_break_its_promise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    low = DeployWay("onnxruntime-cpu", "float32", kept=0.95, at_least=0.9, dense_ratio=1.0)
+    monkeypatch.setattr(fastest, "try_dense", lambda *_: [low])
+    recipe = project(tmp_path, prune={}, deploy={"keep": 0.95, "runtimes": ["onnxruntime-cpu"]})
+    with pytest.raises(PlanError, match="without the tokens that go keeps at least 90.00 % .* vocabulary.files more"):
+        run(recipe)
 
 
 def test_a_budget_that_the_tokens_keep_alone_is_refused(tmp_path: Path) -> None:
