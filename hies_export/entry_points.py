@@ -1,4 +1,4 @@
-"""Tables of what has a name, to which other packages add by their entry points."""
+"""Registries by name, to which other packages add by entry points."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ T = TypeVar("T")
 
 
 class Registry(UserDict[str, T]):
-    """What is registered by name, here or by the module that an entry point of that name gives.
+    """A mapping from names to what modules register, of this package or of packages with an entry point.
 
-    The module is imported when the name is first looked up. Names can be listed without an import.
+    A module is imported when its name is first looked up. Names can be listed without an import.
     """
 
     def __init__(self, group: str, modules: Mapping[str, str] = MappingProxyType({})):

@@ -25,7 +25,7 @@ _CONTROL = re.compile(
 
 
 class Schema(BaseModel):
-    """Base of the schemas of files: 1 is no text, "1" no number, true no integer; unknown fields are ignored."""
+    """Base of the schemas of files: types are strict (1 is no text, true no integer), unknown fields are ignored."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 

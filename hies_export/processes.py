@@ -89,11 +89,11 @@ def world() -> int:
 def mapped(
     items: Iterable[T], work: Callable[[int, T], Found], name: str = "", progress: Progress = SILENT
 ) -> list[Found]:
-    """Return what `work` makes of the number and the item, for all items in order.
+    """Return `work(number, item)` of all items, in order.
 
-    Each process works on a part of the items, and all get all results, whose tensors are on the CPU then. One process
-    gets its results as they are. Every process goes through all items, so what yields them may itself be shared work.
-    With a `name` the loop is shown by it, and takes all items before it starts.
+    Several processes share the items, and each gets all results, with tensors on the CPU. A single process gets its
+    results as they are. Every process iterates over all of `items`, so the iteration may itself be shared work. With a
+    `name`, the loop is shown under it, and all items are taken before it starts.
     """
     own = ((number, item) for number, item in enumerate(items) if _turn(number) == _rank())
     done = [work(number, item) for number, item in (progress.track([*own], name) if name else own)]

@@ -41,7 +41,7 @@ SILENT: Progress = Silent()
 
 
 class OutOfTime(Exception):
-    """A moment is over at which a search should end; it is always caught by who set the moment."""
+    """The deadline of a search has passed; the code that set the deadline catches this."""
 
 
 class Until:

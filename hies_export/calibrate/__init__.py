@@ -8,7 +8,7 @@ statistics.py `Statistics`, and `collect_statistics`: one forward and one backwa
 gates.py      "his": gradients to a gate of one on every unit's output
 entropy.py    "entropy": entropies of attention rows
 inputs.py     "activation_l2", "output_norm" and "obs": sums over the inputs of consumers
-weights.py    "weight_l2", "taylor" and "channel_taylor": sums over weights and their gradients
+weight_gradients.py  "weight_l2", "taylor" and "channel_taylor": sums over weights and their gradients
 readings.py   what consumers read in a batch, with gradients; `EffectStream`, for `score_compensated`
 moments.py    `MomentStream`, for `compensate`, and the ridge regression that moments allow
 abreast.py    `abreast`: many batches that wait at one layer after the other, for refits layer by layer

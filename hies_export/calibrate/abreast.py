@@ -30,7 +30,7 @@ from .readings import by_sample, least_logits
 
 @dataclass(frozen=True)
 class Place:
-    """Where the residual stream is that a consumer's output is added to: what a layer last read, or returned."""
+    """Where to read the residual stream that a consumer's output is added to: the last input or output of a layer."""
 
     layer: str
     returned: bool
@@ -48,10 +48,10 @@ class Waiting:
 def residual_places(
     model: PreTrainedModel, modules: Sequence[PrunableModule], batch: Mapping[str, Tensor]
 ) -> dict[str, Place | None]:
-    """Return where the stream is that each module's output is added to, in the order in which a model calls them.
+    """Return module -> where to read the residual stream that its output is added to, in the order of the calls.
 
-    A sum of the output and an earlier tensor is recognised by its numbers: without the output, what the next layers
-    read is that tensor. The place is None if no layer reads such a sum, as where the output is normalised first.
+    The stream is recognised by its numbers: it is the earlier tensor that equals what a later layer reads minus the
+    module's output. The place is None if no layer reads such a sum, for example if the output is normalised first.
 
     Raises:
         RequestError: A module is called more than once, or never.

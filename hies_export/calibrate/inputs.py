@@ -47,10 +47,10 @@ class InputSums:
         return found
 
     def of(self, batch: Mapping[str, Tensor], inputs: Mapping[str, Sequence[Tensor]]) -> Iterator[tuple[str, Added]]:
-        """Yield a module and what to `add` for it, for each call of each consumer.
+        """Yield a module's name and what one call of its consumer adds to its sums, for `add`; one pair per call.
 
-        `inputs` has, by module, the input of its consumer at each call, (batch, tokens, units * unit_width) or
-        (batch * tokens, units * unit_width).
+        `inputs` maps a module's name to what its consumer read in each call, (batch, tokens, units * unit_width) or
+        (batch * tokens, units * unit_width). Padding is left out.
         """
         for module in self._modules:
             for called_with in inputs[module.name]:
@@ -68,7 +68,7 @@ class InputSums:
                 yield module.name, found
 
     def add(self, name: str, added: Added) -> None:
-        """Add the sums of `of` for a module."""
+        """Add what `of` yielded for a module to its sums, in place."""
         for what, value in added.items():
             total = self._sums[name][what]
             if what == "obs":

@@ -33,7 +33,7 @@ def _in_any_case(pattern: str) -> str:
     return "".join(f"[{letter.lower()}{letter.upper()}]" if letter.isalpha() else letter for letter in pattern)
 
 
-# What says by whom a model is and what one may do with it. README is left out: a slim model has a card of its own.
+# Files about authors, licence and use. README is left out: a slim model has a card of its own.
 DOCUMENTS = (
     *map(_in_any_case, ("*license*", "*licence*", "licenses/*", "*use_policy*", "terms*", "notice*", "copying*")),
     *map(_in_any_case, ("copyright*", "patents*", "citation*", "authors*", "*.md")),

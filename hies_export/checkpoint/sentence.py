@@ -71,7 +71,7 @@ _ENCODERS = {
     **{"switch_transformers": "SwitchTransformersEncoderModel", "t5gemma": "T5GemmaEncoderModel"},
     "prophetnet": "ProphetNetEncoder",
 }
-# Types whose encoders it loads by classes that transformers keeps to itself.
+# Types of models whose encoders sentence-transformers loads by classes that transformers does not export.
 _NO_ENCODERS = (
     *("blenderbot", "blenderbot-small", "m2m_100", "pegasus", "pegasus_x", "marian"),
     *("t5gemma2", "t5gemma2_encoder", "t5gemma2_text"),

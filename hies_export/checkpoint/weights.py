@@ -149,10 +149,10 @@ def load_weights(model_class: Any, path: str | Path, *, shapes: Shapes | None = 
 
 
 def _check_surplus(model: PreTrainedModel, path: str | Path, unread: Iterable[str], **hub: Any) -> None:
-    """Refuse tensors that a layer was trained with and its class computes without, and name parts that are not built.
+    """Refuse unread tensors inside of parts that the class builds, and warn of whole parts that it does not build.
 
-    What lies inside of a part that the class builds, such as a layer or an embedding, changes the answers. What lies
-    beside such parts, such as a pooler or a vision tower, is a part that a class may do without.
+    A tensor inside of a built part, such as a layer or an embedding, would change the answers. A part of its own, such
+    as a pooler or a vision tower, may be left out.
     """
     found = {name: place for name in sorted(unread) if (place := _surplus(model, name)) is not None}
     inside = {name: lacking for name, (lacking, is_inside) in found.items() if is_inside}
@@ -173,9 +173,9 @@ def _check_surplus(model: PreTrainedModel, path: str | Path, unread: Iterable[st
 
 
 def _surplus(model: PreTrainedModel, name: str) -> tuple[str, bool] | None:
-    """Return the beginning of a tensor's name that a model lacks, and whether it lies inside of what the model builds.
+    """Return the part of a tensor's name, from its beginning, that a model lacks, and whether that is in a built part.
 
-    None for what nobody misses: constants, heads of other tasks, and layers that predict further tokens.
+    None for tensors that may be left out: constants, heads of other tasks, and layers that predict further tokens.
     """
     parts, base = name.split("."), model.base_model
     if parts[0] == model.base_model_prefix and base is model:  # saved with a head, and loaded without

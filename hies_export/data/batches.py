@@ -154,13 +154,14 @@ def check_one_size(batches: Iterable[Batch]) -> None:
 
 
 def by_length(batches: Sequence[Batch], *, config: Any, like: Sequence[Batch] | None = None) -> list[Batch]:
-    """Make batches of the same samples and sizes, shortest samples first, padded no more than needed.
+    """Return batches of the same samples, shortest samples first, padded no more than needed.
 
-    Batches are of text: tensors like `attention_mask`, (batch, tokens), padded on either side by the config's padding
-    token, and tensors of whole samples: (batch,), `ROW_KEYS` and label sets. Others (images, images with text) are
-    returned as they are. Samples of equal length keep their order. A model predicts the same for each of them.
-    Documents to be found by queries come after these, in batches of their own. The order is that of the samples of
-    other batches, if they should be `like` these: the same samples in the same places, whose tokens are others.
+    This is for batches of text. Their tensors are by token, shaped as `attention_mask`, (batch, tokens), and padded on
+    either side, or by sample: (batch,), `ROW_KEYS`, `ANSWER_KEYS` and label sets. Other batches, such as images, are
+    returned as they are. A model predicts the same for every sample as before.
+
+    Samples of equal length keep their order. Queries come before the documents that they should find, in batches of
+    their own. If `like` is given, it has the same samples in other tokens, and their lengths decide the order.
     """
     if not batches or not all(_is_text(batch) for batch in batches):
         return list(batches)

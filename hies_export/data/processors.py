@@ -118,8 +118,8 @@ def _try_out(processor: Any, task: Reads) -> None:
 def padding_token(tokenizer: Any, config: Any) -> int:
     """Return the token to pad with: the one that the model's config names, else one of the tokenizer's.
 
-    A model may look for its config's token, to find where a text ends or to count positions. Of the tokenizer's, one
-    that its texts do not end in comes first. Raises DataError if neither has one.
+    Some models look for their config's token to find where a text ends, or to count positions. Of the tokenizer's
+    special tokens, one that does not end its texts is preferred. Raises DataError if there is neither.
     """
     named = getattr(config.get_text_config(), "pad_token_id", None)
     if is_token(named, config):
@@ -181,9 +181,10 @@ def settle_padding(model: PreTrainedModel, tokenizer: Any) -> None:
 
 
 def pads_left(tokenizer: Any, config: Any) -> bool:
-    """Return whether a classifier or an encoder is fed with padding on the left: if its tokenizer pads there.
+    """Return whether batches of a classifier or an encoder are padded on the left: if its tokenizer pads there.
 
-    A model that counts positions from the left edge of a batch, and not from where a text begins, is not.
+    Encoder-decoders, and models with position ids but without rotary embeddings, are padded on the right in any case:
+    the latter count positions from the left edge of a batch and not from where a text begins.
     """
     if tokenizer.padding_side != "left" or config.is_encoder_decoder:
         return False

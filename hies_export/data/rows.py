@@ -169,7 +169,7 @@ def common_values(rows: datasets.Dataset, column: str) -> list[Any]:
 
 
 def whole(values: Sequence[Any], end: int) -> int:
-    """Return the first place from `end` on at which equal neighbouring values are not torn apart; None equals none."""
+    """Return the first place from `end` on that does not split a run of equal values; None equals no other None."""
     while 0 < end < len(values) and values[end] is not None and values[end] == values[end - 1]:
         end += 1
     return min(end, len(values))
@@ -279,9 +279,9 @@ def _load_saved(path: Path, split: str) -> datasets.Dataset:
 
 
 def _numbered_alike(rows: datasets.Dataset, files: Mapping[str, str | Path]) -> datasets.Dataset:
-    """Return rows whose classes have the same numbers as in all other splits; their names, if nothing tells these.
+    """Return rows whose classes have the same numbers in all splits of `files`, or names if no numbering fits all.
 
-    A folder of images without one of the classes, or a split whose classes were numbered by itself, numbers them apart.
+    Numbers differ between splits if a folder of images lacks a class, or if a split numbered its classes by itself.
     """
     if not any(map(_classes, rows.features.values())):
         return rows
@@ -316,9 +316,9 @@ def _classes(feature: Any) -> list[str] | None:
 
 
 def _one_numbering(known: Sequence[Sequence[str]]) -> list[str] | None:
-    """Return the classes of several lists in the one order that all of them keep; None if there is none.
+    """Return the classes of several lists in one order that every list keeps; None if there is none.
 
-    It is that of a list with all classes, or else that of their names: so folders, and `class_encode_column`, number.
+    It is that of a list with all classes, else the sorted order, as of image folders and `class_encode_column`.
     """
     largest, names = max(known, key=len), {name for of_one in known for name in of_one}
     order = list(largest) if names == set(largest) else sorted(names)

@@ -90,11 +90,11 @@ class Judge:
     metrics: tuple[str, ...]  # names of metrics, the most important first
     task: Task  # of the models: what they predict, and when two predictions are the same
     confidence: float = CONFIDENCE  # of its two-sided intervals
-    # Number of samples that intervals are to be as narrow as; None for those of the batches. It predicts, from other
-    # rows, the interval of as many held-out ones.
+    # Number of samples that intervals are computed for; None for that of the batches. A guess on other rows uses it to
+    # predict how wide the interval on that many held-out rows will be.
     as_of: int | None = None
-    # The index that embeddings are judged on. With "dense", documents of queries need no prediction; None judges on it
-    # too, and predicts all rows, so that `ranking` knows both.
+    # The index that embeddings are judged on. With "dense", documents of queries need no prediction. None also judges
+    # on the dense index, but all rows are predicted, so that `ranking` has the numbers of both indices.
     index: Index = "dense"
     ranked: Ranked | None = None  # what the dense model ranks; by default that of `batches` and `dense`
 
@@ -112,10 +112,10 @@ class Judge:
         dense: Predictions | None = None,
         progress: Progress = SILENT,
     ) -> Judge:
-        """Run the dense model over the batches, and return the judge of other models on them.
+        """Predict the batches with the dense model, and return the judge of other models on them.
 
-        Its predictions may be known, as those of a model that reads the same samples in other tokens.
-        On the dense index, the judge's own batches are those of queries alone, if these have documents.
+        `dense` are its predictions if they are known, such as those of the model with its whole vocabulary on the same
+        samples. With the index "dense", the judge leaves out batches of documents.
         """
         task = task or task_of(model, batches[0] if batches else None)
         dense = dense or predict(model, batches, task=task, progress=progress)
@@ -157,11 +157,11 @@ class Judge:
         return Judgement(_value(name, *inputs), _standard_error(name, *inputs), share)
 
     def kept(self, predictions: Predictions) -> tuple[float, float]:
-        """Return the share that is kept, and the lower end of its interval.
+        """Return the share that is kept of the dense model's quality, and the lower end of its interval.
 
-        It is the share of predictions that equal the dense model's. If the first metric is of rankings or has `terms`,
-        it is that metric divided by the dense model's. The interval of that is `ratio_ends`, and without terms the
-        percentile bootstrap's.
+        If the first metric has `terms`, or if rankings are judged, the share is that metric divided by the dense
+        model's; with `terms` the interval is that of `ratio_ends`, else the percentile bootstrap's. In all other cases
+        it is the share of predictions that equal the dense model's.
         """
         return self._kept(predictions, self._scale)[:2]
 
@@ -174,7 +174,7 @@ class Judge:
         return Found(*(self.lost(predictions) if budget.share is None else self.kept(predictions)))
 
     def kept_ends(self, predictions: Predictions) -> tuple[float, float]:
-        """Return both ends of the interval of that share."""
+        """Return both ends of the interval of the share that `kept` returns, for the batches' own number of samples."""
         return self._kept(predictions)[1:]
 
     def agreement_ends(self, predictions: Predictions) -> tuple[float, float]:
@@ -217,7 +217,7 @@ class Judge:
         resamples: int = 1000,
         seed: int = 0,
     ) -> tuple[float, list[float]]:
-        """Return how a metric of predictions compares with the dense model's, and so on resampled sets of samples."""
+        """Return `compare(name, dense, slim)` of both models' metric: on all samples, and on each bootstrap sample."""
         (dense, wanted, options), (slim, _, _) = (self._inputs(name, of) for of in (self.dense, predictions))
         generator = np.random.default_rng(seed)
 

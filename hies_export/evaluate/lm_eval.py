@@ -54,7 +54,10 @@ def _task_manager(tasks: tuple[str, ...]) -> Any:
 def run_benchmarks(
     model: PreTrainedModel, tokenizer: Any, tasks: Sequence[str], *, samples: int | None = None, batch_size: int = 8
 ) -> dict[str, float]:
-    """Return "task metric" -> value on the first `samples` documents of each task; of groups, only their own."""
+    """Return "task metric" -> value, on the first `samples` documents of each task.
+
+    A group has the metrics of the group itself; those of its tasks are left out.
+    """
     with quiet():
         from lm_eval import simple_evaluate
         from lm_eval.models.huggingface import HFLM

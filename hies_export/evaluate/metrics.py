@@ -30,8 +30,8 @@ class Metric:
 
     name: str  # the name recipes give it
     # What it compares: "classes", "labels" (sets of them), "numbers" (of a regression, or the similarities of pairs),
-    # "tokens" (of generated text), "choices" (among answers to a prompt), "ranking" (of what is relevant), or "own
-    # ranking" and "own words" (beside the dense model's).
+    # "tokens" (of generated text), "words" (their classes), "spans" (answers in a text), "choices" (among answers to a
+    # prompt) or "ranking" (of what is relevant). "own words" and "own ranking" compare with the dense model's.
     of: str
     compute: Compute  # the function, of predictions and references; NaN if the metric is undefined
     higher_is_better: bool = True  # whether more is better
@@ -40,7 +40,7 @@ class Metric:
     # slim model keeps, which a recipe can then promise in place of a share of the predictions. For metrics of rankings,
     # and those that take the dense model's predictions as references.
     terms: Terms | None = None
-    counts: str | None = None  # what such a promise is over, such as "entities"; by default the metric itself
+    counts: str | None = None  # what that share counts, such as "entities"; None: a share of the value
 
     @property
     def ranks(self) -> bool:
@@ -263,7 +263,7 @@ def title_of(name: str) -> str:
 
 
 def counted_by(name: str | None) -> str | None:
-    """Return what a promise of a share of a metric is over, "entities"; None if it is over the metric itself."""
+    """Return what the kept share of a metric counts, such as "entities"; None if it is a share of the value."""
     return METRICS[name].counts if name is not None and name in METRICS else None
 
 

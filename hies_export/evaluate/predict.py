@@ -58,7 +58,7 @@ def predict_by(
 
 
 def logits_by(forward: Callable[[Batch], torch.Tensor], batches: Sequence[Batch]) -> torch.Tensor:
-    """Return the predictions of batches themselves, joined, as `predict_by` does."""
+    """Return the raw outputs of `forward` for all batches in one tensor, on the CPU; NaN and infinity are refused."""
     kept = [_kept(forward, lambda logits, _: (logits,), len(batches), *numbered) for numbered in enumerate(batches)]
     return torch.cat([logits for (logits,) in kept])
 

@@ -170,7 +170,7 @@ class RankedTexts(Ranked):
         return cls(dense, first, documents, pairs=torch.stack([first, second]), scores=score[first].float())
 
     def of_queries(self) -> RankedTexts:
-        """Return the same for predictions of the queries' rows alone."""
+        """Return a copy that takes predictions of the queries' rows alone."""
         return replace(self, only_queries=True)
 
     def rankings(self, predictions: Tensor, *, old_index: bool = True) -> Rankings:
@@ -213,7 +213,10 @@ class RankedTexts(Ranked):
         return table[:, :-1]
 
     def similarities(self, predictions: Tensor, *, old_index: bool = False) -> Tensor:
-        """Return how similar both texts of every pair are, (pairs,) float64; the second is the dense one's if asked."""
+        """Return the similarity of the two texts of every pair, (pairs,) float64.
+
+        With an old index, the second text has the dense model's vector.
+        """
         assert self.pairs is not None
         predictions = self._whole(predictions)
         second = self.dense if old_index else predictions
@@ -227,7 +230,7 @@ class RankedTexts(Ranked):
     def told(self, predictions: Tensor) -> dict[str, dict[str, float]]:
         """Return the means on the dense model's index, and on the model's own if all rows are predicted.
 
-        There, `cosine` is that of the documents.
+        On the model's own index, `cosine` is the mean over the documents, not the queries.
         """
         told = {}
         if not self.only_queries:

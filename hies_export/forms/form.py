@@ -132,7 +132,10 @@ class Forms:
                 self.export(name, self.read_by(runtime, bits))
 
     def form(self, name: str, runtime: str, bits: str | None = None, options: ExportSection | None = None) -> Form:
-        """Return a model on a runtime: itself, copied in these bits, or its export, by default that of `read_by`."""
+        """Return a model on a runtime: a copy in these bits if the runtime reads models, else an export of it.
+
+        `options` are those of the export, by default those of `read_by`.
+        """
         if RUNTIMES[runtime].reads_models:
             dtype = None if bits is None else getattr(torch, bits)
             return Form(name, runtime, convert(self._models[name], dtype=dtype), bits)
@@ -141,7 +144,7 @@ class Forms:
 
 
 def predictor(exporter: Exporter, runtime: str, bits: str | None) -> Predictor:
-    """Return what predicts batches as a runtime will: it exports each model for that."""
+    """Return a function that exports a model for a runtime, and predicts batches there as the export will be served."""
 
     def served(model: PreTrainedModel, batches: Sequence[Batch]) -> Predictions:
         with tempfile.TemporaryDirectory(prefix="hies-served-") as folder:

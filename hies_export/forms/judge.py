@@ -116,7 +116,10 @@ class ExportedFile(Record):
 def judge(
     forms: Sequence[Form], rows: Judge, held_out: Judge | None = None, *, progress: Progress = SILENT
 ) -> list[Judged]:
-    """Judge what forms predict themselves; `times` is empty. `held_out` judges what is promised, if anything is."""
+    """Judge every form by its own predictions on `rows`, and by `held_out`, if given, what it keeps of a promise.
+
+    `times` is left empty.
+    """
     judged = []
     for form in forms:
         progress.stage(f"evaluate the {form.model} model on {form.runtime} in {form.bits}")
@@ -152,7 +155,7 @@ def with_times(judged: Sequence[Judged], timed: Sequence[Timed]) -> list[Judged]
 
 
 def judge_exported(exported: Export, folder: Path, judge: Judge, forms: Sequence[Judged]) -> ExportedFile:
-    """Return the exported file of a run with its quality on the evaluation rows; it is not run again if a form was."""
+    """Return the exported file of a run with its quality on the evaluation rows, that of a form that ran it if any."""
     metric, how, quantize = judge.metrics[0], exported.how, exported.how.quantize
     own = (exported.checked_on, how.dtype) if quantize is None else (runtime_of(how, quantize), quantize)
     # If nothing was cut, the last form in these bits is the dense one's.
@@ -192,7 +195,7 @@ def keep_file(forms: Forms, form: Judged, folder: Path, *, same: bool) -> str | 
 
 
 def frontier(times: Sequence[float], same: Sequence[float]) -> list[int]:
-    """Return those that no other beats in time without losing agreement, fastest first; of equal ones, the first."""
+    """Return the numbers of forms on the Pareto frontier of time and agreement, fastest first; of equals the first."""
     best, line = -1.0, []
     for number in sorted(range(len(times)), key=lambda number: (times[number], -same[number])):
         if same[number] > best:

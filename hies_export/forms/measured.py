@@ -31,9 +31,10 @@ class MeasureOptions:
     min_seconds: float = 0.0
 
     def ways_to_judge(self, export: ExportSection, cascade: CascadeOptions | None) -> list[tuple[str, str]]:
-        """Return the runtimes and bits to judge both models in: those measured, those exported, and float32.
+        """Return the (runtime, bits) pairs to judge both models in: those of `ways` that have bits, and the export's.
 
-        Empty if all are float32, unless a cascade is compared with them.
+        With a quantised export or a cascade, float32 on ONNX Runtime comes first. Without either, the list is empty if
+        all bits are float32.
         """
         ways = [(name, bits) for name, bits in self.ways if bits is not None]
         if export.quantize is not None:

@@ -56,16 +56,17 @@ class Blocks:
         return (self.levels - self.zero[:, None]) * self.scale[:, None]
 
 
-# A step is a product of a row and a block. Beside other work, a matrix of 576 x 3,072 took 47 s on two threads and 0.5
-# on one; on free cores, one of 576 x 960 takes 0.18 and 0.22 s.
+# One thread, because each step is only a product of a row and a block. Beside other work, a matrix of 576 x 3,072 took
+# 47 s on two threads and 0.5 s on one; on free cores, one of 576 x 960 takes 0.18 s on two and 0.22 s on one.
 @torch_threads(1)
 def fit_blocks(
     matrix: Tensor, start: Blocks, moments: Tensor, *, fixed: Tensor | None = None, sweeps: int = SWEEPS
 ) -> Blocks:
-    """Return the blocks that coordinate descent finds from a start, in float64.
+    """Return the blocks that coordinate descent reaches from `start`, in float64.
 
-    The moments of the inputs are (inputs, inputs); the last block of the weights, (blocks, size, outputs), may be
-    longer than these, by padding. `fixed` are levels that stay, (blocks, size, outputs) bool; all scales stay too then.
+    `matrix` has the weights, (blocks, size, outputs), and `moments` those of the inputs, (inputs, inputs). The last
+    block may be padded beyond the inputs. `fixed`, (blocks, size, outputs) bool, marks levels that stay; with it, all
+    scales stay too.
     """
     size, hessian = matrix.shape[1], _damped(moments, matrix.shape[0] * matrix.shape[1])
     levels, scale, error = start.levels.clone(), start.scale.clone(), matrix - start.values

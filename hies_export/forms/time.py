@@ -255,11 +255,11 @@ def ratios(timed: Sequence[Timed]) -> list[float]:
 
 
 def fastest(timed: Sequence[Timed], among: Sequence[int]) -> tuple[int | None, int]:
-    """Return the fastest of some forms, by their numbers, None if there are none, and the step that decides.
+    """Return the number of the fastest form among some, None without any, and the number of the step that decides.
 
-    A step is a shape and phase. The first one decides whose control was not too noisy, or at which the fastest is
-    faster than all others by their intervals, whatever the noise: what is fastest at one shape need not be so at
-    another.
+    A step is a shape and phase. Different forms may be fastest at different steps, so one step decides: the first whose
+    control is not noisy, or at which the interval of the fastest form is below those of all others. If there is no such
+    step, the first one decides.
     """
     steps = _steps(timed)
     orders = [sorted(among, key=_relative(step).__getitem__) for step in steps]

@@ -22,10 +22,11 @@ Place = tuple[str, int, Any]  # what stands there, the number of the node, and t
 
 
 class Traces:
-    """Graphs that were traced. Two that differ in widths alone say how to make those of all other cuts.
+    """Traced graphs of cuts of a model, from which the graphs of further cuts are made without a trace.
 
-    The operators of both must be the same, every weight a parameter, and every number that differs proportional to a
-    width of weights nearby. What made such a graph is for the caller to compare with torch.
+    Two traced graphs that differ only in widths show how their numbers follow from widths. Both must have the same
+    operators, every weight must be made of parameters, and every number that differs must be proportional to a width of
+    weights nearby. A graph that is made in this way is not checked here: the caller compares it with torch.
     """
 
     def __init__(self) -> None:
@@ -171,10 +172,10 @@ class _Template:
     def _explanation(
         self, place: Place, old: int, new: int, shapes: Mapping[Hashable, tuple[int, ...]]
     ) -> tuple[Hashable, int] | None:
-        """Return the width of the nearest weights that has changed as a number has.
+        """Return the name and axis of the nearest weight whose width changed by the same factor as a number; else None.
 
-        They are looked for at what is computed from the number's node, and at all that this is computed from. Not at
-        what else is computed from that, since all layers read the attention mask and the states.
+        The search visits the number's node, the nodes computed from it, and the nodes that any of these are computed
+        from. It does not visit other readers of the last, because all layers read the attention mask and the states.
         """
         kind, number, _ = place
         starts = self._program.graph.inputs[number].consumers() if kind == "input" else [self._nodes[number]]

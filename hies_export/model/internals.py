@@ -345,10 +345,10 @@ def use_torch_attention(config: PreTrainedConfig) -> dict[str, Any]:
 
 @contextmanager
 def attention_undecided(configs: Iterable[PreTrainedConfig]) -> Iterator[None]:
-    """Let configs have no attention function inside the block, as those of a file.
+    """Let configs select no attention function inside the block, as after reading them from a file.
 
-    transformers loads a config that asks for attention weights with an attention function that computes none, but
-    refuses to save or check it with one.
+    transformers refuses to save or validate a config that asks for attention weights if it selects a function that
+    returns none. It loads such a model all the same.
     """
     configs = list(configs)
     with attention_restored(configs):

@@ -34,13 +34,13 @@ class VisibleKeys:
     def __call__(self, call: AttentionCall, *, square: bool = True) -> tuple[Tensor | None, Tensor, bool]:
         """Return the facts of a call's mask: `bias`, `log_keys` and `has_bias`.
 
-        If it is `square`, as many queries as keys are taken for the same tokens.
+        With `square`, queries and keys of equal number are taken to be the same tokens (self-attention).
 
         `bias` is the additive mask in the query's dtype, None if the call has no mask; layers keep it for the backward
-        pass, so it is laid out once in the way that the fused kernel needs. `log_keys` is the logarithm of
-        the number of keys that each row sees, float32, broadcastable to (batch, heads, query); 0 for rows that do not
-        count: those that see one key or none, and those of padding tokens. `has_bias` is whether the mask changes the
-        scores of visible keys.
+        pass, so it is laid out once in the way that the fused kernel needs. `log_keys` is the logarithm of the number
+        of keys that each row sees, float32, broadcastable to (batch, heads, query); 0 for rows that do not count: those
+        that see one key or none, and those of padding tokens. `has_bias` is whether the mask changes the scores of
+        visible keys.
         """
         query_length, key_length = call.query.shape[2], call.key.shape[2]
         seen = self._without_mask if call.mask is None else self._by_mask.setdefault(call.mask, {})

@@ -200,7 +200,10 @@ def _after(earlier: _Picked, later: _Picked) -> _Picked:
 
 
 def _goals(job: Job, table: CostTable | None, count: int) -> list[Callable[[Mapping[str, int]], Goal]]:
-    """Return the goals of a number of rounds, by the bundles that were lost before; empty rounds are left out."""
+    """Return a function for each of `count` rounds, from the bundles that modules lost before to the round's goal.
+
+    Rounds that would remove no heads are left out.
+    """
     if table is not None:
         assert job.budget.ratio is not None
         most = job.budget.ratio / table.dense
@@ -214,7 +217,8 @@ def _goals(job: Job, table: CostTable | None, count: int) -> list[Callable[[Mapp
 def sizes_of(job: Job, table: CostTable | None) -> list[Goal]:
     """Return goals that remove more and more of the dense model, for budgets that held-out rows decide.
 
-    Each removes a hundredth more of the removable time or FLOPs; for heads alone and no runtime, one head more.
+    Each removes 1 / `SIZES` more of the time or FLOPs that can be removed. If only heads go and nothing is timed, each
+    removes one bundle of heads more. Raises PlanError if the constraints allow no cut.
     """
     scored, constraints = job.scored, job.options.constraints
     found: list[Goal] = []
@@ -237,7 +241,7 @@ def sizes_of(job: Job, table: CostTable | None) -> list[Goal]:
 
 
 def cost_table(job: Job) -> CostTable | None:
-    """Return what removals save of what the budget limits, counted or timed; None for budgets of no cost.
+    """Return the table of the cost that the budget counts or times; None if it does neither.
 
     Raises PlanError if the constraints allow no cut that meets the budget.
     """

@@ -53,7 +53,7 @@ class Splits:
 
     @property
     def together(self) -> str | None:
-        """The column of what rows have in common that are not divided: a query."""
+        """The column whose equal values keep rows on one side of a division; None if there is none."""
         return self.data.together
 
     def until(self, rows: datasets.Dataset, end: int) -> int:
@@ -222,7 +222,7 @@ class Looks:
         return confidence_of_each(FAILURES * self.forms + len(FLOPS_TO_TRY) * self.cascades)
 
     def rows(self, share: float, metric: str | None) -> int:
-        """Return how many rows, or queries, show a share of predictions, or of a metric, if nothing is lost on them."""
+        """Return how many rows confirm a share of predictions, or queries one of a metric, if none loses any."""
         return (rows_needed if metric is None else queries_needed)(share, self.confidence)
 
 
@@ -235,9 +235,9 @@ def all_looks(*, classifies: bool) -> tuple[Looks, ...]:
 class Promise:
     """A promise in words, and how many rows it takes.
 
-    Any of `sizes` is enough, and the larger ones, which come first, allow more looks. `most` are held out at most;
-    `limited` tells whether the recipe says so. Of `blocks` of text, each of which has many predictions, no more than
-    enough are held out.
+    `sizes` are numbers of rows that are enough, the largest first; a larger one allows more looks. At most `most` rows
+    are held out, and `limited` says whether the recipe gives that number. `blocks` says that rows are blocks of text:
+    each has many predictions, so no more than one of `sizes` are held out.
     """
 
     words: str
@@ -250,7 +250,8 @@ class Promise:
     def of(cls, recipe: PruningRecipe, draws: Draws, *, metric: str | None, classifies: bool) -> Promise | None:
         """Return the promise of a recipe; None if it makes none.
 
-        `metric` is that of which a share is promised, see `Judged.promised`; None if it is one of the predictions.
+        `metric` is the metric of which a share is promised, see `job.promised_metric`; None for a share of the
+        predictions.
         """
         keep, cascade = recipe.goal.keep, recipe.cascade
         kept = None if keep is None else cls._of_keep(keep, metric, classifies)
@@ -277,11 +278,11 @@ class Promise:
         return replace(self, sizes=sizes, most=max(self.most, sizes[-1]))
 
     def count(self, rows: int, *, evaluated: int | None = None) -> int:
-        """Return how many of some rows it is made on, so that the others judge it; 0 if they are too few.
+        """Return how many of `rows` rows the promise is made on, so that the others judge it; 0 if there are too few.
 
-        These are two thirds, of blocks as many as are enough. If two thirds are fewer than one of the sizes that three
-        quarters reach, they are as many as that. If a number of rows to evaluate is asked for, as many are left, unless
-        the promise has too few then.
+        At most `most` and three quarters of the rows are used. `evaluated` rows are left over, unless the rest is too
+        small for any of `sizes`. Within these limits, it is the larger of two thirds of the rows and the largest of
+        `sizes` that fits; for blocks, the latter alone.
         """
         room = min(self.most, 3 * rows // 4)
         if evaluated is not None and rows - evaluated >= self.sizes[-1]:

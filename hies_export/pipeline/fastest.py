@@ -89,8 +89,9 @@ class _Found:
 def find_fastest(job: Job, statistics: Statistics, forms: Forms) -> Choice:
     """Return the cut that keeps the promise in the least time; nothing is cut where a dense form is the answer.
 
-    The dense model is judged and timed in all forms. In the fastest, the largest cut is searched for; of a classifier,
-    cascades of deeper cuts are tried too. When the time that `deploy` gives is over, what was found until then counts.
+    The dense model is judged and timed in all forms. The largest cut is searched for in the fastest of those that keep
+    the promise; of a classifier, cascades of deeper cuts are tried too. When the time of `deploy` is over, the search
+    ends with what it has found. Raises PlanError if the dense model keeps the promise in no form.
     """
     assert job.deploy is not None
     looks, share, began = looks_of(job), job.deploy.keep, time.monotonic()
@@ -110,7 +111,7 @@ def find_fastest(job: Job, statistics: Statistics, forms: Forms) -> Choice:
             f"keep asks for {asked_words(promise)}, and {whole} keeps at least {100 * (best.at_least or 0.0):.2f} % in "
             f"its best form ({best.runtime}, {best.bits}); ask for less, or give {more}"
         )
-    # What is left to do with the answer takes about as long as what was done with the dense model.
+    # Exporting, judging and timing the answer takes about as long as trying the dense model did, which is left for it.
     spent = time.monotonic() - began
     hurried = replace(job, progress=Until(job.progress, job.deadline - spent))
     scored: list[Scores] = []
@@ -151,7 +152,7 @@ def _trace_a_cut(job: Job, forms: Forms) -> None:
 
 
 def _in_time(job: Job, ways: Sequence[Way]) -> Iterator[Way]:
-    """Yield ways, at least one, as long as less than a third of the time is over."""
+    """Yield the first way, and further ones until a third of the time from now to the deadline is over."""
     began = time.monotonic()
     for number, way in enumerate(ways):
         if number and time.monotonic() > began + (job.deadline - began) / 3:
@@ -198,7 +199,7 @@ def _search_ways(
 
 
 def _not_worth(job: Job, way: DeployWay, scores: Scores, sizes: Sequence[Goal], best: float) -> int:
-    """Return the largest size whose cut, by its FLOPs, takes longer in a way than the best that was found."""
+    """Return the largest size whose cut, predicted by FLOPs, is clearly slower than the best one found; 0 if none."""
 
     def too_slow(size: int) -> bool:
         left = job.flops_left(select(job, scores, sizes[size - 1]))
@@ -217,9 +218,9 @@ def _served(job: Job, way: DeployWay) -> TimedSection:
 def _as_files(
     job: Job, statistics: Statistics, forms: Forms, judge: Judge, promise: Outcome, found: _Found
 ) -> list[_Found]:
-    """Return a cut with its file, in a list, which is empty if the file breaks the promise.
+    """Export a cut, judge the file, and return the cut with it in a list, which is empty if it breaks the promise.
 
-    A cut may have been judged on another runtime that computes in the same bits.
+    It is judged again because it may have been judged on another runtime in the same bits.
     """
     choice, way = found.choice, found.way
     forms.add(name := f"{way.runtime}-{way.bits}-cut", trial_model(job, statistics, choice.trial))

@@ -59,8 +59,8 @@ from .trimming import PER_SAMPLE, Trimming, trim_in_memory
 
 logger = logging.getLogger(__name__)
 
-# Rows may be fitted and judge as well up to this share: even if nothing is lost on them, what is promised is too good
-# by a tenth of what it lets go at most.
+# Largest share of the judged rows that may be among those that units are fitted on. Even if the fitted rows lose
+# nothing, the measured loss is then at least nine tenths of that on new rows.
 MOST_SHARED = 0.1
 
 
@@ -77,7 +77,7 @@ class Rows:
         in_order: The first evaluation rows as they come, in batches of a size, to time on; None in memory.
         splits: Where they were read from; None in memory.
         evaluation_of: How many samples the evaluated split has.
-        in_dense: Name of a field -> the same samples as a model reads them that has all tokens, if some went.
+        in_dense: Name of a field -> the same samples in the tokens of the whole vocabulary, if it was trimmed.
     """
 
     score: list[Batch]
@@ -150,7 +150,7 @@ class Job:
 
     @property
     def budget(self) -> Budget:
-        """How much goes."""
+        """The budget of the options: how much is removed."""
         return self.options.goal
 
     @property
@@ -165,7 +165,7 @@ class Job:
 
     @property
     def export(self) -> ExportSection:
-        """The form of its export."""
+        """The options that the slim model is exported by."""
         return self.exporter.options
 
     @property
@@ -202,7 +202,7 @@ class Job:
         return self.flops_table.left(selection, self.scored, unit=self.options.unit)
 
     def shape_of(self, timed: TimedSection) -> Shape:
-        """Return the (batch, sequence) that a budget times; of images and prompts, of one length, by the batch."""
+        """Return which of `shapes` a budget times: one of its batch and, if there is one, of its sequence."""
         rows = None if self.length is None else self.length.tokens
         of_batch = [shape for shape in self.shapes if shape[0] == timed.batch]
         return next((shape for shape in of_batch if shape[1] == (timed.sequence or rows)), of_batch[0])
@@ -227,9 +227,9 @@ class Job:
         return Judge.on(self.model, batches, **{"metrics": self.metrics, "task": self.task, "dense": dense, **how})
 
     def dense_predictions(self, batches: Sequence[Batch], progress: Progress = SILENT) -> Predictions:
-        """Return what other models are compared with on some rows; those of `rows` are predicted once.
+        """Return the dense model's predictions of some batches; those of judged `rows` are predicted once.
 
-        They are the predictions of the model with all tokens, if it can be asked.
+        They are of the model with its whole vocabulary if `rows.in_dense` has the batches in its tokens.
         """
         in_dense = next((own for name, own in self.rows.in_dense.items() if getattr(self.rows, name) is batches), None)
         model, read = (self.dense, in_dense) if in_dense else (self.model, batches)
@@ -535,8 +535,8 @@ def _check_enough_rows(job: Job) -> None:
 def check_apart(job: Job) -> bool:
     """Refuse a promise about rows that the model is fitted on, and warn of such rows where nothing is promised.
 
-    Rows are told by what the model reads of them, whichever files they come from. Those that recur among rows drawn
-    from one split, as short texts do, say nothing: new rows may be like them too. Returns whether others are shared.
+    Rows are identified by what the model reads, whichever files they come from. Rows that recur within one use, as
+    short texts do, are not counted, because new rows may equal them too. Returns whether a warning was logged.
     """
     rows = job.rows
     drawn = (rows.score, rows.refit, rows.held_out, rows.promise, rows.evaluation)

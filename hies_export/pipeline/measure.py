@@ -45,7 +45,7 @@ class Measured:
     Attributes:
         sizes: What was counted, and the times on every runtime that the recipe names.
         exported: The slim model's export.
-        file: How that predicts.
+        file: The file of that export, with its quality on the evaluation rows.
         forms: Both models in several runtimes and bits.
         deployment: Which of them to deploy, if that was asked.
         cascade: What the report says of the cascade, if there is one.
@@ -149,7 +149,7 @@ def _forms(job: Job, forms: Forms, choice: Choice, joined: Export | None, *, sam
         ways = [(way.runtime, way.bits) for way in _ways(choice)]
         if _hurried(job, choice) and choice.served is not None:
             ways = [way for way in ways if way in (ways[0], (choice.served.runtime, choice.served.dtype))]
-    # What has to be calibrated anew is made of the slim model only where the dense one keeps the promise in it.
+    # A form with a calibration of its own is made of the slim model only if the dense one keeps the promise in it.
     broken = {
         (way.runtime, way.bits)
         for way in choice.ways

@@ -478,7 +478,7 @@ class PruningRecipe(Section):
     def goal(self) -> Budget:
         """How much is removed: the budget, the promise of `deploy`, or the smallest cut that a cascade tries.
 
-        A vocabulary may be all that loses something.
+        Without any of these, as where only the vocabulary is trimmed, it is a budget of no heads.
         """
         if self.prune.budget is not None:
             return self.prune.budget

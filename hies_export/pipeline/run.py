@@ -105,7 +105,7 @@ def deploy(
 
     Args:
         recipe: Model, data, and how units are scored and refitted; its budget is ignored. If it holds out no rows, the
-            promise is made on part of the evaluated split, see `recipe.promise`.
+            promise is made on part of the evaluated split, see `HeldOutSection`.
         keep: Share of the dense model's predictions on held-out rows that must stay, in (0, 1); by default that of the
             recipe's section `deploy`, or 0.99.
         runtimes: Runtimes that may be deployed on; by default the section's, or all that are installed.

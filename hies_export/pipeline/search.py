@@ -130,7 +130,7 @@ def search_near(
         served: What serves the models, and predicts; torch by default.
         judge: The judge on the held-out rows, if it is known.
         table: What a budget of time is predicted by.
-        at_least: Smaller cuts than the one after this size are not looked for.
+        at_least: Only cuts of a larger size than this are looked for.
         known: Cuts that were judged in the same bits; those that are judged now are added.
 
     Raises:
@@ -215,7 +215,7 @@ def _rows_to_guess_on(job: Job, promise: Outcome) -> list[Batch] | None:
 
 @dataclass(frozen=True)
 class TriedCut:
-    """A cut of a size, what it has of what is promised, and whether that is enough."""
+    """A judged cut: its size, what it keeps or loses, and whether that meets the promise."""
 
     trial: Trial
     size: int
@@ -308,7 +308,7 @@ class Cuts:
         return replace(self._known[weights, key_of(trial.selection)], trial=trial, size=size)
 
     def _tell(self, trial: Trial, found: Found) -> None:
-        """Name a cut that was judged, and what it has."""
+        """Show a cut that was judged, and what it keeps or loses, as a stage."""
         alpha, weights = trial.scores.parameters.get("alpha"), trial.token_weights
         name = trial.scores.criterion + ("" if alpha is None else f" at alpha {alpha:g}")
         name += "" if weights == 1 else f", tokens weighted {weights:g}"
@@ -376,12 +376,12 @@ def largest(
 ) -> int:
     """Return the largest size in 1..count that holds, `at_least` if no larger one does.
 
-    It may be too small by less than `within`.
+    The result may be too small, by less than `within`. It was tried, unless it is `at_least`. Every size below one that
+    holds is assumed to hold.
 
-    It assumes that every size below one that holds does so too. A size that is returned was tried, unless it is
-    `at_least`. Without a limit of failures, it halves what is open. With one, it begins a tenth below `near`, as a size
-    that fails costs more than one that holds, and goes up from the largest that held, in the steps that take the fewest
-    trials in the worst case: for 100 sizes and 3 failures at most 14.
+    Without a limit of failures, this is a bisection. With one, it begins a tenth below `near`, because a size that
+    fails costs more than one that holds. Then it goes up from the largest size that held, in the steps that take the
+    fewest trials in the worst case: for 100 sizes and 3 failures at most 14.
 
     Args:
         count: Number of sizes.

@@ -441,7 +441,10 @@ def judging(promise: Outcome) -> dict[str, Any]:
 
 
 def confirm(job: Job, slim: Slim, served: TimedSection | None) -> Slim:
-    """Evaluate a slim model on the held-out rows that its promise was made on, as it is served."""
+    """Judge a slim model, as it is served, on the held-out rows that its promise was made on; refuse a broken promise.
+
+    Raises DropError. Without a budget that is searched for, the model is returned as it is.
+    """
     outcome = slim.outcome
     if outcome is None or not outcome.budget.searched:
         return slim

@@ -1,7 +1,7 @@
-"""What may be asked of a run: values that every stage may know, because they know nothing themselves.
+"""The options of a run. Every stage may import them, because they import no stage.
 
 - `sections.py`: the sections of a recipe, which are the options of the stages as well.
 - `budget.py`: how much a model may lose, and whether a model keeps to it.
 
-`pipeline/recipe.py` puts them together, and knows what there is to name in them.
+`pipeline/recipe.py` makes a whole recipe of them, and checks the names of tasks, criteria, metrics and runtimes.
 """

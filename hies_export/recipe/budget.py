@@ -16,7 +16,7 @@ from .sections import Section, ShareOfDense
 
 
 class TimedSection(Section):
-    """What a budget times.
+    """How a budget times models: on which runtime, at which shape, in which dtype.
 
     Attributes:
         runtime: Name of the runtime.
@@ -99,7 +99,7 @@ class KeepBudget(TimedSection):
 
 
 class DropBudget(Section):
-    """Remove as many heads as a metric allows on held-out rows.
+    """Remove as much as possible while a metric gets worse by at most `by` on the held-out rows.
 
     Attributes:
         metric: Name of the metric.
@@ -155,7 +155,7 @@ class Budget(Section):
 
     @property
     def searched(self) -> bool:
-        """Whether held-out rows decide the size: `keep` and `max_drop`; the others say the size themselves."""
+        """Whether the size of the cut is searched for on held-out rows, as for `keep` and `max_drop`."""
         return self.keep is not None or self.max_drop is not None
 
     @property
@@ -225,7 +225,7 @@ class Outcome:
         dense: The dense model's value of the metric that `max_drop` limits.
         word: What one prediction is called.
         table: The timed cuts behind a prediction of time.
-        judged: The cuts that were judged on held-out rows, see `Judged.row` of `pipeline.search`.
+        judged: The cuts that were judged on held-out rows, as `Cuts.rows` of `pipeline.search` describes them.
     """
 
     budget: Budget

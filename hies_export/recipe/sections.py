@@ -82,7 +82,7 @@ class Columns(Section):
 
     @property
     def together(self) -> str | None:
-        """The column of what rows have in common that are drawn together: a query."""
+        """The column whose equal values keep rows together when rows are drawn: `query` or `group`; None without."""
         return self.query or self.group
 
 
@@ -316,7 +316,7 @@ class CascadeSection(Section):
 
 
 class MeasureSection(Section):
-    """What is timed.
+    """How both models are timed: on which runtimes, in which dtypes, at which shapes, and how often.
 
     Attributes:
         runtimes: Runtimes to time on, such as "torch" or "onnxruntime-cpu". An empty list times nothing; the ONNX model

@@ -41,7 +41,7 @@ def render_card(
     Args:
         location: Where the checkpoint is loaded from: its folder, or a Hub id; the export is beside it or in it.
         revision: Branch on the Hub, if it is not the main one.
-        origin: `base_model` and the licence, as in the metadata of a card; see `checkpoint.cards.read_card`.
+        origin: `base_model` and the licence, as in the metadata of a card; see `checkpoint.beside.read_card`.
         images: File -> its caption.
     """
     return render_report(

@@ -22,7 +22,7 @@ Ends = tuple[float, float]
 # Widths of the picture on a wide and on a narrow screen.
 WIDTH, NARROW = 600, 340
 _PROMISE: dict[str, Any] = {"color": MUTED, "lw": 1, "ls": (0, (3, 4))}
-# If something is promised, the vertical axis ends where five times as many answers differ; the rest lies below.
+# With a promise, the vertical axis ends where this many times the allowed answers differ; worse points are below it.
 _WORST = 5
 
 

@@ -135,7 +135,8 @@ def quality_rows(
 ) -> list[Row]:
     """Return the metrics of both models; where nothing is ranked, also the stability, whose name and value is `same`.
 
-    Without labels there are only metrics beside the dense model's own predictions: others say what stability says.
+    Without labels, only metrics that compare with the dense model's predictions are shown: any other repeats the
+    stability.
     """
     ranked = {metric for _, metric in _RANKING.values() if ranking and metric}
     told = [
@@ -158,7 +159,7 @@ _RANKING = {
     "cosine": ("cosine to the dense embedding", None),
 }
 _INDEX = {"dense_index": ", your index as it is", "slim_index": ", everything re-embedded", "candidates": ""}
-# What has that cosine.
+# Index -> the texts whose embeddings `cosine` compares.
 _EMBEDDED = {"dense_index": ", queries", "slim_index": ", documents"}
 
 

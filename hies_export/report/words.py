@@ -74,12 +74,12 @@ def kinds_text(report: Report, *, joined: str = "and") -> str:
 
 
 def vocabulary_text(report: Report) -> str:
-    """Return from which texts the tokens are that stay, and what that means for others; nothing if all stay."""
+    """Return a note on the texts that the vocabulary was trimmed to, and on others; empty if it was not trimmed."""
     return "" if report.vocabulary is None else vocabulary_words(report.vocabulary)
 
 
 def vocabulary_words(facts: VocabularyFacts) -> str:
-    """Return the same of the facts."""
+    """Return the note of `vocabulary_text`, from the facts about the trimmed vocabulary."""
     often = "" if facts.min_count == 1 else f" at least {facts.min_count} times"
     judged, more = facts.judged, facts.judged.tokens_ratio - 1
     return (
@@ -226,7 +226,7 @@ class _Subject(NamedTuple):
     name: str
     stability: float
     ends: tuple[float, float] | None
-    """Of the 95 % interval of the stability, or of what stays of a metric of rankings."""
+    """Ends of the 95 % interval of the stability, or of the share of a ranking metric that stays; None if unknown."""
     quality: float
     promise: Outcome | None
     kept: float | None

@@ -1,4 +1,4 @@
-"""Merge chains of removals into one order, by the quality lost for each part's saving."""
+"""Merge chains of removals into one order, least effect per saving first."""
 
 from __future__ import annotations
 

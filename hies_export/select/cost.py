@@ -25,7 +25,7 @@ class CostTable:
     # The timings behind a table of latency, one row each: kind, kept (share of the bundles), ratio, ratio_low,
     # ratio_high, control_low, control_high. Empty for other costs.
     measured: tuple[Mapping[str, Any], ...] = ()
-    # The dense model's own cost, relative to what a budget is held against: its time in float32, say.
+    # The cost that the shares are of, relative to the reference of the budget, such as the dense model in float32.
     dense: float = 1.0
 
     def left(self, selection: Selection, modules: Sequence[Units], *, unit: str) -> float:
@@ -53,7 +53,7 @@ def check_reachable(
     constraints: Constraints = NONE,
     best: float | None = None,
 ) -> None:
-    """Refuse a budget of cost that no selection meets; `best` is the lowest cost, by default by the constraints."""
+    """Refuse, by a PlanError, a budget that no selection meets; `best` is the lowest cost, or else `lowest_ratio`."""
     best = lowest_ratio(modules, table, constraints) if best is None else best
     if best > ratio:
         names = ("unit", "min_heads", "min_neurons", "keep_layers", "multiple_of")
@@ -81,10 +81,11 @@ def lowest_ratio(modules: Sequence[Units], table: CostTable, constraints: Constr
 
 
 def shares_to_try(modules: Sequence[Units], constraints: Constraints) -> list[float]:
-    """Return the shares of heads that remove 1, 2, 3, ... bundles, up to all but one; at most `MOST_SHARES` of them.
+    """Return the shares of heads that remove 1, 2, 3, ... bundles, up to all but one, ascending.
 
-    The bundles are those of all modules under `global`, and those of the largest module under `uniform`. The modules
-    are one of `Constraints.parts`.
+    The bundles are those of all modules under `global`, and those of the largest module under `uniform`. If they are
+    more than `MOST_SHARES`, the shares are the multiples of 1 / MOST_SHARES. The modules are one of
+    `Constraints.parts`.
     """
     bundles = [bundle_count(module, constraints.unit) for module in modules]
     most = min(max(bundles) if constraints.uniform(modules) else sum(bundles), MOST_SHARES)

@@ -27,9 +27,10 @@ class Goal:
 def head_totals(
     modules: Sequence[Units], *, heads: float, count: int, constraints: Constraints
 ) -> Iterator[int | list[int]]:
-    """Yield what rounds that spend a share of heads evenly have removed at their ends, without empty rounds.
+    """Yield how many bundles are gone after each of `count` rounds that remove a share of heads in equal parts.
 
-    That is a number of bundles of all modules together under `global`, and of each module under `uniform`.
+    The number is for all modules together under `global`, and for each module under `uniform`. Rounds that would remove
+    nothing are left out.
     """
     before: int | list[int] = 0
     for number in range(1, count + 1):
@@ -46,7 +47,7 @@ def head_totals(
 
 
 def heads_to_go(modules: Sequence[Units], total: int | Sequence[int], lost: Mapping[str, int], *, unit: str) -> Goal:
-    """Return the goal of a round that ends at a total, for the modules that have `lost` bundles to earlier rounds."""
+    """Return the goal of a round after which `total` bundles are gone, `lost` of them in earlier rounds, by module."""
     before = [lost.get(module.name, 0) for module in modules]
     if isinstance(total, int):
         left = sum(bundle_count(module, unit) for module in modules) - sum(before)

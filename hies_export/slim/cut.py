@@ -38,10 +38,10 @@ def prune_units(
     Producers lose rows, consumers lose columns, and attributes that count units are updated. If a config alone can
     describe the result (a uniform ViT, LLaMA, ...), the config is updated and the model keeps its stock class. If its
     own config refuses the result and a sibling's accepts it (a LLaMA of 6 heads at width 64, as a Mistral), the model
-    becomes the sibling (`siblings`). Otherwise the class becomes the slim version of the stock class (`modeling_hies`),
-    whose code `save_pretrained` writes next to the weights. If a config can describe the heads but not the neurons, the
-    heads are in its plain fields, and the `hies_export` block has only the neurons. A module that loses all its units
-    computes nothing (`skip`).
+    becomes the sibling (`as_sibling`). Otherwise the class becomes the slim version of the stock class
+    (`modeling_hies`), whose code `save_pretrained` writes next to the weights. If a config can describe the heads but
+    not the neurons, the heads are in its plain fields, and the `hies_export` block has only the neurons. A module that
+    loses all its units computes nothing (`skip`).
 
     Args:
         model: The dense model.

@@ -110,10 +110,10 @@ def _of_texts(texts: Sequence[Any], what: str, task: Task) -> tuple[datasets.Dat
 
 
 def _padding_unlabelled(batch: Batch, *, shift: int) -> Batch:
-    """Return a batch of text without labels that are predicted at its padding, where any output is arbitrary.
+    """Return a batch of text whose labels are -100 where they stand at padding or are predicted from it.
 
-    Labels that are a copy of the input have some there, and so have those that are padded with a class. A label is
-    predicted `shift` tokens before its own.
+    Outputs at padding are arbitrary. Labels that copy the input, or are padded with a class, have values there. A label
+    is predicted `shift` tokens before it stands.
     """
     labels, mask = batch.get("labels"), batch.get("attention_mask")
     if labels is None or mask is None or labels.shape != mask.shape:
@@ -170,9 +170,10 @@ def _of_rows(
 def usual_columns(
     rows: datasets.Dataset, task: type[Task], *, preferred: Iterable[Sequence[str]] = ()
 ) -> dict[str, Any] | None:
-    """Return the columns of a data set whose names and types leave no choice; None if they do.
+    """Return the columns to read of a data set, by the fields of `Columns`; None if names and types leave a choice.
 
-    Where there are other texts too, those are read that come first among the `preferred` names.
+    `preferred` are sets of text columns, the best first: the first that the data set has is read, whatever its other
+    texts.
     """
     if found := task.usual_columns(rows.features):
         return found

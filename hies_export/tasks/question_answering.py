@@ -271,7 +271,10 @@ class QuestionAnswering(Task):
         return Predictions(self.predicts, spans[rows], contexts=[_text(contexts[row]) for row in rows])
 
     def references(self, batches: Sequence[Batch]) -> Tensor:
-        """Return where the right answers to each question begin and end, (questions, answers, 2), -1 fills."""
+        """Return the right answers to each question, (questions, answers, 2), padded with -1.
+
+        An answer is where it begins and ends, the end excluded: in characters of the context, or in tokens without one.
+        """
         if "question" not in batches[0]:
             labels = torch.cat([batch["labels"] for batch in batches]).cpu()
             return torch.stack([labels[:, 0], labels[:, 1] + 1], 1)[:, None]

@@ -40,7 +40,7 @@ class Predictions:
     """What a model predicts for the samples of some batches, on the CPU.
 
     Attributes:
-        kind: What metrics judge in it, the `of` of those that fit.
+        kind: What is predicted: the `of` of the metrics that fit.
         values: What is kept of the outputs: logits or an embedding of each sample, (samples, width); log-likelihoods of
             choices, (questions, choices) float64; where an answer begins and ends, (questions, 2); or the likeliest
             token at every label token, or class of every word of all samples, in order, (values,) int64.
@@ -95,13 +95,13 @@ class Task(ABC):
     auto_class: ClassVar[str]  # name of the Auto class of transformers that loads its models
     ort_class: ClassVar[str | None] = None  # name of the class of optimum.onnxruntime that runs its export
     usage: ClassVar[str | None] = None  # Python that uses a `model` and its `tokenizer`, for the card
-    # Which fields of a recipe's `data` go together, a string for each set; none if recipes cannot name the task.
+    # Sets of fields of a recipe's `data` that it reads, each as in "text label"; none if recipes cannot name the task.
     reads: ClassVar[tuple[str, ...]] = ()
     needs: ClassVar[str]  # the same in words
     text_columns: ClassVar[int] = 1  # how many columns `text` may name
     columns_by_type: ClassVar[bool] = True  # whether the only columns of the right types may be read, whatever the name
-    rows_together: ClassVar[bool] = False  # whether rows of a batch may belong together: rows are divided before
-    a_row_is_a_sample: ClassVar[bool] = True  # so that only as many rows are read as samples are wanted
+    rows_together: ClassVar[bool] = False  # whether rows may belong together; then rows, not batches, are held out
+    a_row_is_a_sample: ClassVar[bool] = True  # whether every row is one sample; then only the wanted rows are read
     of_item: ClassVar[int] = 0  # how many texts are an item of a list that `prune` reads; 0 if it reads no lists
     text: ClassVar[bool] = True  # whether its models read text
     images: ClassVar[bool] = False  # whether they read images
@@ -110,7 +110,7 @@ class Task(ABC):
     cascades: ClassVar[bool] = False  # whether a cascade can answer for them: they predict classes
     in_parts: ClassVar[bool] = False  # whether they are exported in parts, so that there is no single graph to time
     decodes_text: ClassVar[bool] = False  # whether llama.cpp runs them and lm-eval judges: decoders of text alone
-    places_by_labels: ClassVar[bool] = False  # whether labels say where predictions are read: no row does without
+    places_by_labels: ClassVar[bool] = False  # whether labels say where predictions are read, so every row needs them
     encoder_decoders: ClassVar[bool] = True  # whether encoder-decoders that the Auto class loads are its models
     only_encoder_decoders: ClassVar[bool] = False  # whether no other model is
     on_hub: ClassVar[bool] = True  # whether the Hub has pipelines of this name
@@ -266,9 +266,9 @@ class Task(ABC):
         return output.argmax(-1)
 
     def with_labels(self, model: PreTrainedModel, batch: Batch) -> Batch:
-        """Return the batch with labels: its own, or else what the model predicts, if its loss needs any.
+        """Return the batch with labels: its own, else the model's predictions, if its loss needs labels.
 
-        A number, an embedding and the rank of a candidate are a loss themselves.
+        It needs none for numbers, embeddings and candidates of a reranker: there the output itself is the loss.
         """
         if "labels" in batch or self.predicts in ("numbers", "embeddings") or data.GROUP_KEY in batch:
             return dict(batch)
@@ -279,7 +279,7 @@ class Task(ABC):
     def loss(self, model: PreTrainedModel, batch: Batch, number: int) -> Loss:
         """Return the sum of all losses of a batch, which the model averages; `number` is that of the batch.
 
-        Without labels, it is the output itself: every sample's, on random signs of its own.
+        Without labels, a sample's loss is its output, projected onto random signs (`random_projection`).
         """
         from ..model.modes import gathered
 
@@ -298,7 +298,7 @@ class Task(ABC):
         return Loss(loss * counts.sum().to(loss.device), counts)
 
     def losses(self, labels: Tensor) -> Tensor:
-        """Return how many of the losses whose mean is the model's belong to each sample, (batch,): by default one."""
+        """Return how many terms of the model's mean loss belong to each sample, (batch,); by default one."""
         return torch.ones(len(labels))
 
     def loss_inputs(self, labels: Tensor) -> dict[str, Tensor]:
@@ -306,9 +306,10 @@ class Task(ABC):
         return {"labels": labels}
 
     def effect(self, model: PreTrainedModel, batch: Batch, output: Tensor, number: int) -> Tensor:
-        """Return the number of each sample that greedy removal keeps, (batch,): by default the margin over the second.
+        """Return one number per sample, (batch,), whose change greedy removal keeps small.
 
-        `output` is the prediction, and `number` that of the batch.
+        By default it is the margin of the largest logit over the second. `output` is the prediction, and `number` that
+        of the batch.
         """
         best, second = output.float().topk(2, dim=-1).values.unbind(-1)
         return best - second

@@ -245,9 +245,9 @@ class TextGeneration(Task):
     def effect(self, model: PreTrainedModel, batch: Batch, output: Tensor, number: int) -> Tensor:
         """Return the log-probability of the labels, summed over their positions, (batch,).
 
-        Without labels it is that of the text itself, or of the model's own choice where labels stand at their places.
-        (For text, that choice is less useful: the model is nearly certain of it, so its gradient is small. Perplexity
-        was 12.2 instead of 9.4 in dev/LOG.md.)
+        Without labels it is that of the text itself, or if `shift` is 0 that of the model's likeliest tokens. (For
+        text, the likeliest tokens are less useful: the model is nearly certain of them, so their gradient is small.
+        Perplexity was 12.2 instead of 9.4 in dev/LOG.md.)
         """
         of_text = self.shift > 0 or "labels" in batch
         labels = text_labels(model, batch) if of_text else self.own_labels(model, batch, output)

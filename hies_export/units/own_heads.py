@@ -58,11 +58,11 @@ class FoundHeads:
 
 @dataclass
 class _Argument:
-    """A tensor that a module was given, and on which no linear layer's features reach."""
+    """A tensor that a module was given, and that depends on no linear layer's features, such as a position bias."""
 
     module: str
     name: str
-    value: nn.Parameter  # what the module computes with depends on this
+    value: nn.Parameter  # the module gets a copy of it, so its gradient shows the heads it reaches
     maker: str | None  # the module that returned it; None if that is none with linear layers
 
 
@@ -141,7 +141,7 @@ class HeadObserver(LinearObserver):
         found: list[FoundHeads] = []
         reasons: list[str] = []
         for heads in self._found.values():
-            if heads.heads == 1:  # what several heads would share reaches the only one, but is not its own
+            if heads.heads == 1:  # features that all heads would share look like those of the only one
                 heads.features = {layer: own for layer, own in heads.features.items() if self._only_makes(layer, heads)}
         for call, heads in self._found.items():
             if call[1] or not heads.features:

@@ -1,12 +1,13 @@
-"""Find the tokens that stay: those that texts use, and those without which the texts would be cut otherwise.
+"""Find the tokens that stay: those that texts use, and those without which the texts would be split differently.
 
-A tokenizer of fewer tokens cuts a text into the same ones, if all of these stay, and
+A smaller tokenizer splits a text into the same tokens if all tokens of the text stay. What else must stay depends on
+the kind of tokenizer:
 
-- WordPiece, which takes the longest token that fits, needs nothing else: no longer token has come.
-- BPE needs the tokens that its merges build them from. A token is built inside a text as it is by itself, because no
-  merge crosses its borders.
-- Unigram, which takes the likeliest tokens, needs the least likely token of all: what it does not know counts as less
-  likely than that by a constant.
+- WordPiece needs nothing else. It takes the longest token that fits, and removing tokens adds no longer one.
+- BPE needs the tokens that its merges build the others from. A token is built inside a text as it is by itself, because
+  no merge crosses its borders.
+- Unigram needs the least likely token of all. It takes the likeliest tokens, and scores an unknown character by that
+  token's score minus a constant.
 """
 
 from __future__ import annotations

@@ -65,8 +65,8 @@ class SizeTried:
     Attributes:
         flops: Share that the cut leaves.
         passed_on: Share of the held-out rows that go on to the dense part.
-        differ: Number of them that get another answer than the dense model's.
-        time: Time of the cascade relative to the dense model's; None if there was only one size to time.
+        differ: Number of held-out rows whose answer differs from the dense model's.
+        time: Time of the cascade relative to the dense model's; None if it was not timed when the size was chosen.
         problem: Why it has no cascade.
     """
 
@@ -125,12 +125,12 @@ def export_cascade(
 ) -> Export:
     """Write `folder/model.onnx`: the slim graph, and the dense one for the rows that the slim one is unsure of.
 
-    The threshold is chosen by the logits of these graphs, for provider cpu in float32, on the runtime that will serve
-    them. The written file then answers all held-out rows, and must agree with the two graphs, or a ParityError keeps
-    none. `answers` are the logits of the dense model in torch on these rows, (rows, classes), which the promise is
-    about.
+    Both exports are for provider cpu in float32. The threshold is chosen by the logits of both graphs on the runtime
+    that will serve them. The written file then answers all held-out rows. If it does not agree with the two graphs, or
+    breaks the promise, a ParityError is raised, and nothing is kept. `answers` are the logits of the dense model in
+    torch on these rows, (rows, classes), whose answers the promise is about.
 
-    In the result, `max_abs` is the largest difference from the logits of the two, over all held-out rows. The facts are
+    In the result, `max_abs` is the largest difference from the two graphs' logits over all held-out rows. The facts are
     the `promise`, which has the threshold, and `shared_bytes`, the size of the weights that are stored once. Raises
     RequestError if the exports differ in inputs or are of another kind, or the rows are too few for the promise, and
     PlanError if the dense graph, as it is served, changes too many answers itself.
@@ -201,9 +201,10 @@ def _compared(
     near: float,
     tolerance: float,
 ) -> float:
-    """Return the largest difference between the joined graph and the two graphs by hand, if it is within the tolerance.
+    """Return the largest difference between the logits of the joined graph and of the two graphs run separately.
 
-    `apart`, (rows,), is how far each margin is above the threshold; within `near` of it, either answer is right.
+    `apart`, (rows,), is each margin minus the threshold. Rows within `near` of it may have either graph's logits.
+    Raises ParityError if the difference exceeds the tolerance.
     """
     to_slim, to_dense = ((joined - part).abs().amax(-1) for part in (slim, dense))
     differences = torch.where(apart <= 0, to_dense, to_slim)

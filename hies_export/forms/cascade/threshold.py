@@ -19,9 +19,9 @@ class Promise:
         confidence: The probability that the promise holds, over draws of the rows.
         threshold: Rows whose margin is at most this go on to the dense model.
         rows: Number of rows that the threshold was chosen on.
-        passed_on: Share of them that go on.
-        differ: Number of them that get another answer than the dense model's.
-        bound: Upper end of the interval of that share; at most `disagreement`.
+        passed_on: Share of these rows that go on to the dense model.
+        differ: Number of these rows whose answer differs from the dense model's.
+        bound: Upper confidence bound of the share of answers that differ; at most `disagreement`.
     """
 
     disagreement: float

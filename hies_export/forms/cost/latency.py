@@ -164,7 +164,11 @@ def _divided(
     step: int,
     unit: str,
 ) -> dict[str, tuple[float, ...]]:
-    """Divide the time saved by uniform cuts of one kind, smallest first, among its modules, by their units' FLOPs."""
+    """Return module -> share of the time that it saves by losing 0, 1, 2, ... bundles, from the cuts of one kind.
+
+    What a uniform cut saves is divided among the modules in proportion to the FLOPs of their units. `cuts` begin with
+    the smallest cut, and `step` is the runtime's width step.
+    """
     skips = any(not cut.kept for cut in cuts)
     # Without being skipped, a module of one bundle saves nothing.
     weights = {m.name: flops[m.name][-1] if skips or bundle_count(m, unit) > 1 else 0.0 for m in modules}

@@ -1,7 +1,7 @@
-"""Compute the neurons with the largest activations beside the others, so that these need no scale as wide.
+"""Compute the neurons with the largest activations apart from the others, so that the others get a narrower scale.
 
 A scale of 8 bits covers the largest activation of all neurons of a layer. In BERT-like models one or two neurons of a
-layer reach four times what any other reaches, and leave a quarter of the levels to those.
+layer reach four times what any other reaches, and leave a quarter of the levels to the others.
 """
 
 from __future__ import annotations

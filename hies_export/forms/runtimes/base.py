@@ -62,10 +62,10 @@ class Runtime(ABC):
     format: ClassVar[str] = "onnx"  # of that file or folder, in `FORMATS`
     fused_for: ClassVar[Provider] = "cpu"  # for ONNX sources, the provider to export for, as in `export_onnx`
     dtypes: ClassVar[tuple[str, ...]] = ("float32", "float16")  # of torch, that it can run a model in
-    # Those in which it can compute a float32 graph; the constructor then also takes `dtype`. For others, the graph
-    # itself is exported in them.
+    # Dtypes in which it can compute a float32 graph; its constructor then also takes `dtype`. For any other dtype, the
+    # graph itself is exported in that dtype.
     hints: ClassVar[tuple[str, ...]] = ()
-    # Those in which it computes only a graph that is calibrated on rows, each with the format of that.
+    # Dtypes in which it computes only graphs that are calibrated on rows -> the format of such a graph.
     calibrated: ClassVar[Mapping[str, str]] = {}
     bits: ClassVar[tuple[str, ...]] = ("float32",)  # that `deploy` tries, see `find_ways`
     loads: ClassVar[int] = 1  # how often a comparison loads the models; more than 1 if copies of one differ in time

@@ -50,7 +50,7 @@ from .journal import digest
 
 @dataclass
 class Calibrated:
-    """The job of a seed and a calibration size, and what its rows say; each is computed when it is first read."""
+    """The job of a seed and a calibration size, and what is computed from its rows, each when it is first read."""
 
     job: Job
     grid: SweepGrid
@@ -118,7 +118,7 @@ class Shared:
     _calibrated: dict[tuple[int, int], Calibrated] = field(default_factory=dict)
 
     def calibrated(self, seed: int, samples: int = 0) -> Calibrated:
-        """Return what a seed draws for a calibration size, by default the first; what others drew is dropped."""
+        """Return the `Calibrated` of a seed and a calibration size, by default the first; drop those of other seeds."""
         first = self.grid.seeds[0], self.grid.calibration_sizes[0]
         key = seed, samples or first[1]
         if key not in self._calibrated:
@@ -281,7 +281,7 @@ def selection_of(shared: Shared, cell: Cell, alpha: float | None) -> Selection:
 
 
 def _selected(shared: Shared, cell: Cell) -> list[tuple[Scores, Selection]]:
-    """Return the scores of a cell, one or one for each alpha to try, with what they keep."""
+    """Return pairs of scores and the selection by them: one pair, or one for each alpha that a cell tries."""
     job = job_of(shared, cell)
     goal = Goal(heads=cell.sparsity)
     if cell.flops is not None:
@@ -390,7 +390,7 @@ def refit_for(shared: Shared, cell: Cell) -> stages.Refit | None:
 
 @contextmanager
 def _baseline(shared: Shared, cell: Cell) -> Iterator[None]:
-    """Have the model compute what a baseline without channels, or with sliced inputs, does inside the block."""
+    """Let the dense model compute, inside the block, what a baseline of `JUDGED_ONLY` would: masked or sliced."""
     base, of_seed = shared.base, shared.calibrated(cell.seed, cell.samples)
     model, modules = base.model, base.scored
     assert cell.sparsity is not None

@@ -124,7 +124,10 @@ def _page(exploration: Exploration, folder: Path) -> Any:
 
 
 def _controls(exploration: Exploration) -> list[Any]:
-    """Return the sliders, which make a plan, and the list of the measured plans."""
+    """Add the controls to the page, and return them in the order of `Settings`.
+
+    The sliders and the choice of allocation describe a plan; the list selects one of the measured plans instead.
+    """
     import gradio
 
     plan = exploration.plan
