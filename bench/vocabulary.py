@@ -3,10 +3,11 @@
     python bench/vocabulary.py embedder --model DIR --data ../shared/data   # BoolQ: half of the rows give the tokens
     python bench/vocabulary.py pairs --model ../shared/models/minilm-stsb --data ../shared/data
     python bench/vocabulary.py decoder --model DIR --data ../shared/data [--times]
-    python bench/vocabulary.py languages --data ../shared/data
+    python bench/vocabulary.py languages --data ../shared/data [--second TEXT.gz] [--tokenizer DIR]
 
-`languages` trains a Unigram tokenizer on two languages and cuts it to one. The data has English alone, so the second
-one is English in Greek letters, each letter another: a language with the same statistics and no text in common.
+`languages` cuts a tokenizer of two languages to each of them: one of --tokenizer, or a Unigram trained on both. The
+second language is that of the lines of --second. The data has English alone, so it is English in Greek letters by
+default, each letter another: a language with the same statistics and no text in common.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ def main() -> None:
     parser.add_argument("--model", type=Path)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--blocks", type=int, default=64, help="blocks of 512 tokens that perplexity is of")
+    parser.add_argument("--second", type=Path, help="gzipped lines of a second language")
+    parser.add_argument("--tokenizer", type=Path, help="folder of a tokenizer to cut to one language")
     parser.add_argument("--times", action="store_true", help="time decoding in ONNX Runtime, too")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -199,38 +202,50 @@ def nll(model: Any, tokenizer: Any, text: str) -> tuple[float, int]:
 
 def languages(options: argparse.Namespace) -> None:
     """Print what a tokenizer of two languages loses when it is cut to one, and how the other one is read then."""
-    english = lines_of(options.data / "wikitext2" / "validation.txt.gz")
-    greek = [line.lower().translate(GREEK) for line in english]
+    english, judged = (lines_of(options.data / "wikitext2" / f"{split}.txt.gz") for split in ("validation", "test"))
+    if options.second is None:
+        second, other = ([line.lower().translate(GREEK) for line in lines] for lines in (english, judged))
+    else:
+        lines = lines_of(options.second)
+        second, other = lines[: len(lines) // 2], lines[len(lines) // 2 :]
+    if options.tokenizer is None:
+        tokenizer = unigram([*english, *second])
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
+    model = BertModel(
+        BertConfig(vocab_size=len(tokenizer), hidden_size=384, num_hidden_layers=2, num_attention_heads=6)
+    )
+    for name, stays, judged_on, goes in (("first", english, judged, other), ("second", second, other, judged)):
+        print(f"the {name} language stays:")
+        found = trimmed(model, tokenizer, stays, judged_on)
+        cut = compare_cuts(tokenizer, found.processor, goes, found.kept)
+        print(
+            f"the language that went: {100 * cut.share_otherwise:.1f} % of {cut.texts:,} texts cut otherwise, "
+            f"{cut.tokens_ratio:.2f} times the tokens"
+        )
+        text = next(line for line in goes if 30 < len(line) < 60)
+        for reads in (tokenizer, found.processor):
+            print(f"{text!r}: {' '.join(reads.tokenize(text))}")
+        one, two = (
+            m.eval()(**t(text, return_tensors="pt", return_token_type_ids=False)).last_hidden_state[0].mean(0)
+            for m, t in ((model, tokenizer), (found.model, found.processor))
+        )
+        print(f"cosine of both mean embeddings of it (random weights): {torch.cosine_similarity(one, two, dim=0):.3f}")
+        with tempfile.TemporaryDirectory() as folder:
+            found.processor.save_pretrained(folder)
+            again = AutoTokenizer.from_pretrained(folder)
+            print(f"reloaded alike: {all(again(t) == found.processor(t) for t in judged_on[:200])}")
+
+
+def unigram(texts: Sequence[str]) -> PreTrainedTokenizerFast:
+    """Train a Unigram tokenizer of 16,000 tokens."""
     backend = tokenizers.Tokenizer(models.Unigram())
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     special = ["<s>", "<pad>", "</s>", "<unk>"]
     trainer = trainers.UnigramTrainer(vocab_size=16_000, special_tokens=special, unk_token="<unk>", show_progress=False)
-    backend.train_from_iterator([*english, *greek], trainer)
+    backend.train_from_iterator(texts, trainer)
     names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **names)
-    model = BertModel(
-        BertConfig(vocab_size=len(tokenizer), hidden_size=384, num_hidden_layers=2, num_attention_heads=6)
-    )
-    judged = lines_of(options.data / "wikitext2" / "test.txt.gz")
-    print("the language that stays:")
-    found = trimmed(model, tokenizer, english, judged)
-    other = compare_cuts(tokenizer, found.processor, [line.lower().translate(GREEK) for line in judged], found.kept)
-    print(
-        f"the language that went: {100 * other.share_otherwise:.1f} % of {other.texts:,} texts cut otherwise, "
-        f"{other.tokens_ratio:.2f} times the tokens"
-    )
-    text = "the station is closed today".translate(GREEK)
-    for reads in (tokenizer, found.processor):
-        print(f"{text!r}: {' '.join(reads.tokenize(text))}")
-    one, two = (
-        m.eval()(**t(text, return_tensors="pt")).last_hidden_state[0].mean(0)
-        for m, t in ((model, tokenizer), (found.model, found.processor))
-    )
-    print(f"cosine of both mean embeddings of it (random weights): {torch.cosine_similarity(one, two, dim=0):.3f}")
-    with tempfile.TemporaryDirectory() as folder:
-        found.processor.save_pretrained(folder)
-        again = AutoTokenizer.from_pretrained(folder)
-        print(f"reloaded alike: {all(again(t) == found.processor(t) for t in judged[:200])}")
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **names)
 
 
 STUDIES = {"embedder": embedder, "pairs": pairs, "decoder": decoder, "languages": languages}
