@@ -11,7 +11,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from hies_export.forms.runtimes.base import load_runtime
-from hies_export.forms.runtimes.bits import quantize_graph
+from hies_export.forms.runtimes.bits import quantize_columns, quantize_graph
 
 WIDTH, HIDDEN, VOCABULARY = 128, 160, 200
 RNG = np.random.default_rng(0)
@@ -64,11 +64,24 @@ def rounded(vectors: np.ndarray) -> np.ndarray:
     return out
 
 
+def rounded_weights(matrix: np.ndarray) -> np.ndarray:
+    """Return a matrix (inputs, outputs), each column as multiples of a 127th of its largest element or sum of two.
+
+    The sums are of the inputs 0 and 1, 2 and 3, and so on.
+    """
+    out = np.empty_like(matrix)
+    for j, column in enumerate(matrix.T):
+        sums = [abs(column[i : i + 2].sum()) for i in range(0, len(column), 2)]
+        step = np.float32(max(*sums, *abs(column)) / 127)
+        out[:, j] = np.rint(column / step) * step
+    return out
+
+
 def by_hand(ids: np.ndarray) -> np.ndarray:
     weights = {name: value.astype(np.float32) for name, value in WEIGHTS.items()}
     tokens = rounded(weights["table"])[ids.flatten()]
-    wide = rounded(tokens) @ rounded(weights["up"].T).T
-    narrow = rounded(wide) @ rounded(weights["down"]).T + weights["bias"]
+    wide = rounded(tokens) @ rounded_weights(weights["up"])
+    narrow = rounded(wide) @ rounded_weights(weights["down"].T) + weights["bias"]
     return narrow @ weights["head"]
 
 
@@ -95,6 +108,28 @@ def test_a_graph_computes_what_rounding_by_hand_gives() -> None:
     exact = run(graph(), ids)
     error = np.sqrt(np.mean((expected - exact) ** 2) / np.mean(exact**2))
     assert 0.001 < error < 0.02
+
+
+@pytest.mark.parametrize("inputs", [64, 65])
+def test_no_sum_of_products_is_cut_off_on_any_processor(inputs: int) -> None:
+    """Without VNNI, x86 adds the products of two neighbouring inputs in 16 bits."""
+    weights, _ = quantize_columns(RNG.normal(size=(inputs, 50)).astype(np.float32), summed=2)
+    weights = weights.astype(np.int64)
+    assert np.abs(weights).max(axis=0).mean() > 90
+    for i in range(0, inputs - 1, 2):
+        assert (255 * np.abs(weights[i] + weights[i + 1])).max() <= 2**15 - 1
+    made = helper.make_graph(
+        [helper.make_node("MatMulInteger", ["x", "w", "zero"], ["y"])],
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.UINT8, ["rows", inputs])],
+        [helper.make_tensor_value_info("y", TensorProto.INT32, ["rows", 50])],
+        [numpy_helper.from_array(weights.astype(np.int8), "w"), numpy_helper.from_array(np.uint8(128), "zero")],
+    )
+    model = helper.make_model(made, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    session = onnxruntime.InferenceSession(model.SerializeToString())
+    for rows in (1, 9):
+        read = RNG.choice([0, 1, 255], (rows, inputs)).astype(np.uint8)
+        np.testing.assert_array_equal(session.run(None, {"x": read})[0], (read.astype(np.int64) - 128) @ weights)
 
 
 def test_no_large_weight_is_left_in_float() -> None:
@@ -142,8 +177,8 @@ def test_layers_that_read_as_many_tokens_share_their_zero_points() -> None:
         states = RNG.normal(size=shape).astype(np.float32)
         expected = states.reshape(-1, WIDTH)
         for weight in weights[:2]:
-            expected = rounded(expected) @ rounded(weight.T).T
-        expected = rounded(expected.reshape(shape).mean(axis=1)) @ rounded(weights[2].T).T
+            expected = rounded(expected) @ rounded_weights(weight)
+        expected = rounded(expected.reshape(shape).mean(axis=1)) @ rounded_weights(weights[2])
         np.testing.assert_allclose(
             session.run(None, {"x0": states})[0], expected, rtol=0, atol=5e-3 * np.abs(expected).max()
         )
@@ -257,5 +292,5 @@ def test_queries_keys_and_values_are_one_product_and_what_rounding_by_hand_gives
     query, _, value = np.split(weights["b"], 3)
     # The bias of keys changes no attention.
     for name, bias, product in zip("qkv", (query, 0, value), found, strict=True):
-        expected = read @ rounded(weights[name].T).T + bias
+        expected = read @ rounded_weights(weights[name]) + bias
         np.testing.assert_allclose(product, expected, rtol=0, atol=5e-3 * np.abs(expected).max())
