@@ -30,7 +30,7 @@ from support.browser import Browser
 from support.hub import TOKEN, Hub
 from support.models import MODELS, SHARED
 from support.runs import without_tracing
-from support.traced import traced_once
+from support.traced import counted_once, traced_once
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -58,6 +58,13 @@ def _traced_once(request: pytest.FixtureRequest) -> Iterator[None]:
     """Only tests of the exporter trace a model whose graph is known: a trace takes seconds."""
     of_the_exporter = request.path.parts[-2:] in {("onnx", f"test_{what}.py") for what in EXPORTER}
     with nullcontext() if of_the_exporter else traced_once():
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _counted_once(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Only tests of the counts count the FLOPs of a model whose shapes are known."""
+    with nullcontext() if request.path.parent.name == "measure" else counted_once():
         yield
 
 

@@ -1,4 +1,4 @@
-"""Trace every model once a process: graphs of the same model with other weights or widths are made of the first."""
+"""Do once a process what is the same for models of one config: trace a graph, count FLOPs."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from hies_export.forms.measure import counts
 from hies_export.forms.onnx.export import export_onnx
 from hies_export.forms.traces import Traces
 
@@ -30,6 +31,7 @@ def keyed(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 TEMPLATES: dict[Any, Any] = {}
+COUNTS: dict[Any, dict[str, int]] = {}
 
 
 @contextmanager
@@ -40,4 +42,21 @@ def traced_once() -> Iterator[None]:
         for name in ("add", "resized"):
             patch.setattr(Traces, name, keyed(getattr(Traces, name)))
         patch.setitem(export_onnx.__kwdefaults__, "traces", Traces())
+        yield
+
+
+@contextmanager
+def counted_once() -> Iterator[None]:
+    """Count the FLOPs of models of the same class, config and shapes once: a count takes ten times a forward pass."""
+    count = counts._count
+
+    def known(model: Any, inputs: Any) -> dict[str, int]:
+        shapes = [(name, tuple(t.shape)) for name, t in (*model.named_parameters(), *inputs.items())]
+        key = type(model), model.config.to_json_string(use_diff=False), str(getattr(model, "readout", None)), *shapes
+        if key not in COUNTS:
+            COUNTS[key] = count(model, inputs)
+        return dict(COUNTS[key])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(counts, "_count", known)
         yield
