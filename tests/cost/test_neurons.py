@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -168,8 +169,8 @@ def test_the_last_unit_saves_what_its_module_takes_at_any_width(monkeypatch: pyt
 
 def test_cuts_are_timed_for_each_kind_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every cut touches one kind, at widths that are multiples of the step; the cache gives the same table again."""
-    monkeypatch.setattr("hies_export.forms.cost.latency.is_noisy", lambda low, high: False)
-    monkeypatch.setattr("hies_export.forms.cost.latency.WIDEST_INTERVAL", 1e9)
+    control, found = SimpleNamespace(low=1.0, high=1.0), SimpleNamespace(ratio=0.9, low=0.9, high=0.9)
+    monkeypatch.setattr("hies_export.forms.cost.latency.time", lambda *_, **__: (control, found))
     widths: list[tuple[set[int], set[int]]] = []
     original = cut_bundles
 

@@ -27,6 +27,7 @@ from hies_export.cli.deploy import minutes
 from hies_export.data.batches import samples_of
 from hies_export.evaluate.judge import Judge
 from hies_export.evaluate.predict import predict
+from hies_export.forms.cost.bundles import flops_table
 from hies_export.forms.deployment import DeployWay, try_dense
 from hies_export.forms.form import Form, Forms
 from hies_export.pipeline import choose as choosing
@@ -98,6 +99,27 @@ def test_the_form_to_deploy_is_the_fastest_that_keeps_the_promise(
     written = json.loads((tmp_path / "out" / "report.json").read_text())
     assert written["details"]["deployment"]["form"] == found.form
     assert (tmp_path / "out" / "slim" / "config.json").is_file()
+
+
+@pytest.mark.slow
+def test_a_promise_of_a_runtime_is_judged_on_its_files(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a budget of `keep` alone."""
+    keep = {"predictions": 0.3, "runtime": "onnxruntime-cpu", "batch": 2, "sequence": 16}
+    recipe = recipe_of(folder, tmp_path / "out").with_overrides(
+        {"prune.modules": ["mlp"], "prune.budget": {"keep": keep}}
+    )
+    monkeypatch.setattr(choosing, "SIZES", 3)
+    monkeypatch.setattr(
+        choosing, "latency_table", lambda m, sites, where, **_: flops_table(m, sites, batch=where.batch, unit="group")
+    )
+    recipe.run()
+    rows = load_job(recipe).rows.held_out
+    same = same_in_onnxruntime(folder / "model", tmp_path / "out" / "onnx" / "model.onnx", rows, tolerance=0.02)
+    outcome = json.loads((tmp_path / "out" / "report.json").read_text())["details"]["outcome"]
+    assert outcome["found"]["value"] == pytest.approx(sum(same) / len(same), abs=1.5 / len(same))
+    assert outcome["budget"]["keep"]["runtime"] == "onnxruntime-cpu"
 
 
 def test_where_no_cut_keeps_the_promise_the_dense_form_is_the_answer(
