@@ -185,6 +185,8 @@ def test_cuts_are_timed_for_each_kind_alone(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("hies_export.forms.cost.latency.cut_bundles", spy)
     monkeypatch.setattr(RUNTIMES["torch"], "width_step", 24)
     model, modules, batch = bert_case()
+    flops = flops_table(model, modules, batch=batch, unit="group")
+    monkeypatch.setattr("hies_export.forms.cost.latency.flops_table", lambda *_, **__: flops)
     where = TimedOn("torch", batch, Exporter(ExportSection(), Given(batch)), repeats=1)
     table = latency_table(model, modules, where, cache=tmp_path)
     assert widths == [({4}, {64}), ({3}, {64}), ({2}, {64}), ({1}, {64}), ({6}, {48}), ({6}, {24})]

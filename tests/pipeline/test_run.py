@@ -352,7 +352,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"task": "image-classification", "data.text": "[]", "data.image": "sentence"},
         "image-classification needs a model fine-tuned for it",
     ),
-    "too much": ({"prune.min_heads": 5}, "leave only 3 to remove"),
+    "too much": ({"prune.min_heads": 5}, "leave only 2 to remove"),
     "not cuttable": ({"model": "longformer"}, "LongformerForSequenceClassification (longformer) cannot be cut"),
     "not fine-tuned": ({"model": "headless"}, "is a BertModel of type 'bert'; fine-tune it for the task"),
 }
