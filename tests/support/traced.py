@@ -3,11 +3,9 @@
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import pytest
-from onnxscript.values import TracedOnnxFunction
 
 from hies_export.forms.onnx.export import export_onnx
 from hies_export.forms.traces import Traces
@@ -42,7 +40,4 @@ def traced_once() -> Iterator[None]:
         for name in ("add", "resized"):
             patch.setattr(Traces, name, keyed(getattr(Traces, name)))
         patch.setitem(export_onnx.__kwdefaults__, "traces", Traces())
-        # Each trace reads the sources of five hundred functions anew, for no more than the name of their domain.
-        read: Any = TracedOnnxFunction.function_ir
-        patch.setattr(TracedOnnxFunction, "function_ir", property(cache(read.fget)))
         yield
