@@ -1,5 +1,6 @@
 """The threshold of a cascade: the smallest that keeps its promise, and how often it keeps it on new rows."""
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ def two_models(rows: int, *, generator: torch.Generator, classes: int = 3) -> tu
     return dense + 0.4 * torch.randn(rows, classes, generator=generator), dense
 
 
+@cache
 def bound(count: int, rows: int) -> float:
     return stats.binomtest(count, rows, alternative="less").proportion_ci(0.95, "exact").high
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -168,8 +169,8 @@ def test_the_last_unit_saves_what_its_module_takes_at_any_width(monkeypatch: pyt
 
 def test_cuts_are_timed_for_each_kind_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every cut touches one kind, at widths that are multiples of the step; the cache gives the same table again."""
-    monkeypatch.setattr("hies_export.forms.cost.latency.is_noisy", lambda low, high: False)
-    monkeypatch.setattr("hies_export.forms.cost.latency.WIDEST_INTERVAL", 1e9)
+    control, found = SimpleNamespace(low=1.0, high=1.0), SimpleNamespace(ratio=0.9, low=0.9, high=0.9)
+    monkeypatch.setattr("hies_export.forms.cost.latency.time", lambda *_, **__: (control, found))
     widths: list[tuple[set[int], set[int]]] = []
     original = cut_bundles
 
@@ -184,6 +185,8 @@ def test_cuts_are_timed_for_each_kind_alone(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("hies_export.forms.cost.latency.cut_bundles", spy)
     monkeypatch.setattr(RUNTIMES["torch"], "width_step", 24)
     model, modules, batch = bert_case()
+    flops = flops_table(model, modules, batch=batch, unit="group")
+    monkeypatch.setattr("hies_export.forms.cost.latency.flops_table", lambda *_, **__: flops)
     where = TimedOn("torch", batch, Exporter(ExportSection(), Given(batch)), repeats=1)
     table = latency_table(model, modules, where, cache=tmp_path)
     assert widths == [({4}, {64}), ({3}, {64}), ({2}, {64}), ({1}, {64}), ({6}, {48}), ({6}, {24})]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from support.models import save_project
+from support.models import save_project, save_text_model
 from support.reading import classifying, given
 
 from hies_export import DataError, PruningRecipe, RecipeError
@@ -141,6 +141,7 @@ def test_a_script_is_relative_to_the_recipe(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_alpha_is_chosen_by_an_error_rate_as_by_the_accuracy(tmp_path: Path) -> None:
     save_project(tmp_path, train=100, validation=8, calibration={"samples": 8}, prune={"budget": {"heads": 0.5}})
+    save_text_model(tmp_path / "model", num_hidden_layers=2)
     errors = script(
         tmp_path, "error_rate", '{"error_rate": (predictions != references).mean()}', higher_is_better=False
     )

@@ -13,7 +13,7 @@ import torch
 from huggingface_hub import ModelCard, constants
 from support.hub import TOKEN, Hub, check_metadata
 from support.reports import DATA, make_report
-from support.runs import run_project
+from support.runs import hies, run_project
 from support.tolerance import assert_near
 
 import hies_export
@@ -65,26 +65,29 @@ keep("HIESModel", hies_export.HIESModel.from_pretrained)
 
 
 @pytest.mark.slow
-def test_what_was_pushed_loads_in_a_fresh_process_in_every_way(tmp_path: Path) -> None:
+def test_what_was_pushed_loads_in_a_fresh_process_in_every_way(
+    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = run_project(tmp_path / "project", train=12, validation=20, prune={"alpha": "auto", "budget": {"heads": 0.4}})
     card = "---\nlicense: other\nlicense_name: mine\nlicense_link: LICENSE\nbase_model: some/bert\n---\n# Dense\n"
     (tmp_path / "project" / "model" / "README.md").write_text(card)
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    printed = []
-
-    def process(*command: str, home: str) -> str:
-        environment = hub.environment(tmp_path / home, TOKEN)
-        done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, check=False)
-        printed.append(done.stdout + done.stderr)
-        assert done.returncode == 0, printed[-1]
-        return done.stdout
-
-    with Hub(tokens={TOKEN: "user"}) as hub:
-        push = ("-m", "hies_export", "push", str(run), "user/slim", "--private", "--revision", "half", "--json")
-        told = json.loads(process(*push, "--message", "first try", home="one").splitlines()[-1])
-        process("-c", LOAD, "user/slim", "half", str(tmp_path), home="two")
-        repository = hub.repositories["user/slim"]
-        files = hub.files("user/slim", "half")
+    capsys.readouterr()
+    push = ("push", run, "user/slim", "--private", "--revision", "half", "--json")
+    assert hies(*push, "--message", "first try") == 0
+    shown = capsys.readouterr()
+    told = json.loads(shown.out.splitlines()[-1])
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, "user/slim", "half", str(tmp_path)],
+        env=hub.environment(tmp_path / "home", TOKEN),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    printed = [shown.out, shown.err, done.stdout, done.stderr]
+    repository = hub.repositories["user/slim"]
+    files = hub.files("user/slim", "half")
     batch = {"input_ids": torch.tensor([[2, 5, 11, 12, 3], [2, 6, 3, 0, 0]])}
     batch["attention_mask"] = (batch["input_ids"] != 0).long()
     expected = hies_export.load(run / "slim")(**batch).logits
@@ -122,9 +125,9 @@ def test_what_was_pushed_loads_in_a_fresh_process_in_every_way(tmp_path: Path) -
     assert (result.dataset_name, result.dataset_type, result.dataset_split) == (
         *("validation.jsonl", "jsonl", "validation"),
     )
-    shown = [line.split("(")[1][:-1] for line in loaded.text.splitlines() if line.startswith("![")]
-    assert set(shown) == {"images/head-maps.svg", "images/latency.svg", "images/alpha.svg"}
-    assert all(files[name].startswith(b"<svg ") for name in shown)
+    pictures = [line.split("(")[1][:-1] for line in loaded.text.splitlines() if line.startswith("![")]
+    assert set(pictures) == {"images/head-maps.svg", "images/latency.svg", "images/alpha.svg"}
+    assert all(files[name].startswith(b"<svg ") for name in pictures)
     assert "| attention heads | 18 | 11 | -38.9% |" in loaded.text
     assert "7 of 18 heads removed" in loaded.text
     assert "bootstrap over loads" in loaded.text

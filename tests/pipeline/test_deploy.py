@@ -1,16 +1,15 @@
 """What to deploy: the fastest form that keeps the promise, again by hand; what is proposed, and what is refused."""
 
 import json
-import subprocess
-import sys
 from argparse import ArgumentTypeError
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 from scipy.stats import binomtest
-from support.hub import TOKEN, Hub
+from support.hub import Hub
 from support.models import save_regressor, save_text_model
 from support.references import same_in_onnxruntime
 from support.runs import deploy_on, hies
@@ -28,6 +27,7 @@ from hies_export.cli.deploy import minutes
 from hies_export.data.batches import samples_of
 from hies_export.evaluate.judge import Judge
 from hies_export.evaluate.predict import predict
+from hies_export.forms.cost.bundles import flops_table
 from hies_export.forms.deployment import DeployWay, try_dense
 from hies_export.forms.form import Form, Forms
 from hies_export.pipeline import choose as choosing
@@ -99,6 +99,27 @@ def test_the_form_to_deploy_is_the_fastest_that_keeps_the_promise(
     written = json.loads((tmp_path / "out" / "report.json").read_text())
     assert written["details"]["deployment"]["form"] == found.form
     assert (tmp_path / "out" / "slim" / "config.json").is_file()
+
+
+@pytest.mark.slow
+def test_a_promise_of_a_runtime_is_judged_on_its_files(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a budget of `keep` alone."""
+    keep = {"predictions": 0.3, "runtime": "onnxruntime-cpu", "batch": 2, "sequence": 16}
+    recipe = recipe_of(folder, tmp_path / "out").with_overrides(
+        {"prune.modules": ["mlp"], "prune.budget": {"keep": keep}}
+    )
+    monkeypatch.setattr(choosing, "SIZES", 3)
+    monkeypatch.setattr(
+        choosing, "latency_table", lambda m, sites, where, **_: flops_table(m, sites, batch=where.batch, unit="group")
+    )
+    recipe.run()
+    rows = load_job(recipe).rows.held_out
+    same = same_in_onnxruntime(folder / "model", tmp_path / "out" / "onnx" / "model.onnx", rows, tolerance=0.02)
+    outcome = json.loads((tmp_path / "out" / "report.json").read_text())["details"]["outcome"]
+    assert outcome["found"]["value"] == pytest.approx(sum(same) / len(same), abs=1.5 / len(same))
+    assert outcome["budget"]["keep"]["runtime"] == "onnxruntime-cpu"
 
 
 def test_where_no_cut_keeps_the_promise_the_dense_form_is_the_answer(
@@ -302,27 +323,23 @@ def test_a_model_with_one_label_orders_candidates(tmp_path: Path, rows: dict[str
     assert of_classes.data.group is None
 
 
-@pytest.mark.slow
-def test_ids_of_a_model_and_of_a_data_set_are_enough(folder: Path, tmp_path: Path) -> None:
-    """By the real clients, in a process of its own."""
-    model = save_text_model(tmp_path / "model", num_labels=1, num_hidden_layers=1)
-    ids = {"user/model": model, "datasets/user/rows": folder}
-    with Hub(tokens={TOKEN: "user"}) as hub:
-        for name, place in ids.items():
-            files = [file for file in place.iterdir() if place.name == "model" or file.suffix == ".jsonl"]
-            hub.add(name, {file.name: file.read_bytes() for file in files})
-        asked = ["deploy", "user/model", "--data", "user/rows", "--keep", "0.5", "--runtime", "onnxruntime-cpu"]
-        asked += ["--within", "1s"]  # what is searched for is found in other tests
-        done = subprocess.run(
-            [sys.executable, "-m", "hies_export", *asked, "-o", str(tmp_path / "out"), "--json"],
-            env=hub.environment(tmp_path / "home"),
-            capture_output=True,
-            text=True,
-        )
-    assert done.returncode == 0, done.stderr
+def test_ids_of_a_model_and_of_a_data_set_are_enough(
+    folder: Path, tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the real clients."""
+    where = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": False, "HF_DATASETS_CACHE": tmp_path / "datasets"}
+    for name, value in where.items():
+        monkeypatch.setattr(datasets.config, name, value)
+    for name, place in {"user/model": folder / "model", "datasets/user/rows": folder}.items():
+        files = [file for file in place.iterdir() if place.name == "model" or file.suffix == ".jsonl"]
+        hub.add(name, {file.name: file.read_bytes() for file in files})
+    asked = ["deploy", "user/model", "--data", "user/rows", "--keep", "0.5", "--runtime", "onnxruntime-cpu"]
+    asked += ["--within", "1s"]  # what is searched for is found in other tests
+    assert hies(*asked, "-o", tmp_path / "out", "--json") == 0
+    said = capsys.readouterr()
     # Nothing that was not asked for is missed.
-    assert "warning" not in done.stderr
-    assert json.loads(done.stdout.splitlines()[-1])["model"] == "user/model"
+    assert "warning" not in said.err
+    assert json.loads(said.out.splitlines()[-1])["model"] == "user/model"
     report = Report.from_file(tmp_path / "out")
     data, deployment = report.details.data, report.details.deployment
     assert (data.name, data.held_out_split) == ("user/rows", "validation")

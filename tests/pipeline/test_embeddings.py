@@ -15,7 +15,7 @@ from support.runs import deploy_on, without_tracing
 from support.sentences import WORDS, bert_encoder, sentence_folder
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
-from transformers import AutoTokenizer, CLIPConfig, CLIPModel, CLIPTextConfig, CLIPVisionConfig
+from transformers import AutoTokenizer, CLIPConfig, CLIPModel, CLIPTextConfig, CLIPVisionConfig, PreTrainedModel
 
 import hies_export
 from hies_export.checkpoint.sentence import load_sentence
@@ -90,6 +90,11 @@ def run(recipe: PruningRecipe) -> Report:
     with without_tracing():
         hies_export.run(recipe)
     return Report.from_file(recipe.output)
+
+
+def encoder_in_8_bits() -> PreTrainedModel:
+    """Return an encoder with a layer that 8 bits make faster; both tests that write graphs trace it once."""
+    return bert_encoder(num_hidden_layers=1, intermediate_size=512)
 
 
 def reranker_folder(folder: Path, **options: Any) -> Path:
@@ -235,11 +240,12 @@ def test_texts_alone_are_judged_by_the_dense_models_ranking(tmp_path: Path) -> N
 def test_a_form_to_deploy_that_is_no_export_of_the_run_is_ranked_and_moved_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sentence_folder(tmp_path / "model", encoder=bert_encoder(num_hidden_layers=1))
+    sentence_folder(tmp_path / "model", encoder=encoder_in_8_bits())
     monkeypatch.setattr(choosing, "SIZES", 3)
     deploy_on(monkeypatch)
     monkeypatch.setattr(measuring, "fastest", lambda *_: (0, 0))
-    recipe = project(tmp_path, (texts(40), texts(40, 50)), columns={"text": "text"})
+    prune = {"criterion": "his", "budget": {"heads": 0.4}, "modules": ["attention"], "compensation": None}
+    recipe = project(tmp_path, (texts(40), texts(40, 50)), columns={"text": "text"}, prune=prune)
     hies_export.deploy(recipe, keep=0.3)
     report = Report.from_file(recipe.output)
     found = report.details.deployment
@@ -254,7 +260,7 @@ def test_a_form_to_deploy_that_is_no_export_of_the_run_is_ranked_and_moved_there
 
 
 def test_a_run_leaves_graphs_where_the_tools_of_the_hub_look_for_them(tmp_path: Path) -> None:
-    sentence_folder(tmp_path / "model", encoder=bert_encoder(num_hidden_layers=1, intermediate_size=512))
+    sentence_folder(tmp_path / "model", encoder=encoder_in_8_bits())
     hies_export.run(project(tmp_path, texts, columns={"text": "text"}, export={"quantize": "int8"}))
     out, text = tmp_path / "out", words(3)
     named = ["model.onnx", "model_qint8_avx512_vnni.onnx", "model_quantized.onnx"]

@@ -13,7 +13,6 @@ import torch
 from datasets import Dataset
 from scipy.stats import binomtest, pearsonr
 from support.models import save_regressor
-from support.references import same_in_onnxruntime
 from support.runs import hies, without_tracing
 
 from hies_export import RecipeError, RequestError, prune
@@ -137,24 +136,6 @@ def test_a_promise_of_time_removes_what_saves_time(folder: Path, monkeypatch: py
     assert (where.runtime, where.batch, where.sequence) == ("torch", 3, 9)
     assert choice.outcome.predicted is not None
     assert 0 < choice.outcome.predicted < 1
-
-
-@pytest.mark.slow
-def test_a_promise_of_a_runtime_is_judged_on_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = save_regressor(tmp_path, layers=1, prune={"modules": ["mlp"], "criterion": "fisher"})
-    keep = {"predictions": 0.3, "runtime": "onnxruntime-cpu", "batch": 2, "sequence": 16}
-    how = {"prune__budget": {"keep": keep}, "prune__compensation": {"samples": 60}}
-    recipe = recipe_of(folder, **how, output=str(tmp_path / "out"))
-    monkeypatch.setattr(choosing, "SIZES", 3)
-    monkeypatch.setattr(
-        choosing, "latency_table", lambda m, sites, where, **_: flops_table(m, sites, batch=where.batch, unit="group")
-    )
-    recipe.run()
-    rows = load_job(recipe).rows.held_out
-    same = same_in_onnxruntime(folder / "model", tmp_path / "out" / "onnx" / "model.onnx", rows, tolerance=0.02)
-    outcome = json.loads((tmp_path / "out" / "report.json").read_text())["details"]["outcome"]
-    assert outcome["found"]["value"] == pytest.approx(sum(same) / len(same), abs=1.5 / len(same))
-    assert outcome["budget"]["keep"]["runtime"] == "onnxruntime-cpu"
 
 
 @pytest.mark.parametrize(("refitted", "held_out"), [(20, 130), (40, 110), (60, 100), (150, 100)])

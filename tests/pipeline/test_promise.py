@@ -31,9 +31,8 @@ FEW = "too few to promise 99 % on some and to judge it on the others, which take
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A regressor, 150 rows to score and 40 to evaluate, and a recipe whose promise needs 22."""
-    return save_regressor(
-        tmp_path_factory.mktemp("promise"), prune={"budget": {"keep": 0.8}, "criterion": "his", "compensation": None}
-    )
+    prune = {"budget": {"keep": 0.8}, "criterion": "his", "compensation": None}
+    return save_regressor(tmp_path_factory.mktemp("promise"), layers=1, prune=prune)
 
 
 def recipe_of(folder: Path, **fields: Any) -> PruningRecipe:

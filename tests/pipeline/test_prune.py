@@ -5,6 +5,7 @@ import inspect
 import json
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -116,9 +117,13 @@ def test_a_model_is_pruned_saved_loaded_and_exported(name: str, tmp_path: Path, 
     assert PruningPlan.from_file(tmp_path / "slim" / "hies_plan.json").kept == result.plan.kept
     assert (tmp_path / "slim" / "refit.safetensors").is_file()
     assert (tmp_path / "slim" / "tokenizer.json").is_file() is ("processor" in how)
-    exported = result.export_onnx(tmp_path / "onnx")
-    session = onnxruntime.InferenceSession(tmp_path / "onnx" / "model.onnx")
-    if "past_key_values" not in str([node.name for node in session.get_inputs()]):
+    # The graph of a decoder takes longest, and is compared in tests/onnx.
+    decoder = result.model.can_generate()
+    with without_tracing() if decoder else nullcontext():
+        exported = result.export_onnx(tmp_path / "onnx")
+    assert (tmp_path / "onnx" / "tokenizer.json").is_file() is ("processor" in how)
+    if not decoder:
+        session = onnxruntime.InferenceSession(tmp_path / "onnx" / "model.onnx")
         feeds = {"token_type_ids": torch.zeros_like(next(iter(inputs.values()))), **inputs}
         (logits,) = session.run(["logits"], {node.name: feeds[node.name].numpy() for node in session.get_inputs()})
         torch.testing.assert_close(torch.from_numpy(logits), expected, atol=1e-4, rtol=1e-4)
@@ -143,6 +148,7 @@ def test_a_run_and_a_call_choose_the_same(section: dict[str, Any], tmp_path: Pat
     measure = {"runtimes": ["torch"], "shapes": [[2, 16]], "repeats": 2}
     fields = {"calibration": {"samples": 12, "batch_size": 4, "seed": 3}, "measure": measure, "prune": section}
     save_project(tmp_path, train=80, validation=8, **fields)
+    save_text_model(tmp_path / "model", num_hidden_layers=2)
     recipe = PruningRecipe.from_yaml(tmp_path / "recipe.yaml")
     with without_tracing():
         recipe.run()

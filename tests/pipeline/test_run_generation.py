@@ -222,6 +222,7 @@ def test_stories_without_some_of_their_groups(allocation: str, share: float, sha
     # Stock LLaMA configs refuse 6 heads, which do not divide the width of 64; 4 do.
     settings = {"prune.budget.heads": share, "prune.allocation": allocation}
     settings |= {"measure.repeats": 2, "measure.runtimes": "[torch]", "measure.shapes": "[[1, 16]]"}
+    settings |= {"calibration.samples": 32, "prune.compensation.samples": 96, "evaluation.samples": 80}
     options = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
     recipe = Path(__file__).parents[2] / "recipes" / "stories-llama.yaml"
     # In ONNX only the uneven one: a graph takes as long as all the rest.

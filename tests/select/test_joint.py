@@ -438,7 +438,7 @@ def test_equal_inputs_give_equal_selections_and_ties_go_to_the_later_unit() -> N
 
 @pytest.mark.slow
 def test_many_neurons_are_no_trouble() -> None:
-    modules = tuple(m for i in range(12) for m in (heads(f"a{i}", 32), block(f"m{i}", 11_008)))
+    modules = tuple(m for i in range(6) for m in (heads(f"a{i}", 32), block(f"m{i}", 11_008)))
     effects, price = effects_of(modules, 0), {"attention": 4 * 128.0, "mlp": 3.0}
     scores = scores_of(effects, ranked=("attention",))
     found = select_units(scores, modules, table=table_of(modules, price), ratio=0.5)
@@ -449,7 +449,7 @@ def test_many_neurons_are_no_trouble() -> None:
     out = torch.cat([effects[m.name][list(found[m.name].removed)] for m in modules if m.kind == "mlp"])
     stay = torch.cat([effects[m.name][list(found[m.name].units)] for m in modules if m.kind == "mlp"])
     assert out.max() <= stay.sort().values[32]  # up to the last edge
-    assert len(out) > 40_000
+    assert len(out) > 20_000
 
 
 def test_what_is_out_of_range_is_refused() -> None:

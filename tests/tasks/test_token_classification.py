@@ -312,6 +312,8 @@ def test_a_config_with_fewer_tags_than_the_head_is_refused(tmp_path: Path) -> No
         hies_export.load(model)
 
 
+# With layers that 8 bits make faster; of one size, so that both tests that write graphs trace it once.
+SIZES = {"hidden_size": 120, "intermediate_size": 256, "num_hidden_layers": 1}
 MODULES = {"modules": ["attention", "mlp"], "criterion": "compensated", "compensation": {"samples": 80}}
 
 
@@ -324,7 +326,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
         prune={**MODULES, "budget": {"flops": 0.8}},
         export={"quantize": "int8"},
         measure={"shapes": [[2, 16]], "repeats": 2, "runtimes": ["onnxruntime-cpu"]},
-        model={"hidden_size": 120, "intermediate_size": 256, "num_hidden_layers": 1},  # layers that 8 bits make faster
+        model=SIZES,
     )
     assert hies("run", recipe) == 0
     return recipe.parent / "out"
@@ -439,7 +441,7 @@ def test_too_few_rows_to_promise_entities_are_refused(tmp_path: Path) -> None:
 
 
 def test_deploy_says_over_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save_tagger(tmp_path, train=100, validation=120, model={"num_hidden_layers": 1})
+    save_tagger(tmp_path, train=100, validation=120, model=SIZES)
     files = [f"--data={split}={tmp_path / split}.jsonl" for split in ("train", "validation")]
     within = ["--within", "1s", "--runtime", "onnxruntime-cpu", "-o", tmp_path / "deploy"]
     first = ["--set", f"evaluation.metrics={json.dumps(OWN_FIRST)}"]

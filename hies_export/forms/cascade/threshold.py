@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from dataclasses import dataclass
 
 import torch
@@ -72,7 +73,8 @@ def choose_threshold(
     margin, wrong = margins(slim), slim.argmax(-1) != answers
     # Counted wherever it goes, so that the share still only falls as the threshold rises.
     lost = torch.zeros_like(wrong) if passed_on is None else passed_on.argmax(-1) != answers
-    allowed = max(n for n in range(count) if upper_rate(n, count, confidence) <= disagreement)
+    # The rate only rises with the number of answers that differ, and for none of them it is low enough.
+    allowed = bisect(range(count), disagreement, key=lambda n: upper_rate(n, count, confidence)) - 1
     allowed -= int(lost.sum())
     if allowed < 0:
         raise PlanError(
