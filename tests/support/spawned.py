@@ -4,6 +4,7 @@ import os
 import socket
 import time
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -36,15 +37,18 @@ def statistics(project: Path) -> dict[str, dict[str, torch.Tensor]]:
     }
 
 
-def work(local: int, ports: list[int], folder: Path) -> None:
-    """Run the projects in the process with this number, of four and then of two; every meeting takes a port."""
+def work(local: int, ports: list[int], folder: Path, projects: Sequence[str]) -> None:
+    """Collect statistics in the process with this number, of four and then of two, which also run the projects.
+
+    Every meeting takes a port.
+    """
     _be_quiet()
     for name, count, port in (("four", 4, ports[0]), ("two", 2, ports[1])):
         if local >= count:
             return
         os.environ |= environment(local, count, port)
         with processes.together():
-            for project in ("llama", "auto") if count == 2 else ("bert",):
+            for project in projects if count == 2 else ():
                 run(folder / project, name)
             # Of the few rows, there are two batches for four processes.
             found = statistics(folder / ("bert" if count == 2 else "few"))
