@@ -659,8 +659,8 @@ def _reading_operators_once() -> Iterator[None]:
     registry: Any = ONNXRegistry
     kept, read = vars(registry)["from_torchlib"], registry.from_torchlib
 
-    def copied(_: Any, **options: Any) -> Any:
-        known = copy.copy(_operators(read, **options))
+    def copied(_: Any, *version: Any, **options: Any) -> Any:
+        known = copy.copy(_operators(read, *version, **options))
         known.functions = {target: [*found] for target, found in known.functions.items()}  # to which an export adds
         return known
 
@@ -672,5 +672,5 @@ def _reading_operators_once() -> Iterator[None]:
 
 
 @functools.cache
-def _operators(read: Any, **options: Any) -> Any:
-    return read(**options)
+def _operators(read: Any, *version: Any, **options: Any) -> Any:
+    return read(*version, **options)
