@@ -1,5 +1,6 @@
 """What the processes of tests/test_processes.py do: spawned processes import it by name."""
 
+import gc
 import os
 import socket
 import time
@@ -11,9 +12,11 @@ import torch
 
 from hies_export import DataError, HiesError, PruningRecipe, collect_statistics, processes
 from hies_export.calibrate.readings import EffectStream
+from hies_export.model.internals import require_onnx_exporter
 from hies_export.pipeline.load_job import load_job
 from support.runs import hies, without_tracing
 
+require_onnx_exporter()  # where this is imported: once for all processes that are forked from there
 ALL_STATISTICS = ("his", "activation_l2", "output_norm", "obs", "taylor", "channel_taylor")
 
 
@@ -70,6 +73,7 @@ def fail(local: int, failing: int, port: int, folder: Path) -> None:
 
 
 def _be_quiet() -> None:
+    gc.freeze()  # or every timing collects garbage among the objects of what is imported
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
 
