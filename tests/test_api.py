@@ -4,6 +4,7 @@ import copy
 import doctest
 import inspect
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,11 @@ NEEDED = {"quantize_openvino": "nncf"}
 WITHOUT_EXAMPLE = {"bench", "deploy", "export_gguf", "generate_text", "push_to_hub", "run"}
 
 
-@pytest.fixture(scope="module")
-def stages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the examples start from: a tiny BERT with labelled batches, and what the stages make of them."""
+@cache
+def stages(layers: int) -> dict[str, Any]:
+    """Return what the examples start from: a tiny BERT with labelled batches, and what the stages make of them."""
     torch.manual_seed(0)
-    model, batches = bert(), [text_batch(4, 10 + i) for i in range(8)]
+    model, batches = bert(num_hidden_layers=layers), [text_batch(4, 10 + i) for i in range(8)]
     modules = hies_export.find_attention(model, batches[0])
     statistics = hies_export.collect_statistics(model, batches, modules)
     scores = hies_export.score_units(statistics, criterion="hies", alpha=0.5)
@@ -46,11 +47,13 @@ def examples() -> list[doctest.DocTest]:
 
 
 @pytest.mark.parametrize("example", examples(), ids=lambda example: example.name)
-def test_examples_run(example: doctest.DocTest, stages: dict[str, Any], tmp_path: Path) -> None:
+def test_examples_run(example: doctest.DocTest, tmp_path: Path) -> None:
     if example.name in NEEDED:
         pytest.importorskip(NEEDED[example.name])
-    own = {"slim": copy.deepcopy(stages["slim"])}  # which some refit in place, in any order
-    example.globs = PUBLIC | stages | own | {"folder": tmp_path, "torch": torch}
+    # A trace takes seconds a layer.
+    made = stages(1 if any("export_onnx(" in line.source for line in example.examples) else 3)
+    own = {"slim": copy.deepcopy(made["slim"])}  # which some refit in place, in any order
+    example.globs = PUBLIC | made | own | {"folder": tmp_path, "torch": torch}
     said: list[str] = []
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     with registries_restored():

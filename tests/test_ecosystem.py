@@ -3,7 +3,6 @@
 Uneven ones carry custom code, uniform ones are stock; each is used as it comes back from disk.
 """
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -175,15 +174,12 @@ def test_lora_on_a_slim_model(make: Callable[[], PreTrainedModel], uniform: bool
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch imports it itself
 def test_torch_compile_in_one_graph(tmp_path: Path) -> None:
-    if not shutil.which("g++") and not shutil.which("clang++"):
-        pytest.skip("no C++ compiler here: torch.compile needs one on the CPU")
-    # Two uneven layers; the compiler takes seconds for each.
+    # Two uneven layers, without the compiler behind it, which takes seconds for each and is torch's own.
     batch = {"input_ids": IDS["input_ids"] % 15}
     model = hies_export.load(save_cut(bert(num_hidden_layers=2), batch, tmp_path / "slim", uniform=False))
     assert is_slim(model)
-    compiled = torch.compile(model, fullgraph=True)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
     with torch.inference_mode():
         torch.testing.assert_close(compiled(**batch).logits, model(**batch).logits, atol=1e-5, rtol=1e-5)
 

@@ -618,7 +618,7 @@ def exported_program(module: Any, sample: Mapping[str, Any], fusions: str, shape
     options: dict[str, Any] = {"dynamic": True, "dynamic_shapes": shapes}
     if "ort_fusions" in inspect.signature(OnnxConfig).parameters:
         options["ort_fusions"] = fusions
-    with _matching_last_nodes():
+    with _matching_last_nodes(), _reading_operators_once():
         exported: Any = OnnxExporter().export(module, dict(sample), OnnxConfig(**options))
     return exported.program if hasattr(exported, "program") else exported.model
 
@@ -646,3 +646,31 @@ def _matching_last_nodes() -> Iterator[None]:
         yield
     finally:
         matcher.match = match
+
+
+@contextmanager
+def _reading_operators_once() -> Iterator[None]:
+    """Let torch parse the source of the 500 operators of onnxscript once a process, while the block runs.
+
+    It does so for every export, which takes half a second.
+    """
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+    registry: Any = ONNXRegistry
+    kept, read = vars(registry)["from_torchlib"], registry.from_torchlib
+
+    def copied(_: Any, *version: Any, **options: Any) -> Any:
+        known = copy.copy(_operators(read, *version, **options))
+        known.functions = {target: [*found] for target, found in known.functions.items()}  # to which an export adds
+        return known
+
+    registry.from_torchlib = classmethod(copied)
+    try:
+        yield
+    finally:
+        registry.from_torchlib = kept
+
+
+@functools.cache
+def _operators(read: Any, *version: Any, **options: Any) -> Any:
+    return read(*version, **options)

@@ -157,17 +157,17 @@ def test_impossible_timings(clock):
 
 
 def naive_interval(base_ms, other_ms, draws, seed, *, total=False):
-    """Loads, in each the copies of the base, and their rounds, drawn one at a time."""
+    """Loads, drawn one at a time, and in each the copies of the base and the rounds."""
     random, found = np.random.default_rng(seed), []
     for _ in range(draws):
-        pairs = []
+        slim, dense = [], []
         for load in random.integers(len(other_ms), size=len(other_ms)):
             base, other = base_ms[load], other_ms[load]
             copies = random.integers(base.shape[1], size=base.shape[1])
-            for row in random.integers(len(other), size=len(other)):
-                pairs.append((other[row], np.mean([base[row, copy] for copy in copies])))
-        slim, dense = zip(*pairs, strict=True)
-        found.append(sum(slim) / sum(dense) if total else np.median([s / d for s, d in pairs]))
+            rounds = random.integers(len(other), size=len(other))
+            slim.append(other[rounds])
+            dense.append(base[rounds][:, copies].mean(axis=1))
+        found.append(np.sum(slim) / np.sum(dense) if total else np.median(np.divide(slim, dense)))
     return np.percentile(found, (2.5, 97.5)).tolist()
 
 

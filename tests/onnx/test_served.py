@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.models import text_batch
 from support.runs import hies
-from support.sentences import WIDTH, dense, sentence_folder
+from support.sentences import WIDTH, bert_encoder, dense, sentence_folder
 
 from hies_export import RequestError
 from hies_export.checkpoint.sentence import load_sentence
@@ -17,7 +17,8 @@ from hies_export.checkpoint.served_settings import SERVED_FILE, read_served
 
 def test_the_graph_embeds_texts_and_the_folder_names_the_module(tmp_path: Path) -> None:
     options = {"prompts": {"query": "q: "}, "default_prompt_name": None, "similarity_fn_name": "dot"}
-    source = sentence_folder(tmp_path / "dense", [dense(WIDTH, 12), ("Normalize", {}, {})], options=options)
+    layers, encoder = [dense(WIDTH, 12), ("Normalize", {}, {})], bert_encoder(num_hidden_layers=1)
+    source = sentence_folder(tmp_path / "dense", layers, options=options, encoder=encoder)
     assert hies("export", source, "-o", tmp_path / "served") == 0
     served = tmp_path / "served"
     session = onnxruntime.InferenceSession(served / "model.onnx")

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from hies_export import export_onnx, find_modules, prune_units
+from hies_export.errors import ExportError
 from hies_export.forms.form import predictor
 from hies_export.forms.formats import Exporter, Given
 from hies_export.forms.onnx import export as export_module
@@ -104,7 +105,7 @@ def described(file: Path) -> tuple[list[Any], list[str]]:
 @pytest.mark.parametrize(
     ("make", "sample"),
     [
-        (partial(vit, num_hidden_layers=1), images),
+        pytest.param(partial(vit, num_hidden_layers=1), images, marks=pytest.mark.exports),
         pytest.param(llama, prompts, marks=pytest.mark.exports),
         (gpt2, prompts),
     ],
@@ -162,6 +163,8 @@ def test_a_wrong_graph_is_not_kept(
 ) -> None:
     model, batch, traces = learned
     slim, right = cuts(model, batch, 2)[1], Traces.resized
+    resized = export_onnx(slim, tmp_path / "resized", batch=batch, traces=traces)
+    assert traced == []
 
     def wrong(self: Traces, key: Any, model: PreTrainedModel) -> Any:
         program = right(self, key, model)
@@ -176,17 +179,25 @@ def test_a_wrong_graph_is_not_kept(
     exported = export_onnx(slim, tmp_path / "onnx", batch=batch, traces=traces)
     assert traced == ["BertForSequenceClassification"]
     assert exported.max_abs < 1e-5
+    # The right one is that of the trace.
+    assert described(resized.file) == described(exported.file)
+    assert (resized.facts["fused"], resized.outputs) == (exported.facts["fused"], exported.outputs)
 
 
 def test_a_model_without_a_module_is_traced(
-    learned: tuple[PreTrainedModel, dict[str, Tensor], Traces], tmp_path: Path, traced: list[str]
+    learned: tuple[PreTrainedModel, dict[str, Tensor], Traces], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, batch, traces = learned
     first, *_ = modules = find_modules(model, batch)
     kept = {module.name: module.kept(range(module.units)) for module in modules} | {first.name: first.kept([])}
     skipped = prune_units(model, kept, modules)
-    export_onnx(skipped, tmp_path / "onnx", batch=batch, traces=traces)
-    assert traced == ["BertForSequenceClassification"]
+
+    def trace(*_: object) -> None:
+        raise ExportError("it is traced")
+
+    monkeypatch.setattr(export_module, "trace_onnx", trace)
+    with pytest.raises(ExportError, match="it is traced"):
+        export_onnx(skipped, tmp_path / "onnx", batch=batch, traces=traces)
 
 
 class Layers(torch.nn.Module):

@@ -8,7 +8,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from support.models import bert, causal_lm, image_batch, text_batch, vit
+from support.models import bert, causal_lm, text_batch
 
 from hies_export import MissingRuntimeError, export_onnx, load_runtime
 from hies_export.forms.onnx import parity
@@ -172,7 +172,7 @@ def test_an_export_is_compared_on_its_own_provider(folders, sessions, tmp_path, 
             return super().run_once(batch)
 
     monkeypatch.setitem(parity.RUNTIMES, "cuda", Watched)
-    export_onnx(vit(num_hidden_layers=1), tmp_path / "onnx", batch=image_batch(labels=False), provider="cuda")
+    export_onnx(bert(num_hidden_layers=1), tmp_path / "onnx", batch=text_batch(labels=False), provider="cuda")
     assert len(seen) == 3
 
 

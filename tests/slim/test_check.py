@@ -1,5 +1,6 @@
 """What `slim/check.py` compares and refuses: plans, weights, and the outputs of a cut model."""
 
+import copy
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -59,23 +60,33 @@ def test_the_difference_is_the_largest_of_all_elements() -> None:
 @pytest.fixture(scope="module")
 def deep() -> Any:
     """A decoder of thirty layers with large outputs, as real ones have."""
+    torch.manual_seed(0)
     model = causal_lm(num_hidden_layers=30, num_key_value_heads=2)
     with torch.no_grad():
         model.lm_head.weight.mul_(1e4)
     return model
 
 
-def deep_cut(model: Any) -> tuple[Any, dict[str, Kept], Sequence[PrunableModule], Any]:
-    torch.manual_seed(0)
-    batch = {"input_ids": torch.randint(5, model.config.vocab_size, (2, 24))}
-    modules = find_modules(model, batch, kinds=(ATTENTION, MLP))
+@pytest.fixture(scope="module")
+def cut(deep: Any) -> tuple[Any, dict[str, Kept], Sequence[PrunableModule], Any]:
+    batch = {"input_ids": torch.randint(5, deep.config.vocab_size, (2, 24))}
+    modules = find_modules(deep, batch, kinds=(ATTENTION, MLP))
     kept = {m.name: m.kept(range(m.units - 1 if m.kind == MLP else m.units // 2)) for m in modules}
-    return prune_units(model, kept, modules), kept, modules, batch
+    return prune_units(deep, kept, modules), kept, modules, batch
 
 
-def test_a_deep_model_with_large_outputs_is_cut(deep: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def deep_cut(cut: tuple[Any, ...]) -> tuple[Any, dict[str, Kept], Sequence[PrunableModule], Any]:
+    """The deep model without some units, which a test may change, and what was kept."""
+    slim, *kept = cut
+    return copy.deepcopy(slim), *kept
+
+
+def test_a_deep_model_with_large_outputs_is_cut(
+    deep: Any, deep_cut: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rounding alone moves its outputs by more than 1e-4; in float64 it does not."""
-    slim, kept, modules, batch = deep_cut(deep)
+    slim, kept, modules, batch = deep_cut
     with masked_units(deep, kept, modules):
         masked = first_output(deep, batch)
     moved = (first_output(slim, batch) - masked).abs().max().item()
@@ -86,8 +97,10 @@ def test_a_deep_model_with_large_outputs_is_cut(deep: Any, monkeypatch: pytest.M
     assert compare_cut(deep, slim, kept, modules, batch) < 1e-3 * moved
 
 
-def test_a_model_too_large_for_float64_is_compared_in_float32_alone(deep: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    slim, kept, modules, batch = deep_cut(deep)
+def test_a_model_too_large_for_float64_is_compared_in_float32_alone(
+    deep: Any, deep_cut: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slim, kept, modules, batch = deep_cut
     monkeypatch.setattr(check_module, "SURE_IN_FLOAT32", 0.0)
     monkeypatch.setattr(check_module, "LARGEST_COPY", 0)
     assert compare_cut(deep, slim, kept, modules, batch) > 1e-4
@@ -100,8 +113,8 @@ def test_a_model_too_large_for_float64_is_compared_in_float32_alone(deep: Any, m
 @pytest.mark.parametrize(
     ("kind", "wrong"), [(ATTENTION, "one unit more"), (MLP, "two units swapped"), (MLP, "another unit")]
 )
-def test_a_wrong_cut_of_a_deep_model_is_refused(deep: Any, kind: str, wrong: str) -> None:
-    slim, kept, modules, batch = deep_cut(deep)
+def test_a_wrong_cut_of_a_deep_model_is_refused(deep: Any, deep_cut: tuple[Any, ...], kind: str, wrong: str) -> None:
+    slim, kept, modules, batch = deep_cut
     module = [m for m in modules if m.kind == kind][15]
     units = list(kept[module.name].units)
     if wrong == "two units swapped":

@@ -93,7 +93,9 @@ def test_sequential_makes_up_for_half_of_what_the_stream_lacks(
     make: Callable[[], PreTrainedModel], streams: list[str]
 ) -> None:
     dense = make().eval()
-    batches = [text_batch(8, 40, padding=make is bert, labels=False) for _ in range(10)]
+    # So many that every fit is better on held-out tokens than a new bias alone.
+    count = 10 if make is bert else 6
+    batches = [text_batch(8, 40, padding=make is bert, labels=False) for _ in range(count)]
     modules = find_modules(dense, batches[0], kinds=("attention", "mlp"))
     plan = random_plan(modules, uniform=False)
     slim = prune_units(dense, plan, modules)

@@ -24,8 +24,8 @@ def endless_llama(**options: object) -> PreTrainedModel:
 
 
 def endless_llava() -> PreTrainedModel:
-    """Return `endless_llama` behind an image tower that makes 4 tokens of an image."""
-    text = LlamaConfig(**TEXT)
+    """Return one layer of `endless_llama` behind an image tower that makes 4 tokens of an image."""
+    text = LlamaConfig(**TEXT | {"num_hidden_layers": 1})
     config = LlavaConfig(vision_config=CLIPVisionConfig(**VISION), text_config=text, image_token_index=99)
     return shake(LlavaForConditionalGeneration(config))
 

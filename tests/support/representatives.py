@@ -22,10 +22,9 @@ CUT = {
     "swin": "windows of an image, a table of biases",
     "t5": "a bias that the first layer makes for the others",
 }
-# By type, or type and class; of what is exported here both the graph and its 8 bits are compared with torch.
-QUANTISED = {"llama/LlamaForSequenceClassification": "a decoder that classifies, and does not generate"}
-# The same, of types that only `-m exports` takes.
-MORE_QUANTISED = {
+# By type, or type and class, for `-m exports`; both the graph and its 8 bits are compared with torch.
+QUANTISED = {
+    "llama/LlamaForSequenceClassification": "a decoder that classifies, and does not generate",
     "albert": "an encoder, whose layers share their weights",
     "gpt2": "a decoder whose head is its embedding",
 }

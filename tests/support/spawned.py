@@ -1,18 +1,22 @@
 """What the processes of tests/test_processes.py do: spawned processes import it by name."""
 
+import gc
 import os
 import socket
 import time
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from hies_export import DataError, HiesError, PruningRecipe, collect_statistics, processes
 from hies_export.calibrate.readings import EffectStream
+from hies_export.model.internals import require_onnx_exporter
 from hies_export.pipeline.load_job import load_job
 from support.runs import hies, without_tracing
 
+require_onnx_exporter()  # where this is imported: once for all processes that are forked from there
 ALL_STATISTICS = ("his", "activation_l2", "output_norm", "obs", "taylor", "channel_taylor")
 
 
@@ -36,15 +40,18 @@ def statistics(project: Path) -> dict[str, dict[str, torch.Tensor]]:
     }
 
 
-def work(local: int, ports: list[int], folder: Path) -> None:
-    """Run the projects in the process with this number, of four and then of two; every meeting takes a port."""
+def work(local: int, ports: list[int], folder: Path, projects: Sequence[str]) -> None:
+    """Collect statistics in the process with this number, of four and then of two, which also run the projects.
+
+    Every meeting takes a port.
+    """
     _be_quiet()
     for name, count, port in (("four", 4, ports[0]), ("two", 2, ports[1])):
         if local >= count:
             return
         os.environ |= environment(local, count, port)
         with processes.together():
-            for project in ("llama", "auto") if count == 2 else ("bert",):
+            for project in projects if count == 2 else ():
                 run(folder / project, name)
             # Of the few rows, there are two batches for four processes.
             found = statistics(folder / ("bert" if count == 2 else "few"))
@@ -66,6 +73,7 @@ def fail(local: int, failing: int, port: int, folder: Path) -> None:
 
 
 def _be_quiet() -> None:
+    gc.freeze()  # or every timing collects garbage among the objects of what is imported
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from support.models import save_project
+from support.models import save_project, save_text_model
 
 
 def sweep_row(criterion: str, **fields: Any) -> dict[str, Any]:
@@ -37,4 +37,5 @@ def save_sweep_project(folder: Path, **prune: Any) -> Path:
         prune={"alpha": 0.5, "compensation": {"samples": 40}} | prune,
         measure={"shapes": [[2, 16]]},
     )
+    save_text_model(project / "model", num_hidden_layers=2)
     return project / "recipe.yaml"

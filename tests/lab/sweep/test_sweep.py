@@ -53,19 +53,22 @@ def test_rows_are_what_a_single_run_of_each_finds(
         criteria=("hies", "random", "hies-compensated"),
         alphas=(0.3, "auto"),
         sparsities=(0.5,),
-        seeds=(0, 3),
+        seeds=(3,),
         calibration_sizes=(8, 12),
         compensations=("none", "least_squares"),
     )
     result = sweep(recipe, grid, tmp_path / "out")
     assert json.loads((tmp_path / "out" / "sweep.json").read_text()) == result.rows
-    # hies at two alphas and random for every size, hies-compensated once; x seeds x compensations.
-    assert len(result.rows) == (3 * 2 + 1) * 2 * 2
+    # hies at two alphas and random for every size, hies-compensated once; x compensations.
+    assert len(result.rows) == (3 * 2 + 1) * 2
     assert result.evaluations < len(result.rows)
     needed = {"criterion", "alpha", "sparsity", "seed", "calibration_samples", "compensation", "quality", "stability"}
     assert all(needed | {"flops_ratio"} <= set(row) for row in result.rows)
     assert {r["calibration_samples"] for r in result.rows if r["criterion"] == "hies-compensated"} == {40}
-    for row in random.Random(0).sample([r for r in result.rows if r["criterion"] != "hies-compensated"], 4):
+    kinds = {(r["criterion"], r["alpha_by"]): r for r in random.Random(0).sample(result.rows, len(result.rows))}
+    chosen = [row for (criterion, _), row in kinds.items() if criterion != "hies-compensated"]
+    assert {row["compensation"] for row in chosen} == {"none", "least_squares"}
+    for row in chosen:
         fields = recipe.model_dump()
         fields["calibration"] |= {"seed": row["seed"], "samples": row["calibration_samples"]}
         fields["prune"] |= {"criterion": row["criterion"], "alpha": row["alpha"] or 0.5}
@@ -133,7 +136,7 @@ def test_baselines_that_cut_no_heads_are_judged_beside_the_others(recipe_file: P
 def test_killed_half_way_it_ends_with_the_same_file(
     recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = ["--criteria", "hies,random,hies-compensated", "--alphas", "0.2", "--sparsities", "0.2,0.6"]
+    options = ["--criteria", "hies,random,hies-compensated", "--alphas", "0.2", "--sparsities", "0.6"]
     options += ["--seeds", "0,1", "--compensations", "none,least_squares", "--no-figures"]
 
     def command(folder: str) -> list[str]:
@@ -147,14 +150,14 @@ def test_killed_half_way_it_ends_with_the_same_file(
         nonlocal rows
         add(journal, key, row)
         rows += 1
-        if rows == 14:
+        if rows == 7:
             shutil.copytree(whole, killed)
 
     monkeypatch.setattr(Journal, "add", add_and_look)
     assert main(command("whole")) == 0
     journal = killed / "journal.jsonl"
     assert not (killed / "sweep.json").exists()
-    assert journal.read_bytes().count(b'"kind": "row"') == 14
+    assert journal.read_bytes().count(b'"kind": "row"') == 7
     with journal.open("ab") as file:
         file.write(b'{"kind": "row", "key": "cut of')  # as a kill in the middle of a line leaves it
     assert main(command("killed")) == 0
@@ -162,7 +165,7 @@ def test_killed_half_way_it_ends_with_the_same_file(
         assert_same_text((killed / name).read_text(), (whole / name).read_text())
     lines = [json.loads(line) for line in journal.read_bytes().splitlines()]
     keys = [line["key"] for line in lines if line["kind"] == "row"]
-    assert len(keys) == len(set(keys)) == len(json.loads((whole / "sweep.json").read_text())) > 14
+    assert len(keys) == len(set(keys)) == len(json.loads((whole / "sweep.json").read_text())) == 12
 
 
 def test_a_journal_serves_a_wider_grid_but_no_other_recipe(recipe_file: Path, tmp_path: Path) -> None:
