@@ -25,7 +25,7 @@ Spreads: TypeAlias = Callable[[Mapping[str, int]], Iterable[tuple[str, Spread]]]
 # int8 without -128; activations are stored around ZERO, because x86 multiplies unsigned by signed integers.
 LEVELS, ZERO = 127, 128
 # x86 without VNNI adds two products of neighbouring inputs in 16 bits, and what does not fit is cut off: it must hold
-# 255 (w1 + w2). So products are the same on every processor. Scales are some third larger for it.
+# 255 (w1 + w2). So products are the same on every processor. Scales are about a third larger for it.
 SUMMED = 2
 # Weights of the smallest layer that is quantised. Two layers (N, N) in a row, in 8 bits against float32, one core with
 # VNNI: N = 64 takes 1.43 of the time at 8 x 128, N = 128 0.75 (1.24 at 1 x 32), N = 192 0.58, N = 384 0.40.
