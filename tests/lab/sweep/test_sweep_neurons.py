@@ -40,7 +40,7 @@ def swept(recipe_file: Path) -> Path:
     """The folder of a sweep over everything that removes whole units; beside it one over compensations."""
     folder, recipe = recipe_file.parent / "swept", PruningRecipe.from_yaml(recipe_file)
     shared: dict[str, Any] = {"alphas": (0.5,), "seeds": (0,), "calibration_sizes": (8,)}
-    refits = ("least_squares", "weighted", "scalars")
+    refits = ("least_squares", "weighted", "scalars", "sequential")
     some = SweepGrid(**shared, flops=(0.7,), criteria=("hies", "l2", "fisher"), compensations=refits, modules=("both",))
     sweep(recipe, some, recipe_file.parent / "some")
     every = SweepGrid(**shared, flops=(0.8, 0.7), criteria=CRITERIA, modules=("attention", "mlp", "both"))
@@ -69,7 +69,7 @@ def test_there_is_a_row_for_every_cell_within_reach(swept: Path) -> None:
 
 @pytest.mark.parametrize(
     ("criterion", "compensation"),
-    [("hies", "least_squares"), ("fisher", "weighted"), ("l2", "scalars")],
+    [("hies", "least_squares"), ("fisher", "weighted"), ("l2", "scalars"), ("l2", "sequential")],
 )
 def test_rows_are_what_a_run_of_each_finds(recipe_file: Path, swept: Path, criterion: str, compensation: str) -> None:
     (row,) = (
@@ -85,7 +85,8 @@ def test_rows_are_what_a_run_of_each_finds(recipe_file: Path, swept: Path, crite
     assert (row["heads_removed"], row["neurons_removed"]) == (plan.removed, plan.removed_neurons)
     slim = prune_units(prepared.model, plan, prepared.modules)
     if compensation != "none":
-        how = Compensation(token_weights=0.3) if compensation == "weighted" else Compensation(compensation)
+        special = {"weighted": Compensation(token_weights=0.3), "sequential": Compensation(sequential=True)}
+        how = special.get(compensation) or Compensation(compensation)
         compensate(prepared.model, slim, plan, prepared.modules, prepared.rows.refit, how)
     dense, found = predict(prepared.model, evaluation), predict(slim, evaluation)
     assert row["stability"] == share_same(dense, found)
