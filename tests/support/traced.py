@@ -47,12 +47,15 @@ def traced_once() -> Iterator[None]:
 
 @contextmanager
 def counted_once() -> Iterator[None]:
-    """Count the FLOPs of models of the same class, config and shapes once: a count takes ten times a forward pass."""
+    """Count the FLOPs of models of the same code, config and shapes once: a count takes ten times a forward pass."""
     count = counts._count
 
     def known(model: Any, inputs: Any) -> dict[str, int]:
         shapes = [(name, tuple(t.shape)) for name, t in (*model.named_parameters(), *inputs.items())]
-        key = type(model), model.config.to_json_string(use_diff=False), str(getattr(model, "readout", None)), *shapes
+        code = [(type(m), type(m).forward, getattr(m.forward, "__func__", m.forward)) for m in model.modules()]
+        hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+        config = model.config.to_json_string(use_diff=False), str(getattr(model, "readout", None))
+        key = (*config, hooks, *code, *shapes)
         if key not in COUNTS:
             COUNTS[key] = count(model, inputs)
         return dict(COUNTS[key])
