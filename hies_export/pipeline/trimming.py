@@ -116,7 +116,7 @@ def _texts(values: Iterable[Any]) -> Iterator[str]:
 
 
 def texts_in(files: Sequence[Path]) -> list[str]:
-    """Return the texts of all columns of some files."""
+    """Return the texts in all columns of some files; raises DataError if there are none."""
     found = [text for file in files for text in texts_of(load_rows(files={"texts": file}, split="texts"))]
     if not found:
         raise DataError(f"vocabulary.files must have a column of text, but {files[0]} has none; name files of texts")

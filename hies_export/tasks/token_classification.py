@@ -250,7 +250,7 @@ class TokenClassification(Task):
 
     @staticmethod
     def _counts(predictions: Predictions) -> list[int]:
-        """Return the number of words of each sample, (samples,)."""
+        """Return the number of words of each sample, in their order."""
         assert predictions.sample is not None
         return predictions.sample.bincount().tolist()
 
@@ -304,7 +304,10 @@ def _warn_of_names(names: tuple[str, ...]) -> None:
 
 
 def _span(span: Any, length: int, names: Sequence[str] | None, classes: ClassNames, where: str) -> _Span:
-    """Return a span of a text of some characters; `names` are those of its labels, if these are numbers."""
+    """Return a row's span as a checked `_Span`, in characters of a text of `length` characters.
+
+    Numbered labels are looked up in `names`; without `names`, labels are names. `where` completes an error message.
+    """
     if not isinstance(span, Mapping) or not {"start", "end", "label"} <= span.keys():
         raise DataError(f"labels must be spans, dicts of start, end and label, but {where.format(quoted(span))}")
     start, end, label = span["start"], span["end"], span["label"]

@@ -113,7 +113,7 @@ def test_a_graph_computes_what_rounding_by_hand_gives() -> None:
 @pytest.mark.parametrize("inputs", [64, 65])
 def test_no_sum_of_products_is_cut_off_on_any_processor(inputs: int) -> None:
     """Without VNNI, x86 adds the products of two neighbouring inputs in 16 bits."""
-    weights, _ = quantize_columns(RNG.normal(size=(inputs, 50)).astype(np.float32), summed=2)
+    weights, _ = quantize_columns(RNG.normal(size=(inputs, 50)).astype(np.float32), paired=True)
     weights = weights.astype(np.int64)
     assert np.abs(weights).max(axis=0).mean() > 90
     for i in range(0, inputs - 1, 2):

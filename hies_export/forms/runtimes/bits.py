@@ -24,9 +24,6 @@ Spreads: TypeAlias = Callable[[Mapping[str, int]], Iterable[tuple[str, Spread]]]
 
 # int8 without -128; activations are stored around ZERO, because x86 multiplies unsigned by signed integers.
 LEVELS, ZERO = 127, 128
-# x86 without VNNI adds two products of neighbouring inputs in 16 bits, and what does not fit is cut off: it must hold
-# 255 (w1 + w2). So products are the same on every processor. Scales are about a third larger for it.
-SUMMED = 2
 # Weights of the smallest layer that is quantised. Two layers (N, N) in a row, in 8 bits against float32, one core with
 # VNNI: N = 64 takes 1.43 of the time at 8 x 128, N = 128 0.75 (1.24 at 1 x 32), N = 192 0.58, N = 384 0.40.
 SMALLEST = 2**14
@@ -76,14 +73,17 @@ def quantize_graph(
     return {name: count for name, count in counts.items() if count or name != "int4"}
 
 
-def quantize_columns(matrix: np.ndarray, *, summed: int = 1) -> tuple[np.ndarray, np.ndarray]:
+def quantize_columns(matrix: np.ndarray, *, paired: bool = False) -> tuple[np.ndarray, np.ndarray]:
     """Return a matrix (inputs, outputs) as int8, and the scale of each column (outputs,).
 
-    No sum of `summed` neighbouring rows is above 128 then, nor below -128.
+    If `paired`, as weights must be that are multiplied, the sums of rows 0 and 1, 2 and 3, ... are in [-128, 128]. x86
+    without VNNI adds two such products in 16 bits, which hold 255 times that, and cuts off what does not fit. Scales
+    are about a third larger for it.
     """
-    rows = np.pad(matrix, ((0, -len(matrix) % summed), (0, 0)))
-    sums = np.abs(rows.reshape(-1, summed, matrix.shape[1]).sum(axis=1)).max(axis=0)
-    largest = np.maximum(np.abs(matrix).max(axis=0), sums)
+    largest = np.abs(matrix).max(axis=0)
+    if paired:
+        even = np.pad(matrix, ((0, len(matrix) % 2), (0, 0)))
+        largest = np.maximum(largest, np.abs(even[::2] + even[1::2]).max(axis=0))
     scale = np.maximum(largest / LEVELS, np.finfo(np.float32).tiny).astype(np.float32)
     return np.clip(np.rint(matrix / scale), -LEVELS, LEVELS).astype(np.int8), scale
 
@@ -95,7 +95,7 @@ def _quantize_layer(graph: Any, node: Any, tokens: dict[Any, tuple[Any, Any]], z
     if states not in tokens:
         tokens[states] = _quantize_tokens(new, states, matrix.shape[0], zeros)
     integers, scale = tokens[states]
-    columns, column_scale = quantize_columns(matrix, summed=SUMMED)
+    columns, column_scale = quantize_columns(matrix, paired=True)
     factors = [integers, new.constant(columns), new.constant(np.float32(1)), new.constant(column_scale)]
     product = new("MatMulIntegerToFloat", *factors, new.constant(np.uint8(ZERO)), domain="com.microsoft")
     new.finish(with_bias(new, node, new("Mul", product, scale)))
@@ -117,7 +117,7 @@ def _quantize_projections(graph: Any, nodes: list[Any]) -> None:
     ]
     new = Rewrite(graph, nodes[0])
     integers, scale, zero = new.several(3, "DynamicQuantizeLinear", nodes[0].inputs[0])
-    columns, column_scale = quantize_columns(np.concatenate(weights, axis=1), summed=SUMMED)
+    columns, column_scale = quantize_columns(np.concatenate(weights, axis=1), paired=True)
     factors = [integers, new.constant(columns), scale, new.constant(column_scale), zero, None]
     bias = np.concatenate(biases)
     product = new("MatMulIntegerToFloat", *factors, new.constant(bias) if bias.any() else None, domain="com.microsoft")

@@ -73,7 +73,7 @@ class Calibrated:
 
     @cached_property
     def removal(self) -> Scores:
-        """The scores of `compensated` for all modules, which all sizes share."""
+        """The orders of removal of `compensated` for all modules, and their effects; cells of all sizes share them."""
         return stages.score_by_removal(self.job, self.statistics.moments)
 
     @cached_property
