@@ -16,6 +16,9 @@ from ..progress import Progress
 if TYPE_CHECKING:
     from ..pipeline.recipe import PruningRecipe
 
+# Sections of a recipe that say how much goes, so that it may have no budget.
+_IN_PLACE_OF_A_BUDGET = ("cascade", "vocabulary")
+
 
 class Options(Namespace):
     """The options of a command, and where it shows results and progress."""
@@ -189,7 +192,8 @@ def read_recipe(options: Options, *, deploys: bool = False) -> PruningRecipe:
             "train=FILE --data validation=FILE, or --data with the name of a Hub data set"
         )
     of_budget = {key: value for key, value in overrides.items() if f"{key}.".startswith("prune.budget.")}
-    if not deploys and not of_budget:
+    in_its_place = {key: value for key, value in overrides.items() if key.partition(".")[0] in _IN_PLACE_OF_A_BUDGET}
+    if not deploys and not of_budget and not in_its_place:
         raise RequestError(
             "a model needs to know how much may go: give --flops 0.6, --keep 0.99 or --heads 0.3; hies-export deploy "
             "finds the fastest form that keeps 99 % of the answers"
@@ -200,7 +204,8 @@ def read_recipe(options: Options, *, deploys: bool = False) -> PruningRecipe:
         options.recipe,
         **read_data(of_model.pop("data")),
         **of_model,
-        budget=None if deploys else overridden({}, of_budget)["prune"]["budget"],
+        budget=overridden({}, of_budget)["prune"]["budget"] if of_budget and not deploys else None,
+        sections={} if deploys else overridden({}, in_its_place),
         output=options.output or Path("runs") / options.command.__name__.rpartition(".")[2],
     ).with_overrides({key: value for key, value in overrides.items() if key not in of_budget})
     options.console.print(recipe.to_yaml(), style="dim", soft_wrap=True)

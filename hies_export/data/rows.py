@@ -238,7 +238,7 @@ def _parts(path: Path) -> list[Path]:
 def _load_files(path: Path, cache: str) -> datasets.Dataset:
     parts = _parts(path)
     if not parts:
-        raise DataError(f"data.files must name files that are there, but there is no {path}")
+        raise DataError(f"a data file must be there, but there is no {path}; check its name")
     ending = path.name.lower().removesuffix(".gz").rpartition(".")[2]
     if ending not in _BUILDERS:
         raise DataError(

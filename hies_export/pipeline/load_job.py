@@ -40,13 +40,15 @@ from ..forms.time import ROWS
 from ..kinds import MLP
 from ..model.text_encoder import SentenceSettings, TextEncoder
 from ..progress import SILENT, Progress
+from ..recipe.sections import VocabularySection
 from ..report.provenance import Request
 from ..slim.config import is_slim
 from ..tasks import TASKS, FeatureExtraction, Task, TextGeneration
+from ..vocabulary.kept import check_request
 from .draw import Drawn, Draws, Promise, Splits, draw, evaluated, hold_out
 from .job import Job, Rows, check_apart, check_job, make_job, promised_metric
 from .recipe import PruneSection, PruningRecipe
-from .trimming import Trimming, read_in_dense, texts_in, texts_of, trim
+from .trimming import Texts, read_in_dense, texts_in, texts_of, trim
 
 logger = logging.getLogger(__name__)
 
@@ -77,9 +79,11 @@ def load_job(
     model, trimming = (None, None) if like is None else (like.model, like.trimming)
     if recipe.vocabulary is not None:
         if model is None:
+            texts = _texts(recipe, recipe.vocabulary)
+            check_request(tokenizer_of(processor), texts.used, keep=recipe.vocabulary.keep)
             dense = _load(recipe, found, task, processor, progress)
             progress.stage("trim the vocabulary")
-            model, processor, trimming = _trim(recipe, dense, processor)
+            model, processor, trimming = trim(dense, processor, texts, recipe.vocabulary)
         else:
             processor = like and like.processor
         assert trimming is not None
@@ -152,15 +156,14 @@ def _load(recipe: PruningRecipe, found: _Checkpoint, task: Task, processor: Any,
     return model
 
 
-def _trim(recipe: PruningRecipe, model: PreTrainedModel, processor: Any) -> tuple[PreTrainedModel, Any, Trimming]:
-    """Trim the vocabulary to the texts that the recipe names; the evaluated split shows what it does to others."""
-    asked, data, split = recipe.vocabulary, recipe.data, recipe.calibration.split
-    assert asked is not None
+def _texts(recipe: PruningRecipe, asked: VocabularySection) -> Texts:
+    """Return the texts that the recipe names; those of the evaluated split show what the trimming does to others."""
+    data, split = recipe.data, recipe.calibration.split
     own, judged = (
         texts_of(load_rows(name=data.name, files=data.files, split=of), data) for of in (split, recipe.evaluation.split)
     )
     source = ", ".join(file.name for file in asked.files) or f"the split {split}"
-    return trim(model, processor, texts_in(asked.files) if asked.files else own, judged, asked, source=source)
+    return Texts(texts_in(asked.files) if asked.files else own, judged, source)
 
 
 def _in_dense(

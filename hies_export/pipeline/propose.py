@@ -65,6 +65,7 @@ def propose_recipe(
     document: str | None = None,
     group: str | None = None,
     budget: Mapping[str, Any] | None = None,
+    sections: Mapping[str, Any] | None = None,
     output: Path,
 ) -> PruningRecipe:
     """Return a recipe to prune within a budget, or without one to deploy, by the defaults of such a recipe.
@@ -79,6 +80,7 @@ def propose_recipe(
         query, document: Columns of queries and of their documents, for an embedding model; likewise.
         group: Column that tells the queries of a reranker's candidates apart; likewise.
         budget: How much is removed; see `Budget`.
+        sections: Sections of the recipe that say so in place of a budget, or beside it, such as `vocabulary`.
         output: Folder of the result.
 
     Raises:
@@ -133,7 +135,7 @@ def propose_recipe(
         evaluation={"split": evaluation, "samples": judged, **at_once},
         prune=prune,
         **({"measure": {"repeats": _REPEATS_OF_BLOCKS}} if task.generative else {}),
-        **({"deploy": {}} if budget is None else {}),
+        **(sections or ({"deploy": {}} if budget is None else {})),
         output=output,
     )
 

@@ -37,14 +37,23 @@ class Trimming:
     facts: VocabularyFacts
 
 
+@dataclass(frozen=True)
+class Texts:
+    """Texts for a trimming.
+
+    Attributes:
+        used: Those whose tokens stay.
+        judged: Those that show what the trimming does to others.
+        source: Where the used ones are from, for the report.
+    """
+
+    used: Sequence[str]
+    judged: Sequence[str]
+    source: str
+
+
 def trim(
-    model: PreTrainedModel,
-    processor: Any,
-    texts: Sequence[str],
-    judged: Sequence[str],
-    asked: VocabularySection,
-    *,
-    source: str,
+    model: PreTrainedModel, processor: Any, texts: Texts, asked: VocabularySection
 ) -> tuple[PreTrainedModel, Any, Trimming]:
     """Return a model and its processor without the tokens that texts do not use, and what it does to judged texts.
 
@@ -55,15 +64,15 @@ def trim(
     if isinstance(template := getattr(tokenizer, "chat_template", None), str):
         around.append(template)
     options: dict[str, Any] = {"keep": asked.keep, "multiple_of": asked.multiple_of, "min_count": asked.min_count}
-    trimmed = trim_vocabulary(model, processor, [*texts, *around * asked.min_count], **options)
+    trimmed = trim_vocabulary(model, processor, [*texts.used, *around * asked.min_count], **options)
     smaller = tokenizer_of(trimmed.processor)
     facts = VocabularyFacts(
         total=trimmed.kept.total,
         kept=len(trimmed.kept.rows),
-        source=source,
-        texts=len(texts),
+        source=texts.source,
+        texts=len(texts.used),
         min_count=asked.min_count,
-        judged=compare_cuts(tokenizer, smaller, judged, trimmed.kept),
+        judged=compare_cuts(tokenizer, smaller, texts.judged, trimmed.kept),
         max_abs=trimmed.max_abs,
     )
     return trimmed.model, trimmed.processor, Trimming(model, trimmed.kept, facts)
@@ -83,7 +92,7 @@ def trim_in_memory(
             'vocabulary={"texts": [...]}'
         )
     asked = check(options, VocabularySection, _VOCABULARY, where="vocabulary")
-    return trim(model, processor, texts, given[1] or given[0] or texts, asked, source="texts given")
+    return trim(model, processor, Texts(texts, given[1] or given[0] or texts, "texts given"), asked)
 
 
 def _texts_given(rows: Any) -> list[str]:

@@ -107,21 +107,13 @@ def find_kept(
         RequestError: The tokenizer is of another kind or another model's, an option is out of range, or nothing goes.
         DataError: There are no texts, or they use no token often enough.
     """
-    _check_options(texts, min_count, keep, multiple_of)
-    backend = backend_of(tokenizer)
+    backend = check_request(tokenizer, texts, min_count=min_count, keep=keep, multiple_of=multiple_of)
     described, known = json.loads(backend.to_str()), backend.get_vocab(with_added_tokens=True)
     if max(known.values()) >= total:
         raise RequestError(
             f"the tokenizer must be the model's own, but it has token {max(known.values())}, and the model has {total} "
             "rows; give the tokenizer that the model was trained with"
         )
-    for token in keep:
-        if token not in known:
-            cut = backend.encode(token, add_special_tokens=False).tokens
-            raise RequestError(
-                f"keep must name tokens of the vocabulary, but {quoted(token)} is none, and is cut into "
-                f"{listed(map(quoted, cut))}; name these, or add a text that has the word"
-            )
     counts: Counter[int] = Counter()
     for ids in cut_texts(backend, texts):
         counts.update(ids)
@@ -148,7 +140,15 @@ def find_kept(
     return KeptTokens(tuple(sorted(kept)), total)
 
 
-def _check_options(texts: Sequence[str], min_count: int, keep: Sequence[str], multiple_of: int) -> None:
+def check_request(
+    tokenizer: Any, texts: Sequence[str], *, min_count: int = 1, keep: Sequence[str] = (), multiple_of: int = 1
+) -> tokenizers.Tokenizer:
+    """Return what the tokenizer computes with, as `backend_of`, after every check of `find_kept` that needs no model.
+
+    Raises:
+        RequestError: The tokenizer is of another kind, or an option is out of range.
+        DataError: There are no texts.
+    """
     if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
         wrong = texts if isinstance(texts, str) else next(text for text in texts if not isinstance(text, str))
         raise DataError(f"texts must be a list of texts, got {quoted(wrong)}; give every text as a string in a list")
@@ -159,6 +159,16 @@ def _check_options(texts: Sequence[str], min_count: int, keep: Sequence[str], mu
             raise RequestError(f"{name} must be a whole number of at least 1, got {quoted(value)}")
     if isinstance(keep, str):
         raise RequestError(f"keep must be a list of tokens, got the text {quoted(keep)}; put it in a list")
+    backend = backend_of(tokenizer)
+    known = backend.get_vocab(with_added_tokens=True)
+    for token in keep:
+        if token not in known:
+            cut = backend.encode(token, add_special_tokens=False).tokens
+            raise RequestError(
+                f"keep must name tokens of the vocabulary, but {quoted(token)} is none, and is cut into "
+                f"{listed(map(quoted, cut))}; name these, or add a text that has the word"
+            )
+    return backend
 
 
 def needed(model: Mapping[str, Any]) -> set[int]:

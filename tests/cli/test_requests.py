@@ -65,6 +65,23 @@ def test_a_deployment_needs_no_budget(project: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("change", "sections"),
+    [
+        ("vocabulary={}", {"vocabulary"}),
+        ("vocabulary.min_count=2", {"vocabulary"}),
+        ("cascade.disagreement=0.01", {"cascade"}),
+    ],
+)
+def test_a_section_may_take_the_place_of_a_budget(change: str, sections: set[str], project: Path) -> None:
+    arguments = ("run", project / "model", *data_of(project), "--set", change)
+    recipe, _ = asked(*arguments)
+    assert {name for name in ("vocabulary", "cascade", "deploy") if getattr(recipe, name) is not None} == sections
+    assert recipe.prune.budget is None
+    both, _ = asked(*arguments, "--flops", 0.6)
+    assert (both.goal.flops, both.vocabulary, both.cascade) == (0.6, recipe.vocabulary, recipe.cascade)
+
+
+@pytest.mark.parametrize(
     ("arguments", "problem"),
     [
         (["{project}/model", "--flops", "0.6"], "a model needs --data"),

@@ -17,7 +17,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 
 import hies_export
 from hies_export import PruningPlan, PruningRecipe, count_flops, count_parameters
-from hies_export.errors import PlanError, RecipeError, RequestError
+from hies_export.errors import HiesError, PlanError, RecipeError, RequestError
 from hies_export.forms.deployment import DeployWay
 from hies_export.pipeline import fastest
 from hies_export.report.report import Report
@@ -271,3 +271,21 @@ def test_recipes_that_cannot_be_are_refused(sections: dict[str, Any], problem: s
     usual = {"model": "m", "task": "text-classification", "data": data, "prune": {"budget": {"heads": 0.5}}}
     with pytest.raises(RecipeError, match=problem):
         PruningRecipe(**(usual | {"vocabulary": {}} | sections))
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "problem"),
+    [
+        ({"files": ["missing.txt"]}, "a data file must be there, but there is no .*missing.txt"),
+        ({"files": ["numbers.csv"]}, "vocabulary.files must have a column of text, but .*numbers.csv has none"),
+        ({"keep": ["nosuchtoken"]}, "keep must name tokens of the vocabulary, but 'nosuchtoken' is none"),
+    ],
+)
+def test_bad_texts_and_tokens_are_refused_before_the_model_is_loaded(
+    vocabulary: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    recipe = project(tmp_path, vocabulary=vocabulary)
+    (tmp_path / "numbers.csv").write_text("number\n1\n")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    with pytest.raises(HiesError, match=problem):
+        run(recipe)
