@@ -43,8 +43,9 @@ class SweepGrid:
             `TOKEN_WEIGHTS`) or "sequential" (least squares layer by layer); always "none" for criteria that do not
             remove whole units.
         flops: Instead of sparsities, largest shares of the dense model's FLOPs that may be left.
-        modules: Modules that lose units: "attention", "mlp" or "both"; by default the recipe's. A criterion that scores
-            heads only has no cells with "mlp" alone, and one that scores neurons only has cells with "mlp" alone.
+        modules: Modules that lose units: "attention", "mlp" or "both"; by default "attention" for sparsities, and else
+            the recipe's. A criterion that scores heads only has no cells with "mlp" alone, and one that scores neurons
+            only has cells with "mlp" alone.
 
     Raises:
         RecipeError: A value is out of range or unknown; the message lists all problems.
@@ -105,9 +106,9 @@ class SweepGrid:
         return tuple(kind for kind in KINDS if kind in wanted)
 
     def for_modules(self, kinds: tuple[str, ...]) -> SweepGrid:
-        """Return the grid with the kinds of modules of a recipe, unless it names its own."""
+        """Return the grid with the kinds of modules of a recipe, unless its own say what: named, or shares of heads."""
         names = {kinds_of: name for name, kinds_of in MODULES.items()}
-        return self if self.modules else replace(self, modules=(names[kinds],))
+        return self if self.modules else replace(self, modules=(ATTENTION if self.sparsities else names[kinds],))
 
     def cells(self) -> list[Cell]:
         """Return all distinct combinations, in the order of the rows."""

@@ -10,6 +10,7 @@ import pytest
 from support.models import causal_lm, save_stories
 from support.reading import share_same
 from support.sweeps import save_sweep_project
+from transformers import BertConfig
 
 from hies_export import PlanError, PruningRecipe, RecipeError, RequestError, compensate, count_flops, prune_units
 from hies_export.cli.main import main
@@ -151,11 +152,21 @@ def test_every_problem_of_a_grid_is_said_at_once(recipe_file: Path, tmp_path: Pa
         )
     assert {part for part in wrong if part not in str(caught.value)} == set()
     with pytest.raises(RecipeError, match="sparsities are shares of heads, but modules are both; give flops"):
-        sweep(PruningRecipe.from_yaml(recipe_file), SweepGrid(), tmp_path / "out")
+        SweepGrid(modules=("both",))
     with pytest.raises(RecipeError, match="a criterion must be one of .* got 'auto'"):
         SweepGrid(criteria=("auto",))
     with pytest.raises(RequestError, match="runtime must be one of .*, got 'onnx'"):
         LatencyRequest("onnx").check(TextClassification)
+
+
+def test_shares_of_heads_are_of_heads_alone_whatever_the_recipe_cuts(recipe_file: Path, tmp_path: Path) -> None:
+    recipe = PruningRecipe.from_yaml(recipe_file)
+    assert recipe.prune.modules == ("attention", "mlp")
+    found = sweep(recipe, SweepGrid(criteria=("l2",), sparsities=(0.5,), seeds=(0,)), tmp_path / "out")
+    (row,) = found.rows
+    dense = BertConfig.from_pretrained(recipe.model)
+    half = dense.num_hidden_layers * dense.num_attention_heads // 2
+    assert (row["modules"], row["heads_removed"], row["neurons_removed"]) == ("attention", half, 0)
 
 
 def test_the_command_takes_flops_modules_and_a_runtime(
