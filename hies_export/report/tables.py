@@ -198,7 +198,7 @@ def quality_row(name: str, values: Both[float] | FirstMetric) -> Row:
 
 def change(dense: float, slim: float) -> str:
     """Return by how much a size changed, such as "-33.3%"."""
-    return f"{(slim - dense) / dense:+.1%}"
+    return "0.0%" if slim == dense else f"{(slim - dense) / dense:+.1%}"
 
 
 def form_note(form: Judged, report: Report) -> str:

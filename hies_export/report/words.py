@@ -59,7 +59,8 @@ def removed_text(
     """Return how much was removed: "20 of 72 heads and 4,300 of 9,216 neurons removed"; no kind without units."""
     counts = [(heads, "heads"), (neurons, "neurons"), (vocabulary, "tokens")]
     shown = [f"{units.removed:,} of {units.total:,} {name}" for units, name in counts if units and units.total]
-    return f"{' and '.join(shown) or 'nothing'} removed"
+    *first, last = shown or ["nothing"]
+    return f"{', '.join(first)}{' and ' if first else ''}{last} removed"
 
 
 def named_units(heads: UnitCounts, neurons: UnitCounts | None) -> list[tuple[str, UnitCounts]]:

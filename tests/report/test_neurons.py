@@ -18,6 +18,8 @@ from hies_export.report.html import render_html, render_markdown
 from hies_export.report.report import CUT, KEPT, NeuronCount, UnitCounts, plan_counts
 from hies_export.report.tables import BAR_WIDTH, bar, comparison_table, layer_table, plan_maps, tried_table
 from hies_export.report.words import method_text, removed_text, title
+from hies_export.vocabulary.tokenizer import CutBeside
+from hies_export.vocabulary.trim import VocabularyFacts
 
 PLAN = PruningPlan(
     kept={
@@ -48,6 +50,10 @@ def test_a_plan_is_counted_by_kind() -> None:
     assert heads == {"total": 8, "removed": 4, "kept_per_layer": [3, 1]}
     assert neurons == {"total": 3072, "removed": 536, "kept_per_layer": [1000, 1536]}
     assert removed_text(heads, neurons) == "4 of 8 heads and 536 of 3,072 neurons removed"
+    tokens = VocabularyFacts(
+        total=90, kept=60, source="", texts=1, min_count=1, judged=CutBeside(1, 0, 1, 1), max_abs=0.0
+    )
+    assert removed_text(heads, neurons, tokens) == "4 of 8 heads, 536 of 3,072 neurons and 30 of 90 tokens removed"
     assert removed_text(heads) == "4 of 8 heads removed"
     assert removed_text(UnitCounts(0, 0, []), neurons) == "536 of 3,072 neurons removed"
     of_heads = dataclasses.replace(PLAN, kept=PLAN.of_kind("attention"))

@@ -14,6 +14,7 @@ from hies_export.report.tables import (
     PlainTable,
     UnitMap,
     alpha_table,
+    change,
     comparison_table,
     latency_table,
     map_text,
@@ -87,6 +88,7 @@ def test_both_models_stand_beside_each_other_and_the_cut_alone_last() -> None:
     rows = {row[0]: tuple(row[1:]) for row in table.rows}
     assert list(table.header) == ["", "dense", "slim", "change", "cut alone"]
     assert rows["checkpoint weights"] == ("4.00 kB", "3.20 kB", "-20.0%", "")
+    assert [change(8, slim) for slim in (8, 7, 9)] == ["0.0%", "-12.5%", "+12.5%"]
     assert rows["accuracy"] == ("0.9000", "0.8900", "-0.0100", "0.8500")
     assert rows["same prediction"] == ("", "97.0%", "", "80.0%")
     plain = comparison_table(make_report(uncompensated=None, data=DATA | {"evaluation_labelled": False}))
