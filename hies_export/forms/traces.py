@@ -22,7 +22,7 @@ Place = tuple[str, int, Any]  # what stands there, the number of the node, and t
 
 
 class Traces:
-    """Traced graphs of cuts of a model, from which the graphs of further cuts are made without a trace.
+    """Traced graphs of some cuts of a model. Graphs of further cuts are made from them, without tracing these.
 
     Two traced graphs that differ only in widths show how their numbers follow from widths. Both must have the same
     operators, every weight must be made of parameters, and every number that differs must be proportional to a width of

@@ -158,12 +158,16 @@ def _load(recipe: PruningRecipe, found: _Checkpoint, task: Task, processor: Any,
 
 def _texts(recipe: PruningRecipe, asked: VocabularySection) -> Texts:
     """Return the texts that the recipe names; those of the evaluated split show what the trimming does to others."""
-    data, split = recipe.data, recipe.calibration.split
-    own, judged = (
-        texts_of(load_rows(name=data.name, files=data.files, split=of), data) for of in (split, recipe.evaluation.split)
-    )
-    source = ", ".join(file.name for file in asked.files) or f"the split {split}"
-    return Texts(texts_in(asked.files) if asked.files else own, judged, source)
+    data = recipe.data
+
+    def of(split: str) -> list[str]:
+        return texts_of(load_rows(name=data.name, files=data.files, split=split), data)
+
+    if asked.files:
+        used, source = texts_in(asked.files), ", ".join(file.name for file in asked.files)
+    else:
+        used, source = of(recipe.calibration.split), f"the split {recipe.calibration.split}"
+    return Texts(used, of(recipe.evaluation.split), source)
 
 
 def _in_dense(

@@ -103,7 +103,7 @@ def _texts_given(rows: Any) -> list[str]:
 
 
 def texts_of(rows: datasets.Dataset, columns: Columns | None = None) -> list[str]:
-    """Return the texts of rows that are in some columns, with what a prompt puts around them; by default in all."""
+    """Return the texts in some columns of rows, by default in all, and the prompt of the columns, if they have one."""
     asked = list(own_columns(rows))
     if columns is not None:
         named = (*columns.text, columns.query, columns.document, columns.answer)

@@ -243,7 +243,7 @@ class TokenClassification(Task):
         return rows, there
 
     def entities(self, predictions: Predictions, classes: Tensor) -> list[set[Entity]]:
-        """Return the entities of each sample, of which the predictions are, by the classes of all words."""
+        """Return the entities of each sample of the predictions; `classes` (words,) are those of all words in order."""
         places = places_in_entities(self.names)
         of_samples = classes.split(self._counts(predictions))
         return [entities_of([places[number] for number in of_sample.tolist()]) for of_sample in of_samples]
@@ -286,7 +286,7 @@ def entities_of(places: Sequence[tuple[str, str]]) -> set[Entity]:
 
 
 def _judged(batch: Batch) -> Tensor:
-    """Return at which tokens a class is read, (batch, tokens) bool: at all if neither labels nor a mask tell."""
+    """Return the mask of the tokens whose class is read, (batch, tokens) bool; all if no labels or mask say which."""
     if data.JUDGED_KEY in batch:
         return batch[data.JUDGED_KEY]
     if "labels" in batch:

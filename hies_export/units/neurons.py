@@ -292,7 +292,7 @@ def _spans(unit_of: Tensor, units: int) -> tuple[Span, ...]:
 
 
 def _neuron_counts(module: PrunableModule) -> Meanings:
-    """Return what the attributes of a feed-forward block may count: neurons, or the features of a fused producer."""
+    """Return what integer attributes of a feed-forward block may count: its neurons, or a multiple in a fused layer."""
     widths = sorted({sum(s.tensor == name for s in module.slices) for name in module.producers} | {1})
     return Meanings(
         by_name=dict.fromkeys(_NAMES, AttributeCount("units")),

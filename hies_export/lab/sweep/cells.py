@@ -57,7 +57,7 @@ class Calibrated:
 
     @cached_property
     def statistics(self) -> Statistics:
-        """What the criteria of the grid read, with the moments to refit from."""
+        """The averages that the criteria of the grid score by, and the moments that layers are refitted from."""
         job, grid = self.job, self.grid
         of_channels = ("channel_taylor",) if CHANNELS in grid.criteria else ()
         needs = (*DEFAULT_NEEDS, *needs_of(*grid.criteria), *of_channels)
