@@ -1,4 +1,8 @@
-"""Registries by name, to which other packages add by entry points."""
+"""Registries by name, to which other packages add by entry points.
+
+A recipe is checked against these names before torch is imported, which takes seconds. So the registries are here, and
+what they hold is imported when it is first looked up.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,14 @@ from functools import cached_property
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from .errors import RequestError
+
+if TYPE_CHECKING:
+    from .forms.formats import Format
+    from .forms.runtimes.base import Runtime
+    from .score.criteria import Criterion
 
 T = TypeVar("T")
 
@@ -59,3 +68,50 @@ class Registry(UserDict[str, T]):
             f"the entry point {point.name} of {self._group} must import what registers that name, but {point.value} "
             f"{what}; correct or uninstall its package"
         )
+
+
+RUNTIMES: Registry[type[Runtime]] = Registry(
+    "runtimes",
+    {
+        "torch": "forms.runtimes.pytorch",
+        "torch-compile": "forms.runtimes.pytorch",
+        "onnxruntime-cpu": "forms.runtimes.ort",
+        "onnxruntime-cpu-int8": "forms.runtimes.ort",
+        "openvino": "forms.runtimes.openvino",
+        "onnxruntime-cuda": "forms.runtimes.ort_gpu",
+        "llamacpp": "forms.runtimes.llamacpp",
+    },
+)
+
+FORMATS: Registry[Format] = Registry(
+    "formats", {"onnx": "forms.onnx.quantize", "openvino": "forms.openvino.export", "gguf": "forms.gguf.export"}
+)
+
+# In the order of help and of error messages.
+_CRITERIA = (
+    "hies",
+    "his",
+    "fisher",
+    "ad",
+    "l2",
+    "random",
+    "activation-l2",
+    "activation",
+    "output-norm",
+    "obs",
+    "llm-pruner-block",
+    "ae + activation-l2",
+)
+CRITERIA: Registry[Criterion] = Registry("criteria", dict.fromkeys(_CRITERIA, "score.criteria"))
+"""Name -> criterion; `hies_export.criterion` adds entries."""
+
+# Not in `CRITERIA`, because they need more than averages per unit; see `score_compensated`. The second name is older.
+COMPENSATED = "compensated"
+COMPENSATED_NAMES = (COMPENSATED, "hies-compensated")
+# Chooses among criteria on held-out rows; see `pipeline.choose`.
+AUTO = "auto"
+
+
+def criterion_names() -> tuple[str, ...]:
+    """Return the names of all criteria that a recipe may use."""
+    return (*CRITERIA, *COMPENSATED_NAMES, AUTO)

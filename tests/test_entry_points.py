@@ -9,10 +9,8 @@ from support.models import bert, save_project, text_batch
 from support.runs import hies
 
 from hies_export import CRITERIA, RecipeError, Report, RequestError, deploy, load, prune
-from hies_export.entry_points import Registry
+from hies_export.entry_points import FORMATS, RUNTIMES, Registry
 from hies_export.evaluate.metrics import METRICS
-from hies_export.forms.formats import FORMATS
-from hies_export.forms.runtimes.base import RUNTIMES
 from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.tasks import TASKS
 
@@ -22,7 +20,8 @@ from pathlib import Path
 
 from hies_export import criterion, load
 from hies_export.evaluate.metrics import register_metric
-from hies_export.forms.formats import FORMATS, Export, Format
+from hies_export.entry_points import FORMATS
+from hies_export.forms.formats import Export, Format
 from hies_export.forms.runtimes.base import register_runtime
 from hies_export.forms.runtimes.pytorch import TorchRuntime
 from hies_export.tasks import TextClassification, register_task
@@ -77,6 +76,7 @@ def install(site: Path, **modules: str) -> None:
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder of packages, with one that brings `other` of each kind."""
     for table in GROUPS.values():
+        [*table.values()]  # looked up now, as a module registers itself only once
         monkeypatch.setattr(table, "data", dict(table.data))
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     install(tmp_path / "site", other="other")

@@ -162,7 +162,14 @@ def read_data(data: Sequence[str]) -> dict[str, Any]:
         )
     if named:
         return {"name": named[0]}
-    return {"files": {split: Path(file) for split, _, file in (text.partition("=") for text in data)}}
+    files: dict[str, Path] = {}
+    for text in data:
+        split, _, file = text.partition("=")
+        if not split or not file or split in files:
+            given = ", ".join(data)
+            raise RequestError(f"--data takes SPLIT=FILE, each split once, got {given}; name one file for each split")
+        files[split] = Path(file)
+    return {"files": files}
 
 
 def read_recipe(options: Options, *, deploys: bool = False) -> PruningRecipe:
@@ -178,6 +185,11 @@ def read_recipe(options: Options, *, deploys: bool = False) -> PruningRecipe:
             overrides["prune.budget"] = {key: share}
     if options.output is not None:
         overrides["output"] = options.output
+    of_budget = {key: value for key, value in overrides.items() if f"{key}.".startswith("prune.budget.")}
+    if deploys and of_budget:
+        raise RequestError(
+            f"deploy finds how much may go, got {next(iter(of_budget))}; give --keep SHARE, or use hies-export run"
+        )
     of_model: dict[str, Any] = {name: getattr(options, name, None) for name in ("data", "text", *COLUMNS)}
     if "data" not in options or options.recipe.endswith((".yaml", ".yml")) or Path(options.recipe).is_file():
         if any(of_model.values()):
@@ -191,20 +203,20 @@ def read_recipe(options: Options, *, deploys: bool = False) -> PruningRecipe:
             f"a recipe must be a YAML file, and a model needs --data; got {options.recipe} alone; give --data "
             "train=FILE --data validation=FILE, or --data with the name of a Hub data set"
         )
-    of_budget = {key: value for key, value in overrides.items() if f"{key}.".startswith("prune.budget.")}
     in_its_place = {key: value for key, value in overrides.items() if key.partition(".")[0] in _IN_PLACE_OF_A_BUDGET}
     if not deploys and not of_budget and not in_its_place:
         raise RequestError(
             "a model needs to know how much may go: give --flops 0.6, --keep 0.99 or --heads 0.3; hies-export deploy "
             "finds the fastest form that keeps 99 % of the answers"
         )
-    from ..pipeline.propose import propose_recipe  # a recipe needs none of its imports
+    source = read_data(of_model.pop("data"))
+    from ..pipeline.propose import propose_recipe  # after the refusals, because it takes seconds
 
     recipe = propose_recipe(
         options.recipe,
-        **read_data(of_model.pop("data")),
+        **source,
         **of_model,
-        budget=overridden({}, of_budget)["prune"]["budget"] if of_budget and not deploys else None,
+        budget=overridden({}, of_budget)["prune"]["budget"] if of_budget else None,
         sections={} if deploys else overridden({}, in_its_place),
         output=options.output or Path("runs") / options.command.__name__.rpartition(".")[2],
     ).with_overrides({key: value for key, value in overrides.items() if key not in of_budget})
@@ -225,10 +237,8 @@ def read_overrides(texts: Sequence[str]) -> dict[str, Any]:
     return overrides
 
 
-def refuse_output(options: Options, recipe: PruningRecipe, **inputs: Path | None) -> None:
+def refuse_output(options: Options, recipe: PruningRecipe) -> None:
     """Refuse an output folder of a recipe that exists, or whose replacement would delete what is read."""
     from ..checkpoint.folders import refuse_existing
 
-    read = {"recipe": options.recipe, **recipe.inputs, **inputs}
-    given = {name: path for name, path in read.items() if path is not None}
-    refuse_existing(recipe.output, overwrite=options.overwrite, inputs=given)
+    refuse_existing(recipe.output, overwrite=options.overwrite, inputs={"recipe": options.recipe, **recipe.inputs})

@@ -18,11 +18,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Add the recipe, or the model and its data, the promise, and the limits of runtimes and time."""
     add = parser.add_argument
     add_request(parser)
-    share = "share of the dense model's predictions on held-out rows that must stay (default: the recipe's, or 0.99)"
+    share = "share of the dense model's predictions on held-out rows that must stay (default: deploy.keep, or 0.99)"
     add("--keep", metavar="SHARE", type=a_number(float, 0, 1), help=share)
     choice = "runtime to choose from (default: the recipe's, or all that are installed); may be repeated"
     add("--runtime", metavar="RUNTIME", dest="runtimes", action="append", help=choice)
-    limit = "start no further cut after this time, such as 30m or 2h; timing and writing the result take extra time"
+    limit = "answer within this time, such as 30m or 2h; the search ends early enough to write what it found"
     add("--within", metavar="TIME", type=minutes, help=limit)
 
 
@@ -38,11 +38,11 @@ def minutes(text: str) -> float:
 
 def run(options: Options) -> dict[str, Any]:
     """Search, print the report, say which file to deploy, and return the report's summary."""
-    from ..pipeline.run import deploy
-    from ..report.tables import print_report
-
     recipe = read_recipe(options, deploys=True)
     refuse_output(options, recipe)
+    from ..pipeline.run import deploy  # after the refusals, because it takes seconds
+    from ..report.tables import print_report
+
     report = deploy(
         recipe,
         keep=options.keep,

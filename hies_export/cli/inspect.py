@@ -162,10 +162,13 @@ def _inspect_theory(options: Options) -> dict[str, Any]:
     if not options.model.endswith((".yaml", ".yml")):
         raise RequestError(f"--theory needs a recipe, for its model and calibration rows, got {options.model!r}")
     recipe = PruningRecipe.from_yaml(options.model)
+    if ATTENTION not in recipe.options.modules:
+        raise RequestError(f"--theory is about heads, but prune.modules of {options.model} has no attention; add it")
     job = load_job(recipe, progress=options.progress)
+    attention = [module for module in job.scored if module.kind == ATTENTION]
     options.progress.stage("theory")
     alpha = 0.9 if recipe.prune.alpha == "auto" else recipe.prune.alpha
-    found = theory(job.model, job.rows.score, job.scored, alpha=alpha)
+    found = theory(job.model, job.rows.score, attention, alpha=alpha)
     lines = []
     for name, n in found.modules.items():
         deficit = f"{n.deficit.min():.2f} to {n.deficit.max():.2f}"

@@ -45,9 +45,6 @@ from .terminal import TerminalProgress, in_flags, print_json, show_messages
 COMMANDS: tuple[ModuleType, ...] = (run, deploy, prune, export, bench, inspect, report, push, apply, quickstart)
 FURTHER: tuple[ModuleType, ...] = (sweep, ui, generate, upgrade, score)
 
-# It uses neither transformers nor datasets, so it skips the seconds it takes to import and silence them.
-WITHOUT_LIBRARIES = (report,)
-
 # These share their work among the processes that accelerate or torchrun started.
 SHARED = (run, score, prune)
 
@@ -87,12 +84,11 @@ def main(arguments: Sequence[str] | None = None, *, parser: argparse.ArgumentPar
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     shown = TerminalProgress(err)
     options.console, options.progress = out, SILENT if quiet else shown
-    silence = options.command not in WITHOUT_LIBRARIES
     interrupt = _Interrupt()
     try:
         with (
             interrupt,
-            show_messages(err, verbose=options.verbose, silence_libraries=silence),
+            show_messages(err, verbose=options.verbose),
             nullcontext() if quiet else shown.telling(),
             processes.together() if shared else nullcontext(),
         ):

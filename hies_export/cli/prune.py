@@ -9,14 +9,14 @@ add_arguments = add_budgeted
 
 def run(options: Options) -> None:
     """Write a slim checkpoint."""
-    from ..pipeline.choose import choose
+    recipe = read_recipe(options)
+    refuse_output(options, recipe)
+    from ..pipeline.choose import choose  # after the refusals, because it takes seconds
     from ..pipeline.load_job import load_job
     from ..pipeline.stages import calibrate, cut, save
     from ..slim.config import families
     from .terminal import plan_text, print_plan
 
-    recipe = read_recipe(options)
-    refuse_output(options, recipe)
     job = load_job(recipe, progress=options.progress)
     slim = cut(job, choose(job, calibrate(job)))
     saved = save(job, slim, recipe.output, overwrite=options.overwrite)

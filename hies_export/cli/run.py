@@ -13,11 +13,11 @@ add_arguments = add_budgeted
 
 def run(options: Options) -> dict[str, Any]:
     """Run the recipe, print its report, and return the report's summary."""
-    from ..pipeline.run import run as run_recipe
-    from ..report.tables import print_report
-
     recipe = read_recipe(options)
     refuse_output(options, recipe)
+    from ..pipeline.run import run as run_recipe  # after the refusals, because it takes seconds
+    from ..report.tables import print_report
+
     report = run_recipe(recipe, overwrite=options.overwrite, command=options.command_line, progress=options.progress)
     print_report(report, options.console)
     if recipe.deploy is not None:
@@ -26,7 +26,7 @@ def run(options: Options) -> dict[str, Any]:
     written = f"{recipe.export.format}-{recipe.export.quantize}"
     exports = f"{recipe.export.unquantized.format}/" + (f", {written}/" if recipe.export.quantize else "")
     exports += ", onnx-cascade/" if recipe.cascade else ""
-    refit = "" if recipe.prune.compensation is None else ", refit.safetensors"
+    refit = "" if recipe.options.compensation is None else ", refit.safetensors"
     if TASKS[recipe.task].embeds:
         exports += ", served/ (for sentence-transformers)"
     options.console.print(

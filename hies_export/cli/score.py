@@ -10,14 +10,14 @@ add_arguments = add_budgeted
 
 def run(options: Options) -> None:
     """Score, select, and write scores.json and plan.json."""
-    from ..pipeline.choose import choose
+    recipe = read_recipe(options)
+    refuse_output(options, recipe)
+    from ..pipeline.choose import choose  # after the refusals, because it takes seconds
     from ..pipeline.load_job import load_job
     from ..pipeline.run import output_folder
     from ..pipeline.stages import calibrate
     from .terminal import plan_text, print_plan
 
-    recipe = read_recipe(options)
-    refuse_output(options, recipe)
     with output_folder(recipe.output, overwrite=options.overwrite) as folder:
         job = load_job(recipe, progress=options.progress)
         choice = choose(job, calibrate(job))

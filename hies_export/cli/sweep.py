@@ -29,7 +29,7 @@ GRID: tuple[tuple[str, Callable[[str], Any], str, str], ...] = (
     ("modules", str, "A,B,...", "attention, mlp, both (default: the recipe's)"),
     ("seeds", int, "M,N,...", "seeds that draw the calibration rows (default: 0,1,2)"),
     ("calibration-sizes", int, "M,N,...", "numbers of calibration rows (default: the recipe's)"),
-    ("compensations", str, "A,B,...", "none, bias, scalars, least_squares, weighted (default: none)"),
+    ("compensations", str, "A,B,...", "none, bias, scalars, least_squares, weighted, sequential (default: none)"),
 )
 
 
@@ -44,7 +44,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="RUNTIME",
         nargs="?",
         const="onnxruntime-cpu",
-        help="time every slim model against the dense one, at 8 x 128, on onnxruntime-cpu or another runtime of bench",
+        help="time every slim model against the dense one, at 8 x 128, on onnxruntime-cpu or another runtime of bench; "
+        "give RECIPE first",
     )
     workers = "evaluate on the workers of a Dask cluster (default: in this process)"
     add("--executor", metavar="dask:ADDRESS", help=workers)
@@ -53,11 +54,11 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Options) -> dict[str, Any]:
     """Judge every cell of the grid, print the tables, and return rows, seconds and the number of models judged."""
-    from ..lab.sweep.executors import open_executor
+    recipe = read_recipe(options)
+    from ..lab.sweep.executors import open_executor  # after the refusals, because it takes seconds
     from ..lab.sweep.stopwatch import LatencyRequest
     from ..lab.sweep.sweep import sweep
 
-    recipe = read_recipe(options)
     grid = _read_grid(options, calibration_size=recipe.calibration.samples)
     latency = LatencyRequest(options.latency) if options.latency else None
     how: dict[str, Any] = {"latency": latency, "overwrite": options.overwrite, "progress": options.progress}

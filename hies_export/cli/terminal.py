@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import sys
 import threading
 import time
@@ -35,7 +36,6 @@ _FLAGS = {
     "refit=None": "--no-refit",
     "refit=": "--refit",
     "anew with compensate": "anew in Python, by prune(model, batches, plan=PLAN, compensation=...)",
-    "with apply_plan": "with 'hies-export apply'",
 }
 
 
@@ -132,8 +132,11 @@ def in_flags(message: str) -> str:
 
 
 @contextlib.contextmanager
-def show_messages(console: Console, *, verbose: bool, silence_libraries: bool) -> Iterator[None]:
-    """Print this package's warnings and log records as single lines while the block runs, each text once."""
+def show_messages(console: Console, *, verbose: bool) -> Iterator[None]:
+    """Print this package's warnings and log records as single lines while the block runs, each text once.
+
+    The libraries say nothing unless `verbose`.
+    """
 
     def show(message: Any, category: Any, *_: Any, **__: Any) -> None:
         if verbose or category.__module__.startswith("hies_export"):
@@ -144,18 +147,31 @@ def show_messages(console: Console, *, verbose: bool, silence_libraries: bool) -
     logger.addHandler(messages)
     with warnings.catch_warnings():
         warnings.showwarning = show
-        if silence_libraries and not verbose:
-            import datasets
-            from transformers.utils import logging as transformers_logging
-
-            transformers_logging.set_verbosity_error()
-            transformers_logging.disable_progress_bar()
-            datasets.disable_progress_bars()
+        if not verbose:
+            _silence_libraries()
         try:
             yield
         finally:
             logger.removeHandler(messages)
             messages.count_repeats()
+
+
+def _silence_libraries() -> None:
+    """Turn off log records and progress bars of transformers, datasets and the Hub's client.
+
+    They are not imported for that, because it takes seconds: they read these variables once they are.
+    """
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
+    if "transformers" in sys.modules:
+        from transformers.utils import logging as transformers_logging
+
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
+    if "datasets" in sys.modules:
+        import datasets
+
+        datasets.disable_progress_bars()
 
 
 class _Messages(logging.Handler):

@@ -14,13 +14,12 @@ from transformers import PreTrainedModel
 from ..checkpoint.folders import new_folder
 from ..checkpoint.save import check_in_sentence_transformers
 from ..checkpoint.served_settings import write_served
-from ..entry_points import Registry
+from ..entry_points import FORMATS, RUNTIMES
 from ..equal import OTHER_PROGRAM
 from ..errors import RequestError
 from ..model.text_encoder import TextEncoder
 from ..model.tokens import synthetic_batch
 from ..recipe.sections import ExportSection
-from .runtimes.base import RUNTIMES
 from .traces import Traces
 
 
@@ -108,11 +107,6 @@ class Format:
     dtypes: tuple[str, ...] = ("float32",)
     hub_folder: str | None = None
     hub_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-
-
-FORMATS: Registry[Format] = Registry(
-    "formats", {"onnx": "forms.onnx.quantize", "openvino": "forms.openvino.export", "gguf": "forms.gguf.export"}
-)
 
 
 @dataclass(frozen=True)

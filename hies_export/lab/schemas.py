@@ -102,6 +102,7 @@ class SweepFigures(Schema):
 
     his: Numbers
     entropy: Numbers
+    normalize: Literal["model", "layer"]
     plans: Annotated[list[_SweepPlan], Field(min_length=1)]
 
     @model_validator(mode="after")

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..checkpoint.served_settings import write_served
 from ..data.batches import Batch
+from ..entry_points import RUNTIMES
 from ..evaluate.judge import Judge
 from ..forms.cascade.export import CascadeFacts, CascadeSummary, cascade_facts, export_cascade
 from ..forms.cost.latency import compare_with_full
@@ -20,7 +21,6 @@ from ..forms.judge import CASCADE, ExportedFile, Judged, frontier, judge_exporte
 from ..forms.judge import judge as judge_forms
 from ..forms.measure.counts import Both, Shape
 from ..forms.measured import Measurements, measure_both
-from ..forms.runtimes.base import RUNTIMES
 from ..forms.time import fastest, ratios, rows_by_shape
 from ..forms.time import time as time_forms
 from ..model.text_encoder import TextEncoder

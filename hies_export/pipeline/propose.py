@@ -124,8 +124,8 @@ def propose_recipe(
     scored = _SCORED_BLOCKS if task.generative else max(1, min(_SCORED, taken_from(rows) // 3))
     judged = _JUDGED_BLOCKS if task.generative else at_most(_JUDGED, evaluated)
     refitted = _REFITTED_BLOCKS if task.generative else max(5, at_most(_REFITTED, rows))
-    prune: dict[str, Any] = {} if budget is None else {"budget": dict(budget)}
-    if "heads" not in (budget or {}):
+    prune: dict[str, Any] = {} if budget is None else {"budget": budget}
+    if not (isinstance(budget, Mapping) and "heads" in budget):
         prune["compensation"] = {"method": "least_squares", "samples": refitted}
     return PruningRecipe(
         model=model,

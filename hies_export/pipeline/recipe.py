@@ -19,6 +19,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 from ruamel.yaml import YAML
 from ruamel.yaml.constructor import ConstructorError, SafeConstructor
 
+from ..entry_points import AUTO, FORMATS, RUNTIMES, criterion_names
 from ..errors import RecipeError, did_you_mean, quoted, refusing
 from ..kinds import ATTENTION, KINDS
 from ..progress import SILENT, Progress
@@ -62,8 +63,6 @@ def _known(name: str, known: Iterable[str], *, what: str) -> str:
 
 
 def _known_runtime(name: str) -> str:
-    from ..forms.runtimes.base import RUNTIMES
-
     return _known(name, RUNTIMES, what="a runtime")
 
 
@@ -158,15 +157,17 @@ class PruneSection(Section):
     @property
     def judged_on_held_out(self) -> str | None:
         """What is chosen on held-out rows, for messages; None if nothing is, as by a plan in place of a budget."""
-        from ..score.criteria import AUTO, uses_alpha
-
         if self.budget is None:
             return None
         if self.budget.searched:
             return self.budget.kind
         if self.criterion == AUTO:
             return "criterion: auto"
-        return "alpha: auto" if self.alpha == AUTO and uses_alpha(self.criterion) else None
+        if self.alpha != AUTO:
+            return None
+        from ..score.criteria import uses_alpha
+
+        return "alpha: auto" if uses_alpha(self.criterion) else None
 
     @field_validator("modules")
     @classmethod
@@ -194,8 +195,6 @@ class PruneSection(Section):
     @field_validator("criterion")
     @classmethod
     def _is_known(cls, value: str) -> str:
-        from ..score.criteria import criterion_names
-
         return _known(value, criterion_names(), what="criterion")
 
     @field_validator("alpha", mode="before")
@@ -426,8 +425,6 @@ class PruningRecipe(Section):
     @field_validator("export")
     @classmethod
     def _has_a_known_format(cls, export: ExportSection) -> ExportSection:
-        from ..forms.formats import FORMATS
-
         _known(export.format, FORMATS, what="format")
         return export
 

@@ -109,8 +109,8 @@ def deploy(
         keep: Share of the dense model's predictions on held-out rows that must stay, in (0, 1); by default that of the
             recipe's section `deploy`, or 0.99.
         runtimes: Runtimes that may be deployed on; by default the section's, or all that are installed.
-        minutes: After this many minutes, no further cut is judged; by default the section's, or no limit. Timing and
-            writing the result take extra time.
+        minutes: Answer within this many minutes, by default the section's, or no limit: the search ends early enough to
+            time and write what it found.
         overwrite: Replace an existing output folder.
         command: The command line, which the report records.
         progress: Shows stages and loops.

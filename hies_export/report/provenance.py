@@ -135,4 +135,6 @@ def _with_absolute_paths(fields: Mapping[str, Any]) -> dict[str, Any]:
         if evaluation.get(name):
             evaluation[name] = [changed(text) for text in evaluation[name]]
     given = {"evaluation": evaluation} if evaluation else {}
+    if vocabulary := fields.get("vocabulary"):
+        given["vocabulary"] = {**vocabulary, "files": [absolute(path) for path in vocabulary.get("files", ())]}
     return {**fields, "model": changed(fields["model"]), "data": data, **given}

@@ -353,7 +353,9 @@ def asked_row(report: Report) -> LatencyRow | None:
     timed = None if outcome is None else outcome.budget.latency
     if timed is not None:
         asked = (timed.runtime, timed.batch, timed.sequence)
-        found = [row for row in rows if (row.runtime, row.batch, row.sequence) == asked]
+        found = [
+            row for row in rows if (row.runtime, row.batch, row.sequence) == asked and timed.dtype in (None, row.dtype)
+        ]
     else:
         at_shape = [row for row in rows if (row.batch, row.sequence) == tuple(report.flops.shape)]
         found = [row for row in at_shape if row.runtime.startswith("onnxruntime")] or at_shape

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..calibrate.statistics import Statistics
-from ..entry_points import Registry
+from ..entry_points import COMPENSATED, CRITERIA
 from ..errors import RecipeError
 from ..kinds import ATTENTION, KINDS
 from ..units.units import Units
@@ -84,16 +84,8 @@ class Criterion:
         return tuple(inspect.signature(self.function).parameters)[1:]
 
 
-CRITERIA: Registry[Criterion] = Registry("criteria")
-"""Name -> criterion; `criterion` adds entries."""
-
-# Not in `CRITERIA`, because they need more than averages per unit; see `score_compensated`. The second name is older.
-COMPENSATED = "compensated"
-COMPENSATED_NAMES = (COMPENSATED, "hies-compensated")
 # Scores the kinds of modules that a criterion cannot score.
 FALLBACK = "fisher"
-# Chooses among criteria on held-out rows; see `pipeline.choose`.
-AUTO = "auto"
 
 NORMALIZE = ("model", "layer")
 
@@ -240,11 +232,6 @@ def ae_and_activation_l2(statistics: Statistics, *, alpha: float, normalize: str
     norm = min_max(statistics["activation_l2"], normalize=normalize, what="activation norm")
     entropy = min_max(statistics["entropy"], normalize=normalize, what="entropy")
     return {name: alpha * norm[name] + (1 - alpha) * (1 - entropy[name]) for name in norm}
-
-
-def criterion_names() -> tuple[str, ...]:
-    """Return the names of all criteria that a recipe may use."""
-    return (*CRITERIA, *COMPENSATED_NAMES, AUTO)
 
 
 def needs_of(*names: str) -> tuple[str, ...]:

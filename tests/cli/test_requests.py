@@ -1,6 +1,8 @@
 """What `run`, `prune`, `score` and `deploy` are asked for: a recipe, or a model with its data and a budget."""
 
 import io
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -88,8 +90,26 @@ def test_a_section_may_take_the_place_of_a_budget(change: str, sections: set[str
         (["{project}/model", "--data=train={project}/train.jsonl"], "--flops 0.6, --keep 0.99 or --heads 0.3"),
         (["{project}/recipe.yaml", "--label", "label"], "about a MODEL"),
         (["no.yaml", "--flops", "0.6"], "there is no file no.yaml"),
+        (["{project}/model", "--data=train=a", "--data=train=b", "--flops", "0.6"], "each split once"),
+        (["{project}/model", "--data=train=", "--flops", "0.6"], "SPLIT=FILE"),
     ],
 )
 def test_what_is_missing_is_said(arguments: list[str], problem: str, project: Path) -> None:
     with pytest.raises(HiesError, match=problem):
         asked("run", *(argument.format(project=project) for argument in arguments))
+
+
+def test_a_deployment_takes_no_budget(project: Path) -> None:
+    with pytest.raises(HiesError, match="got prune.budget.keep; give --keep SHARE"):
+        asked("deploy", project / "recipe.yaml", "--set", "prune.budget.keep=0.9")
+
+
+def test_a_wrong_recipe_is_refused_before_torch_is_imported() -> None:
+    program = (
+        "import sys; from hies_export.cli.main import main; code = main(sys.argv[1:]); "
+        "print(code, *sorted({'torch', 'transformers', 'datasets'} & {*sys.modules}))"
+    )
+    recipe = Path(__file__).parents[2] / "recipes" / "bert-sst2.yaml"
+    for change in ("foo=1", "prune.criterion=none", "measure.runtimes=[none]", "export.format=none"):
+        command = [sys.executable, "-c", program, "run", str(recipe), "--set", change]
+        assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "2\n"

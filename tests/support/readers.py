@@ -249,6 +249,7 @@ def _sweeps(folder: Path) -> list[Read]:
         "kinds": {"a": "attention", "b": "attention"},
         "his": {"a": [0.1, 0.4, 0.9, 0.2], "b": [0.2, 0.3, 0.4, 0.5]},
         "entropy": {"a": [0.5, 0.4, 0.3, 0.2], "b": [0.2, 0.1, 0.4, 0.6]},
+        "normalize": "model",
         "plans": [
             {**plan, "sparsity": 0.25, "kept": {"a": [1, 2, 3], "b": [1, 2, 3]}},
             {**plan, "sparsity": 0.5, "kept": {"a": [1, 2], "b": [2, 3]}},

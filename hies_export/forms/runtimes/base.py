@@ -12,25 +12,12 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from ...entry_points import Registry
+from ...entry_points import RUNTIMES
 from ...errors import RecipeError, RequestError, did_you_mean
 from ...tasks.task import Task, stack
 
 # The execution provider that an ONNX graph is exported for.
 Provider = Literal["cpu", "cuda"]
-
-RUNTIMES: Registry[type[Runtime]] = Registry(
-    "runtimes",
-    {
-        "torch": "forms.runtimes.pytorch",
-        "torch-compile": "forms.runtimes.pytorch",
-        "onnxruntime-cpu": "forms.runtimes.ort",
-        "onnxruntime-cpu-int8": "forms.runtimes.ort",
-        "openvino": "forms.runtimes.openvino",
-        "onnxruntime-cuda": "forms.runtimes.ort_gpu",
-        "llamacpp": "forms.runtimes.llamacpp",
-    },
-)
 
 # Widths that GPUs compute efficiently in half precision are multiples of 64 elements, or 128 bytes; not measured here.
 # Source: https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/index.html, table 1

@@ -360,7 +360,7 @@ def _of_sweep(folder: Path) -> Exploration:
     return Exploration(
         model=about.model,
         statistics=statistics,
-        normalize="model",
+        normalize=details["normalize"],
         plan=next(iter(plans.values())),
         flops_per_head=per_head,
         flops_per_neuron=per_neuron,

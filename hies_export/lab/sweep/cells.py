@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from ...calibrate.statistics import DEFAULT_NEEDS, Statistics, collect_statistics
 from ...data.batches import Batch, by_length, samples_of
+from ...entry_points import COMPENSATED_NAMES
 from ...errors import RecipeError
 from ...evaluate.judge import Judge, Quality
 from ...evaluate.metrics import higher_is_better
@@ -34,7 +35,7 @@ from ...pipeline.recipe import PruningRecipe
 from ...progress import SILENT, Clock, Progress
 from ...recipe.budget import Budget
 from ...recipe.sections import CompensationSection
-from ...score.criteria import COMPENSATED_NAMES, Scores, needs_of, uses_alpha
+from ...score.criteria import Scores, needs_of, uses_alpha
 from ...select.constraints import bundles_lost, check_budget
 from ...select.cost import check_reachable, lowest_ratio
 from ...select.goal import Goal
@@ -342,7 +343,10 @@ def curve_keys(shared: Shared, cell: Cell) -> list[str]:
 
 
 def _alike(shared: Shared, cell: Cell) -> list[Cell]:
-    """Return a cell, without its alpha, at the budgets whose curves choose that alpha."""
+    """Return the cells whose curves on held-out rows choose the alpha of a cell, none if it is given.
+
+    For auto it is the cell itself without an alpha, and for auto-area the same at all budgets.
+    """
     if not isinstance(cell.alpha, str):
         return []
     budgets = [(cell.sparsity, cell.flops)]

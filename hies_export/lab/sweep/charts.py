@@ -266,7 +266,8 @@ def sweep_frontier(rows: Sequence[Row], styles: Mapping[str, Style], *, legend: 
     """Return means over seeds; those on the frontier have names and intervals. None if nothing was timed.
 
     Intervals are one standard deviation of the agreement, and the hull of the times' 95 % intervals. Rows that are too
-    noisy to compare are left out. A `legend` names each method once, whatever it removes: marks do not show that.
+    noisy to compare are left out. A `legend` names each method once: marks do not show which
+    kinds of units it removes.
     """
     timed = [row for row in rows if row.get("latency_ratio") is not None and not row.get("latency_noisy")]
     if not timed:

@@ -89,7 +89,7 @@ def render_sweep(rows: Sequence[Row], about: SweepAbout, *, name: str) -> str:
             picture=sweep_frontier(shown, styles),
             alphas=alphas,
             alpha_styles={line.name: line.style for panel in alphas for line in panel.charts[0].lines},
-            left_out=len({line_name(r, rows) for r in rows}) - len(styles),
+            left_out=len(rows) - len(shown),
             tables=(stability, quality),
             removed=_removed_table(rows),
             every=_every_row(rows),

@@ -153,6 +153,7 @@ def _details(shared: Shared, cells: Mapping[str, Cell], journal: Journal) -> dic
         "calibration_samples": statistics.calibration.samples,
         "key_value_heads": {module.name: module.groups for module in base.modules},
         "kinds": {module.name: module.kind for module in base.modules},
+        "normalize": base.options.normalize,
         "his": statistics["his"],
         "entropy": statistics.values.get("entropy", {}),
         "plans": list(plans.values()),

@@ -133,9 +133,10 @@ def _controls(exploration: Exploration) -> list[Any]:
     plan = exploration.plan
     slider = partial(gradio.Slider, maximum=0.99, step=0.01)
     share = round(min(0.95, max(0.05, plan.removed / max(1, plan.heads))), 2)
+    alpha = 0.5 if plan.alpha is None else plan.alpha
     with gradio.Row():
         sliders = [
-            slider(0, value=plan.alpha or 0.5, label="alpha (0: entropy, 1: importance)", visible=plan.heads > 0),
+            slider(0, value=alpha, label="alpha (0: entropy, 1: importance)", visible=plan.heads > 0),
             slider(0.01, value=share, label="sparsity (share of heads to remove)", visible=plan.heads > 0),
             gradio.Radio(["global", "uniform"], value=exploration.allocation, label="allocation"),
             slider(

@@ -31,6 +31,7 @@ def rows(sizes: tuple[int, ...], seeds: tuple[int, ...], alphas: tuple[float, ..
 DETAILS = {
     "his": {"a": [0.1, 0.4, 0.9], "b": [0.2, 0.3]},
     "entropy": {"a": [0.5, 0.4, 0.3], "b": [0.2, 0.1]},
+    "normalize": "model",
     "plans": [
         {"criterion": c, "alpha": a, "sparsity": s, "kept": {"a": [1, 2], "b": [0, 1] if s < 0.5 else [1]}}
         for c, a in (("his", None), ("hies", 0.3))
@@ -122,6 +123,7 @@ PLAN = {"criterion": "his", "alpha": None, "sparsity": None, "flops_target": 0.8
 TIMED_DETAILS = {
     "his": {"a": [0.1, 0.4], "a.mlp": [0.2, 0.3, 0.5]},
     "entropy": {"a": [0.5, 0.4]},
+    "normalize": "model",
     "plans": [PLAN | {"kept": {"a": [1], "a.mlp": [0]}}, PLAN | {"modules": "mlp", "kept": {"a": [0, 1]}}],
 }
 
