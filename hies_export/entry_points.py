@@ -1,7 +1,8 @@
 """Registries by name, to which other packages add by entry points.
 
-A recipe is checked against these names before torch is imported, which takes seconds. So the registries are here, and
-what they hold is imported when it is first looked up.
+A recipe is checked against these names before torch is imported, which takes seconds. So three registries are made
+here. The files that define what they hold (`forms.runtimes.base`, `forms.formats`, `score.criteria`) give them their
+types, and all other code takes them from there.
 """
 
 from __future__ import annotations
@@ -12,14 +13,9 @@ from functools import cached_property
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any, TypeVar
 
 from .errors import RequestError
-
-if TYPE_CHECKING:
-    from .forms.formats import Format
-    from .forms.runtimes.base import Runtime
-    from .score.criteria import Criterion
 
 T = TypeVar("T")
 
@@ -70,7 +66,7 @@ class Registry(UserDict[str, T]):
         )
 
 
-RUNTIMES: Registry[type[Runtime]] = Registry(
+RUNTIMES: Registry[Any] = Registry(
     "runtimes",
     {
         "torch": "forms.runtimes.pytorch",
@@ -83,7 +79,7 @@ RUNTIMES: Registry[type[Runtime]] = Registry(
     },
 )
 
-FORMATS: Registry[Format] = Registry(
+FORMATS: Registry[Any] = Registry(
     "formats", {"onnx": "forms.onnx.quantize", "openvino": "forms.openvino.export", "gguf": "forms.gguf.export"}
 )
 
@@ -102,9 +98,7 @@ _CRITERIA = (
     "llm-pruner-block",
     "ae + activation-l2",
 )
-CRITERIA: Registry[Criterion] = Registry("criteria", dict.fromkeys(_CRITERIA, "score.criteria"))
-"""Name -> criterion; `hies_export.criterion` adds entries."""
-
+CRITERIA: Registry[Any] = Registry("criteria", dict.fromkeys(_CRITERIA, "score.criteria"))
 # Not in `CRITERIA`, because they need more than averages per unit; see `score_compensated`. The second name is older.
 COMPENSATED = "compensated"
 COMPENSATED_NAMES = (COMPENSATED, "hies-compensated")

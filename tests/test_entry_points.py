@@ -9,8 +9,10 @@ from support.models import bert, save_project, text_batch
 from support.runs import hies
 
 from hies_export import CRITERIA, RecipeError, Report, RequestError, deploy, load, prune
-from hies_export.entry_points import FORMATS, RUNTIMES, Registry
+from hies_export.entry_points import Registry
 from hies_export.evaluate.metrics import METRICS
+from hies_export.forms.formats import FORMATS
+from hies_export.forms.runtimes.base import RUNTIMES
 from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.tasks import TASKS
 
@@ -20,8 +22,7 @@ from pathlib import Path
 
 from hies_export import criterion, load
 from hies_export.evaluate.metrics import register_metric
-from hies_export.entry_points import FORMATS
-from hies_export.forms.formats import Export, Format
+from hies_export.forms.formats import FORMATS, Export, Format
 from hies_export.forms.runtimes.base import register_runtime
 from hies_export.forms.runtimes.pytorch import TorchRuntime
 from hies_export.tasks import TextClassification, register_task

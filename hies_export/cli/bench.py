@@ -107,7 +107,7 @@ def _models(options: Options) -> tuple[str, str]:
 def _exports(options: Options, *paths: Path) -> list[tuple[Path, Path]] | None:
     """Return paths with their exports, in ONNX or else in GGUF, if all have one and all runtimes read it."""
     from ..checkpoint.folders import Contents, contents
-    from ..entry_points import RUNTIMES
+    from ..forms.runtimes.base import RUNTIMES
 
     reading = [RUNTIMES[name] for name in options.runtimes if name in RUNTIMES]
     for name, what in (("onnx", Contents.ONNX), ("gguf", Contents.GGUF)):

@@ -40,8 +40,7 @@ def run(options: Options) -> dict[str, Any]:
     from ..checkpoint.sentence import is_sentence_transformer, load_sentence
     from ..data.batches import image_shape
     from ..data.processors import image_shape_of
-    from ..entry_points import FORMATS
-    from ..forms.formats import Given, export_options, export_served
+    from ..forms.formats import FORMATS, Given, export_options, export_served
     from ..forms.onnx.multimodal import image_text_batch, is_vision_language
     from ..model.tokens import synthetic_batch
 
@@ -81,8 +80,8 @@ def run(options: Options) -> dict[str, Any]:
 
 def _check(options: Options) -> None:
     """Refuse options that do not fit the format, and a format whose packages are not installed."""
-    from ..entry_points import FORMATS
     from ..errors import RequestError, did_you_mean
+    from ..forms.formats import FORMATS
 
     name = options.format
     if name not in FORMATS:
@@ -92,11 +91,6 @@ def _check(options: Options) -> None:
         raise RequestError(f"--quantize is for --format onnx, got {options.quantize}; give gguf --dtype q8_0 or q4_0")
     if options.provider not in (None, "cpu") and name != "onnx":
         raise RequestError(f"--provider belongs to --format onnx, got {options.provider} with {name}; leave it out")
-    if options.quantize and (options.provider or "cpu", options.dtype) != ("cpu", "float32"):
-        raise RequestError(
-            f"--quantize {options.quantize} needs --provider cpu and --dtype float32, got {options.provider or 'cpu'} "
-            f"and {options.dtype}; leave them out"
-        )
     if options.dtype not in known.dtypes:
         dtypes = ", ".join(known.dtypes)
         raise RequestError(f"the dtype of {known.title} must be one of {dtypes}, got {options.dtype!r}")

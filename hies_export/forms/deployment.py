@@ -11,7 +11,6 @@ import torch
 from transformers import PreTrainedModel
 
 from ..data.batches import Batch
-from ..entry_points import RUNTIMES
 from ..errors import HiesError, MissingRuntimeError, ParityError, PlanError, RecipeError
 from ..evaluate.judge import Judge
 from ..tasks import Task
@@ -19,7 +18,7 @@ from .cascade.export import CascadeOptions, SizeTried, export_cascade
 from .form import Form, Forms
 from .measure.counts import Share
 from .onnx.quantize import check_quantizable
-from .runtimes.base import check_runtime
+from .runtimes.base import RUNTIMES, check_runtime
 from .time import Timed, ratios
 
 T = TypeVar("T")

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from .. import processes
 from ..data.batches import Batch
-from ..entry_points import RUNTIMES
 from ..errors import HiesError
 from ..evaluate.predict import Predictor, predict_by
 from ..model.copies import convert
@@ -22,7 +21,7 @@ from ..recipe.sections import ExportSection
 from ..tasks import Predictions, Task, task_of
 from .cascade.export import CascadeOptions
 from .formats import Export, Exporter, read_by
-from .runtimes.base import Runtime, load_runtime
+from .runtimes.base import RUNTIMES, Runtime, load_runtime
 
 
 @dataclass(frozen=True)

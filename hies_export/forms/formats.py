@@ -14,12 +14,14 @@ from transformers import PreTrainedModel
 from ..checkpoint.folders import new_folder
 from ..checkpoint.save import check_in_sentence_transformers
 from ..checkpoint.served_settings import write_served
-from ..entry_points import FORMATS, RUNTIMES
+from ..entry_points import FORMATS as KNOWN
+from ..entry_points import Registry
 from ..equal import OTHER_PROGRAM
 from ..errors import RequestError
 from ..model.text_encoder import TextEncoder
 from ..model.tokens import synthetic_batch
 from ..recipe.sections import ExportSection
+from .runtimes.base import RUNTIMES
 from .traces import Traces
 
 
@@ -109,6 +111,10 @@ class Format:
     hub_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
+FORMATS: Registry[Format] = KNOWN
+"""Name -> format."""
+
+
 @dataclass(frozen=True)
 class Exporter:
     """Exports models with the same rows and processor, by the options of a run or by others."""
@@ -133,9 +139,16 @@ class Exporter:
 def export_options(
     format: str = "onnx", provider: str = "cpu", dtype: str = "float32", quantize: str | None = None
 ) -> ExportSection:
-    """Return the options of an export that no recipe asks for; what writes it refuses those that it does not know."""
+    """Return the options of an export that no recipe asks for; what writes it refuses those that it does not know.
+
+    Raises RequestError for fewer bits on another provider than the CPU, or of another dtype than float32.
+    """
     fields: dict[str, Any] = {"format": format, "provider": provider, "dtype": dtype, "quantize": quantize}
-    return ExportSection.model_construct(**fields)
+    options = ExportSection.model_construct(**fields)
+    refused, sentence = options.bits_elsewhere
+    if refused:
+        raise RequestError(sentence)
+    return options
 
 
 def best_for(runtime: str, dtype: str) -> ExportSection:

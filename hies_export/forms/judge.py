@@ -9,12 +9,12 @@ from typing import Literal
 
 from pydantic import FiniteFloat
 
-from ..entry_points import RUNTIMES
 from ..evaluate.judge import Judge
 from ..progress import SILENT, Progress
 from .form import Form, Forms
 from .formats import Export, runtime_of
 from .measure.counts import Count, Ratio, Record, Share, Size
+from .runtimes.base import RUNTIMES
 from .runtimes.ort import ONNX_FILE
 from .time import Phase, Timed
 

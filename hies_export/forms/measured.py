@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from pydantic import ConfigDict
 from torch import Tensor
 
+from ..recipe.budget import LatencyBudget
 from ..recipe.sections import ExportSection
 from ..units.units import PrunableModule
 from .cascade.export import CascadeOptions
@@ -102,6 +103,13 @@ class LatencyRow(Record):
     cuda_graph: bool = False
     peak_bytes: Both[Size] | None = None
     gpu_clock_mhz: float | None = None
+
+
+def budget_rows(timed: LatencyBudget, rows: Iterable[LatencyRow]) -> list[LatencyRow]:
+    """Return the rows on the runtime, at the shape and in the dtype of a budget of time, without decode steps."""
+    where = (timed.runtime, timed.batch, timed.sequence)
+    alike = [row for row in rows if (row.runtime, row.batch, row.sequence) == where and row.phase != "decode"]
+    return [row for row in alike if timed.dtype in (None, row.dtype)]
 
 
 @dataclass(frozen=True)

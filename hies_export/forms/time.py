@@ -20,13 +20,12 @@ import numpy as np
 import torch
 
 from ..data.batches import Batch
-from ..entry_points import RUNTIMES
 from ..errors import NonFiniteError, RecipeError
 from ..progress import SILENT, Progress
 from .form import Form
 from .measure.counts import Shape
 from .measure.machine import gpu_facts
-from .runtimes.base import Runtime
+from .runtimes.base import RUNTIMES, Runtime
 
 # What is timed: a forward pass (for models that generate: a prompt or one token), or a data set's rows in batches.
 Phase = Literal["forward", "prefill", "decode", "rows"]

@@ -206,7 +206,10 @@ def reads_old_names(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]
 
 
 def file_of(path: str | Path, name: str, *, required: bool = False, **hub: Any) -> Path | None:
-    """Return a file of a folder or Hub id, fetched if it is not here; None, or if `required` an OSError, for none."""
+    """Return the local path of a file in a folder or Hub repository, fetched if needed.
+
+    If there is no such file, it is None, or an OSError if `required`.
+    """
     missing: dict[str, Any] = {"_raise_exceptions_for_missing_entries": required}
     found = cached_file(str(path), name, **missing, **hub)
     return None if found is None else Path(found)

@@ -15,15 +15,14 @@ from ..checkpoint.folders import Contents, contents
 from ..checkpoint.load import load
 from ..data.batches import image_shape
 from ..data.processors import load_processor
-from ..entry_points import FORMATS, RUNTIMES
 from ..errors import RequestError, refusing
 from ..forms.form import Form, Forms
-from ..forms.formats import Exporter, Given, best_for, export_options, require_exporters, runtime_of
+from ..forms.formats import FORMATS, Exporter, Given, best_for, export_options, require_exporters, runtime_of
 from ..forms.measure.counts import FlopCount, Shape, count_both_flops
 from ..forms.measure.shapes import check_shapes, image_shape_at, model_shapes
 from ..forms.measured import LatencyRow, latency_rows
 from ..forms.onnx.multimodal import is_vision_language
-from ..forms.runtimes.base import check_dtypes, check_runtime
+from ..forms.runtimes.base import RUNTIMES, check_dtypes, check_runtime
 from ..forms.runtimes.llamacpp import find_gguf
 from ..forms.runtimes.ort import ONNX_FILE, QUANTIZED_FILE, refuse_parts
 from ..forms.time import check_repeats, rows_by_shape, time

@@ -10,13 +10,12 @@ from typing import Any
 
 from .. import processes
 from ..calibrate.statistics import Statistics
-from ..entry_points import AUTO, COMPENSATED
 from ..errors import PlanError
 from ..evaluate.judge import Tried
 from ..forms.cost.latency import compare_with_full, latency_table
 from ..kinds import ATTENTION, MLP
 from ..recipe.budget import Budget, Found, Outcome
-from ..score.criteria import Scores
+from ..score.criteria import AUTO, COMPENSATED, Scores
 from ..select.constraints import bundles_lost, check_budget
 from ..select.cost import CostTable, check_reachable, lowest_ratio, shares_to_try
 from ..select.goal import Goal, compose, cost_to_go, filled_in, head_totals, heads_to_go

@@ -14,12 +14,12 @@ import datasets
 
 from ..data.rows import common_values, taken_from, whole
 from ..data.splits import whole_split
-from ..entry_points import AUTO
 from ..errors import RequestError
 from ..evaluate.interval import FAILURES, confidence_of_each, queries_needed, rate_rows_needed, rows_needed
 from ..forms.deployment import SEARCHED
 from ..recipe.budget import KeepBudget
 from ..recipe.sections import CalibrationSection, DataSection, EvaluationSection, HeldOutSection
+from ..score.criteria import AUTO
 from .recipe import FLOPS_TO_TRY, PruneSection, PruningRecipe
 
 logger = logging.getLogger(__name__)

@@ -16,13 +16,13 @@ from transformers import PreTrainedModel
 from .. import processes
 from ..calibrate.statistics import Statistics
 from ..data.batches import samples_of
-from ..entry_points import RUNTIMES
 from ..errors import HiesError, PlanError
 from ..evaluate.judge import Judge
 from ..forms.cascade.export import CascadeOptions
 from ..forms.cost.bundles import cut_bundles
 from ..forms.deployment import DeployWay, Way, find_ways, join_sizes, try_dense
 from ..forms.form import Form, Forms
+from ..forms.runtimes.base import RUNTIMES
 from ..forms.time import Timed, in_mixed_order, ratios, rows_by_shape
 from ..forms.time import time as time_forms
 from ..progress import OutOfTime, Until

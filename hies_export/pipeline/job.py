@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 from ..calibrate.moments import HELD_OUT_EVERY
 from ..checkpoint.load import Source, check_in_memory
 from ..data.batches import Batch, image_shape, inputs_of, sample_contents, samples_of, size_of
-from ..entry_points import AUTO, COMPENSATED, COMPENSATED_NAMES, CRITERIA
 from ..errors import RecipeError, RequestError, UnsupportedModelError
 from ..evaluate.interval import CONFIDENCE
 from ..evaluate.judge import Judge
@@ -42,6 +41,7 @@ from ..progress import SILENT, Clock, Progress
 from ..recipe.budget import Budget, TimedSection
 from ..recipe.sections import ComparisonSection, DeploySection, EvaluationSection, ExportSection
 from ..report.provenance import Request
+from ..score.criteria import AUTO, COMPENSATED, COMPENSATED_NAMES, CRITERIA
 from ..select.constraints import check_budget, check_constraints
 from ..select.cost import CostTable, check_reachable
 from ..slim.cut import how_to_skip

@@ -27,7 +27,6 @@ from ..data.batches import Batch, by_length, check_one_size, is_of_documents, sa
 from ..data.processors import load_processor, read_as_asked, settle_padding, tokenizer_of
 from ..data.rows import load_rows, taken_from
 from ..data.splits import may_overlap, whole_split
-from ..entry_points import RUNTIMES
 from ..evaluate.interval import confidence_of_each
 from ..evaluate.lm_eval import check_benchmarks
 from ..evaluate.metrics import METRICS, check_metrics
@@ -36,7 +35,7 @@ from ..forms.cascade.cascade import check_classes
 from ..forms.cascade.export import CascadeOptions
 from ..forms.cascade.threshold import check_rows
 from ..forms.measured import MeasureOptions
-from ..forms.runtimes.base import GPU_HALF_STEP, check_dtypes, check_one_graph, check_runtime
+from ..forms.runtimes.base import GPU_HALF_STEP, RUNTIMES, check_dtypes, check_one_graph, check_runtime
 from ..forms.time import ROWS
 from ..kinds import MLP
 from ..model.text_encoder import SentenceSettings, TextEncoder

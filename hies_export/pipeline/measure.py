@@ -10,7 +10,6 @@ from typing import Any
 
 from ..checkpoint.served_settings import write_served
 from ..data.batches import Batch
-from ..entry_points import RUNTIMES
 from ..evaluate.judge import Judge
 from ..forms.cascade.export import CascadeFacts, CascadeSummary, cascade_facts, export_cascade
 from ..forms.cost.latency import compare_with_full
@@ -20,7 +19,8 @@ from ..forms.formats import Export, add_graphs, link_files, runtime_of
 from ..forms.judge import CASCADE, ExportedFile, Judged, frontier, judge_exported, keep_file, with_times
 from ..forms.judge import judge as judge_forms
 from ..forms.measure.counts import Both, Shape
-from ..forms.measured import Measurements, measure_both
+from ..forms.measured import Measurements, budget_rows, measure_both
+from ..forms.runtimes.base import RUNTIMES
 from ..forms.time import fastest, ratios, rows_by_shape
 from ..forms.time import time as time_forms
 from ..model.text_encoder import TextEncoder
@@ -289,7 +289,5 @@ def _with_cost(job: Job, slim: Slim, outcome: Outcome | None, sizes: Measurement
     if asked.of == "float32":
         timed = compare_with_full(slim.model, job.model, job.timed_on, progress=job.progress)
         return replace(outcome, found=Found(timed.ratio), noisy=timed.noisy)
-    where = (asked.runtime, asked.batch, asked.sequence)
-    rows = (row for row in sizes.latency if row.phase != "decode" and asked.dtype in (None, row.dtype))
-    row = next(row for row in rows if (row.runtime, row.batch, row.sequence) == where)
+    row = budget_rows(asked, sizes.latency)[0]
     return replace(outcome, found=Found(row.ratio), noisy=row.noisy)

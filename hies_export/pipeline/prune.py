@@ -17,10 +17,9 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from ..data.batches import Batch, has_references, samples_of
-from ..entry_points import FORMATS
 from ..errors import RecipeError, RequestError
 from ..forms.cascade.cascade import Cascade
-from ..forms.formats import Export, Given, export_options, export_served
+from ..forms.formats import FORMATS, Export, Given, export_options, export_served
 from ..forms.measure.counts import Both, FlopCount, count_both_flops, count_parameters
 from ..forms.onnx.quantize import Quantize
 from ..forms.runtimes.base import Provider

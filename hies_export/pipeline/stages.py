@@ -21,7 +21,6 @@ from ..checkpoint.load import Source
 from ..checkpoint.save import digest_tensors, save_slim
 from ..checkpoint.weights import weight_bytes
 from ..data.batches import Batch, batches_fingerprint, size_of
-from ..entry_points import AUTO, COMPENSATED, COMPENSATED_NAMES
 from ..errors import DropError, NonFiniteError
 from ..evaluate.judge import Quality, Tried
 from ..evaluate.lm_eval import run_benchmarks
@@ -36,7 +35,7 @@ from ..model.tokens import count_tokens
 from ..recipe.budget import Outcome, TimedSection
 from ..report.words import asked_words, found_words, vocabulary_words
 from ..score.compensated import score_compensated
-from ..score.criteria import Scores, needs_of, score_units, uses_alpha
+from ..score.criteria import AUTO, COMPENSATED, COMPENSATED_NAMES, Scores, needs_of, score_units, uses_alpha
 from ..select.goal import Goal
 from ..select.plan import Provenance, PruningPlan, dump_json, library_versions
 from ..select.select import select_units

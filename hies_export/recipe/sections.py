@@ -256,10 +256,18 @@ class ExportSection(Section):
             update={"format": "onnx" if self.format == "openvino" else self.format, "quantize": None}
         )
 
+    @property
+    def bits_elsewhere(self) -> tuple[bool, str]:
+        """Whether fewer bits are asked for on a GPU or of half precision, and the refusal."""
+        return (
+            self.quantize is not None and (self.provider, self.dtype) != ("cpu", "float32"),
+            f"quantize: {self.quantize} needs provider: cpu and dtype: float32, got {self.provider} and {self.dtype}; "
+            "leave them out",
+        )
+
     @model_validator(mode="after")
     def _fits_the_format(self) -> ExportSection:
         quantize, gguf = self.quantize, self.format == "gguf"
-        elsewhere = (self.provider, self.dtype) != ("cpu", "float32")
         first_broken(
             (
                 self.format == "openvino" and quantize != "int8",
@@ -270,11 +278,7 @@ class ExportSection(Section):
                 quantize and gguf,
                 f"quantize belongs to format: onnx, got {quantize} for gguf; set dtype: q8_0 or q4_0",
             ),
-            (
-                quantize and elsewhere,
-                f"quantize: {quantize} needs provider: cpu and dtype: float32, got {self.provider} and {self.dtype}; "
-                "leave them out",
-            ),
+            self.bits_elsewhere,
             (
                 self.format in ("onnx", "openvino") and self.dtype not in ("float32", "float16"),
                 f"dtype must be float32 or float16 for format: onnx, got {self.dtype}; set format: gguf",

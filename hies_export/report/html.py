@@ -34,6 +34,7 @@ def render_html(report: Report, *, location: str = "slim") -> str:
         report,
         subtitle=f"{report.task} · {words.criterion_text(report)} · seed {report.seed}",
         location=location,
+        on_hub="/" in location,
         figures=head_figures(report),
         numbers=_numbers(report),
         bars=neuron_bars(report.details.neurons),

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ..evaluate.interval import CONFIDENCE
 from ..evaluate.metrics import METRICS, counted_by, higher_is_better, quality_loss, title_of
 from ..forms.judge import FormTime, Judged, deciding_step, relative_times
-from ..forms.measured import LatencyRow
+from ..forms.measured import LatencyRow, budget_rows
 from ..recipe.budget import Budget, KeepBudget, Outcome
 from ..tasks import TASKS
 from ..vocabulary.trim import VocabularyFacts
@@ -352,10 +352,7 @@ def asked_row(report: Report) -> LatencyRow | None:
     outcome = report.details.outcome
     timed = None if outcome is None else outcome.budget.latency
     if timed is not None:
-        asked = (timed.runtime, timed.batch, timed.sequence)
-        found = [
-            row for row in rows if (row.runtime, row.batch, row.sequence) == asked and timed.dtype in (None, row.dtype)
-        ]
+        found = budget_rows(timed, rows)
     else:
         at_shape = [row for row in rows if (row.batch, row.sequence) == tuple(report.flops.shape)]
         found = [row for row in at_shape if row.runtime.startswith("onnxruntime")] or at_shape

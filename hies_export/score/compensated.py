@@ -32,14 +32,13 @@ from transformers import PreTrainedModel
 
 from ..calibrate.moments import MomentStream, Spread
 from ..calibrate.readings import EffectStream, LayerEffects
-from ..entry_points import COMPENSATED
 from ..errors import RecipeError
 from ..kinds import ATTENTION
 from ..model.modes import threads_for
 from ..processes import mapped
 from ..progress import SILENT, Progress
 from ..units.units import PrunableModule
-from .criteria import Chain, Removal, Scores
+from .criteria import COMPENSATED, Chain, Removal, Scores
 from .merge import merged
 
 # Neurons are removed this share of a layer at a time.

@@ -13,7 +13,12 @@ import torch
 from torch import Tensor
 
 from ..calibrate.statistics import Statistics
-from ..entry_points import COMPENSATED, CRITERIA
+from ..entry_points import AUTO as AUTO
+from ..entry_points import COMPENSATED as COMPENSATED
+from ..entry_points import COMPENSATED_NAMES as COMPENSATED_NAMES
+from ..entry_points import CRITERIA as KNOWN
+from ..entry_points import Registry
+from ..entry_points import criterion_names as criterion_names
 from ..errors import RecipeError
 from ..kinds import ATTENTION, KINDS
 from ..units.units import Units
@@ -83,6 +88,9 @@ class Criterion:
         """The options that the function takes, among `alpha`, `normalize` and `seed`."""
         return tuple(inspect.signature(self.function).parameters)[1:]
 
+
+CRITERIA: Registry[Criterion] = KNOWN
+"""Name -> criterion; `criterion` adds entries."""
 
 # Scores the kinds of modules that a criterion cannot score.
 FALLBACK = "fisher"

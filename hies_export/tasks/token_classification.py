@@ -232,7 +232,10 @@ class TokenClassification(Task):
         return torch.tensor([one == two for one, two in pairs])
 
     def table(self, predictions: Predictions, references: Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """Return how many words and entities of each sample are right, and how many there are."""
+        """Return two structured arrays, (samples,): what is right or found, and how much there is.
+
+        The first counts right words, right entities and found entities, the second words and entities of the labels.
+        """
         given, wanted = (self.entities(predictions, classes) for classes in (predictions.values, references))
         rows = np.empty(len(given), dtype=[("right", np.int64), ("found", np.int64), ("words", np.int64)])
         rows["right"] = [len(one & two) for one, two in zip(given, wanted, strict=True)]
@@ -267,10 +270,10 @@ class _Span(NamedTuple):
 
 
 def entities_of(places: Sequence[tuple[str, str]]) -> set[Entity]:
-    """Return the entities of words, of each of which the place in an entity and its type are given.
+    """Return the entities of a sequence of words, given the place of each word in its entity and the entity's type.
 
-    These are those of `places_in_entities`. An entity ends where the type changes too, and `I` without a word before it
-    begins one. This is the rule of CoNLL's `conlleval`, as in seqeval.
+    Both are as `places_in_entities` gives them. An entity ends where the type changes too, and `I` without a word
+    before it begins one. This is the rule of CoNLL's `conlleval`, as in seqeval.
     """
     found, start, kind = set(), 0, ""
     for word, (place, name) in enumerate([*places, ("", "")]):

@@ -267,7 +267,7 @@ def _describe(block: FoundBlock, probe: Probe, label: str) -> PrunableModule:
 
 
 def _spans(unit_of: Tensor, units: int) -> tuple[Span, ...]:
-    """Return the spans of features that belong to units, equally many to each; `units.spans_of` is for few units.
+    """Return the spans of the features of each unit; all units have equally many. `units.spans_of` is for few units.
 
     `unit_of` is the unit of each feature, (features,) int64.
     """

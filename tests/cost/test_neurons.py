@@ -12,12 +12,12 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from hies_export.entry_points import RUNTIMES
 from hies_export.forms.cost import bundles
 from hies_export.forms.cost.bundles import cut_bundles, flops_table, parameters_table
 from hies_export.forms.cost.latency import TimedCut, TimedOn, latency_table
 from hies_export.forms.formats import Exporter, Given
 from hies_export.forms.measure.counts import count_flops
+from hies_export.forms.runtimes.base import RUNTIMES
 from hies_export.model.copies import share_weights
 from hies_export.recipe.sections import ExportSection
 from hies_export.select.constraints import bundle_count

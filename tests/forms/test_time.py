@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from hies_export.entry_points import RUNTIMES
 from hies_export.errors import NonFiniteError, RecipeError
 from hies_export.forms import time as clocks
 from hies_export.forms.form import Form
 from hies_export.forms.measure.counts import FlopCount
 from hies_export.forms.measured import latency_rows, realised_share
 from hies_export.forms.runtimes import base as runtime
-from hies_export.forms.runtimes.base import Runtime
+from hies_export.forms.runtimes.base import RUNTIMES, Runtime
 from hies_export.forms.time import (
     LEAST,
     Timed,

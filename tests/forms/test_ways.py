@@ -8,12 +8,12 @@ import pytest
 import torch
 from support.models import bert
 
-from hies_export.entry_points import RUNTIMES
 from hies_export.errors import RecipeError
 from hies_export.forms.deployment import find_ways
 from hies_export.forms.form import Forms
 from hies_export.forms.formats import Exporter, Given
 from hies_export.forms.judge import keep_file
+from hies_export.forms.runtimes.base import RUNTIMES
 from hies_export.recipe.sections import ExportSection
 from hies_export.tasks import TASKS
 

@@ -95,6 +95,12 @@ def test_the_command_and_the_result_of_prune_write_the_same_folder(
     found = result.export_onnx(tmp_path / "two", quantize="int8")
     assert found.how.quantize == "int8"
     assert {path.name for path in (tmp_path / "one").iterdir()} == {path.name for path in (tmp_path / "two").iterdir()}
+    for other in (["--provider", "cuda"], ["--dtype", "float16"]):
+        assert main(["export", str(checkpoint), "--quantize", "int8", *other, "-o", str(tmp_path / "three")]) == 2
+        assert "quantize: int8 needs provider: cpu and dtype: float32" in capsys.readouterr().err
+    with pytest.raises(RequestError, match="got cpu and float16"):
+        result.export_onnx(tmp_path / "three", quantize="int8", dtype="float16")
+    assert not (tmp_path / "three").exists()
     arguments = ["export", str(checkpoint), "--quantize", "int8", "--format", "gguf", "-o", str(tmp_path / "three")]
     assert main(arguments) == 2
     assert "--quantize is for --format onnx, got int8; give gguf --dtype q8_0 or q4_0" in capsys.readouterr().err

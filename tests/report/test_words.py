@@ -89,6 +89,12 @@ def test_a_budget_of_time_names_its_own_row() -> None:
     assert "; 0.83 of the time on torch at 1 x 128;" in lead_text(report)
 
 
+def test_a_budget_of_time_in_bits_names_the_row_in_these() -> None:
+    at = [latency_row("torch", ratio, batch=1, dtype=dtype) for ratio, dtype in ((0.9, "float32"), (0.7, "bfloat16"))]
+    report = with_rows(*at, outcome=outcome({"latency": TIMED | {"dtype": "bfloat16"}}, 0.7, noisy=False))
+    assert asked_row(report) is report.latency[1]
+
+
 @pytest.mark.parametrize(
     ("found", "said"),
     [

@@ -9,8 +9,7 @@ from transformers import BertConfig, BertForSequenceClassification, PreTrainedMo
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from hies_export import DataError, ExportError, MissingRuntimeError, RecipeError, export_onnx, load_runtime
-from hies_export.entry_points import RUNTIMES
-from hies_export.forms.runtimes.base import Runtime, last_token, register_runtime
+from hies_export.forms.runtimes.base import RUNTIMES, Runtime, last_token, register_runtime
 from hies_export.forms.runtimes.ort import OnnxRuntime
 from hies_export.forms.runtimes.pytorch import TorchRuntime
 from hies_export.model.copies import convert, share_weights

@@ -9,9 +9,15 @@ from torch import Tensor
 
 from hies_export import CRITERIA, RecipeError, Statistics, criterion, score_units, select_units
 from hies_export.calibrate.statistics import Calibration
-from hies_export.entry_points import AUTO, COMPENSATED_NAMES, criterion_names
 from hies_export.kinds import ATTENTION, KINDS
-from hies_export.score.criteria import DegenerateRangeWarning, needs_of, uses_alpha
+from hies_export.score.criteria import (
+    AUTO,
+    COMPENSATED_NAMES,
+    DegenerateRangeWarning,
+    criterion_names,
+    needs_of,
+    uses_alpha,
+)
 from hies_export.units.units import Units
 
 MODULES = (Units(name="a", units=2), Units(name="m", units=3, kind="mlp"), Units(name="b", units=2))

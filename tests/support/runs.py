@@ -17,11 +17,11 @@ import hies_export.pipeline.bench
 import hies_export.pipeline.run
 from hies_export.checkpoint.folders import new_folder
 from hies_export.cli.main import main
-from hies_export.entry_points import RUNTIMES
 from hies_export.evaluate.metrics import METRICS
 from hies_export.forms.formats import Export, export_options
 from hies_export.forms.onnx import export as export_module
 from hies_export.forms.onnx.export import export_onnx
+from hies_export.forms.runtimes.base import RUNTIMES
 from hies_export.pipeline.job import Job
 from hies_export.tasks import TASKS
 from support.models import save_project

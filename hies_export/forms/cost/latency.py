@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 
 from ...checkpoint.folders import replace_file, user_cache
 from ...data.batches import Batch
-from ...entry_points import RUNTIMES
 from ...kinds import ATTENTION
 from ...progress import SILENT, Progress
 from ...select.constraints import bundle_count
@@ -27,7 +26,7 @@ from ...units.units import PrunableModule, Units
 from ..form import Form, Forms
 from ..formats import Exporter, read_by
 from ..measure.machine import machine_facts
-from ..runtimes.base import GPU_WIDTH_STEP
+from ..runtimes.base import GPU_WIDTH_STEP, RUNTIMES
 from ..time import Timed, is_noisy, shape_of, time
 from .bundles import cut_bundles, flops_table
 

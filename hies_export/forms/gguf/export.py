@@ -14,10 +14,9 @@ from transformers import PreTrainedModel
 
 from ...checkpoint.beside import copy_documents, write_config
 from ...checkpoint.folders import Contents, new_folder, refuse_existing
-from ...entry_points import FORMATS
 from ...errors import RecipeError, require_package
 from ...model.tokens import synthetic_batch
-from ..formats import Export, Format, export_options
+from ..formats import FORMATS, Export, Format, export_options
 from ..runtimes.llamacpp import GGUF_FILE, LlamaCppRuntime, is_installed
 from .architecture import Layout, find_layout, refused
 from .parity import check_parity

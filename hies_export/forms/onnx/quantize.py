@@ -17,11 +17,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...checkpoint.folders import Contents, new_folder, refuse_existing
-from ...entry_points import FORMATS
 from ...equal import FEWER_BITS
 from ...errors import ExportError, ParityError, RequestError
 from ...recipe.sections import ExportSection
-from ..formats import Export, Format, Given
+from ..formats import FORMATS, Export, Format, Given
 from ..rounding import Opens, spreads
 from ..runtimes.bits import BLOCK, SMALLEST, quantize_graph
 from ..runtimes.ort import ONNX_FILE, QUANTIZED_FILE, OnnxRuntime
@@ -130,11 +129,6 @@ def export_in_bits(
     beside: dict[str, Any] = {"batch": given.sample, "processor": given.processor, "traces": given.traces}
     if how.quantize is None:
         return export_onnx(model, folder, provider=how.provider, dtype=how.dtype, overwrite=overwrite, **beside)
-    if (how.provider, how.dtype) != ("cpu", "float32"):
-        raise RequestError(
-            f"quantize: {how.quantize} needs provider cpu and dtype float32, got {how.provider} and {how.dtype}; "
-            "leave them out"
-        )
     check_quantizable(model, how.quantize)
     refuse_existing(folder, overwrite=overwrite)
     asked: dict[str, Any] = {"batch": given.sample, "quantize": how.quantize, "rows": given.rows}

@@ -17,11 +17,10 @@ import torch
 from transformers import PreTrainedModel
 
 from ...checkpoint.folders import Contents, new_folder, refuse_existing
-from ...entry_points import FORMATS
 from ...errors import ExportError, RequestError, require_package
 from ...progress import quiet
 from ...recipe.sections import ExportSection
-from ..formats import Export, Format, Given, export_options
+from ..formats import FORMATS, Export, Format, Given, export_options
 from ..onnx.export import copy_beside, export_onnx, save_program
 from ..onnx.quantize import largest_difference, read_values
 from ..runtimes.openvino import OPENVINO_FILE, OpenVinoRuntime, name_tensors

@@ -12,12 +12,16 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from ...entry_points import RUNTIMES
+from ...entry_points import RUNTIMES as KNOWN
+from ...entry_points import Registry
 from ...errors import RecipeError, RequestError, did_you_mean
 from ...tasks.task import Task, stack
 
 # The execution provider that an ONNX graph is exported for.
 Provider = Literal["cpu", "cuda"]
+
+RUNTIMES: Registry[type[Runtime]] = KNOWN
+"""Name -> runtime; `register_runtime` adds entries."""
 
 # Widths that GPUs compute efficiently in half precision are multiples of 64 elements, or 128 bytes; not measured here.
 # Source: https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/index.html, table 1

@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 
 from ...calibrate.statistics import DEFAULT_NEEDS, Statistics, collect_statistics
 from ...data.batches import Batch, by_length, samples_of
-from ...entry_points import COMPENSATED_NAMES
 from ...errors import RecipeError
 from ...evaluate.judge import Judge, Quality
 from ...evaluate.metrics import higher_is_better
@@ -35,7 +34,7 @@ from ...pipeline.recipe import PruningRecipe
 from ...progress import SILENT, Clock, Progress
 from ...recipe.budget import Budget
 from ...recipe.sections import CompensationSection
-from ...score.criteria import Scores, needs_of, uses_alpha
+from ...score.criteria import COMPENSATED_NAMES, Scores, needs_of, uses_alpha
 from ...select.constraints import bundles_lost, check_budget
 from ...select.cost import check_reachable, lowest_ratio
 from ...select.goal import Goal
@@ -394,7 +393,7 @@ def refit_for(shared: Shared, cell: Cell) -> stages.Refit | None:
 
 @contextmanager
 def _baseline(shared: Shared, cell: Cell) -> Iterator[None]:
-    """Let the dense model compute, inside the block, what a baseline of `JUDGED_ONLY` would: masked or sliced."""
+    """Mask or slice the dense model inside the block, as the cell's baseline of `JUDGED_ONLY` does."""
     base, of_seed = shared.base, shared.calibrated(cell.seed, cell.samples)
     model, modules = base.model, base.scored
     assert cell.sparsity is not None

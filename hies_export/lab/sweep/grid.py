@@ -6,12 +6,11 @@ import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...entry_points import CRITERIA
 from ...errors import RecipeError, did_you_mean
 from ...kinds import ATTENTION, KINDS, MLP
 from ...pipeline.recipe import PruneSection
 from ...recipe.sections import CompensationSection
-from ...score.criteria import uses_alpha
+from ...score.criteria import CRITERIA, uses_alpha
 from ..baselines.names import JUDGED_ONLY, MARTRA, OWN_SAMPLES, sweep_names
 
 # The largest seed that libraries hold.

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from ...data.batches import Batch, image_shape
-from ...entry_points import RUNTIMES
 from ...forms.cost.bundles import cut_bundles
 from ...forms.form import Forms
 from ...forms.formats import require_exporters
 from ...forms.measure.counts import Shape
 from ...forms.measure.shapes import model_shapes
-from ...forms.runtimes.base import check_one_graph, check_runtime
+from ...forms.runtimes.base import RUNTIMES, check_one_graph, check_runtime
 from ...forms.time import time
 from ...model.tokens import longest_sequence, synthetic_batch
 from ...pipeline.job import Job

@@ -75,11 +75,11 @@ def head_maps(details: Mapping[str, Any]) -> str:
     of_heads = {
         what: {name: torch.tensor(details[what][name]) for name in details["entropy"]} for what in ("his", "entropy")
     }
-    maps, normalize = [], details["normalize"]
+    statistics, maps = Statistics(of_heads, Calibration(0, "", "")), []
     for plan in [plan for criterion in ("his", "hies") for plan in _plans_of(details, criterion)]:
         hies = plan["criterion"] == "hies" and plan["alpha"] is not None
         alpha = {"criterion": "hies", "alpha": plan["alpha"]} if hies else {"criterion": "his"}
-        scores = score_units(Statistics(of_heads, Calibration(0, "", "")), normalize=normalize, **alpha).scores
+        scores = score_units(statistics, normalize=details["normalize"], **alpha).scores
         marks = {
             name: "".join(KEPT if head in plan["kept"].get(name, range(len(row))) else CUT for head in range(len(row)))
             for name, row in scores.items()
