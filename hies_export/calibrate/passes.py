@@ -47,11 +47,12 @@ def run_pass(
 
 
 class Stream(ABC, Generic[T]):
-    """Pairs of a module and its collected data, in the order of the modules.
+    """Pairs of a module and its collected data, in the order in which the model defines their consumers.
 
     Consecutive modules form groups that fit the limit together; a group has at least one module. Each group takes a
-    pass over the data. If there is one group only, it is kept, so all iterations together take one pass. Otherwise
-    every iteration collects group by group again; `passes` counts them.
+    pass over the data. A group is a stretch of the model, so a backward pass ends at its first layer. If there is one
+    group only, it is kept, so all iterations together take one pass. Otherwise every iteration collects group by group
+    again; `passes` counts them.
 
     Several processes share each pass, so all must come to the passes of all streams in the same order.
     """
@@ -66,6 +67,9 @@ class Stream(ABC, Generic[T]):
         what: str,
     ):
         limit = usual_limit(model) if limit_bytes is None else limit_bytes
+        places = {name: place for place, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
+        found = sorted(zip(modules, sizes, strict=True), key=lambda pair: places[pair[0].consumer])
+        modules, sizes = [module for module, _ in found], [size for _, size in found]
         self.groups = grouped(modules, sizes, limit)
         self.passes = 0
         self._kept: dict[str, T] | None = None

@@ -87,7 +87,7 @@ def score_compensated(
         model: A classifier, regressor or language model; its weights, mode and gradients are restored.
         batches: Keyword arguments of the model, whose predictions the removals should change least. Labels are read
             only if they are tokens. Fewer than about 256 samples need a larger ridge, or `moments`.
-        modules: The modules that may lose units, heads or neurons, in the model's order.
+        modules: The modules that may lose units, heads or neurons.
         moments: The moments of at least these modules, from rows with more tokens than `batches` have: with few tokens,
             some neurons wrongly look free to remove. By default those of `batches`.
         ridge, per_sample: See `RemovalOptions`.
@@ -114,13 +114,14 @@ def score_compensated(
         effects = EffectStream(model, batches, modules, limit_bytes=limit_bytes, progress=progress)
 
         def order(number: int, given: Any) -> Chain:
-            module, (_, layer), (_, found) = given
+            _, (module, layer), (_, found) = given
             spread = None if found is None else found.spread(centred=layer.centred)
             return removal_chain(layer, module, effects.samples, spread=spread, options=options)
 
         # Both streams yield the modules in the model's order.
         chains = mapped(zip(progress.track(modules, "modules ranked"), effects, known, strict=False), order)
-    return scores_of_chains(modules, chains, options)
+    by_name = {chain[0].module: chain for chain in chains}
+    return scores_of_chains(modules, [by_name[module.name] for module in modules], options)
 
 
 def scores_of_chains(modules: Sequence[PrunableModule], chains: Sequence[Chain], options: RemovalOptions) -> Scores:

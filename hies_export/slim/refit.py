@@ -164,19 +164,20 @@ def compensate(
         )
     if how.sequential:
         with threads_for(dense, batches):
-            by_name = {fit.name: fit for fit in _in_order(dense, slim, selection, cut, batches, how, progress)}
-        return [by_name[module.name] for module in cut]
-    stream = MomentStream(
-        dense,
-        cut,
-        batches,
-        selection=selection,
-        limit_bytes=limit_bytes,
-        weighted=how.token_weights < 1,
-        progress=progress,
-    )
-    with threads_for(dense, batches):
-        return _refit_all(slim, stream, how)
+            fits = _in_order(dense, slim, selection, cut, batches, how, progress)
+    else:
+        stream = MomentStream(
+            dense,
+            cut,
+            batches,
+            selection=selection,
+            limit_bytes=limit_bytes,
+            weighted=how.token_weights < 1,
+            progress=progress,
+        )
+        with threads_for(dense, batches):
+            fits = _refit_all(slim, stream, how)
+    return _in_order_of(cut, fits)
 
 
 def refit(
@@ -191,7 +192,14 @@ def refit(
     cut = {module.name: module.columns(selection[module.name].units) for module in modules}
     cut = {name: columns for name, columns in cut.items() if selection[name].removed}
     check_mix(how.token_weights, weighted=moments.weighted)
-    return _refit_all(slim, moments.of(cut), how, cut)
+    fits = _refit_all(slim, moments.of(cut), how, cut)
+    return _in_order_of([module for module in modules if module.name in cut], fits)
+
+
+def _in_order_of(modules: Sequence[PrunableModule], fits: Sequence[LayerFit]) -> list[LayerFit]:
+    """Return the fits in the order of their modules; they were made in that of the model."""
+    by_name = {fit.name: fit for fit in fits}
+    return [by_name[module.name] for module in modules]
 
 
 def _refit_all(

@@ -263,6 +263,17 @@ def test_groups_of_modules_give_the_same_effects_in_more_passes(case: str) -> No
     assert EffectStream(model, batches[:1], modules, limit_bytes=1).samples == len(next(iter(batches[0].values())))
 
 
+def test_a_group_is_a_stretch_of_the_model_where_its_backward_pass_ends() -> None:
+    model, batch = bert(), text_batch()
+    modules = [*find_attention(model, batch), *neurons(model)]
+    assert EffectStream(model, [batch], modules).groups == (tuple(both_kinds(model, batch)),)
+    first, last = modules[0], modules[-1]
+    reached: list[bool] = []
+    with model.get_submodule(first.consumer).register_forward_hook(lambda *call: reached.append(call[2].requires_grad)):
+        for module, _ in EffectStream(model, [batch], modules, limit_bytes=1).of([first.name, last.name]):
+            assert reached.pop() == (module is first)
+
+
 STREAMS: dict[str, Callable[..., Stream[Any]]] = {
     "moments": lambda model, modules, batches: MomentStream(model, modules, batches, weighted=True),
     "effects": lambda model, modules, batches: EffectStream(model, batches, modules),

@@ -221,9 +221,10 @@ def test_moments_reach_the_modules_they_were_collected_of() -> None:
     modules = [*find_attention(model, batches[0]), *neurons(model)]
     effects, moments = by_module(EffectStream(model, batches, modules)), MomentStream(model, modules, others)
     found = score_compensated(model, batches, modules, moments=moments)
-    for (module, known), chain in zip(moments, found.chains, strict=True):
-        layer = effects[module.name]
-        assert_same_chain(chain, removal_chain(layer, module, 8, spread=known.spread(centred=True)))
+    known_of = by_module(moments)
+    for module, chain in zip(modules, found.chains, strict=True):
+        layer, spread = effects[module.name], known_of[module.name].spread(centred=True)
+        assert_same_chain(chain, removal_chain(layer, module, 8, spread=spread))
         assert [r.effect for r in chain[:-1]] != pytest.approx([r.effect for r in removal_chain(layer, module, 8)[:-1]])
 
 
