@@ -197,49 +197,28 @@ def compare_cut(
         >>> compare_cut(model, slim, plan, modules, batches[0]) < 1e-4
         True
     """
-    found, allowed = _masked_and_cut(dense, slim, plan, modules, batch, torch.float32), SAME_CODE
-    if not found.within(SURE_IN_FLOAT32) and (exact := _in_float64(dense, slim, plan, modules, batch)) is not None:
-        found, allowed = exact, IN_FLOAT64
+
+    def compared(dtype: torch.dtype, rows: Mapping[str, Tensor]) -> Difference:
+        whole = _computing_in(dtype, dense)
+        with masked_units(whole, plan, modules):
+            expected = first_output(whole, rows)
+        del whole  # before the other one is copied
+        return Difference.of(first_output(_computing_in(dtype, slim), rows), expected)
+
+    found, allowed = compared(torch.float32, batch), SAME_CODE
+    small = 8 * sum(parameter.numel() for parameter in dense.parameters()) <= LARGEST_COPY
+    if small and not found.within(SURE_IN_FLOAT32):
+        rows = {n: t.double() if t.is_floating_point() else t for n, t in short_samples(dense, batch).items()}
+        try:
+            found, allowed = compared(torch.float64, rows), IN_FLOAT64
+        except RuntimeError as error:  # whatever a kernel or a model's own code raises on a dtype it does not expect
+            logger.debug("no comparison in float64: %s", memory_failure(error) or error)
     if not found.within(allowed):
         raise CutMismatchError(
             f"the cut model must equal the masked model to {allowed:g} of the largest output, but differs by {found}; "
             f"nothing was saved. Please report this architecture ({dense.config.model_type})"
         )
     return found.max_abs
-
-
-def _masked_and_cut(
-    dense: PreTrainedModel,
-    slim: PreTrainedModel,
-    plan: PruningPlan | Selection,
-    modules: Sequence[PrunableModule],
-    batch: Mapping[str, Tensor],
-    dtype: torch.dtype,
-) -> Difference:
-    """Compare the first outputs of both models, computed in a dtype."""
-    whole = _computing_in(dtype, dense)
-    with masked_units(whole, plan, modules):
-        expected = first_output(whole, batch)
-    del whole  # before the other one is copied
-    return Difference.of(first_output(_computing_in(dtype, slim), batch), expected)
-
-
-def _in_float64(
-    dense: PreTrainedModel,
-    slim: PreTrainedModel,
-    plan: PruningPlan | Selection,
-    modules: Sequence[PrunableModule],
-    batch: Mapping[str, Tensor],
-) -> Difference | None:
-    """Compare two rows in float64; None if a model is too large for it, or its code mixes precisions."""
-    if 8 * sum(parameter.numel() for parameter in dense.parameters()) > LARGEST_COPY:
-        return None
-    rows = {n: t.double() if t.is_floating_point() else t for n, t in short_samples(dense, batch).items()}
-    try:
-        return _masked_and_cut(dense, slim, plan, modules, rows, torch.float64)
-    except RuntimeError as error:  # whatever a kernel or a model's own code raises on a dtype it does not expect
-        logger.debug("no comparison in float64: %s", memory_failure(error) or error)
-        return None
 
 
 def _computing_in(dtype: torch.dtype, model: PreTrainedModel) -> PreTrainedModel:
