@@ -18,7 +18,6 @@ import torch
 from transformers import AutoTokenizer
 
 from hies_export import (
-    Provenance,
     PruningPlan,
     collect_statistics,
     compare_cut,
@@ -60,7 +59,7 @@ def main() -> None:
         for name, kept in selection.items():
             print(f"{name}: keeps {list(kept.units)} of {kept.total}")
 
-        plan = PruningPlan.of(selection, Provenance(criterion="hies", alpha=0.5))
+        plan = PruningPlan(criterion="hies", alpha=0.5, kept=selection)
         slim = prune_units(model, plan, modules)
         print(f"cut against masked: {compare_cut(model, slim, plan, modules, batches[0]):.1e}")
         compensate(model, slim, plan, modules, batches)  # closed form, no labels, no training

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from .score.compensated import score_compensated
     from .score.criteria import CRITERIA, Scores, criterion, score_units
     from .select.constraints import Constraints
-    from .select.plan import Provenance, PruningPlan
+    from .select.plan import PruningPlan
     from .select.select import select_units
     from .slim.check import compare_cut, masked_units
     from .slim.cut import prune_units
@@ -92,7 +92,6 @@ _HOMES = {
     "OutputExistsError": "errors",
     "ParityError": "errors",
     "PlanError": "errors",
-    "Provenance": "select.plan",
     "PrunableModule": "units.units",
     "PruneResult": "pipeline.prune",
     "PruningPlan": "select.plan",

@@ -34,7 +34,7 @@ def stages(layers: int) -> dict[str, Any]:
     statistics = hies_export.collect_statistics(model, batches, modules)
     scores = hies_export.score_units(statistics, criterion="hies", alpha=0.5)
     selection = hies_export.select_units(scores, modules, heads=0.5)
-    plan = hies_export.PruningPlan.of(selection, hies_export.Provenance("hies", alpha=0.5))
+    plan = hies_export.PruningPlan("hies", alpha=0.5, kept=selection)
     made = {"model": model, "batches": batches, "modules": modules, "statistics": statistics, "scores": scores}
     made |= {"plan": plan, "slim": hies_export.prune_units(model, plan, modules)}
     return made | {"tokenizer": word_tokenizer([*"abcd"])}

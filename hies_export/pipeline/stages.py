@@ -37,7 +37,7 @@ from ..report.words import asked_words, found_words, vocabulary_words
 from ..score.compensated import score_compensated
 from ..score.criteria import AUTO, COMPENSATED, COMPENSATED_NAMES, Scores, needs_of, score_units, uses_alpha
 from ..select.goal import Goal
-from ..select.plan import Provenance, PruningPlan, dump_json, library_versions
+from ..select.plan import PruningPlan, dump_json, library_versions
 from ..select.select import select_units
 from ..slim.check import compare_cut, fingerprint, masked_units
 from ..slim.cut import prune_units
@@ -323,7 +323,8 @@ def choice_of(job: Job, statistics: Statistics, trial: Trial, **more: Any) -> Ch
         )
     same = scores.criterion == COMPENSATED and job.options.criterion in COMPENSATED_NAMES
     how = job.options.compensation
-    provenance = Provenance(
+    plan = PruningPlan(
+        kept=trial.selection,
         criterion=job.options.criterion if same else scores.criterion,  # as the options spell it
         alpha=scores.parameters.get("alpha"),
         seed=job.seed,
@@ -337,7 +338,6 @@ def choice_of(job: Job, statistics: Statistics, trial: Trial, **more: Any) -> Ch
         compensation={} if how is None else {"method": how.method},
         vocabulary=() if job.trimming is None else job.trimming.kept.rows,
     )
-    plan = PruningPlan.of(trial.selection, provenance)
     return Choice(plan, scores, statistics, token_weights=trial.token_weights, **more)
 
 

@@ -22,10 +22,13 @@ PLAN_FORMAT = 2
 
 
 @dataclass(frozen=True)
-class Provenance:
-    """The origin of a selection.
+class PruningPlan:
+    """A selection with its provenance.
+
+    Applying the same plan to the same model always writes the same bytes.
 
     Attributes:
+        kept: The units that stay, by module.
         criterion: Criterion of the scores.
         alpha: Weight of HIS in the criterion; None if the criterion has no such weight.
         seed: Seed of the calibration samples, and of the criterion `random`.
@@ -36,6 +39,10 @@ class Provenance:
         compensation: How the model of the selection is compensated, if at all: `method`, as in recipes, and `refit`,
             the SHA-256 of its refitted layers, once they exist. See `hies_export.checkpoint.save`.
         vocabulary: Tokens that stay, by their original numbers, ascending; empty if all do.
+
+    Examples:
+        >>> PruningPlan.from_json(plan.to_json()) == plan
+        True
     """
 
     criterion: str
@@ -46,29 +53,7 @@ class Provenance:
     model: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     compensation: Mapping[str, str] = field(default_factory=dict)
     vocabulary: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class PruningPlan(Provenance):
-    """A selection with its provenance.
-
-    Applying the same plan to the same model always writes the same bytes.
-
-    Attributes:
-        kept: The units that stay, by module.
-        criterion, alpha, seed, calibration, versions, model, compensation, vocabulary: See `Provenance`.
-
-    Examples:
-        >>> PruningPlan.from_json(plan.to_json()) == plan
-        True
-    """
-
     kept: Selection = field(kw_only=True)
-
-    @classmethod
-    def of(cls, kept: Selection, provenance: Provenance) -> PruningPlan:
-        """Return the plan of a selection and its provenance."""
-        return cls(kept=kept, **vars(provenance))
 
     def of_kind(self, kind: str) -> Selection:
         """Return the part of the selection that is of one kind of units, "attention" or "mlp"."""

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from hies_export import Constraints, find_attention, prune_units, select_units
 from hies_export.score.criteria import Scores
-from hies_export.select.plan import Provenance, PruningPlan, library_versions
+from hies_export.select.plan import PruningPlan, library_versions
 from hies_export.units.units import Kept, PrunableModule, Units
 
 T = TypeVar("T")
@@ -28,15 +28,15 @@ def plan_of(
 ) -> PruningPlan:
     """Return the plan of what `select_units` selects; `constraints` are the fields of `Constraints`."""
     kept = select_units(scores, modules, heads=heads, counts=counts, constraints=Constraints(**constraints))
-    provenance = Provenance(
+    return PruningPlan(
         scores.criterion,
+        kept=kept,
         alpha=scores.parameters.get("alpha"),
         seed=seed,
         calibration=dict(calibration or {}),
         versions=library_versions(),
         model=dict(model or {}),
     )
-    return PruningPlan.of(kept, provenance)
 
 
 def random_plan(sites: Sequence[PrunableModule], *, uniform: bool, seed: int = 0) -> PruningPlan:
