@@ -374,7 +374,8 @@ def job_in_memory(
                 "vocabulary= is for models of transformers, and a SentenceTransformer or CrossEncoder came with it; "
                 "save it, and prune the folder by a recipe"
             )
-        model, processor, trimming = trim_in_memory(model, processor, batches, held_out, vocabulary)
+        given_rows = {"batches": batches, "held_out": held_out, "compensation_batches": compensation_batches}
+        model, processor, trimming = trim_in_memory(model, processor, given_rows, columns, vocabulary)
 
     def read(model: PreTrainedModel, processor: Any) -> tuple[Task, Rows]:
         task = task_of(model, tolerance=evaluation.stability_tolerance, threshold=evaluation.threshold)

@@ -18,8 +18,9 @@ from ..files import Rule, check
 from ..model.text_encoder import TextEncoder
 from ..recipe.sections import Columns, VocabularySection
 from ..tasks import Task
+from ..tasks.given import holds_inputs
 from ..tasks.prompts import template_fields
-from ..vocabulary.kept import KeptTokens
+from ..vocabulary.kept import KeptTokens, check_request
 from ..vocabulary.tokenizer import compare_cuts
 from ..vocabulary.trim import VocabularyFacts, trim_vocabulary
 
@@ -79,12 +80,25 @@ def trim(
 
 
 def trim_in_memory(
-    model: PreTrainedModel, processor: Any, rows: Any, held_out: Any, vocabulary: Mapping[str, Any]
+    model: PreTrainedModel,
+    processor: Any,
+    rows: Mapping[str, Any],
+    columns: Mapping[str, Any] | None,
+    vocabulary: Mapping[str, Any],
 ) -> tuple[PreTrainedModel, Any, Trimming]:
-    """Trim the vocabulary of a model in memory, see `prune`; held-out rows show what it does to other texts."""
+    """Trim the vocabulary of a model in memory; the `rows` are those of `prune`, by its arguments.
+
+    Held-out rows show what the trimming does to other texts.
+    """
     if processor is None:
         raise RequestError("vocabulary= needs processor=, the model's tokenizer, got none")
-    options, given = dict(vocabulary), [_texts_given(some) for some in (rows, held_out)]
+    for name, some in rows.items():
+        if some is not None and holds_inputs(model, some, columns):
+            raise RequestError(
+                f"with vocabulary=, {name}= must be read anew, as tokens get other numbers, but it has the model's "
+                "inputs already; give a data set of texts, and columns= if it also has inputs, or a list of texts"
+            )
+    options, given = dict(vocabulary), [_texts_given(rows[name]) for name in ("batches", "held_out")]
     texts = options.pop("texts", given[0])
     if not texts:
         raise DataError(
@@ -92,6 +106,7 @@ def trim_in_memory(
             'vocabulary={"texts": [...]}'
         )
     asked = check(options, VocabularySection, _VOCABULARY, where="vocabulary")
+    check_request(tokenizer_of(processor), texts, keep=asked.keep)
     return trim(model, processor, Texts(texts, given[1] or given[0] or texts, "texts given"), asked)
 
 

@@ -61,7 +61,7 @@ def batches_of(
     """
     fields: Mapping[str, Any] | None = columns
     if isinstance(given, datasets.Dataset):
-        if columns is None and model.main_input_name in given.features:
+        if holds_inputs(model, given, columns):
             given = _of_inputs(model, given, processor, task)
         elif columns is None and (fields := usual_columns(given, type(task))) is None:
             raise DataError(
@@ -81,6 +81,13 @@ def batches_of(
     if task.predicts in ("words", "tokens") and not model.config.is_encoder_decoder:
         batches = [_padding_unlabelled(batch, shift=task.shift) for batch in batches]
     return [task.canonical(model, batch) for batch in batches]
+
+
+def holds_inputs(model: PreTrainedModel, given: Any, columns: Mapping[str, Any] | None) -> bool:
+    """Return whether rows, see `batches_of`, are the model's inputs already, in place of what a processor reads."""
+    if isinstance(given, datasets.Dataset):
+        return columns is None and model.main_input_name in given.features
+    return not isinstance(given, (list, tuple)) or any(isinstance(item, Mapping) for item in given)
 
 
 def _is_pair(item: Any) -> bool:

@@ -244,8 +244,15 @@ def test_what_cannot_be_done_in_memory_is_refused(tmp_path: Path) -> None:
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     rows = Dataset.from_dict({"text": list(TRAIN)})
+    read = {"processor": tokenizer, "vocabulary": {"texts": list(TRAIN)}}
+    inputs = [text_batch()], Dataset.from_dict({"text": list(TRAIN), "input_ids": tokenizer(list(TRAIN))["input_ids"]})
+    renumbered: list[Any] = [(some, read, "with vocabulary=, batches= must be read anew, as") for some in inputs]
+    for name in ("held_out", "compensation_batches"):
+        renumbered += [(rows, {**read, name: some}, f"{name}= must be read anew, as") for some in inputs]
     for batches, options, problem in (
-        ([text_batch()], {"processor": tokenizer, "vocabulary": {}}, "vocabulary= needs texts to see which tokens"),
+        *renumbered,
+        (rows.select([]), {"processor": tokenizer, "vocabulary": {}}, "vocabulary= needs texts to see which tokens"),
+        (rows, {"processor": tokenizer, "vocabulary": {"texts": TRAIN[0]}}, "texts must be a list of texts, got '# h"),
         (rows, {"vocabulary": {}}, "vocabulary= needs processor=, the model's tokenizer, got none"),
         (rows, {"processor": tokenizer, "vocabulary": {"words": 3}}, "vocabulary= must be arguments of trim_voc"),
         (rows, {}, "budget must be given"),
