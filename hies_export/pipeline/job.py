@@ -52,7 +52,7 @@ from ..units.find import find_modules
 from ..units.heads import tower_of
 from ..units.units import PrunableModule, Selection
 from .accept import check_model
-from .draw import Looks, Splits
+from .draw import LEAST_FOR_LOSS, Looks, Splits
 from .objects import Unwrapped
 from .recipe import PruneSection
 from .trimming import PER_SAMPLE, Trimming, trim_in_memory
@@ -521,15 +521,19 @@ def check_job(job: Job, *, criteria: Sequence[str] | None = None) -> Job:
 
 
 def _check_enough_rows(job: Job) -> None:
-    """Refuse a promise that the held-out rows are too few to confirm even if all predictions stayed."""
+    """Refuse a promise that the held-out rows are too few for: of a share, even if all predictions stayed."""
     keep, count = job.budget.keep, samples_of(job.rows.held_out)
-    if keep is None or keep.predictions is None:
+    if keep is None:
         return
     what = "rows" if keeps_predictions(job.kind(job.rows.held_out)) else "queries"
-    if count < (needed := Looks().rows(keep.predictions, job.promised_metric)):
+    if keep.predictions is None:
+        asked, needed = f"a loss of at most {keep.by:g} of {keep.metric}", LEAST_FOR_LOSS
+    else:
+        asked, needed = f"{keep.predictions:g}", Looks().rows(keep.predictions, job.promised_metric)
+    if count < needed:
         raise RequestError(
-            f"keep: {keep.predictions:g} can be promised with {100 * CONFIDENCE:g} % confidence from {needed:,} "
-            f"held-out {what} or more, and there are {count:,}; raise keep.samples, give more rows, or ask for less"
+            f"keep: {asked} can be promised with {100 * CONFIDENCE:g} % confidence from {needed:,} held-out {what} or "
+            f"more, and there are {count:,}; raise keep.samples, give more rows, or ask for less"
         )
 
 

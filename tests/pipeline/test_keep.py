@@ -55,6 +55,7 @@ def recipe_of(folder: Path, **fields: Any) -> PruningRecipe:
 @pytest.mark.parametrize("asked", [{"predictions": 0.8}, {"metric": "pearson", "by": 0.1}], ids=list)
 def test_the_most_that_a_promise_allows(folder: Path, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choosing, "SIZES", 12)
+    monkeypatch.setattr("hies_export.pipeline.job.LEAST_FOR_LOSS", 20)
     monkeypatch.setattr(Judge, "lost", partialmethod(Judge.lost, resamples=200))
     recipe = recipe_of(folder, prune__budget={"keep": asked}, prune__compensation={"samples": 60})
     prepared = load_job(recipe)

@@ -157,7 +157,8 @@ def test_too_few_rows_are_said_by_name(folder: Path, caplog: pytest.LogCaptureFi
 
 def test_a_loss_of_a_metric_is_promised_on_rows_of_the_evaluated_split(folder: Path, tmp_path: Path) -> None:
     loss = {"keep": {"metric": "pearson", "by": 0.1}}
-    assert load_job(recipe_of(folder, prune__budget=loss)).rows.splits.held_out is None
+    with pytest.raises(RequestError, match="keep: a loss of at most 0.1 of pearson can be .* from 200 held-out rows"):
+        load_job(recipe_of(folder, prune__budget=loss))
     save_project(tmp_path, train=20, validation=300, prune={"budget": {"keep": {"metric": "accuracy", "by": 0.1}}})
     assert counts(load_job(recipe_of(tmp_path, calibration__samples=5))) == (200, 100)
 
