@@ -295,11 +295,16 @@ class TextGeneration(Task):
 
     def _are_answers(self, batches: Sequence[Batch]) -> bool:
         # In plain text every token but the first is a label; a prompt, of two tokens or more, has none. Where labels
-        # stand at their places, every token is a prediction of its own.
+        # stand at their places, every token is a prediction of its own. Tokens that end or pad a text tell nothing:
+        # collators that pad with the end of text take its label away everywhere, and may leave out the mask.
+        config = self.config.get_text_config()
+        named = [getattr(config, name, None) for name in ("eos_token_id", "pad_token_id")]
+        ends = [token for one in named if one is not None for token in (one if isinstance(one, list) else [one])]
         for batch in batches if self.shift else ():
             labels = batch["labels"]
-            mask = batch.get("attention_mask", torch.ones_like(labels))
-            if bool(((mask != 0) & (mask.cumsum(-1) > 1) & (labels == data.IGNORED)).any()):
+            mask, ids = batch.get("attention_mask", torch.ones_like(labels)), batch.get("input_ids", labels)
+            counts = (mask != 0) & ~torch.isin(ids, torch.tensor(ends, dtype=ids.dtype))
+            if bool((counts & (mask.cumsum(-1) > 1) & (labels == data.IGNORED)).any()):
                 return True
         return False
 

@@ -74,6 +74,18 @@ def test_perplexity_of_blocks_is_the_exponential_of_the_models_own_loss() -> Non
     assert values["perplexity"] == pytest.approx(math.exp(model(**batch).loss.item()), rel=1e-5)
 
 
+@pytest.mark.parametrize("ends", [3, [3, 5]])
+def test_text_without_the_labels_of_its_ends_is_no_answer(ends: int | list[int]) -> None:
+    """As a collator leaves it that pads blocks with the end of text, without a mask."""
+    model = causal_lm()
+    model.config.eos_token_id, model.config.pad_token_id = ends, None
+    ids = torch.tensor([[6, 7, 3, 8, 9, 7], [8, 6, 7, 3, 3, 3]])
+    text = {"input_ids": ids, "labels": ids.where(ids != 3, -100)}
+    assert not predict(model, [text]).whole
+    answer = {"input_ids": ids, "labels": ids.where(torch.arange(6) > 1, -100)}
+    assert predict(model, [answer]).whole
+
+
 def test_images_with_answers() -> None:
     model = llava()
     batch = with_images(padded([9, 6, 5], "right", answers=[2, 4, 1]))
