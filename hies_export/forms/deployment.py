@@ -18,7 +18,7 @@ from .cascade.export import CascadeOptions, SizeTried, export_cascade
 from .form import Form, Forms
 from .measure.counts import Share
 from .onnx.quantize import check_quantizable
-from .runtimes.base import RUNTIMES, check_runtime
+from .runtimes.base import RUNTIMES, check_runtime, is_for
 from .time import Timed, ratios
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ class DeployWay:
 
     Attributes:
         kept, at_least: Share of the dense model's predictions on the held-out rows that stay in these bits, and the
-            lower end of its 95 % interval.
+            lower end of its interval.
         dense_ratio: Time of the dense model, relative to the first way's.
         flops: Share of the FLOPs left by the largest cut that keeps the promise; None if no cut was searched for.
         judged: The cuts that were tried, as in `Outcome`.
@@ -92,6 +92,12 @@ def find_ways(task: type[Task], runtimes: Sequence[str]) -> list[Way]:
             continue
         found += [(name, bits) for bits in RUNTIMES[name].bits]
     return found
+
+
+def fewer_bits(task: type[Task], runtimes: Sequence[str]) -> int:
+    """Return how many ways have fewer bits than float32, whatever is installed: of `runtimes`, or of all."""
+    names = (name for name in runtimes or RUNTIMES if is_for(name, task))
+    return sum(bits != "float32" for name in names for bits in RUNTIMES[name].bits)
 
 
 def try_dense(

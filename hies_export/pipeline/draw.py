@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import datasets
@@ -16,10 +16,11 @@ from ..data.rows import common_values, taken_from, whole
 from ..data.splits import whole_split
 from ..errors import RequestError
 from ..evaluate.interval import FAILURES, confidence_of_each, queries_needed, rate_rows_needed, rows_needed
-from ..forms.deployment import SEARCHED
+from ..forms.deployment import SEARCHED, fewer_bits
 from ..recipe.budget import KeepBudget
-from ..recipe.sections import CalibrationSection, DataSection, EvaluationSection, HeldOutSection
+from ..recipe.sections import CalibrationSection, DataSection, DeploySection, EvaluationSection, HeldOutSection
 from ..score.criteria import AUTO
+from ..tasks import Task
 from .recipe import FLOPS_TO_TRY, PruneSection, PruningRecipe
 
 logger = logging.getLogger(__name__)
@@ -207,28 +208,36 @@ LEAST_FOR_LOSS = 200
 
 @dataclass(frozen=True)
 class Looks:
-    """How often a search may fail on the held-out rows; each look needs more confidence, and so more rows.
+    """How often a false promise may be looked at on the held-out rows; the more often, the more rows it takes.
 
     A budget of `keep` is searched for once. `deploy` searches in several `forms`, and may try `cascades` of several
-    sizes in one of them.
+    sizes in one of them. It also looks at the dense model in `bits` forms in fewer bits than float32, and at the slim
+    model in those in which the dense one keeps the promise. So at most one of the two is false in each: where the dense
+    one is false, the slim one is not looked at, unless by chance.
     """
 
     forms: int = 1
     cascades: bool = False
+    bits: int = 0
 
     @property
     def confidence(self) -> float:
         """Confidence of each interval, so that all together have that of a promise."""
-        return confidence_of_each(FAILURES * self.forms + len(FLOPS_TO_TRY) * self.cascades)
+        return confidence_of_each(FAILURES * self.forms + len(FLOPS_TO_TRY) * self.cascades + self.bits)
 
     def rows(self, share: float, metric: str | None) -> int:
         """Return how many rows confirm a share of predictions, or queries one of a metric, if none loses any."""
         return (rows_needed if metric is None else queries_needed)(share, self.confidence)
 
 
-def all_looks(*, classifies: bool) -> tuple[Looks, ...]:
-    """Return all that a promise can be searched with, most looks first; only a classifier has cascades."""
-    return (*([Looks(SEARCHED, cascades=True)] if classifies else []), Looks(SEARCHED), Looks())
+def all_looks(task: type[Task], deploy: DeploySection | None, *, classifies: bool) -> tuple[Looks, ...]:
+    """Return all that a promise can be searched with, most looks first; only a classifier has cascades.
+
+    A budget of `keep` takes the last. The others let it hold out the rows of a deployment, where there are enough.
+    """
+    bits = fewer_bits(task, () if deploy is None else deploy.runtimes)
+    cascades = [Looks(SEARCHED, cascades=True, bits=bits)] if classifies else []
+    return (*cascades, Looks(SEARCHED, bits=bits), Looks(bits=bits), *([Looks()] if deploy is None else []))
 
 
 @dataclass(frozen=True)
@@ -247,14 +256,17 @@ class Promise:
     blocks: bool = False
 
     @classmethod
-    def of(cls, recipe: PruningRecipe, draws: Draws, *, metric: str | None, classifies: bool) -> Promise | None:
+    def of(
+        cls, recipe: PruningRecipe, task: type[Task], draws: Draws, *, metric: str | None, classifies: bool
+    ) -> Promise | None:
         """Return the promise of a recipe; None if it makes none.
 
         `metric` is the metric of which a share is promised, see `job.promised_metric`; None for a share of the
         predictions.
         """
         keep, cascade = recipe.goal.keep, recipe.cascade
-        kept = None if keep is None else cls._of_keep(keep, metric, classifies)
+        looks = all_looks(task, recipe.deploy, classifies=classifies and metric is None)
+        kept = None if keep is None else cls._of_keep(keep, metric, looks)
         if cascade is None:
             return kept
         needed = rate_rows_needed(cascade.disagreement, confidence_of_each(len(recipe.shares)))
@@ -264,11 +276,10 @@ class Promise:
         return cls(f"a disagreement of at most {100 * cascade.disagreement:g} %", (least,), draws.held_out)
 
     @classmethod
-    def _of_keep(cls, keep: KeepBudget, metric: str | None, classifies: bool) -> Promise:
+    def _of_keep(cls, keep: KeepBudget, metric: str | None, looks: Sequence[Looks]) -> Promise:
         limited = "samples" in keep.model_fields_set
         if keep.predictions is None:
             return cls(f"a loss of at most {keep.by:g} of {keep.metric}", (LEAST_FOR_LOSS,), keep.samples, limited)
-        looks = all_looks(classifies=classifies and metric is None)
         sizes = (one.rows(keep.predictions, metric) for one in looks)
         return cls(f"{100 * keep.predictions:g} %", tuple(sizes), keep.samples, limited)
 

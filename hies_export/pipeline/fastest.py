@@ -59,7 +59,7 @@ def looks_of(job: Job) -> Looks:
     assert share is not None
     metric = job.promised_metric
     classifies = job.task.cascades and job.task.predicts == "classes" and job.trimming is None
-    able = all_looks(classifies=classifies and metric is None)
+    able = all_looks(type(job.task), job.deploy, classifies=classifies and metric is None)
     return next((one for one in able if samples_of(rows) >= one.rows(share, metric)), able[-1])
 
 

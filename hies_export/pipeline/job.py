@@ -52,7 +52,7 @@ from ..units.find import find_modules
 from ..units.heads import tower_of
 from ..units.units import PrunableModule, Selection
 from .accept import check_model
-from .draw import LEAST_FOR_LOSS, Looks, Splits
+from .draw import LEAST_FOR_LOSS, Splits, all_looks
 from .objects import Unwrapped
 from .recipe import PruneSection
 from .trimming import PER_SAMPLE, Trimming, trim_in_memory
@@ -529,7 +529,8 @@ def _check_enough_rows(job: Job) -> None:
     if keep.predictions is None:
         asked, needed = f"a loss of at most {keep.by:g} of {keep.metric}", LEAST_FOR_LOSS
     else:
-        asked, needed = f"{keep.predictions:g}", Looks().rows(keep.predictions, job.promised_metric)
+        fewest = all_looks(type(job.task), job.deploy, classifies=False)[-1]
+        asked, needed = f"{keep.predictions:g}", fewest.rows(keep.predictions, job.promised_metric)
     if count < needed:
         raise RequestError(
             f"keep: {asked} can be promised with {100 * CONFIDENCE:g} % confidence from {needed:,} held-out {what} or "

@@ -240,7 +240,7 @@ def _promise(recipe: PruningRecipe, draws: Draws, task: Task, metrics: Sequence[
     """Return the promise of a recipe, and how many rows it takes; None if it makes none."""
     keep, classifies = recipe.goal.keep, task.cascades and task.predicts == "classes"
     metric = None if keep is None else promised_metric(metrics, keep.metric, _kind_of_rows(recipe))
-    promise = Promise.of(recipe, draws, metric=metric, classifies=classifies)
+    promise = Promise.of(recipe, type(task), draws, metric=metric, classifies=classifies)
     return promise and replace(promise, blocks=task.generative and recipe.data.prompt is None)
 
 

@@ -169,12 +169,15 @@ def _judge(job: Job, running: Sequence[Form], choice: Choice, judge: Judge) -> l
     if job.deploy is None:
         return judge_forms(running, judge, progress=job.progress)
     held_out = job.judge(job.rows.held_out, confidence=looks_of(job).confidence)
-    known = {("dense", way.runtime, way.bits): way for way in _ways(choice)}
+    known = {(way.runtime, way.bits): way for way in _ways(choice)}
     found = []
     for form in running:
-        way = known.get((form.model, form.runtime, str(form.bits)))
-        (judged,) = judge_forms([form], judge, None if way else held_out, progress=job.progress)
-        found.append(judged if way is None else replace(judged, kept=way.kept, at_least=way.at_least))
+        way = known.get((form.runtime, str(form.bits)))
+        dense = way if form.model == "dense" else None
+        # Nothing is promised of the slim model where the dense one breaks the promise, see `Looks`.
+        broken = form.model == "slim" and way is not None and (way.at_least or 0.0) < job.deploy.keep
+        (judged,) = judge_forms([form], judge, None if dense or broken else held_out, progress=job.progress)
+        found.append(judged if dense is None else replace(judged, kept=dense.kept, at_least=dense.at_least))
     return found
 
 

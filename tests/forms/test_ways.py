@@ -9,7 +9,7 @@ import torch
 from support.models import bert
 
 from hies_export.errors import RecipeError
-from hies_export.forms.deployment import find_ways
+from hies_export.forms.deployment import fewer_bits, find_ways
 from hies_export.forms.form import Forms
 from hies_export.forms.formats import Exporter, Given
 from hies_export.forms.judge import keep_file
@@ -32,6 +32,18 @@ def test_a_compiled_model_is_tried_on_a_gpu_only_and_last(monkeypatch: pytest.Mo
     assert find_ways(task, ["torch-compile"]) == COMPILED
     with pytest.raises(RecipeError, match="must be among .*, got torch$"):
         find_ways(task, ["torch"])
+
+
+@pytest.mark.parametrize("task", ["text-classification", "text-generation"])
+def test_the_forms_in_fewer_bits_are_those_of_a_machine_with_everything(
+    task: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for runtime in RUNTIMES.values():
+        monkeypatch.setattr(runtime, "require", lambda: None)
+    ways = [way for way in find_ways(TASKS[task], []) if way[1] != "float32"]
+    assert fewer_bits(TASKS[task], []) == len(ways) > 0
+    assert fewer_bits(TASKS[task], ["onnxruntime-cpu", "openvino"]) == 2
 
 
 @pytest.mark.parametrize(

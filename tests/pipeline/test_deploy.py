@@ -2,8 +2,9 @@
 
 import json
 from argparse import ArgumentTypeError
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -31,15 +32,17 @@ from hies_export.forms.cost.bundles import flops_table
 from hies_export.forms.deployment import DeployWay, try_dense
 from hies_export.forms.form import Form, Forms
 from hies_export.pipeline import choose as choosing
-from hies_export.pipeline import fastest, stages
+from hies_export.pipeline import fastest, measure, stages
 from hies_export.pipeline import job as jobs
 from hies_export.pipeline.draw import Looks
 from hies_export.pipeline.fastest import find_fastest
+from hies_export.pipeline.job import Rows
 from hies_export.pipeline.load_job import load_job
 from hies_export.pipeline.propose import propose_recipe
 from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.pipeline.stages import Choice, calibrate
 from hies_export.recipe.budget import Found
+from hies_export.recipe.sections import DeploySection
 from hies_export.report.report import Report
 from hies_export.tasks import COLUMNS
 
@@ -84,7 +87,7 @@ def test_the_form_to_deploy_is_the_fastest_that_keeps_the_promise(
     assert found.form == min(keeping, key=lambda number: times[number])
     rows = load_job(recipe_of(folder, tmp_path / "out").to_deploy(keep=0.25)).rows.held_out
     same = same_in_onnxruntime(folder / "model", tmp_path / "out" / "onnx" / "model.onnx", rows, tolerance=0.02)
-    low = binomtest(sum(same), len(same)).proportion_ci(Looks(2).confidence, method="exact").low
+    low = binomtest(sum(same), len(same)).proportion_ci(Looks(2, bits=1).confidence, method="exact").low
     assert slim.kept == pytest.approx(sum(same) / len(same), abs=1.5 / len(same))
     assert slim.at_least == pytest.approx(low, abs=0.02)
     assert slim.at_least >= 0.25
@@ -228,6 +231,29 @@ def test_a_runtime_that_fails_is_left_out_by_its_reason(
     with pytest.raises(RecipeError, match="runtimes to deploy on must be among onnxruntime-cpu, got torch"):
         deploy(recipe_of(folder, tmp_path / "out"), keep=0.5, runtimes=["torch"])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_promised_of_the_slim_model_where_the_dense_one_breaks_the_promise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    @dataclass(frozen=True)
+    class Seen:
+        on_held_out: bool
+        kept: float | None = None
+        at_least: float | None = None
+
+    def judge(forms: Any, rows: Any, held_out: Any, **_: Any) -> list[Seen]:
+        return [Seen(held_out is not None)]
+
+    monkeypatch.setattr(measure, "judge_forms", judge)
+    monkeypatch.setattr(measure, "looks_of", lambda _: Looks())
+    ways = (DeployWay("r", "float32", kept=1.0, at_least=1.0), DeployWay("r", "int8", kept=0.9, at_least=0.8))
+    asked: Any = SimpleNamespace(deploy=DeploySection(keep=0.9), judge=lambda *_, **__: "held out", rows=Rows([]))
+    asked.progress = None
+    names = ("dense", "float32"), ("slim", "float32"), ("dense", "int8"), ("slim", "int8"), ("cascade", "int8")
+    forms: Any = [SimpleNamespace(model=model, runtime="r", bits=bits) for model, bits in names]
+    found = measure._judge(asked, forms, SimpleNamespace(ways=ways), "evaluated")  # type: ignore[arg-type]
+    assert found == [Seen(False, 1.0, 1.0), Seen(True), Seen(False, 0.9, 0.8), Seen(False), Seen(True)]
 
 
 PAIR = ("sentence1", "sentence2")

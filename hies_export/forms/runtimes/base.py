@@ -160,9 +160,14 @@ def check_runtime(name: str, *, task: type[Task] | None = None) -> None:
         check_task(name, task)
 
 
+def is_for(name: str, task: type[Task]) -> bool:
+    """Return whether a runtime runs models of a task: GGUF is for those that generate text."""
+    return RUNTIMES[name].format != "gguf" or task.decodes_text
+
+
 def check_task(name: str, task: type[Task]) -> None:
     """Refuse, by a RecipeError, a runtime of decoders (GGUF) for a task other than generating text."""
-    if RUNTIMES[name].format == "gguf" and not task.decodes_text:
+    if not is_for(name, task):
         raise RecipeError([f"runtime {name} runs decoders (text-generation), got task: {task.name}; leave it out"])
 
 
