@@ -19,9 +19,9 @@ from ..forms.formats import Export, add_graphs, link_files, runtime_of
 from ..forms.judge import CASCADE, ExportedFile, Judged, frontier, judge_exported, keep_file, with_times
 from ..forms.judge import judge as judge_forms
 from ..forms.measure.counts import Both, Shape
-from ..forms.measured import Measurements, budget_rows, measure_both
+from ..forms.measured import LatencyRow, Measurements, budget_rows, measure_both
 from ..forms.runtimes.base import RUNTIMES
-from ..forms.time import fastest, ratios, rows_by_shape
+from ..forms.time import Timed, fastest, ratios, rows_by_shape
 from ..forms.time import time as time_forms
 from ..model.text_encoder import TextEncoder
 from ..recipe.budget import Found, Outcome
@@ -103,7 +103,7 @@ def measure(job: Job, forms: Forms, choice: Choice, slim: Slim, saved: Saved, fo
         forms=judged,
         deployment=deployment,
         cascade=cascade,
-        outcome=_with_cost(job, slim, choice.outcome, sizes),
+        outcome=_with_cost(job, forms, slim, choice.outcome, sizes),
     )
 
 
@@ -281,7 +281,7 @@ def _serve(
     write_served(folder / "served", model, file=file.name, runtime=runtime, dtype=dtype)
 
 
-def _with_cost(job: Job, slim: Slim, outcome: Outcome | None, sizes: Measurements) -> Outcome | None:
+def _with_cost(job: Job, forms: Forms, slim: Slim, outcome: Outcome | None, sizes: Measurements) -> Outcome | None:
     """Return the outcome of a budget of cost with what was counted or timed; others stay as they are."""
     if outcome is None or outcome.budget.ratio is None:
         return outcome
@@ -289,8 +289,12 @@ def _with_cost(job: Job, slim: Slim, outcome: Outcome | None, sizes: Measurement
     if asked is None:
         counted = sizes.flops.ratio if outcome.budget.flops is not None else sizes.parameters.ratio
         return replace(outcome, found=Found(counted), noisy=None)
+    found: Timed | LatencyRow
     if asked.of == "float32":
-        timed = compare_with_full(slim.model, job.model, job.timed_on, progress=job.progress)
-        return replace(outcome, found=Found(timed.ratio), noisy=timed.noisy)
-    row = budget_rows(asked, sizes.latency)[0]
-    return replace(outcome, found=Found(row.ratio), noisy=row.noisy)
+        found = compare_with_full(slim.model, job.model, job.timed_on, progress=job.progress)
+    elif job.trimming is not None:  # the rows are relative to the model with all its tokens
+        both = [forms.form(name, asked.runtime, asked.dtype) for name in ("dense", "slim")]
+        found = job.timed_on.time(both, job.progress)[1]
+    else:
+        found = budget_rows(asked, sizes.latency)[0]
+    return replace(outcome, found=Found(found.ratio), noisy=found.noisy)

@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +19,10 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 import hies_export
 from hies_export import PruningPlan, PruningRecipe, count_flops, count_parameters
 from hies_export.errors import HiesError, PlanError, RecipeError, RequestError
+from hies_export.forms.cost.latency import TimedCut, TimedOn
 from hies_export.forms.deployment import DeployWay
 from hies_export.pipeline import fastest
+from hies_export.recipe.budget import Found
 from hies_export.report.report import Report
 
 # Every fourth sentence is one to score on, so that the others have tokens that go.
@@ -128,6 +131,28 @@ def test_a_budget_that_the_tokens_keep_alone_is_refused(tmp_path: Path) -> None:
     recipe = project(tmp_path, prune={"budget": {"parameters": 0.99}})
     with pytest.raises(RequestError, match=r"parameters at most 0.99 of dense, and the tokens that went leave 0\.\d+"):
         run(recipe)
+
+
+def test_a_budget_of_time_is_held_against_the_model_without_the_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = {"ratio_low": 0.8, "ratio_high": 0.8, "control_low": 1, "control_high": 1}
+    cuts = [TimedCut(kept, 0.8, **known) for kept in (0.5, 0.2)]
+    monkeypatch.setattr("hies_export.forms.cost.latency._read", lambda file, key: cuts)
+    compared = []
+
+    def timed(where: TimedOn, forms: Any, *_: Any) -> Any:
+        compared.append([(form.source.config.vocab_size, form.runtime, form.bits) for form in forms])
+        return [None, SimpleNamespace(ratio=0.83, noisy=False)]
+
+    monkeypatch.setattr(TimedOn, "time", timed)
+    latency = {"ratio": 0.85, "runtime": "torch", "batch": 2, "sequence": 16, "dtype": "float32"}
+    sections = {"modules": ["attention"], "criterion": "his", "compensation": None}
+    report = run(project(tmp_path, prune={"budget": {"latency": latency}, **sections}))
+    assert report.details.outcome is not None
+    assert report.details.outcome.found == Found(0.83)
+    assert report.vocabulary is not None
+    assert compared == [[(report.vocabulary.kept, "torch", "float32")] * 2]
 
 
 def test_tokens_alone_may_go(tmp_path: Path) -> None:
