@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import re
@@ -181,10 +182,11 @@ def _check_numbering(names: Sequence[str], *, column: str, classes: ClassNames) 
     )
     if len(names) != len(classes.names):
         raise DataError(f"{given} must have names of {own}, or be as many, to be matched by number; {remedy}")
-    if all(map(str.isdecimal, names)) and sorted(names, key=int) != [*names]:
+    numbered = itertools.pairwise(names) if all(map(str.isdecimal, names)) else ()
+    if wrong := next(((one, other) for one, other in numbered if int(one) > int(other)), None):
         raise DataError(
-            f"{given} must have names of {own}, or be in the order of their numbers: as text, {names[2]} comes before "
-            f"{names[3]}; {remedy}"
+            f"{given} must have names of {own}, or be in the order of their numbers: as text, {wrong[0]} comes before "
+            f"{wrong[1]}; {remedy}"
         )
 
 

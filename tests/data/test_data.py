@@ -343,6 +343,8 @@ def test_other_class_names_must_be_as_many_as_the_models_and_in_its_order(caplog
         labels_of([0, 1], BertConfig(num_labels=3), names=["no", "yes"])
     with pytest.raises(DataError, match="or be in the order of their numbers: as text, 10 comes before 2"):
         labels_of([0, 1], five, names=["0", "1", "10", "2", "3"])
+    with pytest.raises(DataError, match="or be in the order of their numbers: as text, 10 comes before 9"):
+        labels_of([0, 1], BertConfig(num_labels=2), names=["10", "9"])
     assert labels_of([4, 1], five, names=["0", "1", "2", "3", "10"]) == [4, 1]
     # Names that the model knows need not be all of its own.
     assert labels_of([0, 1], classes_named({0: "a", 1: "b", 2: "c"}), names=["b", "c"]) == [1, 2]
