@@ -106,8 +106,8 @@ def _random_batches(
     skeletons: Sequence[PreTrainedModel], shapes: Sequence[Sequence[int]], image: Sequence[int] | None
 ) -> dict[Shape, dict[str, torch.Tensor]]:
     """Return a batch for each shape that both models take."""
-    # The second model may have fewer positions than the first.
-    wanted, _ = (model_shapes(model, shapes, image=image) for model in skeletons)
+    # Without shapes, they are those of the model with fewer positions.
+    wanted = min(model_shapes(model, shapes, image=image) for model in skeletons)
     # The tokens of the smaller vocabulary are tokens of both.
     smaller = min(skeletons, key=lambda model: getattr(model.config.get_text_config(), "vocab_size", 0))
     return {shape: synthetic_batch(smaller, batch=shape[0], sequence=shape[1], image=image) for shape in wanted}

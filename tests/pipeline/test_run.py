@@ -468,6 +468,14 @@ def test_models_of_different_vocabularies_read_the_tokens_of_the_smaller(tmp_pat
         assert (row.batch, row.sequence) == (4, 16)
 
 
+def test_models_of_different_positions_read_rows_of_the_shorter(tmp_path: Path) -> None:
+    for tokens in (64, 24):
+        bert(max_position_embeddings=tokens).save_pretrained(tmp_path / str(tokens))
+    for first, second in (("64", "24"), ("24", "64")):
+        rows = bench(tmp_path / first, tmp_path / second, repeats=2)
+        assert [(row.batch, row.sequence) for row in rows] == [(1, 24), (8, 24)]
+
+
 def test_a_checkpoint_is_loaded_once_for_all_exports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bert().save_pretrained(tmp_path / "model")
     loaded: list[Path] = []
