@@ -119,7 +119,7 @@ class Classification(Task):
         if labels.shape[1:] != wanted or (flags and not ((labels == 0) | (labels == 1)).all()):
             what = f"0 or 1 for each of {count} labels" if flags else "one number for each sample"
             raise DataError(f"labels must be {what}, but a batch has {labels.dtype} of shape {tuple(labels.shape)}")
-        return dict(batch)
+        return {**batch, "labels": labels.float()}
 
     def own_labels(self, model: PreTrainedModel, batch: Batch, output: Tensor) -> Tensor:
         """Return the likeliest class of each sample, (batch,), or 1 for each label of its set, (batch, labels)."""

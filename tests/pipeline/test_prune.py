@@ -210,7 +210,8 @@ def test_a_multi_label_classifier_is_judged_by_its_label_sets(
     model = unharmed(make(num_labels=labels, problem_type="multi_label_classification"))
     batches = [(text_batch if make is bert else image_batch)(4, labels=False) for _ in range(8)]
     if labelled:
-        batches = [{**batch, "labels": torch.randint(0, 2, (4, labels)).float()} for batch in batches]
+        # In the dtype that torch.tensor gives lists of them.
+        batches = [{**batch, "labels": torch.randint(0, 2, (4, labels))} for batch in batches]
     result = prune(
         model, batches, criterion=criterion, budget={"heads": 0.5}, evaluation={"threshold": 0.52}, compensation=REFIT
     )
