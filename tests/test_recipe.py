@@ -132,6 +132,19 @@ def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
     assert PruningRecipe.from_yaml(write(tmp_path, GOOD)).model == "some/model"
 
 
+def test_paths_may_begin_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = tmp_path / "home"
+    (home / "local").mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(home))
+    fields = {"model": "~/local", "output": "~/x", "data": {"files": {"train": "~/a.csv"}, "text": "t"}}
+    recipe = PruningRecipe.from_yaml(write(tmp_path, GOOD | fields | {"vocabulary": {"files": ["~/b.txt"]}}))
+    assert (recipe.model, recipe.output) == (str(home / "local"), home / "x")
+    assert [recipe.inputs[name] for name in ("data.files.train", "vocabulary.files.0")] == [
+        home / "a.csv",
+        home / "b.txt",
+    ]
+
+
 def test_overrides(tmp_path: Path) -> None:
     path = write(tmp_path, GOOD)
     recipe = PruningRecipe.from_yaml(path, {"prune.budget.heads": 0.5, "evaluation.samples": 7, "output": Path("here")})

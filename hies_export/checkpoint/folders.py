@@ -108,7 +108,7 @@ def refuse_existing(
         )
     output = Path(folder).resolve()
     for what, given in (inputs or {}).items():
-        path = Path(given).resolve()
+        path = Path(os.path.expanduser(given)).resolve()
         overlaps = {
             "is": output == path,
             "holds": path.is_relative_to(output),

@@ -572,27 +572,30 @@ def overridden(fields: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str
 
 def _resolve_paths(fields: dict[str, Any], folder: Path) -> None:
     """Make relative paths relative to the recipe's folder; a model that is no folder there is a Hub id."""
+
+    def at(path: Any) -> Path:
+        return folder / os.path.expanduser(str(path))
+
     # os.path.exists, unlike Path.exists, is false for names that no file system takes.
-    if isinstance(fields.get("model"), str) and os.path.exists(folder / fields["model"]):
-        fields["model"] = os.path.normpath(folder / fields["model"])
+    if isinstance(fields.get("model"), str) and os.path.exists(at(fields["model"])):
+        fields["model"] = os.path.normpath(at(fields["model"]))
     if isinstance(fields.get("output"), str):
-        fields["output"] = Path(os.path.normpath(folder / fields["output"]))
+        fields["output"] = Path(os.path.normpath(at(fields["output"])))
     evaluation = fields.get("evaluation")
     if isinstance(evaluation, dict) and isinstance(evaluation.get("lm_eval"), list):
-        files = [folder / str(task) for task in evaluation["lm_eval"]]
-        named = zip(evaluation["lm_eval"], files, strict=True)
-        evaluation["lm_eval"] = [str(file) if file.suffix in (".yaml", ".yml") else task for task, file in named]
+        evaluation["lm_eval"] = [
+            str(at(task)) if at(task).suffix in (".yaml", ".yml") else task for task in evaluation["lm_eval"]
+        ]
     if isinstance(evaluation, dict) and isinstance(evaluation.get("metrics"), list):
         evaluation["metrics"] = [
-            str(folder / name) if "/" in str(name) and os.path.exists(folder / str(name)) else name
-            for name in evaluation["metrics"]
+            str(at(name)) if "/" in str(name) and os.path.exists(at(name)) else name for name in evaluation["metrics"]
         ]
     vocabulary = fields.get("vocabulary")
     if isinstance(vocabulary, dict) and isinstance(vocabulary.get("files"), list):
-        vocabulary["files"] = [folder / v if isinstance(v, str) else v for v in vocabulary["files"]]
+        vocabulary["files"] = [at(v) if isinstance(v, str) else v for v in vocabulary["files"]]
     data = fields.get("data")
     if isinstance(data, dict) and isinstance(data.get("files"), dict):
-        data["files"] = {k: folder / v if isinstance(v, str) else v for k, v in data["files"].items()}
+        data["files"] = {k: at(v) if isinstance(v, str) else v for k, v in data["files"].items()}
 
 
 def _override(fields: dict[str, Any], dotted: str, value: Any) -> None:

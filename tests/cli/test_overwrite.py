@@ -9,6 +9,7 @@ from support.reports import make_report
 
 import hies_export
 from hies_export import OutputExistsError, PruningRecipe
+from hies_export.checkpoint.folders import refuse_existing
 
 
 @pytest.fixture(scope="module")
@@ -78,3 +79,10 @@ def test_python_is_refused_as_well(project: Path) -> None:
     recipe = PruningRecipe.from_yaml(project / "recipe.yaml", {"output": project})
     with pytest.raises(OutputExistsError, match="holds the model"):
         hies_export.run(recipe, overwrite=True)
+
+
+def test_what_is_read_from_the_home_folder_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "rows").mkdir()
+    with pytest.raises(OutputExistsError, match="rows is the data"):
+        refuse_existing(tmp_path / "rows", overwrite=True, inputs={"data": Path("~/rows")})
