@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from ..calibrate.moments import HELD_OUT_EVERY
 from ..checkpoint.load import Source, check_in_memory
 from ..data.batches import Batch, image_shape, inputs_of, sample_contents, samples_of, size_of
+from ..data.rows import common_values, has_one_value, take, whole
 from ..errors import RecipeError, RequestError, UnsupportedModelError
 from ..evaluate.interval import CONFIDENCE
 from ..evaluate.judge import Judge
@@ -381,7 +382,8 @@ def job_in_memory(
         task = task_of(model, tolerance=evaluation.stability_tolerance, threshold=evaluation.threshold)
         how = {"task": task, "processor": processor, "columns": columns, "max_length": given.max_length}
         of = partial(batches_of, model, **how)
-        return task, _rows_in_memory(of, task, options, batches, held_out, compensation_batches)
+        group = (columns or {}).get("group")
+        return task, _rows_in_memory(of, task, options, batches, held_out, compensation_batches, group)
 
     task, rows = read(model, processor)
     # An embedding model reads its texts in the order of their lengths, which are others in other tokens.
@@ -421,11 +423,17 @@ def _rows_in_memory(
     batches: Any,
     held_out: Any,
     compensation_batches: Any,
+    group: str | None,
 ) -> Rows:
-    if held_out is None and task.rows_together and isinstance(batches, datasets.Dataset) and len(batches) > 1:
+    divided = held_out is None and isinstance(batches, datasets.Dataset) and len(batches) > 1
+    if divided and (task.rows_together or group is not None):
         # The rows, not their batches: queries and documents, or windows of one text, must come together.
-        first = len(batches) - max(1, len(batches) // 4)
-        batches, held_out = batches.select(range(first)), batches.select(range(first, len(batches)))
+        count = max(1, len(batches) // 4)
+        if group is not None and has_one_value(batches, group):  # what reads other columns refuses them
+            batches = take(batches, together=group)
+            count = whole(common_values(batches, group)[::-1], count)
+        if first := len(batches) - count:
+            batches, held_out = batches.select(range(first)), batches.select(range(first, len(batches)))
     score = read(batches, what="batches")
     apart: list[Batch] = []
     if held_out is None:

@@ -10,15 +10,25 @@ import onnxruntime
 import pytest
 import scipy.stats
 import torch
+from datasets import Dataset
 from support.models import bert, word_tokenizer, write_recipe
 from support.runs import deploy_on, without_tracing
 from support.sentences import WORDS, bert_encoder, sentence_folder
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
-from transformers import AutoTokenizer, CLIPConfig, CLIPModel, CLIPTextConfig, CLIPVisionConfig, PreTrainedModel
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    CLIPConfig,
+    CLIPModel,
+    CLIPTextConfig,
+    CLIPVisionConfig,
+    PreTrainedModel,
+)
 
 import hies_export
 from hies_export.checkpoint.sentence import load_sentence
+from hies_export.data.batches import samples_of, size_of
 from hies_export.errors import DataError, RecipeError, RequestError
 from hies_export.pipeline import choose as choosing
 from hies_export.pipeline import measure as measuring
@@ -296,6 +306,24 @@ def test_pairs_are_judged_by_the_correlation_with_their_scores(tmp_path: Path) -
     assert report.ranking is not None
     assert report.ranking["slim_index"]["spearman"] == report.quality.slim
     assert report.ranking["dense_index"]["spearman"] == near(spearman(sides["slim"][0], sides["dense"][1]))
+
+
+def test_a_last_quarter_of_candidates_has_whole_queries_and_grades(tmp_path: Path) -> None:
+    rows = [{**row, "label": float(number % 3)} for number, row in enumerate(candidates(9))]
+    rows = rows[::2] + rows[1::2]  # so that those of a query do not follow each other
+    reranker_folder(tmp_path / "model")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
+    result = hies_export.prune(
+        model,
+        Dataset.from_list(rows),
+        columns={**CANDIDATES, "label": "label"},
+        budget={"heads": 0.25},
+        processor=AutoTokenizer.from_pretrained(tmp_path / "model"),
+    )
+    held_out = result.job.rows.held_out
+    assert (samples_of(held_out), sum(map(size_of, held_out))) == (3, 15)
+    assert result.held_out is not None
+    assert "ndcg@10" in result.held_out.metrics
 
 
 def test_a_reranker_is_judged_by_the_order_of_candidates(tmp_path: Path) -> None:
