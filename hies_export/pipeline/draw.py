@@ -128,10 +128,9 @@ def draw(splits: Splits, load: Callable[..., datasets.Dataset], options: PruneSe
     # Of queries and documents, rows with a query come first, and others cannot be judged.
     there = splits.counted(drawn)
     if further and there <= splits.until(drawn, draws.scoring):
-        what = options.judged_on_held_out or "alpha: auto"
-        remedy = {"criterion: auto": "choose a criterion", "alpha: auto": "set alpha"}.get(
-            what, "choose another budget"
-        )
+        what = options.judged_on_held_out or ("cascade" if draws.promised else "alpha: auto")
+        remedies = {"criterion: auto": "choose a criterion", "alpha: auto": "set alpha", "cascade": "leave it out"}
+        remedy = remedies.get(what, "choose another budget")
         raise RequestError(
             f"{what} needs samples beyond the {draws.scoring} to score on, but the split {split!r} has {there}; "
             f"lower calibration.samples, name other rows as held_out, or {remedy}"

@@ -191,6 +191,8 @@ def test_a_cascade_and_a_choice_have_a_part_each(tmp_path: Path) -> None:
     assert load_job(recipe_of(tmp_path)).rows.splits.held_out.samples == 26  # type: ignore[union-attr]
     rows = load_job(recipe_of(tmp_path, prune__alpha="auto")).rows
     assert (samples_of(rows.held_out), samples_of(rows.promise)) == (13, 13)
+    with pytest.raises(RequestError, match="cascade needs samples beyond the 60 to score on, .*, or leave it out"):
+        load_job(recipe_of(tmp_path, calibration__samples=60, evaluation__rows="first", evaluation__samples=10))
 
 
 def test_blocks_of_text_are_promised_on_and_judged(tmp_path: Path) -> None:
