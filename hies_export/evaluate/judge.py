@@ -118,9 +118,9 @@ class Judge:
         samples. With the index "dense", the judge leaves out batches of documents.
         """
         task = task or task_of(model, batches[0] if batches else None)
-        dense = dense or predict(model, batches, task=task, progress=progress)
-        if task.predicts in ("classes", "words") and "labels" in batches[0]:
-            _warn_if_no_better_than_commonest(task.decide(dense), references(batches, task))
+        if dense is None:
+            dense = predict(model, batches, task=task, progress=progress)
+            warn_if_no_better_than_commonest(task, dense, batches)
         judge = cls(batches, dense, metrics, task, confidence, as_of, index)
         return judge.on_dense_index() if index == "dense" else judge
 
@@ -315,8 +315,11 @@ class Judge:
         return self.agreement(predictions).double().mean().item()
 
 
-def _warn_if_no_better_than_commonest(decided: torch.Tensor, labels: torch.Tensor) -> None:
+def warn_if_no_better_than_commonest(task: Task, dense: Predictions, batches: Sequence[Batch]) -> None:
     """Warn of a model that is right no more often than the commonest class: its labels are mostly another model's."""
+    if task.predicts not in ("classes", "words") or "labels" not in batches[0]:
+        return
+    decided, labels = task.decide(dense), references(batches, task)
     right, commonest = (decided == labels).sum().item(), labels.mode().values.item()
     most = (labels == commonest).sum().item()
     if right <= most < len(labels):

@@ -23,7 +23,7 @@ from ..data.batches import Batch, image_shape, inputs_of, sample_contents, sampl
 from ..data.rows import common_values, has_one_value, take, whole
 from ..errors import RecipeError, RequestError, UnsupportedModelError
 from ..evaluate.interval import CONFIDENCE
-from ..evaluate.judge import Judge
+from ..evaluate.judge import Judge, warn_if_no_better_than_commonest
 from ..evaluate.metrics import METRICS, check_metrics
 from ..evaluate.predict import Predictor, predict
 from ..evaluate.ranking import RowsKind, keeps_predictions, kind_of_rows
@@ -33,7 +33,7 @@ from ..forms.cost.latency import TimedOn
 from ..forms.form import predictor
 from ..forms.formats import Exporter, Given
 from ..forms.measure.counts import Shape, count_flops, count_parameters
-from ..forms.measure.shapes import RowLength, check_shapes, model_shapes, row_length
+from ..forms.measure.shapes import RowLength, check_shapes, check_sizes, model_shapes, row_length
 from ..forms.measured import MeasureOptions
 from ..forms.runtimes.base import check_dtypes, check_one_graph, check_runtime
 from ..kinds import ATTENTION, MLP
@@ -240,6 +240,7 @@ class Job:
         found = predict(model, read, task=self.task, progress=progress)
         if any(rows is batches for rows in (self.rows.held_out, self.rows.promise, self.rows.evaluation)):
             self.predicted.append((model, read, found))
+            warn_if_no_better_than_commonest(self.task, found, batches)
         return found
 
     def kind(self, batches: Sequence[Batch]) -> RowsKind | None:
@@ -460,6 +461,7 @@ def _shapes(
 ) -> list[tuple[int, ...]]:
     """Return the shapes for which a request needs batches: those given, or the usual ones, and its budget's."""
     if task.in_parts:
+        check_sizes(shapes)
         return [*(shapes or ((1,), (8,))), *([] if timed is None else [timed.shape])]
     tokens = None if length is None else length.tokens
     found = model_shapes(model, shapes, sequence=tokens, image=image)

@@ -322,7 +322,7 @@ class PruningRecipe(Section):
     deploy: DeploySection | None = None
     output: Path = Path("runs/hies")
 
-    def __init__(self, **fields: Any):
+    def __init__(self, /, **fields: Any):
         try:
             super().__init__(**fields)
         except ValidationError as error:

@@ -61,7 +61,7 @@ class TokenClassification(Task):
 
     def __init__(self, config: Any, **options: Any) -> None:
         super().__init__(config, **options)
-        self.names = tuple(str(config.id2label[number]) for number in range(config.num_labels))
+        self.names = tuple(ClassNames(config).names)
         if all(name.casefold().removeprefix("label_").isdecimal() for name in self.names):
             _warn_of_names(self.names)
 

@@ -428,7 +428,19 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"model": causal_lm, "batches": stories, "processor": generative_tokenizer(), "columns": {"text": "story"}},
         "must have the column 'story', but it has text",
     ),
+    ({"shape": (-1, 8)}, r"a shape must have at least 1 row and 1 token, got \[-1, 8\]"),
 ]
+
+
+def test_labels_of_another_model_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = bert().eval()
+    batches = [text_batch(4, labels=False) for _ in range(8)]
+    for batch in batches:
+        right = model(**batch).logits.argmax(-1)
+        batch["labels"] = (right + torch.tensor([1, 1, 2, 2])) % 3
+    prune(model, batches, criterion="hies", alpha="auto", budget={"heads": 0.5})
+    (said,) = (message for message in caplog.messages if "the dense model is right on" in message)
+    assert said.startswith("the dense model is right on 0 of 8 labels")
 
 
 def test_keywords_are_the_fields_of_a_recipe_with_their_defaults() -> None:

@@ -460,3 +460,8 @@ def test_deploy_says_over_what_it_promises(tmp_path: Path, capsys: pytest.Captur
     (row,) = (line for line in lines if line.startswith("dense float32 ") and "kB" in line)
     shown = [f"{values[name]:.4f}" if name != "own_entity_f1" else "100.0%" for name in values]
     assert f" 100.0% {' '.join(shown)} " in row
+
+
+def test_classes_that_are_not_numbered_from_0_are_refused() -> None:
+    with pytest.raises(RequestError, match="id2label must name every class, numbered from 0 without a gap"):
+        TASK(SimpleNamespace(num_labels=2, id2label={1: "O", 2: "B-x"}))

@@ -67,12 +67,10 @@ def model_shapes(
     An `image`, (channels, height, width), has by default the size of the config. Without shapes, they are a batch of 1
     and of 8, of `sequence` tokens, by default 128 or the most that the model takes.
 
-    Raises RequestError if the shape of a text model has no sequence, or one longer than its positions, or a shape has
-    more than `MOST_TOKENS`.
+    Raises RequestError if the shape of a text model has no sequence, or one longer than its positions, or by
+    `check_sizes`.
     """
-    for shape in shapes:
-        if math.prod(shape) > MOST_TOKENS:
-            raise RequestError(f"a shape must have at most {MOST_TOKENS:,} tokens or images, got {quoted(list(shape))}")
+    check_sizes(shapes)
     if model.main_input_name == "pixel_values":
         one = synthetic_batch(model, batch=1, image=image)
         check_runs(model, one, f"one random image of {' x '.join(map(str, one['pixel_values'].shape[1:]))}")
@@ -86,6 +84,15 @@ def model_shapes(
         return [(shape[0], shape[1]) for shape in shapes]
     sequence = sequence or min(128, longest_sequence(model.config) or 128)
     return [(1, sequence), (8, sequence)]
+
+
+def check_sizes(shapes: Sequence[Sequence[int]]) -> None:
+    """Refuse, by a RequestError, shapes of no rows or tokens, or of more than `MOST_TOKENS`."""
+    for shape in shapes:
+        if min(shape) < 1:
+            raise RequestError(f"a shape must have at least 1 row and 1 token, got {quoted(list(shape))}")
+        if math.prod(shape) > MOST_TOKENS:
+            raise RequestError(f"a shape must have at most {MOST_TOKENS:,} tokens or images, got {quoted(list(shape))}")
 
 
 def image_shape_at(folder: str | Path, model: PreTrainedModel) -> tuple[int, ...] | None:
