@@ -125,7 +125,7 @@ class ExportError(StepError):
 
 
 class DropError(StepError):
-    """The refitted model loses more quality on held-out rows than `max_drop` allows; the masked model did not."""
+    """The slim model breaks `max_drop` or `keep` on held-out rows, although the model that was judged kept to it."""
 
 
 class ParityError(StepError):

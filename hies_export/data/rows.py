@@ -176,7 +176,7 @@ def whole(values: Sequence[Any], end: int) -> int:
 
 
 def taken_from(rows: datasets.Dataset) -> int:
-    """Return the number of rows from which `take` took these."""
+    """Return how many rows there were before `take` took these."""
     return int(rows.info.splits.total_num_examples)
 
 

@@ -17,11 +17,12 @@ FAILURES = 3
 def confidence_of_each(looks: int) -> float:
     """Return the confidence that each of several looks at the same rows needs, so that all together have 95 %.
 
-    A look is an interval that decides whether something is promised. Only looks that may fail count. A search that
-    stops after `FAILURES` failing cuts has no more than these, however many cuts pass. For if the true share falls with
-    the size of the cut, the search follows one path, which is known beforehand, until the first interval that misses
-    its true share: true promises pass and false ones fail. On that path lie `FAILURES` false promises at most, and one
-    of them must pass for the search to end in a false promise. A true promise that fails only makes the cut milder.
+    A look is an interval that decides whether something is promised. Only looks at false promises count, of which a
+    search that stops after `FAILURES` failing cuts has no more than these, however many cuts pass. For if the true
+    share falls with the size of the cut, the search follows one path, which is known beforehand, until the first
+    interval that misses its true share: true promises pass and false ones fail. On that path lie `FAILURES` false
+    promises at most, and one of them must pass for the search to end in a false promise. A true promise that fails only
+    makes the cut milder.
 
     Source: Bonferroni's inequality; Bates et al., J. ACM 68 (2021), for risks that only fall; Angelopoulos et al.,
     "Learn then test", arXiv 2110.01052, for tests in a fixed order.

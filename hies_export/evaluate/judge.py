@@ -90,8 +90,8 @@ class Judge:
     metrics: tuple[str, ...]  # names of metrics, the most important first
     task: Task  # of the models: what they predict, and when two predictions are the same
     confidence: float = CONFIDENCE  # of its two-sided intervals
-    # Number of samples that intervals are computed for; None for that of the batches. A guess on other rows uses it to
-    # predict how wide the interval on that many held-out rows will be.
+    # Number of samples that intervals are computed for; by default, that of the batches. A guess, which has other rows,
+    # sets the number of the held-out ones, to predict how wide the interval on these will be.
     as_of: int | None = None
     # The index that embeddings are judged on. With "dense", documents of queries need no prediction. None also judges
     # on the dense index, but all rows are predicted, so that `ranking` has the numbers of both indices.

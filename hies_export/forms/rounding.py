@@ -31,7 +31,7 @@ DAMPING = 0.01
 SWEEPS = 4
 
 Batch: TypeAlias = Mapping[str, Any]
-# What opens a model to read inputs of layers: their names -> a function of a batch -> name -> (..., inputs).
+# Opens a model to read what its layers take: names of layers -> a function from a batch to the inputs of each, by name.
 Opens: TypeAlias = Callable[[Sequence[str]], AbstractContextManager[Callable[[Batch], Mapping[str, Tensor]]]]
 
 

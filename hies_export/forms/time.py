@@ -38,7 +38,7 @@ NOISE_LIMIT = 0.02
 WIDEST_CONTROL = 0.1
 # How many rows are timed in each size of batch.
 ROWS = 512
-# Least number of batches of rows that are timed; fewer are run again.
+# Least number of timed batches of rows; where there are fewer, all are run again.
 LEAST = 48
 # Batches of rows that a model runs after it was loaded, before it is timed; and one of each further shape.
 WARMUP = 3

@@ -245,7 +245,7 @@ class Promise:
 
     `sizes` are numbers of rows that are enough, the largest first; a larger one allows more looks. At most `most` rows
     are held out, and `limited` says whether the recipe gives that number. `blocks` says that rows are blocks of text:
-    each has many predictions, so no more than one of `sizes` are held out.
+    each has many predictions, so exactly one of `sizes` is held out.
     """
 
     words: str

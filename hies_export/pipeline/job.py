@@ -103,7 +103,7 @@ class Job:
         options: How units are scored and selected; without a budget, a plan says what stays.
         metrics: How predictions are compared, the most important metric first.
         shapes: A batch to time with by (batch, sequence); FLOPs are counted on the first.
-        length: Length of the rows, where it stands for a sequence that was not given.
+        length: Length of the rows; None unless it stands for a sequence that was not given.
         exporter: What exports models for runtimes that read files, by the options of the recipe.
         measure: Which runtimes to time on, and how often.
         evaluation: How it is judged, and the benchmarks to run.

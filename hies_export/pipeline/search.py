@@ -36,13 +36,13 @@ from .stages import (
     token_weights_of,
 )
 
-# A cut loses this many times as much of nDCG@10 against the dense ranking as of nDCG@10, or more: MiniLM on BoolQ 3.5
-# to 9 (bench/results/embedding-quality.txt). Only the guess of a size assumes it.
+# A cut's loss of nDCG@10 against the dense model's ranking is at least this many times its loss of nDCG@10 against the
+# relevant documents: 3.5 to 9 times for MiniLM on BoolQ (bench/results/embedding-quality.txt). Only the guess of a size
+# assumes it.
 OWN_LOSS = 3
 # Rows that a size is guessed on, at most: the held-out rows decide, and the guess only says where they begin.
 GUESS_ROWS = 512
-# A guess may be below the size that its rows would give by less than this share of all sizes: the search begins a tenth
-# below it anyway.
+# A guess is known to less than this share of all sizes, and no better: the search begins a tenth below it anyway.
 GUESS_WITHIN = 0.04
 
 

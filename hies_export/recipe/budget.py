@@ -59,9 +59,9 @@ class KeepBudget(TimedSection):
         predictions: Share of the predictions that must stay the dense model's, in (0, 1). The lower end of the interval
             must reach it, so all predictions of 477 rows must stay for 0.99, or all but 2 of 1,024. Of an embedding
             model or a reranker, it is the share of a metric that must stay: of `metric`, by default the first one.
-        metric: In place of a share of predictions, the name of a metric. If it is of rankings, such as ndcg@10, or
-            own_entity_f1, a share of it is kept, 0.99 unless `predictions` says otherwise, or it gets worse `by` so
-            much.
+        metric: Name of the metric that is promised, in place of a share of predictions: at most a loss of `by`. Of a
+            metric of rankings, such as ndcg@10, or of own_entity_f1, a share may be promised: `predictions`, by
+            default 0.99.
         by: How much worse the metric may get at most, in its own unit.
         index: What embeddings of queries are compared with: "dense", the documents' vectors of the dense model, which
             is the default, or "slim", all texts embedded again.

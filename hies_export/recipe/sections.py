@@ -125,11 +125,11 @@ class CalibrationSection(Section):
 class HeldOutSection(Section):
     """Which rows `alpha: auto`, `criterion: auto`, `max_drop` and `keep` are judged on.
 
-    Without this section, a promise (`keep`, `deploy`, `cascade`) is made on two thirds of the evaluated split, or what
-    `keep.samples` and `evaluation.samples` leave of these, and the rest judges it. Of blocks of text, which have many
-    predictions each, it is made on no more than it takes. Other choices, and a promise for which that split has too few
-    rows, are made on further rows of the calibration split. A model that was trained on that split does better there
-    than on new rows, so these choices may not hold for new rows.
+    Without this section, a promise (`keep`, `deploy`, `cascade`) is made on two thirds of the evaluated split, at most
+    `keep.samples` rows, and the rest judges it, at least `evaluation.samples` rows where there are enough. Blocks of
+    text have many predictions each, so it is made on as few of them as it takes. Other choices, and a promise for which
+    that split has too few rows, are made on further rows of the calibration split. A model that was trained on that
+    split does better there than on new rows, so these choices may not hold for new rows.
 
     Attributes:
         split: Split of the data set, or a slice of one such as "validation[:50%]". If it is the evaluated split,

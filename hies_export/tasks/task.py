@@ -99,7 +99,7 @@ class Task(ABC):
     reads: ClassVar[tuple[str, ...]] = ()
     needs: ClassVar[str]  # the same in words
     text_columns: ClassVar[int] = 1  # how many columns `text` may name
-    columns_by_type: ClassVar[bool] = True  # whether the only columns of the right types may be read, whatever the name
+    columns_by_type: ClassVar[bool] = True  # whether a column may be read for its type, if no other has it
     rows_together: ClassVar[bool] = False  # whether rows may belong together; then rows, not batches, are held out
     a_row_is_a_sample: ClassVar[bool] = True  # whether every row is one sample; then only the wanted rows are read
     of_item: ClassVar[int] = 0  # how many texts are an item of a list that `prune` reads; 0 if it reads no lists

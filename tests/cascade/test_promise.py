@@ -66,7 +66,7 @@ def test_answers_that_the_dense_model_changes_as_it_is_served_count() -> None:
     answered = torch.where((margins(slim) <= promise.threshold)[:, None], served, slim)
     assert int((answered.argmax(-1) != dense.argmax(-1)).sum()) <= promise.differ
     served[:40] = -dense[:40]
-    said = r"may change 2 % of the answers, .* changes 40 of 1,000 itself; serve it in more bits"
+    said = r"may change 2 % of the answers, .* alone, as it is served, changes 40 of 1,000; serve it in more bits"
     with pytest.raises(PlanError, match=said):
         choose_threshold(slim, dense, 0.02, passed_on=served)
 

@@ -78,8 +78,8 @@ def choose_threshold(
     allowed -= int(lost.sum())
     if allowed < 0:
         raise PlanError(
-            f"a cascade may change {100 * disagreement:g} % of the answers, but the dense model as it is served "
-            f"changes {int(lost.sum())} of {count:,} itself; serve it in more bits, or promise less"
+            f"a cascade may change {100 * disagreement:g} % of the answers, but the dense model alone, as it is "
+            f"served, changes {int(lost.sum())} of {count:,}; serve it in more bits, or promise less"
         )
     worst = margin[wrong & ~lost].sort(descending=True).values
     threshold = _between(margin, worst[allowed]) + resolution if len(worst) > allowed else 0.0
