@@ -96,17 +96,23 @@ def _to_disk(path: Path) -> None:
 def refuse_existing(
     folder: str | Path, *, overwrite: bool = False, inputs: Mapping[str, str | Path] | None = None
 ) -> None:
-    """Refuse to write to a folder that exists, or to replace what this package did not write.
+    """Refuse to write to a folder that exists, or to replace what this package did not write or cannot rename.
 
     `inputs` are read and must stay, such as "model" -> its folder; Hub ids are ignored.
     """
     if not os.path.lexists(folder):
         return
+    output = Path(folder).resolve()
+    # A mount cannot be renamed. With the working folder, what relative paths mean would be renamed.
+    if os.path.ismount(folder) or Path.cwd().is_relative_to(output):
+        raise OutputExistsError(
+            "the output folder must be one that can be renamed, which a mount and the working folder cannot, but it is "
+            f"{folder}; choose a new folder inside it, such as {Path(folder) / 'run'}"
+        )
     if not overwrite:
         raise OutputExistsError(
             f"the output folder must not exist, but {folder} does; choose another or pass overwrite=True to replace it"
         )
-    output = Path(folder).resolve()
     for what, given in (inputs or {}).items():
         path = Path(os.path.expanduser(given)).resolve()
         overlaps = {

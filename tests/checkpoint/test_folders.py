@@ -12,7 +12,7 @@ import pytest
 from support.models import bert
 
 from hies_export.checkpoint.beside import write_config
-from hies_export.checkpoint.folders import new_folder, refuse_other_file, replace_file
+from hies_export.checkpoint.folders import new_folder, refuse_existing, refuse_other_file, replace_file
 from hies_export.errors import OutputExistsError
 
 
@@ -116,6 +116,15 @@ def test_anything_else_is_kept(make: Callable[[Path], object], tmp_path: Path) -
     with pytest.raises(OutputExistsError, match="out is something else; choose another folder, or move or delete"):
         write(tmp_path / "out", "new")
     assert sorted((p, p.read_bytes() if p.is_file() else None) for p in tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("output", [Path.cwd().anchor, ".", "..", "../../out"])
+def test_what_cannot_be_renamed_is_refused_first(output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mount, or a folder that holds the working one: else a run would be lost when it is moved there, at its end."""
+    write(tmp_path / "out")
+    monkeypatch.chdir(tmp_path / "out" / "sub")
+    with pytest.raises(OutputExistsError, match=r"can be renamed, .* new folder inside it, such as .*run$"):
+        refuse_existing(output, overwrite=True)
 
 
 @pytest.mark.parametrize("error", [OSError("stop"), KeyboardInterrupt("stop")], ids=lambda error: type(error).__name__)
