@@ -182,6 +182,20 @@ def test_a_kept_table_is_read_for_the_same_model_and_shape_only(
     assert "not json" not in file.read_text()
 
 
+def test_times_are_used_where_they_cannot_be_cached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ratios = [0.6, 0.7, 0.8, 0.9]
+    cuts = [TimedCut(kept / 6, ratio, ratio, ratio, 1.0, 1.0) for kept, ratio in enumerate(ratios, start=1)]
+    monkeypatch.setattr("hies_export.forms.cost.latency._time_cuts", lambda *_, **__: cuts)
+    (file := tmp_path / "cache").write_text("no folder")
+    model, batch = bert(), text_batch(2, 12, padding=False, labels=False)
+    where = TimedOn("torch", batch, Exporter(ExportSection(), Given(batch)))
+    table = latency_table(model, find_attention(model, batch), where, cache=file)
+    assert [cut["ratio"] for cut in table.measured] == ratios
+    assert "could not be cached" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("budget", "message"),
     [

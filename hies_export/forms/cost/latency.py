@@ -118,7 +118,12 @@ def latency_table(
     if cuts is None:
         cuts = _time_cuts(model, modules, where, unit=unit, skippable=skippable, progress=progress)
         if all(cut.sharp for cut in cuts):
-            replace_file(file, json.dumps({"key": key, "points": [asdict(cut) for cut in cuts]}, indent=1))
+            try:
+                replace_file(file, json.dumps({"key": key, "points": [asdict(cut) for cut in cuts]}, indent=1))
+            except OSError as error:  # the times are there, and a later run takes its own
+                logger.warning(
+                    "timed cuts could not be cached: %s; let XDG_CACHE_HOME name a folder that can be written", error
+                )
         else:
             logger.warning(
                 "the machine is too busy to time cuts precisely: a ratio has an interval wider than %g points, or the "
