@@ -159,13 +159,13 @@ def best_for(runtime: str, dtype: str) -> ExportSection:
 def read_by(options: ExportSection, runtime: str, dtype: str | None = None) -> ExportSection:
     """Return the options of the export that a runtime reads to compute in `dtype`, by default the export's own.
 
-    It is stored in float32 if the runtime's format does not know the dtype.
+    It is stored in float32 if the runtime or its format does not know the dtype.
     """
     known = RUNTIMES[runtime]
     if dtype is not None and dtype in known.calibrated:
         return export_options(known.calibrated[dtype], quantize=dtype)
     stored = dtype or options.dtype
-    if dtype in known.hints or stored not in FORMATS[known.format].dtypes:
+    if dtype in known.hints or stored not in known.dtypes or stored not in FORMATS[known.format].dtypes:
         stored = "float32"
     return export_options(known.format, options.provider, stored)
 

@@ -35,7 +35,8 @@ from ..forms.formats import Exporter, Given
 from ..forms.measure.counts import Shape, count_flops, count_parameters
 from ..forms.measure.shapes import RowLength, check_shapes, check_sizes, model_shapes, row_length
 from ..forms.measured import MeasureOptions
-from ..forms.runtimes.base import check_dtypes, check_one_graph, check_runtime
+from ..forms.onnx.quantize import check_quantizable
+from ..forms.runtimes.base import RUNTIMES, check_dtypes, check_one_graph, check_runtime
 from ..kinds import ATTENTION, MLP
 from ..model.tokens import first_samples, synthetic_batch
 from ..progress import SILENT, Clock, Progress
@@ -514,6 +515,9 @@ def check_job(job: Job, *, criteria: Sequence[str] | None = None) -> Job:
     _warn_without_compensation(options)
     _check_criteria(options, job.scored, (options.criterion,) if criteria is None else criteria)
     _check_enough_rows(job)
+    timed = [*(name for name, _ in job.measure.ways), *([] if budget.timed is None else [budget.timed.runtime])]
+    if any(RUNTIMES[name].bits == ("int8",) for name in timed):
+        check_quantizable(job.model, "int8")
     if not budget.heads:
         check_constraints(job.scored, options.constraints)
     else:

@@ -13,7 +13,7 @@ from support.models import bert, text_batch
 from hies_export.errors import ExportError
 from hies_export.forms import measured
 from hies_export.forms.form import Form, Forms
-from hies_export.forms.formats import Exporter, Given
+from hies_export.forms.formats import Exporter, Given, read_by
 from hies_export.forms.measure.counts import Both
 from hies_export.forms.measured import MeasureOptions, measure_both
 from hies_export.recipe.sections import ExportSection
@@ -43,6 +43,12 @@ def test_a_model_is_exported_once_for_all_runtimes_that_read_the_same(tmp_path: 
     assert one == Form("dense", "onnxruntime-cpu", tmp_path / "dense-0", "float32", 7)
     assert (two.source, two.bits) == (one.source, "bfloat16")
     assert exporter.made == [("dense-0", "float32")]  # type: ignore[attr-defined]
+
+
+def test_a_runtime_reads_a_graph_in_a_dtype_that_it_runs() -> None:
+    read = {name: read_by(ExportSection(dtype="float16"), name).dtype for name in ("onnxruntime-cpu", "openvino")}
+    assert read == {"onnxruntime-cpu": "float16", "openvino": "float32"}
+    assert read_by(ExportSection(dtype="float16"), "onnxruntime-cpu-int8").dtype == "float32"
 
 
 def test_an_export_that_failed_is_not_tried_again(tmp_path: Path) -> None:

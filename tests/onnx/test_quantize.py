@@ -23,7 +23,13 @@ from hies_export.forms.formats import Export, Given, export_options
 from hies_export.forms.onnx import export as export_module
 from hies_export.forms.onnx import quantize as quantize_module
 from hies_export.forms.onnx.export import export_onnx
-from hies_export.forms.onnx.quantize import Quantize, export_in_bits, largest_difference, quantize_onnx
+from hies_export.forms.onnx.quantize import (
+    Quantize,
+    check_quantizable,
+    export_in_bits,
+    largest_difference,
+    quantize_onnx,
+)
 from hies_export.forms.runtimes.bits import quantize_blocks
 from hies_export.forms.runtimes.ort import OnnxRuntime
 
@@ -247,8 +253,11 @@ def test_models_of_small_layers_and_of_several_graphs_are_refused(
     batch: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
     small = {"input_ids": batch["input_ids"] % 50, "attention_mask": batch["attention_mask"]}
-    with pytest.raises(RequestError, match="needs a linear layer of 16,384 weights or more, but all are smaller"):
+    too_small = "needs a linear layer of 16,384 weights or more, but all are smaller"
+    with pytest.raises(RequestError, match=too_small):
         export_in_bits(tiny_bert(), tmp_path / "out", export_options(quantize="int8"), Given(small))
+    with pytest.raises(RequestError, match=too_small):
+        check_quantizable(tiny_bert(vocab_size=2**14), "int8")
     with pytest.raises(RequestError, match="int4 is for models that generate.* got an encoder; use int8"):
         export_in_bits(encoder(), tmp_path / "out", export_options(quantize="int4"), Given(small))
     with pytest.raises(RequestError, match="needs a single graph, got a vision-language model; leave it out"):

@@ -143,8 +143,11 @@ def test_what_cannot_be_quantised_is_refused_by_the_recipe(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_model_of_small_layers_is_refused_before_the_work(tmp_path: Path) -> None:
-    recipe = make_project(tmp_path, export={"quantize": "int8"})
+@pytest.mark.parametrize(
+    "asked", [{"export": {"quantize": "int8"}}, {"measure": {"runtimes": ["onnxruntime-cpu-int8"]}}]
+)
+def test_a_model_of_small_layers_is_refused_before_the_work(asked: dict[str, Any], tmp_path: Path) -> None:
+    recipe = make_project(tmp_path, **asked)
     save_text_model(tmp_path / "model")
     with pytest.raises(RequestError, match="needs a linear layer of 16,384 weights or more"):
         run(PruningRecipe.from_yaml(recipe))
@@ -166,5 +169,5 @@ def test_a_cut_that_leaves_only_small_layers_is_no_mistake_in_the_recipe(
     save_text_model(tmp_path / "model", **SHAPE | {"hidden_size": 96})
     assert hies("run", recipe) == 1
     said = " ".join(capsys.readouterr().err.split())
-    assert "the slim model has no form in fewer bits: quantize: int8 needs a linear layer of 16,384 weights" in said
+    assert "the slim model has no form in fewer bits: int8 needs a linear layer of 16,384 weights" in said
     assert not (tmp_path / "out").exists()

@@ -10,6 +10,7 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from hies_export.errors import ExportError
 from hies_export.forms.runtimes.base import load_runtime
 from hies_export.forms.runtimes.bits import quantize_columns, quantize_graph
 
@@ -200,6 +201,17 @@ def test_the_runtime_takes_both_and_computes_in_8_bits(make, tmp_path: Path) -> 
     found = runtime.fetch(runtime.run(runtime.prepare({"input_ids": ids})))["logits"]
     expected = run(quantised()[0], ids)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("make", [lambda weights: weights.astype(np.float16), lambda weights: weights[:, :100]])
+def test_the_runtime_refuses_a_graph_without_layers_to_quantise(make, tmp_path: Path) -> None:
+    given = graph()
+    for tensor in given.graph.initializer:
+        if tensor.name in ("up", "down"):
+            tensor.CopyFrom(numpy_helper.from_array(make(numpy_helper.to_array(tensor)), tensor.name))
+    onnx.save(given, tmp_path / "model.onnx")
+    with pytest.raises(ExportError, match=r"16,384 weights or more in float32, and model.onnx has none.* use onnxru"):
+        load_runtime("onnxruntime-cpu-int8", tmp_path)
 
 
 def in_blocks(matrix: np.ndarray) -> np.ndarray:

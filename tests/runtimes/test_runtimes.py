@@ -42,7 +42,8 @@ def folder(tmp_path):
 @pytest.fixture
 def model():
     torch.manual_seed(0)
-    shape = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16, "num_hidden_layers": 1}
+    # Wide enough for layers in 8 bits.
+    shape = {"hidden_size": 128, "num_attention_heads": 2, "intermediate_size": 128, "num_hidden_layers": 1}
     return BertForSequenceClassification(BertConfig(**shape, vocab_size=20, max_position_embeddings=8))
 
 

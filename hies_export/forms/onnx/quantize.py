@@ -156,13 +156,15 @@ def check_quantizable(model: PreTrainedModel, quantize: Quantize) -> None:
     """Refuse, by a RequestError, what `quantize_onnx` would refuse once the model is exported."""
     parts = 3 if is_vision_language(model) else 1
     _check_request(quantize, decodes=model.can_generate(), parts=parts)
-    if max((parameter.numel() for parameter in model.parameters() if parameter.dim() == 2), default=0) < SMALLEST:
+    layers = (module for module in model.modules() if not isinstance(module, torch.nn.Embedding))
+    weights = (weight for layer in layers for weight in layer.parameters(recurse=False) if weight.dim() == 2)
+    if max((weight.numel() for weight in weights), default=0) < SMALLEST:
         raise _too_small(quantize)
 
 
 def _too_small(quantize: str) -> RequestError:
     return RequestError(
-        f"quantize: {quantize} needs a linear layer of {SMALLEST:,} weights or more, but all are smaller, and small "
+        f"{quantize} needs a linear layer of {SMALLEST:,} weights or more, but all are smaller, and small "
         "layers take longer in fewer bits; leave it out"
     )
 

@@ -14,7 +14,7 @@ import torch
 from ...errors import DataError, ExportError, MissingRuntimeError, RecipeError, first_line, require_package
 from ...model.tokens import positions_of
 from .base import Runtime, last_token, register_runtime
-from .bits import INTEGER_OPERATORS, quantize_graph
+from .bits import INTEGER_OPERATORS, SMALLEST, quantize_graph
 
 ONNX_FILE = "model.onnx"
 # The name that Optimum gives a quantised graph.
@@ -184,7 +184,11 @@ class QuantizedOnnxRuntime(OnnxRuntime):
         program = onnx_ir.load(file)
         if any(node.op_type in INTEGER_OPERATORS for node in program.graph):
             return super()._open(file)
-        quantize_graph(program.graph)
+        if not quantize_graph(program.graph)["int8"]:
+            raise ExportError(
+                f"runtime {self.name!r} needs a linear layer of {SMALLEST:,} weights or more in float32, and "
+                f"{file.name} has none; use {self.full}"
+            )
         # On Linux and macOS the file may be deleted while the session is open: ONNX Runtime has read it by then.
         with tempfile.TemporaryDirectory(prefix="hies-int8-") as temporary:
             onnx_ir.save(program, Path(temporary) / QUANTIZED_FILE, external_data=f"{QUANTIZED_FILE}_data")
