@@ -1,5 +1,6 @@
 import getpass
 import platform
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -159,6 +160,13 @@ def test_what_nvidia_smi_says(tmp_path, monkeypatch):
     assert (facts["gpu_driver"], facts["gpu_max_sm_mhz"], facts["gpu_max_memory_mhz"]) == ("550.54", "1410", None)
     program.write_text("#!/bin/sh\nexit 9\n")
     assert gpu_facts() == {}
+    # The names of two GPUs: the first, and the one that CUDA_VISIBLE_DEVICES leaves to torch.
+    program.write_text("#!/bin/sh\ncase $* in *--id=0) echo first ;; *--id=GPU-12ab-34) echo second ;; esac\n")
+    assert gpu_facts() == {"name": "first"}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"{device}2ab-34"))
+    assert gpu_facts() == {"name": "second"}
 
 
 def test_environment_tells_versions_and_nobodys_name():

@@ -41,15 +41,21 @@ def machine_facts() -> dict[str, Any]:
 
 
 def gpu_facts() -> dict[str, str]:
-    """Return the first GPU's name, driver, clocks in MHz and power limit in W; empty if there is none.
+    """Return the name of the GPU that torch uses, its driver, clocks in MHz and power limit in W; empty without one.
+
+    Where torch uses none, it is the first.
 
     Source: https://docs.nvidia.com/deploy/nvidia-smi/index.html (`--help-query-gpu`)
     """
     program = shutil.which("nvidia-smi")
     if program is None:
         return {}
+    # Numbers differ where CUDA_VISIBLE_DEVICES names some of the GPUs, or torch uses another than the first.
+    used = "0"
+    if torch.cuda.is_available():
+        used = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
     fields = ("name", "driver_version", "clocks.sm", "clocks.max.sm", "clocks.max.memory", "power.limit")
-    command = [program, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", "--id=0"]
+    command = [program, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", f"--id={used}"]
     try:
         printed = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
     except (OSError, subprocess.SubprocessError):
