@@ -473,8 +473,12 @@ def _max_length(encoder: Path, config: Any, asked: int | None = None) -> int | N
     if asked is None:
         file = encoder / "tokenizer_config.json"
         asked = read_json(file, dict[str, Any], _SENTENCE).get("model_max_length") if file.is_file() else None
-    lengths = [n for n in (asked, longest_sequence(config)) if isinstance(n, (int, float)) and 0 < n < 1e9]
-    return min(map(int, lengths), default=None)
+    return shortest_limit(asked, longest_sequence(config))
+
+
+def shortest_limit(*limits: Any) -> int | None:
+    """Return the smallest of limits in tokens; None where all are None, or so large that they stand for no limit."""
+    return min((int(n) for n in limits if isinstance(n, (int, float)) and 0 < n < 1e9), default=None)
 
 
 def of_options(options: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -671,7 +675,7 @@ def cross_encoder_settings(
     if not found.special_tokens:
         raise _TEXT.refused(f"{_TEXT_FILES[0]} of {where}, a CrossEncoder, has add_special_tokens: false")
     # `predict` says of no text that it is a query.
-    return replace(found, max_length=found.lengths.get("text", found.max_length), options=options)
+    return replace(found, max_length=shortest_limit(found.lengths.get("text", found.max_length)), options=options)
 
 
 def _written(model: TextEncoder) -> Iterator[tuple[str, dict[str, Any], dict[str, Tensor]]]:

@@ -26,6 +26,7 @@ from ..checkpoint.sentence import (
     make_readout,
     of_options,
     readout_module,
+    shortest_limit,
     text_settings,
 )
 from ..errors import RequestError, listed
@@ -177,8 +178,7 @@ def _fields(transformer: Any) -> dict[str, Any]:
 def _longest(given: Any, inner: PreTrainedModel) -> int | None:
     """Return the longest text in tokens that an object of sentence-transformers reads; None for no limit."""
     length = getattr(given, "max_seq_length", None) or getattr(given.tokenizer, "model_max_length", None)
-    limits = [int(limit) for limit in (length, longest_sequence(inner.config)) if limit is not None and limit < 1e9]
-    return min(limits, default=None)
+    return shortest_limit(length, longest_sequence(inner.config))
 
 
 def _full_name(module: nn.Module) -> str:

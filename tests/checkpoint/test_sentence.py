@@ -375,6 +375,8 @@ def test_what_a_cross_encoder_asks_for_is_read_or_refused(tmp_path: Path) -> Non
 
     found = ask(options, processing_kwargs={"text": {"max_length": 9}}, do_lower_case=True, query_length=3)
     assert (found.max_length, found.lower) == (9, True)
+    for asked, length in ((12.0, "12"), (1e30, "None")):  # as transformers writes a tokenizer without a limit
+        assert repr(ask(options, processor_kwargs={"model_max_length": asked}).max_length) == length
     with pytest.raises(RequestError, match="must read its pairs without a prompt, but .* has 'q' by default; set its"):
         ask(options | {"default_prompt_name": "q"})
     with pytest.raises(RequestError, match="a CrossEncoder, has add_special_tokens: false; take it out"):
