@@ -228,24 +228,28 @@ def shape_of(batch: Mapping[str, Any]) -> Shape:
 def rows_by_shape(rows: Mapping[int, Sequence[Batch]]) -> dict[Shape, Sequence[Batch]]:
     """Return a data set's batches by their size and mean number of tokens, to be timed as they come.
 
+    Where there are fewer rows than a size, the size is that of the largest batch.
     A lone batch is given twice, because one that is alone would be repeated.
     """
     found = {}
     for size, batches in rows.items():
-        tokens = round(np.mean([shape_of(batch)[1] for batch in batches]))
-        found[size, tokens] = batches if len(batches) > 1 else [*batches, *batches]
+        sizes, tokens = zip(*map(shape_of, batches), strict=True)
+        found[min(size, max(sizes)), round(np.mean(tokens))] = batches if len(batches) > 1 else [*batches, *batches]
     return found
 
 
 def in_mixed_order(batches: Sequence[Batch], size: int) -> list[Batch]:
-    """Return `ROWS` rows at most in batches of a size, cut out of larger ones, in an order that is not by length."""
+    """Return `ROWS` rows at most, or one batch, in batches of a size, in an order that is not by length.
+
+    They are cut out of larger batches.
+    """
     parts = [
         {name: value[start : start + size] for name, value in batch.items()}
         for batch in batches
         for start in range(0, len(next(iter(batch.values()))), size)
     ]
     order = torch.randperm(len(parts), generator=torch.Generator().manual_seed(0))
-    return [parts[place] for place in order.tolist()][: ROWS // size]
+    return [parts[place] for place in order.tolist()][: max(1, ROWS // size)]
 
 
 def ratios(timed: Sequence[Timed]) -> list[float]:
@@ -307,13 +311,13 @@ def _run_in_turns(
         return [runner.prepare_step(batch) if phase == "decode" else runner.prepare(batch) for runner in runners]
 
     feeds = prepare(batches[0])
-    _check_alike(runners, across=across)
     if rows := phase == "rows":
         repeats, min_seconds = len(batches), 0.0
         of_each_shape = {tuple(value.shape for value in batch.values()): batch for batch in batches[WARMUP:]}
         _warm_up(runners, map(prepare, (*batches[:WARMUP], *of_each_shape.values())))
     else:
         _warm_up(runners, itertools.repeat(feeds, warmup))
+    _check_alike(runners, across=across)
     times_ns: list[list[int]] = []
     total_ns = 0
     with collecting_paused():
@@ -340,7 +344,7 @@ def _run_in_turns(
 def _check_alike(runners: Sequence[Runtime], *, across: bool) -> None:
     """Refuse runners that differ in threads or, on one runtime, in provider or use of CUDA graphs.
 
-    To be called after `prepare`, which is when a CUDA graph is captured.
+    To be called after the warm-up: `prepare` or the first runs capture a CUDA graph, or give it up.
     """
     places = {(runner.provider, runner.threads, runner.cuda_graph) for runner in runners}
     if len({threads for _, threads, _ in places} if across else places) > 1:

@@ -156,6 +156,20 @@ def test_impossible_timings(clock):
         compare_latency(dense, slim, batch=BATCH)
 
 
+def test_a_cuda_graph_that_is_given_up_in_the_first_run_is_not_compared_with_one(clock):
+    dense, slim, _ = trio(clock, [1.0], [1.0], [1.0])
+    dense.cuda_graph = slim.cuda_graph = True
+    run = slim.run
+
+    def give_up(feed):
+        slim.cuda_graph = False
+        return run(feed)
+
+    slim.run = give_up
+    with pytest.raises(RecipeError, match="run alike, got fake with 2 threads and fake with 2 threads, as a CUDA gra"):
+        compare_latency(dense, slim, batch=BATCH)
+
+
 def naive_interval(base_ms, other_ms, draws, seed, *, total=False):
     """Loads, drawn one at a time, and in each the copies of the base and the rounds."""
     random, found = np.random.default_rng(seed), []
@@ -578,3 +592,9 @@ def test_rows_in_mixed_order_are_cut_into_batches() -> None:
     rows = torch.cat([batch["input_ids"] for batch in found]).flatten().tolist()
     assert sorted(rows) == list(range(18))
     assert rows != sorted(rows)
+    assert [len(batch["input_ids"]) for batch in in_mixed_order(batches, 1000)] == [6]
+
+
+def test_rows_have_the_size_of_the_batches_that_they_fill() -> None:
+    batches = [{"input_ids": torch.zeros(rows, 5)} for rows in (8, 8, 2)]
+    assert [*rows_by_shape({8: batches, 32: batches, 4: batches})] == [(8, 5), (4, 5)]
