@@ -99,8 +99,8 @@ class ExportedFile(Record):
         quality: The first metric; None if no runtime here gives the file's logits (GGUF, models in several graphs).
         stability: Share of predictions that equal the dense model's; None with `quality`.
         layers: Number of linear layers by dtype, if some are in 8 bits.
-        float_neurons: Number of neurons that are computed in float32 inside quantised layers. It is 0: with a scale
-            for each token, an outlier takes no range from other tokens.
+        float_neurons: Number of neurons that are computed in float32 inside quantised layers. On ONNX Runtime it is 0:
+            with a scale for each token, an outlier takes no range from other tokens.
     """
 
     file: str
@@ -173,7 +173,7 @@ def judge_exported(exported: Export, folder: Path, judge: Judge, forms: Sequence
         quality=None if quality is None else Metric(metric, quality),
         stability=stability,
         layers=exported.facts.get("layers"),
-        float_neurons=0 if quantize else None,
+        float_neurons=exported.facts.get("float_neurons", 0) if quantize else None,
     )
 
 

@@ -13,7 +13,8 @@ from support.models import bert, text_batch
 from hies_export.errors import ExportError
 from hies_export.forms import measured
 from hies_export.forms.form import Form, Forms
-from hies_export.forms.formats import Exporter, Given, read_by
+from hies_export.forms.formats import Export, Exporter, Given, export_options, read_by
+from hies_export.forms.judge import judge_exported
 from hies_export.forms.measure.counts import Both
 from hies_export.forms.measured import MeasureOptions, measure_both
 from hies_export.recipe.sections import ExportSection
@@ -49,6 +50,14 @@ def test_a_runtime_reads_a_graph_in_a_dtype_that_it_runs() -> None:
     read = {name: read_by(ExportSection(dtype="float16"), name).dtype for name in ("onnxruntime-cpu", "openvino")}
     assert read == {"onnxruntime-cpu": "float16", "openvino": "float32"}
     assert read_by(ExportSection(dtype="float16"), "onnxruntime-cpu-int8").dtype == "float32"
+
+
+def test_the_neurons_that_an_export_leaves_in_float32_are_told(tmp_path: Path) -> None:
+    rows: Any = SimpleNamespace(metrics=("accuracy",))
+    how = export_options(quantize="int8")
+    for facts, told in (({}, 0), ({"float_neurons": 32}, 32)):
+        exported = Export("onnx", tmp_path, tmp_path / "file", ("file",), 7, how, facts=facts)
+        assert judge_exported(exported, tmp_path, rows, []).float_neurons == told
 
 
 def test_an_export_that_failed_is_not_tried_again(tmp_path: Path) -> None:

@@ -83,6 +83,7 @@ def test_an_uneven_model_is_near_its_float32_graph_in_8_bits(
     assert found.facts["layers"] == {"int8": 14}
     settings = json.loads((found.folder / "openvino_config.json").read_text())
     assert (settings["quantization"]["rows"], settings["layers"]) == (24, {"int8": 14})
+    assert found.facts["float_neurons"] == settings["quantization"]["float_neurons"]
     # OpenVINO by itself, as its own users run it.
     graph = openvino.Core().read_model(str(found.file))
     kinds = Counter(node.get_type_name() for node in graph.get_ops())

@@ -107,7 +107,7 @@ def quantize_openvino(
         how=export_options("openvino", quantize="int8"),
         max_abs=max_abs,
         checked_on=OpenVinoRuntime.name,
-        facts={"layers": settings["layers"]},
+        facts={"layers": settings["layers"], "float_neurons": settings["quantization"]["float_neurons"]},
     )
 
 
