@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..data.batches import Batch
-from ..errors import HiesError, MissingRuntimeError, ParityError, PlanError, RecipeError
+from ..errors import HiesError, MissingRuntimeError, PlanError, RecipeError
 from ..evaluate.judge import Judge
 from ..tasks import Task
 from .cascade.export import CascadeOptions, SizeTried, export_cascade
@@ -150,7 +150,7 @@ def join_sizes(
 ) -> list[Joined[T]]:
     """Cut the dense model to shares of its FLOPs, and join each cut with it, see `export_cascade`.
 
-    `cut` returns a cut, its model, and the share that it leaves.
+    `cut` returns a cut, its model, and the share that it leaves. A cascade that fails keeps its reason.
     """
     found: list[Joined[T]] = []
     dense, runtime, bits = forms.plain("dense"), options.runtime, options.bits
@@ -165,7 +165,7 @@ def join_sizes(
             slim, place = forms.plain(name), forms.folder / f"cascade-{runtime}-{bits}-{number}"
             forms.progress.stage(f"join {left:.2f} of the FLOPs in a cascade on {runtime} in {bits}")
             joined = export_cascade(slim, dense, place, batches=batches, answers=answers, options=options)
-        except (PlanError, ParityError) as error:
+        except HiesError as error:
             tried = SizeTried(flops=left, problem=str(error))
         else:
             promise, form = joined.facts["promise"], Form.of_cascade(joined, options)

@@ -8,8 +8,9 @@ import pytest
 import torch
 from support.models import bert
 
-from hies_export.errors import RecipeError
-from hies_export.forms.deployment import fewer_bits, find_ways
+from hies_export.errors import ExportError, RecipeError
+from hies_export.forms.cascade.export import CascadeOptions
+from hies_export.forms.deployment import fewer_bits, find_ways, join_sizes
 from hies_export.forms.form import Forms
 from hies_export.forms.formats import Exporter, Given
 from hies_export.forms.judge import keep_file
@@ -55,3 +56,20 @@ def test_the_file_of_a_model_in_torch_is_its_checkpoint(
     forms = Forms({"dense": bert()}, Exporter(ExportSection(), Given({})), tmp_path)
     form: Any = SimpleNamespace(model=model, runtime="torch-compile", bits="float16")
     assert keep_file(forms, form, tmp_path, same=same) == file
+
+
+def test_a_cascade_that_fails_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def export(slim: str, dense: str, place: Path, **_: Any) -> Any:
+        if slim.startswith("0.8"):
+            raise ExportError("ONNX Runtime must load model.onnx, and refused")
+        return SimpleNamespace(facts={"promise": SimpleNamespace(passed_on=0.1, differ=0)}, folder=place, bytes=7)
+
+    forms = Forms({"dense": bert()}, Exporter(ExportSection(), Given({})), tmp_path)
+    monkeypatch.setattr(forms, "plain", lambda name: name)
+    monkeypatch.setattr("hies_export.forms.deployment.export_cascade", export)
+    rows: dict[str, Any] = {"batches": [], "answers": torch.zeros(0)}
+    cut = join_sizes(forms, (0.8, 0.6), lambda share: (share, bert(), share), CascadeOptions(disagreement=0.1), **rows)
+    assert [(one.tried.problem, one.form and one.form.bytes) for one in cut] == [
+        ("ONNX Runtime must load model.onnx, and refused", None),
+        (None, 7),
+    ]
