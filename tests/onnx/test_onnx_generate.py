@@ -93,6 +93,9 @@ def test_wrong_prompts(decoder: tuple[PreTrainedModel, Path, Path]) -> None:
     refused("must be padded on the left", ids, torch.tensor([[1, 1, 0]]))
     refused("must be padded on the left", ids, torch.tensor([[1, 0, 1]]))
     refused("64 positions, got 3 and 62", ids, max_new_tokens=62)
+    refused("max_new_tokens must be at least 1, got 0", ids, max_new_tokens=0, error=RecipeError)
+    for wrong in (-1, generator.vocabulary):
+        refused(f"must be in 0..{generator.vocabulary - 1}, got {wrong}", torch.tensor([[5, wrong]]))
 
 
 def test_wrong_folders(tmp_path: Path) -> None:

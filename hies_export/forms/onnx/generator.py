@@ -152,6 +152,11 @@ class OnnxGenerator:
         return logits, {name.replace("present", "past_key_values", 1): value for name, value in outputs.items()}
 
     def _check(self, ids: Tensor, mask: Tensor, pixel_values: Tensor | None, max_new_tokens: int) -> None:
+        _check_new_tokens(max_new_tokens)
+        if unknown := ids[(ids < 0) | (ids >= self.vocabulary)].tolist():
+            raise DataError(
+                f"token ids must be in 0..{self.vocabulary - 1}, got {unknown[0]}: use the model's tokenizer"
+            )
         if not bool(mask[:, -1].all()) or bool((mask.diff(dim=1) < 0).any()):
             raise DataError("prompts must be padded on the left, got zeros after a one: set padding_side='left'")
         if self.positions is not None and ids.shape[1] + max_new_tokens > self.positions:
@@ -161,6 +166,11 @@ class OnnxGenerator:
             )
         if pixel_values is None and self.image_token_id is not None and bool(torch.eq(ids, self.image_token_id).any()):
             raise DataError(f"prompts with image tokens (id {self.image_token_id}) need pixel_values, got none")
+
+
+def _check_new_tokens(most: int) -> None:
+    if most < 1:
+        raise RecipeError([f"max_new_tokens must be at least 1, got {most}"])
 
 
 def _run(runtime: OnnxRuntime, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -204,8 +214,7 @@ def generate_text(
     Raises:
         RequestError: The folder does not generate, or has no tokenizer; a prompt or an image cannot be read.
     """
-    if max_new_tokens < 1:
-        raise RecipeError([f"max_new_tokens must be at least 1, got {max_new_tokens}"])
+    _check_new_tokens(max_new_tokens)
     refuse_other(folder, Contents.ONNX)
     task = TASKS["image-text-to-text" if images else "text-generation"]
     processor = load_processor(folder, task=task, for_prompts=True)
