@@ -44,7 +44,7 @@ MAIN = "main"
 _REPLACED = ("*.safetensors", "*.safetensors.index.json", "modeling_hies.py")
 # Folders of the slim model's exports.
 _EXPORTS = ("onnx", "onnx-int8", "onnx-int4", "onnx-cascade", "gguf")
-_REPLACED_FOLDERS = (*_EXPORTS, "images")
+_REPLACED_FOLDERS = (*_EXPORTS, "openvino", "images")
 
 
 @dataclass(frozen=True)

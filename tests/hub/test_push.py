@@ -160,14 +160,18 @@ def test_an_interrupted_upload_shows_nothing_and_goes_on(hub: Hub, run_folder: P
 
 
 def test_another_push_replaces_the_earlier_one_only(hub: Hub, run_folder: Path) -> None:
+    (graph := run_folder / "slim" / "openvino" / "openvino_model.xml").parent.mkdir()
+    graph.write_text("a graph")
     push_to_hub(run_folder, "user/slim", license="mit")
+    assert "openvino/openvino_model.xml" in hub.files("user/slim")
     hub.files("user/slim")["LICENSE"] = b"added by hand"
+    graph.unlink()
     (run_folder / "slim" / "model.safetensors").rename(run_folder / "slim" / "model-00001-of-00001.safetensors")
     (run_folder / "onnx" / "model.onnx").rename(run_folder / "onnx" / "decoder_model_merged.onnx")
     push_to_hub(run_folder, "user/slim", license="mit")
     files = set(hub.files("user/slim"))
     assert {"LICENSE", "model-00001-of-00001.safetensors", "onnx/decoder_model_merged.onnx"} <= files
-    assert not {"model.safetensors", "onnx/model.onnx"} & files
+    assert not {"model.safetensors", "onnx/model.onnx", "openvino/openvino_model.xml"} & files
 
 
 def test_hidden_files_and_those_of_hidden_folders_stay_here(hub: Hub, run_folder: Path) -> None:
