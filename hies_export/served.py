@@ -23,7 +23,7 @@ try:
 except ImportError:  # version 5
     from sentence_transformers.models import InputModule
 
-from .checkpoint.served_settings import SERVED_FILE, read_served
+from .checkpoint.served_settings import SERVED_FILE, Served, read_served
 from .data.processors import read_as_asked
 from .forms.runtimes.base import Runtime, load_runtime
 
@@ -33,49 +33,19 @@ class OnnxEncoder(InputModule):  # type: ignore[misc, unused-ignore]
 
     Args:
         folder: Where the graph and the tokenizer are.
-        file: Name of the graph's file.
-        runtime: Name of the runtime, as for `load_runtime`.
-        dtype: Dtype to compute in, if the runtime offers other ones than the graph's.
-        threads: Threads of the CPU; None for as many as torch has.
-        max_seq_length: Longest text in tokens; longer ones are cut.
-        do_lower_case: Whether texts are lowercased before the tokenizer's own rules.
-        lengths: Longest query, document or other text ("text"), where it is not `max_seq_length`.
-        special_tokens: Whether the tokenizer adds its special tokens.
-        attributes: What the tokenizer is given, such as `truncation_side`.
-        dimension: Width of the embeddings.
+        settings: The graph, the runtime, and how texts are read.
     """
 
     config_file_name = SERVED_FILE
-    config_keys = (
-        *("file", "runtime", "dtype", "threads", "max_seq_length", "do_lower_case", "lengths", "special_tokens"),
-        *("attributes", "dimension"),
-    )
     save_in_root = True
 
-    def __init__(
-        self,
-        folder: str | Path,
-        *,
-        file: str,
-        dimension: int,
-        runtime: str = "onnxruntime-cpu",
-        dtype: str | None = None,
-        threads: int | None = None,
-        max_seq_length: int | None = None,
-        do_lower_case: bool = False,
-        lengths: Mapping[str, int] | None = None,
-        special_tokens: bool = True,
-        attributes: Mapping[str, Any] | None = None,
-    ):
+    def __init__(self, folder: str | Path, settings: Served):
         super().__init__()
-        self.folder, self.file, self.dimension = Path(folder), file, dimension
-        self.runtime, self.dtype, self.threads = runtime, dtype, threads
-        self.do_lower_case, self.special_tokens = do_lower_case, special_tokens
-        self.lengths, self.attributes = dict(lengths or {}), dict(attributes or {})
+        self.folder, self.settings = Path(folder), settings
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-        if max_seq_length is not None:
-            self.tokenizer.model_max_length = max_seq_length
-        read_as_asked(self.tokenizer, self.attributes, lower=do_lower_case)
+        if settings.max_seq_length is not None:
+            self.tokenizer.model_max_length = settings.max_seq_length
+        read_as_asked(self.tokenizer, settings.attributes, lower=settings.do_lower_case)
         self._loaded: Runtime | None = None
         self._runtime()  # refused now, not at the first text
 
@@ -91,7 +61,9 @@ class OnnxEncoder(InputModule):  # type: ignore[misc, unused-ignore]
 
     def _runtime(self) -> Runtime:
         if self._loaded is None:
-            self._loaded = load_runtime(self.runtime, self.folder / self.file, threads=self.threads, dtype=self.dtype)
+            asked = self.settings
+            file = self.folder / asked.file
+            self._loaded = load_runtime(asked.runtime, file, threads=asked.threads, dtype=asked.dtype)
         return self._loaded
 
     def __getstate__(self) -> dict[str, Any]:
@@ -103,8 +75,8 @@ class OnnxEncoder(InputModule):  # type: ignore[misc, unused-ignore]
     ) -> dict[str, Any]:
         """Return the tokens of texts, padded to the longest; `task` is "query", "document" or none."""
         texts = [f"{prompt or ''}{text}" for text in inputs]
-        options: dict[str, Any] = {"max_length": self.lengths.get(task or "text")}
-        options |= {"add_special_tokens": self.special_tokens, "return_tensors": "pt"}
+        options: dict[str, Any] = {"max_length": self.settings.lengths.get(task or "text")}
+        options |= {"add_special_tokens": self.settings.special_tokens, "return_tensors": "pt"}
         return dict(self.tokenizer(texts, padding=True, truncation=True, **options))
 
     def tokenize(self, texts: Sequence[str], **kwargs: Any) -> dict[str, Any]:
@@ -123,19 +95,19 @@ class OnnxEncoder(InputModule):  # type: ignore[misc, unused-ignore]
 
     def get_embedding_dimension(self) -> int:
         """Return the width of the embeddings."""
-        return self.dimension
+        return self.settings.dimension
 
     def get_sentence_embedding_dimension(self) -> int:
         """Return the width of the embeddings: the name in version 5."""
-        return self.dimension
+        return self.settings.dimension
 
     def get_config_dict(self) -> dict[str, Any]:
-        """Return what the constructor takes besides the folder."""
-        return {name: getattr(self, name) for name in self.config_keys}
+        """Return the settings, with the longest text as it is now."""
+        return {**self.settings.model_dump(), "max_seq_length": self.max_seq_length}
 
     def save(self, output_path: str, *args: Any, **kwargs: Any) -> None:
         """Copy the graph, and write the tokenizer and the settings."""
-        for source in self.folder.glob(f"{Path(self.file).stem}.*"):
+        for source in self.folder.glob(f"{Path(self.settings.file).stem}.*"):
             if source.is_file() and source.resolve() != (Path(output_path) / source.name).resolve():
                 shutil.copyfile(source, Path(output_path) / source.name)
         self.tokenizer.save_pretrained(output_path)
@@ -161,4 +133,4 @@ class OnnxEncoder(InputModule):  # type: ignore[misc, unused-ignore]
             revision=revision,
             local_files_only=local_files_only,
         )
-        return cls(folder, **read_served(Path(folder)))
+        return cls(folder, read_served(Path(folder)))

@@ -17,8 +17,21 @@ _CLASS = "hies_export.served.OnnxEncoder"
 _RULE = Rule("the settings of a served model must be what hies_export wrote", "export the model again")
 
 
-class _Served(Schema):
-    """The content of hies_served.json."""
+class Served(Schema):
+    """The content of hies_served.json.
+
+    Attributes:
+        file: Name of the graph's file.
+        dimension: Width of the embeddings.
+        runtime: Name of the runtime, as for `load_runtime`.
+        dtype: Dtype to compute in, if the runtime offers other ones than the graph's.
+        threads: Threads of the CPU; None for as many as torch has.
+        max_seq_length: Longest text in tokens; longer ones are cut.
+        do_lower_case: Whether texts are lowercased before the tokenizer's own rules.
+        lengths: Longest query, document or other text ("text"), where it is not `max_seq_length`.
+        special_tokens: Whether the tokenizer adds its special tokens.
+        attributes: What the tokenizer is given, such as `truncation_side`.
+    """
 
     file: str
     dimension: int
@@ -44,7 +57,7 @@ def write_served(folder: Path, model: TextEncoder, *, file: str, runtime: str, d
     """
     settings = model.settings
     write_json(folder / MODULES_FILE, [{"idx": 0, "name": "0", "path": "", "type": _CLASS}])
-    served = _Served(
+    served = Served(
         file=file,
         dimension=model.dimension,
         runtime=runtime,
@@ -59,10 +72,10 @@ def write_served(folder: Path, model: TextEncoder, *, file: str, runtime: str, d
     write_text_settings(model, folder)
 
 
-def read_served(folder: Path) -> dict[str, Any]:
-    """Return the settings of a folder that `write_served` wrote, by the parameters of `OnnxEncoder`."""
-    found = _Served.model_validate(read_json(folder / SERVED_FILE, _Served, _RULE))
+def read_served(folder: Path) -> Served:
+    """Return the settings of a folder that `write_served` wrote."""
+    found = Served.model_validate(read_json(folder / SERVED_FILE, Served, _RULE))
     # The file may come from elsewhere, and must name a file beside it.
     if found.file in ("", "..") or Path(found.file).name != found.file:
         raise _RULE.refused(f"{folder / SERVED_FILE} names {found.file}, which is not in its folder")
-    return found.model_dump()
+    return found

@@ -350,34 +350,13 @@ def _value(name: str, given: np.ndarray, wanted: np.ndarray, options: Mapping[st
     return 0.0
 
 
-def standard_error(
-    predictions: Predictions,
-    references: torch.Tensor,
-    *,
-    name: str,
-    task: Task,
-    resamples: int = 100,
-    seed: int = 0,
-) -> float:
+def _standard_error(name: str, given: np.ndarray, wanted: np.ndarray, options: Mapping[str, Any]) -> float:
     """Return the bootstrap standard error of a metric: its standard deviation over resampled sets of samples.
 
     Every set has the original number of samples; an undefined metric counts as 0.0.
     """
-    inputs = _metric_inputs(predictions, references, names=[name], task=task)
-    return _standard_error(name, *inputs, resamples=resamples, seed=seed)
-
-
-def _standard_error(
-    name: str,
-    given: np.ndarray,
-    wanted: np.ndarray,
-    options: Mapping[str, Any],
-    *,
-    resamples: int = 100,
-    seed: int = 0,
-) -> float:
-    generator = torch.Generator().manual_seed(seed)
-    draws = torch.randint(0, len(given), (resamples, len(given)), generator=generator)
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.randint(0, len(given), (100, len(given)), generator=generator)
     values = np.array([METRICS[name].compute(given[draw], wanted[draw], **options) for draw in draws.numpy()])
     return float(np.std(np.where(np.isnan(values), 0.0, values), ddof=1))
 

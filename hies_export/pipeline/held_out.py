@@ -45,16 +45,6 @@ class HeldOut:
         self._model, self._modules, self._refit = model, modules, refit
         self._found: dict[Key, tuple[Judgement, Tensor]] = {}
 
-    @property
-    def metric(self) -> str:
-        """Name of the metric by which selections are compared."""
-        return self.judge.metrics[0]
-
-    @property
-    def samples(self) -> Tensor | None:
-        """Sample of every prediction; None if each has its own."""
-        return self.judge.samples
-
     def judgement(self, selection: Selection) -> Judgement:
         """Return a selection's metric with its standard error, and its stability."""
         return self._judged(selection)[0]
@@ -89,7 +79,7 @@ def choose_alpha(candidates: Iterable[tuple[Scores, Selection]], held_out: HeldO
     with stability in place of simplicity. Ties go to the better quality, then to the larger alpha. Without labels,
     stability alone decides.
     """
-    sign = 1.0 if higher_is_better(held_out.metric) else -1.0
+    sign = 1.0 if higher_is_better(held_out.judge.metrics[0]) else -1.0
 
     def quality(judgement: Judgement) -> float:
         return 0.0 if judgement.quality is None else sign * judgement.quality
@@ -104,7 +94,7 @@ def choose_alpha(candidates: Iterable[tuple[Scores, Selection]], held_out: HeldO
         logger.warning(
             "all %d alphas give the same %s and stability on the held-out rows, which cannot tell them apart: the "
             "largest, %g, was taken",
-            *(len(judged), held_out.metric, alpha),
+            *(len(judged), held_out.judge.metrics[0], alpha),
         )
     curve = tuple({"alpha": alpha, **asdict(judgement)} for alpha, _, _, judgement in judged)
     return AlphaChoice(scores, selection, curve)
@@ -125,7 +115,7 @@ def choose_by_agreement(
     of `held_out`. The best is then judged with the others, by the same rule.
     """
     first, *others = held_out
-    sign = 1.0 if higher_is_better(held_out[first].metric) else -1.0
+    sign = 1.0 if higher_is_better(held_out[first].judge.metrics[0]) else -1.0
 
     def judged(number: int, weights: float) -> Tried:
         scores, selection = candidates[number]
@@ -137,7 +127,7 @@ def choose_by_agreement(
         flags, others = (held_out[t.token_weights].agreement(candidates[t.candidate][1]) for t in (one, other))
         error = held_out[one.token_weights].judgement(candidates[one.candidate][1]).standard_error
         lost = 0.0 if one.quality is None or other.quality is None else sign * (other.quality - one.quality)
-        return clearly_better(flags, others, held_out[first].samples) and lost <= error
+        return clearly_better(flags, others, held_out[first].judge.samples) and lost <= error
 
     def best_of(tried: Sequence[Tried]) -> Tried:
         best = tried[0]

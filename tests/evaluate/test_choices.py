@@ -16,7 +16,7 @@ from support.references import choice_likelihoods
 
 from hies_export import DataError, PruningRecipe, RecipeError
 from hies_export.data.batches import by_length, samples_of
-from hies_export.evaluate.judge import Judge, standard_error
+from hies_export.evaluate.judge import Judge
 from hies_export.evaluate.metrics import check_metrics
 from hies_export.evaluate.predict import predict, references
 from hies_export.pipeline.load_job import load_job
@@ -104,7 +104,7 @@ def test_another_model_agrees_where_it_makes_the_same_choice() -> None:
     assert 0 < (one == two).mean() < 1
     right = references(batches, TASK)
     assert right.tolist() == [row["label"] for row in ROWS]
-    error = standard_error(found[0], right, name="choice_accuracy", task=TASK)
+    error = Judge.on(model, batches, metrics=("choice_accuracy",)).judgement(found[0]).standard_error
     share = float((one == right.numpy()).mean())
     assert error == pytest.approx((share * (1 - share) / len(ROWS)) ** 0.5, rel=0.35)
 

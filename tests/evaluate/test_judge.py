@@ -15,7 +15,7 @@ from support.runs import registries_restored
 from torch import Tensor
 
 from hies_export.evaluate.interval import ratio_ends
-from hies_export.evaluate.judge import Judge, Judgement, Quality, clearly_better, standard_error
+from hies_export.evaluate.judge import Judge, Judgement, Quality, clearly_better
 from hies_export.evaluate.metrics import register_metric
 from hies_export.evaluate.predict import predict
 from hies_export.pipeline.recipe import PruneSection
@@ -40,12 +40,9 @@ def test_classes_are_judged_by_labels_and_by_the_dense_model() -> None:
     assert found.metrics["accuracy"] == pytest.approx(sum(right) / 20)
     assert found.stability == pytest.approx(sum(same) / 20)
     assert 0 < sum(same) < 20
-    judgement = judge.judgement(given(other))
-    assert judgement == Judgement(
-        found.metrics["accuracy"],
-        standard_error(given(other), labels, name="accuracy", task=classifying()),
-        sum(same) / 20,
-    )
+    judgement, share = judge.judgement(given(other)), found.metrics["accuracy"]
+    assert (judgement.quality, judgement.stability) == (share, sum(same) / 20)
+    assert judgement.standard_error == pytest.approx((share * (1 - share) / 20) ** 0.5, rel=0.35)
     assert judge.of(given(dense)).stability == 1.0
 
 
@@ -148,9 +145,8 @@ def test_resampled_sets_where_a_metric_is_undefined_count_as_zero(caplog: Any) -
     draws = torch.randint(0, 4, (100, 4), generator=torch.Generator().manual_seed(0))
     values = [0.0 if len(set(labels[draw].tolist())) == 1 else 1.0 for draw in draws]
     assert 0 < sum(values) < 100
-    assert standard_error(given(logits), labels, name="matthews_correlation", task=classifying()) == pytest.approx(
-        np.std(values, ddof=1)
-    )
+    judge = Judge(batches(labels, 4), given(logits), ("matthews_correlation",), classifying())
+    assert judge.judgement(given(logits)).standard_error == pytest.approx(np.std(values, ddof=1))
     assert caplog.messages == []
 
 

@@ -33,7 +33,7 @@ def test_the_graph_embeds_texts_and_the_folder_names_the_module(tmp_path: Path) 
     assert json.loads((served / "modules.json").read_text()) == [
         {"idx": 0, "name": "0", "path": "", "type": "hies_export.served.OnnxEncoder"}
     ]
-    assert read_served(served) == {
+    assert read_served(served).model_dump() == {
         **{"file": "model.onnx", "dimension": 12, "runtime": "onnxruntime-cpu", "dtype": None, "threads": None},
         **{"max_seq_length": 16, "do_lower_case": False, "lengths": {}, "special_tokens": True, "attributes": {}},
     }

@@ -108,7 +108,7 @@ def test_sentence_transformers_runs_an_embedding_model_in_8_bits(tmp_path: Path)
     out = tmp_path / "served"
     assert hies("export", source, "--format", "openvino", "--quantize", "int8", *data, "-o", out) == 0
     served = read_served(out)
-    assert (served["file"], served["runtime"]) == ("openvino_model.xml", "openvino")
+    assert (served.file, served.runtime) == ("openvino_model.xml", "openvino")
     ours, theirs = (
         sentence_transformers.SentenceTransformer(str(folder), device="cpu", trust_remote_code=True).encode(texts)
         for folder in (out, source)

@@ -1,5 +1,7 @@
 """The choice of alpha, and of a criterion, against judgements given by hand."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from support.reading import classifying, given
@@ -15,20 +17,13 @@ class Given(HeldOut):
     """Judges a selection by the number of heads it keeps, as a table says, and notes what it is asked."""
 
     def __init__(self, by_heads: dict[int, Judgement], metric: str = "accuracy", texts: torch.Tensor | None = None):
-        self._by_heads, self._name, self.texts = by_heads, metric, texts
+        self._by_heads = by_heads
+        self.judge = SimpleNamespace(metrics=(metric,), samples=texts)  # type: ignore[assignment]
         self.asked: list[int] = []
-
-    @property
-    def metric(self) -> str:
-        return self._name
 
     def judgement(self, selection: Selection) -> Judgement:
         self.asked.append(len(selection["layer"].units))
         return self._by_heads[self.asked[-1]]
-
-    @property
-    def samples(self) -> torch.Tensor | None:
-        return self.texts
 
     def agreement(self, selection: Selection) -> torch.Tensor:
         return torch.arange(100) < 100 * self.judgement(selection).stability
@@ -134,9 +129,9 @@ def test_tokens_of_one_text_are_no_reasons_of_their_own(length: int, best: int) 
 def test_held_out_rows_say_which_predictions_are_of_one_text(answers: bool, texts: list[int] | None) -> None:
     tokens, sample = torch.tensor([5, 6, 7]), torch.tensor([0, 0, 1])
     dense = Predictions("tokens", tokens, sample, whole=answers)
-    found = HeldOut(Judge((), dense, ("perplexity",), TextGeneration(None)), None, ()).samples  # type: ignore[arg-type]
+    found = Judge((), dense, ("perplexity",), TextGeneration(None)).samples  # type: ignore[arg-type]
     assert (found if found is None else found.tolist()) == texts
-    assert HeldOut(Judge((), given(torch.zeros(3, 2)), ("accuracy",), classifying()), None, ()).samples is None  # type: ignore[arg-type]
+    assert Judge((), given(torch.zeros(3, 2)), ("accuracy",), classifying()).samples is None
 
 
 def test_equal_selections_are_predicted_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ def test_texts_are_read_by_the_tokenizer(tmp_path: Path) -> None:
     assert result.plan.removed == 3
     exported = result.export_onnx(tmp_path / "onnx")
     assert exported.outputs == ("last_hidden_state", "sentence_embedding")
-    assert read_served(tmp_path / "onnx")["max_seq_length"] == 64
+    assert read_served(tmp_path / "onnx").max_seq_length == 64
 
 
 def test_a_promise_needs_so_many_queries() -> None:
