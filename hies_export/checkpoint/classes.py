@@ -65,7 +65,7 @@ def _configs_in(fields: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Yield the fields of a config, and those of the configs inside it."""
     yield fields
     for name, value in fields.items():
-        # Names of classes are anything: ImageNet has players, whose numbers are no numbers of layers.
+        # Names of classes may be any words: "players" of ImageNet contains "layers", and is no number of these.
         if isinstance(value, dict) and name not in ("id2label", "label2id"):
             yield from _configs_in(value)
 

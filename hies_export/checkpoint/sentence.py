@@ -119,7 +119,7 @@ class _Options(Schema):
 
 
 class _Known(Schema):
-    """Base of what may have the fields below and no other; those of any value change no embedding."""
+    """Base of schemas that allow no unknown field; fields of type Any do not affect the embeddings."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -137,7 +137,7 @@ class _Called(_Known):
 
 
 class _Processing(Schema):
-    """How processors are called, of which only the tokenizer meets a text."""
+    """How the processors are called; of these, only the tokenizer is given texts."""
 
     text: _Called | None = None
     common: _Called | None = None
@@ -573,7 +573,7 @@ def _activation(name: str, where: str) -> nn.Module:
     if not isinstance(made, nn.Module):
         raise RequestError(
             f"the activation of a Dense must be a class of torch.nn that needs no arguments, but that of {where} is "
-            f"{quoted(name)}; give a model with such a one"
+            f"{quoted(name)}; give a model that has one"
         )
     return made
 

@@ -1,4 +1,4 @@
-"""A form, which is a model on a runtime in bits, and the models of a run, of which each is exported once."""
+"""Define a form, which is a model on a runtime in some bits, and export every model of a run once."""
 
 from __future__ import annotations
 

@@ -13,9 +13,9 @@ import torch
 
 from .runtimes.graphs import add_constant, drop_unused, read_instead
 
-# Integer constants of up to so many elements are read as numbers, such as those of the shape of a Reshape.
+# Largest number of elements of an integer constant that is read as numbers, such as the shape of a Reshape.
 NUMBERS = 64
-# Of models whose graphs differ in their operators, no more than so many are remembered.
+# How many graphs with different operators are remembered.
 TEMPLATES = 3
 
 Place = tuple[str, int, Any]  # what stands there, the number of the node, and the attribute, input or output of it
@@ -40,7 +40,7 @@ class Traces:
             known.append(_Template(program, tensors))
 
     def resized(self, key: Hashable, model: torch.nn.Module) -> Any:
-        """Return the graph of a model as an `onnx_ir.Model`; None if the traced ones do not say what it is."""
+        """Return the graph of a model as an `onnx_ir.Model`; None if it does not follow from the traced ones."""
         tensors = _tensors(model)
         made = (template.resized(tensors) for template in self._templates.get((key, *tensors), ()))
         return next((program for program in made if program is not None), None)
@@ -57,7 +57,7 @@ class _Piece:
     columns: int  # of the matrix; a cut leaves the same shares of it
 
     def of(self, tensors: Mapping[str, np.ndarray]) -> np.ndarray | None:
-        """Return the columns of a cut parameter; None if the shares of it are no numbers of columns."""
+        """Return the columns of a cut parameter; None if its shares are not whole numbers of columns."""
         matrix = _matrix(tensors[self.name])
         matrix = matrix.T if self.transposed else matrix
         (start, more), (stop, rest) = (divmod(end * matrix.shape[1], self.columns) for end in (self.start, self.stop))
@@ -269,7 +269,7 @@ def _apart(program: Any) -> Any:
 
 
 def _is_shape_with_constants(node: Any) -> bool:
-    """Return whether a node computes integers from numbers that stand in the graph; indices are none."""
+    """Return whether a node computes integers from numbers that stand in the graph; indices do not count."""
     output = node.outputs[0]
     if output.dtype is None or output.dtype.name != "INT64" or output.is_graph_output() or len(node.outputs) > 1:
         return False

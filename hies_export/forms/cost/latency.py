@@ -192,7 +192,7 @@ def _divided(
 
 
 def _computed(module: Units, bundles: int, step: int) -> int:
-    """Return the number of bundles whose time is computed: neurons rounded up to whole steps, heads as they are."""
+    """Return the number of bundles that a runtime computes: neurons are rounded up to whole steps, heads are not."""
     if module.kind == ATTENTION:
         return bundles
     return min(module.units, math.ceil(bundles / step) * step)

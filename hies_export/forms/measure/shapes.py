@@ -20,7 +20,7 @@ from .counts import Shape, count_flops
 
 # More tokens than any machine runs at once; a larger batch would fill the memory before a model sees it.
 MOST_TOKENS = 2**24
-# The length of a data set's rows is rounded up to a multiple of so many tokens.
+# The length of a data set's rows is rounded up to a multiple of this many tokens.
 ROUNDED = 8
 
 

@@ -35,7 +35,7 @@ def check_decoder(model: PreTrainedModel) -> None:
         wanted = f"a decoder whose cache is keys and values, and {name} keeps a recurrent state"
     else:
         return
-    raise UnsupportedModelError(f"export_onnx needs {wanted}")
+    raise UnsupportedModelError(f"ONNX export needs {wanted}")
 
 
 def text_tokens(input_ids: Tensor, count: int, *, image_token_id: int | None = None) -> Tensor:

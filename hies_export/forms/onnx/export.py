@@ -90,8 +90,8 @@ def export_onnx(
         provider: The execution provider to fuse the graphs for, `cpu` or `cuda`.
         dtype: Dtype of weights and of floating inputs and outputs, `float32` or `float16`. Outputs must agree with
             torch in float32 within 1e-3, or for `float16` within 2e-2 times max(1, largest output).
-        traces: Graphs of other cuts of the same model. If they say what this one's is, it is not traced; the comparison
-            is the same. A graph that is traced is added to them.
+        traces: Graphs of other cuts of the same model. If this one's graph follows from them, it is not traced; the
+            comparison is the same. A graph that is traced is added to them.
         overwrite: Replace an existing folder.
 
     Returns:
@@ -192,7 +192,7 @@ def check_traceable(model: PreTrainedModel, batch: Mapping[str, Any]) -> None:
 
 
 def _is_known(model: PreTrainedModel) -> bool:
-    """Return whether models of this type were exported, and this one's positions are no numbers that its inputs set."""
+    """Return whether models of this type were exported, and this one rotates positions alike on all inputs."""
     return model.config.model_type in EXPORTED and not any(
         "dynamic" in str(getattr(config, "rope_parameters", None)) for config in configs_in(model.config)
     )

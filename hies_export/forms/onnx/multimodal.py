@@ -47,13 +47,13 @@ def check_vision_language(model: PreTrainedModel, given: Mapping[str, Tensor]) -
     """Refuse, before any work, a model that cannot be exported in parts, or a batch that does not fit it."""
     if getattr(model.config, "image_token_id", None) is None:
         raise UnsupportedModelError(
-            f"export_onnx needs a vision-language model whose config names the image token, and "
+            f"ONNX export needs a vision-language model whose config names the image token, and "
             f"{type(model).__name__} has no image_token_id"
         )
     kinds = {"token_type_ids", "mm_token_type_ids"} & set(inspect.signature(model.forward).parameters)
     if kinds:
         raise UnsupportedModelError(
-            f"export_onnx needs a vision-language model that reads images and text alike, from left to right, and "
+            f"ONNX export needs a vision-language model that reads images and text alike, from left to right, and "
             f"{type(model).__name__} tells them apart by {min(kinds)}"
         )
     with torch.no_grad():
@@ -158,7 +158,7 @@ def _image_features(model: PreTrainedModel, pixel_values: Tensor) -> Tensor:
     finally:
         del vars(owner)[name]
     raise UnsupportedModelError(
-        f"export_onnx needs images to become features of shape (images, tokens, hidden) from pixel_values alone, and "
+        f"ONNX export needs images to become features of shape (images, tokens, hidden) from pixel_values alone, and "
         f"{type(model).__name__} does not: {why}"
     )
 
@@ -170,6 +170,6 @@ def _projector(model: PreTrainedModel) -> tuple[torch.nn.Module, str]:
             if name in dict(owner.named_children()):
                 return owner, name
     raise UnsupportedModelError(
-        f"export_onnx needs a vision-language model with a projector after its image encoder, and "
+        f"ONNX export needs a vision-language model with a projector after its image encoder, and "
         f"{type(model).__name__} has none under a name it knows"
     )
