@@ -93,7 +93,7 @@ def test_it_stands_beside_both_models_in_every_rendering(folder: Path, capsys: p
         *(("dense", "float32"), ("slim", "float32"), ("dense", "int8"), ("slim", "int8"), ("cascade", "int8"))
     ]
     for form in report.details.forms:
-        assert [(at.batch, at.phase) for at in form.times] == [(1, "rows"), (8, "rows"), (32, "rows")]
+        assert [(at.batch, at.phase) for at in form.times] == [(1, "rows"), (8, "rows"), (20, "rows")]
     assert hies("report", folder) == 0
     page, card = (folder / "report.html").read_text(), (folder / "slim" / "README.md").read_text()
     for text in (capsys.readouterr().out, page, card, (folder / "report.md").read_text()):
