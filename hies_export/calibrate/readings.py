@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..data.batches import size_of
-from ..errors import NonFiniteError
+from ..errors import NonFiniteError, UnsupportedModelError
 from ..model.linear import features_of
 from ..model.modes import Watched, evaluating, frozen, output_alone, watch
 from ..model.tokens import first_samples, real_tokens
@@ -84,9 +84,17 @@ def least_logits(model: PreTrainedModel) -> dict[str, Any]:
 def by_sample(x: Tensor, samples: int) -> Tensor:
     """Return the input or output of a layer as (batch, tokens, features).
 
-    Some feed-forward blocks, such as OPT's, flatten the tokens of all samples into one axis.
+    Some feed-forward blocks, such as OPT's, flatten the tokens of all samples into one axis. Swin's attention reads
+    several windows of each sample, and ConvNeXt's blocks read rows and columns.
     """
-    return x.unflatten(0, (samples, -1)) if x.dim() == 2 else x
+    if x.dim() == 3 and len(x) == samples:
+        return x
+    if len(x) % samples:
+        raise UnsupportedModelError(
+            f"every sample must be as many rows of a layer's input as any other, but an input has the shape "
+            f"{tuple(x.shape)} for {samples} samples; give every sample one image of one tile, or leave the layer alone"
+        )
+    return x.reshape(samples, -1, x.shape[-1])
 
 
 def _gradients(predicted: Tensor, seen: Watched, calls: Sequence[tuple[str, int]], index: int) -> list[Tensor]:

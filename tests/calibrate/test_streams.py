@@ -8,20 +8,30 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+import transformers
 from support.cuts import by_module
 from support.generative import padded, with_images
-from support.models import bert, causal_lm, image_batch, llama, llava, opt, text_batch, vit, zero_padding
+from support.models import bert, causal_lm, image_batch, llama, llava, opt, shake, text_batch, vit, zero_padding
 from support.neurons import half, neurons
 from support.references import read_by_sample
 from support.tolerance import assert_near, near
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hies_export import DataError, NonFiniteError, PrunableModule, RequestError, find_attention
+from hies_export import (
+    DataError,
+    NonFiniteError,
+    PrunableModule,
+    RequestError,
+    UnsupportedModelError,
+    find_attention,
+    find_modules,
+)
 from hies_export.calibrate import moments
 from hies_export.calibrate.moments import Moments, MomentStream, bytes_of
 from hies_export.calibrate.passes import LIMIT_BYTES, Stream, usual_limit
-from hies_export.calibrate.readings import EffectStream
+from hies_export.calibrate.readings import EffectStream, by_sample
+from hies_export.kinds import KINDS, MLP
 
 Batches = list[dict[str, Tensor]]
 SUMS = ("x", "y", "xx", "yx", "yy")
@@ -133,6 +143,32 @@ def test_moments_are_those_of_a_loop_over_weighted_tokens(
             assert whole.fitting.tokens + whole.held_out.tokens == pytest.approx(found.counted)
     assert seen == modules
     assert stream.passes == 1
+
+
+WINDOWS = {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [2], "num_heads": [2], "window_size": 4}
+MAPS = {"image_size": 16, "patch_size": 4, "hidden_sizes": [8], "depths": [2], "num_stages": 1}
+
+
+@pytest.mark.parametrize(
+    ("make", "kinds"),
+    [
+        (lambda: transformers.SwinForImageClassification(transformers.SwinConfig(**WINDOWS)), KINDS),
+        (lambda: transformers.ConvNextForImageClassification(transformers.ConvNextConfig(**MAPS)), (MLP,)),
+    ],
+    ids=["windows", "rows and columns"],
+)
+def test_all_parts_of_an_image_belong_to_its_sample(
+    make: Callable[[], PreTrainedModel], kinds: tuple[str, ...]
+) -> None:
+    model, batches = shake(make()), [image_batch(3, labels=False), image_batch(2, labels=False)]
+    modules = find_modules(model, batches[0], kinds=kinds)
+    effects = by_module(EffectStream(model, batches, modules))
+    for module, found in MomentStream(model, modules, batches):
+        tokens, split = naive(model, module, batches), found.mixed()
+        for held_out, part in ((False, split.fitting), (True, split.held_out)):
+            assert_is(part, naive_moments(tokens, 1.0, held_out=held_out))
+        assert effects[module.name].sample.tolist() == tokens.sample.tolist()
+        np.testing.assert_allclose(effects[module.name].inputs.numpy(), tokens.x, rtol=1e-3, atol=1e-4)
 
 
 def test_what_follows_from_the_inputs_equals_what_is_added_up() -> None:
@@ -311,6 +347,8 @@ def test_bad_requests() -> None:
         found.mixed(0.5)
     with pytest.raises(DataError, match="at least 5 samples, one of them to hold out, got 4"):
         MomentStream(model, modules, [text_batch(4)])
+    with pytest.raises(UnsupportedModelError, match=r"the shape \(7, 3, 8\) for 3 samples; give every sample one"):
+        by_sample(torch.zeros(7, 3, 8), 3)
     generator = causal_lm()
     unlabelled = {**text_batch(6), "labels": torch.full_like(text_batch(6)["input_ids"], -100)}
     with pytest.raises(DataError, match="every sample must have a label token"):
