@@ -47,6 +47,7 @@ from ..score.criteria import AUTO, COMPENSATED, COMPENSATED_NAMES, CRITERIA
 from ..select.constraints import check_budget, check_constraints
 from ..select.cost import CostTable, check_reachable
 from ..slim.cut import how_to_skip
+from ..slim.refit import check_biases
 from ..tasks import Predictions, Task, task_of
 from ..tasks.given import batches_of, first_rows, split_held_out, unlabelled
 from ..tasks.registry import refuse_unknown
@@ -514,6 +515,8 @@ def check_job(job: Job, *, criteria: Sequence[str] | None = None) -> Job:
     options, budget = job.options, job.budget
     _warn_without_compensation(options)
     _check_criteria(options, job.scored, (options.criterion,) if criteria is None else criteria)
+    if options.compensation is not None:
+        check_biases(job.model, job.scored, options.compensation.method)
     _check_enough_rows(job)
     timed = [*(name for name, _ in job.measure.ways), *([] if budget.timed is None else [budget.timed.runtime])]
     if any(RUNTIMES[name].bits == ("int8",) for name in timed):

@@ -156,12 +156,7 @@ def compensate(
     selection = selection_of(plan)
     cut = [module for module in modules if selection[module.name].removed]
     check_samples(batches)
-    without = [m.consumer for m in cut if getattr(dense.get_submodule(m.consumer), "bias", None) is None]
-    if how.method == "bias" and without:
-        raise RequestError(
-            f"compensation.method bias needs output projections with a bias, but {without[0]} has none; "
-            "use least_squares"
-        )
+    check_biases(dense, cut, how.method)
     if how.sequential:
         with threads_for(dense, batches):
             fits = _in_order(dense, slim, selection, cut, batches, how, progress)
@@ -178,6 +173,16 @@ def compensate(
         with threads_for(dense, batches):
             fits = _refit_all(slim, stream, how)
     return _in_order_of(cut, fits)
+
+
+def check_biases(model: PreTrainedModel, modules: Sequence[PrunableModule], method: str) -> None:
+    """Refuse the method `bias` for modules whose consumer has no bias."""
+    without = [m.consumer for m in modules if getattr(model.get_submodule(m.consumer), "bias", None) is None]
+    if method == "bias" and without:
+        raise RequestError(
+            f"compensation.method bias needs output projections with a bias, but {without[0]} has none; "
+            "use least_squares"
+        )
 
 
 def refit(

@@ -23,6 +23,7 @@ from support.models import (
     causal_lm,
     generative_tokenizer,
     image_batch,
+    llama,
     llava,
     save_project,
     save_text_model,
@@ -56,6 +57,10 @@ def texts() -> list[dict[str, torch.Tensor]]:
 
 def unlabelled() -> list[dict[str, torch.Tensor]]:
     return [text_batch(labels=False) for _ in range(8)]
+
+
+def unpadded() -> list[dict[str, torch.Tensor]]:
+    return [text_batch(8, padding=False) for _ in range(2)]
 
 
 def images() -> DataLoader[dict[str, torch.Tensor]]:
@@ -406,6 +411,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (
         {"budget": {"flops": 0.01}, "modules": BOTH, "criterion": "his"},
         "at most 0.01 of dense, but cutting all heads and neurons that may go gives .*; raise the target",
+    ),
+    (
+        {"model": llama, "batches": unpadded, "budget": {"flops": 0.8}, "compensation": {"method": "bias"}},
+        "compensation.method bias needs .*, but model.layers.0.self_attn.o_proj has none; use least_squares",
     ),
     ({"budget": {"latency": {"ratio": 0.8, "runtime": "abacus"}}}, "a runtime must be one of .*got 'abacus'"),
     ({"alpha": "auto", "held_out": []}, "alpha: auto is chosen on held-out rows, and there are none; pass held_out="),
