@@ -113,7 +113,9 @@ def _steps_of_auto(job: Job, table: CostTable | None) -> int:
     if job.options.steps > 1:
         return job.options.steps
     deep = table is not None and job.budget.ratio is not None and job.budget.ratio / table.dense <= STEPS_BELOW
-    return 2 if deep and job.options.compensation is not None else 1
+    # The second step would not find a module that the first one emptied.
+    stay = not job.options.constraints.skippable
+    return 2 if deep and stay and job.options.compensation is not None else 1
 
 
 def _in_rounds(

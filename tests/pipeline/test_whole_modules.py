@@ -5,15 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.models import save_regressor, save_stories
+from support.models import bert, save_regressor, save_stories, text_batch
 from support.runs import hies, without_tracing
 
-from hies_export import PruningPlan, PruningRecipe, load
+from hies_export import PruningPlan, PruningRecipe, load, prune
 from hies_export.errors import UnsupportedModelError
 from hies_export.forms.cost.bundles import flops_table
 from hies_export.forms.measure.counts import count_flops
 from hies_export.model.tokens import synthetic_batch
 from hies_export.pipeline import choose as choosing
+from hies_export.pipeline import stages
 from hies_export.select.cost import CostTable
 
 FREE = {"modules": ["attention", "mlp"], "min_heads": 0, "min_neurons": 0}
@@ -44,6 +45,16 @@ def test_a_run_without_whole_modules(budget: dict[str, Any], tmp_path: Path, mon
     slim, dense = load(tmp_path / "out" / "slim"), load(tmp_path / "model")
     batch = synthetic_batch(dense, batch=2, sequence=16)
     assert written["flops"]["slim"] == count_flops(slim, batch) <= 0.55 * count_flops(dense, batch)
+
+
+@pytest.mark.filterwarnings("ignore::hies_export.slim.refit.FewTokensWarning")
+def test_auto_takes_no_second_step_where_a_module_may_be_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "TOKEN_WEIGHTS", (1.0,))
+    monkeypatch.setattr(stages, "AUTO_CRITERIA", ("fisher",))
+    model, batches = bert(num_hidden_layers=2), [text_batch() for _ in range(4)]
+    result = prune(model, batches, **FREE, **WHOLE, criterion="auto", budget={"flops": 0.4}, shape=(1, 8))
+    assert result.flops.ratio <= 0.4
+    assert 0 in [len(kept.units) for kept in result.plan.kept.values()]
 
 
 def test_a_gguf_file_without_modules_is_refused_before_anything_is_computed(tmp_path: Path) -> None:
