@@ -52,11 +52,13 @@ class Moments:
     def __add__(self, other: Moments) -> Moments:
         return Moments(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
 
-    def fits(self, weight: Tensor, *, ridges: Sequence[float], centred: bool) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Yield, for each ridge, the regression of y on x that shrinks towards `weight`, (outputs, inputs), not zero.
+    def fits(
+        self, weight: Tensor, *, ridges: Sequence[float], centred: bool
+    ) -> Iterator[tuple[float, Tensor, Tensor | None]]:
+        """Yield, with each ridge, the regression of y on x that shrinks towards `weight`, (outputs, inputs), not zero.
 
-        Ridges are relative to the mean of the diagonal of the moments of x. If `centred`, a bias (outputs,) is fitted
-        as well, from centred moments; else it is None.
+        Ridges are relative to the mean of the diagonal of the moments of x. One that leaves the moments singular is
+        left out. If `centred`, a bias (outputs,) is fitted as well, from centred moments; else it is None.
         """
         mean_x, xx, yx = self.x / self.tokens, self.xx / self.tokens, self.yx / self.tokens
         if centred:
@@ -66,12 +68,15 @@ class Moments:
         scale = xx.diagonal().mean()
         for ridge in ridges:
             damped = xx + ridge * scale * torch.eye(len(xx), dtype=xx.dtype, device=xx.device)
-            if len(xx) < WIDE:
-                change = torch.linalg.solve(damped, left)
-            else:
-                change = torch.cholesky_solve(left, torch.linalg.cholesky(damped))
+            try:
+                if len(xx) < WIDE:
+                    change = torch.linalg.solve(damped, left)
+                else:
+                    change = torch.cholesky_solve(left, torch.linalg.cholesky(damped))
+            except torch.linalg.LinAlgError:
+                continue
             fitted = weight + change.T
-            yield fitted, self.fit_bias(fitted) if centred else None
+            yield ridge, fitted, self.fit_bias(fitted) if centred else None
 
     def fit_bias(self, weight: Tensor) -> Tensor:
         """Return the least-squares bias (outputs,) for a weight (outputs, inputs)."""

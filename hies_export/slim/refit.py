@@ -276,9 +276,10 @@ def _refit(
     _check_finite(module, everything)
     notes: list[Warning] = _few_tokens(name, everything, how, width=module.unit_width)
 
-    def fits(of: Moments, ridges: Sequence[float]) -> Iterator[tuple[Tensor, Tensor | None]]:
+    def fits(of: Moments, ridges: Sequence[float]) -> Iterator[tuple[float, Tensor, Tensor | None]]:
         if how.method == "scalars":
-            return ((scaled, bias) for scaled in _scaled(of, weight, bias, width=module.unit_width, ridges=ridges))
+            scaled = _scaled(of, weight, bias, width=module.unit_width, ridges=ridges)
+            return ((ridge, by_unit, bias) for ridge, by_unit in scaled)
         return of.fits(weight, ridges=ridges, centred=bias is not None)
 
     untouched = held_out.error(weight, bias)
@@ -288,23 +289,24 @@ def _refit(
         tried.append((held_out.error(weight, fitting.fit_bias(weight)), "bias", None))
     if how.method != "bias":
         tried.append((untouched, "none", None))
-        ridges = RIDGES if how.ridge is None else (how.ridge,)
-        try:
-            for candidate, fitted in zip(ridges, fits(fitting, ridges), strict=True):
-                tried.append((held_out.error(*fitted), how.method, candidate))
-        except torch.linalg.LinAlgError:
+        found = fits(fitting, RIDGES if how.ridge is None else (how.ridge,))
+        fitted = [(held_out.error(*candidate), how.method, ridge) for ridge, *candidate in found]
+        if not fitted:
             instead = "its bias is refitted" if len(tried) > 1 else "it is left as it was cut"
             notes.append(
                 SingularInputsWarning(
-                    f"the covariance of the inputs of {name} is singular (they are the same for all tokens), "
-                    f"so least squares cannot be fitted and {instead}; check that layer's weights"
+                    f"the covariance of the inputs of {name} is singular with every ridge (they may be the same for "
+                    f"all tokens), so least squares cannot be fitted and {instead}; check that layer's weights"
                 )
             )
+        tried += fitted
     error, chosen, chosen_ridge = min(tried, key=lambda item: item[0])
     with torch.no_grad():
         refitted = bias
         if chosen_ridge is not None:
-            weight, refitted = next(fits(everything, [chosen_ridge]))
+            # Of all tokens, the matrix may need a larger ridge.
+            larger = (ridge for ridge in RIDGES if ridge > chosen_ridge)
+            chosen_ridge, weight, refitted = next(fits(everything, [chosen_ridge, *larger]))
             weight_of(layer).copy_(weight)
         elif chosen == "bias":
             refitted = everything.fit_bias(weight)
@@ -316,12 +318,12 @@ def _refit(
 
 def _scaled(
     moments: Moments, weight: Tensor, bias: Tensor | None, *, width: int, ridges: Sequence[float]
-) -> Iterator[Tensor]:
-    """Yield the weight with every unit times its scalar, for each of several ridges that pull scalars towards one.
+) -> Iterator[tuple[float, Tensor]]:
+    """Yield the weight with every unit times its scalar, with each of several ridges that pull scalars towards one.
 
     The squared error is s^T A s - 2 s^T c + const, with A_uv = tr(W_u^T W_v E x_v x_u^T) and
     c_u = tr(W_u^T E (y - b) x_u^T). Moments are of the kept inputs, `weight` is (outputs, inputs), a unit has `width`
-    inputs, and ridges are relative to the mean of the diagonal of A. A singular A raises `torch.linalg.LinAlgError`.
+    inputs, and ridges are relative to the mean of the diagonal of A. One that leaves A singular is left out.
     """
     xx, yx = moments.xx / moments.tokens, moments.yx / moments.tokens
     if bias is not None:
@@ -332,9 +334,12 @@ def _scaled(
     scale = products.diagonal().mean()
     for ridge in ridges:
         damped = products + ridge * scale * torch.eye(units, dtype=xx.dtype, device=xx.device)
-        factor = torch.linalg.cholesky(damped)
+        try:
+            factor = torch.linalg.cholesky(damped)
+        except torch.linalg.LinAlgError:
+            continue
         change = torch.cholesky_solve((wanted - products.sum(1))[:, None], factor)[:, 0]
-        yield weight * (1 + change).repeat_interleave(width)
+        yield ridge, weight * (1 + change).repeat_interleave(width)
 
 
 def _check_finite(module: PrunableModule, moments: Moments) -> None:

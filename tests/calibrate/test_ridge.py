@@ -50,28 +50,29 @@ def test_a_fit_shrinks_towards_the_weight_by_the_ridge_times_the_mean_square(
     targets = np.vstack([target, np.sqrt(strength) * weight.T])
     expected = np.linalg.lstsq(rows, targets, rcond=None)[0].T
     moments = Moments.of(torch.from_numpy(x), torch.from_numpy(y))
-    found, bias = next(moments.fits(torch.from_numpy(weight), ridges=[0.3], centred=centred))
+    ridge, found, bias = next(moments.fits(torch.from_numpy(weight), ridges=[0.3], centred=centred))
+    assert ridge == 0.3
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-9)
     assert (bias is None) == (not centred)
     if bias is not None:
         np.testing.assert_allclose(bias.numpy(), y.mean(0) - expected @ x.mean(0), rtol=1e-9)
     several = list(moments.fits(torch.from_numpy(weight), ridges=[1.0, 0.3], centred=centred))
     assert len(several) == 2
-    torch.testing.assert_close(several[1][0], found)
-    assert (several[0][0] - torch.from_numpy(weight)).norm() < (found - torch.from_numpy(weight)).norm()
+    torch.testing.assert_close(several[1][1], found)
+    assert (several[0][1] - torch.from_numpy(weight)).norm() < (found - torch.from_numpy(weight)).norm()
 
 
 def test_inputs_as_wide_as_the_limit_are_solved_by_cholesky(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A matrix that is not positive definite tells the two ways apart."""
+    """A matrix that is not positive definite tells the two ways apart: only ridges that make it so are left."""
     moments = Moments.of(*tokens())
-    moments.xx -= 1000 * torch.eye(5)
+    least = torch.linalg.eigvalsh(moments.xx)[0]
+    moments.xx -= 1.5 * least * torch.eye(5)
+    enough = 0.6 * (least / moments.xx.diagonal().mean()).item()
     weight = torch.zeros(3, 5, dtype=torch.float64)
-    next(moments.fits(weight, ridges=[1e-3], centred=False))
-    monkeypatch.setattr(room, "WIDE", 5)
-    with pytest.raises(torch.linalg.LinAlgError, match="positive-definite"):
-        next(moments.fits(weight, ridges=[1e-3], centred=False))
-    monkeypatch.setattr(room, "WIDE", 6)
-    next(moments.fits(weight, ridges=[1e-3], centred=False))
+    ridges = [enough / 2, enough, 1.0]
+    for wide, expected in ((5, ridges[1:]), (6, ridges)):
+        monkeypatch.setattr(room, "WIDE", wide)
+        assert [ridge for ridge, *_ in moments.fits(weight, ridges=ridges, centred=False)] == expected
 
 
 def test_an_error_is_a_mean_over_tokens_and_never_below_zero() -> None:

@@ -1,5 +1,6 @@
 import copy
 import math
+import warnings
 from collections.abc import Callable
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hies_export import Kept, PruningPlan, find_attention, find_modules, prune_units
+from hies_export.calibrate import moments as moments_room
 from hies_export.calibrate.moments import Moments, MomentStream
 from hies_export.errors import DataError, NonFiniteError, RecipeError, RequestError
 from hies_export.slim.refit import Compensation, FewTokensWarning, SingularInputsWarning, compensate, refit
@@ -119,7 +121,7 @@ def test_sequential_makes_up_for_half_of_what_the_stream_lacks(
             Moments.of(torch.from_numpy(x), torch.from_numpy(y)),
             original.get_submodule(module.consumer),
         )
-        weight, bias = next(
+        _, weight, bias = next(
             moments.fits(consumer.weight.detach().double(), ridges=[0.01], centred=consumer.bias is not None)
         )
         refitted = slim.get_submodule(module.consumer)
@@ -172,6 +174,29 @@ def test_inputs_that_never_change_are_said_and_least_squares_left_out(make: Call
     assert fits.pop(empty.name) in ("bias", "none")
     assert set(fits.values()) <= {"least_squares", "bias"}
     assert torch.isfinite(slim(**batches[0]).logits).all()
+
+
+@pytest.mark.parametrize("method", ["least_squares", "scalars"])
+def test_ridges_too_small_for_a_matrix_leave_the_larger_ones(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where sums of products of very unequal inputs are rounded, and the matrix is not positive definite."""
+    factor = torch.linalg.cholesky
+    monkeypatch.setattr(moments_room, "WIDE", 1)
+    monkeypatch.setattr(torch.linalg, "cholesky", lambda a: factor(a - 0.02 * a.diagonal().mean() * torch.eye(len(a))))
+    dense, batches = bert(num_hidden_layers=1), [text_batch(8, 40, padding=False, labels=False) for _ in range(4)]
+    sites = find_attention(dense, batches[0])
+    plan = random_plan(sites, uniform=False)
+    with torch.no_grad():  # heads that do the same: without a ridge, the matrix is singular
+        for site in sites:
+            attention, consumer = dense.get_submodule(site.name), dense.get_submodule(site.consumer)
+            for layer in (attention.query, attention.key, attention.value):
+                layer.weight.copy_(layer.weight[:8].repeat(6, 1))
+                layer.bias.copy_(layer.bias[:8].repeat(6))
+            consumer.weight.copy_(consumer.weight[:, :8].repeat(1, 6))
+    slim = prune_units(dense, plan, sites)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SingularInputsWarning)
+        fits = compensate(dense, slim, plan, sites, batches, Compensation(method=method))
+    assert [(fit.method, fit.ridge) for fit in fits] == [(method, 0.03)]
 
 
 HOW = {
