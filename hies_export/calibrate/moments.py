@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from ..data.batches import size_of
 from ..errors import DataError, RequestError
+from ..model.internals import exact_products
 from ..model.linear import features_of, weight_of
 from ..progress import SILENT, Progress
 from ..units.units import PrunableModule, Selection
@@ -135,6 +136,7 @@ class Sums:
         """Number of tokens."""
         return int(self._counts[1])
 
+    @exact_products()
     def add(self, x: Tensor, y: Tensor, weights: Tensor | None) -> None:
         """Add tokens x (tokens, inputs) and y (tokens, outputs), each times its weight, (tokens,); None for ones."""
         x, y = x.to(self._dtype), y.to(self._dtype)

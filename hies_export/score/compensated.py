@@ -34,6 +34,7 @@ from ..calibrate.moments import MomentStream, Spread
 from ..calibrate.readings import EffectStream, LayerEffects
 from ..errors import RecipeError
 from ..kinds import ATTENTION
+from ..model.internals import exact_products
 from ..model.modes import threads_for
 from ..processes import mapped
 from ..progress import SILENT, Progress
@@ -145,6 +146,7 @@ def scores_of_chains(modules: Sequence[PrunableModule], chains: Sequence[Chain],
     return Scores(COMPENSATED, parameters, scores, chains=tuple(chains))
 
 
+@exact_products()
 def removal_chain(
     layer: LayerEffects,
     module: PrunableModule,

@@ -14,14 +14,18 @@ from support.on_gpus import BOTH, SHARED_MODELS, Batch, Makers, found_alike
 from support.pretend import Gpus, PretendTensor, pretend_gpus
 from support.tolerance import REFITTED, assert_near
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from hies_export import CRITERIA, load, load_runtime, prune, prune_units, score_units
+from hies_export import CRITERIA, PrunableModule, load, load_runtime, prune, prune_units, score_units
+from hies_export.calibrate.moments import TargetSums
+from hies_export.calibrate.readings import LayerEffects
 from hies_export.calibrate.statistics import collect_statistics
 from hies_export.errors import DataError, RequestError
 from hies_export.evaluate.predict import predict
 from hies_export.forms.time import compare_latency
 from hies_export.model.copies import convert, parameter_bytes
+from hies_export.score.compensated import removal_chain
 from hies_export.score.criteria import needs_of
 from hies_export.slim.check import compare_cut, first_output
 from hies_export.units.find import find_modules
@@ -150,18 +154,43 @@ def test_the_check_of_a_cut_holds_one_float32_copy(gpus: Gpus) -> None:
     assert in_float32 <= gpus.peak[0] - before < 1.25 * in_float32
 
 
-def test_checks_multiply_in_float32(gpus: Gpus) -> None:
+@pytest.fixture
+def in_tf32() -> Iterator[None]:
+    matmul = torch.backends.cuda.matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, "tf32"
+    yield
+    matmul.fp32_precision = before
+
+
+@pytest.mark.usefixtures("in_tf32", "gpus")
+def test_checks_multiply_in_float32() -> None:
     model, batch = bert(num_hidden_layers=1), text_batch()
     seen = []
     model.register_forward_hook(lambda *_: seen.append(torch.backends.cuda.matmul.fp32_precision))
-    before = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
-    try:
-        first_output(model, batch)
-        model(**batch)
-    finally:
-        torch.backends.cuda.matmul.fp32_precision = before
+    first_output(model, batch)
+    model(**batch)
     assert seen == ["ieee", "tf32"]
+
+
+@pytest.mark.usefixtures("in_tf32")
+def test_sums_and_orders_multiply_in_float32() -> None:
+    seen = []
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm_.default):
+                seen.append(torch.backends.cuda.matmul.fp32_precision)
+            return func(*args, **(kwargs or {}))
+
+    x = torch.randn(20, 512)
+    neurons = PrunableModule(name="mlp", kind="mlp", units=512, unit_width=1, consumer="mlp.down")
+    with Products():
+        TargetSums(512, 3, x.device).add(x, x[:, :3], None)
+        of_sums = len(seen)
+        removal_chain(LayerEffects(x, x, torch.arange(20), centred=False), neurons, 20)
+    assert 0 < of_sums < len(seen)
+    assert set(seen) == {"ieee"}
+    assert torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 @pytest.mark.parametrize("device", ["mps", "xpu:0"])
