@@ -117,7 +117,7 @@ class Probe:
             torch.enable_grad(),
             torch.random.fork_rng(devices=[]),
         ):
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)  # the CPU's alone: torch.manual_seed would reseed GPUs too
             return self.model(**{name: tensor.cpu() for name, tensor in inputs_of(batch).items()})
 
 

@@ -24,7 +24,9 @@ def text() -> dict[str, Tensor]:
     return text_batch(labels=False)
 
 
-def test_no_weight_is_read_and_the_model_is_left_alone() -> None:
+def test_no_weight_is_read_and_nothing_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    reseeded: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", reseeded.append)  # which torch.manual_seed calls
     for make, batch in ((bert, text_batch()), (vit, image_batch())):
         model = make().train()
         state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -40,6 +42,7 @@ def test_no_weight_is_read_and_the_model_is_left_alone() -> None:
         huge = transformers.LlamaForCausalLM(transformers.LlamaConfig(**(SMALL | large)))
     found = find_modules(huge, text(), kinds=KINDS)
     assert [module.units for module in found] == [64] * 3 + [28672] * 3
+    assert not reseeded
     assert all(part.spans == (Span(0, 28672, 0, 1, 1),) for module in found[3:] for part in module.slices)
 
 
