@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from ..data.batches import size_of
 from ..equal import SAME_CODE, Difference
 from ..errors import RequestError
+from ..model.internals import uncompiled
 from ..model.modes import evaluating, output_alone
 from ..model.tokens import real_tokens, short_samples
 from ..tasks import task_of
@@ -161,7 +162,7 @@ def abreast(
 
 @contextmanager
 def _forward_alone(model: PreTrainedModel) -> Iterator[None]:
-    with evaluating(model), output_alone(model), torch.no_grad():
+    with evaluating(model), output_alone(model), uncompiled(model), torch.no_grad():
         yield
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .internals import ask_for_output_alone, configs_of
+from .internals import ask_for_output_alone, configs_of, uncompiled
 from .linear import is_linear
 
 
@@ -192,12 +192,16 @@ def watch(
 
 @contextmanager
 def intercept(model: nn.Module, layers: Mapping[str, str], function: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
-    """Replace the first input of layers inside the block by what `function` returns for their key and that input."""
+    """Replace the first input of layers inside the block by what `function` returns for their key and that input.
+
+    A model that was compiled in place runs as it is, for its compiled code may pass over hooks.
+    """
 
     def replace(key: str, layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return (function(key, args[0]), *args[1:])
 
     with ExitStack() as hooks:
+        hooks.enter_context(uncompiled(model))
         for key, name in layers.items():
             hooks.enter_context(model.get_submodule(name).register_forward_pre_hook(partial(replace, key)))
         yield

@@ -79,6 +79,17 @@ def test_a_shared_layer_has_an_entry_for_every_call(net: Net) -> None:
     torch.testing.assert_close(tuple(seen.inputs["early"]), net.states(x + 1)[:2])
 
 
+def test_a_layer_that_was_compiled_in_place_is_seen(net: Net) -> None:
+    x = torch.randn(3, 4)
+    net.compile(backend="eager")
+    net(x)
+    with watch(net, LAYERS, outputs=True) as seen:
+        net(x)
+    assert {key: len(found) for key, found in seen.inputs.items()} == {"early": 2, "late": 1}
+    assert len(seen.outputs["early"]) == 2
+    assert net._compiled_call_impl is not None
+
+
 def test_two_keys_may_name_one_layer(net: Net) -> None:
     with watch(net, {"one": "first", "other": "first"}, outputs=True) as seen:
         net(torch.randn(3, 4))
