@@ -129,7 +129,8 @@ class PruningPlan:
         }
         model = {name: tuple(of) for name, of in plan.get("model", {}).items()}
         del plan["format"]
-        return cls(**plan | {"kept": kept, "model": model, "vocabulary": tuple(plan.get("vocabulary", ()))})
+        more = {"compensation": plan.get("compensation") or {}, "vocabulary": tuple(plan.get("vocabulary", ()))}
+        return cls(**plan | {"kept": kept, "model": model, **more})
 
 
 def selection_of(plan: PruningPlan | Selection) -> Selection:

@@ -192,6 +192,7 @@ def test_a_plan_survives_json_byte_for_byte() -> None:
     assert again == plan
     assert again.to_json() == plan.to_json()
     assert torch.__version__.startswith(plan.versions["torch"])
+    assert PruningPlan.from_json(plan.to_json().replace("{", '{"compensation": null,', 1)) == plan
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 99}', '{"format": 1, "kept": {"a": {}}}'])
