@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..errors import RequestError
 from ..kinds import ATTENTION, MLP
 from ..model.copies import refuse_devices
 from ..model.internals import note_newer_release
@@ -37,7 +38,7 @@ def find_modules(
         forward pass reaches them, then those of the next.
 
     Raises:
-        RequestError: The model has an adapter in it, or is on a device such as MPS.
+        RequestError: A kind is unknown, or the model has an adapter in it or is on a device such as MPS.
         UnsupportedModelError: Some module cannot be cut; the message says which and why.
 
     Examples:
@@ -45,6 +46,9 @@ def find_modules(
         >>> [(module.kind, module.units) for module in modules][::3]
         [('attention', 6), ('mlp', 64)]
     """
+    for kind in kinds:
+        if kind not in FINDERS:
+            raise RequestError(f"kinds must be among {', '.join(FINDERS)}, got {kind!r}")
     note_newer_release()
     refuse_adapters(model)
     refuse_devices(model)

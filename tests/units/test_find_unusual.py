@@ -12,7 +12,7 @@ from support.models import bert, image_batch, shake, text_batch, vit
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hies_export import UnsupportedModelError, compare_cut, find_modules, prune_units
+from hies_export import RequestError, UnsupportedModelError, compare_cut, find_modules, prune_units
 from hies_export.kinds import ATTENTION, KINDS, MLP
 from hies_export.units.neurons import find_mlp
 from hies_export.units.probe import Probe
@@ -196,6 +196,11 @@ def test_what_is_no_block_stays_alone() -> None:
     swin, pixels = tiny("swinv2")
     consumers = [module.consumer for module in find_mlp(swin, pixels)]
     assert all(name.endswith("output.dense") for name in consumers)  # and no network of position biases
+
+
+def test_an_unknown_kind_is_refused_by_name() -> None:
+    with pytest.raises(RequestError, match="kinds must be among attention, mlp, got 'heads'"):
+        find_modules(bert(), text(), kinds=("attention", "heads"))
 
 
 def test_masked_and_huge_numbers_do_not_hide_a_change() -> None:
