@@ -167,7 +167,7 @@ def moments_of(job: Job) -> MomentStream | None:
     how = job.options.compensation
     return MomentStream(
         job.model,
-        job.modules,
+        job.scored,
         job.rows.refit,
         limit_bytes=None if how is None else how.limit_bytes,
         weighted=min(token_weights_of(job)) < 1,

@@ -299,6 +299,9 @@ def test_a_model_of_images_and_text(unharmed: Any) -> None:
     result = prune(model, batches, modules=BOTH, criterion="fisher", budget={"flops": 0.8}, compensation=REFIT)
     assert set(result.model(**llava_batch())) >= {"logits"}
     assert all("vision" not in name for name, kept in result.plan.kept.items() if kept.removed)
+    moments = stages.moments_of(result.job)
+    assert moments is not None
+    assert all("vision" not in module.name for group in moments.groups for module in group)
 
 
 def test_rows_of_a_data_set_become_batches_by_their_columns(tmp_path: Path) -> None:
