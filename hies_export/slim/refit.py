@@ -290,7 +290,7 @@ def _refit(
     if how.method != "bias":
         tried.append((untouched, "none", None))
         found = fits(fitting, RIDGES if how.ridge is None else (how.ridge,))
-        fitted = [(held_out.error(*candidate), how.method, ridge) for ridge, *candidate in found]
+        fitted = [(held_out.error(new, new_bias), how.method, ridge) for ridge, new, new_bias in found]
         if not fitted:
             instead = "its bias is refitted" if len(tried) > 1 else "it is left as it was cut"
             notes.append(
