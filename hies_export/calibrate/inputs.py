@@ -37,6 +37,7 @@ class InputSums:
     def __init__(self, model: PreTrainedModel, modules: Sequence[PrunableModule], needs: Collection[str] = STATISTICS):
         self._model, self._modules, self._needs = model, modules, frozenset(needs)
         self._sums = {module.name: self._zeros(module) for module in modules}
+        self._grams = {module.name: self._gram(module) for module in modules if "output_norm" in needs}
 
     def _zeros(self, module: PrunableModule) -> dict[str, Tensor]:
         found = {what: torch.zeros(module.units, dtype=torch.float64) for what in STATISTICS if what in self._needs}
@@ -53,7 +54,7 @@ class InputSums:
         (batch * tokens, units * unit_width). Padding is left out.
         """
         for module in self._modules:
-            for called_with in inputs[module.name]:
+            for called_with in inputs.get(module.name, ()):  # a batch of texts alone does not reach the image tower
                 x = by_sample(called_with, size_of(batch))
                 real = x[real_tokens(self._model, module.name, batch, x)]  # (tokens, inputs)
                 units = real.double().unflatten(1, (module.units, -1))  # (tokens, units, unit_width)
@@ -61,7 +62,7 @@ class InputSums:
                 if "activation_l2" in self._needs:
                     found["activation_l2"] = units.norm(dim=-1).sum(0).cpu()
                 if "output_norm" in self._needs:
-                    squares = torch.einsum("thd,hde,the->th", units, self._gram(module), units)
+                    squares = torch.einsum("thd,hde,the->th", units, self._grams[module.name], units)
                     found["output_norm"] = squares.clamp(min=0).sqrt().sum(0).cpu()
                 if "obs" in self._needs:
                     found["obs"] = real

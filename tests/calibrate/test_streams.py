@@ -28,6 +28,7 @@ from hies_export import (
     find_modules,
 )
 from hies_export.calibrate import moments
+from hies_export.calibrate.inputs import InputSums
 from hies_export.calibrate.moments import Moments, MomentStream, bytes_of
 from hies_export.calibrate.passes import LIMIT_BYTES, Stream, usual_limit
 from hies_export.calibrate.readings import EffectStream, by_sample
@@ -270,6 +271,17 @@ def test_a_consumer_that_the_prediction_does_not_read_gets_equal_weights() -> No
     unread = next(m for m in find_attention(model, batches[0]) if "vision_tower.encoder.layers.2" in m.name)
     ((_, found),) = MomentStream(model, [unread], batches, weighted=True)
     assert_near(found.mixed(0.3).fitting.xx, found.mixed().fitting.xx)
+
+
+def test_a_batch_that_does_not_reach_a_module_adds_nothing() -> None:
+    model = llava()
+    shown, texts = with_images(padded([5, 7, 6, 4, 5], "right")), padded([5, 7], "right")
+    tower = next(module for module in find_attention(model, shown) if "vision_tower" in module.name)
+    alone, beside = ([*MomentStream(model, [tower], batches)] for batches in ([shown], [shown, texts]))
+    assert_near(beside[0][1].mixed().fitting.xx, alone[0][1].mixed().fitting.xx)
+    sums, of_both = InputSums(model, [tower]), [{tower.name: [torch.ones(5, 17, 32)]}, {}]
+    added = [list(sums.of(batch, read)) for batch, read in zip((shown, texts), of_both, strict=True)]
+    assert [len(calls) for calls in added] == [1, 0]
 
 
 @pytest.mark.parametrize("case", ["bert with padding", "llava"])
