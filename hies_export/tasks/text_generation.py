@@ -303,7 +303,7 @@ class TextGeneration(Task):
         for batch in batches if self.shift else ():
             labels = batch["labels"]
             mask, ids = batch.get("attention_mask", torch.ones_like(labels)), batch.get("input_ids", labels)
-            counts = (mask != 0) & ~torch.isin(ids, torch.tensor(ends, dtype=ids.dtype))
+            counts = (mask != 0) & ~torch.isin(ids, torch.tensor(ends, dtype=ids.dtype, device=ids.device))
             if bool((counts & (mask.cumsum(-1) > 1) & (labels == data.IGNORED)).any()):
                 return True
         return False
