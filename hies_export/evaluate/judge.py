@@ -154,7 +154,7 @@ class Judge:
             return Judgement(None, 0.0, share)
         name = self.metrics[0]
         inputs = self._inputs(name, predictions)
-        return Judgement(_value(name, *inputs), _standard_error(name, *inputs), share)
+        return Judgement(_value(name, *inputs), standard_error(name, *inputs), share)
 
     def kept(self, predictions: Predictions) -> tuple[float, float]:
         """Return the share that is kept of the dense model's quality, and the lower end of its interval.
@@ -297,7 +297,7 @@ class Judge:
         """Return what a metric compares: predictions and references of (samples,), and options."""
         if self._rows is None:
             wanted = self.task.decide(self.dense) if find_metric(name).own else self._references
-            return _metric_inputs(predictions, wanted, names=[name], task=self.task)
+            return metric_inputs(predictions, wanted, names=[name], task=self.task)
         check_metrics([name], rows=self._kind)
         if METRICS[name].of == "numbers":
             return self._of_pairs(predictions)
@@ -334,7 +334,7 @@ def compute_metrics(
     predictions: Predictions, references: torch.Tensor, *, names: Sequence[str], task: Task
 ) -> dict[str, float]:
     """Compute metrics of predictions, by name. An undefined one is 0.0, and a warning is logged."""
-    inputs = _metric_inputs(predictions, references, names=names, task=task)
+    inputs = metric_inputs(predictions, references, names=names, task=task)
     return {name: _value(name, *inputs) for name in names}
 
 
@@ -350,7 +350,7 @@ def _value(name: str, given: np.ndarray, wanted: np.ndarray, options: Mapping[st
     return 0.0
 
 
-def _standard_error(name: str, given: np.ndarray, wanted: np.ndarray, options: Mapping[str, Any]) -> float:
+def standard_error(name: str, given: np.ndarray, wanted: np.ndarray, options: Mapping[str, Any]) -> float:
     """Return the bootstrap standard error of a metric: its standard deviation over resampled sets of samples.
 
     Every set has the original number of samples; an undefined metric counts as 0.0.
@@ -366,7 +366,7 @@ def _ratio(name: str, dense: float, slim: float) -> float:
     return max(0.0, slim / dense) if dense > 0 else float(slim >= dense)
 
 
-def _metric_inputs(
+def metric_inputs(
     predictions: Predictions, references: torch.Tensor, *, names: Sequence[str], task: Task
 ) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
     """Return the inputs of metrics, predictions and references of (samples,) and options, after a check."""

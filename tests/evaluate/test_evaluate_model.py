@@ -13,7 +13,7 @@ from support.models import bert
 from support.reading import classifying, given
 
 from hies_export.errors import DataError, NonFiniteError, RecipeError
-from hies_export.evaluate.judge import compute_metrics, standard_error
+from hies_export.evaluate.judge import compute_metrics, metric_inputs, standard_error
 from hies_export.evaluate.metrics import METRICS, check_metrics
 from hies_export.evaluate.predict import predict, references
 from hies_export.progress import Silent
@@ -212,9 +212,9 @@ def test_values_and_standard_errors_are_those_of_other_means(name):
     count = len(compared[0])
     value = compute_metrics(predictions, labels, names=[name], task=KINDS[kind])[name]
     assert value == pytest.approx(by_other_means(torch.arange(count)), rel=1e-12)
-    draws = torch.randint(0, count, (20, count), generator=torch.Generator().manual_seed(5))
+    draws = torch.randint(0, count, (100, count), generator=torch.Generator().manual_seed(0))
     expected = np.std([by_other_means(draw) for draw in draws], ddof=1)
-    found = standard_error(predictions, labels, name=name, task=KINDS[kind], resamples=20, seed=5)
+    found = standard_error(name, *metric_inputs(predictions, labels, names=[name], task=KINDS[kind]))
     assert found == pytest.approx(expected, rel=1e-10)
     assert found > 0
 

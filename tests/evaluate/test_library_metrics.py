@@ -14,7 +14,7 @@ from support.reading import classifying, given
 
 from hies_export import DataError, PruningRecipe, RecipeError
 from hies_export.evaluate import metrics
-from hies_export.evaluate.judge import compute_metrics, standard_error
+from hies_export.evaluate.judge import compute_metrics, metric_inputs, standard_error
 from hies_export.evaluate.metrics import METRICS, check_metrics, find_metric, higher_is_better
 from hies_export.pipeline.choose import choose
 from hies_export.pipeline.load_job import load_job
@@ -72,9 +72,9 @@ def test_a_metric_of_classes(tmp_path: Path) -> None:
     values = compute_metrics(given(logits), labels, names=["accuracy", name], task=classifying())
     assert values == {"accuracy": (classes == labels.numpy()).mean(), name: pytest.approx(np.mean(hits))}
     assert METRICS[name].higher_is_better
-    draws = torch.randint(0, 60, (10, 60), generator=torch.Generator().manual_seed(2)).numpy()
+    draws = torch.randint(0, 60, (100, 60), generator=torch.Generator().manual_seed(0)).numpy()
     resampled = [(classes[draw][labels.numpy()[draw] == 1] == 1).mean() for draw in draws]
-    found = standard_error(given(logits), labels, name=name, task=classifying(), resamples=10, seed=2)
+    found = standard_error(name, *metric_inputs(given(logits), labels, names=[name], task=classifying()))
     assert found == pytest.approx(np.std(resampled, ddof=1))
 
 
