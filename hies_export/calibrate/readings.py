@@ -58,9 +58,7 @@ def reading(model: PreTrainedModel, modules: Sequence[PrunableModule], *, gradie
             seen.clear()
             task, given = task_of(model, batch), {**batch, **more}
             output = task.output(model, given)
-            # A batch of texts alone does not reach the image tower.
-            reads = {module.name: seen.inputs.get(module.name, ()) for module in modules}
-            calls = [(name, call) for name, inputs in reads.items() for call in range(len(inputs))]
+            calls = [(module.name, call) for module in modules for call in range(len(seen.inputs[module.name]))]
             found: list[Tensor | None] = [None] * len(calls)
             if gradients:
                 found = [*_gradients(task.effect(model, given, output, index), seen, calls, index)]

@@ -209,7 +209,10 @@ def _of_samples(key: str, batch: Batch) -> bool:
 
 
 def padded(rows: list[torch.Tensor], fill: int, *, left: bool) -> torch.Tensor:
-    """Return rows of tokens as one tensor, (rows, longest), padded with `fill` on one side; of numbers, (rows,)."""
+    """Return rows of tokens as one tensor, (rows, longest), padded with `fill` on one side.
+
+    Rows that are single numbers become a tensor (rows,).
+    """
     if rows[0].dim() == 0:
         return torch.stack(rows)
     return pad_sequence(rows, batch_first=True, padding_value=fill, padding_side="left" if left else "right")

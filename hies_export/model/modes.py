@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -151,11 +152,15 @@ def _tokens_in(model: Any, batch: Mapping[str, Any]) -> float:
 
 @dataclass
 class Watched:
-    """Inputs and outputs of layers, by key; a layer that is called several times has several entries."""
+    """Inputs and outputs of layers, by key: one for each call, and none of a layer that the inputs do not reach.
 
-    inputs: dict[str, list[Tensor]] = field(default_factory=dict)  # key -> inputs, in the order of the calls
+    A batch of texts alone does not reach an image tower, for example.
+    """
+
+    # Key -> inputs, in the order of the calls.
+    inputs: defaultdict[str, list[Tensor]] = field(default_factory=partial(defaultdict, list))
     # Key -> outputs, in the order of the calls; empty unless they were asked for.
-    outputs: dict[str, list[Tensor]] = field(default_factory=dict)
+    outputs: defaultdict[str, list[Tensor]] = field(default_factory=partial(defaultdict, list))
 
     def clear(self) -> None:
         """Forget what was recorded so far."""
@@ -177,11 +182,11 @@ def watch(
     def read(key: str, x: Tensor) -> Tensor:
         if gradients and not x.requires_grad:
             x = x.detach().requires_grad_()
-        seen.inputs.setdefault(key, []).append(x)
+        seen.inputs[key].append(x)
         return x
 
     def record_output(key: str, layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-        seen.outputs.setdefault(key, []).append(output)
+        seen.outputs[key].append(output)
 
     with ExitStack() as hooks:
         for key, name in layers.items() if outputs else ():

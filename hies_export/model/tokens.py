@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -43,6 +43,13 @@ def is_token(number: Any, config: Any) -> TypeGuard[int]:
     vocabulary = getattr(config.get_text_config(), "vocab_size", None)
     is_number = isinstance(number, int) and not isinstance(number, bool)
     return is_number and number >= 0 and (vocabulary is None or number < vocabulary)
+
+
+def token_ids(value: int | Iterable[int] | None) -> tuple[int, ...]:
+    """Return the tokens that a field of a config names, such as `eos_token_id`: none, one or several."""
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)
 
 
 def finds_end_by_padding(model: PreTrainedModel) -> bool:

@@ -177,8 +177,10 @@ def compensate(
 
 def check_biases(model: PreTrainedModel, modules: Sequence[PrunableModule], method: str) -> None:
     """Refuse the method `bias` for modules whose consumer has no bias."""
+    if method != "bias":
+        return
     without = [m.consumer for m in modules if getattr(model.get_submodule(m.consumer), "bias", None) is None]
-    if method == "bias" and without:
+    if without:
         raise RequestError(
             f"compensation.method bias needs output projections with a bias, but {without[0]} has none; "
             "use least_squares"

@@ -297,9 +297,10 @@ class TextGeneration(Task):
         # In plain text every token but the first is a label; a prompt, of two tokens or more, has none. Where labels
         # stand at their places, every token is a prediction of its own. Tokens that end or pad a text tell nothing:
         # collators that pad with the end of text take its label away everywhere, and may leave out the mask.
+        from ..model.tokens import token_ids
+
         config = self.config.get_text_config()
-        named = [getattr(config, name, None) for name in ("eos_token_id", "pad_token_id")]
-        ends = [token for one in named if one is not None for token in (one if isinstance(one, list) else [one])]
+        ends = [token for name in ("eos_token_id", "pad_token_id") for token in token_ids(getattr(config, name, None))]
         for batch in batches if self.shift else ():
             labels = batch["labels"]
             mask, ids = batch.get("attention_mask", torch.ones_like(labels)), batch.get("input_ids", labels)

@@ -232,9 +232,10 @@ class TokenClassification(Task):
         return torch.tensor([one == two for one, two in pairs])
 
     def table(self, predictions: Predictions, references: Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """Return two structured arrays, (samples,): what is right or found, and how much there is.
+        """Return counts of each sample as two structured arrays, (samples,).
 
-        The first counts right words, right entities and found entities, the second words and entities of the labels.
+        The first has the entities that are `right` and `found`, and the right `words`. The second has all `entities`
+        and `words` of the labels.
         """
         given, wanted = (self.entities(predictions, classes) for classes in (predictions.values, references))
         rows = np.empty(len(given), dtype=[("right", np.int64), ("found", np.int64), ("words", np.int64)])

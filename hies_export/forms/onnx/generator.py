@@ -18,7 +18,7 @@ from ...checkpoint.load import load
 from ...data.columns import image_of_file
 from ...data.processors import load_processor
 from ...errors import DataError, RecipeError, RequestError, refusing
-from ...model.tokens import longest_sequence
+from ...model.tokens import longest_sequence, token_ids
 from ...tasks import TASKS
 from ..runtimes.ort import DECODER_FILE, EMBED_FILE, ONNX_FILE, QUANTIZED_FILE, VISION_FILE, OnnxRuntime
 from .multimodal import merge_images
@@ -113,7 +113,7 @@ class OnnxGenerator:
         mask = torch.ones_like(tokens) if attention_mask is None else attention_mask.to("cpu", torch.int64)
         self._check(tokens, mask, pixel_values, max_new_tokens)
         tokens = tokens.to(torch.int64)
-        ends = torch.tensor(self.eos_token_ids if eos_token_id is None else _token_ids(eos_token_id), dtype=torch.int64)
+        ends = torch.tensor(self.eos_token_ids if eos_token_id is None else token_ids(eos_token_id), dtype=torch.int64)
         padding = self.pad_token_id if self.pad_token_id is not None else int(ends[0]) if len(ends) else 0
         finished = torch.zeros(len(tokens), dtype=torch.bool)
         inputs, cache = self.prompt(tokens, pixel_values), None
@@ -187,13 +187,7 @@ def _special_tokens(folder: Path, config: Any) -> tuple[tuple[int, ...], int | N
         of_file = (folder / "generation_config.json").is_file()
         found = GenerationConfig.from_pretrained(folder) if of_file else GenerationConfig.from_model_config(config)
         pad = None if found.pad_token_id is None else operator.index(found.pad_token_id)
-        return tuple(map(operator.index, _token_ids(found.eos_token_id))), pad
-
-
-def _token_ids(value: int | Iterable[int] | None) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
+        return tuple(map(operator.index, token_ids(found.eos_token_id))), pad
 
 
 def generate_text(

@@ -68,7 +68,7 @@ class Calibrated:
 
     @cached_property
     def refit(self) -> list[Batch]:
-        """The rows to refit on, shortest first."""
+        """The batches to refit on, those with the shortest rows first."""
         return by_length(self.job.rows.refit, config=self.job.model.config)
 
     @cached_property
