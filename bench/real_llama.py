@@ -14,6 +14,9 @@ A seed's statistics, orders of removal and moments are computed once for all sha
 soon as it is done: how many units went, perplexity, the share of next tokens that are the dense model's, and seconds by
 kind of work, of which the first cell of a method has those of scoring. A second run goes on where the first ended.
 
+--other-texts adds the perplexity of the test.txt.gz of other folders. To calibrate on several sources, give a
+TEXT_FOLDER whose validation.txt.gz holds an equal part of each.
+
 --tasks adds zero-shot accuracy on --documents of each task, drawn from TASK_FOLDER/TASK*/*.jsonl.gz. Choices are judged
 by the sum of their log-likelihoods, as lm-eval's `acc`, and the last word of LAMBADA by whether it is the likeliest.
 --small tries all of it on a tiny random model, in seconds.
@@ -27,6 +30,7 @@ import json
 import re
 import tempfile
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -45,12 +49,13 @@ from hies_export.forms.measure.counts import flops_by_module
 from hies_export.forms.measure.machine import machine_facts
 from hies_export.kinds import ATTENTION, MLP
 from hies_export.lab.baselines.names import SLICED
-from hies_export.lab.baselines.slicing import sliced
+from hies_export.lab.baselines.slicing import Bases, collect_bases, sliced
 from hies_export.lab.sweep.cells import alpha_of, flops_ratio, load_shared, reachable_cells, refit_for, selection_of
 from hies_export.lab.sweep.grid import Cell, SweepGrid
 from hies_export.pipeline.stages import cut_beside
 from hies_export.recipe.sections import Columns
 from hies_export.tasks import Predictions, TextGeneration
+from hies_export.units.units import PrunableModule
 
 METHODS = (
     "compensated+least_squares:both",
@@ -78,6 +83,7 @@ TASKS = {
 }
 CHOICES_AT_ONCE = 16
 DENSE = "dense"
+TEXT = "text"
 
 
 class Bench:
@@ -101,7 +107,8 @@ class Bench:
         self._clock = self._shared.base.clock
         self._cells = {(name_of(cell), cell.flops): cell for cell in reachable_cells(self._shared)}
         with self._clock("judge dense"):  # now, because SliceGPT changes the dense model while it is judged
-            self._judges = {"text": self._shared.base.judge(self._shared.base.rows.evaluation), **self._of_tasks()}
+            text = self._shared.base.judge(self._shared.base.rows.evaluation)
+            self._judges = {TEXT: text, **self._of_other_texts(), **self._of_tasks()}
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -134,16 +141,23 @@ class Bench:
 
     def _slice(self, share: float) -> dict[str, Any] | None:
         """Return the numbers of SliceGPT's projections of attention, whose rotations are not counted."""
-        base = self._shared.base
-        modules = [module for module in base.scored if module.kind == ATTENTION]
+        base, modules = self._shared.base, self._attention
         counts = flops_by_module(base.model, next(iter(base.shapes.values())))
         projections = sum(counts[name] for module in modules for name in module.layers) / counts[""]
         if 1 - share >= projections:
             return None
         with self._clock("principal components"):
-            bases, _ = self._shared.calibrated(self._seed).bases
+            bases = self._bases
         with sliced(base.model, modules, bases, share=(1 - share) / projections):
             return {"flops": share, "heads_removed": 0, "neurons_removed": 0, **self._judged(base.model)}
+
+    @property
+    def _attention(self) -> list[PrunableModule]:
+        return [module for module in self._shared.base.modules if module.kind == ATTENTION]
+
+    @cached_property
+    def _bases(self) -> Bases:
+        return collect_bases(self._shared.base.model, self._shared.calibrated(self._seed).refit, self._attention)
 
     def _judged(self, model: PreTrainedModel) -> dict[str, Any]:
         found = {}
@@ -154,9 +168,21 @@ class Bench:
 
     def _numbers(self, predictions: dict[str, Predictions]) -> dict[str, Any]:
         qualities = {name: judge.of(predictions[name]) for name, judge in self._judges.items()}
-        of_text = qualities.pop("text")
-        of_tasks = {name: next(iter(quality.metrics.values())) for name, quality in qualities.items()}
-        return {"perplexity": of_text.metrics["perplexity"], "same": of_text.stability, **of_tasks}
+        of_text = qualities.pop(TEXT)
+        others = {name: next(iter(quality.metrics.values())) for name, quality in qualities.items()}
+        return {"perplexity": of_text.metrics["perplexity"], "same": of_text.stability, **others}
+
+    def _of_other_texts(self) -> dict[str, Judge]:
+        """Return the judge of every other text."""
+        base, options = self._shared.base, self._options
+        columns = Columns(text="text", max_length=options.length)
+        reading = TextGeneration(base.model.config).to_read(columns, base.processor)
+        judges = {}
+        for folder in options.other_texts:
+            rows = reading.load(files={"test": folder / "test.txt.gz"}, split="test", samples=options.judged)
+            batches = reading.read(rows, size=options.batch, use="judge")
+            judges[folder.name] = Judge.on(base.model, batches, metrics=("perplexity",))
+        return judges
 
     def _of_tasks(self) -> dict[str, Judge]:
         """Return the judge of every task."""
@@ -218,7 +244,8 @@ def a_method(text: str) -> str:
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     """Return what decides the numbers of a cell besides its method, share and seed."""
     found = {name: getattr(options, name) for name in ("rows", "refit", "judged", "length", "tasks")}
-    return {"model": options.model.name, **found, "documents": options.documents if options.tasks else 0}
+    texts = {"text": options.text.name, "other_texts": [folder.name for folder in options.other_texts]}
+    return {"model": options.model.name, **texts, **found, "documents": options.documents if options.tasks else 0}
 
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -263,22 +290,25 @@ def key_of(line: dict[str, Any]) -> str:
 def print_tables(lines: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
     """Print a Markdown table for each number: its mean over the seeds, and its range."""
     print(f"\nseeds {options.seeds}, {settings_of(options)}")
-    titles = {"perplexity": "perplexity", "same": "same next token, %", **{t: f"{t}, %" for t in options.tasks}}
+    others = [folder.name for folder in options.other_texts]
+    titles = {"perplexity": "perplexity", **{text: f"perplexity of {text}" for text in others}}
+    titles |= {what: f"{what.replace('same', 'same next token')}, %" for what in ("same", *options.tasks)}
     for what, title in titles.items():
-        dense = cell_text([line for line in lines if line["method"] == DENSE], what)
+        scale = 100 if title.endswith("%") else 1
+        dense = cell_text([line for line in lines if line["method"] == DENSE], what, scale)
         print(f"\n{title}, dense {dense}\n")
         print(f"| method | {' | '.join(f'{share:g} of FLOPs' for share in options.shares)} |")
         print("| --- |" + " --- |" * len(options.shares))
         for method in options.methods:
             of_method = [line for line in lines if line["method"] == method]
             cells = [
-                cell_text([line for line in of_method if line["share"] == share], what) for share in options.shares
+                cell_text([line for line in of_method if line["share"] == share], what, scale)
+                for share in options.shares
             ]
             print(f"| {method} | {' | '.join(cells)} |")
 
 
-def cell_text(lines: Sequence[dict[str, Any]], what: str) -> str:
-    scale = 1 if what == "perplexity" else 100
+def cell_text(lines: Sequence[dict[str, Any]], what: str, scale: int) -> str:
     values = [scale * line["result"][what] for line in lines if line["result"] is not None]
     if not values:
         return ""
@@ -303,7 +333,8 @@ def save_small(folder: Path) -> None:
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(numbers, unk_token="w0"))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="w2", eos_token="w2").save_pretrained(folder / "model")
-    for split in ("validation", "test"):
+    (folder / "other").mkdir()
+    for split in ("validation", "test", "other/test"):
         drawn = torch.randint(3, 99, (40, 16)).tolist()
         with gzip.open(folder / f"{split}.txt.gz", "wt", encoding="utf-8") as file:
             file.writelines(" ".join(f"w{word}" for word in row) + "\n" for row in drawn)
@@ -323,7 +354,8 @@ def try_small(options: argparse.Namespace) -> None:
         folder = Path(name)
         save_small(folder)
         small = {"rows": 6, "refit": 10, "judged": 4, "length": 16, "batch": 4, "documents": 8, "seeds": [0, 1]}
-        small |= {"model": folder / "model", "text": folder, "task_folder": folder, "tasks": [*TASKS]}
+        small |= {"model": folder / "model", "text": folder, "other_texts": [folder / "other"]}
+        small |= {"task_folder": folder, "tasks": [*TASKS]}
         vars(options).update(small, shares=[0.95, 0.8], out=folder / "cells.jsonl")
         lines = run(options)
         assert len(lines) == 2 * (1 + 2 * len(options.methods))
@@ -351,6 +383,7 @@ def main() -> None:
     parser.add_argument("--judged", type=int, default=48, help="blocks to judge on")
     parser.add_argument("--length", type=int, default=512, help="tokens of a block")
     parser.add_argument("--batch", type=int, default=4, help="blocks at once")
+    parser.add_argument("--other-texts", type=Path, nargs="+", default=[], help="folders whose test.txt.gz judges too")
     parser.add_argument("--tasks", nargs="+", default=[], choices=TASKS, help="zero-shot tasks")
     parser.add_argument("--task-folder", type=Path, help="folder with a folder for each task")
     parser.add_argument("--documents", type=int, default=200, help="of each task")
