@@ -93,13 +93,14 @@ class Bench:
         self._options, self._seed = options, seed
         parts = [part for method in methods if (part := NAME.fullmatch(method))]
         criteria, compensations, modules = (tuple(dict.fromkeys(part[i] for part in parts)) for i in (1, 2, 3))
-        # SliceGPT has no cell in a grid; alone, it takes the rows of another.
+        if SLICED in methods:  # it has no cell in a grid, and reads the rows that another method is refitted on
+            compensations = tuple(dict.fromkeys((*compensations, "bias")))
         grid = SweepGrid(
             criteria=criteria or ("random",),
             alphas=(ALPHA,),
             seeds=(seed,),
             calibration_sizes=(options.rows,),
-            compensations=compensations or ("bias",),
+            compensations=compensations,
             flops=tuple(options.shares),
             modules=modules or (ATTENTION,),
         )
