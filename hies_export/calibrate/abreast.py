@@ -18,7 +18,6 @@ from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..data.batches import size_of
 from ..equal import SAME_CODE, Difference
 from ..errors import RequestError
 from ..model.internals import uncompiled
@@ -126,14 +125,14 @@ def abreast(
 
     def run(number: int, module: PrunableModule) -> Waiting:
         nonlocal running
-        running, samples = number, size_of(batches[number])
+        running, batch = number, batches[number]
         name, x = runs[number].switch()
         assert name == module.name, (name, module.name)
-        x = by_sample(x, samples)
+        x = by_sample(model, name, batch, x)
         # None also where the layer that shows it was removed as a whole.
         stream = streams.pop(number, None)
-        stream = None if stream is None else by_sample(stream, samples)
-        return Waiting(x, stream, real_tokens(model, module.name, batches[number], x))
+        stream = None if stream is None else by_sample(model, name, batch, stream)
+        return Waiting(x, stream, real_tokens(model, name, batch, x))
 
     def keep(place: Place, layer: nn.Module, args: tuple[Any, ...], output: Any = None) -> None:
         streams[running] = output if place.returned else args[0]

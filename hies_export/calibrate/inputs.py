@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..data.batches import size_of
 from ..model.linear import weight_of
 from ..model.tokens import real_tokens
 from ..units.units import PrunableModule
@@ -55,7 +54,7 @@ class InputSums:
         """
         for module in self._modules:
             for called_with in inputs.get(module.name, ()):  # a batch of texts alone does not reach the image tower
-                x = by_sample(called_with, size_of(batch))
+                x = by_sample(self._model, module.name, batch, called_with)
                 real = x[real_tokens(self._model, module.name, batch, x)]  # (tokens, inputs)
                 units = real.double().unflatten(1, (module.units, -1))  # (tokens, units, unit_width)
                 found = {"tokens": torch.tensor(len(real), dtype=torch.float64)}

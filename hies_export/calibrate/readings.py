@@ -17,7 +17,7 @@ from ..data.batches import size_of
 from ..errors import NonFiniteError, UnsupportedModelError
 from ..model.linear import features_of
 from ..model.modes import Watched, evaluating, frozen, output_alone, watch
-from ..model.tokens import first_samples, real_tokens
+from ..model.tokens import first_samples, real_tokens, refuse_tokens_first
 from ..progress import SILENT, Progress
 from ..tasks import task_of
 from ..units.units import PrunableModule
@@ -64,8 +64,8 @@ def reading(model: PreTrainedModel, modules: Sequence[PrunableModule], *, gradie
                 found = [*_gradients(task.effect(model, given, output, index), seen, calls, index)]
             read_by_call = []
             for (name, call), gradient in zip(calls, found, strict=True):
-                x, y = (by_sample(t, size_of(batch)) for t in (seen.inputs[name][call], seen.outputs[name][call]))
-                gradient = None if gradient is None else by_sample(gradient, size_of(batch))
+                x, y = (by_sample(model, name, batch, of[name][call]) for of in (seen.inputs, seen.outputs))
+                gradient = None if gradient is None else by_sample(model, name, batch, gradient)
                 real = real_tokens(model, name, batch, x)
                 read_by_call.append(Reading(name, x.detach(), y.detach(), gradient, real))
             return read_by_call
@@ -81,12 +81,14 @@ def least_logits(model: PreTrainedModel) -> dict[str, Any]:
     return {"logits_to_keep": 1} if "logits_to_keep" in signature(model.forward).parameters else {}
 
 
-def by_sample(x: Tensor, samples: int) -> Tensor:
-    """Return the input or output of a layer as (batch, tokens, features).
+def by_sample(model: PreTrainedModel, name: str, batch: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    """Return the input or output x of a module's consumer as (batch, tokens, features).
 
     Some feed-forward blocks, such as OPT's, flatten the tokens of all samples into one axis. Swin's attention reads
     several windows of each sample, and ConvNeXt's blocks read rows and columns.
     """
+    refuse_tokens_first(model, name, batch, x)
+    samples = size_of(batch)
     if x.dim() == 3 and len(x) == samples:
         return x
     if len(x) % samples:

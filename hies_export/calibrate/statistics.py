@@ -19,6 +19,7 @@ from ..errors import DataError, StepError, memory_failure
 from ..kinds import ATTENTION
 from ..model.internals import checkpointing
 from ..model.modes import frozen, intercept, output_alone
+from ..model.tokens import refuse_tokens_first
 from ..progress import SILENT, Progress
 from ..tasks import task_of
 from ..units.units import PrunableModule
@@ -221,6 +222,7 @@ class _Pass:
             return x
         if self._inputs is not None and self._entropies.recording:
             self._read.setdefault(name, []).append(x.detach())
+        refuse_tokens_first(self._model, name, self._entropies.batch, x)
         rows = self._entropies.rows.get(name)
         return self._gates.apply(name, x, samples=self._samples, rows=rows, even=self._even)
 

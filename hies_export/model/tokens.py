@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..errors import RecipeError, RequestError
+from ..errors import RecipeError, RequestError, UnsupportedModelError
 from .copies import share_weights
 from .internals import auto_classes
 from .modes import output_alone
@@ -109,6 +109,23 @@ def placeholders(config: Any) -> Tensor:
     """Return the tokens that stand for features of an image, a video or a sound, int64."""
     named = (getattr(config, name, None) for name in _PLACEHOLDERS)
     return torch.tensor([token for token in named if isinstance(token, int)], dtype=torch.int64)
+
+
+def refuse_tokens_first(model: PreTrainedModel, name: str, batch: Mapping[str, Tensor], x: Tensor) -> None:
+    """Refuse a module whose input x is (tokens, samples, width): read as windows of samples, it would mix them.
+
+    FSMT and XLNet are such models. With one sample there is nothing to mix.
+
+    Raises:
+        UnsupportedModelError: The module reads the tokens of a batch before its samples.
+    """
+    tokens, samples = x.shape[:2]
+    of_text = x.dim() == 3 and tokens != samples > 1 and any(t.shape == (samples, tokens) for t in batch.values())
+    if of_text and _reads_text(model, name):
+        raise UnsupportedModelError(
+            f"a module must read samples before tokens, but {name} of {type(model).__name__} reads {tokens} tokens of "
+            f"{samples} samples as {tuple(x.shape)}; make batches of one sample, or leave the module alone"
+        )
 
 
 def _reads_text(model: PreTrainedModel, name: str) -> bool:

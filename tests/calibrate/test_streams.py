@@ -32,6 +32,7 @@ from hies_export.calibrate.inputs import InputSums
 from hies_export.calibrate.moments import Moments, MomentStream, bytes_of
 from hies_export.calibrate.passes import LIMIT_BYTES, Stream, usual_limit
 from hies_export.calibrate.readings import EffectStream, by_sample
+from hies_export.calibrate.statistics import collect_statistics
 from hies_export.kinds import KINDS, MLP
 
 Batches = list[dict[str, Tensor]]
@@ -360,8 +361,30 @@ def test_bad_requests() -> None:
     with pytest.raises(DataError, match="at least 5 samples, one of them to hold out, got 4"):
         MomentStream(model, modules, [text_batch(4)])
     with pytest.raises(UnsupportedModelError, match=r"the shape \(7, 3, 8\) for 3 samples; give every sample one"):
-        by_sample(torch.zeros(7, 3, 8), 3)
+        by_sample(model, modules[0].name, text_batch(3), torch.zeros(7, 3, 8))
     generator = causal_lm()
     unlabelled = {**text_batch(6), "labels": torch.full_like(text_batch(6)["input_ids"], -100)}
     with pytest.raises(DataError, match="every sample must have a label token"):
         EffectStream(generator, [unlabelled], neurons(generator))
+
+
+def test_samples_of_a_model_that_reads_tokens_first_are_not_mixed() -> None:
+    """With three times as many tokens as samples, windows of the samples would have the same shape."""
+    sizes = {f"{side}_{what}": 1 for side in ("encoder", "decoder") for what in ("layers", "attention_heads")}
+    widths = {"d_model": 16, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "max_position_embeddings": 32}
+    tokens = {"src_vocab_size": 100, "tgt_vocab_size": 100, "langs": ["en", "de"], "tie_word_embeddings": False}
+    config = transformers.FSMTConfig(**sizes, **widths, **tokens)
+    model = shake(transformers.FSMTForConditionalGeneration(config))
+    ids, target = torch.randint(4, 100, (5, 15)), torch.randint(4, 100, (5, 10))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "decoder_input_ids": target, "labels": target}
+    modules = find_modules(model, batch, kinds=(MLP,))
+    refused = r"encoder.layers.0 of FSMT\w+ reads 15 tokens of [25] samples as \(15, [25], 24\); make batches of one"
+    for stream in STREAMS.values():
+        with pytest.raises(UnsupportedModelError, match=refused):
+            list(stream(model, modules, [batch]))
+    with pytest.raises(UnsupportedModelError, match=refused):
+        collect_statistics(model, [batch], modules)
+    alone = [{name: tensor[[row]] for name, tensor in batch.items()} for row in range(5)]
+    for _, effects in EffectStream(model, alone, modules):
+        assert effects.sample.bincount().tolist() in ([15] * 5, [10] * 5)
+    collect_statistics(model, alone, modules)
