@@ -67,7 +67,8 @@ def select_units(
 
     Raises:
         RecipeError: An option is out of range, or not exactly one budget is given.
-        PlanError: The constraints allow no selection that meets the budget, or `counts` does not fit the modules.
+        PlanError: The constraints allow no selection that meets the budget, or the scores or `counts` do not fit the
+            modules.
         NonFiniteError: A score is NaN or infinite.
 
     Examples:
@@ -79,6 +80,14 @@ def select_units(
         raise RecipeError(
             "select_units needs one budget: heads (a share), counts (bundles per module), or a table with a ratio"
         )
+    units = {module.name: module.units for module in modules}
+    for name, values in scores.scores.items():
+        if len(values) != units.get(name):
+            has = f"has {units[name]} units" if name in units else "is not among them"
+            raise PlanError(
+                f"scores must be one for each unit of the modules given, but there are {len(values)} of {name}, which "
+                f"{has}; score these modules, or give those that were scored"
+            )
     scored = [module for module in modules if module.name in scores.scores]
     if table is not None and ratio is not None:
         check_constraints(scored, constraints)
