@@ -19,6 +19,7 @@ from ..evaluate.interval import FAILURES, confidence_of_each, queries_needed, ra
 from ..forms.deployment import SEARCHED, fewer_bits
 from ..recipe.budget import KeepBudget
 from ..recipe.sections import CalibrationSection, DataSection, DeploySection, EvaluationSection, HeldOutSection
+from ..report.words import loss_words
 from ..score.criteria import AUTO
 from ..tasks import Task
 from .recipe import FLOPS_TO_TRY, PruneSection, PruningRecipe
@@ -278,7 +279,7 @@ class Promise:
     def _of_keep(cls, keep: KeepBudget, metric: str | None, looks: Sequence[Looks]) -> Promise:
         limited = "samples" in keep.model_fields_set
         if keep.predictions is None:
-            return cls(f"a loss of at most {keep.by:g} of {keep.metric}", (LEAST_FOR_LOSS,), keep.samples, limited)
+            return cls(loss_words(keep), (LEAST_FOR_LOSS,), keep.samples, limited)
         sizes = (one.rows(keep.predictions, metric) for one in looks)
         return cls(f"{100 * keep.predictions:g} %", tuple(sizes), keep.samples, limited)
 

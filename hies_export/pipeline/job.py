@@ -43,6 +43,7 @@ from ..progress import SILENT, Clock, Progress
 from ..recipe.budget import Budget, TimedSection
 from ..recipe.sections import ComparisonSection, DeploySection, EvaluationSection, ExportSection
 from ..report.provenance import Request
+from ..report.words import loss_words
 from ..score.criteria import AUTO, COMPENSATED, COMPENSATED_NAMES, CRITERIA
 from ..select.constraints import check_budget, check_constraints
 from ..select.cost import CostTable, check_reachable
@@ -544,7 +545,7 @@ def _check_enough_rows(job: Job) -> None:
         return
     what = "rows" if keeps_predictions(job.kind(job.rows.held_out)) else "queries"
     if keep.predictions is None:
-        asked, needed = f"a loss of at most {keep.by:g} of {keep.metric}", LEAST_FOR_LOSS
+        asked, needed = loss_words(keep), LEAST_FOR_LOSS
     else:
         fewest = all_looks(type(job.task), job.deploy, classifies=False)[-1]
         asked, needed = f"{keep.predictions:g}", fewest.rows(keep.predictions, job.promised_metric)

@@ -13,7 +13,7 @@ from ..evaluate.interval import CONFIDENCE
 from ..evaluate.metrics import METRICS, counted_by, higher_is_better, quality_loss, title_of
 from ..forms.judge import FormTime, Judged, deciding_step, relative_times
 from ..forms.measured import LatencyRow, budget_rows
-from ..recipe.budget import Budget, KeepBudget, Outcome
+from ..recipe.budget import Budget, DropBudget, KeepBudget, Outcome
 from ..tasks import TASKS
 from ..vocabulary.trim import VocabularyFacts
 from .report import Report, UnitCounts
@@ -178,12 +178,17 @@ def asked_words(outcome: Outcome) -> str:
     """Return what is asked: "99 % of the predictions", "a loss of at most 0.01 of F1", "at most 0.8 of the FLOPs"."""
     budget, keep = outcome.budget, outcome.budget.keep
     if budget.max_drop is not None:
-        return f"a loss of at most {budget.by:g} of {budget.metric}"
+        return loss_words(budget.max_drop)
     if keep is None:
         return f"at most {budget.ratio:g} of the {_COSTS[budget.kind]}"
     index = {None: "", "dense": " with your index as it is", "slim": " with everything re-embedded"}
     kept = _counted(outcome) or f"{title_of(str(keep.metric))}{index[keep.index]}"
     return f"at most {budget.by:g} of {kept}" if budget.share is None else f"{100 * budget.share:g} % of {kept}"
+
+
+def loss_words(asked: DropBudget | KeepBudget) -> str:
+    """Return how much worse a metric may get: "a loss of at most 0.01 of F1"."""
+    return f"a loss of at most {asked.by:g} of {asked.metric}"
 
 
 def stays_words(outcome: Outcome) -> str:
