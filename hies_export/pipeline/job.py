@@ -50,7 +50,7 @@ from ..select.cost import CostTable, check_reachable
 from ..slim.cut import how_to_skip
 from ..slim.refit import check_biases
 from ..tasks import Predictions, Task, task_of
-from ..tasks.given import batches_of, first_rows, split_held_out, unlabelled
+from ..tasks.given import batches_of, first_rows, split_held_out, unlabelled, usual_columns
 from ..tasks.registry import refuse_unknown
 from ..units.find import find_modules
 from ..units.heads import tower_of
@@ -386,8 +386,11 @@ def job_in_memory(
         task = task_of(model, tolerance=evaluation.stability_tolerance, threshold=evaluation.threshold)
         how = {"task": task, "processor": processor, "columns": columns, "max_length": given.max_length}
         of = partial(batches_of, model, **how)
-        group = (columns or {}).get("group")
-        return task, _rows_in_memory(of, task, options, batches, held_out, compensation_batches, group)
+        fields = columns
+        if columns is None and isinstance(batches, datasets.Dataset):
+            fields = usual_columns(batches, type(task))
+        together = None if fields is None else fields.get("query") or fields.get("group")
+        return task, _rows_in_memory(of, task, options, batches, held_out, compensation_batches, together)
 
     task, rows = read(model, processor)
     # An embedding model reads its texts in the order of their lengths, which are others in other tokens.
@@ -427,17 +430,11 @@ def _rows_in_memory(
     batches: Any,
     held_out: Any,
     compensation_batches: Any,
-    group: str | None,
+    together: str | None,
 ) -> Rows:
     divided = held_out is None and isinstance(batches, datasets.Dataset) and len(batches) > 1
-    if divided and (task.rows_together or group is not None):
-        # The rows, not their batches: queries and documents, or windows of one text, must come together.
-        count = max(1, len(batches) // 4)
-        if group is not None and has_one_value(batches, group):  # what reads other columns refuses them
-            batches = take(batches, together=group)
-            count = whole(common_values(batches, group)[::-1], count)
-        if first := len(batches) - count:
-            batches, held_out = batches.select(range(first)), batches.select(range(first, len(batches)))
+    if divided and (task.rows_together or together is not None):
+        batches, held_out = _divided(batches, together)
     score = read(batches, what="batches")
     apart: list[Batch] = []
     if held_out is None:
@@ -452,6 +449,23 @@ def _rows_in_memory(
         refit = score if given is None else read(given, what="compensation_batches")
         refit = first_rows(unlabelled(refit, task), options.compensation.samples)
     return Rows(score, apart, refit)
+
+
+def _divided(rows: datasets.Dataset, together: str | None) -> tuple[datasets.Dataset, datasets.Dataset | None]:
+    """Return rows, and the last quarter of them, which is held out: none if they are of one query.
+
+    Rows, not batches: queries and documents, or windows of one text, must come together. Rows of one value in the
+    column `together` are on one side. Of those without one, documents to search in, a quarter is held out too.
+    """
+    values: Sequence[Any] = range(len(rows))
+    if together is not None and has_one_value(rows, together):  # what reads other columns refuses them
+        rows = take(rows, together=together)
+        values = common_values(rows, together)
+    there = sum(value is not None for value in values) or len(rows)
+    first = there - whole(values[:there][::-1], max(1, there // 4))
+    end = len(rows) - (len(rows) - there) // 4
+    held_out = [*range(first, there), *range(end, len(rows))]
+    return (rows.select([*range(first), *range(there, end)]), rows.select(held_out)) if first else (rows, None)
 
 
 def _shapes(

@@ -326,6 +326,25 @@ def test_a_last_quarter_of_candidates_has_whole_queries_and_grades(tmp_path: Pat
     assert "ndcg@10" in result.held_out.metrics
 
 
+@pytest.mark.parametrize("columns", [SEARCH, None])
+def test_a_last_quarter_of_searches_has_whole_queries(columns: Row | None) -> None:
+    rows: list[Row] = [{"query": None, "document": words(40 + number)} for number in range(8)]
+    # Rows of a query do not follow each other, so that a last quarter by row has one of every query.
+    rows += [{"query": words(query, 3), "document": words(4 * query + step)} for step in range(4) for query in range(8)]
+    result = hies_export.prune(
+        bert_encoder(),
+        Dataset.from_list(rows),
+        columns=columns,
+        budget={"heads": 0.25},
+        processor=word_tokenizer(WORDS, model_max_length=64),
+        embedding={"pooling": "mean"},
+    )
+    held_out = result.job.rows.held_out
+    found = torch.cat([batch["relevant"][batch["query"] >= 0] for batch in held_out])
+    assert (found >= 0).sum(1).tolist() == [4, 4]
+    assert sum(int((batch["document"] >= 0).sum()) for batch in held_out) == 2 * 4 + 2
+
+
 def test_a_reranker_is_judged_by_the_order_of_candidates(tmp_path: Path) -> None:
     reranker_folder(tmp_path / "model")
     report = run(project(tmp_path, candidates, task="text-classification", columns=CANDIDATES))
