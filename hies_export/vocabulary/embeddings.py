@@ -22,7 +22,10 @@ from ..slim.check import first_output
 from .kept import KeptTokens
 
 # Fields of configurations that are tokens or lists of tokens, and those that count rows.
-_TOKENS = re.compile(r"_token_(id|ids|index)$|^(begin_)?suppress_tokens$|^bad_words_ids$")
+_TOKENS = re.compile(
+    r"_token_(id|ids|index)$|(^|_)(start|end|newline|patch)_id$|^(begin_)?suppress_tokens$|^(bad|force)_words_ids$"
+    "|^sequence_bias$"
+)
 _COUNTS = re.compile(r"^(?!type_).*vocab_size")
 # Texts, and tokens of each, on which both models are compared.
 TEXTS, TOKENS = 16, 64
@@ -73,7 +76,7 @@ def _fields(owner: Any) -> dict[str, Any]:
 
 
 def _flat(value: Any) -> Iterator[int]:
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, dict)):
         for item in value:
             yield from _flat(item)
     elif isinstance(value, int) and not isinstance(value, bool):
@@ -84,7 +87,11 @@ def renumber(owner: Any, numbers: Mapping[int, int]) -> None:
     """Give the tokens that the attributes of a config or a processor name their new numbers, in place."""
 
     def new(value: Any) -> Any:
-        return [new(item) for item in value] if isinstance(value, (list, tuple)) else numbers.get(value, value)
+        if isinstance(value, dict):  # sequences of tokens -> their bias
+            return {tuple(new(tokens)): bias for tokens, bias in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [new(item) for item in value]
+        return value if isinstance(value, float) else numbers.get(value, value)  # 2.0 is a bias, and equals 2
 
     for name, value in _fields(owner).items():
         setattr(owner, name, new(value))
