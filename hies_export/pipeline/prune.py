@@ -303,8 +303,8 @@ def prune(
             default those of `batches`, which are then a data set or a list of texts. It needs no budget.
         plan: Cut by this plan instead of choosing. Only `compensation` applies then.
         held_out: Batches that alpha, the criterion or the size of the cut is chosen on, and that the agreement in the
-            result is measured on. By default the last quarter of `batches`, which then is not used for scoring; an
-            empty list for none.
+            result is measured on. By default the last quarter of `batches`, in whole queries where these are named,
+            which then is not used for scoring; an empty list for none.
         compensation_batches: Batches that the cut model is refitted on; by default those that units are scored on.
         processor: The model's tokenizer, image processor, or processor of both: reads a data set, and is saved with the
             result.
