@@ -18,7 +18,7 @@ from ..data.batches import OWN_KEY, batches_fingerprint, size_of
 from ..errors import DataError, StepError, memory_failure
 from ..kinds import ATTENTION
 from ..model.internals import checkpointing
-from ..model.modes import frozen, intercept, output_alone
+from ..model.modes import frozen, intercept, output_alone, requiring_gradients
 from ..model.tokens import refuse_tokens_first
 from ..progress import SILENT, Progress
 from ..tasks import task_of
@@ -214,7 +214,7 @@ class _Pass:
             stack.enter_context(self._entropies.attached())
             stack.enter_context(intercept(self._model, consumers, self._on_read))
             if self._weights is not None:
-                stack.enter_context(self._weights.trainable())
+                stack.enter_context(requiring_gradients(self._weights.parameters.values()))
             yield
 
     def _on_read(self, name: str, x: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -93,18 +92,6 @@ class WeightGradients:
         self._layers: dict[str, Any] = {name: model.get_submodule(name) for m in modules for name in m.layers}
         self.parameters: dict[str, Any] = {name: layer.weight for name, layer in self._layers.items()}
         self._sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in self.parameters.items()}
-
-    @contextmanager
-    def trainable(self) -> Iterator[None]:
-        """Make the weights require gradients inside the block."""
-        before = [(parameter, parameter.requires_grad) for parameter in self.parameters.values()]
-        try:
-            for parameter, _ in before:
-                parameter.requires_grad_(True)
-            yield
-        finally:
-            for parameter, trainable in before:
-                parameter.requires_grad_(trainable)
 
     def add(self, layer: str, gradient: Tensor, factor: float) -> None:
         """Add the gradient of a layer's weight in a batch, times a factor."""

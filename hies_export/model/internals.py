@@ -55,6 +55,20 @@ def note_newer_release() -> None:
         )
 
 
+@contextmanager
+def attributes_set(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Set attributes, each an owner, a name and a value, inside the block, and afterwards put the old values back."""
+    changes = list(changes)
+    before = [getattr(owner, name) for owner, name, _ in changes]
+    try:
+        for owner, name, value in changes:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for (owner, name, _), value in zip(changes, before, strict=True):
+            setattr(owner, name, value)
+
+
 # Auto classes
 
 
@@ -140,10 +154,9 @@ def never_asking() -> Iterator[None]:
     `trust_remote_code=False` does not reach all loaders: `AutoProcessor` does not pass it to the image processor, nor a
     model to the models of its sub-configs. For these, a timeout of zero means no.
     """
-    before = dynamic_module_utils.TIME_OUT_REMOTE_CODE
-    dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
     try:
-        yield
+        with attributes_set([(dynamic_module_utils, "TIME_OUT_REMOTE_CODE", 0)]):
+            yield
     except ValueError as error:
         if not _is_about_code(error):
             raise
@@ -151,8 +164,6 @@ def never_asking() -> Iterator[None]:
             "a checkpoint must load with the classes of transformers, as code in it is never run, but a part of this "
             "one needs code of its own (auto_map); save it as a class of transformers"
         ) from error
-    finally:
-        dynamic_module_utils.TIME_OUT_REMOTE_CODE = before
 
 
 def _is_about_code(error: BaseException) -> bool:
@@ -271,18 +282,14 @@ def hub_switched_off() -> Iterator[None]:
     """
     datasets = sys.modules.get("datasets")
     places: list[Any] = [constants] if datasets is None else [constants, datasets.config]
-    before = [place.HF_HUB_OFFLINE for place in places]
     client = logging.getLogger("huggingface_hub")
     level = client.level
     try:
         client.setLevel(logging.ERROR)
-        for place in places:
-            place.HF_HUB_OFFLINE = True
-        yield
+        with attributes_set((place, "HF_HUB_OFFLINE", True) for place in places):
+            yield
     finally:
         client.setLevel(level)
-        for place, value in zip(places, before, strict=True):
-            place.HF_HUB_OFFLINE = value
 
 
 # Attention
@@ -353,10 +360,7 @@ def attention_undecided(configs: Iterable[PreTrainedConfig]) -> Iterator[None]:
     transformers refuses to save or validate a config that asks for attention weights if it selects a function that
     returns none. It loads such a model all the same.
     """
-    configs = list(configs)
-    with attention_restored(configs):
-        for config in configs:
-            config._attn_implementation_internal = None
+    with attributes_set((config, "_attn_implementation_internal", None) for config in configs):
         yield
 
 
@@ -364,17 +368,11 @@ def attention_undecided(configs: Iterable[PreTrainedConfig]) -> Iterator[None]:
 def attention_maps(model: PreTrainedModel) -> Iterator[None]:
     """Let the parts of a model compute their attention eagerly and return its maps inside the block, if they can."""
     configs = configs_of(model)
-    before = [(config, config._output_attentions) for config in configs]
-    try:
-        with attention_restored(configs):
-            with quiet():  # it warns of parts that know no other
-                model.set_attn_implementation("eager")
-            for config in configs:
-                config._output_attentions = True
+    with attention_restored(configs):
+        with quiet():  # it warns of parts that know no other
+            model.set_attn_implementation("eager")
+        with attributes_set((config, "_output_attentions", True) for config in configs):
             yield
-    finally:
-        for config, returned in before:
-            config._output_attentions = returned
 
 
 def fused_attention_cpu(
@@ -407,17 +405,11 @@ def exact_products() -> Iterator[None]:
     backends: Any = torch.backends
     names = ("cuda.matmul", "cudnn.conv", "mkldnn.matmul", "mkldnn.conv")
     places = [functools.reduce(lambda at, part: getattr(at, part, None), name.split("."), backends) for name in names]
-    owners: list[tuple[Any, str, Any]] = [(p, "fp32_precision", "ieee") for p in places if hasattr(p, "fp32_precision")]
-    if not owners:  # releases of torch before 2.9; asking both ways is an error in later ones
-        owners = [(backends.cuda.matmul, "allow_tf32", False), (backends.cudnn, "allow_tf32", False)]
-    before = [getattr(owner, name) for owner, name, _ in owners]
-    try:
-        for owner, name, value in owners:
-            setattr(owner, name, value)
+    exact: list[tuple[Any, str, Any]] = [(p, "fp32_precision", "ieee") for p in places if hasattr(p, "fp32_precision")]
+    if not exact:  # releases of torch before 2.9; asking both ways is an error in later ones
+        exact = [(backends.cuda.matmul, "allow_tf32", False), (backends.cudnn, "allow_tf32", False)]
+    with attributes_set(exact):
         yield
-    finally:
-        for (owner, name, _), value in zip(owners, before, strict=True):
-            setattr(owner, name, value)
 
 
 def products_in_tf32() -> bool:
@@ -446,7 +438,6 @@ def checkpointing(model: nn.Module) -> Iterator[None]:
     """
     found = (m for m in model.modules() if isinstance(m, GradientCheckpointingLayer) and m.gradient_checkpointing)
     layers: list[Any] = list(found)
-    before = [(layer, layer.training, layer._gradient_checkpointing_func) for layer in layers]
 
     def compute(layer: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
         layer.training = False
@@ -458,13 +449,10 @@ def checkpointing(model: nn.Module) -> Iterator[None]:
     def checkpointed(layer: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
         return checkpoint(partial(compute, layer, function), *args, use_reentrant=False)
 
-    for layer in layers:
-        layer.training, layer._gradient_checkpointing_func = True, partial(checkpointed, layer)
-    try:
+    training = [(layer, "training", True) for layer in layers]
+    functions = [(layer, "_gradient_checkpointing_func", partial(checkpointed, layer)) for layer in layers]
+    with attributes_set([*training, *functions]):
         yield
-    finally:
-        for layer, training, function in before:
-            layer.training, layer._gradient_checkpointing_func = training, function
 
 
 def forget_hooks(module: nn.Module) -> None:
@@ -519,14 +507,9 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
 
     Compiled ones ignore hooks that they had not yet when they ran first.
     """
-    before = [(module, module._compiled_call_impl) for module in model.modules() if module._compiled_call_impl]
-    for module, _ in before:
-        module._compiled_call_impl = None
-    try:
+    compiled = [module for module in model.modules() if module._compiled_call_impl]
+    with attributes_set((module, "_compiled_call_impl", None) for module in compiled):
         yield
-    finally:
-        for module, call in before:
-            module._compiled_call_impl = call
 
 
 @contextmanager
@@ -644,11 +627,8 @@ def _matching_last_nodes() -> Iterator[None]:
             return match(self, model, graph, node, **options)
         return _basics.MatchResult().fail("the node has another operator than the pattern's last one", node)
 
-    matcher.match = match_last
-    try:
+    with attributes_set([(matcher, "match", match_last)]):
         yield
-    finally:
-        matcher.match = match
 
 
 @contextmanager

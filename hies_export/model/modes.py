@@ -20,27 +20,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .internals import ask_for_output_alone, configs_of, uncompiled
+from .internals import ask_for_output_alone, attributes_set, configs_of, uncompiled
 from .linear import is_linear
-
-
-@contextmanager
-def _switched_off(owners: Iterable[Any], flag: str) -> Iterator[None]:
-    """Set a flag of those that have it to False inside the block, and afterwards back to True."""
-    before = [owner for owner in owners if getattr(owner, flag, False)]
-    for owner in before:
-        setattr(owner, flag, False)
-    try:
-        yield
-    finally:
-        for owner in before:
-            setattr(owner, flag, True)
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Put every module into evaluation mode inside the block, and afterwards back into its own mode."""
-    with _switched_off(model.modules(), "training"):
+    with attributes_set((module, "training", False) for module in model.modules() if module.training):
         model.eval()
         yield
 
@@ -63,11 +50,17 @@ def frozen(model: PreTrainedModel) -> Iterator[None]:
     """Put a model into evaluation mode and freeze its weights inside the block, and restore both afterwards."""
     # A model without a problem_type guesses it from the first labels, and writes it into its config.
     problem_type = getattr(model.config, "problem_type", None)
-    with _switched_off(model.parameters(), "requires_grad"), evaluating(model):
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    with attributes_set((parameter, "requires_grad", False) for parameter in trainable), evaluating(model):
         try:
             yield
         finally:
             model.config.problem_type = problem_type
+
+
+def requiring_gradients(parameters: Iterable[Tensor]) -> AbstractContextManager[None]:
+    """Let parameters require gradients inside the block."""
+    return attributes_set((parameter, "requires_grad", True) for parameter in parameters)
 
 
 @contextmanager

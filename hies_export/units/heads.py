@@ -21,6 +21,7 @@ from ..kinds import ATTENTION
 from ..model.attention import AttentionCall, NotOnInterfaceError, use_attention
 from ..model.kernels import VisibleKeys, attend
 from ..model.linear import is_linear
+from ..model.modes import requiring_gradients
 from .own_heads import find_heads, head_counts, without_first_group, without_first_query
 from .probe import Probe, head_of_columns, head_of_features
 from .rehearse import Rehearsal, Wrong, rehearsed, same
@@ -175,12 +176,8 @@ def _find_on_interface(model: PreTrainedModel, batch: Mapping[str, Tensor], labe
     """Return the heads of all modules that call the attention function."""
     probe = Probe(model)
     observer = AttentionObserver(probe)
-    for parameter in probe.small_parameters():
-        parameter.requires_grad_(True)
-    with use_attention(probe.model, observer.attention):
+    with requiring_gradients(probe.small_parameters()), use_attention(probe.model, observer.attention):
         probe.run(batch, before=observer.before, after=observer.after)
-    for parameter in probe.small_parameters():
-        parameter.requires_grad_(False)
     found = list(observer.found.values())
     if not found:
         raise NotOnInterfaceError(

@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 from ..errors import UnsupportedModelError
 from ..kinds import MLP
 from ..model.linear import is_linear
+from ..model.modes import requiring_gradients
 from .probe import Probe
 from .reads import MIXED, Call, LinearObserver, Reach, Read
 from .rehearse import ConsumerRehearsal, Meanings, Wrong, rehearsed
@@ -215,12 +216,9 @@ def find_mlp(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> tuple[Pruna
     _refuse_experts(model, label)
     probe = Probe(model, positive=True)
     layers = layers_of_linears(probe.model)
-    for parameter in probe.other_parameters():
-        parameter.requires_grad_(True)
     dense = LinearObserver(probe, layers)
-    dense.end(probe.run(batch, before=dense.before, after=dense.after))
-    for parameter in probe.other_parameters():
-        parameter.requires_grad_(False)
+    with requiring_gradients(probe.other_parameters()):
+        dense.end(probe.run(batch, before=dense.before, after=dense.after))
     blocks, almost = found_blocks(probe.model, dense, layers)
     for consumer, reason in almost.items():
         raise _refusal(label, f"{reason} in front of {consumer}")

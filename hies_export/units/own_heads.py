@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from ..errors import UnsupportedModelError
 from ..kinds import ATTENTION
 from ..model.linear import is_linear
+from ..model.modes import requiring_gradients
 from .neurons import common_module, layers_of_linears
 from .probe import Probe, head_of_axes, head_of_columns
 from .reads import Call, LinearObserver, sample
@@ -295,16 +296,12 @@ def find_heads(
 ) -> tuple[PrunableModule, ...]:
     """Return the heads that linear layers read; raise `otherwise` if there are none."""
     probe = Probe(model)
-    for parameter in probe.small_parameters():
-        parameter.requires_grad_(True)
     dense = HeadObserver(probe)
     modules = [*probe.model.modules()]
-    with dense.watching():
+    with requiring_gradients(probe.small_parameters()), dense.watching():
         dense.end(probe.run(batch, before=dense.before, after=dense.after))
     if modules != [*probe.model.modules()]:
         raise UnsupportedModelError(f"{label} cannot be cut: its code replaces modules of its own while it runs")
-    for parameter in probe.small_parameters():
-        parameter.requires_grad_(False)
     found, reasons = dense.modules()
     if not found:
         raise UnsupportedModelError(f"{label} cannot be cut: {reasons[0]}") if reasons else otherwise

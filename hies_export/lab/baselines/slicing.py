@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from ...data.batches import Batch, inputs_of, size_of
 from ...errors import UnsupportedModelError
-from ...model.modes import evaluating, frozen, output_alone, watch
+from ...model.modes import evaluating, frozen, output_alone, requiring_gradients, watch
 from ...model.tokens import real_tokens
 from ...tasks import Predictions, task_of
 from ...units.units import PrunableModule
@@ -106,9 +106,7 @@ def fine_tuned(
     optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
     try:
-        with frozen(model), output_alone(model), torch.enable_grad():
-            for parameter in trained:
-                parameter.requires_grad_(True)
+        with frozen(model), output_alone(model), torch.enable_grad(), requiring_gradients(trained):
             generator = torch.Generator().manual_seed(0)
             for index in torch.cat([torch.randperm(len(batches), generator=generator) for _ in range(epochs)]).tolist():
                 on_device = {key: value.to(model.device) for key, value in batches[index].items()}
@@ -117,8 +115,6 @@ def fine_tuned(
                 optimizer.step()
                 schedule.step()
             optimizer.zero_grad()
-            for parameter in trained:
-                parameter.requires_grad_(False)
         yield
     finally:
         with torch.no_grad():
