@@ -73,7 +73,7 @@ def residual_places(
             name, y, before_it = last
             without = x.reshape(y.shape) - y
             alike = ((at, t.reshape(y.shape)) for at, t in before_it if t.numel() == y.numel())
-            found[name] = next((at for at, t in alike if _same(without, t)), None)
+            found[name] = next((at for at, t in alike if Difference.of(without, t).within(SAME_CODE)), None)
             last = None if found[name] else last
         earlier.append((Place(names[layer], returned=False), x))
 
@@ -168,7 +168,3 @@ def _forward_alone(model: PreTrainedModel) -> Iterator[None]:
 def _forward(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
     """Run a batch without its labels, and without the head of a language model as far as it can be left out."""
     task_of(model, batch).output(model, {**batch, **least_logits(model)})
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    return Difference.of(one, other).within(SAME_CODE)

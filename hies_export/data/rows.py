@@ -352,7 +352,9 @@ def _load_image_folder(folder: Path, cache: str) -> datasets.Dataset:
 
 def _build(builder: str, patterns: list[str], cache: str, **options: Any) -> datasets.Dataset:
     """Return the rows that a builder of `datasets` reads, mapped from a file in a folder."""
-    with _reading():
+    with quiet():
+        # pandas warns so before it drops the surplus cells of rows wider than the header.
+        warnings.filterwarnings("error", message="Length of header")
         rows = datasets.load_dataset(
             builder, data_files={"train": patterns}, split="train", cache_dir=cache, keep_in_memory=False, **options
         )
@@ -363,11 +365,3 @@ def _build(builder: str, patterns: list[str], cache: str, **options: Any) -> dat
             for batch in batches:
                 batch.validate(full=True)
     return rows
-
-
-@contextmanager
-def _reading() -> Iterator[None]:
-    with quiet():
-        # pandas warns so before it drops the surplus cells of rows wider than the header.
-        warnings.filterwarnings("error", message="Length of header")
-        yield

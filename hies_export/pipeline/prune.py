@@ -343,7 +343,8 @@ def prune(
         "min_neurons": min_neurons,
         **{"keep_layers": keep_layers, "multiple_of": multiple_of, "steps": steps, "compensation": compensation},
     }
-    asked, comparison = _asked(options, plan, vocabulary), _comparison(evaluation or {})
+    asked = _asked(options, plan, vocabulary)
+    comparison = _section(ComparisonSection, evaluation or {}, "evaluation.")
     given = unwrap(without_compiler(model), embedding)
     rows = {"held_out": held_out, "compensation_batches": compensation_batches, "columns": columns}
     rows["vocabulary"] = vocabulary
@@ -376,11 +377,6 @@ def _asked(options: Mapping[str, Any], plan: PruningPlan | None, vocabulary: Any
     if keep and "samples" in keep.model_fields_set:
         raise RequestError("keep.samples says how many rows a recipe draws; pass that many as held_out= instead")
     return section
-
-
-def _comparison(evaluation: ComparisonSection | Mapping[str, Any]) -> ComparisonSection:
-    """Return how predictions are judged, after the checks of a recipe."""
-    return _section(ComparisonSection, evaluation, "evaluation.")
 
 
 def _section(section: type[AnySection], fields: Any, where: str = "") -> AnySection:

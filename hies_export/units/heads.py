@@ -22,7 +22,7 @@ from ..model.attention import AttentionCall, NotOnInterfaceError, use_attention
 from ..model.kernels import VisibleKeys, attend
 from ..model.linear import is_linear
 from ..model.modes import requiring_gradients
-from .own_heads import find_heads, head_counts, without_first_group, without_first_query
+from .own_heads import find_heads, head_counts, indices_by_head, without_first_group, without_first_query
 from .probe import Probe, head_of_columns, head_of_features
 from .rehearse import Rehearsal, Wrong, rehearsed, same
 from .units import PrunableModule, Slice, spans_of
@@ -261,17 +261,13 @@ def _features_by_head(found: FoundAttention, refuse: Refusal) -> _Owned:
         widths = [0] * count
         for layer, (head_of, _) in found.heads_of[role].items():
             per_head = owned.setdefault(layer, {}).setdefault(role != "query", [set() for _ in range(count)])
-            for head, features in enumerate(_by_head(head_of, count)):
+            for head, features in enumerate(indices_by_head(head_of, count)):
                 per_head[head].update(features)
                 widths[head] += len(features)
         if count > 1 and (len(set(widths)) > 1 or not widths[0] or (role in _WHOLE and widths[0] != width)):
             layers = " and ".join(sorted(found.heads_of[role]))
             raise refuse(f"the {role} heads do not have features of their own in {layers} (they are mixed or shared)")
     return owned
-
-
-def _by_head(head_of: Tensor, heads: int) -> list[list[int]]:
-    return [(head_of == head).nonzero().flatten().tolist() for head in range(heads)]
 
 
 def _parameter_slices(found: FoundAttention, refuse: Refusal) -> list[Slice]:
@@ -282,7 +278,7 @@ def _parameter_slices(found: FoundAttention, refuse: Refusal) -> list[Slice]:
         if (of_row != of_row[:, :1]).any():
             raise refuse(f"the parameter {parameter} has values for every head, but not in rows,")
         count = (found.key if per_group else found.query).shape[1]
-        rows = spans_of(_by_head(of_row[:, 0], count))
+        rows = spans_of(indices_by_head(of_row[:, 0], count))
         slices.append(Slice(f"{found.name}.{parameter}".lstrip("."), 0, rows, per_group=per_group, parameter=True))
     return slices
 
@@ -302,7 +298,7 @@ def _add_gates(owned: _Owned, found: FoundAttention, refuse: Refusal) -> None:
         if (head_of[used] == -1).any():
             raise refuse(f"features of {layer} gate several heads")
         per_head = owned.setdefault(layer, {}).setdefault(False, [set() for _ in range(heads)])
-        for head, features in enumerate(_by_head(head_of, heads)):
+        for head, features in enumerate(indices_by_head(head_of, heads)):
             per_head[head].update(features)
 
 

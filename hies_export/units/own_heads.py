@@ -211,12 +211,12 @@ def heads_in(x: Tensor, leaves: Mapping[Call, Tensor], parameters: Mapping[str, 
     for at, (head_of, used) in by_head.items():
         layer = owned.setdefault(calls[at][0], {})
         if (head_of >= 0).any():
-            layer[False] = _indices(head_of, heads)
+            layer[False] = indices_by_head(head_of, heads)
         shared = used & (head_of < 0)
         for fewer in _divisors(heads) if shared.any() else ():
             group_of = head_of_columns(x, columns // fewer, {at: features[at]})[at][0]
             if (group_of[shared] >= 0).all():
-                layer[True] = _indices(group_of.where(shared, -1), fewer)
+                layer[True] = indices_by_head(group_of.where(shared, -1), fewer)
                 groups = fewer
                 break
         if (single[at][0] < 0).all() and (head_of >= 0).all() and not key_width:
@@ -261,7 +261,8 @@ def _divisors(number: int) -> list[int]:
     return [n for n in range(number // 2, 1, -1) if number % n == 0]
 
 
-def _indices(head_of: Tensor, heads: int) -> list[list[int]]:
+def indices_by_head(head_of: Tensor, heads: int) -> list[list[int]]:
+    """Return the indices that every head owns, by the head of each index, (indices,) int64."""
     return [(head_of == head).nonzero().flatten().tolist() for head in range(heads)]
 
 
@@ -271,7 +272,7 @@ def _axis(by_axis: Sequence[Tensor], heads: int) -> tuple[int, list[list[int]]] 
     `by_axis` has the head of each index of every axis, -1 for none or several.
     """
     for axis, head_of in enumerate(by_axis):
-        indices = _indices(head_of, heads)
+        indices = indices_by_head(head_of, heads)
         if len(head_of) % heads == 0 and {len(own) for own in indices} == {len(head_of) // heads}:
             return axis, indices
     return None

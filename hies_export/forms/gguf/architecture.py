@@ -87,7 +87,7 @@ def find_layout(model: PreTrainedModel, *, uneven: bool = False) -> Layout:
     sizes = tuple(_sizes(layer) for layer in layers)
     frequencies, scale = _rope(model)
     head_dim = layers[0].self_attn.head_dim
-    theta = float(_text_config(model).rope_parameters["rope_theta"])
+    theta = float(model.config.get_text_config().rope_parameters["rope_theta"])
     plain = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     factors = plain / frequencies.double()
     scaled = bool((factors - 1).abs().max() > _ROUNDING)
@@ -99,7 +99,7 @@ def find_layout(model: PreTrainedModel, *, uneven: bool = False) -> Layout:
         theta=theta,
         rope_factors=factors.float() if scaled else None,
         rope_scale=scale,
-        positions=_text_config(model).max_position_embeddings,
+        positions=model.config.get_text_config().max_position_embeddings,
     )
 
 
@@ -111,14 +111,10 @@ def refused(model: PreTrainedModel, problem: str, remedy: str = "export it to ON
     )
 
 
-def _text_config(model: PreTrainedModel) -> Any:
-    return model.config.get_text_config()
-
-
 def _problems(model: PreTrainedModel) -> Iterator[str]:
     """Yield what llama.cpp cannot carry, of what the comparison of logits would miss or fail on."""
     base: Any = model.base_model
-    config = _text_config(model)
+    config = model.config.get_text_config()
     if not model.can_generate() or model.config.is_encoder_decoder:
         yield "it is no decoder with a language-modelling head"
     if config.model_type not in _MODEL_TYPES:

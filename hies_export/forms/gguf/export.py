@@ -70,7 +70,8 @@ def export_gguf(
         ParityError: llama.cpp's outputs differ from torch's beyond the tolerance.
     """
     target = Path(folder)
-    check_dtype(dtype)
+    if dtype not in STORED_AS:
+        raise RecipeError(f"the dtype of a GGUF file must be one of {', '.join(STORED_AS)}, got {dtype!r}")
     refuse_existing(target, overwrite=overwrite)
     require_gguf()
     tokenizer = copy.deepcopy(tokenizer)  # a call changes how it cuts and pads
@@ -120,12 +121,6 @@ def _find(model: PreTrainedModel, tokenizer: Any, *, uneven: bool = False) -> tu
 def _rows(model: PreTrainedModel) -> int:
     embedding: Any = model.get_input_embeddings()
     return int(embedding.weight.shape[0])
-
-
-def check_dtype(dtype: str) -> None:
-    """Refuse, by a RecipeError, a dtype of matrices that is none of `STORED_AS`."""
-    if dtype not in STORED_AS:
-        raise RecipeError(f"the dtype of a GGUF file must be one of {', '.join(STORED_AS)}, got {dtype!r}")
 
 
 def require_gguf() -> None:
