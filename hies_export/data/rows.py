@@ -247,12 +247,11 @@ def _load_files(path: Path, cache: str) -> datasets.Dataset:
         )
     builder, options = _BUILDERS[ending]
     try:
-        rows = _build(builder, [glob.escape(str(part)) for part in parts], cache, **options)
+        return _build(builder, [glob.escape(str(part)) for part in parts], cache, **options)
     except Exception as error:  # pandas, pyarrow, gzip: each raises its own kind
         raise DataError(
             f"{path} must be a readable {ending} file with at least one row, but: {_reason(error)}"
         ) from error
-    return rows
 
 
 def _reason(error: Exception) -> str:

@@ -56,10 +56,11 @@ def lower_share(
 
 
 def share_ends(
-    same: torch.Tensor, samples: torch.Tensor | None = None, confidence: float = CONFIDENCE
+    same: torch.Tensor, samples: torch.Tensor | None = None, confidence: float = CONFIDENCE, *, scale: float = 1.0
 ) -> tuple[float, float]:
     """Return both ends of `lower_share`'s interval; the upper end is 1 - the lower one of the share that differs."""
-    return lower_share(same, samples, confidence), 1 - lower_share(~same, samples, confidence)
+    low, differ = (lower_share(of, samples, confidence, scale=scale) for of in (same, ~same))
+    return low, 1 - differ
 
 
 def ratio_ends(

@@ -17,7 +17,7 @@ from ..data.batches import Batch, is_of_documents, samples_of
 from ..progress import SILENT, Progress
 from ..recipe.budget import Budget, Found
 from ..tasks import Predictions, Task, task_of
-from .interval import CONFIDENCE, lower_share, ratio_ends, share_ends, variance_of_mean
+from .interval import CONFIDENCE, ratio_ends, share_ends, variance_of_mean
 from .metrics import METRICS, check_metrics, find_metric, quality_loss
 from .predict import predict, references
 from .ranking import Ranked, RankedTexts, Rankings, RowsKind, kind_of_rows, ranked
@@ -192,8 +192,7 @@ class Judge:
             return _ratio(name, dense.mean().item(), slim.mean().item()), low, high
         if self._rows is None:
             same = self.agreement(predictions)
-            low, differ = (lower_share(of, self.samples, self.confidence, scale=scale) for of in (same, ~same))
-            return same.double().mean().item(), low, 1 - differ
+            return same.double().mean().item(), *share_ends(same, self.samples, self.confidence, scale=scale)
         share, drawn = self._resampled(name, predictions, _ratio, scale)
         low, high = np.quantile(drawn, ((1 - self.confidence) / 2, (1 + self.confidence) / 2)).tolist()
         return share, low, high

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -171,14 +171,9 @@ def _decide(job: Job, statistics: Statistics, forms: Forms) -> Choice:
     return replace(choose(job, statistics), cascade=job.cascade)
 
 
-@contextmanager
-def output_folder(output: Path, *, overwrite: bool) -> Iterator[Path]:
-    """Yield a `new_folder` for the output of a run; of several processes only the first makes it, and writes."""
-    if not processes.is_first():
-        yield output
-        return
-    with new_folder(output, overwrite=overwrite) as folder:
-        yield folder
+def output_folder(output: Path, *, overwrite: bool) -> AbstractContextManager[Path]:
+    """Return a `new_folder` for the output of a run; of several processes only the first makes it, and writes."""
+    return new_folder(output, overwrite=overwrite) if processes.is_first() else nullcontext(output)
 
 
 @contextmanager

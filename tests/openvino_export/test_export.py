@@ -136,7 +136,7 @@ def test_loud_neurons_are_computed_apart_and_cost_the_others_no_levels(
     largest = {name: np.ones(192 if number < 2 else 128) for number, name in enumerate(names)}
     for name in names[:2]:
         largest[name][[5, 60]] = 40, 2
-    apart = set_apart(program.graph, largest)
+    apart = set_apart(program, largest)
     assert len(apart) == 2
     onnx_ir.save(program, tmp_path / "apart.onnx")
     shapes = Counter(
@@ -149,7 +149,7 @@ def test_loud_neurons_are_computed_apart_and_cost_the_others_no_levels(
     errors, layers = {}, {}
     for what in ("apart", "together"):
         if what == "together":
-            monkeypatch.setattr(export_module, "set_apart", lambda graph, largest: set())
+            monkeypatch.setattr(export_module, "set_apart", lambda program, largest: set())
         made = quantize_openvino(exported, tmp_path / what, rows=rows)
         layers[what] = made.facts["layers"]
         errors[what] = relative_error(

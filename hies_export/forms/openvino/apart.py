@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..runtimes.graphs import Rewrite, drop_unused, weight_of, with_bias
+from ..runtimes.graphs import Rewrite, weight_of, with_bias
 
 # Neurons of a layer that are set apart: as many as a kernel computes in the time of one.
 APART = 16
@@ -30,12 +30,14 @@ def readers(graph: Any) -> dict[str, Any]:
     return {node.inputs[0].name: node for node in graph if weight_of(node) is not None and _are_neurons(node.inputs[0])}
 
 
-def set_apart(graph: Any, largest: Mapping[str, np.ndarray]) -> set[str]:
+def set_apart(program: Any, largest: Mapping[str, np.ndarray]) -> set[str]:
     """Compute some neurons of each layer apart, in place; return the names of what is computed from them alone.
 
     `largest` has the largest absolute activation of each neuron, by the name of what a layer reads.
     """
-    named = set()
+    from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+    graph, named = program.graph, set()
     for name, node in readers(graph).items():
         order = np.argsort(-largest[name], kind="stable")
         # Half the range is one bit more for all others.
@@ -48,7 +50,7 @@ def set_apart(graph: Any, largest: Mapping[str, np.ndarray]) -> set[str]:
         named.add(products[-1].name)
         total = new("Add", *products)
         new.finish(with_bias(new, node, total))
-    _drop_unused(graph)
+    RemoveUnusedNodesPass()(program)
     return named
 
 
@@ -84,11 +86,3 @@ def _narrowed(new: Rewrite, value: Any, neurons: np.ndarray, width: int) -> Any:
         return product if bias is None else new("Add", product, _narrowed(new, bias, neurons, width))
     inputs = [_narrowed(new, given, neurons, width) for given in node.inputs]
     return new(node.op_type, *inputs, domain=node.domain, **{a.name: a for a in node.attributes.values()})
-
-
-def _drop_unused(graph: Any) -> None:
-    """Remove what only removed layers read."""
-    for node in reversed(list(graph)):
-        if not any(output.uses() or output.is_graph_output() for output in node.outputs):
-            graph.remove(node, safe=True)
-    drop_unused(graph)

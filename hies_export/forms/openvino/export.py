@@ -183,7 +183,7 @@ def _set_apart(file: Path, feeds: Sequence[Mapping[str, np.ndarray]], target: Pa
                 for name, states in read(feed).items():
                     reached = states.flatten(0, -2).abs().amax(0).numpy()
                     largest[name] = np.maximum(largest.get(name, 0.0), reached)
-    neurons = set_apart(program.graph, largest)
+    neurons = set_apart(program, largest)
     program.graph.sort()
     save_program(program, target)
     return neurons
