@@ -158,17 +158,7 @@ def _find_modules(
         if batch is None and name and inside and getattr(tower, "main_input_name", "") == "pixel_values":
             assert isinstance(tower, PreTrainedModel)
             for module in find_modules(tower, sample_batch(tower), kinds=kinds):
-                module = _inside(name, module)
+                module = module.inside(name)
                 modules.setdefault(module.name, module)
     order = {name: position for position, name in enumerate(plan.kept)}
     return tuple(sorted(modules.values(), key=lambda module: order.get(module.name, len(order))))
-
-
-def _inside(outer: str, module: PrunableModule) -> PrunableModule:
-    """Return a module of a submodel, under the names it has in the model."""
-    return replace(
-        module,
-        name=f"{outer}.{module.name}",
-        consumer=f"{outer}.{module.consumer}",
-        slices=tuple(replace(part, tensor=f"{outer}.{part.tensor}") for part in module.slices),
-    )

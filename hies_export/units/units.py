@@ -7,7 +7,7 @@ Kept, Selection  the units that stay, of one module and of a model
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -180,13 +180,15 @@ class PrunableModule(Units):
 
     def below(self, prefix: str) -> PrunableModule:
         """Return the same module by its names in a part of the model, whose dotted name is the prefix."""
-        start = f"{prefix}."
-        return replace(
-            self,
-            name=self.name.removeprefix(start),
-            consumer=self.consumer.removeprefix(start),
-            slices=tuple(replace(part, tensor=part.tensor.removeprefix(start)) for part in self.slices),
-        )
+        return self._renamed(lambda name: name.removeprefix(f"{prefix}."))
+
+    def inside(self, prefix: str) -> PrunableModule:
+        """Return a module of a part of the model by its names in the model, where the part's name is the prefix."""
+        return self._renamed(lambda name: f"{prefix}.{name}")
+
+    def _renamed(self, new: Callable[[str], str]) -> PrunableModule:
+        slices = tuple(replace(part, tensor=new(part.tensor)) for part in self.slices)
+        return replace(self, name=new(self.name), consumer=new(self.consumer), slices=slices)
 
     def columns(self, units: Iterable[int]) -> Tensor:
         """Return the consumer's input columns that the given units own: (columns,) int64, in the order of the units."""
