@@ -440,11 +440,8 @@ def checkpointing(model: nn.Module) -> Iterator[None]:
     layers: list[Any] = list(found)
 
     def compute(layer: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
-        layer.training = False
-        try:
+        with attributes_set([(layer, "training", False)]):
             return function(*args)
-        finally:
-            layer.training = True
 
     def checkpointed(layer: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
         return checkpoint(partial(compute, layer, function), *args, use_reentrant=False)
