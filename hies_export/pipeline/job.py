@@ -387,7 +387,7 @@ def job_in_memory(
         how = {"task": task, "processor": processor, "columns": columns, "max_length": given.max_length}
         of = partial(batches_of, model, **how)
         fields = columns
-        if columns is None and isinstance(batches, datasets.Dataset):
+        if columns is None and task.embeds and isinstance(batches, datasets.Dataset):
             fields = usual_columns(batches, type(task))
         together = None if fields is None else fields.get("query") or fields.get("group")
         return task, _rows_in_memory(of, task, options, batches, held_out, compensation_batches, together)

@@ -80,15 +80,18 @@ def select_units(
         raise RecipeError(
             "select_units needs one budget: heads (a share), counts (bundles per module), or a table with a ratio"
         )
-    units = {module.name: module.units for module in modules}
-    for name, values in scores.scores.items():
-        if len(values) != units.get(name):
-            has = f"has {units[name]} units" if name in units else "is not among them"
-            raise PlanError(
-                f"scores must be one for each unit of the modules given, but there are {len(values)} of {name}, which "
-                f"{has}; score these modules, or give those that were scored"
-            )
     scored = [module for module in modules if module.name in scores.scores]
+    if modules and not scored:
+        raise PlanError(
+            f"scores must be of the modules given, but none of these has any ({modules[0].name} is the first); score "
+            "the modules of this model"
+        )
+    for module in scored:
+        if len(scores.scores[module.name]) != module.units:
+            raise PlanError(
+                f"a module must have one score for each of its units, but {module.name} has {module.units} units and "
+                f"{len(scores.scores[module.name])} scores; score the modules of this model"
+            )
     if table is not None and ratio is not None:
         check_constraints(scored, constraints)
         parts = constraints.parts(scored)

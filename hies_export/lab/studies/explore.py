@@ -156,12 +156,11 @@ class Exploration:
         for kind, share in ((ATTENTION, sparsity), (MLP, neurons if self.ranks_neurons else None)):
             modules = [module for module in self.modules if module.kind == kind]
             if share and modules:
-                own = replace(scores, scores={module.name: scores.scores[module.name] for module in modules})
-                kept |= select_units(own, modules, heads=share, constraints=constraints)
+                kept |= select_units(scores, modules, heads=share, constraints=constraints)
             elif share == 0:
                 kept |= {module.name: module.kept(range(module.units)) for module in modules}
         known = {key: getattr(self.statistics.calibration, key) for key in ("samples", "labels", "fingerprint")}
-        same = kept == self.plan.kept
+        own = kept == self.plan.kept
         return PruningPlan(
             kept=kept,
             criterion="hies",
@@ -170,7 +169,7 @@ class Exploration:
             calibration={key: value for key, value in known.items() if value},
             versions=library_versions(),
             model=self.plan.model,
-            compensation={key: value for key, value in self.plan.compensation.items() if key != "refit" or same},
+            compensation={key: value for key, value in self.plan.compensation.items() if key != "refit" or own},
         )
 
     def flops_ratio(self, plan: PruningPlan) -> float:
