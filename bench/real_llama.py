@@ -93,7 +93,8 @@ class Bench:
         self._options, self._seed = options, seed
         parts = [part for method in methods if (part := NAME.fullmatch(method))]
         criteria, compensations, modules = (tuple(dict.fromkeys(part[i] for part in parts)) for i in (1, 2, 3))
-        if SLICED in methods:  # it has no cell in a grid, and reads the rows that another method is refitted on
+        # Neither SliceGPT nor the dense model has a cell in a grid; SliceGPT reads the rows of a refit.
+        if SLICED in methods or not parts:
             compensations = tuple(dict.fromkeys((*compensations, "bias")))
         grid = SweepGrid(
             criteria=criteria or ("random",),
@@ -291,11 +292,10 @@ def key_of(line: dict[str, Any]) -> str:
 def print_tables(lines: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
     """Print a Markdown table for each number: its mean over the seeds, and its range."""
     print(f"\nseeds {options.seeds}, {settings_of(options)}")
-    others = [folder.name for folder in options.other_texts]
-    titles = {"perplexity": "perplexity", **{text: f"perplexity of {text}" for text in others}}
-    titles |= {what: f"{what.replace('same', 'same next token')}, %" for what in ("same", *options.tasks)}
-    for what, title in titles.items():
-        scale = 100 if title.endswith("%") else 1
+    texts = {folder.name: f"perplexity of {folder.name}" for folder in options.other_texts}
+    shares = {"same": "same next token, %", **{task: f"{task}, %" for task in options.tasks}}
+    for what, title in {"perplexity": "perplexity", **texts, **shares}.items():
+        scale = 100 if what in shares else 1
         dense = cell_text([line for line in lines if line["method"] == DENSE], what, scale)
         print(f"\n{title}, dense {dense}\n")
         print(f"| method | {' | '.join(f'{share:g} of FLOPs' for share in options.shares)} |")

@@ -40,7 +40,7 @@ class Trimming:
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts for a trimming.
+    """The texts that say which tokens stay, and those that show what a trimming does to others.
 
     Attributes:
         used: Those whose tokens stay.
