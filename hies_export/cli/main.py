@@ -20,6 +20,7 @@ from rich.console import Console
 from .. import processes
 from ..errors import HiesError, foreign_failure, memory_failure, system_failure
 from ..progress import SILENT
+from ..recipe.gone import gone_command
 from ..version import __version__
 from . import (
     apply,
@@ -35,7 +36,6 @@ from . import (
     run,
     score,
     sweep,
-    ui,
     upgrade,
 )
 from .arguments import Options
@@ -43,7 +43,7 @@ from .terminal import TerminalProgress, in_flags, print_json, show_messages
 
 # In the order of --help.
 COMMANDS: tuple[ModuleType, ...] = (run, deploy, prune, export, bench, inspect, report, push, apply, quickstart)
-FURTHER: tuple[ModuleType, ...] = (sweep, ui, generate, upgrade, score)
+FURTHER: tuple[ModuleType, ...] = (sweep, generate, upgrade, score)
 
 # These share their work among the processes that accelerate or torchrun started.
 SHARED = (run, score, prune)
@@ -69,6 +69,8 @@ def main(arguments: Sequence[str] | None = None, *, parser: argparse.ArgumentPar
         # Some versions of argparse make an empty list of this value, whatever the option's type.
         if argument.startswith("--") and argument.partition("=")[2] == "--":
             parser.error(f"an option needs a value, got {argument}")
+    if arguments and (instead := gone_command(arguments)):
+        parser.error(instead)
     options = parser.parse_args(arguments, Options())
     # Reports record it.
     options.command_line = shlex.join(["hies-export", *arguments])

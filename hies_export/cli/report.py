@@ -20,7 +20,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
     folder = "folder of a run or sweep, or file with the output of `bench --json`"
     add("folder", metavar="DIR", type=a_path, help=folder)
-    add("--figures", metavar="DIR", type=a_path, help="draw the figures of a run or sweep here, as SVG")
+    add("--figures", metavar="DIR", type=a_path, help="draw the figures of a run here, as SVG")
     page = "write one self-contained page (default for a sweep: its sweep.html)"
     add("--html", metavar="FILE", type=a_path, help=page)
 
@@ -67,11 +67,12 @@ def _show_report(options: Options) -> Shown:
 
 def _show_sweep(options: Options) -> Shown:
     from ..lab.sweep.page import lead_text, read_sweep, render_sweep
-    from ..lab.sweep.svg import draw_sweep
     from .sweep import print_tables
+
+    if options.figures is not None:
+        raise RequestError(f"figures are drawn for a run, but {options.folder} is a sweep; use --html")
 
     rows, about = read_sweep(options.folder)
     options.console.print(lead_text(rows), soft_wrap=True)
     print_tables(rows, options)
-    page = render_sweep(rows, about, name=options.folder.absolute().name)
-    return {"rows": rows}, page, lambda: draw_sweep(options.folder)
+    return {"rows": rows}, render_sweep(rows, about, name=options.folder.absolute().name), dict

@@ -1,10 +1,9 @@
-"""Compare many ways to prune, in tables and figures; one that was stopped goes on."""
+"""Compare many ways to prune, in tables and on one page; one that was stopped goes on."""
 
 from __future__ import annotations
 
 from argparse import ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from .arguments import Options, a_list, add_recipe, read_recipe
@@ -47,33 +46,22 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="time every slim model against the dense one, at 8 x 128, on onnxruntime-cpu or another runtime of bench; "
         "give RECIPE first",
     )
-    workers = "evaluate on the workers of a Dask cluster (default: in this process)"
-    add("--executor", metavar="dask:ADDRESS", help=workers)
-    add("--no-figures", action="store_true", help="draw nothing")
 
 
 def run(options: Options) -> dict[str, Any]:
     """Judge every cell of the grid, print the tables, and return rows, seconds and the number of models judged."""
     recipe = read_recipe(options)
-    from ..lab.sweep.executors import open_executor  # after the refusals, because it takes seconds
-    from ..lab.sweep.stopwatch import LatencyRequest
+    from ..lab.sweep.stopwatch import LatencyRequest  # after the refusals, because it takes seconds
     from ..lab.sweep.sweep import sweep
 
     grid = _read_grid(options, calibration_size=recipe.calibration.samples)
     latency = LatencyRequest(options.latency) if options.latency else None
     how: dict[str, Any] = {"latency": latency, "overwrite": options.overwrite, "progress": options.progress}
-    with open_executor(options.executor, progress=options.progress) if options.executor else nullcontext() as executor:
-        result = sweep(recipe, grid, recipe.output, executor=executor, **how)
-    if not options.no_figures:
-        from ..lab.sweep.svg import draw_sweep
-        from ..report.figures import write_figures
-
-        options.progress.stage("draw")
-        write_figures(draw_sweep(recipe.output), recipe.output / "figures")
+    result = sweep(recipe, grid, recipe.output, **how)
     print_tables(result.rows, options)
     spent = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in result.seconds.items())
     options.console.print(f"\n{result.evaluations} models judged; {spent}", soft_wrap=True)
-    options.console.print(f"written to {recipe.output}: sweep.html, sweep.json, sweep.csv, tables.md, tables.tex")
+    options.console.print(f"written to {recipe.output}: sweep.html, sweep.json, sweep.csv, tables.md")
     return {"rows": result.rows, "seconds": result.seconds, "evaluations": result.evaluations}
 
 

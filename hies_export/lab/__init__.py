@@ -2,6 +2,5 @@
 
 sweep/      criteria, alphas, budgets and seeds, compared in tables and figures
 baselines/  methods of other papers, for sweeps
-studies/    the theory of a model's heads, and trials of other plans
-ui/         a page to try plans in the browser
+studies/    the theory of a model's heads
 """

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
 from ..checkpoint.folders import refuse_other_file, replace_file
-from .drawing import ACCENT, CARD, DARK, INK, LINE, MUTED, SECOND, SERIES, MapFigure, Scale, draw_curve, neuron_bars
+from .drawing import ACCENT, CARD, DARK, INK, LINE, MUTED, SECOND, MapFigure, Scale, draw_curve, neuron_bars
 from .frontier import WIDTH, FrontierFigure, frontier_figure
 from .frontier import draw_frontier as frontier_svg
 from .html import alpha_curves, environment, head_figures, render
@@ -69,8 +69,8 @@ def map_panels(figures: Sequence[MapFigure]) -> list[Panel]:
     ]
 
 
-def arrange(panels: Sequence[Panel], *, width: int = _WIDTH, legend: Callable[[int], str] | None = None) -> str:
-    """Return panels, two in a row, and a legend of their whole width below, as one SVG that needs nothing else."""
+def arrange(panels: Sequence[Panel], *, width: int = _WIDTH) -> str:
+    """Return panels, two in a row, as one SVG that needs nothing else."""
     columns = min(2, len(panels))
     inner, placed, top = columns * (width + _GAP) - _GAP, [], _GAP
     for first in range(0, len(panels), columns):
@@ -80,17 +80,8 @@ def arrange(panels: Sequence[Panel], *, width: int = _WIDTH, legend: Callable[[i
         for column, (panel, height) in enumerate(zip(row, heights, strict=True)):
             placed.append((panel, _GAP + column * (width + _GAP), top, width, height))
         top += max(heights) + _GAP
-    if legend is not None:
-        placed.append((Panel("", below := legend(inner)), _GAP, top, inner, _height(below, inner)))
-        top += placed[-1][-1] + _GAP
     light = (CARD, INK, MUTED, LINE, ACCENT, SECOND)
-    colours = {
-        "light": light,
-        "light_series": SERIES,
-        "dark": [DARK[colour] for colour in light],
-        "dark_series": [DARK[colour] for colour in SERIES],
-        "changes": DARK,
-    }
+    colours = {"light": light, "dark": [DARK[colour] for colour in light], "changes": DARK}
     return render("figure.svg.j2", placed=placed, width=inner + 2 * _GAP, height=top, title=_TITLE, **colours)
 
 

@@ -37,7 +37,7 @@ PATHS = (
     *("apply {} model -o o", "apply plan.json {} -o o", "apply plan.json model -o {}"),
     *("export {} -o o", "export model -o {}", "bench {}", "bench model {}", "quickstart -o {}"),
     *("generate {} --prompt a", "generate model --prompt a --image {}"),
-    *("push {} user/name", "upgrade {} -o o", "upgrade model -o {}", "inspect {}", "ui {}"),
+    *("push {} user/name", "upgrade {} -o o", "upgrade model -o {}", "inspect {}"),
     *("report {}", "report run --html {}", "report run --figures {}"),
 )
 
@@ -57,7 +57,8 @@ def test_paths_that_no_file_system_takes(command: str, path: str, said: Any) -> 
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("ui run --port 80000", "must be a whole number from 1 to 65535, got '80000'"),
+        ("ui run --port 80000", "hies-export ui is gone; use 'hies-export report RUN --html FILE' to see a run"),
+        ("sweep recipe.yaml --executor=dask:tcp://a:1", "a sweep runs in one process, got --executor; leave it out"),
         ("bench model --repeats 1.5", "must be a whole number from 1 to 2147483647, got '1.5'"),
         ("bench model --min-seconds nan", "must be a number from 0 to 2147483647, got 'nan'"),
         ("generate model --prompt a --max-new-tokens 0", "must be a whole number from 1 to 2147483647, got '0'"),

@@ -59,7 +59,6 @@ def test_a_folder_of_the_user_is_not_replaced(command: str, project: Path, tmp_p
     (tmp_path / "mine" / "thesis.md").write_text("mine")
     inputs = {"apply": ("plan.json", "model"), "export": ("model",), "upgrade": ("model",), "quickstart": ()}
     given = [project / name for name in inputs.get(command, ("recipe.yaml",))]
-    given += ["--no-figures"] if command == "sweep" else []
     code, err, _ = told(command, *given, "-o", tmp_path / "mine", "--overwrite")
     assert (code, ("holds something else" if command == "sweep" else "mine is something else") in err) == (2, True)
     assert contents(tmp_path) == {"mine": None, "mine/thesis.md": b"mine"}

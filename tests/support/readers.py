@@ -17,7 +17,7 @@ from rich.console import Console
 from safetensors.torch import save_file
 from transformers import ViTImageProcessorPil
 
-from hies_export import Kept, PruningPlan, Report, apply_plan, load, prune_units
+from hies_export import PruningPlan, Report, apply_plan, load, prune_units
 from hies_export.checkpoint.beside import read_card
 from hies_export.checkpoint.load import load_version4
 from hies_export.checkpoint.save import REFIT, digest_tensors, read_refit
@@ -25,15 +25,10 @@ from hies_export.cli.arguments import read_recipe
 from hies_export.data.processors import load_processor
 from hies_export.forms.cost.latency import TimedCut, _read
 from hies_export.forms.onnx.generator import _special_tokens
-from hies_export.lab.studies.explore import estimate, lost_share, read_exploration
-from hies_export.lab.sweep.journal import Journal
-from hies_export.lab.sweep.page import read_sweep, render_sweep
-from hies_export.lab.sweep.svg import draw_sweep
 from hies_export.report.card import render_card
 from hies_export.report.comparison import print_bench, read_report, render_bench
 from hies_export.report.figures import draw_report
 from hies_export.report.html import render_html, render_markdown
-from hies_export.report.report import KEPT
 from hies_export.report.tables import map_text, plan_maps, print_report
 from hies_export.slim.check import check_selection
 from hies_export.tasks import TASKS
@@ -42,7 +37,6 @@ from support.fields import used_checkpoints
 from support.models import bert, causal_lm, cut_bert, generative_tokenizer, save_text_model, text_batch, vit, write_rows
 from support.reads import Read
 from support.reports import CASCADE, DATA, SERVED, TRIED, make_report
-from support.sweeps import sweep_row, write_sweep
 
 
 def console() -> Console:
@@ -156,8 +150,7 @@ def _processors(folder: Path) -> list[Read]:
 
 
 def _runs(folder: Path) -> list[Read]:
-    run, alone, drawn = folder / "run", folder / "report.json", folder / "drawn.json"
-    run.mkdir()
+    alone, drawn = folder / "report.json", folder / "drawn.json"
     report = make_report(
         neurons=16,
         outcome={"budget": {"flops": 0.8}, "predicted": 0.79, "found": {"value": 0.8}},
@@ -169,21 +162,8 @@ def _runs(folder: Path) -> list[Read]:
         data=DATA | {"name": "some/data"},
         tried=[TRIED | {"criterion": "his", "quality": 0.8, "stability": 0.9, "chosen": True}],
     )
-    for file in (alone, drawn, run / "report.json"):
+    for file in (alone, drawn):
         file.write_text(report.to_json())
-    marks = report.details.head_map
-    kept = {name: Kept(tuple(i for i, mark in enumerate(line) if mark == KEPT), 4) for name, line in marks.items()}
-    kept |= {
-        name: Kept(tuple(range(count.kept)), count.total, kind="mlp") for name, count in report.details.neurons.items()
-    }
-    (run / "plan.json").write_text(PruningPlan("hies", 0.5, kept=kept).to_json())
-    numbers = {name: [0.01 + 0.1 * i for i in range(units.total)] for name, units in kept.items()}
-    scores = {
-        **{"criterion": "hies", "parameters": {"alpha": 0.5, "normalize": "model"}, "scores": numbers},
-        **{"his": numbers, "entropy": {name: numbers[name] for name in marks}, "weight_l2": numbers},
-        **{"samples": 8, "labels": "data", "fingerprint": "f"},
-    }
-    (run / "scores.json").write_text(json.dumps(scores))
     served = folder / "served.json"
     served.write_text(json.dumps(json.loads(make_report(**SERVED).to_json()) | {"cascade": CASCADE}))
     bench = {"a": "one", "b": "other", "environment": {"cpu": "c"}}
@@ -208,88 +188,12 @@ def _runs(folder: Path) -> list[Read]:
         if isinstance(found, Report):
             draw_report(found)
 
-    def explore() -> None:
-        _use(read_exploration(run))
-
     return [
         Read("report.json, shown", "json", alone, lambda: show(alone), 20),
         Read("report.json of a deployment", "json", served, lambda: show(served), 15),
         Read("report.json, figures", "json", drawn, draw, 1),
         Read("bench --json", "json", folder / "bench.json", lambda: show(folder / "bench.json"), 12),
         Read("bench of bench/gpu.py", "json", folder / "gpu.json", lambda: show(folder / "gpu.json"), 8),
-        Read("scores.json, ui", "json", run / "scores.json", explore, 10),
-        Read("plan.json, ui", "json", run / "plan.json", explore, 8),
-        Read("report.json, ui", "json", run / "report.json", explore, 8),
-    ]
-
-
-def _use(explored: Any) -> None:
-    """Do what the page does when it opens, and with a slider."""
-    plan = explored.plan_at(0.5, 0.5, explored.allocation, neurons=0.25)
-    explored.flops_ratio(plan)
-    for measured in explored.measured:
-        for values in (measured.quality, measured.stability):
-            if values:
-                estimate(measured.lost, values, lost_share(explored.statistics["his"], plan))
-
-
-def _sweeps(folder: Path) -> list[Read]:
-    swept, journal = folder / "sweep", folder / "journal"
-    rows = [
-        sweep_row(
-            "hies", sparsity=s, compensation=how, quality=0.9 - s, flops_ratio=1 - s / 2, heads_removed=int(8 * s)
-        )
-        | {"neurons_removed": 0, "flops_target": None, "modules": "attention"}
-        for how in ("none", "least_squares")
-        for s in (0.25, 0.5)
-    ]
-    plan = {"criterion": "hies", "alpha": 0.5}
-    details = {
-        **{"seed": 0, "calibration_samples": 8, "key_value_heads": {"a": 4, "b": 4}},
-        "kinds": {"a": "attention", "b": "attention"},
-        "his": {"a": [0.1, 0.4, 0.9, 0.2], "b": [0.2, 0.3, 0.4, 0.5]},
-        "entropy": {"a": [0.5, 0.4, 0.3, 0.2], "b": [0.2, 0.1, 0.4, 0.6]},
-        "normalize": "model",
-        "plans": [
-            {**plan, "sparsity": 0.25, "kept": {"a": [1, 2, 3], "b": [1, 2, 3]}},
-            {**plan, "sparsity": 0.5, "kept": {"a": [1, 2], "b": [2, 3]}},
-        ],
-        "alpha_curves": [],
-        "about": {"model": "m", "shape": [1, 8], "environment": {"cpu": "c"}}
-        | {"evaluation_samples": 8, "evaluation_of": 9},
-    }
-    write_sweep(swept, rows, details)
-    asked = {"model": "m", "task": "t"}
-    with Journal(journal, asked=asked) as written:
-        result = {"metric": "accuracy", "quality": 0.9, "quality_dense": 0.9, "stability": 1.0, "flops_ratio": 0.9}
-        written.add("a|1", {"judged": "x", "alpha": 0.5, "samples": 8, "result": result, "lost": {"a": 1}})
-        written.add("b", {"chosen": 0.5, "curve": [{"alpha": 0.5, "quality": None, "stability": 0.9}]}, kind="alpha")
-        timing = {"latency_ratio": 0.9, "latency_low": 0.8, "latency_high": 1.0, "latency_noisy": False}
-        written.add("c", timing, kind="latency")
-
-    def resume() -> None:
-        with Journal(journal, asked=asked) as found:
-            for entry in found.rows.values():
-                assert entry["judged"]
-                assert entry["result"]["quality"] is not None
-            for curve in found.alphas.values():
-                float(curve["chosen"])
-
-    def explore() -> None:
-        _use(read_exploration(swept))
-
-    def show() -> None:
-        render_sweep(*read_sweep(swept), name="swept")
-
-    (lines,) = journal.glob("journal*.jsonl")
-    return [
-        Read("sweep.json, ui", "json", swept / "sweep.json", explore, 8),
-        Read("details.json, ui", "json", swept / "details.json", explore, 8),
-        Read("sweep.json, figures", "json", swept / "sweep.json", lambda: draw_sweep(swept), 1),
-        Read("details.json, figures", "json", swept / "details.json", lambda: draw_sweep(swept), 1),
-        Read("sweep.json, page", "json", swept / "sweep.json", show, 4),
-        Read("details.json, page", "json", swept / "details.json", show, 4),
-        Read("journal of a sweep", "lines", lines, resume, 25),
     ]
 
 
@@ -345,5 +249,5 @@ def _recipes(folder: Path) -> list[Read]:
 
 MAKERS = (
     *(_plans, _checkpoints, _older, _generation, _processors, used_checkpoints),
-    *(_runs, _sweeps, _small, _recipes),
+    *(_runs, _small, _recipes),
 )

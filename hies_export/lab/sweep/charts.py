@@ -14,7 +14,7 @@ from ...evaluate.metrics import higher_is_better
 from ...forms.judge import frontier
 from ...kinds import ATTENTION
 from ...report.drawing import CARD, GREY, INK, LINE, MARKERS, SERIES, canvas
-from ...report.frontier import FrontierFigure, Measured, Shape
+from ...report.frontier import FrontierFigure, Measured
 from .results import COMPENSATIONS, Row, budget_name, budget_of, budgets_of, deviation, line_name, percent, share_text
 
 # The size of a chart, in units of the SVG.
@@ -262,12 +262,11 @@ def method_note(row: Row) -> str:
     return f"{line_name(row, [row])}, {share_text(budget_of(row))}{left}"
 
 
-def sweep_frontier(rows: Sequence[Row], styles: Mapping[str, Style], *, legend: bool = False) -> FrontierFigure | None:
+def sweep_frontier(rows: Sequence[Row], styles: Mapping[str, Style]) -> FrontierFigure | None:
     """Return means over seeds; those on the frontier have names and intervals. None if nothing was timed.
 
     Intervals are one standard deviation of the agreement, and the hull of the times' 95 % intervals. Rows that are too
-    noisy to compare are left out. A `legend` names each method once: marks do not show which
-    kinds of units it removes.
+    noisy to compare are left out.
     """
     timed = [row for row in rows if row.get("latency_ratio") is not None and not row.get("latency_noisy")]
     if not timed:
@@ -283,13 +282,10 @@ def sweep_frontier(rows: Sequence[Row], styles: Mapping[str, Style], *, legend: 
     dense = Measured(("dense",), 1.0, 1.0, (1.0, 1.0), (1.0, 1.0), "other", 0, "the dense model")
     points = [dense, *found]
     best = frontier([one.time for one in points], [one.same for one in points])
-    methods = {line_name(row, rows): line_name(row, [row]) for row in rows}
-    shapes = dict.fromkeys(Shape(style.kind, style.colour or 0, methods[line]) for line, style in styles.items())
     return FrontierFigure(
         [dense, *(one if number in best else one._replace(name=()) for number, one in enumerate(found, 1))],
         across="measured time, share of the dense model's",
         upwards="same predictions as the dense model",
-        shapes=list(shapes) if legend else (),
         interval="deviation over seeds; of times 95 %" if any(len(group) > 1 for group in alike.values()) else "95 %",
     )
 

@@ -1,4 +1,4 @@
-"""Write the rows of a sweep as JSON and CSV, and as tables of criteria by budget in Markdown and LaTeX."""
+"""Write the rows of a sweep as JSON and CSV, and as tables of criteria by budget in Markdown."""
 
 from __future__ import annotations
 
@@ -31,13 +31,6 @@ COMPENSATIONS = {
     "weighted": "weighted least squares",
     "sequential": "least squares layer by layer",
 }
-# Characters with a special meaning in LaTeX.
-LATEX = str.maketrans(
-    {
-        **{character: f"\\{character}" for character in "#$%&_{}"},
-        **{"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "α": r"$\alpha$"},
-    }
-)
 
 
 class Number(NamedTuple):
@@ -68,13 +61,12 @@ class SweepTable:
 
 
 def write_results(folder: Path, rows: Sequence[Row], *, details: Mapping[str, Any]) -> None:
-    """Write sweep.json, details.json, sweep.csv, tables.md and tables.tex, each atomically."""
+    """Write sweep.json, details.json, sweep.csv and tables.md, each atomically."""
     tables = sweep_tables(rows)
     files = {
         "details.json": dump_json(details),
         "sweep.csv": render_csv(rows),
         "tables.md": render_markdown(tables),
-        "tables.tex": render_latex(tables),
         # Last, so that if it exists, the others do too.
         "sweep.json": dump_json(list(rows)),
     }
@@ -230,31 +222,6 @@ def render_markdown(tables: Sequence[SweepTable]) -> str:
     return "\n".join(parts) + "\n" + note + "".join(["\n", *differences] if differences else [])
 
 
-def render_latex(tables: Sequence[SweepTable]) -> str:
-    """Return the tables as LaTeX, which needs the packages booktabs and amsmath."""
-    parts = []
-    for table in tables:
-        columns = " & ".join(share_text(share).translate(LATEX) for share in table.budgets)
-        lines = [
-            r"\begin{table}[t]",
-            r"\centering",
-            rf"\caption{{{table.title.translate(LATEX)}. Mean $\pm$ standard deviation over seeds.}}",
-            rf"\begin{{tabular}}{{l{'r' * len(table.budgets)}}}",
-            r"\toprule",
-            rf"{table.budget[0].upper()}{table.budget[1:]} & {columns} \\",
-            r"\midrule",
-        ]
-        for method, cells in _cells(table, (r"\textbf{{{}}}", r"\underline{{{}}}"), r"$\pm$", "--"):
-            texts = " & ".join(cells).replace("%", r"\%")
-            lines.append(rf"{method.translate(LATEX)} & {texts} \\")
-        lines += [r"\bottomrule", r"\end{tabular}"]
-        for name, how in table.differences.items():
-            lines.append(f"\\par\\footnotesize {name.translate(LATEX)}: {how.translate(LATEX)}.")
-        lines += [r"\end{table}"]
-        parts.append("\n".join(lines) + "\n")
-    return "\n".join(parts)
-
-
 def terminal_table(table: SweepTable) -> PlainTable:
     """Return a table for the terminal; in every column the best value is bold, the second best underlined."""
     lines = _cells(table, ("[bold]{}[/bold]", "[underline]{}[/underline]"))
@@ -264,13 +231,11 @@ def terminal_table(table: SweepTable) -> PlainTable:
     )
 
 
-def _cells(
-    table: SweepTable, marks: tuple[str, str], plus_minus: str = "±", missing: str = "–"
-) -> list[tuple[str, list[str]]]:
+def _cells(table: SweepTable, marks: tuple[str, str]) -> list[tuple[str, list[str]]]:
     """Return the lines of a table, each a label and one text per budget, the two best in each column in their marks."""
 
     def text(number: Number) -> str:
-        marked = number.text or missing if number.rank is None else marks[number.rank].format(number.text)
-        return marked + (f" {plus_minus} {number.spread}" if number.spread else "")
+        marked = number.text or "–" if number.rank is None else marks[number.rank].format(number.text)
+        return marked + (f" ± {number.spread}" if number.spread else "")
 
     return [(label, [text(number) for number in numbers]) for label, numbers in table.lines.items()]

@@ -2,14 +2,11 @@
 
 Statistics are collected once for each seed and calibration size, moments and effects once for each seed. Equal
 selections are evaluated once. Finished cells are written to a journal, from which an interrupted sweep continues.
-On an executor, all this is once per worker, and the journal is still written here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import Executor
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +19,7 @@ from ...progress import SILENT, Progress
 from ...report.provenance import digests_of
 from ...select.plan import library_versions
 from ...tasks import TASKS
-from .cells import Shared, curve_keys, load_shared, reachable_cells
-from .executors import entries_of
+from .cells import Shared, curve_keys, evaluate_cell, load_shared, reachable_cells
 from .grid import Cell, SweepGrid
 from .journal import Journal
 from .page import write_page
@@ -38,7 +34,7 @@ _GIVEN_BY_THE_GRID = {"calibration": ("samples", "seed"), "prune": ("criterion",
 class SweepResult:
     """The rows of a sweep, as in sweep.json, and the work that this call did for them.
 
-    `seconds` are by kind of work, of all workers together; `evaluations` is the number of pruned models evaluated.
+    `seconds` are by kind of work; `evaluations` is the number of pruned models evaluated.
     """
 
     rows: list[dict[str, Any]]
@@ -51,7 +47,6 @@ def sweep(
     grid: SweepGrid,
     folder: Path,
     *,
-    executor: Executor | None = None,
     latency: LatencyRequest | None = None,
     overwrite: bool = False,
     progress: Progress = SILENT,
@@ -67,16 +62,13 @@ def sweep(
             method, calibration seed and calibration size.
         grid: The cells to evaluate. Those whose modules cannot meet a budget of FLOPs are left out, unless none can.
         folder: Where to write: a new folder, or one with the journal of a sweep of the same recipe.
-        executor: Where to evaluate the cells: any of concurrent.futures, or Dask's `Client.get_executor()`; None for
-            this process. Workers need this package, the recipe's files under the same paths, and of processes, each
-            must be started afresh ("spawn").
         latency: How to time the slim models against the dense one; None to time nothing.
         overwrite: Discard an existing journal.
 
     Raises:
         RequestError: The recipe, the grid, the data or the model does not allow the sweep, or the folder holds
             something else.
-        StepError: A step failed, or the executor lost its workers; finished cells stay in the journal.
+        StepError: A step failed; finished cells stay in the journal.
     """
     if recipe.prune.steps > 1:
         raise RecipeError(
@@ -91,7 +83,7 @@ def sweep(
         shared.curves |= journal.alphas
         shared.judged |= {row["judged"]: row["result"] for row in journal.rows.values()}
         cells = {shared.key(cell): cell for cell in reachable_cells(shared, progress)}
-        _evaluate(shared, cells, journal, executor, progress)
+        _evaluate(shared, cells, journal, progress)
         rows = [_row(cell, journal.rows[key]) for key, cell in cells.items()]
         if latency is not None:
             cuts = [journal.rows[key]["lost"] for key in cells]
@@ -115,26 +107,23 @@ def _asked(recipe: PruningRecipe) -> dict[str, Any]:
     return fields | contents | {"versions": library_versions()}
 
 
-def _evaluate(
-    shared: Shared, cells: Mapping[str, Cell], journal: Journal, executor: Executor | None, progress: Progress
-) -> None:
+def _evaluate(shared: Shared, cells: Mapping[str, Cell], journal: Journal, progress: Progress) -> None:
     """Evaluate the cells that the journal lacks, and write each into it as soon as it is done."""
     waiting = {key: cell for key, cell in cells.items() if key not in journal.rows}
     if len(waiting) < len(cells):
         progress.stage(f"{len(cells) - len(waiting)} of {len(cells)} rows are in the journal")
-    shown = progress.track(list(waiting), f"sweep, {len(waiting)} rows")
-    with closing(entries_of(shared, waiting, executor)) as entries:
-        for _, (finished, entry) in zip(shown, entries, strict=True):
-            for key in curve_keys(shared, waiting[finished]):
-                if key not in journal.alphas:
-                    journal.add(key, shared.curves[key], kind="alpha")
-            journal.add(finished, entry)
+    for key in progress.track(list(waiting), f"sweep, {len(waiting)} rows"):
+        entry = evaluate_cell(shared, waiting[key])
+        for curve in curve_keys(shared, waiting[key]):
+            if curve not in journal.alphas:
+                journal.add(curve, shared.curves[curve], kind="alpha")
+        journal.add(key, entry)
 
 
 def _details(shared: Shared, cells: Mapping[str, Cell], journal: Journal) -> dict[str, Any]:
-    """Return details.json: statistics and selections of the first seed and size, alpha curves, and row facts."""
+    """Return details.json: selections of the first seed and size, alpha curves, and row facts."""
     base, seed, size = shared.base, shared.grid.seeds[0], shared.grid.calibration_sizes[0]
-    statistics, splits = shared.calibrated(seed).statistics, base.rows.splits
+    splits = base.rows.splits
     assert splits is not None
     assert base.asked is not None
     plans = {}
@@ -150,12 +139,6 @@ def _details(shared: Shared, cells: Mapping[str, Cell], journal: Journal) -> dic
     place = {key: number for number, key in enumerate(wanted)}
     return {
         "seed": seed,
-        "calibration_samples": statistics.calibration.samples,
-        "key_value_heads": {module.name: module.groups for module in base.modules},
-        "kinds": {module.name: module.kind for module in base.modules},
-        "normalize": base.options.normalize,
-        "his": statistics["his"],
-        "entropy": statistics.values.get("entropy", {}),
         "plans": list(plans.values()),
         "alpha_curves": [journal.alphas[key] for key in sorted(journal.alphas, key=lambda key: place.get(key, -1))],
         "about": {

@@ -17,7 +17,7 @@ from hies_export.cli.main import main
 from hies_export.lab.schemas import SweepAbout
 from hies_export.lab.sweep.charts import Chart, alpha_axis, budget_axis, chart, draw_chart, line_styles, time_axis
 from hies_export.lab.sweep.page import lead_text, read_sweep, render_sweep, write_page
-from hies_export.lab.sweep.results import line_name, render_latex, render_markdown, sweep_tables
+from hies_export.lab.sweep.results import line_name, render_markdown, sweep_tables
 
 ABOUT = SweepAbout(
     model="/where/it/is/minilm",
@@ -131,7 +131,6 @@ def test_an_infinite_perplexity_has_no_deviation_and_is_the_worst() -> None:
 def test_budgets_that_differ_are_written_differently() -> None:
     found = [row(c, s, 0) for c in ("his", "random") for s in (0.12, 0.125, 0.995)]
     assert "| heads removed | 12% | 12.5% | 99.5% |" in render_markdown(sweep_tables(found))
-    assert r"Heads removed & 12\% & 12.5\% & 99.5\% \\" in render_latex(sweep_tables(found))
     assert lead_text(found).startswith("With 12.5% of the heads removed, his keeps")
 
 

@@ -27,7 +27,7 @@ from hies_export.lab.baselines.slicing import collect_bases, fine_tuned, sliced
 from hies_export.lab.sweep.cells import weighted_area
 from hies_export.lab.sweep.grid import SweepGrid
 from hies_export.lab.sweep.journal import Journal
-from hies_export.lab.sweep.results import render_latex, render_markdown, sweep_tables, terminal_table
+from hies_export.lab.sweep.results import render_markdown, sweep_tables, terminal_table
 from hies_export.lab.sweep.sweep import sweep
 from hies_export.pipeline.choose import choose
 from hies_export.pipeline.load_job import load_job
@@ -137,7 +137,7 @@ def test_killed_half_way_it_ends_with_the_same_file(
     recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = ["--criteria", "hies,random,hies-compensated", "--alphas", "0.2", "--sparsities", "0.6"]
-    options += ["--seeds", "0,1", "--compensations", "none,least_squares", "--no-figures"]
+    options += ["--seeds", "0,1", "--compensations", "none,least_squares"]
 
     def command(folder: str) -> list[str]:
         return ["sweep", str(recipe_file), "-o", str(tmp_path / folder), *options]
@@ -161,7 +161,7 @@ def test_killed_half_way_it_ends_with_the_same_file(
     with journal.open("ab") as file:
         file.write(b'{"kind": "row", "key": "cut of')  # as a kill in the middle of a line leaves it
     assert main(command("killed")) == 0
-    for name in ("sweep.json", "details.json", "tables.md", "tables.tex", "sweep.csv", "sweep.html"):
+    for name in ("sweep.json", "details.json", "tables.md", "sweep.csv", "sweep.html"):
         assert_same_text((killed / name).read_text(), (whole / name).read_text())
     lines = [json.loads(line) for line in journal.read_bytes().splitlines()]
     keys = [line["key"] for line in lines if line["kind"] == "row"]
@@ -212,6 +212,26 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
         Journal(tmp_path, asked={})
 
 
+def test_what_is_finished_is_said_to_be_kept_when_a_sweep_is_stopped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def stop(error: BaseException, *, rows: int) -> None:
+        result = {"metric": "accuracy", "quality": 0.9, "quality_dense": 0.9, "stability": 1.0}
+        with Journal(tmp_path / "out", asked={"a": 1}) as journal:
+            for number in range(rows):
+                journal.add(str(number), {"judged": "-", "alpha": None, "samples": 8, "result": result})
+            raise error
+
+    with pytest.raises(KeyboardInterrupt, match="stopped"):
+        stop(KeyboardInterrupt("stopped"), rows=0)
+    with pytest.raises(RequestError, match="refused"):
+        stop(RequestError("refused"), rows=2)
+    assert not caplog.messages
+    with pytest.raises(KeyboardInterrupt, match="stopped"):
+        stop(KeyboardInterrupt("stopped"), rows=2)
+    assert caplog.messages == [f"2 finished rows are kept in {tmp_path / 'out'}; run the same command again to resume"]
+
+
 def test_weighted_area_is_the_integral() -> None:
     # s * value(s) = s, s * s: by trapezoids with many points, the integrals over [0.2, 0.8].
     points = [0.2 + 0.6 * i / 2000 for i in range(2001)]
@@ -259,8 +279,7 @@ def table_rows() -> list[dict[str, Any]]:
 
 
 def test_tables_say_mean_deviation_best_second_and_gain() -> None:
-    tables = sweep_tables(table_rows())
-    text = render_markdown(tables)
+    text = render_markdown(sweep_tables(table_rows()))
     assert "| heads removed | 30% | 50% |" in text
     assert "| hies (α 0.5) | **85.00** ± 7.07 | **85.00** ± 7.07 |" in text
     assert "| his | <u>70.00</u> ± 0.00 |" in text
@@ -268,10 +287,6 @@ def test_tables_say_mean_deviation_best_second_and_gain() -> None:
     assert "| gain of hies (α 0.5) | +21.4% | +21.4% |" in text
     # Equal values share their rank.
     assert "| ad | **50.00** ± 0.00 |" in text.split("### Stability")[1]
-    latex = render_latex(tables)
-    assert r"hies ($\alpha$ 0.5) & \textbf{85.00} $\pm$ 7.07 &" in latex
-    assert r"his & \underline{70.00} $\pm$ 0.00 &" in latex
-    assert latex.count(r"\begin{tabular}") == latex.count(r"\end{tabular}") == 2
     # Of perplexities the lowest is best, and what is lower is a gain.
     lower = [{**row, "metric": "perplexity", "quality": 10 * row["quality"]} for row in table_rows()]
     text = render_markdown(sweep_tables(lower))
@@ -280,8 +295,6 @@ def test_tables_say_mean_deviation_best_second_and_gain() -> None:
 
 
 def test_names_in_tables_are_text_and_ranks_are_styles() -> None:
-    latex = render_latex(sweep_tables([{**row, "metric": r"a_b #1 $x^2$ {~} \input"} for row in table_rows()]))
-    assert r"a\_b \#1 \$x\textasciicircum{}2\$ \{\textasciitilde{}\} \textbackslash{}input" in latex
     rows = [{**row, "criterion": row["criterion"].replace("ad", "[red]a|d[/]")} for row in table_rows()]
     table, _ = sweep_tables(rows)
     out = io.StringIO()
@@ -294,7 +307,7 @@ def test_names_in_tables_are_text_and_ranks_are_styles() -> None:
 def test_the_command_prints_tables_and_one_line_of_json(
     recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--criteria", "hies,l2", "--alphas", "0.5", "--sparsities", "0.4", "--seeds", "1", "--no-figures"]
+    options = ["--criteria", "hies,l2", "--alphas", "0.5", "--sparsities", "0.4", "--seeds", "1"]
     assert main(["sweep", str(recipe_file), *options, "--json"]) == 0
     printed = capsys.readouterr().out.splitlines()
     result = json.loads(printed[-1])
@@ -305,15 +318,12 @@ def test_the_command_prints_tables_and_one_line_of_json(
     assert [(line["criterion"], float(line["quality"])) for line in lines] == [
         (row["criterion"], row["quality"]) for row in result["rows"]
     ]
-    assert not (out / "figures").exists()
-    # Drawing them later judges nothing again.
-    assert main(["sweep", str(recipe_file), *options[:-1], "--json"]) == 0
+    # What is in the journal is not judged again.
+    assert main(["sweep", str(recipe_file), *options, "--json"]) == 0
     again = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (again["rows"], again["evaluations"]) == (result["rows"], 0)
-    names = {"quality.svg", "stability.svg", "head-maps.svg"}
-    assert {file.name for file in (out / "figures").iterdir()} == names
     with pytest.raises(SystemExit, match="^2$"):
-        main(["sweep", str(recipe_file), "--seeds", "one", "--no-figures"])
+        main(["sweep", str(recipe_file), "--seeds", "one"])
     assert "--seeds: must be whole numbers, separated by commas, got 'one'" in capsys.readouterr().err
     # By hand: l2's heads masked in the stock model.
     details = json.loads((out / "details.json").read_text())
