@@ -48,14 +48,14 @@ from hies_export.evaluate.predict import predict
 from hies_export.forms.measure.counts import flops_by_module
 from hies_export.forms.measure.machine import machine_facts
 from hies_export.kinds import ATTENTION, MLP
-from hies_export.lab.baselines.names import SLICED
-from hies_export.lab.baselines.slicing import Bases, collect_bases, sliced
-from hies_export.lab.sweep.cells import alpha_of, flops_ratio, load_shared, reachable_cells, refit_for, selection_of
-from hies_export.lab.sweep.grid import Cell, SweepGrid
 from hies_export.pipeline.stages import cut_beside
 from hies_export.recipe.sections import Columns
 from hies_export.tasks import Predictions, TextGeneration
 from hies_export.units.units import PrunableModule
+from hies_lab.baselines.names import SLICED
+from hies_lab.baselines.slicing import Bases, collect_bases, sliced
+from hies_lab.sweep.cells import alpha_of, flops_ratio, load_shared, reachable_cells, refit_for, selection_of
+from hies_lab.sweep.grid import Cell, SweepGrid
 
 METHODS = (
     "compensated+least_squares:both",

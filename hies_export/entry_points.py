@@ -29,11 +29,11 @@ class Registry(UserDict[str, T]):
     def __init__(self, group: str, modules: Mapping[str, str] = MappingProxyType({})):
         """Make a table for the entry points `hies_export.GROUP`; `modules` are those of this package, by name."""
         super().__init__()
-        self._group, self._modules = f"hies_export.{group}", modules
+        self._group, self._modules = group, modules
 
     @cached_property
     def _points(self) -> dict[str, EntryPoint]:
-        return {point.name: point for point in entry_points(group=self._group)}
+        return entry_points_of(self._group)
 
     def __contains__(self, name: object) -> bool:
         return name in self.data or name in self._modules or name in self._points
@@ -50,20 +50,30 @@ class Registry(UserDict[str, T]):
         elif name not in self._points:
             raise KeyError(name)
         else:
-            point = self._points[name]
-            try:
-                point.load()
-            except Exception as error:
-                raise self._refusal(point, f"fails: {error}") from error
+            load_point(self._points[name])
             if name not in self.data:
-                raise self._refusal(point, f"registers {', '.join(self.data) or 'nothing'}")
+                raise _refusal(self._points[name], f"registers {', '.join(self.data) or 'nothing'}")
         return self.data[name]
 
-    def _refusal(self, point: EntryPoint, what: str) -> RequestError:
-        return RequestError(
-            f"the entry point {point.name} of {self._group} must import what registers that name, but {point.value} "
-            f"{what}; correct or uninstall its package"
-        )
+
+def entry_points_of(group: str) -> dict[str, EntryPoint]:
+    """Return the entry points of `hies_export.GROUP` by name; nothing is imported."""
+    return {point.name: point for point in entry_points(group=f"hies_export.{group}")}
+
+
+def load_point(point: EntryPoint) -> Any:
+    """Import what an entry point names; a RequestError says whose fault it is if that fails."""
+    try:
+        return point.load()
+    except Exception as error:
+        raise _refusal(point, f"fails: {error}") from error
+
+
+def _refusal(point: EntryPoint, what: str) -> RequestError:
+    return RequestError(
+        f"the entry point {point.name} of {point.group} must import what registers that name, but {point.value} "
+        f"{what}; correct or uninstall its package"
+    )
 
 
 RUNTIMES: Registry[Any] = Registry(

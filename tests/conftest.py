@@ -18,9 +18,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # As many workers as cores: threads of their own would only be in each other's way, those of subprocesses too.
     os.environ["OMP_NUM_THREADS"] = "1"
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from huggingface_hub import constants
 from support import disturbed
 from support.browser import Browser
 from support.hub import TOKEN, Hub
+from support.lab import LAB
 from support.models import MODELS, SHARED
 from support.runs import without_tracing
 from support.traced import counted_once, traced_once
@@ -37,6 +39,18 @@ from transformers.utils import logging
 from hies_export.model import online
 
 EXPORTER = ("export", "export_generative", "own_attention", "traces")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Any, Any]:
+    with LAB.shown(collector.path):
+        return (yield)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _lab(request: pytest.FixtureRequest) -> Iterator[None]:
+    with LAB.shown(request.path):
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

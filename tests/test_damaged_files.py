@@ -20,7 +20,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hies_export import OnnxGenerator, PlanError, PruningPlan, Report, RequestError, load
-from hies_export.lab.sweep.journal import Journal
 
 
 def change(file: Path, *place: Any, to: Any) -> None:
@@ -246,24 +245,6 @@ def test_a_report_shows_what_it_has(lacking: str, tmp_path: Path) -> None:
     del values["details"][lacking]
     (tmp_path / "report.json").write_text(json.dumps(values))
     assert hies("report", tmp_path, "--html", tmp_path / "page.html") == 0
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ({"asked": []}, "line 1 of .* asked: Input should be"),
-        ([1], "line 2 of .* Input should be"),
-        ({"kind": "row", "key": "a", "value": {"judged": "a"}}, "line 2 of .* alpha: Field required"),
-    ],
-)
-def test_a_journal(line: Any, message: str, tmp_path: Path) -> None:
-    with Journal(tmp_path, asked={}):
-        pass
-    (file,) = tmp_path.glob("journal*.jsonl")
-    head = "" if isinstance(line, dict) and "asked" in line else file.read_text()
-    file.write_text(f"{head}{json.dumps(line)}\n")
-    with pytest.raises(RequestError, match=f"a journal must be lines of JSON written by hies-export sweep.*{message}"):
-        Journal(tmp_path, asked={})
 
 
 def test_a_folder_of_checkpoints_is_refused_with_one_of_them(tmp_path: Path) -> None:

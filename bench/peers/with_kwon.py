@@ -1,6 +1,6 @@
 """Cut masks chosen as Kwon et al. do (https://arxiv.org/abs/2204.09656), for real, and export by this project.
 
-Our version of it, on as many rows as theirs; `hies_export.lab.baselines.kwon` says what differs. Their masks stay
+Our version of it, on as many rows as theirs; `hies_lab.baselines.kwon` says what differs. Their masks stay
 masks.
 """
 
@@ -16,7 +16,7 @@ from peers.program import Given, Way, main
 from transformers import AutoModelForSequenceClassification
 
 from hies_export import prune
-from hies_export.lab.baselines.kwon import mask_gradients, rearranged
+from hies_lab.baselines.kwon import mask_gradients, rearranged
 
 SAMPLES = 2048  # theirs
 BATCH = 32

@@ -95,9 +95,9 @@ REPEATED: dict[str, Any] = {"action": "append", "default": []}
 """Settings of an option that may be repeated."""
 
 
-def add_recipe(parser: ArgumentParser) -> None:
+def add_recipe(parser: ArgumentParser, metavar: str = "RECIPE", help: str = "a recipe, YAML") -> None:
     """Add RECIPE and the options that change it."""
-    parser.add_argument("recipe", metavar="RECIPE", type=a_path, help="a recipe, YAML")
+    parser.add_argument("recipe", metavar=metavar, type=a_path, help=help)
     _add_changes(parser)
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import RequestError
 from ..kinds import ATTENTION, MLP, UNIT_NAMES
 from .arguments import Options, a_path_or_id
 from .paths import checkpoint_in, plan_in
@@ -22,18 +20,13 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add the checkpoint and `--theory`."""
-    model = "checkpoint folder, run or Hub id; a plan.json; with --theory, a recipe"
+    """Add the checkpoint."""
+    model = "checkpoint folder, run or Hub id; or a plan.json"
     parser.add_argument("model", metavar="MODEL", type=a_path_or_id, help=model)
-    theory = "orthogonality, bound and increase of the loss, entropy deficits"
-    checked = f"check the theory of the HIES paper on a recipe's calibration rows: {theory}"
-    parser.add_argument("--theory", action="store_true", help=checked)
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Show heads, neurons and FLOPs of every layer, or a plan, or the theory, and return them."""
-    if options.theory:
-        return _inspect_theory(options)
+    """Show heads, neurons and FLOPs of every layer, or a plan, and return them."""
     from ..checkpoint.folders import Contents, contents
 
     path = Path(options.model)
@@ -150,42 +143,3 @@ def _print_flops(model: PreTrainedModel, found: Sequence[PrunableModule], option
     options.console.print(f"\nfloating-point operations at {size} x {sequence}")
     options.console.print(PlainTable(*layer_table(layers)))
     return [asdict(layer) for layer in layers]
-
-
-def _inspect_theory(options: Options) -> dict[str, Any]:
-    from ..lab.studies.theory import theory
-    from ..pipeline.load_job import load_job
-    from ..pipeline.recipe import PruningRecipe
-    from ..report.tables import PlainTable
-    from ..select.plan import dump_json
-
-    if not options.model.endswith((".yaml", ".yml")):
-        raise RequestError(f"--theory needs a recipe, for its model and calibration rows, got {options.model!r}")
-    recipe = PruningRecipe.from_yaml(options.model)
-    if ATTENTION not in recipe.options.modules:
-        raise RequestError(f"--theory is about heads, but prune.modules of {options.model} has no attention; add it")
-    job = load_job(recipe, progress=options.progress)
-    attention = [module for module in job.scored if module.kind == ATTENTION]
-    options.progress.stage("theory")
-    alpha = 0.9 if recipe.prune.alpha == "auto" else recipe.prune.alpha
-    found = theory(job.model, job.rows.score, attention, alpha=alpha)
-    lines = []
-    for name, n in found.modules.items():
-        deficit = f"{n.deficit.min():.2f} to {n.deficit.max():.2f}"
-        lines.append((name, f"{n.output:.3g}", f"{n.blocks.max():.3g}", f"{n.activation.mean():.3g}", deficit))
-    head = ("attention module", "|W_O|", "largest |W_O,h|", "mean |A_h|^2", "entropy deficit of heads")
-    options.console.print(PlainTable(head, lines))
-    o = found.orthogonality
-    options.console.print(
-        f"\nHIS (u, sum 1) and entropy (v): mean u {o.mean_u:.3g}, mean v {o.mean_v:.3g}, covariance "
-        f"{o.covariance:.3g}, mean u v {o.mean_product:.3g}, correlation {o.correlation:.3f}\n",
-        soft_wrap=True,
-    )
-    rows = []
-    for i in found.increases:
-        numbers = (f"{value:.4g}" for value in (i.first_order, i.quadratic, i.quadratic_blocks, i.measured))
-        rows.append((f"{i.criterion}, {i.share:.0%}", *numbers))
-    head = ("heads removed by", "sum of HIS", "+ quadratic", "(by blocks)", "measured increase")
-    options.console.print(PlainTable(head, rows))
-    options.console.print(f"of the {found.loss}; the bound takes W_O for the model's last layer")
-    return {"model": recipe.model, **json.loads(dump_json(asdict(found)))}

@@ -12,13 +12,15 @@ import time
 import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
+from importlib.metadata import EntryPoint
 from types import FrameType, ModuleType
 from typing import Any
 
 from rich.console import Console
 
 from .. import processes
-from ..errors import HiesError, foreign_failure, memory_failure, system_failure
+from ..entry_points import entry_points_of, load_point
+from ..errors import HiesError, RequestError, foreign_failure, memory_failure, system_failure
 from ..progress import SILENT
 from ..recipe.gone import gone_command
 from ..version import __version__
@@ -35,7 +37,6 @@ from . import (
     report,
     run,
     score,
-    sweep,
     upgrade,
 )
 from .arguments import Options
@@ -43,7 +44,7 @@ from .terminal import TerminalProgress, in_flags, print_json, show_messages
 
 # In the order of --help.
 COMMANDS: tuple[ModuleType, ...] = (run, deploy, prune, export, bench, inspect, report, push, apply, quickstart)
-FURTHER: tuple[ModuleType, ...] = (sweep, generate, upgrade, score)
+FURTHER: tuple[ModuleType, ...] = (generate, upgrade, score)
 
 # These share their work among the processes that accelerate or torchrun started.
 SHARED = (run, score, prune)
@@ -119,23 +120,47 @@ def main(arguments: Sequence[str] | None = None, *, parser: argparse.ArgumentPar
 
 def build_parser(prog: str = "hies-export") -> argparse.ArgumentParser:
     """Return the parser of every command, for a program called `prog`."""
-    further = "\n".join(f"    {_name(command):<12}{command.__doc__}" for command in FURTHER)
+    added = entry_points_of("commands")
+    further = {_name(command): command.__doc__ for command in FURTHER}
+    further |= {
+        name: f"A command of {point.value.partition('.')[0]}; --help says more." for name, point in added.items()
+    }
     parser = argparse.ArgumentParser(
         prog=prog,
         description="Remove the attention heads and feed-forward neurons a Transformer can lose, and ship what is "
         "left: a slim checkpoint, an ONNX model and a measured report.",
-        epilog=EPILOG.format(prog=prog, further=further),
+        epilog=EPILOG.format(prog=prog, further="\n".join(f"    {name:<12}{what}" for name, what in further.items())),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"hies-export {__version__}")
-    subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
+    subparsers = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Subparser)
     for command in COMMANDS + FURTHER:
         # A command without `help` is not listed.
         listed: dict[str, Any] = {"help": command.__doc__} if command in COMMANDS else {}
         subparser = subparsers.add_parser(_name(command), description=command.__doc__, **listed)
         command.add_arguments(subparser)
         _finish(subparser, command)
+    for name, point in added.items():
+        subparsers.add_parser(name).point = point
     return parser
+
+
+class _Subparser(argparse.ArgumentParser):
+    """The parser of a command; one of another package is imported when it is called."""
+
+    point: EntryPoint | None = None
+
+    def parse_known_args(self, *arguments: Any, **named: Any) -> Any:
+        """Parse the command's arguments."""
+        if self.point is not None:
+            try:
+                command, self.point = load_point(self.point), None
+            except RequestError as error:
+                self.error(str(error))
+            self.description = command.__doc__
+            command.add_arguments(self)
+            _finish(self, command)
+        return super().parse_known_args(*arguments, **named)
 
 
 def build_optimum_export_parser() -> argparse.ArgumentParser:

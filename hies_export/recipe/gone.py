@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 COMMANDS: Mapping[str, str] = {
     "ui": "hies-export ui is gone; use 'hies-export report RUN --html FILE' to see a run, and 'hies-export sweep' to "
     "compare other plans",
+    "report SWEEP": "a sweep is shown by 'hies-export sweep SWEEP --show'",
+    "inspect --theory": "the theory is checked by 'hies-export sweep RECIPE --theory'",
     "sweep --executor": "a sweep runs in one process, got --executor; leave it out",
     "sweep --no-figures": "a sweep draws nothing but its page, got --no-figures; leave it out",
 }

@@ -16,13 +16,13 @@ from typing import Any
 from smoke import smoke_overrides
 
 from hies_export.evaluate.lm_eval import run_benchmarks
-from hies_export.lab.sweep.grid import SweepGrid
-from hies_export.lab.sweep.sweep import sweep
 from hies_export.pipeline.choose import choose
 from hies_export.pipeline.load_job import load_job
 from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.pipeline.stages import calibrate
 from hies_export.slim.check import masked_units
+from hies_lab.sweep.grid import SweepGrid
+from hies_lab.sweep.sweep import sweep
 
 HERE = Path(__file__).parent
 CRITERIA = {

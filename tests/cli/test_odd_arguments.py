@@ -33,7 +33,7 @@ def said(told: Any) -> Any:
 
 
 PATHS = (
-    *("run {} -o o", "score recipe.yaml -o {}", "prune {} -o o", "sweep recipe.yaml -o {}"),
+    *("run {} -o o", "score recipe.yaml -o {}", "prune {} -o o"),
     *("apply {} model -o o", "apply plan.json {} -o o", "apply plan.json model -o {}"),
     *("export {} -o o", "export model -o {}", "bench {}", "bench model {}", "quickstart -o {}"),
     *("generate {} --prompt a", "generate model --prompt a --image {}"),
@@ -58,6 +58,7 @@ def test_paths_that_no_file_system_takes(command: str, path: str, said: Any) -> 
     ("command", "message"),
     [
         ("ui run --port 80000", "hies-export ui is gone; use 'hies-export report RUN --html FILE' to see a run"),
+        ("inspect recipe.yaml --theory", "the theory is checked by 'hies-export sweep RECIPE --theory'"),
         ("sweep recipe.yaml --executor=dask:tcp://a:1", "a sweep runs in one process, got --executor; leave it out"),
         ("bench model --repeats 1.5", "must be a whole number from 1 to 2147483647, got '1.5'"),
         ("bench model --min-seconds nan", "must be a number from 0 to 2147483647, got 'nan'"),

@@ -14,8 +14,6 @@ from torch import Tensor
 from hies_export import Constraints, PruningRecipe, compensate, find_attention, load, prune_units, select_units
 from hies_export.cli.main import main
 from hies_export.errors import PlanError, RecipeError
-from hies_export.lab.sweep.grid import SweepGrid
-from hies_export.lab.sweep.sweep import sweep
 from hies_export.pipeline.choose import choose
 from hies_export.pipeline.load_job import load_job
 from hies_export.pipeline.stages import calibrate
@@ -162,11 +160,6 @@ def test_other_budgets_take_no_steps(prune: dict[str, Any], given: str) -> None:
         RecipeError, match=f"steps: 2 needs a budget of heads or of cost in units of groups, got {given}; set"
     ):
         PruningRecipe(model="m", task="text-classification", data=data, prune={"steps": 2, **prune})
-
-
-def test_a_sweep_takes_no_steps(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="a sweep scores heads once for all sparsities, got prune.steps: 2"):
-        sweep(recipe_of(tmp_path, steps=2), SweepGrid(), tmp_path / "sweep")
 
 
 MODULES = (Units(name="a", units=8), Units(name="b", units=4))

@@ -16,9 +16,9 @@ from torch import Tensor
 from hies_export import Constraints, PruningRecipe, Scores, collect_statistics, find_attention
 from hies_export.errors import RecipeError, UnsupportedModelError
 from hies_export.evaluate.predict import predict
-from hies_export.lab.baselines.channels import masked_channels, select_channels
-from hies_export.lab.baselines.names import JUDGED_ONLY
-from hies_export.lab.baselines.slicing import collect_bases, fine_tuned, sliced
+from hies_lab.baselines.channels import masked_channels, select_channels
+from hies_lab.baselines.names import JUDGED_ONLY
+from hies_lab.baselines.slicing import collect_bases, fine_tuned, sliced
 
 
 def logits_of(model: Any, batch: dict[str, Tensor]) -> Tensor:

@@ -12,7 +12,8 @@ from support.tolerance import assert_near
 from torch import Tensor
 
 from hies_export import PrunableModule, collect_statistics, find_attention, prune_units, select_units
-from hies_export.lab.baselines.flap import (
+from hies_export.select.cost import CostTable
+from hies_lab.baselines.flap import (
     add_means,
     fluctuations,
     input_averages,
@@ -20,8 +21,7 @@ from hies_export.lab.baselines.flap import (
     score_martra,
     score_wanda,
 )
-from hies_export.lab.baselines.kwon import exchanged, mask_gradients, rearranged
-from hies_export.select.cost import CostTable
+from hies_lab.baselines.kwon import exchanged, mask_gradients, rearranged
 
 
 def units_of(model: Any, batch: dict[str, Tensor]) -> tuple[PrunableModule, ...]:

@@ -6,8 +6,8 @@ from typing import Any
 
 from support.sweeps import sweep_row
 
-from hies_export.lab.sweep.charts import line_styles, sweep_frontier
-from hies_export.lab.sweep.results import render_markdown, sweep_tables
+from hies_lab.sweep.charts import line_styles, sweep_frontier
+from hies_lab.sweep.results import render_markdown, sweep_tables
 
 MODULES = ("attention", "mlp", "attention+mlp")
 

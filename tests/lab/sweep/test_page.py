@@ -14,10 +14,10 @@ from support import sweeps
 from support.browser import Browser
 
 from hies_export.cli.main import main
-from hies_export.lab.schemas import SweepAbout
-from hies_export.lab.sweep.charts import Chart, alpha_axis, budget_axis, chart, draw_chart, line_styles, time_axis
-from hies_export.lab.sweep.page import lead_text, read_sweep, render_sweep, write_page
-from hies_export.lab.sweep.results import line_name, render_markdown, sweep_tables
+from hies_lab.sweep.charts import Chart, alpha_axis, budget_axis, chart, draw_chart, line_styles, time_axis
+from hies_lab.sweep.page import lead_text, read_sweep, render_sweep, write_page
+from hies_lab.sweep.results import line_name, render_markdown, sweep_tables
+from hies_lab.sweep.schemas import SweepAbout
 
 ABOUT = SweepAbout(
     model="/where/it/is/minilm",
@@ -193,8 +193,8 @@ def folder(tmp_path: Path) -> Path:
     return sweeps.write_sweep(tmp_path / "swept", rows(), {"about": ABOUT.model_dump()})
 
 
-def test_report_shows_a_sweep_and_renders_its_page_again(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(folder), "--json"]) == 0
+def test_a_sweep_is_shown_again_and_its_page_renewed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sweep", "--show", str(folder), "--json"]) == 0
     out, err = capsys.readouterr()
     *lines, result = out.splitlines()
     assert json.loads(result) == {"rows": rows()}
@@ -202,16 +202,16 @@ def test_report_shows_a_sweep_and_renders_its_page_again(folder: Path, capsys: p
     page = (folder / "sweep.html").read_text()
     assert page == render_sweep(*read_sweep(folder), name="swept")
     assert "sweep.html" in err
-    assert main(["report", str(folder), "--html", str(folder.parent / "other.html")]) == 0
-    assert (folder.parent / "other.html").read_text() == page
     (folder / "sweep.html").write_text("mine")
-    assert main(["report", str(folder)]) == 2
+    assert main(["sweep", "--show", str(folder)]) == 2
     assert (folder / "sweep.html").read_text() == "mine"
+    assert main(["report", str(folder)]) == 2
+    assert "a sweep is shown by 'hies-export sweep SWEEP --show'" in capsys.readouterr().err
 
 
 def test_a_sweep_that_was_stopped_says_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "journal-a-1.jsonl").write_text("{}")
-    assert main(["report", str(tmp_path)]) == 2
+    assert main(["sweep", "--show", str(tmp_path)]) == 2
     assert "must be finished to be shown" in " ".join(capsys.readouterr().err.split())
 
 

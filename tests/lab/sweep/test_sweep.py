@@ -21,18 +21,18 @@ from hies_export.data.batches import by_length
 from hies_export.errors import OutputExistsError, RequestError
 from hies_export.evaluate.judge import compute_metrics
 from hies_export.evaluate.predict import predict, references
-from hies_export.lab.baselines.channels import masked_channels, select_channels
-from hies_export.lab.baselines.names import JUDGED_ONLY
-from hies_export.lab.baselines.slicing import collect_bases, fine_tuned, sliced
-from hies_export.lab.sweep.cells import weighted_area
-from hies_export.lab.sweep.grid import SweepGrid
-from hies_export.lab.sweep.journal import Journal
-from hies_export.lab.sweep.results import render_markdown, sweep_tables, terminal_table
-from hies_export.lab.sweep.sweep import sweep
 from hies_export.pipeline.choose import choose
 from hies_export.pipeline.load_job import load_job
 from hies_export.pipeline.stages import calibrate, compare
 from hies_export.tasks import task_of
+from hies_lab.baselines.channels import masked_channels, select_channels
+from hies_lab.baselines.names import JUDGED_ONLY
+from hies_lab.baselines.slicing import collect_bases, fine_tuned, sliced
+from hies_lab.sweep.cells import weighted_area
+from hies_lab.sweep.grid import SweepGrid
+from hies_lab.sweep.journal import Journal
+from hies_lab.sweep.results import render_markdown, sweep_tables, terminal_table
+from hies_lab.sweep.sweep import sweep
 
 # Sixty samples of a few tokens: too few for the fits to be good, enough to be compared.
 pytestmark = pytest.mark.filterwarnings("ignore::hies_export.slim.refit.FewTokensWarning")
@@ -230,6 +230,24 @@ def test_what_is_finished_is_said_to_be_kept_when_a_sweep_is_stopped(
     with pytest.raises(KeyboardInterrupt, match="stopped"):
         stop(KeyboardInterrupt("stopped"), rows=2)
     assert caplog.messages == [f"2 finished rows are kept in {tmp_path / 'out'}; run the same command again to resume"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"asked": []}, "line 1 of .* asked: Input should be"),
+        ([1], "line 2 of .* Input should be"),
+        ({"kind": "row", "key": "a", "value": {"judged": "a"}}, "line 2 of .* alpha: Field required"),
+    ],
+)
+def test_a_damaged_journal_is_refused_by_line(line: Any, message: str, tmp_path: Path) -> None:
+    with Journal(tmp_path, asked={}):
+        pass
+    (file,) = tmp_path.glob("journal*.jsonl")
+    head = "" if isinstance(line, dict) and "asked" in line else file.read_text()
+    file.write_text(f"{head}{json.dumps(line)}\n")
+    with pytest.raises(RequestError, match=f"a journal must be lines of JSON written by hies-export sweep.*{message}"):
+        Journal(tmp_path, asked={})
 
 
 def test_weighted_area_is_the_integral() -> None:

@@ -16,14 +16,14 @@ from hies_export import PlanError, PruningRecipe, RecipeError, RequestError, com
 from hies_export.cli.main import main
 from hies_export.evaluate.predict import predict
 from hies_export.kinds import MLP
-from hies_export.lab.sweep.grid import SweepGrid
-from hies_export.lab.sweep.stopwatch import LatencyRequest
-from hies_export.lab.sweep.sweep import sweep
 from hies_export.pipeline.choose import choose
 from hies_export.pipeline.load_job import load_job
 from hies_export.pipeline.stages import calibrate, cut_beside
 from hies_export.slim.refit import Compensation
 from hies_export.tasks import TextClassification
+from hies_lab.sweep.grid import SweepGrid
+from hies_lab.sweep.stopwatch import LatencyRequest
+from hies_lab.sweep.sweep import sweep
 
 pytestmark = pytest.mark.filterwarnings("ignore::hies_export.slim.refit.FewTokensWarning")
 
@@ -144,6 +144,8 @@ def test_every_problem_of_a_grid_is_said_at_once(recipe_file: Path, tmp_path: Pa
         SweepGrid(modules=("both",))
     with pytest.raises(RecipeError, match="a criterion must be one of .* got 'auto'"):
         SweepGrid(criteria=("auto",))
+    with pytest.raises(RecipeError, match="a sweep scores heads once for all sparsities, got prune.steps: 2"):
+        sweep(PruningRecipe.from_yaml(recipe_file, {"prune.steps": 2}), SweepGrid(), tmp_path / "out")
     with pytest.raises(RequestError, match="runtime must be one of .*, got 'onnx'"):
         LatencyRequest("onnx").check(TextClassification)
 

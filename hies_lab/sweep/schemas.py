@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, FiniteFloat, model_validator
 
-from ..files import Rule, Schema
-from ..forms.measure.counts import Count
+from hies_export.files import Rule, Schema
+from hies_export.forms.measure.counts import Count
 
 RERUN = "run it again"
 SWEEP = Rule("sweep.json must be as a sweep of this version wrote it", RERUN, shown=True)

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...calibrate.weight_gradients import channel_rows, has_channels
-from ...errors import UnsupportedModelError
-from ...model.linear import features_of, weight_of
-from ...score.criteria import Scores
-from ...select.constraints import Constraints, check_budget
-from ...select.select import select_units
-from ...units.units import PrunableModule, Units
+from hies_export.calibrate.weight_gradients import channel_rows, has_channels
+from hies_export.errors import UnsupportedModelError
+from hies_export.model.linear import features_of, weight_of
+from hies_export.score.criteria import Scores
+from hies_export.select.constraints import Constraints, check_budget
+from hies_export.select.select import select_units
+from hies_export.units.units import PrunableModule, Units
+
 from .names import CHANNELS
 
 

@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 
 from rich.text import Text
 
-from ...checkpoint.folders import replace_file
-from ...evaluate.metrics import higher_is_better
-from ...report.html import escape_markdown
-from ...report.tables import PlainTable
-from ...select.plan import dump_json
+from hies_export.checkpoint.folders import replace_file
+from hies_export.evaluate.metrics import higher_is_better
+from hies_export.report.html import escape_markdown
+from hies_export.report.tables import PlainTable
+from hies_export.select.plan import dump_json
+
 from ..baselines.names import DIFFERENCES, OWN_SAMPLES
-from ..schemas import REMOVES
+from .schemas import REMOVES
 
 Row = Mapping[str, Any]
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from hies_export import Statistics, collect_statistics, find_attention
 from hies_export.calibrate.statistics import Calibration
 from hies_export.cli.main import main
-from hies_export.lab.studies.theory import SHARES, orthogonality, theory
+from hies_lab.theory import SHARES, orthogonality, theory
 
 
 def test_orthogonality_is_that_of_the_vectors_over_all_heads() -> None:
@@ -107,12 +107,12 @@ def test_bound_and_increase_equal_loops(kind: str, loss: str, constant: float) -
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # Neurons may go too, of which the theory says nothing.
     save_project(tmp_path, train=20, validation=8, prune={"budget": {"flops": 0.7}}, calibration={"samples": 8})
-    assert main(["inspect", str(tmp_path / "recipe.yaml"), "--theory", "--json"]) == 0
+    assert main(["sweep", str(tmp_path / "recipe.yaml"), "--theory", "--json"]) == 0
     *table, line = capsys.readouterr().out.splitlines()
     result = json.loads(line)
     assert any("measured increase" in row for row in table)
     assert len(result["modules"]) == 3
     assert len(result["increases"]) == 6
     assert result["orthogonality"]["mean_u"] == pytest.approx(1 / 18)
-    assert main(["inspect", str(tmp_path / "model"), "--theory"]) == 2
-    assert "--theory needs a recipe, for its model and calibration rows" in capsys.readouterr().err
+    assert main(["sweep", str(tmp_path / "recipe.yaml"), "--theory", "--set", "prune.modules=[mlp]"]) == 2
+    assert "--theory is about heads, but prune.modules" in capsys.readouterr().err

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...calibrate.gates import Gates
-from ...data.batches import Batch, size_of
-from ...model.modes import frozen, intercept, output_alone
-from ...tasks import task_of
-from ...units.units import PrunableModule, Selection, Units
+from hies_export.calibrate.gates import Gates
+from hies_export.data.batches import Batch, size_of
+from hies_export.model.modes import frozen, intercept, output_alone
+from hies_export.tasks import task_of
+from hies_export.units.units import PrunableModule, Selection, Units
 
 
 def mask_gradients(

@@ -13,8 +13,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from ...errors import OutputExistsError, RequestError
-from ...files import Rule, Schema, check, parse_json
+from hies_export.errors import OutputExistsError, RequestError
+from hies_export.files import Rule, Schema, check, parse_json
 
 logger = logging.getLogger(__name__)
 

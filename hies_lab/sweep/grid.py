@@ -6,11 +6,12 @@ import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...errors import RecipeError, did_you_mean
-from ...kinds import ATTENTION, KINDS, MLP
-from ...pipeline.recipe import PruneSection
-from ...recipe.sections import CompensationSection
-from ...score.criteria import CRITERIA, uses_alpha
+from hies_export.errors import RecipeError, did_you_mean
+from hies_export.kinds import ATTENTION, KINDS, MLP
+from hies_export.pipeline.recipe import PruneSection
+from hies_export.recipe.sections import CompensationSection
+from hies_export.score.criteria import CRITERIA, uses_alpha
+
 from ..baselines.names import JUDGED_ONLY, MARTRA, OWN_SAMPLES, sweep_names
 
 # The largest seed that libraries hold.
@@ -33,7 +34,7 @@ class SweepGrid:
     """The values whose combinations a sweep evaluates.
 
     Attributes:
-        criteria: Names from `hies_export.lab.baselines.names.sweep_names()`.
+        criteria: Names from `hies_lab.baselines.names.sweep_names()`.
         alphas: For criteria that use alpha: numbers in [0, 1), "auto" (chosen for every budget on held-out rows) or
             "auto-area" (one for all, by the weighted area under the curve of quality against the share removed).
         sparsities: Shares of heads to remove; by default `SPARSITIES`, unless `flops` are given.

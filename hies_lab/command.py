@@ -1,15 +1,21 @@
-"""Compare many ways to prune, in tables and on one page; one that was stopped goes on."""
+"""Compare many ways to prune, in tables and on one page; a sweep that was stopped goes on."""
 
 from __future__ import annotations
 
+import json
 from argparse import ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from .arguments import Options, a_list, add_recipe, read_recipe
+from hies_export.cli.arguments import Options, a_list, add_recipe, read_recipe
+from hies_export.errors import RecipeError
+from hies_export.kinds import ATTENTION
 
 if TYPE_CHECKING:
-    from ..lab.sweep.grid import SweepGrid
+    from hies_export.pipeline.recipe import PruningRecipe
+
+    from .sweep.grid import SweepGrid
 
 
 def _number_or_word(text: str) -> float | str:
@@ -35,7 +41,7 @@ GRID: tuple[tuple[str, Callable[[str], Any], str, str], ...] = (
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the recipe and the grid."""
     add = parser.add_argument
-    add_recipe(parser)
+    add_recipe(parser, "RECIPE|SWEEP", "a recipe, YAML; with --show, the folder of a finished sweep")
     for flag, kind, metavar, text in GRID:
         add(f"--{flag}", type=a_list(kind), metavar=metavar, help=text)
     add(
@@ -46,28 +52,74 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="time every slim model against the dense one, at 8 x 128, on onnxruntime-cpu or another runtime of bench; "
         "give RECIPE first",
     )
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--show", action="store_true", help="print a finished sweep, and write its sweep.html again")
+    theory = "orthogonality, bound and increase of the loss, entropy deficits"
+    checked = f"check the theory of the HIES paper on the recipe's calibration rows instead: {theory}"
+    instead.add_argument("--theory", action="store_true", help=checked)
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Judge every cell of the grid, print the tables, and return rows, seconds and the number of models judged."""
+    """Sweep, show a sweep or check the theory, and return what is printed."""
+    if options.show:
+        return _show(options)
     recipe = read_recipe(options)
-    from ..lab.sweep.stopwatch import LatencyRequest  # after the refusals, because it takes seconds
-    from ..lab.sweep.sweep import sweep
+    return _check_theory(recipe, options) if options.theory else _sweep(recipe, options)
+
+
+def _sweep(recipe: PruningRecipe, options: Options) -> dict[str, Any]:
+    """Judge every cell of the grid, print the tables, and return rows, seconds and the number of models judged."""
+    from .sweep.stopwatch import LatencyRequest  # after the refusals, because it takes seconds
+    from .sweep.sweep import sweep
 
     grid = _read_grid(options, calibration_size=recipe.calibration.samples)
     latency = LatencyRequest(options.latency) if options.latency else None
     how: dict[str, Any] = {"latency": latency, "overwrite": options.overwrite, "progress": options.progress}
     result = sweep(recipe, grid, recipe.output, **how)
-    print_tables(result.rows, options)
+    _print_tables(result.rows, options)
     spent = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in result.seconds.items())
     options.console.print(f"\n{result.evaluations} models judged; {spent}", soft_wrap=True)
     options.console.print(f"written to {recipe.output}: sweep.html, sweep.json, sweep.csv, tables.md")
     return {"rows": result.rows, "seconds": result.seconds, "evaluations": result.evaluations}
 
 
-def print_tables(rows: Sequence[Mapping[str, Any]], options: Options) -> None:
+def _show(options: Options) -> dict[str, Any]:
+    """Print a finished sweep, and write its page again."""
+    from hies_export.checkpoint.folders import refuse_other_file
+    from hies_export.report.html import is_page
+
+    from .sweep.page import PAGE, lead_text, read_sweep, write_page
+
+    rows, _ = read_sweep(options.recipe)
+    refuse_other_file(options.recipe / PAGE, "a page of hies-export", is_page)
+    options.console.print(lead_text(rows), soft_wrap=True)
+    _print_tables(rows, options)
+    options.progress.stage(f"written: {write_page(options.recipe)}")
+    return {"rows": rows}
+
+
+def _check_theory(recipe: PruningRecipe, options: Options) -> dict[str, Any]:
+    """Print what the theory says of the recipe's model beside what is measured, and return both."""
+    from hies_export.pipeline.load_job import load_job
+    from hies_export.select.plan import dump_json
+
+    from .theory import theory, theory_tables
+
+    if ATTENTION not in recipe.options.modules:
+        raise RecipeError([f"--theory is about heads, but prune.modules of {options.recipe} has no attention; add it"])
+    job = load_job(recipe, progress=options.progress)
+    attention = [module for module in job.scored if module.kind == ATTENTION]
+    options.progress.stage("theory")
+    alpha = 0.9 if recipe.prune.alpha == "auto" else recipe.prune.alpha
+    found = theory(job.model, job.rows.score, attention, alpha=alpha)
+    for part in theory_tables(found):
+        options.console.print(part, soft_wrap=isinstance(part, str))
+    return {"model": recipe.model, **json.loads(dump_json(asdict(found)))}
+
+
+def _print_tables(rows: Sequence[Mapping[str, Any]], options: Options) -> None:
     """Print the tables of a sweep's rows, and how baselines differ from the originals."""
-    from ..lab.sweep.results import sweep_tables, terminal_table
+    from .sweep.results import sweep_tables, terminal_table
 
     for table in sweep_tables(rows):
         options.console.print(f"\n{table.title}")
@@ -77,7 +129,7 @@ def print_tables(rows: Sequence[Mapping[str, Any]], options: Options) -> None:
 
 
 def _read_grid(options: Options, *, calibration_size: int) -> SweepGrid:
-    from ..lab.sweep.grid import SweepGrid
+    from .sweep.grid import SweepGrid
 
     given = {name: getattr(options, name) for name in (flag.replace("-", "_") for flag, *_ in GRID)}
     given["calibration_sizes"] = given["calibration_sizes"] or (calibration_size,)

@@ -16,32 +16,33 @@ from scipy.integrate import trapezoid
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...calibrate.statistics import DEFAULT_NEEDS, Statistics, collect_statistics
-from ...data.batches import Batch, by_length, samples_of
-from ...errors import RecipeError
-from ...evaluate.judge import Judge, Quality
-from ...evaluate.metrics import higher_is_better
-from ...evaluate.predict import predict
-from ...forms.measure.counts import count_flops
-from ...kinds import KINDS
-from ...model.copies import share_weights
-from ...pipeline import stages
-from ...pipeline.draw import HELD_OUT_SAMPLES, Draws
-from ...pipeline.held_out import HeldOut, choose_alpha
-from ...pipeline.job import Job
-from ...pipeline.load_job import load_job
-from ...pipeline.recipe import PruningRecipe
-from ...progress import SILENT, Clock, Progress
-from ...recipe.budget import Budget
-from ...recipe.sections import CompensationSection
-from ...score.criteria import COMPENSATED_NAMES, Scores, needs_of, uses_alpha
-from ...select.constraints import bundles_lost, check_budget
-from ...select.cost import check_reachable, lowest_ratio
-from ...select.goal import Goal
-from ...slim.cut import prune_units
-from ...slim.refit import Compensation, LayerFit, compensate
-from ...tasks import Predictions
-from ...units.units import Selection
+from hies_export.calibrate.statistics import DEFAULT_NEEDS, Statistics, collect_statistics
+from hies_export.data.batches import Batch, by_length, samples_of
+from hies_export.errors import RecipeError
+from hies_export.evaluate.judge import Judge, Quality
+from hies_export.evaluate.metrics import higher_is_better
+from hies_export.evaluate.predict import predict
+from hies_export.forms.measure.counts import count_flops
+from hies_export.kinds import KINDS
+from hies_export.model.copies import share_weights
+from hies_export.pipeline import stages
+from hies_export.pipeline.draw import HELD_OUT_SAMPLES, Draws
+from hies_export.pipeline.held_out import HeldOut, choose_alpha
+from hies_export.pipeline.job import Job
+from hies_export.pipeline.load_job import load_job
+from hies_export.pipeline.recipe import PruningRecipe
+from hies_export.progress import SILENT, Clock, Progress
+from hies_export.recipe.budget import Budget
+from hies_export.recipe.sections import CompensationSection
+from hies_export.score.criteria import COMPENSATED_NAMES, Scores, needs_of, uses_alpha
+from hies_export.select.constraints import bundles_lost, check_budget
+from hies_export.select.cost import check_reachable, lowest_ratio
+from hies_export.select.goal import Goal
+from hies_export.slim.cut import prune_units
+from hies_export.slim.refit import Compensation, LayerFit, compensate
+from hies_export.tasks import Predictions
+from hies_export.units.units import Selection
+
 from ..baselines import channels, flap, kwon, slicing
 from ..baselines.names import CHANNELS, FLAP, JUDGED_ONLY, KWON, MARTRA, OWN_SAMPLES, SLICED_TUNED, UNIFORM, WANDA
 from .grid import AUTOMATIC, MODULES, WEIGHTED, Cell, SweepGrid, compensation_of

@@ -32,14 +32,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...calibrate.readings import reading
-from ...calibrate.weight_gradients import sum_by_unit
-from ...data.batches import Batch
-from ...model.linear import weight_of
-from ...model.modes import threads_for
-from ...score.criteria import Removal, Scores
-from ...select.constraints import worst_first
-from ...units.units import PrunableModule, Selection, Units
+from hies_export.calibrate.readings import reading
+from hies_export.calibrate.weight_gradients import sum_by_unit
+from hies_export.data.batches import Batch
+from hies_export.model.linear import weight_of
+from hies_export.model.modes import threads_for
+from hies_export.score.criteria import Removal, Scores
+from hies_export.select.constraints import worst_first
+from hies_export.units.units import PrunableModule, Selection, Units
+
 from .names import FLAP, MARTRA, WANDA
 
 

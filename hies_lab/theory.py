@@ -1,4 +1,4 @@
-"""Compare the theory behind HIES with measurements on a model: `hies-export inspect RECIPE --theory`.
+"""Compare the theory behind HIES with measurements on a model: `hies-export sweep RECIPE --theory`.
 
 Source: "Entropy Meets Importance: A Unified Head Importance-Entropy Score for Stable and Efficient Transformer Pruning"
 (Choi et al., https://arxiv.org/abs/2510.13832): Lemma 4.1 and Appendix B.1 (loss), Eq. 5 (entropy), Appendix D.1.
@@ -13,18 +13,19 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...calibrate.readings import reading
-from ...calibrate.statistics import Statistics, collect_statistics
-from ...data.batches import size_of
-from ...errors import DataError, UnsupportedModelError
-from ...evaluate.predict import predict, references
-from ...model.linear import weight_of
-from ...score.criteria import score_units
-from ...select.select import select_units
-from ...slim.check import masked_units
-from ...tasks import Predictions, task_of
-from ...tasks.classification import problem_of
-from ...units.units import PrunableModule, Selection
+from hies_export.calibrate.readings import reading
+from hies_export.calibrate.statistics import Statistics, collect_statistics
+from hies_export.data.batches import size_of
+from hies_export.errors import DataError, UnsupportedModelError
+from hies_export.evaluate.predict import predict, references
+from hies_export.model.linear import weight_of
+from hies_export.report.tables import PlainTable
+from hies_export.score.criteria import score_units
+from hies_export.select.select import select_units
+from hies_export.slim.check import masked_units
+from hies_export.tasks import Predictions, task_of
+from hies_export.tasks.classification import problem_of
+from hies_export.units.units import PrunableModule, Selection
 
 SHARES = (0.1, 0.3, 0.5)
 # Largest curvature of a loss in its logits: the maximum of p (1 - p), the largest eigenvalue of diag(p) - p p^T
@@ -145,6 +146,38 @@ def theory(
             terms = _terms(selection, statistics, norms, CURVATURE[loss])
             increases.append(LossIncrease(criterion, share, *terms, after - before))
     return Theory(orthogonality(statistics), loss, norms, tuple(increases))
+
+
+def theory_tables(found: Theory) -> list[PlainTable | str]:
+    """Return what a terminal shows: norms of every module, moments over heads, and increases of the loss."""
+    modules = [
+        (
+            name,
+            *(f"{number:.3g}" for number in (n.output, n.blocks.max(), n.activation.mean())),
+            f"{n.deficit.min():.2f} to {n.deficit.max():.2f}",
+        )
+        for name, n in found.modules.items()
+    ]
+    o = found.orthogonality
+    moments = (
+        f"\nHIS (u, sum 1) and entropy (v): mean u {o.mean_u:.3g}, mean v {o.mean_v:.3g}, covariance "
+        f"{o.covariance:.3g}, mean u v {o.mean_product:.3g}, correlation {o.correlation:.3f}\n"
+    )
+    increases = [
+        (
+            f"{i.criterion}, {i.share:.0%}",
+            *(f"{value:.4g}" for value in (i.first_order, i.quadratic, i.quadratic_blocks, i.measured)),
+        )
+        for i in found.increases
+    ]
+    return [
+        PlainTable(
+            ("attention module", "|W_O|", "largest |W_O,h|", "mean |A_h|^2", "entropy deficit of heads"), modules
+        ),
+        moments,
+        PlainTable(("heads removed by", "sum of HIS", "+ quadratic", "(by blocks)", "measured increase"), increases),
+        f"of the {found.loss}; the bound takes W_O for the model's last layer",
+    ]
 
 
 def orthogonality(statistics: Statistics) -> Orthogonality:

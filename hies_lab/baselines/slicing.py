@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...data.batches import Batch, inputs_of, size_of
-from ...errors import UnsupportedModelError
-from ...model.modes import evaluating, frozen, output_alone, requiring_gradients, watch
-from ...model.tokens import real_tokens
-from ...tasks import Predictions, task_of
-from ...units.units import PrunableModule
+from hies_export.data.batches import Batch, inputs_of, size_of
+from hies_export.errors import UnsupportedModelError
+from hies_export.model.modes import evaluating, frozen, output_alone, requiring_gradients, watch
+from hies_export.model.tokens import real_tokens
+from hies_export.tasks import Predictions, task_of
+from hies_export.units.units import PrunableModule
 
 
 @dataclass(frozen=True)

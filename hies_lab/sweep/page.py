@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
-from ...checkpoint.folders import replace_file
-from ...errors import RequestError
-from ...files import read_json
-from ...report.drawing import for_page
-from ...report.html import environment
-from ...report.tables import Table, environment_table, filled
+from hies_export.checkpoint.folders import replace_file
+from hies_export.errors import RequestError
+from hies_export.files import read_json
+from hies_export.report.drawing import for_page
+from hies_export.report.html import environment
+from hies_export.report.tables import Table, environment_table, filled
+
 from ..baselines.names import JUDGED_ONLY
-from ..schemas import SWEEP, SWEEP_DETAILS, SweepAbout, SweepFile, SweepPage
 from . import results
 from .charts import (
     Axis,
@@ -32,6 +32,7 @@ from .charts import (
     time_axis,
 )
 from .results import COMPENSATIONS, Row, budget_name, budget_of, budgets_of, line_name, share_text
+from .schemas import SWEEP, SWEEP_DETAILS, SweepAbout, SweepFile, SweepPage
 
 PAGE = "sweep.html"
 QUANTITIES = ("stability", "quality")
@@ -74,7 +75,7 @@ def render_sweep(rows: Sequence[Row], about: SweepAbout, *, name: str) -> str:
     styles = line_styles(shown)
     alphas = alpha_panels(rows)
     return (
-        environment("hies_export.lab.sweep")
+        environment("hies_lab.sweep")
         .get_template("sweep.html.j2")
         .render(
             share_text=share_text,

@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...data.batches import samples_of
-from ...errors import RecipeError
-from ...forms.measure.machine import machine_facts
-from ...pipeline.recipe import PruningRecipe
-from ...progress import SILENT, Progress
-from ...report.provenance import digests_of
-from ...select.plan import library_versions
-from ...tasks import TASKS
+from hies_export.data.batches import samples_of
+from hies_export.errors import RecipeError
+from hies_export.forms.measure.machine import machine_facts
+from hies_export.pipeline.recipe import PruningRecipe
+from hies_export.progress import SILENT, Progress
+from hies_export.report.provenance import digests_of
+from hies_export.select.plan import library_versions
+from hies_export.tasks import TASKS
+
 from .cells import Shared, curve_keys, evaluate_cell, load_shared, reachable_cells
 from .grid import Cell, SweepGrid
 from .journal import Journal

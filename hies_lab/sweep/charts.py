@@ -10,11 +10,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...evaluate.metrics import higher_is_better
-from ...forms.judge import frontier
-from ...kinds import ATTENTION
-from ...report.drawing import CARD, GREY, INK, LINE, MARKERS, SERIES, canvas
-from ...report.frontier import FrontierFigure, Measured
+from hies_export.evaluate.metrics import higher_is_better
+from hies_export.forms.judge import frontier
+from hies_export.kinds import ATTENTION
+from hies_export.report.drawing import CARD, GREY, INK, LINE, MARKERS, SERIES, canvas
+from hies_export.report.frontier import FrontierFigure, Measured
+
 from .results import COMPENSATIONS, Row, budget_name, budget_of, budgets_of, deviation, line_name, percent, share_text
 
 # The size of a chart, in units of the SVG.

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.runs import run_script
 
-PAPER = Path(__file__).parents[1] / "recipes" / "paper"
+PAPER = Path(__file__).parents[2] / "recipes" / "paper"
 PUBLISHED = json.loads((PAPER / "published.json").read_text())
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...score.criteria import AUTO, COMPENSATED_NAMES, criterion_names
+from hies_export.score.criteria import AUTO, COMPENSATED_NAMES, criterion_names
 
 # Baselines that do not remove whole heads. A sweep evaluates what the smaller model would compute; nothing is cut.
 CHANNELS, SLICED, SLICED_TUNED = "llm-pruner-channel", "slicegpt", "slicegpt-tuned"
