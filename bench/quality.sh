@@ -5,8 +5,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-criteria="hies,his,ad,l2,random,activation-l2,output-norm,obs,llm-pruner-block,llm-pruner-channel,slicegpt"
-criteria="$criteria,ae + activation-l2,hies-compensated"
+criteria="hies,his,ad,l2,random,activation,output-norm,obs,llm-pruner-block,llm-pruner-channel,slicegpt"
+criteria="$criteria,ae + activation-l2,compensated"
 [ $# -gt 0 ] || set -- stsb sst2 mrpc alphas
 for name in "$@"; do
   if [ "$name" = alphas ]; then

@@ -101,7 +101,6 @@ _CRITERIA = (
     "ad",
     "l2",
     "random",
-    "activation-l2",
     "activation",
     "output-norm",
     "obs",
@@ -109,13 +108,12 @@ _CRITERIA = (
     "ae + activation-l2",
 )
 CRITERIA: Registry[Any] = Registry("criteria", dict.fromkeys(_CRITERIA, "score.criteria"))
-# Not in `CRITERIA`, because they need more than averages per unit; see `score_compensated`. The second name is older.
+# Not in `CRITERIA`, because it needs more than averages per unit; see `score_compensated`.
 COMPENSATED = "compensated"
-COMPENSATED_NAMES = (COMPENSATED, "hies-compensated")
 # Chooses among criteria on held-out rows; see `pipeline.choose`.
 AUTO = "auto"
 
 
 def criterion_names() -> tuple[str, ...]:
     """Return the names of all criteria that a recipe may use."""
-    return (*CRITERIA, *COMPENSATED_NAMES, AUTO)
+    return (*CRITERIA, COMPENSATED, AUTO)

@@ -44,7 +44,7 @@ from ..recipe.budget import Budget, TimedSection
 from ..recipe.sections import ComparisonSection, DeploySection, EvaluationSection, ExportSection
 from ..report.provenance import Request
 from ..report.words import loss_words
-from ..score.criteria import AUTO, COMPENSATED, COMPENSATED_NAMES, CRITERIA
+from ..score.criteria import AUTO, COMPENSATED, CRITERIA
 from ..select.constraints import check_budget, check_constraints
 from ..select.cost import CostTable, check_reachable
 from ..slim.cut import how_to_skip
@@ -601,7 +601,7 @@ def check_apart(job: Job) -> bool:
 
 def _warn_without_compensation(options: PruneSection) -> None:
     """Warn if the criterion assumes a refit that is not asked for."""
-    if options.criterion in (*COMPENSATED_NAMES, AUTO) and options.compensation is None:
+    if options.criterion in (COMPENSATED, AUTO) and options.compensation is None:
         logger.warning(
             "%s ranks units by the errors that least squares leaves, but prune.compensation is not set, so "
             "nothing makes up for them; add compensation: {method: least_squares}",
@@ -628,5 +628,5 @@ def _check_criteria(options: PruneSection, modules: Sequence[PrunableModule], cr
                     f"of {', '.join((*able, COMPENSATED, AUTO))}"
                 ]
             )
-        if name in (*COMPENSATED_NAMES, AUTO) and by_query and grouped:
+        if name in (COMPENSATED, AUTO) and by_query and grouped:
             raise RecipeError([f"criterion {name} removes whole key/value groups, got unit: query; set unit: group"])

@@ -28,6 +28,7 @@ from ..model.modes import evaluating
 from ..model.text_encoder import TextEncoder
 from ..progress import SILENT, Progress, without_reports
 from ..recipe.budget import Budget, Outcome
+from ..recipe.gone import refusing_gone
 from ..recipe.sections import ComparisonSection, CompensationSection, MultipleOf
 from ..report.report import plan_counts
 from ..report.tables import PlainTable, Table, change, map_text, plan_maps, quality_rows, unit_rows
@@ -230,6 +231,7 @@ class PruneResult:
         return Table(("", "dense", "slim", "change"), rows)
 
 
+@refusing_gone
 def prune(
     model: Any,
     batches: Any,
@@ -384,7 +386,8 @@ def _section(section: type[AnySection], fields: Any, where: str = "") -> AnySect
     try:
         return section.model_validate(fields)
     except ValidationError as error:
-        raise RecipeError([f"{where}{problem}" for problem in sentences(error, section)]) from None
+        problems = sentences(error, section, within=where or "prune.")
+        raise RecipeError([f"{where}{problem}" for problem in problems]) from None
 
 
 def _sizes(job: Job, slim: PreTrainedModel) -> tuple[Both[int], FlopCount]:

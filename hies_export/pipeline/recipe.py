@@ -24,6 +24,7 @@ from ..errors import RecipeError, did_you_mean, quoted, refusing
 from ..kinds import ATTENTION, KINDS
 from ..progress import SILENT, Progress
 from ..recipe.budget import Budget, KeepBudget
+from ..recipe.gone import gone_field
 from ..recipe.sections import (
     CalibrationSection,
     CascadeSection,
@@ -608,11 +609,13 @@ def _override(fields: dict[str, Any], dotted: str, value: Any) -> None:
     fields[last] = value
 
 
-def sentences(error: ValidationError, recipe: type[BaseModel]) -> Iterator[str]:
-    """Yield a sentence for each problem that pydantic found with the fields of a recipe, or of a section of one."""
+def sentences(error: ValidationError, recipe: type[BaseModel], *, within: str = "") -> Iterator[str]:
+    """Yield a sentence for each problem that pydantic found with the fields of a recipe, or of the section `within`."""
     for problem in error.errors():
         where = ".".join(str(part) for part in problem["loc"])
-        if problem["type"] == "extra_forbidden":
+        if gone := gone_field(where, problem["input"], within=within):
+            yield gone
+        elif problem["type"] == "extra_forbidden":
             known = list(_section_at(recipe, problem["loc"][:-1]).model_fields)
             nearest = did_you_mean(str(problem["loc"][-1]), known) or f"; the fields here are {', '.join(known)}"
             yield f"{where} is not a field of the recipe{nearest}"

@@ -35,7 +35,7 @@ from ..model.tokens import count_tokens
 from ..recipe.budget import Outcome, TimedSection
 from ..report.words import asked_words, found_words, vocabulary_words
 from ..score.compensated import score_compensated
-from ..score.criteria import AUTO, COMPENSATED, COMPENSATED_NAMES, Scores, needs_of, score_units, uses_alpha
+from ..score.criteria import AUTO, COMPENSATED, Scores, needs_of, score_units, uses_alpha
 from ..select.goal import Goal
 from ..select.plan import PruningPlan, dump_json, library_versions
 from ..select.select import select_units
@@ -150,7 +150,7 @@ def calibrate(job: Job) -> Statistics:
 
     A deployment, which has to be quick, does without those that only a report shows.
     """
-    if job.deploy is not None and job.options.criterion in COMPENSATED_NAMES:
+    if job.deploy is not None and job.options.criterion == COMPENSATED:
         return replace(without_statistics(job.model, job.rows.score), moments=moments_of(job))
     job.progress.stage("score units: calibration rows forward and backward")
     tried = AUTO_CRITERIA if job.options.criterion == AUTO else (job.options.criterion,)
@@ -183,7 +183,7 @@ def score(job: Job, statistics: Statistics, criterion: str | None = None) -> lis
         how: dict[str, Any] = {"criterion": name, "alpha": alpha, "normalize": options.normalize, "seed": job.seed}
         return score_units(statistics, job.scored, **how)
 
-    if criterion in COMPENSATED_NAMES:
+    if criterion == COMPENSATED:
         return [score_by_removal(job, statistics.moments)]
     if criterion == AUTO:
         simple = [
@@ -321,11 +321,10 @@ def choice_of(job: Job, statistics: Statistics, trial: Trial, **more: Any) -> Ch
             labels="predictions",
             fingerprint=batches_fingerprint(rows),
         )
-    same = scores.criterion == COMPENSATED and job.options.criterion in COMPENSATED_NAMES
     how = job.options.compensation
     plan = PruningPlan(
         kept=trial.selection,
-        criterion=job.options.criterion if same else scores.criterion,  # as the options spell it
+        criterion=scores.criterion,
         alpha=scores.parameters.get("alpha"),
         seed=job.seed,
         calibration={

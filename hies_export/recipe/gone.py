@@ -1,9 +1,21 @@
-"""What went, and what to use instead: one sentence for each command and option."""
+"""What went, and what to use instead: one sentence for each field, keyword of `prune`, command and option."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
+from ..errors import RecipeError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# A field of a recipe, or a field and a value -> what follows it in a sentence.
+FIELDS: Mapping[str, str] = {
+    "prune.criterion: hies-compensated": "is called compensated; set criterion: compensated",
+    "prune.criterion: activation-l2": "is called activation; set criterion: activation",
+}
 # A command, or a command and an option.
 COMMANDS: Mapping[str, str] = {
     "ui": "hies-export ui is gone; use 'hies-export report RUN --html FILE' to see a run, and 'hies-export sweep' to "
@@ -13,6 +25,26 @@ COMMANDS: Mapping[str, str] = {
     "sweep --executor": "a sweep runs in one process, got --executor; leave it out",
     "sweep --no-figures": "a sweep draws nothing but its page, got --no-figures; leave it out",
 }
+
+
+def gone_field(name: str, value: object = None, *, within: str = "") -> str | None:
+    """Return what to use instead of a field of the section `within` (which ends in a dot), or of its value."""
+    for shown in (name, f"{name}: {value}" if isinstance(value, str | int) else ""):
+        if within + shown in FIELDS:
+            return f"{shown} {FIELDS[within + shown]}"
+    return None
+
+
+def refusing_gone(function: Callable[P, T]) -> Callable[P, T]:
+    """Return a function that refuses, by a RecipeError, keywords that were fields of a recipe's section `prune`."""
+
+    @wraps(function)
+    def refused(*values: P.args, **named: P.kwargs) -> T:
+        if problems := list(filter(None, (gone_field(name, within="prune.") for name in named))):
+            raise RecipeError(problems)
+        return function(*values, **named)
+
+    return refused
 
 
 def gone_command(arguments: Sequence[str]) -> str | None:

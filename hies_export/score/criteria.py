@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +15,6 @@ from torch import Tensor
 from ..calibrate.statistics import Statistics
 from ..entry_points import AUTO as AUTO
 from ..entry_points import COMPENSATED as COMPENSATED
-from ..entry_points import COMPENSATED_NAMES as COMPENSATED_NAMES
 from ..entry_points import CRITERIA as KNOWN
 from ..entry_points import Registry
 from ..entry_points import criterion_names as criterion_names
@@ -200,12 +199,9 @@ def random(statistics: Statistics, *, seed: int) -> Mapping[str, Tensor]:
 
 
 @criterion(needs=("activation_l2",), kinds=KINDS)
-def activation_l2(statistics: Statistics, *, normalize: str) -> Mapping[str, Tensor]:
+def activation(statistics: Statistics, *, normalize: str) -> Mapping[str, Tensor]:
     """Mean norm of the unit's output: units with a small output go first."""
     return min_max(statistics["activation_l2"], normalize=normalize, what="activation norm")
-
-
-CRITERIA["activation"] = replace(CRITERIA["activation-l2"], name="activation")
 
 
 @criterion(needs=("output_norm",), kinds=KINDS)

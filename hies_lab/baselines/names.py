@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hies_export.score.criteria import AUTO, COMPENSATED_NAMES, criterion_names
+from hies_export.score.criteria import AUTO, COMPENSATED, criterion_names
 
 # Baselines that do not remove whole heads. A sweep evaluates what the smaller model would compute; nothing is cut.
 CHANNELS, SLICED, SLICED_TUNED = "llm-pruner-channel", "slicegpt", "slicegpt-tuned"
@@ -13,7 +13,7 @@ WHOLE_UNITS = (KWON, FLAP, WANDA, MARTRA)
 # Those under which every module loses the same share.
 UNIFORM = (WANDA, MARTRA)
 # Methods with calibration samples of their own, whatever the samples of the other criteria; one reads none.
-OWN_SAMPLES = (*COMPENSATED_NAMES, FLAP, WANDA, MARTRA, SLICED, SLICED_TUNED)
+OWN_SAMPLES = (COMPENSATED, FLAP, WANDA, MARTRA, SLICED, SLICED_TUNED)
 
 # Approximated method -> how it differs from the original. Reports and the reference print this.
 DIFFERENCES = {

@@ -34,7 +34,7 @@ from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.progress import SILENT, Clock, Progress
 from hies_export.recipe.budget import Budget
 from hies_export.recipe.sections import CompensationSection
-from hies_export.score.criteria import COMPENSATED_NAMES, Scores, needs_of, uses_alpha
+from hies_export.score.criteria import COMPENSATED, Scores, needs_of, uses_alpha
 from hies_export.select.constraints import bundles_lost, check_budget
 from hies_export.select.cost import check_reachable, lowest_ratio
 from hies_export.select.goal import Goal
@@ -175,7 +175,7 @@ def _load(recipe: PruningRecipe, grid: SweepGrid, seed: int, samples: int, like:
         compensation=(options.compensation or CompensationSection()).samples if refitted else 0,
     )
     # Under sparsities, the ranks of `compensated` are good for query heads too.
-    names = [name for name in grid.criteria if grid.flops or name not in COMPENSATED_NAMES]
+    names = [name for name in grid.criteria if grid.flops or name != COMPENSATED]
     clock = Clock() if like is None else like.clock
     with clock("load"):
         # Cells are timed on the sweep's own runtimes, so the recipe's need not be installed.
@@ -246,7 +246,7 @@ def _samples(shared: Shared, cell: Cell) -> int:
     """Return the number of calibration samples behind a cell, for its row."""
     if cell.criterion == MARTRA:
         return 0
-    if cell.criterion in COMPENSATED_NAMES:
+    if cell.criterion == COMPENSATED:
         return samples_of(stages.effect_batches(shared.calibrated(cell.seed).job))
     return cell.samples or samples_of(shared.calibrated(cell.seed).refit)
 
@@ -292,7 +292,7 @@ def _selected(shared: Shared, cell: Cell) -> list[tuple[Scores, Selection]]:
 
 def _scores(shared: Shared, cell: Cell, job: Job) -> list[Scores]:
     of_seed, model, modules = shared.calibrated(cell.seed), job.model, job.scored
-    if cell.criterion in COMPENSATED_NAMES:
+    if cell.criterion == COMPENSATED:
         names = {module.name for module in modules}
         scores = {name: values for name, values in of_seed.removal.scores.items() if name in names}
         chains = tuple(chain for chain in of_seed.removal.chains if chain[0].module in names)

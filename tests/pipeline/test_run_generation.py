@@ -82,7 +82,7 @@ def test_language_model(stories: Path, tmp_path: Path, capsys: pytest.CaptureFix
     "options",
     [
         ["prune.alpha=auto", "prune.compensation.method=least_squares", "prune.compensation.samples=24"],
-        ["prune.criterion=hies-compensated", "prune.compensation.method=least_squares"],
+        ["prune.criterion=compensated", "prune.compensation.method=least_squares"],
         ["prune.unit=query", "prune.allocation=global", "dtype=bfloat16", "measure.dtypes=[float16, bfloat16]"],
         ["data.packing=false", "evaluation.metrics=[token_accuracy, perplexity]"],
     ],

@@ -12,7 +12,7 @@ from hies_export.calibrate.statistics import Calibration
 from hies_export.kinds import ATTENTION, KINDS
 from hies_export.score.criteria import (
     AUTO,
-    COMPENSATED_NAMES,
+    COMPENSATED,
     DegenerateRangeWarning,
     criterion_names,
     needs_of,
@@ -43,7 +43,6 @@ PLAIN = {
     "fisher": "fisher",
     "ad": "entropy",
     "l2": "weight_l2",
-    "activation-l2": "activation_l2",
     "activation": "activation_l2",
     "output-norm": "output_norm",
     "obs": "obs",
@@ -61,7 +60,7 @@ def test_a_criterion_is_its_statistic_scaled_over_the_model_or_each_layer(name: 
 
 def test_the_kinds_that_a_criterion_scores_and_how_its_numbers_compare() -> None:
     both = {name for name, found in CRITERIA.items() if found.kinds == KINDS}
-    assert both == {"his", "fisher", "l2", "random", "activation-l2", "activation", "output-norm"}
+    assert both == {"his", "fisher", "l2", "random", "activation", "output-norm"}
     assert {found.kinds for name, found in CRITERIA.items() if name not in both} == {(ATTENTION,)}
     # The numbers of these two are effects themselves; all others only rank.
     assert {name for name, found in CRITERIA.items() if not found.ranks} == {"his", "fisher"}
@@ -130,7 +129,7 @@ def test_llm_pruner_takes_the_best_of_the_others_before_the_worst_that_is_spared
 
 def test_names_needs_and_alpha() -> None:
     assert list(CRITERIA)[:6] == ["hies", "his", "fisher", "ad", "l2", "random"]
-    assert criterion_names() == (*CRITERIA, *COMPENSATED_NAMES, AUTO)
+    assert criterion_names() == (*CRITERIA, COMPENSATED, AUTO)
     assert needs_of("hies", "obs", "compensated", "his") == ("his", "entropy", "obs")
     assert needs_of("no such criterion") == ()
     assert [name for name in CRITERIA if uses_alpha(name)] == ["hies", "ae + activation-l2"]

@@ -50,7 +50,7 @@ def test_rows_are_what_a_single_run_of_each_finds(
     monkeypatch.setattr("hies_export.pipeline.stages.ALPHAS", (0.0, 0.3, 0.5, 0.9))  # fewer to judge
     recipe = PruningRecipe.from_yaml(recipe_file)
     grid = SweepGrid(
-        criteria=("hies", "random", "hies-compensated"),
+        criteria=("hies", "random", "compensated"),
         alphas=(0.3, "auto"),
         sparsities=(0.5,),
         seeds=(3,),
@@ -59,14 +59,14 @@ def test_rows_are_what_a_single_run_of_each_finds(
     )
     result = sweep(recipe, grid, tmp_path / "out")
     assert json.loads((tmp_path / "out" / "sweep.json").read_text()) == result.rows
-    # hies at two alphas and random for every size, hies-compensated once; x compensations.
+    # hies at two alphas and random for every size, compensated once; x compensations.
     assert len(result.rows) == (3 * 2 + 1) * 2
     assert result.evaluations < len(result.rows)
     needed = {"criterion", "alpha", "sparsity", "seed", "calibration_samples", "compensation", "quality", "stability"}
     assert all(needed | {"flops_ratio"} <= set(row) for row in result.rows)
-    assert {r["calibration_samples"] for r in result.rows if r["criterion"] == "hies-compensated"} == {40}
+    assert {r["calibration_samples"] for r in result.rows if r["criterion"] == "compensated"} == {40}
     kinds = {(r["criterion"], r["alpha_by"]): r for r in random.Random(0).sample(result.rows, len(result.rows))}
-    chosen = [row for (criterion, _), row in kinds.items() if criterion != "hies-compensated"]
+    chosen = [row for (criterion, _), row in kinds.items() if criterion != "compensated"]
     assert {row["compensation"] for row in chosen} == {"none", "least_squares"}
     for row in chosen:
         fields = recipe.model_dump()
@@ -136,7 +136,7 @@ def test_baselines_that_cut_no_heads_are_judged_beside_the_others(recipe_file: P
 def test_killed_half_way_it_ends_with_the_same_file(
     recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = ["--criteria", "hies,random,hies-compensated", "--alphas", "0.2", "--sparsities", "0.6"]
+    options = ["--criteria", "hies,random,compensated", "--alphas", "0.2", "--sparsities", "0.6"]
     options += ["--seeds", "0,1", "--compensations", "none,least_squares"]
 
     def command(folder: str) -> list[str]:
@@ -363,7 +363,7 @@ def test_the_command_prints_tables_and_one_line_of_json(
 def test_a_compensated_criterion_without_compensation_is_warned_about(
     recipe_file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fields = {"prune.criterion": "hies-compensated"}
+    fields = {"prune.criterion": "compensated"}
     load_job(PruningRecipe.from_yaml(recipe_file, fields))
     assert not caplog.records
     load_job(PruningRecipe.from_yaml(recipe_file, fields | {"prune.compensation": None}))
