@@ -102,6 +102,16 @@ def test_a_generation_pipeline_equals_greedy_steps_by_hand(slim_decoder: Path) -
     assert found["generated_token_ids"] == ids[0].tolist()
 
 
+def test_caches_that_the_config_would_size(slim_decoder: Path) -> None:
+    """A static cache filled in chunks is sized layer by layer; continuous batching has one size for all layers."""
+    uneven = hies_export.load(slim_decoder)
+    how: dict[str, Any] = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    found = uneven.generate(IDS["input_ids"], **how, cache_implementation="static", prefill_chunk_size=4)
+    assert torch.equal(found, uneven.generate(IDS["input_ids"], **how, cache_implementation="dynamic"))
+    with pytest.raises(ValueError, match="allocation: uniform"):
+        uneven.generate_batch(IDS["input_ids"].tolist(), max_new_tokens=6)
+
+
 @pytest.mark.slow
 def test_recovery_fine_tuning_with_trainer(slim_bert: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(slim_bert)

@@ -213,6 +213,25 @@ class SlimModel:
         for name, skipped in block.get("skipped", {}).items():
             skip(self.base_model.get_submodule(name), skipped)
 
+    def _heads_differ(self):
+        """Return whether some attention has other numbers of heads than the config, by which caches are sized."""
+        block = getattr(self.config, "hies_export", None) or {"linear": {}}
+        owners = {name.rpartition(".")[0] for name in block["linear"]}
+        return any(hasattr(self.base_model.get_submodule(owner), "layer_idx") for owner in owners)
+
+    def _get_static_cache_init_shape(self):
+        """Let the first keys of each layer size a static cache, as the config cannot."""
+        return None if self._heads_differ() else super()._get_static_cache_init_shape()
+
+    def init_continuous_batching(self, *args, **kwargs):
+        """Start what `generate_batch` uses; a ValueError if layers differ in the heads that its one cache has."""
+        if self._heads_differ():
+            raise ValueError(
+                "continuous batching needs layers with the same number of heads, and those of this model differ; call "
+                "generate, or prune with allocation: uniform"
+            )
+        return super().init_continuous_batching(*args, **kwargs)
+
     def save_pretrained(self, save_directory, *args, **kwargs):
         """Save as the stock class does, with this file, and the weights under the names of the modules."""
         if getattr(self.config, "hies_export", None) is None:
