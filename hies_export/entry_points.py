@@ -15,7 +15,7 @@ from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from .errors import RequestError
+from .errors import RequestError, one_of
 
 T = TypeVar("T")
 
@@ -54,6 +54,11 @@ class Registry(UserDict[str, T]):
             if name not in self.data:
                 raise _refusal(self._points[name], f"registers {', '.join(self.data) or 'nothing'}")
         return self.data[name]
+
+    def check(self, name: str, *, what: str) -> None:
+        """Refuse, by a RequestError and without an import, a name that is not in the registry."""
+        if name not in self:
+            raise RequestError(one_of(what, self, name))
 
 
 def entry_points_of(group: str) -> dict[str, EntryPoint]:

@@ -144,6 +144,12 @@ def require_package(module: str, *, who: str, package: str, extra: str) -> None:
         )
 
 
+def one_of(what: str, names: Iterable[str], got: str) -> str:
+    """Return the message about a name that is none of `names`, with the closest of them."""
+    names = tuple(names)
+    return f"{what} must be one of {', '.join(names)}, got {got!r}{did_you_mean(got, names)}"
+
+
 def did_you_mean(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
     """Return the end of a message, "; did you mean 'known'?", or "" where no known word is close; case is ignored.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -178,6 +179,8 @@ class Contents(Enum):
 
 
 MUST = "a model must be a folder with a config.json or a Hub id"
+# As `huggingface_hub.utils.validate_repo_id`, whose import takes time.
+_HUB_ID = re.compile(r"(\b[\w.-]+\b/)?\b[\w.-]{1,96}\b")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
 _EXPORTS = {"*.onnx": Contents.ONNX, "openvino_model.xml": Contents.OPENVINO, "*.gguf": Contents.GGUF}
 # Files that identify a folder, the most specific first. An export has a config too, but no weights beside it; a pushed
@@ -207,9 +210,12 @@ def contents(path: str | Path) -> Contents:
 
 
 def refuse_other(path: str | Path, *welcome: Contents, must: str = MUST) -> None:
-    """Refuse a local path that holds neither a checkpoint nor anything in `welcome`; `must` begins the sentence."""
+    """Refuse a path that is no Hub id and holds neither a checkpoint nor anything in `welcome`.
+
+    `must` begins the sentence. A Path has no leading "./", so that more of them may be Hub ids.
+    """
     found = contents(path)
-    if found in (Contents.NOTHING, Contents.CHECKPOINT, *welcome):
+    if found in (Contents.CHECKPOINT, *welcome) or (found is Contents.NOTHING and _HUB_ID.fullmatch(str(path))):
         return
     inside = sorted(Path(path).glob("*")) if found is Contents.OTHER else []
     near = (Path(path, "slim"), Path(path).parent / "slim", *inside)

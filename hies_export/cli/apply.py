@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser
 from typing import Any
 
+from ..checkpoint.folders import refuse_existing
 from .arguments import Options, a_path, add_model, add_output
 from .paths import checkpoint_in, plan_in
 
@@ -24,16 +25,15 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Options) -> dict[str, Any]:
     """Write the slim checkpoint, and return its sizes in bytes and the time it took."""
-    from ..checkpoint.apply import apply_plan
-    from ..checkpoint.folders import refuse_existing
-    from ..checkpoint.save import refit_beside
-    from ..select.plan import PruningPlan
-    from .terminal import plan_text, plan_totals
-
     options.plan = plan_in(options.plan, progress=options.progress)
     options.model = checkpoint_in(options.model, progress=options.progress)
     inputs = {"plan": options.plan, "model": options.model}
     refuse_existing(options.output, overwrite=options.overwrite, inputs=inputs)
+    from ..checkpoint.apply import apply_plan  # after the refusals, because it takes seconds
+    from ..checkpoint.save import refit_beside
+    from ..select.plan import PruningPlan
+    from .terminal import plan_text, plan_totals
+
     plan = PruningPlan.from_file(options.plan)
     refit = options.refit
     # Layers beside the plan belong to the weights that it was made for.

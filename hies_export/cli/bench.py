@@ -8,9 +8,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.folders import Contents, contents, refuse_other
+from ..entry_points import RUNTIMES
 from ..errors import quoted
-from .arguments import REPEATED, Options, a_number, a_path
+from .arguments import REPEATED, Options, a_number, a_path, a_path_or_id
 from .paths import checkpoint_in
+
+EXPORTS = (Contents.ONNX, Contents.OPENVINO, Contents.GGUF)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -20,11 +24,11 @@ def add_arguments(parser: ArgumentParser) -> None:
         "The exit code is 0 even if rows are noisy; the rows of --json say which are. Save that JSON in a file to see "
         "it again with hies-export report."
     )
-    add("first", metavar="A", type=a_path, help="the model that times are relative to, or a run")
+    add("first", metavar="A", type=a_path_or_id, help="the model that times are relative to, or a run")
     add(
         "second",
         metavar="B",
-        type=a_path,
+        type=a_path_or_id,
         nargs="?",
         help="the model to compare with A (default: if A is a run, its slim model with its dense one; else A itself, "
         "which measures the noise)",
@@ -53,13 +57,21 @@ def a_shape(text: str) -> tuple[int, ...]:
 
 def run(options: Options) -> dict[str, Any]:
     """Time both, print the comparison, and return it as `hies-export report` reads it."""
-    from ..forms.measure.machine import machine_facts
+    for path in filter(None, (options.first, options.second)):
+        refuse_other(path, Contents.RUN, *EXPORTS, must="a model to time must be a checkpoint, an export or a run")
+    for name in options.runtimes:
+        RUNTIMES.check(name, what="a runtime")
+    rows = None
+    if options.rows is not None:
+        from ..pipeline.recipe import PruningRecipe
+
+        rows = PruningRecipe.from_yaml(options.rows)
+    from ..forms.measure.machine import machine_facts  # after the refusals, because it takes seconds
     from ..pipeline.bench import bench
-    from ..pipeline.recipe import PruningRecipe
     from ..report.comparison import Bench, print_bench
 
     first, second = _models(options)
-    rows = bench(
+    latency = bench(
         first,
         second,
         runtimes=options.runtimes,
@@ -67,10 +79,10 @@ def run(options: Options) -> dict[str, Any]:
         dtypes=options.dtypes,
         repeats=options.repeats,
         min_seconds=options.min_seconds,
-        rows=None if options.rows is None else PruningRecipe.from_yaml(options.rows),
+        rows=rows,
         progress=options.progress,
     )
-    result = {"a": first, "b": second, "latency": [asdict(row) for row in rows], "environment": machine_facts()}
+    result = {"a": first, "b": second, "latency": [asdict(row) for row in latency], "environment": machine_facts()}
     print_bench(Bench.from_values(result), options.console)
     return result
 
@@ -80,23 +92,21 @@ def _models(options: Options) -> tuple[str, str]:
 
     A run stands for its `slim/`, or for its `onnx/` or `gguf/` if all runtimes read that.
     """
-    from ..checkpoint.folders import Contents, contents
-    from ..report.provenance import dense_model
-
     first, second = options.first, options.second or options.first
     if options.second is None and contents(first) is Contents.RUN:
-        slim = checkpoint_in(str(first), progress=options.progress)
-        dense = dense_model(first)
+        from ..report.provenance import dense_model
+
+        slim = checkpoint_in(first, progress=options.progress)
+        dense = dense_model(Path(first))
         if dense is None:
             gone = "its dense model is gone: its slim model is timed against itself, which measures the noise"
             options.progress.stage(gone)
         else:
             options.progress.stage(f"A is its dense model, {dense}; B is {slim}")
         return dense or slim, slim
-    exports = _exports(options, first, second)
+    exports = _exports(options, Path(first), Path(second))
     if exports is None:
-        welcome = (Contents.ONNX, Contents.OPENVINO, Contents.GGUF)
-        first, second = (checkpoint_in(str(path), *welcome, progress=options.progress) for path in (first, second))
+        first, second = (checkpoint_in(path, *EXPORTS, progress=options.progress) for path in (first, second))
         return first, second
     for path, export in exports:
         if export != path:
@@ -106,10 +116,7 @@ def _models(options: Options) -> tuple[str, str]:
 
 def _exports(options: Options, *paths: Path) -> list[tuple[Path, Path]] | None:
     """Return paths with their exports, in ONNX or else in GGUF, if all have one and all runtimes read it."""
-    from ..checkpoint.folders import Contents, contents
-    from ..forms.runtimes.base import RUNTIMES
-
-    reading = [RUNTIMES[name] for name in options.runtimes if name in RUNTIMES]
+    reading = [RUNTIMES[name] for name in options.runtimes]
     for name, what in (("onnx", Contents.ONNX), ("gguf", Contents.GGUF)):
         given = [path for path in paths if contents(path) is what]
         in_runs = [

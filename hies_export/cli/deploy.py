@@ -39,19 +39,12 @@ def minutes(text: str) -> float:
 def run(options: Options) -> dict[str, Any]:
     """Search, print the report, say which file to deploy, and return the report's summary."""
     recipe = read_recipe(options, deploys=True)
+    recipe = recipe.to_deploy(keep=options.keep, runtimes=options.runtimes, minutes=options.within)
     refuse_output(options, recipe)
-    from ..pipeline.run import deploy  # after the refusals, because it takes seconds
+    from ..pipeline.run import run as run_recipe  # after the refusals, because it takes seconds
     from ..report.tables import print_report
 
-    report = deploy(
-        recipe,
-        keep=options.keep,
-        runtimes=options.runtimes,
-        minutes=options.within,
-        overwrite=options.overwrite,
-        command=options.command_line,
-        progress=options.progress,
-    )
+    report = run_recipe(recipe, overwrite=options.overwrite, command=options.command_line, progress=options.progress)
     print_report(report, options.console)
     print_answer(report, recipe, options)
     return report.summary()

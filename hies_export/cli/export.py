@@ -6,6 +6,9 @@ import logging
 from argparse import ArgumentParser
 from typing import TYPE_CHECKING, Any
 
+from ..checkpoint.folders import refuse_existing
+from ..entry_points import FORMATS
+from ..errors import RequestError
 from .arguments import Options, add_data, add_model, add_output, read_data
 from .paths import checkpoint_in
 
@@ -32,20 +35,20 @@ def add_arguments(parser: ArgumentParser, *, output: str | None = None) -> None:
 
 def run(options: Options) -> dict[str, Any]:
     """Write the folder, and return its size, its files and how far the export differs from torch."""
-    import torch
+    options.model = checkpoint_in(options.model, progress=options.progress)
+    refuse_existing(options.output, overwrite=options.overwrite, inputs={"model": options.model})
+    FORMATS.check(options.format, what="--format")
+    import torch  # after the refusals, because it takes seconds
 
     from ..checkpoint.classes import load_config, refuse_quantised
-    from ..checkpoint.folders import refuse_existing
     from ..checkpoint.load import load
     from ..checkpoint.sentence import is_sentence_transformer, load_sentence
     from ..data.batches import image_shape
     from ..data.processors import image_shape_of
-    from ..forms.formats import FORMATS, Given, export_options, export_served
+    from ..forms.formats import Given, export_options, export_served
     from ..forms.onnx.multimodal import image_text_batch, is_vision_language
     from ..model.tokens import synthetic_batch
 
-    options.model = checkpoint_in(options.model, progress=options.progress)
-    refuse_existing(options.output, overwrite=options.overwrite, inputs={"model": options.model})
     _check(options)
     config = load_config(options.model)
     if options.quantize:
@@ -80,12 +83,7 @@ def run(options: Options) -> dict[str, Any]:
 
 def _check(options: Options) -> None:
     """Refuse options that do not fit the format, and a format whose packages are not installed."""
-    from ..errors import RequestError, did_you_mean
-    from ..forms.formats import FORMATS
-
     name = options.format
-    if name not in FORMATS:
-        raise RequestError(f"--format must be one of {', '.join(FORMATS)}, got {name!r}{did_you_mean(name, FORMATS)}")
     known = FORMATS[name]
     if options.quantize and known.quantize is None:
         raise RequestError(f"--quantize is for --format onnx, got {options.quantize}; give gguf --dtype q8_0 or q4_0")

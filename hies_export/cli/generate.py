@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser
 from typing import Any
 
+from ..checkpoint.folders import Contents
 from .arguments import REPEATED, Options, a_number, a_path, a_path_or_id, a_text
 from .paths import checkpoint_in
 
@@ -22,10 +23,9 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Options) -> dict[str, Any]:
     """Continue prompts, and return the texts."""
-    from ..checkpoint.folders import Contents
-    from ..forms.onnx.generator import generate_text
-
     options.folder = checkpoint_in(options.folder, Contents.ONNX, progress=options.progress)
+    from ..forms.onnx.generator import generate_text  # after the refusal, because it takes seconds
+
     options.progress.stage("generate")
     texts = generate_text(options.folder, options.prompts, images=options.images, max_new_tokens=options.max_new_tokens)
     results = [{"prompt": prompt, "text": text} for prompt, text in zip(options.prompts, texts, strict=True)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..checkpoint.folders import Contents, contents, refuse_other
-from ..errors import RequestError
+from ..errors import PlanError, RequestError
 from ..progress import Progress
 
 
@@ -26,6 +26,8 @@ def plan_in(path: Path, *, progress: Progress) -> Path:
         if (path / name).is_file():
             progress.stage(f"{path} is {contents(path).value}: using its {name}")
             return path / name
+    if not path.is_file():
+        raise PlanError(f"a plan must be a plan.json or the folder of a run, but {path} is {contents(path).value}")
     return path
 
 

@@ -6,6 +6,7 @@ from argparse import ArgumentParser
 from dataclasses import asdict
 from typing import Any
 
+from ..checkpoint.folders import Contents
 from .arguments import Options, a_path, a_text
 from .paths import refuse_other_than
 
@@ -25,10 +26,9 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Options) -> dict[str, Any]:
     """Upload the run, and return the repository, its URL, the files and their size."""
-    from ..checkpoint.folders import Contents
-    from ..pipeline.push import push_to_hub
-
     refuse_other_than(options.folder, Contents.RUN, needs="a push needs the folder of a run")
+    from ..pipeline.push import push_to_hub  # after the refusal, because it takes seconds
+
     pushed = push_to_hub(
         options.folder,
         options.repository,

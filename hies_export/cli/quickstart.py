@@ -9,6 +9,7 @@ from argparse import ArgumentParser
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..checkpoint.folders import new_folder, refuse_existing
 from .arguments import Options, add_output
 
 if TYPE_CHECKING:
@@ -22,9 +23,9 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Options) -> dict[str, Any]:
     """Train, run a recipe on the trained model, say what to try next, and return the report's summary."""
-    from ..checkpoint.folders import new_folder
+    refuse_existing(options.output, overwrite=options.overwrite)
     from ..pipeline.recipe import PruningRecipe
-    from ..pipeline.run import run as run_recipe
+    from ..pipeline.run import run as run_recipe  # after the refusal, because it takes seconds
     from ..report.tables import print_report
     from ..report.words import removed_text
     from .digits import MODEL, prepare_quickstart

@@ -6,6 +6,7 @@ from argparse import ArgumentParser
 from dataclasses import asdict
 from typing import Any
 
+from ..checkpoint.folders import Contents, contents, refuse_other_file, replace_file
 from ..errors import RequestError
 from ..recipe.gone import COMMANDS
 from .arguments import Options, a_path
@@ -23,16 +24,15 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Options) -> dict[str, Any]:
     """Print what was found, write the page and draw the figures that were asked for, and return the values."""
-    from ..checkpoint.folders import Contents, contents, refuse_other_file, replace_file
-    from ..report.comparison import Bench, print_bench, read_report, render_bench
+    if contents(options.folder) is Contents.SWEEP:
+        raise RequestError(COMMANDS["report SWEEP"])
+    if not options.folder.is_file() and not (options.folder / "report.json").is_file():
+        refuse_other_than(options.folder, Contents.RUN, needs="a report needs the folder of a finished run")
+    from ..report.comparison import Bench, print_bench, read_report, render_bench  # after the refusals: takes seconds
     from ..report.figures import draw_report, write_figures
     from ..report.html import is_page, render_html
     from ..report.tables import print_report
 
-    if contents(options.folder) is Contents.SWEEP:
-        raise RequestError(COMMANDS["report SWEEP"])
-    if options.folder.is_dir() and not (options.folder / "report.json").is_file():
-        refuse_other_than(options.folder, Contents.RUN, needs="a report needs the folder of a finished run")
     if options.html is not None:
         refuse_other_file(options.html, "a page of hies-export", is_page)
     found = read_report(options.folder)

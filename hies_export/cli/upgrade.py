@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser
 from typing import Any
 
+from ..checkpoint.folders import refuse_existing, refuse_other
 from .arguments import Options, a_path_or_id, add_output
 
 
@@ -17,14 +18,14 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Options) -> dict[str, Any]:
     """Write the slim checkpoint, and return its heads and how far it differs when it is loaded again."""
-    from ..checkpoint.folders import refuse_existing
-    from ..checkpoint.load import load_version4
+    refuse_other(options.model)
+    refuse_existing(options.output, overwrite=options.overwrite, inputs={"model": options.model})
+    from ..checkpoint.load import load_version4  # after the refusals, because it takes seconds
     from ..checkpoint.save import save_slim
     from ..model.tokens import synthetic_batch
     from .export import load_processor_if_any
     from .terminal import plan_totals, print_plan
 
-    refuse_existing(options.output, overwrite=options.overwrite, inputs={"model": options.model})
     options.progress.stage("load the model")
     model, plan = load_version4(options.model)
     options.progress.stage("save")

@@ -20,7 +20,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.constructor import ConstructorError, SafeConstructor
 
 from ..entry_points import AUTO, FORMATS, RUNTIMES, criterion_names
-from ..errors import RecipeError, did_you_mean, quoted, refusing
+from ..errors import RecipeError, did_you_mean, one_of, quoted, refusing
 from ..kinds import ATTENTION, KINDS
 from ..progress import SILENT, Progress
 from ..recipe.budget import Budget, KeepBudget
@@ -59,7 +59,7 @@ NOTHING = Budget.model_construct(heads=0.0)
 def _known(name: str, known: Iterable[str], *, what: str) -> str:
     known = tuple(known)
     if name not in known:
-        raise ValueError(f"{what} must be one of {', '.join(known)}, got {name!r}{did_you_mean(name, known)}")
+        raise ValueError(one_of(what, known, name))
     return name
 
 

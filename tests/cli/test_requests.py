@@ -104,12 +104,55 @@ def test_a_deployment_takes_no_budget(project: Path) -> None:
         asked("deploy", project / "recipe.yaml", "--set", "prune.budget.keep=0.9")
 
 
-def test_a_wrong_recipe_is_refused_before_torch_is_imported() -> None:
-    program = (
-        "import sys; from hies_export.cli.main import main; code = main(sys.argv[1:]); "
-        "print(code, *sorted({'torch', 'transformers', 'datasets'} & {*sys.modules}))"
-    )
+REFUSED = """\
+run RECIPE --set foo=1
+run RECIPE --set prune.criterion=none
+run RECIPE --set measure.runtimes=[none]
+run RECIPE --set export.format=none
+run RECIPE -o model
+deploy RECIPE --runtime none
+deploy RECIPE -o model
+prune RECIPE -o model
+score RECIPE -o model
+export ./none -o out
+export model -o model
+export model -o out --format none
+bench ./none
+bench model ./none
+bench model --runtime none
+bench model --rows none.yaml
+inspect ./none
+inspect none.json
+report none
+report model
+push none a/b
+push model a/b
+apply none.json model -o out
+apply plan.json ./none -o out
+apply plan.json model -o model
+quickstart -o model
+generate ./none --prompt a
+upgrade ./none -o out
+upgrade model -o model
+"""
+
+
+def test_wrong_arguments_are_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    """Importing torch and transformers takes seconds; what a recipe or an argument says is judged before."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "plan.json").write_text("{}")
     recipe = Path(__file__).parents[2] / "recipes" / "bert-sst2.yaml"
-    for change in ("foo=1", "prune.criterion=none", "measure.runtimes=[none]", "export.format=none"):
-        command = [sys.executable, "-c", program, "run", str(recipe), "--set", change]
-        assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "2\n"
+    program = (
+        "import sys; from hies_export.cli.main import main\nfor line in sys.stdin: "
+        "print(main(line.split()), *sorted({'torch', 'transformers', 'datasets'} & {*sys.modules}), line, end='')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        input=REFUSED.replace("RECIPE", str(recipe)),
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
+    )
+    assert done.stdout.replace(str(recipe), "RECIPE") == "".join(f"2 {line}\n" for line in REFUSED.splitlines())

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ...entry_points import RUNTIMES as KNOWN
 from ...entry_points import Registry
-from ...errors import RecipeError, RequestError, did_you_mean
+from ...errors import RecipeError, RequestError
 from ...tasks.task import Task, stack
 
 # The execution provider that an ONNX graph is exported for.
@@ -150,11 +150,9 @@ def last_token(batch: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
 def check_runtime(name: str, *, task: type[Task] | None = None) -> None:
     """Refuse, before anything is loaded, a runtime that is not registered, not installed, or not for the task.
 
-    Raises RecipeError, which suggests the closest name, or MissingRuntimeError, which says what to install.
+    Raises RequestError, which suggests the closest name, or MissingRuntimeError, which says what to install.
     """
-    if name not in RUNTIMES:
-        hint = did_you_mean(name, RUNTIMES, cutoff=0.3)
-        raise RecipeError([f"runtime must be one of {', '.join(sorted(RUNTIMES))}, got {name!r}{hint}"])
+    RUNTIMES.check(name, what="a runtime")
     RUNTIMES[name].require()
     if task is not None:
         check_task(name, task)
