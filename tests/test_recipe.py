@@ -172,6 +172,9 @@ def test_rows_of_one_class_and_units_that_are_the_same_are_said(
     write_rows(tmp_path / "train.jsonl", 20, label=lambda i: 1)
     load_job(PruningRecipe.from_yaml(tmp_path / "recipe.yaml", {"prune.unit": "query"}))
     assert "all 6 calibration rows are of class 1, so heads are scored by that class alone" in caplog.text
+    write_rows(tmp_path / "validation.jsonl", 4, label=lambda i: 0)
+    load_job(PruningRecipe.from_yaml(tmp_path / "recipe.yaml"))
+    assert "all 4 evaluated rows are of class 0, so both models are judged by that class alone; give" in caplog.text
     assert "query is the same as unit: group here, because every head of this model has its own keys and" in caplog.text
 
 

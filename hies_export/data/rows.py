@@ -60,6 +60,7 @@ def load_rows(
     *,
     name: str | None = None,
     files: Mapping[str, str | Path] | None = None,
+    shuffled: bool = False,
     split: str,
     samples: int | None = None,
     shuffle_seed: int | None = None,
@@ -81,7 +82,8 @@ def load_rows(
 
     The rows of an image folder are sorted by class, so there `samples` without a seed uses seed 0.
     """
-    with mapped_rows(name=name, files=files, split=split, numbered=numbered) as rows:
+    source: dict[str, Any] = {"name": name, "files": files, "shuffled": shuffled, "split": split}
+    with mapped_rows(**source, together=together, numbered=numbered) as rows:
         path = None if files is None else Path(files[split.partition("[")[0]]).expanduser()
         if path is not None and path.is_dir() and not _is_saved(path) and samples and shuffle_seed is None:
             shuffle_seed = 0
@@ -92,9 +94,19 @@ def load_rows(
 
 @contextmanager
 def mapped_rows(
-    *, name: str | None = None, files: Mapping[str, str | Path] | None = None, split: str, numbered: bool = False
+    *,
+    name: str | None = None,
+    files: Mapping[str, str | Path] | None = None,
+    shuffled: bool = False,
+    split: str,
+    together: str | None = None,
+    numbered: bool = False,
 ) -> Iterator[datasets.Dataset]:
-    """Yield all rows of one split, as `load_rows`; they stay on disk, and memory holds only what was read."""
+    """Yield all rows of one split, as `load_rows`; they stay on disk, and memory holds only what was read.
+
+    If `shuffled`, a slice is of the rows in a random order, the same for every run, and those of the same value in the
+    column `together` are all in it or none. The slice itself keeps the order of the file.
+    """
     split, bracket, slice_ = split.partition("[")
     # Windows does not delete files that are mapped.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
@@ -115,7 +127,8 @@ def mapped_rows(
             rows = number_rows(rows, source=source)
         if bracket:
             # An empty range that begins behind the last row is an IndexError in `datasets`.
-            rows = rows.select(_slice(split + bracket + slice_, {split: len(rows)}) or [])
+            part = _slice(split + bracket + slice_, {split: len(rows)})
+            rows = rows.select((_drawn(rows, part, together) if shuffled else part) or [])
         if len(rows) == 0:
             raise DataError(f"the split {quoted(split + bracket + slice_)} must have at least one row, but it is empty")
         try:
@@ -143,10 +156,8 @@ def take(
     if shuffle_seed is not None:
         order = np.random.default_rng(shuffle_seed).permutation(len(rows))
     if together is not None:
-        order, values = np.asarray(order), np.array(common_values(rows, together), dtype=object)
-        # Values are numbered as they come in the order, and rows without one after all of them.
-        numbers = pandas.factorize(values[order])[0]
-        order = order[np.argsort(np.where(numbers < 0, len(rows), numbers), kind="stable")]
+        values = np.array(common_values(rows, together), dtype=object)
+        order = side_by_side(np.asarray(order), values)
         samples = None if samples is None else whole(values[order], samples)
     order, arrow = order[:samples], rows.with_format("arrow")
     order = np.sort(order) if in_order else order
@@ -156,6 +167,28 @@ def take(
     info, split = rows.info.copy(), str(rows.split)
     info.splits = datasets.SplitDict({split: datasets.SplitInfo(split, num_examples=len(rows))})
     return datasets.Dataset(datasets.table.InMemoryTable(pa.concat_tables(copies)), info=info, split=rows.split)
+
+
+def _drawn(rows: datasets.Dataset, part: range, together: str | None) -> list[int]:
+    """Return the rows in a part of a random order, in their own order; see `mapped_rows`."""
+    order = drawn_order(len(rows))
+    if together is not None and has_one_value(rows, together):
+        found = [object() if value is None else value for value in common_values(rows, together)]  # None stands alone
+        values = np.array(found, dtype=object)
+        order = side_by_side(order, values)
+        part = range(whole(values[order], part.start), whole(values[order], part.stop))
+    return sorted(order[part.start : part.stop].tolist())
+
+
+def drawn_order(count: int) -> np.ndarray:
+    """Return the random order that is the same for every run: what is divided by it must share nothing."""
+    return np.random.default_rng(0).permutation(count)
+
+
+def side_by_side(order: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Return an order in which rows of one value follow its first row, and those without a value come last."""
+    numbers = pandas.factorize(values[order])[0]  # as they come in the order
+    return order[np.argsort(np.where(numbers < 0, len(order), numbers), kind="stable")]
 
 
 def has_one_value(rows: datasets.Dataset, column: str) -> bool:

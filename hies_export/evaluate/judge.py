@@ -18,7 +18,7 @@ from ..progress import SILENT, Progress
 from ..recipe.budget import Budget, Found
 from ..tasks import Predictions, Task, task_of
 from .interval import CONFIDENCE, ratio_ends, share_ends, variance_of_mean
-from .metrics import METRICS, check_metrics, find_metric, quality_loss
+from .metrics import METRICS, check_metrics, find_metric, quality_loss, value_of
 from .predict import predict, references
 from .ranking import Ranked, RankedTexts, Rankings, RowsKind, kind_of_rows, ranked
 
@@ -221,7 +221,7 @@ class Judge:
         generator = np.random.default_rng(seed)
 
         def compared(rows: Any) -> float:
-            values = [METRICS[name].compute(given[rows], wanted[rows], **options) for given in (dense, slim)]
+            values = [value_of(name, given[rows], wanted[rows], options) for given in (dense, slim)]
             return compare(name, *(0.0 if math.isnan(value) else value for value in values))
 
         size = round(len(wanted) * scale)
@@ -339,7 +339,7 @@ def compute_metrics(
 
 def _value(name: str, given: np.ndarray, wanted: np.ndarray, options: Mapping[str, Any]) -> float:
     """Compute a metric of its inputs. If it is undefined, return 0.0 and log a warning."""
-    value = METRICS[name].compute(given, wanted, **options)
+    value = value_of(name, given, wanted, options)
     if not math.isnan(value):
         return value
     sides = {"predictions": given, "references": wanted}
@@ -356,7 +356,7 @@ def standard_error(name: str, given: np.ndarray, wanted: np.ndarray, options: Ma
     """
     generator = torch.Generator().manual_seed(0)
     draws = torch.randint(0, len(given), (100, len(given)), generator=generator)
-    values = np.array([METRICS[name].compute(given[draw], wanted[draw], **options) for draw in draws.numpy()])
+    values = np.array([value_of(name, given[draw], wanted[draw], options) for draw in draws.numpy()])
     return float(np.std(np.where(np.isnan(values), 0.0, values), ddof=1))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -253,6 +253,19 @@ def find_metric(name: str) -> Metric:
     return METRICS[name]
 
 
+def value_of(
+    name: str,
+    predictions: np.ndarray,
+    references: np.ndarray,
+    options: Mapping[str, Any],
+    *,
+    of: str = "these predictions",
+) -> float:
+    """Return a metric, NaN if it is undefined; it fails by a DataError that says what the predictions are `of`."""
+    with refusing(f"the metric {name!r} must give one number for {of}", kind=DataError):
+        return float(METRICS[name].compute(predictions, references, **options))
+
+
 # Metrics of `evaluate` for which lower is better; the library does not say.
 _ERRORS = frozenset({"brier_score", "mae", "mape", "mase", "mse", "smape"})
 
@@ -280,7 +293,7 @@ def quality_loss(metric: str, dense: float, other: float) -> float:
 
 
 def _load_from_evaluate(name: str) -> Metric:
-    """Load a metric of the `evaluate` library and try it on four samples.
+    """Load a metric of the `evaluate` library.
 
     The name is that of one of its own metrics, `owner/name` of a metric on the Hub, or a local script or its folder.
     The script's code is executed. The attribute `higher_is_better` of its class says which way is better.
@@ -296,15 +309,10 @@ def _load_from_evaluate(name: str) -> Metric:
         )
 
     def compute(predictions: np.ndarray, references: np.ndarray, num_labels: int | None = None) -> float:
-        with refusing(f"the metric {name!r} must give one number for these predictions", kind=DataError), quiet():
+        with quiet():
             found = module.compute(predictions=predictions, references=references)
             return float(found[module.name] if module.name in found else _only(found))
 
-    dtype = np.int64 if of == "classes" else np.float64
-    try:
-        compute(np.array([0, 1, 1, 0], dtype), np.array([0, 1, 0, 1], dtype))
-    except DataError as error:
-        raise RecipeError(str(error)) from error
     return Metric(name, of, compute, getattr(module, "higher_is_better", Path(name).stem not in _ERRORS))
 
 
@@ -352,8 +360,13 @@ _PREDICTING = {
 }
 
 
-def check_metrics(names: Sequence[str], *, predicts: str = "classes", rows: RowsKind | None = None) -> None:
-    """Check, before any work, that every metric exists and fits what the model predicts, or what its rows are."""
+def check_metrics(
+    names: Sequence[str], *, predicts: str = "classes", rows: RowsKind | None = None, labels: int | None = None
+) -> None:
+    """Check, before any work, that every metric exists and fits what the model predicts, or what its rows are.
+
+    With `labels`, how many the model has, metrics of classes, label sets and numbers are also tried on that many.
+    """
     of = _Of((predicts, f"own {predicts}"), _PREDICTING.get(predicts, predicts)) if rows is None else _OF_ROWS[rows]
     problems: list[str] = []
     for name in names:
@@ -367,5 +380,25 @@ def check_metrics(names: Sequence[str], *, predicts: str = "classes", rows: Rows
             problems.append(
                 f"the metrics of {of.words} must be among {fitting}, got {name!r}, which is for {metric.of}"
             )
+        elif labels is not None and (problem := _problem_of(metric, labels)):
+            problems.append(problem)
     if problems:
         raise RecipeError(problems)
+
+
+def _problem_of(metric: Metric, labels: int) -> str | None:
+    """Return why a metric fails on predictions of a model with some labels, half of them right; None if it does not."""
+    kind, classes, sets = metric.of.removeprefix("own "), np.arange(labels), np.eye(2 * labels, labels, dtype=bool)
+    sides = {
+        "classes": (np.tile(classes, 2), np.concatenate([classes, np.roll(classes, 1)])),
+        "labels": (sets, np.roll(sets, 1, axis=0)),
+        "numbers": (np.array([0.0, 0.25, 0.5, 1.0]), np.array([0.25, 0.25, 0.75, 1.0])),
+    }
+    if kind not in sides:
+        return None
+    options = {"num_labels": labels} if kind == "classes" else {}
+    try:
+        value_of(metric.name, *sides[kind], options, of=f"predictions of {labels} {kind}")
+    except DataError as error:
+        return str(error)
+    return None

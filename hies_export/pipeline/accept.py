@@ -21,14 +21,12 @@ logger = logging.getLogger(__name__)
 
 
 def check_model(model: PreTrainedModel, batches: Sequence[Batch], task: Task) -> None:
-    """Refuse a model that cannot be run on its calibration rows, judged or saved, and warn of what looks wrong.
+    """Refuse a model that cannot be run on its calibration rows, judged or saved.
 
     Raises:
         RequestError: The model fails on the rows, its weights are not finite, its padding token or its classes are not
             what its config says, or its generation config cannot be saved.
     """
-    if task.predicts == "classes":
-        _warn_of_one_class(batches)
     _check_padding_token(model, batches)
     sample = first_samples(batches[0])
     check_runs(model, sample, "the calibration rows")
@@ -38,18 +36,14 @@ def check_model(model: PreTrainedModel, batches: Sequence[Batch], task: Task) ->
     _check_generation_config(model)
 
 
-def _warn_of_one_class(batches: Sequence[Batch]) -> None:
-    """Warn if all calibration rows are of one class: scores then ignore the other classes."""
-    labels = [batch["labels"] for batch in batches if "labels" in batch]
-    if not labels:
-        return
-    classes = torch.cat(labels).flatten()
+def warn_of_one_class(batches: Sequence[Batch], what: str, so: str) -> None:
+    """Warn if all rows of a use, in words, are of one class, and of what follows."""
+    classes = torch.cat([batch["labels"] for batch in batches if "labels" in batch] or [torch.empty(0)])
     if len(classes) > 1 and len(classes.unique()) == 1:
         logger.warning(
-            "all %d calibration rows are of class %d, so heads are scored by that class alone; raise "
-            "calibration.samples, change calibration.seed, or shuffle the split",
-            len(classes),
-            classes[0].item(),
+            "all %s %s rows are of class %d, so %s by that class alone; give rows of all classes: shuffle the data, "
+            "take more rows, or set data.shuffled if they are a slice",
+            *(f"{len(classes):,}", what, classes[0].item(), so),
         )
 
 

@@ -14,13 +14,14 @@ from functools import cached_property, partial
 from typing import Any
 
 import datasets
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from ..calibrate.moments import HELD_OUT_EVERY
 from ..checkpoint.load import Source, check_in_memory
 from ..data.batches import Batch, image_shape, inputs_of, sample_contents, samples_of, size_of
-from ..data.rows import common_values, has_one_value, take, whole
+from ..data.rows import common_values, drawn_order, has_one_value, side_by_side, whole
 from ..errors import RecipeError, RequestError, UnsupportedModelError
 from ..evaluate.interval import CONFIDENCE
 from ..evaluate.judge import Judge, warn_if_no_better_than_commonest
@@ -55,7 +56,7 @@ from ..tasks.registry import refuse_unknown
 from ..units.find import find_modules
 from ..units.heads import tower_of
 from ..units.units import PrunableModule, Selection
-from .accept import check_model
+from .accept import check_model, warn_of_one_class
 from .draw import LEAST_FOR_LOSS, Splits, all_looks
 from .objects import Unwrapped
 from .recipe import PruneSection
@@ -294,6 +295,10 @@ def make_job(
         length = row_length(model, rows.held_out or rows.score)
     wanted = _shapes(model, shapes, task, timed, length, image_shape(first))
     batches = _shaped(model, wanted, first, task)
+    if task.predicts == "classes":
+        warn_of_one_class(rows.score, "calibration", "heads are scored")
+        warn_of_one_class(rows.held_out, "held-out", "cuts are judged")
+        warn_of_one_class(rows.evaluation, "evaluated", "both models are judged")
     check_model(model, rows.score, task)
     check_shapes(model, batches)
     options = _with_enough_to_refit(options, rows)
@@ -404,7 +409,8 @@ def job_in_memory(
     kind = kind_of_rows(rows.held_out, embeds=task.embeds)
     metrics = evaluation.metrics or task.usual_metrics(rows=kind)
     limited = options.budget and options.budget.metric
-    check_metrics((*metrics, *([limited] if limited else [])), predicts=task.predicts, rows=kind)
+    how = {"predicts": task.predicts, "rows": kind, "labels": getattr(model.config, "num_labels", None)}
+    check_metrics((*metrics, *([limited] if limited else [])), **how)
     job = make_job(
         model,
         rows,
@@ -433,7 +439,7 @@ def _rows_in_memory(
     together: str | None,
 ) -> Rows:
     divided = held_out is None and isinstance(batches, datasets.Dataset) and len(batches) > 1
-    if divided and (task.rows_together or together is not None):
+    if divided and (task.a_row_is_a_sample or task.rows_together or together is not None):
         batches, held_out = _divided(batches, together)
     score = read(batches, what="batches")
     apart: list[Batch] = []
@@ -452,20 +458,24 @@ def _rows_in_memory(
 
 
 def _divided(rows: datasets.Dataset, together: str | None) -> tuple[datasets.Dataset, datasets.Dataset | None]:
-    """Return rows, and the last quarter of them, which is held out: none if they are of one query.
+    """Return rows, and a drawn quarter of them, which is held out: none if they are of one query.
 
     Rows, not batches: queries and documents, or windows of one text, must come together. Rows of one value in the
     column `together` are on one side. Of those without one, documents to search in, a quarter is held out too.
     """
-    values: Sequence[Any] = range(len(rows))
+    order = values = drawn_order(len(rows))
     if together is not None and has_one_value(rows, together):  # what reads other columns refuses them
-        rows = take(rows, together=together)
-        values = common_values(rows, together)
+        values = np.array(common_values(rows, together), dtype=object)
+        order = side_by_side(order, values)
+        values = values[order]
     there = sum(value is not None for value in values) or len(rows)
     first = there - whole(values[:there][::-1], max(1, there // 4))
     end = len(rows) - (len(rows) - there) // 4
-    held_out = [*range(first, there), *range(end, len(rows))]
-    return (rows.select([*range(first), *range(there, end)]), rows.select(held_out)) if first else (rows, None)
+    if not first:
+        return rows, None
+    parts = [*range(first), *range(there, end)], [*range(first, there), *range(end, len(rows))]
+    scored, held_out = (rows.select(np.sort(order[part])) for part in parts)
+    return scored, held_out
 
 
 def _shapes(

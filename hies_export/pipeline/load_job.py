@@ -90,7 +90,7 @@ def load_job(
         whole.config = trimming.dense.config
         task = _to_read(_task(recipe, found), recipe, found, processor, metrics)
         task.config = model.config
-    load = partial(task.load, name=recipe.data.name, files=recipe.data.files)
+    load = partial(task.load, **recipe.data.source)
     promised = 0 if recipe.cascade is None else recipe.cascade.samples
     splits, own = splits_of(recipe), Draws.of(options, recipe.calibration, promised=promised)
     splits = splits if draws else hold_out(splits, _promise(recipe, own, task, metrics), load)
@@ -161,7 +161,7 @@ def _texts(recipe: PruningRecipe, asked: VocabularySection) -> Texts:
     data = recipe.data
 
     def of(split: str) -> list[str]:
-        return texts_of(load_rows(name=data.name, files=data.files, split=split), data)
+        return texts_of(load_rows(**data.source, split=split), data)
 
     if asked.files:
         used, source = texts_in(asked.files), ", ".join(file.name for file in asked.files)
@@ -273,7 +273,7 @@ def rows_in_order(recipe: PruningRecipe) -> Callable[[int], list[Batch]]:
     """Return a function of a batch size that gives batches of the first 512 evaluation rows, in their order."""
     found = _Checkpoint.of(recipe)
     task = _to_read(_task(recipe, found), recipe, found, found.processor(TASKS[recipe.task]))
-    rows = evaluated(splits_of(recipe), partial(task.load, name=recipe.data.name, files=recipe.data.files))
+    rows = evaluated(splits_of(recipe), partial(task.load, **recipe.data.source))
     return _in_order(task, rows)
 
 
@@ -281,7 +281,7 @@ def refit_rows(recipe: PruningRecipe) -> list[Batch]:
     """Return batches of the rows that a recipe refits on if it holds none out, without loading its model."""
     found = _Checkpoint.of(recipe)
     task = _to_read(_task(recipe, found), recipe, found, found.processor(TASKS[recipe.task]))
-    load = partial(task.load, name=recipe.data.name, files=recipe.data.files)
+    load = partial(task.load, **recipe.data.source)
     draws = replace(Draws.of(recipe.options, recipe.calibration), held_out=0, apart=False)
     drawn = draw(splits_of(recipe), load, recipe.options, draws)
     return task.read(drawn.compensation, size=recipe.calibration.batch_size, use="refit")
@@ -313,7 +313,8 @@ def _metrics(recipe: PruningRecipe, task: Task) -> tuple[str, ...]:
         rows=rows, answers=recipe.data.answer is not None, choices=choices
     )
     predicts = "choices" if choices else task.predicts
-    check_metrics(tuple(dict.fromkeys((*metrics, *extra))), predicts=predicts, rows=rows)
+    names, labels = tuple(dict.fromkeys((*metrics, *extra))), getattr(task.config, "num_labels", None)
+    check_metrics(names, predicts=predicts, rows=rows, labels=labels)
     if recipe.evaluation.lm_eval:
         check_benchmarks(recipe.evaluation.lm_eval)
     return tuple(metrics)

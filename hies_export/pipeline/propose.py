@@ -36,7 +36,7 @@ _REFITTED, _REFITTED_BLOCKS = 1024, 160
 _REPEATS_OF_BLOCKS = 10
 # Rows that show whether labels are those of the model.
 _LOOKED_AT = 1000
-# If a data set has no such split, its last fifth is evaluated.
+# If a data set has no such split, a fifth of the only one is evaluated: drawn, unless its rows are a running text.
 _FIRST, _LAST = "[:80%]", "[80%:]"
 # Text columns of data sets that have others too.
 _PAIRS = (
@@ -95,7 +95,9 @@ def propose_recipe(
     evaluated = next((split for split in _EVALUATED if split in splits and split != first), None)
     calibration, evaluation = (f"{first}{_FIRST}", f"{first}{_LAST}") if evaluated is None else (first, evaluated)
     source: dict[str, Any] = {"name": name} if files is None else {"files": dict(files)}
-    both = [load_rows(name=name, files=files, split=split, samples=_LOOKED_AT) for split in (calibration, evaluation)]
+    if evaluated is None and task.a_row_is_a_sample:
+        source["shuffled"] = True
+    both = [load_rows(**source, split=split, samples=_LOOKED_AT) for split in (calibration, evaluation)]
     rows, evaluated = both
     given = {"text": tuple(text), "image": image, "label": label, "query": query, "document": document, "group": group}
     columns: dict[str, Any] = {key: value for key, value in given.items() if value}
@@ -123,6 +125,8 @@ def propose_recipe(
     # Two thirds of few rows are left for the promise, which may have to be made on them.
     scored = _SCORED_BLOCKS if task.generative else max(1, min(_SCORED, taken_from(rows) // 3))
     judged = _JUDGED_BLOCKS if task.generative else at_most(_JUDGED, evaluated)
+    if source.get("shuffled") and (columns.get("query") or columns.get("group")) and judged < _JUDGED:
+        judged = None  # all, of which whole queries leave fewer
     refitted = _REFITTED_BLOCKS if task.generative else max(5, at_most(_REFITTED, rows))
     prune: dict[str, Any] = {} if budget is None else {"budget": budget}
     if not (isinstance(budget, Mapping) and "heads" in budget):

@@ -42,7 +42,7 @@ from .job import Job, job_in_memory
 from .objects import Unwrapped, unwrap
 from .push import push_folder
 from .recipe import Allocation, PruneSection, sentences, whole
-from .stages import Choice, Evaluation, Slim, calibrate, compare, cut, save
+from .stages import Choice, Evaluation, Slim, calibrate, compare, cut, save, try_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -305,8 +305,9 @@ def prune(
             default those of `batches`, which are then a data set or a list of texts. It needs no budget.
         plan: Cut by this plan instead of choosing. Only `compensation` applies then.
         held_out: Batches that alpha, the criterion or the size of the cut is chosen on, and that the agreement in the
-            result is measured on. By default the last quarter of `batches`, in whole queries where these are named,
-            which then is not used for scoring; an empty list for none.
+            result is measured on. By default a quarter of `batches`, which then is not used for scoring: drawn, the
+            same way every time, of the rows of a data set, in whole queries where these are named, or of the batches.
+            An empty list for none.
         compensation_batches: Batches that the cut model is refitted on; by default those that units are scored on.
         processor: The model's tokenizer, image processor, or processor of both: reads a data set, and is saved with the
             result.
@@ -353,6 +354,7 @@ def prune(
     how = {"processor": processor, "evaluation": comparison, "shape": shape, "seed": seed, "progress": progress}
     with evaluating(given.model), uncompiled(given.model):
         job = job_in_memory(given, asked, batches, **rows, **how)
+        try_metrics(job)
         choice = choose(job, calibrate(job)) if plan is None else Choice(plan)
         slim = cut(job, choice)
         sizes = _sizes(job, slim.model)

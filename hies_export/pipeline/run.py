@@ -23,7 +23,7 @@ from .load_job import load_job, runtimes_of
 from .measure import measure
 from .recipe import PruningRecipe
 from .reporting import build_report, write_report
-from .stages import Choice, calibrate, compare, cut, save
+from .stages import Choice, calibrate, compare, cut, save, try_metrics
 
 
 def run(
@@ -63,6 +63,7 @@ def run(
             progress.stage(note)
         with output_folder(recipe.output, overwrite=overwrite) as folder, _scratch(folder) as scratch:
             forms = Forms({"dense": job.model}, job.exporter, scratch, progress)
+            try_metrics(job)
             with job.clock("score"):
                 choice = _decide(job, calibrate(job), forms)
             with job.clock("cut"):

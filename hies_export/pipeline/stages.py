@@ -477,6 +477,16 @@ class Evaluation:
     tolerance: float | None = None  # largest difference of numbers of a regression that are the same
 
 
+def try_metrics(job: Job) -> None:
+    """Judge the dense model, before the work, by all metrics on the rows that `compare` reads: they may fail there."""
+    if rows := job.rows.evaluation or job.rows.held_out:
+        job.progress.stage("evaluate the dense model")
+        limited = job.options.budget and job.options.budget.metric
+        metrics = dict.fromkeys((*job.metrics, *([limited] if limited else [])))
+        judge = job.judge(rows, index=None, metrics=tuple(metrics), progress=job.progress)
+        judge.of(judge.dense)
+
+
 def compare(job: Job, slim: PreTrainedModel, *, uncompensated: Selection | None = None) -> Evaluation:
     """Compare the slim model with the dense one on the evaluation rows, in memory on the held-out ones.
 

@@ -93,10 +93,14 @@ class DataSection(Columns):
         name: Hub data set, its configuration last ("nyu-mll/glue/sst2"); or
         files: split -> file (jsonl, csv, tsv, parquet, txt, gzipped or not), image folder, or folder that
             `save_to_disk` wrote.
+        shuffled: Whether a slice of a split, such as "train[:80%]", is of its rows in a random order, which is the same
+            for every run, rather than in their own. The last rows of a file that is sorted, such as by its label, are
+            unlike the first. Rows of one `query` or `group` stay together.
     """
 
     name: str | None = None
     files: dict[str, Path] | None = None
+    shuffled: bool = False
 
     @model_validator(mode="after")
     def _one_source(self) -> DataSection:
@@ -104,6 +108,11 @@ class DataSection(Columns):
             given = "both" if self.name is not None else "neither"
             raise ValueError(f"exactly one of name (a Hub data set) and files must be given, got {given}")
         return self
+
+    @property
+    def source(self) -> dict[str, Any]:
+        """Where the rows are, as `load_rows` takes it."""
+        return {"name": self.name, "files": self.files, "shuffled": self.shuffled}
 
 
 class CalibrationSection(Section):

@@ -15,6 +15,7 @@ from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, PreTra
 from ..data.batches import CHOICE_KEYS, GROUP_KEY, IGNORED, TEXT_KEYS, Batch, check_numbers, size_of
 from ..data.columns import STRINGS, holds_images
 from ..data.processors import tokenizer_of
+from ..data.rows import drawn_order
 from ..errors import DataError, RequestError, did_you_mean, listed, quoted, refusing
 from ..files import Rule, check
 from ..model.text_encoder import TextEncoder
@@ -274,19 +275,21 @@ def _check_padding(model: PreTrainedModel, batch: Batch, place: str) -> None:
 
 
 def split_held_out(batches: list[Batch]) -> tuple[list[Batch], list[Batch]]:
-    """Return the batches to score on, and the last quarter, which is held out; a single batch is split by its rows.
+    """Return the batches to score on, and a drawn quarter, which is held out; a single batch is split by its rows.
 
-    A single row stays, and nothing is held out.
+    Rows are often sorted, such as by their label, and the last ones unlike the others. A single row stays, and nothing
+    is held out.
     """
-    if len(batches) > 1:
-        first = len(batches) - max(1, len(batches) // 4)
-        return batches[:first], batches[first:]
-    rows = size_of(batches[0])
-    if rows == 1 or any(len(value) != rows for value in batches[0].values()):
+    single = len(batches) == 1
+    count = size_of(batches[0]) if single else len(batches)
+    if count == 1 or (single and any(len(value) != count for value in batches[0].values())):
         return batches, []
-    first = rows - max(1, rows // 4)
-    (batch,) = batches
-    return [{k: v[:first] for k, v in batch.items()}], [{k: v[first:] for k, v in batch.items()}]
+    order = drawn_order(count).tolist()
+    parts = sorted(order[: -max(1, count // 4)]), sorted(order[-max(1, count // 4) :])
+    if single:
+        scored, held_out = ({key: value[part] for key, value in batches[0].items()} for part in parts)
+        return [scored], [held_out]
+    return [batches[number] for number in parts[0]], [batches[number] for number in parts[1]]
 
 
 def first_rows(batches: Sequence[Batch], count: int) -> list[Batch]:

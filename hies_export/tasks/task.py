@@ -49,6 +49,7 @@ class Predictions:
         nll: The negative log-likelihood of each label token, (values,) float32, in nats.
         characters: The length of each choice, (questions, choices) float64.
         contexts: The text that each question is about.
+        places: The characters of a text where each word begins and ends, (values, 2) int64; None for lists of words.
     """
 
     kind: str
@@ -58,6 +59,7 @@ class Predictions:
     nll: Tensor | None = None
     characters: Tensor | None = None
     contexts: Sequence[str] | None = None
+    places: Tensor | None = None
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -166,10 +168,16 @@ class Task(ABC):
         return changed
 
     def load(
-        self, split: str, *, name: str | None = None, files: Mapping[str, str | Path] | None = None, **drawn: Any
+        self,
+        split: str,
+        *,
+        name: str | None = None,
+        files: Mapping[str, str | Path] | None = None,
+        shuffled: bool = False,
+        **drawn: Any,
     ) -> datasets.Dataset:
         """Load rows as `load_rows` does, `check_rows`, and `draw` samples from them by its options."""
-        source: dict[str, Any] = {"name": name, "files": files, "split": split, "numbered": True}
+        source: dict[str, Any] = {"name": name, "files": files, "shuffled": shuffled, "split": split, "numbered": True}
         if self.a_row_is_a_sample:
             rows = data.load_rows(**source, **drawn, together=self.columns.together)
             self.check_rows(rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,11 +23,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Entity = tuple[str, int, int]  # its type, its first word, and the word after its last one
+# Its type, its first word and the word after its last one; in a text, the characters where it begins and ends.
+Entity = tuple[str, int, int]
+
+# What is no word: a text with spaces, or in a script without any: Thai, Lao, Tibetan, Burmese, Khmer, kana or Han.
+_NO_WORD = re.compile("\\s|[\u0e01-\u109f\u1780-\u17ff\u3041-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]")
 
 _USAGE = """
 from transformers import pipeline
 
+# Of texts whose tokenizer does not mark the pieces of words, as ## does, every token was judged: "simple".
 find = pipeline("token-classification", model=model, tokenizer=tokenizer, aggregation_strategy="first")
 found = find("a text")
 """
@@ -40,12 +46,17 @@ class TokenClassification(Task):
     speech, every word is an entity, so all words must have the same class.
 
     Words are lists of strings, and their labels a class number or name for each. In a text, the words are those that
-    the tokenizer divides it into, and the labels are spans: dicts of `start`, `end` (characters, the end excluded) and
-    `label`. The words of a span have its class, or the one of it for their place, such as `B-` for the first word and
-    `I-` for the others, if the model's classes are so named; see `places_in_entities`. All other words have `O`.
+    the tokenizer divides it into, if it marks the tokens that go on with a word, as WordPiece does; without such marks,
+    in a script without spaces, and in a word with several spans, every token is a word by itself. So the entities are
+    those of transformers' pipeline, by the aggregation strategy "first" where tokens are marked, else by "simple".
+
+    The labels of a text are spans: dicts of `start`, `end` (characters, the end excluded) and `label`. The words of a
+    span have its class, or the one of it for their place, such as `B-` for the first word and `I-` for the others, if
+    the model's classes are so named; see `places_in_entities`. All other words have `O`.
 
     Batches have `judged` (batch, tokens) bool, the first token of every word, where its class is read, and `labels`
-    (batch, tokens) int64, -100 at all other tokens. Words beyond the length limit are cut off.
+    (batch, tokens) int64, -100 at all other tokens; of texts also `begins` and `ends`, the characters of the words.
+    Words beyond the length limit are cut off.
     """
 
     name = "token-classification"
@@ -92,6 +103,7 @@ class TokenClassification(Task):
     def batches(self, samples: datasets.Dataset, size: int, use: Use) -> Iterator[Batch]:
         """Yield batches of words, or of texts that are divided into words."""
         texts, labels, split = samples[self.columns.text[0]][:], self._labels(samples), self._in_words(samples)
+        spans: Any = [()] * len(samples) if labels is None else labels
         if split and self._space_belongs_to_words():
             texts = [[words[0], *(f" {word}" for word in words[1:])] for words in texts]
         for part in batched(range(len(samples)), size):
@@ -102,26 +114,47 @@ class TokenClassification(Task):
                 max_length=self.columns.max_length,
                 is_split_into_words=split,
             )
-            begun = [_begun(found.word_ids(row)) for row in range(len(part))]
-            found[data.JUDGED_KEY] = [[word is not None for word in words] for words in begun]
+            # Of every row, its words by the number of their first token: their own number, or their characters.
+            words = [
+                _first_tokens(found.word_ids(number)) if split else self._places(found, number, texts[row], spans[row])
+                for number, row in enumerate(part)
+            ]
+            found[data.JUDGED_KEY] = _by_token(found, [dict.fromkeys(of_row, True) for of_row in words], False)
+            if not split:
+                for side, key in enumerate(data.TOKEN_PLACES):
+                    places = [{token: place[side] for token, place in of_row.items()} for of_row in words]
+                    found[key] = _by_token(found, places, -1)
             if labels is not None:
                 classes = [
-                    labels[row] if split else self._of_spans(found, number, labels[row])
-                    for number, row in enumerate(part)
+                    {token: labels[row][word] for token, word in of_row.items()}
+                    if split
+                    else self._of_spans(of_row, labels[row])
+                    for row, of_row in zip(part, words, strict=True)
                 ]
-                found["labels"] = [
-                    [data.IGNORED if word is None else of_row[word] for word in words]
-                    for of_row, words in zip(classes, begun, strict=True)
-                ]
+                found["labels"] = _by_token(found, classes, data.IGNORED)
             batch = data.as_batch(found, self.processor, self.config)
             yield batch | {data.JUDGED_KEY: batch[data.JUDGED_KEY].bool()}
 
-    def _of_spans(self, found: Any, row: int, spans: Sequence[_Span]) -> dict[int, int]:
-        """Return the class of each word of a data.tokenised row."""
-        places = {word: found.word_to_chars(row, word) for word in found.word_ids(row) if word is not None}
+    def _places(self, found: Any, row: int, text: str, spans: Sequence[_Span]) -> dict[int, tuple[int, int]]:
+        """Return the characters of each word of a tokenised text, by the number of its first token."""
+        marked = getattr(self.processor.backend_tokenizer.model, "continuing_subword_prefix", None)
+        places, words = {}, found.word_ids(row)
+        for word, tokens in itertools.groupby(range(len(words)), words.__getitem__):
+            if word is None:
+                continue
+            start, end = found.word_to_chars(row, word)
+            one = marked and not _NO_WORD.search(text[start:end].strip())
+            if one and sum(span.start < end and start < span.end for span in spans) < 2:
+                places[next(tokens)] = start, end
+            else:
+                places |= {token: tuple(found.token_to_chars(row, token)) for token in tokens}
+        return places
+
+    def _of_spans(self, places: Mapping[int, tuple[int, int]], spans: Sequence[_Span]) -> dict[int, int]:
+        """Return the class of each word, given its characters."""
         classes = dict.fromkeys(places, ClassNames(self.config).find("O")[0])
         for span in spans:
-            inside = [word for word, place in places.items() if place.start < span.end and place.end > span.start]
+            inside = [word for word, (start, end) in places.items() if start < span.end and end > span.start]
             several = [span.first, *[span.others] * (len(inside) - 2), span.last]
             classes |= dict(zip(inside, [span.only] if len(inside) == 1 else several, strict=False))
         return classes
@@ -214,8 +247,13 @@ class TokenClassification(Task):
     def join(self, kept: Sequence[tuple[Tensor, ...]], batches: Sequence[Batch]) -> Predictions:
         """Return the classes of all words, of which those of a sample are one prediction."""
         counts = torch.cat([_judged(batch).sum(-1) for batch in batches]).cpu()
-        sample = torch.arange(len(counts)).repeat_interleave(counts)
-        return Predictions(self.predicts, torch.cat([classes for classes, _ in kept]), sample, whole=True)
+        sample, places = torch.arange(len(counts)).repeat_interleave(counts), None
+        if all(key in batch for key in data.TOKEN_PLACES for batch in batches):
+            places = torch.cat(
+                [torch.stack([batch[key][_judged(batch)] for key in data.TOKEN_PLACES], -1) for batch in batches]
+            ).cpu()
+        classes = torch.cat([classes for classes, _ in kept])
+        return Predictions(self.predicts, classes, sample, whole=True, places=places)
 
     def references(self, batches: Sequence[Batch]) -> Tensor:
         """Return the classes of all words, (words,)."""
@@ -248,9 +286,15 @@ class TokenClassification(Task):
 
     def entities(self, predictions: Predictions, classes: Tensor) -> list[set[Entity]]:
         """Return the entities of each sample of the predictions; `classes` (words,) are those of all words in order."""
-        places = places_in_entities(self.names)
-        of_samples = classes.split(self._counts(predictions))
-        return [entities_of([places[number] for number in of_sample.tolist()]) for of_sample in of_samples]
+        places, counts = places_in_entities(self.names), self._counts(predictions)
+        found = [entities_of([places[number] for number in of.tolist()]) for of in classes.split(counts)]
+        if predictions.places is None:
+            return found
+        texts = [of.tolist() for of in predictions.places.split(counts)]
+        return [
+            {(kind, text[first][0], text[end - 1][1]) for kind, first, end in of}
+            for of, text in zip(found, texts, strict=True)
+        ]
 
     @staticmethod
     def _counts(predictions: Predictions) -> list[int]:
@@ -346,6 +390,14 @@ def _by_place(name: str, classes: ClassNames) -> list[int | None]:
     return [first, others, find("EL", others), find("SUW", first)]
 
 
-def _begun(words: Sequence[int | None]) -> list[int | None]:
-    """Return the number of the word that each token begins, by that of its word; None where none does."""
-    return [None if word == last else word for last, word in zip([None, *words[:-1]], words, strict=True)]
+def _first_tokens(words: Sequence[int | None]) -> dict[int, int]:
+    """Return the number of each word by that of its first token, given the word of each token."""
+    return {
+        token: word for token, (last, word) in enumerate(itertools.pairwise([None, *words])) if word not in (None, last)
+    }
+
+
+def _by_token(found: Mapping[str, Any], of_rows: Sequence[Mapping[int, Any]], others: Any) -> list[list[Any]]:
+    """Return a value for every token of every row, given those of some tokens."""
+    lengths = map(len, found["input_ids"])
+    return [[of_row.get(n, others) for n in range(length)] for of_row, length in zip(of_rows, lengths, strict=True)]

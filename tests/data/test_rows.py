@@ -252,6 +252,21 @@ def test_a_slice_without_rows_is_refused(tmp_path, part):
         load_rows(files={"train": tmp_path / "a.jsonl"}, split=f"train{part}")
 
 
+@pytest.mark.parametrize("together", [None, "query"])
+def test_shuffled_slices_are_of_all_rows(tmp_path, together):
+    rows = [{"n": n, "query": None if n % 5 == 4 else n // 10, "label": n // 50} for n in range(100)]
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    how = {"files": {"train": tmp_path / "a.jsonl"}, "shuffled": True, "together": together}
+    first, last = (load_rows(split=f"train{part}", **how).to_list() for part in ("[:80%]", "[80%:]"))
+    assert sorted(first + last, key=lambda row: row["n"]) == rows
+    assert {row["label"] for row in last} == {0, 1}
+    # `take` puts rows of a query beside each other.
+    assert together or [row["n"] for row in last] == sorted(row["n"] for row in last)
+    assert (12 if together else 20) <= len(last) <= 20
+    shared = {row["query"] for row in first} & {row["query"] for row in last} - {None}
+    assert bool(shared) == (together is None)
+
+
 def test_files_without_rows_and_folders_without_images(tmp_path):
     for name in ("a.jsonl", "a.json", "a.csv", "a.tsv", "a.txt"):
         (tmp_path / name).write_bytes(b"")

@@ -4,6 +4,7 @@ from typing import Any
 
 import datasets
 import pytest
+import tokenizers
 import torch
 from support.reading import reading
 from support.tags import LETTERS, PIECES, TAGS, pieces_of, sentences, tag_tokenizer, tagger, words_of
@@ -138,6 +139,32 @@ def test_of_a_model_without_prefixes_all_words_of_a_span_have_one_class() -> Non
     rows = rows_of([{"text": "ab c d", "ner_tags": [{"start": 0, "end": 4, "label": "name"}]}])
     read.check_rows(rows)
     assert read.read(rows, size=1)[0]["labels"].tolist() == [[-100, 2, 2, 0, -100]]
+
+
+@pytest.mark.parametrize(
+    ("spans", "wanted"),
+    [
+        ([(0, 2, "name"), (3, 6, "place")], ["B-name", "I-name", "O", "B-place", "I-place", "I-place", "O"]),
+        ([(0, 6, "name")], ["B-name", "O"]),
+        ([(0, 2, "name")], ["B-name", "O"]),
+        ([], ["O", "O"]),
+    ],
+)
+def test_of_a_word_with_several_spans_every_token_is_read(spans: list[tuple[int, int, str]], wanted: list[str]) -> None:
+    """As of "EU-Kommission", where the tokenizer cuts texts at spaces alone."""
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"EUKom-", *(f"##{letter}" for letter in "EUKom-")]
+    numbers = {piece: number for number, piece in enumerate(pieces)}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordPiece(numbers, unk_token="[UNK]"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="[PAD]", unk_token="[UNK]")
+    given = [dict(zip(("start", "end", "label"), span, strict=True)) for span in spans]
+    other = {"text": "E", "ner_tags": [{"start": 0, "end": 1, "label": "name"}]}  # so that an empty list has a type
+    rows = rows_of([{"text": "EU-Kom mo", "ner_tags": given}, other])
+    read = reader(text="text", processor=tokenizer)
+    read.check_rows(rows)
+    batch = read.read(rows, size=2)[0]
+    found = [TAGS[number] for number in batch["labels"][0][batch["judged"][0]]]
+    assert found == wanted
 
 
 @pytest.mark.parametrize(

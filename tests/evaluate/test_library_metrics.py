@@ -4,9 +4,11 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import sklearn.metrics
 import torch
 import yaml
 from support.models import save_project, save_text_model
@@ -103,7 +105,7 @@ def test_which_way_is_better_is_known_without_loading(monkeypatch: pytest.Monkey
         (
             "int64",
             '{"low": 0.0, "high": 1.0}',
-            "must give one number for these predictions: ValueError: it gives low, high",
+            "must give one number for predictions of 2 classes: ValueError: it gives low, high",
         ),
         ("int64", "missing_name", "must give one number .* name 'missing_name' is not defined"),
     ],
@@ -113,8 +115,7 @@ def test_a_metric_that_cannot_be_used_is_refused_before_any_work(
 ) -> None:
     name = script(tmp_path, "other", result, dtype=dtype)
     with pytest.raises(RecipeError, match=message):
-        check_metrics([name])
-    assert name not in METRICS
+        check_metrics([name], labels=2)
 
 
 def test_a_script_that_does_not_load_or_fails_on_the_predictions_is_quoted(tmp_path: Path) -> None:
@@ -126,6 +127,36 @@ def test_a_script_that_does_not_load_or_fails_on_the_predictions_is_quoted(tmp_p
     check_metrics([name])
     with pytest.raises(DataError, match="binary' must give one number .*list index out of range"):
         compute_metrics(given(torch.eye(3)), torch.arange(3), names=[name], task=classifying())
+
+
+@pytest.mark.parametrize(
+    ("kind", "metric", "fails", "works"),
+    [
+        ("classes", lambda given, wanted, **_: sklearn.metrics.precision_score(wanted, given), 3, 2),
+        ("own classes", lambda given, wanted, num_labels: [1.0, 1.0][num_labels - 1], 3, 2),
+        ("labels", lambda given, wanted: (given == wanted)[:, 3].mean(), 3, 4),
+        ("numbers", lambda given, wanted: "a number", 1, None),
+    ],
+)
+def test_a_metric_is_tried_on_as_many_labels_as_the_model_has(
+    kind: str, metric: Any, fails: int, works: int | None
+) -> None:
+    metrics.register_metric("tried", of=kind)(metric)
+    predicts = kind.removeprefix("own ")
+    with pytest.raises(RecipeError, match=f"'tried' must give one number for predictions of {fails} {predicts}: "):
+        check_metrics(["tried"], predicts=predicts, labels=fails)
+    if works is not None:
+        check_metrics(["tried"], predicts=predicts, labels=works)
+
+
+def test_a_recipe_of_three_classes_refuses_the_precision_of_two(tmp_path: Path) -> None:
+    save_project(tmp_path, train=4, validation=4, prune={"budget": {"heads": 0.5}})
+    save_text_model(tmp_path / "model", num_labels=3)
+    result = '{"precise": __import__("sklearn.metrics").metrics.precision_score(references, predictions)}'
+    name = script(tmp_path, "precise", result)
+    recipe = PruningRecipe.from_yaml(tmp_path / "recipe.yaml", {"evaluation.metrics": [name]})
+    with pytest.raises(RecipeError, match="precise' must give one number for predictions of 3 classes: ValueError: "):
+        load_job(recipe)
 
 
 def test_a_script_is_relative_to_the_recipe(tmp_path: Path) -> None:

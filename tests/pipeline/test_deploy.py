@@ -152,8 +152,8 @@ def test_where_no_cut_keeps_the_promise_the_dense_form_is_the_answer(
     same = same_in_onnxruntime(folder / "model", tmp_path / "out" / found.file, rows, tolerance=0.02)
     assert all(same)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
-    # The answer is the dense model, which predicts the held-out and the evaluated rows once.
-    assert [samples_of(batches) for batches in predicted] == [samples_of(rows), report.details.data.evaluation_samples]
+    # The answer is the dense model, which predicts the evaluated and the held-out rows once.
+    assert [samples_of(batches) for batches in predicted] == [report.details.data.evaluation_samples, samples_of(rows)]
 
 
 def searched(recipe: PruningRecipe, *, keep: float) -> Choice:
@@ -273,6 +273,7 @@ def test_a_model_and_its_rows_are_enough_for_a_recipe(folder: Path, tmp_path: Pa
     assert (recipe.task, recipe.data.label, recipe.evaluation.split) == ("text-classification", "label", "validation")
     alone = propose_recipe(str(folder / "model"), files={"rows": files["train"]}, output=tmp_path)
     assert (alone.calibration.split, alone.evaluation.split) == ("rows[:80%]", "rows[80%:]")
+    assert (recipe.data.shuffled, alone.data.shuffled) == (False, True)
     pair = tmp_path / "pair.jsonl"
     rows = [{"sentence1": "a b", "sentence2": "c", "genre": "news", "score": 1.0} for _ in range(5)]
     pair.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -37,6 +37,8 @@ from transformers.utils import logging
 
 import hies_export
 from hies_export import HiesError, PruningPlan, PruningRecipe, prune
+from hies_export.evaluate.metrics import METRICS, register_metric
+from hies_export.pipeline import prune as prune_file
 from hies_export.pipeline import stages
 from hies_export.pipeline.load_job import load_job
 from hies_export.pipeline.recipe import PruneSection
@@ -172,18 +174,54 @@ def test_a_run_and_a_call_choose_the_same(section: dict[str, Any], tmp_path: Pat
         torch.testing.assert_close(saved, made, msg=name)
 
 
-def test_the_last_batches_are_held_out_unless_others_are_given(unharmed: Any) -> None:
+def test_drawn_batches_are_held_out_unless_others_are_given(unharmed: Any) -> None:
     model, batches = unharmed(bert()), texts()
     own = prune(model, batches, budget={"heads": 0.5})
-    given = prune(model, batches[:6], held_out=batches[6:], budget={"heads": 0.5})
+    lengths = {batch["input_ids"].shape[1] for batch in own.job.rows.held_out}
+    assert len(lengths) == 2
+    assert lengths != {16, 17}  # the last ones
+    scored, apart = ([batch for batch in batches if (batch["input_ids"].shape[1] in lengths) == held_out]
+                     for held_out in (False, True))  # fmt: skip
+    given = prune(model, scored, held_out=apart, budget={"heads": 0.5})
     assert own.plan == given.plan
     assert str(own) == str(given)
     assert own.held_out is not None
-    alone = prune(model, batches[:6], held_out=[], budget={"heads": 0.5})
+    alone = prune(model, scored, held_out=[], budget={"heads": 0.5})
     assert (alone.plan, alone.held_out) == (own.plan, None)
     (one,) = prune(model, [text_batch(8, 12)], budget={"heads": 0.5}).job.rows.held_out
     assert "same prediction, 1 held-out row  " in str(prune(model, [text_batch(4, 12)], budget={"heads": 0.5}))
-    assert len(one["labels"]) == 2  # of a single batch, the last quarter of its rows
+    assert len(one["labels"]) == 2  # of a single batch, a quarter of its rows
+
+
+def test_of_rows_that_are_sorted_by_their_label_all_classes_are_held_out(tmp_path: Path) -> None:
+    save_text_model(tmp_path, num_labels=4)
+    model, tokenizer = (of.from_pretrained(tmp_path) for of in (BertForSequenceClassification, AutoTokenizer))
+    rows = datasets.Dataset.from_dict(
+        {"text": [WORDS[n % 7] for n in range(80)], "label": [n // 20 for n in range(80)]}
+    )
+    found = prune(model, rows, processor=tokenizer, budget={"heads": 0.5}).job.rows
+    assert [set(torch.cat([batch["labels"] for batch in part]).tolist()) for part in (found.score, found.held_out)] == [
+        {0, 1, 2, 3}
+    ] * 2
+    assert sum(len(batch["labels"]) for batch in found.held_out) == 20
+
+
+@pytest.mark.parametrize("most", [1.0, 5.0])
+def test_a_metric_fails_on_the_dense_model_before_the_work(most: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_shares(predictions: Any, references: Any) -> float:
+        if references.max() > 1:
+            raise ValueError("shares must be in [0, 1]")
+        return 0.5
+
+    monkeypatch.setattr(prune_file, "calibrate", lambda *_: pytest.fail("calibrated"))
+    before = dict(METRICS)
+    register_metric("shares", of="numbers")(of_shares)
+    batches = [{**text_batch(4, 10, labels=False), "labels": most * torch.rand(4)} for _ in range(8)]
+    refused = pytest.raises(HiesError, match=r"'shares' must give .* these predictions: ValueError: shares must be in")
+    with refused if most > 1 else pytest.raises(pytest.fail.Exception, match="calibrated"):
+        prune(bert(num_labels=1), batches, criterion="l2", budget={"heads": 0.5}, evaluation={"metrics": ["shares"]})
+    METRICS.clear()
+    METRICS.update(before)
 
 
 def test_the_agreement_is_that_of_the_two_models() -> None:

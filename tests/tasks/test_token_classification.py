@@ -13,10 +13,18 @@ import onnxruntime
 import pytest
 import torch
 from scipy import stats
+from support.reading import reading
 from support.references import naive_statistics
 from support.runs import hies
 from support.tags import TAGS, save_tagger, sentences, tag_tokenizer, tagger
-from transformers import AutoModelForTokenClassification, DataCollatorForTokenClassification, PreTrainedModel
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import (
+    AutoModelForTokenClassification,
+    DataCollatorForTokenClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    pipeline,
+)
 
 import hies_export
 from hies_export import DataError, RequestError, prune
@@ -27,7 +35,7 @@ from hies_export.evaluate.judge import Judge
 from hies_export.evaluate.predict import predict
 from hies_export.pipeline.load_job import load_job
 from hies_export.pipeline.recipe import PruningRecipe
-from hies_export.recipe.sections import EvaluationSection, HeldOutSection
+from hies_export.recipe.sections import Columns, EvaluationSection, HeldOutSection
 from hies_export.report.report import Report
 from hies_export.tasks import Predictions
 from hies_export.tasks.given import batches_of
@@ -239,6 +247,78 @@ def test_predictions_are_those_of_each_sentence_by_itself(labelled: bool) -> Non
     assert sorted(map(sorted, task.entities(in_order, in_order.values))) == sorted(map(sorted, map(entities, wanted)))
 
 
+def wrapped(model: Any, before: Any) -> PreTrainedTokenizerFast:
+    """Return the tokenizer of a model of tokens, with [CLS] and [SEP], and of what cuts texts before it."""
+    backend = Tokenizer(model)
+    if before is not None:
+        backend.pre_tokenizer = before
+    ends = [(token, backend.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
+    backend.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ends)
+    special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, model_max_length=64, **special)
+
+
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
+HAN = "住在北京上海的王明和李静去了"
+
+
+def characters(letters: str, before: Any) -> PreTrainedTokenizerFast:
+    """Return a tokenizer like SentencePiece's, which does not mark the pieces of words."""
+    tokens = [(token, 0.0) for token in SPECIAL] + [("▁", -1.0)] + [(letter, -3.0) for letter in letters]
+    return wrapped(models.Unigram(tokens, unk_id=1), before)
+
+
+def pieces(letters: str, before: Any) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of WordPiece, which marks what goes on with a word."""
+    tokens = [*SPECIAL, *letters, *(f"##{letter}" for letter in letters)]
+    numbers = {token: number for number, token in enumerate(tokens)}
+    return wrapped(models.WordPiece(numbers, unk_token="[UNK]"), before)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "letters", "strategy"),
+    [
+        (characters(HAN, pre_tokenizers.Metaspace()), HAN, "simple"),
+        (characters(HAN, None), HAN, "simple"),
+        (characters("EUKomis-", pre_tokenizers.Metaspace()), "EUKomis-  ", "simple"),
+        (pieces(HAN, pre_tokenizers.BertPreTokenizer()), HAN, "simple"),
+        (pieces("EUKomis-", pre_tokenizers.BertPreTokenizer()), "EUKomis-  ", "first"),
+        (pieces("EUKomis-", pre_tokenizers.WhitespaceSplit()), "EUKomis-  ", "first"),
+    ],
+    ids=["characters", "no pre-tokenizer", "no marks", "script without spaces", "words", "words of spaces"],
+)
+def test_entities_of_a_text_are_those_of_the_pipeline(
+    tokenizer: PreTrainedTokenizerFast, letters: str, strategy: str
+) -> None:
+    model, chance = tagger(), random.Random(0)
+    texts = ["a" + "".join(chance.choices(letters, k=12)) for _ in range(24)]
+    texts = [text[1:].strip() or letters[0] for text in texts]
+    task = reading(TASK.name, columns=Columns(text=("text",)), config=model.config, processor=tokenizer)
+    found = predict(model, task.read(datasets.Dataset.from_dict({"text": texts}), size=8), task=task)
+    find = pipeline("token-classification", model=model, tokenizer=tokenizer, aggregation_strategy=strategy)
+    wanted = [{(one["entity_group"], one["start"], one["end"]) for one in find(text)} for text in texts]
+    assert task.entities(found, found.values) == wanted
+    assert len({kind for of in wanted for kind, *_ in of}) > 1
+    assert sum(map(len, wanted)) > 24
+
+
+def test_spans_of_a_text_are_entities_by_its_characters() -> None:
+    rows = [
+        {"text": "王明住在上海", "spans": [("name", 0, 2), ("place", 4, 6)]},
+        {"text": "王明李静去了", "spans": [("name", 0, 2), ("name", 2, 4)]},
+        {"text": "去了", "spans": []},
+    ]
+    fields = [{**row, "spans": [dict(zip(("label", "start", "end"), span, strict=True)) for span in row["spans"]]}
+              for row in rows]  # fmt: skip
+    model = tagger()
+    for tokenizer in (characters(HAN, pre_tokenizers.Metaspace()), pieces(HAN, pre_tokenizers.WhitespaceSplit())):
+        columns = Columns(text=("text",), label="spans")
+        task = reading(TASK.name, columns=columns, config=model.config, processor=tokenizer)
+        batches = task.read(datasets.Dataset.from_list(fields), size=2)
+        found = predict(model, batches, task=task)
+        assert task.entities(found, task.references(batches)) == [set(row["spans"]) for row in rows]
+
+
 def collated(rows: Sequence[dict[str, Any]], *, labelled: bool) -> list[dict[str, torch.Tensor]]:
     collate = DataCollatorForTokenClassification(tag_tokenizer())
     kept = [row if labelled else {key: value for key, value in row.items() if key != "labels"} for row in rows]
@@ -278,11 +358,11 @@ def test_what_training_reads_is_pruned_in_memory(given: str, labelled: bool) -> 
     )
     held_out = result.job.rows.held_out
     # Without labels, nothing tells the first token of a word from others. Refitting needs no labels, but their places.
-    first = [torch.tensor(row["labels"]) != -100 for row in rows]
-    refitted = [row for batch in result.job.rows.refit for row in batch["judged"]]
-    assert [int(row.sum()) for row in refitted] == [
-        int(places.sum()) if labelled else len(places) for places in first[: len(refitted)]
-    ]
+    first = {tuple(row["input_ids"]): torch.tensor(row["labels"]) != -100 for row in rows}
+    for batch in result.job.rows.refit:
+        for ids, mask, judged in zip(batch["input_ids"], batch["attention_mask"].bool(), batch["judged"], strict=True):
+            places = first[tuple(ids[mask].tolist())]
+            assert int(judged.sum()) == (int(places.sum()) if labelled else len(places))
     assert not any("labels" in batch for batch in result.job.rows.refit)
     dense, slim = (tags_of(one, held_out) for one in (model, result.model))
     same = [entities(one) == entities(two) for one, two in zip(dense, slim, strict=True)]
