@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from ..calibrate.moments import HELD_OUT_EVERY
 from ..checkpoint.load import Source, check_in_memory
 from ..data.batches import Batch, image_shape, inputs_of, sample_contents, samples_of, size_of
-from ..data.rows import common_values, drawn_order, has_one_value, side_by_side, whole
+from ..data.rows import common_values, drawn_order, has_one_value, number_rows, side_by_side, whole
 from ..errors import RecipeError, RequestError, UnsupportedModelError
 from ..evaluate.interval import CONFIDENCE
 from ..evaluate.judge import Judge, warn_if_no_better_than_commonest
@@ -440,7 +440,7 @@ def _rows_in_memory(
 ) -> Rows:
     divided = held_out is None and isinstance(batches, datasets.Dataset) and len(batches) > 1
     if divided and (task.a_row_is_a_sample or task.rows_together or together is not None):
-        batches, held_out = _divided(batches, together)
+        batches, held_out = _divided(number_rows(batches, source="batches"), together)
     score = read(batches, what="batches")
     apart: list[Batch] = []
     if held_out is None:

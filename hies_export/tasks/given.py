@@ -15,7 +15,7 @@ from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, PreTra
 from ..data.batches import CHOICE_KEYS, GROUP_KEY, IGNORED, TEXT_KEYS, Batch, check_numbers, size_of
 from ..data.columns import STRINGS, holds_images
 from ..data.processors import tokenizer_of
-from ..data.rows import drawn_order
+from ..data.rows import drawn_order, own_columns
 from ..errors import DataError, RequestError, did_you_mean, listed, quoted, refusing
 from ..files import Rule, check
 from ..model.text_encoder import TextEncoder
@@ -67,7 +67,7 @@ def batches_of(
         elif columns is None and (fields := usual_columns(given, type(task))) is None:
             raise DataError(
                 f"{task.name} needs columns= that name what to read ({task.needs}), such as "
-                f"columns={{'text': 'sentence'}}, got none for a data set with {listed(given.column_names)}"
+                f"columns={{'text': 'sentence'}}, got none for a data set with {listed(own_columns(given))}"
             )
     elif columns is not None:
         raise RequestError(
@@ -164,7 +164,7 @@ def _of_rows(
     """Return the batches of a data set of texts or images, given the fields of `Columns`."""
     if processor is None:
         raise RequestError(
-            f"{what} with the columns {listed(rows.column_names)} needs processor=, the model's tokenizer or processor"
+            f"{what} with the columns {listed(own_columns(rows))} needs processor=, the model's tokenizer or processor"
         )
     columns = check(dict(fields), Columns, _COLUMNS, where="columns")
     task = task.to_read(columns, processor)
@@ -183,6 +183,7 @@ def usual_columns(
     `preferred` are sets of text columns, the best first: the first that the data set has is read, whatever its other
     texts.
     """
+    rows = rows.select_columns(own_columns(rows))
     if found := task.usual_columns(rows.features):
         return found
     typed = rows.features if task.columns_by_type else {}

@@ -52,7 +52,7 @@ def test_texts_are_read_by_the_tokenizer(tmp_path: Path) -> None:
 def test_a_promise_needs_so_many_queries() -> None:
     texts = [" ".join(WORDS[start : start + 5]) for start in range(40)]
     how: dict[str, Any] = {"processor": word_tokenizer(WORDS), "embedding": {"pooling": "cls"}, "criterion": "his"}
-    with pytest.raises(RequestError, match="from 340 held-out queries or more, and there are 8"):
+    with pytest.raises(RequestError, match="from 340 held-out queries or more, and there are 16"):
         prune(bert_encoder(), texts, budget={"keep": 0.99}, **how)
 
 
