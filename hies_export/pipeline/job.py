@@ -409,7 +409,7 @@ def job_in_memory(
     kind = kind_of_rows(rows.held_out, embeds=task.embeds)
     metrics = evaluation.metrics or task.usual_metrics(rows=kind)
     limited = options.budget and options.budget.metric
-    how = {"predicts": task.predicts, "rows": kind, "labels": getattr(model.config, "num_labels", None)}
+    how: dict[str, Any] = {"predicts": task.predicts, "rows": kind, "labels": getattr(model.config, "num_labels", None)}
     check_metrics((*metrics, *([limited] if limited else [])), **how)
     job = make_job(
         model,
@@ -469,7 +469,7 @@ def _divided(rows: datasets.Dataset, together: str | None) -> tuple[datasets.Dat
         order = side_by_side(order, values)
         values = values[order]
     there = sum(value is not None for value in values) or len(rows)
-    first = there - whole(values[:there][::-1], max(1, there // 4))
+    first = there - whole(values[:there][::-1].tolist(), max(1, there // 4))
     end = len(rows) - (len(rows) - there) // 4
     if not first:
         return rows, None

@@ -124,8 +124,8 @@ def propose_recipe(
     at_once = {"batch_size": _BLOCKS_AT_ONCE} if task.generative else {}
     # Two thirds of few rows are left for the promise, which may have to be made on them.
     scored = _SCORED_BLOCKS if task.generative else max(1, min(_SCORED, taken_from(rows) // 3))
-    judged = _JUDGED_BLOCKS if task.generative else at_most(_JUDGED, evaluated)
-    if source.get("shuffled") and (columns.get("query") or columns.get("group")) and judged < _JUDGED:
+    judged: int | None = _JUDGED_BLOCKS if task.generative else at_most(_JUDGED, evaluated)
+    if source.get("shuffled") and (columns.get("query") or columns.get("group")) and taken_from(evaluated) < _JUDGED:
         judged = None  # all, of which whole queries leave fewer
     refitted = _REFITTED_BLOCKS if task.generative else max(5, at_most(_REFITTED, rows))
     prune: dict[str, Any] = {} if budget is None else {"budget": budget}

@@ -115,7 +115,7 @@ class TokenClassification(Task):
                 is_split_into_words=split,
             )
             # Of every row, its words by the number of their first token: their own number, or their characters.
-            words = [
+            words: list[dict[int, Any]] = [
                 _first_tokens(found.word_ids(number)) if split else self._places(found, number, texts[row], spans[row])
                 for number, row in enumerate(part)
             ]
