@@ -211,7 +211,9 @@ def read_recipe(options: Options, *, deploys: bool = False) -> PruningRecipe:
         )
     source = read_data(of_model.pop("data"))
     from ..pipeline.propose import propose_recipe  # after the refusals, because it takes seconds
+    from ..tasks import COLUMNS as FIELDS
 
+    of_model |= {name: overrides[key] for name in FIELDS if (key := f"data.{name}") in overrides}
     recipe = propose_recipe(
         options.recipe,
         **source,

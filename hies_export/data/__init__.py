@@ -10,6 +10,7 @@ The names here are those that tasks read rows with.
 
 # ruff: noqa: F401
 from .batches import (
+    CHAT_KEY,
     CHOICE_KEYS,
     GROUP_KEY,
     IGNORED,

@@ -38,8 +38,10 @@ TOKEN_PLACES = ("begins", "ends")
 ANSWER_KEYS = ("context", "answers")
 # Key of a batch whose labels are the dense model's own predictions, (rows,) bool.
 OWN_KEY = "own"
+# Key of a batch of conversations, (rows,) bool: every label token is a prediction of its own, as answers may be long.
+CHAT_KEY = "chat"
 # What a batch may have that no model takes.
-_NO_INPUTS = frozenset(("labels", *ROW_KEYS, JUDGED_KEY, *TOKEN_PLACES, *ANSWER_KEYS, OWN_KEY))
+_NO_INPUTS = frozenset(("labels", *ROW_KEYS, JUDGED_KEY, *TOKEN_PLACES, *ANSWER_KEYS, OWN_KEY, CHAT_KEY))
 
 
 def are_tokens(labels: torch.Tensor) -> bool:

@@ -13,6 +13,7 @@ from ..checkpoint.classes import load_config
 from ..checkpoint.sentence import is_sentence_transformer
 from ..data.rows import hub_splits, load_rows, taken_from
 from ..errors import DataError, RequestError, listed
+from ..files import Rule, check
 from ..recipe.sections import Columns
 from ..tasks import TASKS, Task
 from ..tasks.classification import CLASSIFIED
@@ -49,6 +50,9 @@ _PAIRS = (
     ("text",),
     ("sentence",),
 )
+_NAMED = Rule(
+    "columns must be named as in a recipe's data", """quote a text, as in --set 'data.prompt="Q: {question}"'"""
+)
 # Columns that tell the queries of a reranker apart.
 _GROUPS = ("group", "query_id", "query")
 
@@ -58,15 +62,10 @@ def propose_recipe(
     *,
     name: str | None = None,
     files: Mapping[str, Path] | None = None,
-    text: Sequence[str] = (),
-    image: str | None = None,
-    label: str | None = None,
-    query: str | None = None,
-    document: str | None = None,
-    group: str | None = None,
     budget: Mapping[str, Any] | None = None,
     sections: Mapping[str, Any] | None = None,
     output: Path,
+    **named: Any,
 ) -> PruningRecipe:
     """Return a recipe to prune within a budget, or without one to deploy, by the defaults of such a recipe.
 
@@ -74,14 +73,10 @@ def propose_recipe(
         model: Checkpoint folder or Hub id; the class in its config determines the task.
         name: Hub data set, its configuration last; or
         files: Split -> file.
-        text: Text columns; by default those of the data set, if there is only one choice.
-        image: Image column; likewise.
-        label: Label column; likewise, and none if there is none.
-        query, document: Columns of queries and of their documents, for an embedding model; likewise.
-        group: Column that tells the queries of a reranker's candidates apart; likewise.
         budget: How much is removed; see `Budget`.
         sections: Sections of the recipe that say so in place of a budget, or beside it, such as `vocabulary`.
         output: Folder of the result.
+        named: Columns, by the fields of `Columns`; by default those of the data set, if there is only one choice.
 
     Raises:
         RequestError: The model's class belongs to no supported task.
@@ -99,14 +94,16 @@ def propose_recipe(
         source["shuffled"] = True
     both = [load_rows(**source, split=split, samples=_LOOKED_AT) for split in (calibration, evaluation)]
     rows, evaluated = both
-    given = {"text": tuple(text), "image": image, "label": label, "query": query, "document": document, "group": group}
-    columns: dict[str, Any] = {key: value for key, value in given.items() if value}
-    if not text and image is None and query is None:
+    given = check({key: value for key, value in named.items() if value}, Columns, _NAMED, where="the columns")
+    columns: dict[str, Any] = given.model_dump(exclude_unset=True)
+    label, group = columns.get("label"), columns.get("group")
+    if columns.keys() <= {"label", "document", "group"}:
         usual = usual_columns(rows, task, preferred=_PAIRS)
         if usual is None:
             raise DataError(
                 f"{task.name} needs to know which columns to read ({task.needs}), and the data set has "
-                f"{listed(rows.column_names)}; name them with --text, --image, --label, or --query and --document"
+                f"{listed(rows.column_names)}; name them with --text, --image, --label, or --query and --document, or "
+                """as in --set 'data.prompt="Question: {question}"' --set data.answer=COLUMN"""
             )
         columns = {key: value for key, value in usual.items() if value} | columns
     if task(config).predicts == "numbers" and len(columns.get("text", ())) == 2 and group is None:
@@ -148,10 +145,9 @@ def _labels_that_are_known(
     columns: dict[str, Any], both: Sequence[datasets.Dataset], task: type[Task], config: Any
 ) -> dict[str, Any]:
     """Return the columns without that of the labels, which nobody named, if they are no labels of the model."""
-    text = {"text": tuple(columns["text"])} if "text" in columns else {}
     try:
         for rows in both:
-            task(config).to_read(Columns(**{**columns, **text})).check_rows(rows)
+            task(config).to_read(Columns(**columns)).check_rows(rows)
     except DataError as error:
         why = str(error).partition(";")[0]
         logger.warning("the column %r is not read, as answers are kept without labels: %s", columns["label"], why)

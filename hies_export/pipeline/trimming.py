@@ -121,7 +121,7 @@ def texts_of(rows: datasets.Dataset, columns: Columns | None = None) -> list[str
     """Return the texts in some columns of rows, by default in all, and the prompt of the columns, if they have one."""
     asked = list(own_columns(rows))
     if columns is not None:
-        named = (*columns.text, columns.query, columns.document, columns.answer)
+        named = (*columns.text, *columns.messages, columns.query, columns.document, columns.answer)
         asked = list(dict.fromkeys(name for name in (*named, *template_fields(columns.prompt or "")) if name))
     found = [text for column in asked if column in rows.column_names for text in _texts(column_values(rows, column))]
     return found if columns is None or columns.prompt is None else [*found, columns.prompt]

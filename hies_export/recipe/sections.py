@@ -36,6 +36,10 @@ class Columns(Section):
     Attributes:
         text: One or two text columns; one for text-generation.
         image: Image column.
+        messages: For text-generation, in place of `text`: column of conversations, rendered by the model's chat
+            template, of which the assistant's tokens are judged. A message has `role` and `content`, or `from` and
+            `value`. Or two columns, what is asked and what follows, both of messages or both of text, which is then
+            joined as it is.
         prompt: What to ask, with the columns it reads in braces: "Question: {question}"; instead of `text` in
             text-generation, and always in image-text-to-text.
         answer: Column of answers; loss and quality are computed on their tokens.
@@ -59,6 +63,7 @@ class Columns(Section):
 
     text: tuple[str, ...] = ()
     image: str | None = None
+    messages: tuple[str, ...] = Field((), max_length=2)
     prompt: str | None = None
     answer: str | None = None
     query: str | None = None
@@ -69,7 +74,7 @@ class Columns(Section):
     packing: bool = True
     bos: bool | Literal["auto"] = "auto"
 
-    @field_validator("text", mode="before")
+    @field_validator("text", "messages", mode="before")
     @classmethod
     def _one_or_many(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else value

@@ -2,8 +2,8 @@
 
 - `task.py`: `Task`, bound to a model's configuration, with the defaults of a row of logits per sample, and the
   `Predictions` that it compares.
-- `classification.py` and the other files named as the Hub names a task: a class each. `labels.py` and `prompts.py`
-  read what several of them need.
+- `classification.py` and the other files named as the Hub names a task: a class each. `labels.py`, `prompts.py` and
+  `conversations.py` read what several of them need.
 - `registry.py`: all of them by their names, and the task of a model.
 - `given.py`: the batches of what a user holds in memory.
 

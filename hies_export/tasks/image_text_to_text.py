@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 # Share of a data set's images that may fail to decode.
 TOLERATED_SHARE = 0.01
+# By what processors such as LLaVA's count the tokens of an image; files of older releases do not have them.
+SIZE_OF_IMAGES = ("patch_size", "vision_feature_select_strategy")
 
 
 class ImageTextToText(TextGeneration):
@@ -42,6 +44,18 @@ class ImageTextToText(TextGeneration):
 
     metrics = ("exact_match", "perplexity")
 
+    def check_targets(self, rows: datasets.Dataset) -> None:
+        """Refuse also a processor that cannot count the tokens of an image, as old files of LLaVA make them."""
+        super().check_targets(rows)
+        if missing := [name for name in SIZE_OF_IMAGES if getattr(self.processor, name, "") is None]:
+            raise DataError(
+                f"a {type(self.processor).__name__} must know how many tokens an image takes, but has no "
+                f"{' and no '.join(missing)}; set processor.patch_size = config.vision_config.patch_size, "
+                "processor.vision_feature_select_strategy = config.vision_feature_select_strategy and "
+                "processor.num_additional_image_tokens = 1 (if the vision model has a class token), and save it with "
+                "save_pretrained"
+            )
+
     def batches(self, samples: datasets.Dataset, size: int, use: Use) -> Iterator[Batch]:
         """Yield batches of images, prompts and answers, of which nothing is cut."""
         tokenizer, limit = self.prepare_tokenizer()
@@ -52,13 +66,14 @@ class ImageTextToText(TextGeneration):
         good = _decodable(data.as_images(samples, column), column)
         for part in batched(good, size):
             rows = [row for row, _ in part]
-            pairs = [self.prompt_and_answer(texts[row], None if choices is None else choices.text[row]) for row in rows]
-            answer_tokens = []
-            for row, pair in zip(rows, pairs, strict=True):
-                ids, count = tokenise(*pair, tokenizer, end)
-                check_answer(len(ids), count, data.row_name(samples, row), limit)
-                answer_tokens.append(count)
-            encoded = self._encoded(samples, part, pairs, tokenizer, end)
+            written, answer_tokens = [], []
+            for row in rows:
+                prompt, answer = self.prompt_and_answer(texts[row], None if choices is None else choices.text[row])
+                written.append(prompt + answer_text(prompt, answer, end))
+                _, judged = tokenise(written[-1], [(len(prompt), len(written[-1]))], tokenizer)
+                check_answer(judged, data.row_name(samples, row), limit)
+                answer_tokens.append(sum(judged))
+            encoded = self._encoded(samples, part, written, tokenizer)
             for row, length in zip(rows, encoded["attention_mask"].sum(-1).tolist(), strict=True):
                 if limit is not None and length > limit:
                     raise DataError(
@@ -83,9 +98,8 @@ class ImageTextToText(TextGeneration):
         self,
         samples: datasets.Dataset,
         part: Sequence[tuple[int, PIL.Image.Image]],
-        pairs: Sequence[tuple[str, str]],
+        texts: Sequence[str],
         tokenizer: Any,
-        end: str,
     ) -> Batch:
         """Return a batch of rows and images, after checking that each prompt has a place for its image.
 
@@ -96,11 +110,11 @@ class ImageTextToText(TextGeneration):
         must = "a row must have one place for its image, in the prompt, but"
         remedy = "write the model's image token into data.prompt, and take it out of columns, or mend the chat template"
         try:
-            encoded = self._encode([image for _, image in part], pairs, tokenizer, end)
+            encoded = self._encode([image for _, image in part], texts, tokenizer)
         except Exception:  # each processor raises its own kinds
-            for (row, image), pair in zip(part, pairs, strict=True):
+            for (row, image), text in zip(part, texts, strict=True):
                 with refusing(f"{must} the processor fails on {data.row_name(samples, row)}", remedy, DataError):
-                    self._encode([image], [pair], tokenizer, end)
+                    self._encode([image], [text], tokenizer)
             raise
         places = placeholders(self.config).to(encoded["input_ids"])
         for (row, _), ids in zip(part, encoded["input_ids"] if len(places) else (), strict=False):
@@ -108,16 +122,13 @@ class ImageTextToText(TextGeneration):
                 raise DataError(f"{must} {data.row_name(samples, row)} has none; {remedy}")
         return encoded
 
-    def _encode(
-        self, images: Sequence[PIL.Image.Image], pairs: Sequence[tuple[str, str]], tokenizer: Any, end: str
-    ) -> Batch:
-        texts = [prompt + answer_text(prompt, answer, end) for prompt, answer in pairs]
+    def _encode(self, images: Sequence[PIL.Image.Image], texts: Sequence[str], tokenizer: Any) -> Batch:
         # Chat templates write the begin-of-text token themselves.
         special = not (tokenizer.bos_token and texts[0].startswith(tokenizer.bos_token))
         return dict(
             self.processor(
                 images=[[image] for image in images],
-                text=texts,
+                text=list(texts),
                 padding=True,
                 add_special_tokens=special,
                 return_tensors="pt",

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import itertools
-import string
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..errors import DataError, quoted, refusing
+from ..errors import DataError, quoted
 from .late import data, datasets, torch
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+# A doubled brace, a column's name between braces, or a brace that stands alone.
+_PARTS = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
+# What no space is put beside: white space, and scripts that part no words: Thai to Myanmar, Khmer, Chinese, Japanese.
+_UNSPACED = re.compile(
+    r"[\s\u0e00-\u109f\u1780-\u17ff\u3000-\u312f\u3190-\u9fff\uf900-\ufaff\uff00-\uff9f\U00020000-\U0003ffff]"
+)
 
 
 def is_list(feature: Any) -> bool:
@@ -21,11 +29,17 @@ def is_list(feature: Any) -> bool:
 
 
 def template_fields(template: str) -> tuple[str, ...]:
-    """Return the columns that a prompt template such as "Question: {question}\\nAnswer:" names."""
-    must = f"data.prompt must be a template such as 'Question: {{question}}', but {quoted(template)} is not"
-    with refusing(must, "write {{ and }} for braces that are text", DataError):
-        fields = [field for _, field, _, _ in string.Formatter().parse(template) if field is not None]
-    return tuple(dict.fromkeys(fields))
+    """Return the columns that a prompt template such as "Question: {question}\\nAnswer:" names.
+
+    All that stands between braces is the name of a column, exactly as the data has it.
+    """
+    parts = list(_PARTS.finditer(template))
+    if any(part[0] in ("{", "}") for part in parts):
+        raise DataError(
+            f"data.prompt must be a template such as 'Question: {{question}}', but {quoted(template)} has a brace "
+            "alone; write {{ and }} for braces that are text"
+        )
+    return tuple(dict.fromkeys(part[1] for part in parts if part[1] is not None))
 
 
 def check_prompt(rows: datasets.Dataset, *, prompt: str, answer: str) -> None:
@@ -124,7 +138,7 @@ def filled(row: Mapping[str, Any], *, prompt: str, answer: str) -> tuple[str, st
     given = row[answer]
     if isinstance(given, list):
         given = Counter(given).most_common(1)[0][0]
-    return prompt.format_map(row), str(given)
+    return _PARTS.sub(lambda part: part[0][0] if part[1] is None else str(row[part[1]]), prompt), str(given)
 
 
 def end_of_text(tokenizer: Any) -> str:
@@ -135,19 +149,38 @@ def end_of_text(tokenizer: Any) -> str:
 
 
 def answer_text(prompt: str, answer: str, end: str) -> str:
-    """Return what follows the prompt: a space if it ends in none, the answer, and its end."""
-    return ("" if prompt[-1:].isspace() else " ") + answer + end
+    """Return what follows the prompt: a space, unless either side brings one or its script has none, and the answer."""
+    border = (prompt[-1:], answer[:1])
+    spaced = all(border) and not any(map(_UNSPACED.match, border))
+    return " " * spaced + ended(answer, end)
 
 
-def tokenise(prompt: str, answer: str, tokenizer: Any, end: str) -> tuple[list[int], int]:
-    """Return the tokens of prompt, answer and its end together, and how many at the end are the answer's.
+def ended(answer: str, end: str) -> str:
+    """Return an answer with its end, unless it brings it."""
+    return answer if answer.endswith(end) else answer + end
 
-    A tokenizer may merge characters across the border between the two, so the answer begins at the first token that
-    differs from the tokens of the prompt alone.
+
+def tokenise(
+    text: str, spans: Iterable[tuple[int, int]], tokenizer: Any, *, special: bool | None = None
+) -> tuple[list[int], list[bool]]:
+    """Return the tokens of a text, and which of them are in `spans` of its characters.
+
+    A tokenizer may merge characters across a border. So the tokens before it are those that the text up to it has too.
+    By default the tokenizer adds its special tokens, unless the text begins with the begin-of-text token.
     """
-    special = not (tokenizer.bos_token and prompt.startswith(tokenizer.bos_token))
+    if special is None:
+        special = not (tokenizer.bos_token and text.startswith(tokenizer.bos_token))
     options: dict[str, Any] = {"add_special_tokens": special, "return_attention_mask": False, "verbose": False}
-    alone = tokenizer(prompt, **options)["input_ids"]
-    ids = tokenizer(prompt + answer_text(prompt, answer, end), **options)["input_ids"]
-    shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(alone, ids, strict=False)))
-    return list(ids), len(ids) - shared
+    ids = list(tokenizer(text, **options)["input_ids"])
+
+    def tokens_before(border: int) -> int:
+        if border == len(text):
+            return len(ids)
+        alone = tokenizer(text[:border], **options)["input_ids"]
+        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(alone, ids, strict=False)))
+
+    judged = [False] * len(ids)
+    for start, end in spans:
+        first, last = tokens_before(start), tokens_before(end)
+        judged[first:last] = [True] * (last - first)
+    return ids, judged

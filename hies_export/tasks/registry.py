@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..entry_points import Registry
-from ..errors import MERGE, RequestError
+from ..errors import RequestError
 from .classification import ImageClassification, TextClassification
 from .feature_extraction import FeatureExtraction
 from .fill_mask import FillMask
@@ -20,7 +20,6 @@ from .token_classification import TokenClassification
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import PreTrainedModel
 
 TASKS: Registry[type[Task]] = Registry("tasks")
 for _task in (
@@ -122,12 +121,13 @@ def refuse_unknown(model: Any) -> None:
 
     from ..model.text_encoder import TextEncoder
 
+    if callable(getattr(model, "named_modules", None)):
+        refuse_adapters(model)
     if not isinstance(model, PreTrainedModel):
         raise RequestError(
             f"the model must be a PreTrainedModel of transformers, got {type(model).__name__}; pass the one "
             "inside it, or load one with from_pretrained"
         )
-    refuse_adapters(model)
     by_torch = any(type(module).__module__.startswith("torch.ao.nn.") for module in model.modules())
     if by_torch or getattr(model, "hf_quantizer", None) or getattr(model.config, "quantization_config", None):
         raise RequestError(
@@ -141,11 +141,11 @@ def refuse_unknown(model: Any) -> None:
         )
 
 
-def refuse_adapters(model: PreTrainedModel) -> None:
+def refuse_adapters(model: Any) -> None:
     """Refuse a model with layers of PEFT in it: what is saved of it would be the adapter alone."""
     for name, module in model.named_modules():
         if type(module).__module__.partition(".")[0] == "peft":
             raise RequestError(
-                f"the model must be a plain one of transformers, but {name} has an adapter ({type(module).__name__} of "
-                f"peft); {MERGE}"
+                f"the model must be a plain one of transformers, but {name or 'it'} has an adapter "
+                f"({type(module).__name__} of peft); give what merge_and_unload() of the PeftModel returns"
             )

@@ -29,7 +29,7 @@ AnyTask = TypeVar("AnyTask", bound="Task")
 Item = TypeVar("Item")
 
 # The fields of a recipe's `data` that name columns.
-COLUMNS = ("text", "image", "prompt", "answer", "query", "document", "label", "group")
+COLUMNS = ("text", "image", "messages", "prompt", "answer", "query", "document", "label", "group")
 # What rows are read for: to score units by their labels, to refit without them, to judge predictions with all that
 # metrics compare, or to time rows in their own order.
 Use = Literal["score", "refit", "judge", "time"]
@@ -192,8 +192,8 @@ class Task(ABC):
         if refusal := self.refusal(columns):
             raise DataError(f"{refusal}; the data has {listed(data.own_columns(rows))}")
         inputs = (*columns.text, *([columns.image] if columns.image else []))
-        asked = (columns.query, columns.document, *template_fields(columns.prompt or ""), columns.answer)
-        others = (*asked, columns.group, columns.label)
+        asked = (columns.query, columns.document, *columns.messages, *template_fields(columns.prompt or ""))
+        others = (*asked, columns.answer, columns.group, columns.label)
         for column in (*inputs, *(name for name in others if name)):
             if column not in rows.column_names:
                 known = data.own_columns(rows)

@@ -6,14 +6,16 @@ import itertools
 import logging
 import tempfile
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..errors import DataError
+from ..errors import DataError, refusing
+from .conversations import Conversations, check_conversations, columns_of_chats
 from .late import data, datasets, np, torch
 from .prompts import (
     Choices,
+    answer_text,
     check_prompt,
     end_of_text,
     filled,
@@ -42,23 +44,26 @@ BLOCK = "input_ids"
 TEXTS = 1000
 # How many rows of logits are held in float32 at once: 64 MB for a vocabulary of 32,000.
 ROWS_AT_ONCE = 512
+# The tokens of a sample, and which of them are labels.
+Tokens = tuple[list[int], list[bool]]
 
 
 class TextGeneration(Task):
     """Language models: decoders of text alone.
 
-    Every next token is predicted, from logits, (batch, tokens, vocabulary). Rows are plain text, or prompts with
-    answers. Rows with lists of questions become a sample per question (`one_row_per_question`). With several choices,
-    the right one becomes the answer (`right_choice`), or every choice is read (`of_choices`).
+    Every next token is predicted, from logits, (batch, tokens, vocabulary). Rows are plain text, conversations, or
+    prompts with answers. Rows with lists of questions become a sample per question (`one_row_per_question`). With
+    several choices, the right one becomes the answer (`right_choice`), or every choice is read (`of_choices`).
 
     Batches have `labels` (batch, longest), the tokens themselves, not shifted: all of a plain text, only the answer's
-    after a prompt, -100 elsewhere; with left padding also `position_ids`, if the model takes them.
+    after a prompt or the assistant's of a conversation, -100 elsewhere; with left padding also `position_ids`, if the
+    model takes them.
     """
 
     name = "text-generation"
     auto_class = "AutoModelForCausalLM"
-    reads: ClassVar[tuple[str, ...]] = ("text", "prompt answer", "prompt answer label")
-    needs = "data.text (one column), or data.prompt and data.answer"
+    reads: ClassVar[tuple[str, ...]] = ("text", "messages", "prompt answer", "prompt answer label")
+    needs = "data.text (one column), data.messages, or data.prompt and data.answer"
     a_row_is_a_sample = False
     generative = True
     decodes_text = True
@@ -78,6 +83,11 @@ class TextGeneration(Task):
 
     # How rows are read.
 
+    @classmethod
+    def usual_columns(cls, features: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return the columns of rows on which chat models are tuned, if a data set has them."""
+        return columns_of_chats(features) if "messages" in cls.reads else None
+
     @property
     def prompted(self) -> bool:
         """Whether there are prompts and answers, rather than plain text."""
@@ -89,7 +99,9 @@ class TextGeneration(Task):
         return {"prompt": str(self.columns.prompt), "answer": str(self.columns.answer)}
 
     def check_targets(self, rows: datasets.Dataset) -> None:
-        """Refuse prompts without an answer, or without the number of the right choice."""
+        """Refuse conversations and prompts without an answer, or without the number of the right choice."""
+        if self.columns.messages:
+            check_conversations(rows, self.columns.messages, self.processor)
         if not self.prompted:
             return
         check_prompt(rows, **self.template)
@@ -105,7 +117,7 @@ class TextGeneration(Task):
         """Return a row per question, or packed blocks of plain text."""
         if self.prompted:
             return rows if self.columns.label else one_row_per_question(rows, **self.template)
-        if not self.columns.packing:
+        if self.columns.messages or not self.columns.packing:
             return rows
         asked = self.columns.max_length
         length = data.token_limit(self.processor, self.config, asked) or BLOCK_LENGTH
@@ -114,7 +126,7 @@ class TextGeneration(Task):
         return pack_text(rows, column=self.columns.text[0], tokenizer=self.processor, length=length)
 
     def batches(self, samples: datasets.Dataset, size: int, use: Use) -> Iterator[Batch]:
-        """Yield batches of blocks, of plain texts, or of prompts with answers, of which the beginning is cut."""
+        """Yield batches of blocks or of plain texts, or of prompts with answers or conversations, cut on the left."""
         if samples.column_names == [BLOCK]:
             yield from (self._blocks(samples, part) for part in batched(range(len(samples)), size))
             return
@@ -123,9 +135,12 @@ class TextGeneration(Task):
             samples, choices = self.with_one_answer(samples, use)
             counted = self._answers(samples, choices, tokenizer, limit)
         else:
-            counted, choices = self._plain_texts(samples, tokenizer, limit), None
+            read = self._conversations if self.columns.messages else self._plain_texts
+            counted, choices = read(samples, tokenizer, limit), None
         for part in batched(range(len(counted)), size):
             batch = self._padded([counted[row] for row in part], tokenizer)
+            if self.columns.messages:
+                batch[data.CHAT_KEY] = torch.ones(len(part), dtype=torch.bool)
             yield batch if choices is None else batch | choices.of(part)
 
     def with_one_answer(self, samples: datasets.Dataset, use: Use) -> tuple[datasets.Dataset, Choices | None]:
@@ -168,7 +183,7 @@ class TextGeneration(Task):
         labels[:, : len(begin)] = data.IGNORED
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
 
-    def _plain_texts(self, samples: datasets.Dataset, tokenizer: Any, limit: int | None) -> list[tuple[list[int], int]]:
+    def _plain_texts(self, samples: datasets.Dataset, tokenizer: Any, limit: int | None) -> list[Tokens]:
         """Return the tokens of each text, cut on the right, all of which are labels. Blank rows are left out."""
         column, found = self.columns.text[0], []
         for row, text in enumerate(samples[column][:]):
@@ -181,7 +196,7 @@ class TextGeneration(Task):
                     f"{data.row_name(samples, row)} has {len(ids)} in {column!r}; remove it, raise max_length or pack "
                     "the texts into blocks"
                 )
-            found.append((ids, len(ids)))
+            found.append((ids, [True] * len(ids)))
         if len(found) < len(samples):
             blank = len(samples) - len(found)
             logger.warning("%d of %d rows are blank in %r and left out", blank, len(samples), column)
@@ -189,27 +204,45 @@ class TextGeneration(Task):
 
     def _answers(
         self, samples: datasets.Dataset, choices: Choices | None, tokenizer: Any, limit: int | None
-    ) -> list[tuple[list[int], int]]:
-        """Return the tokens of each prompt with its answer, cut on the left, and how many at the end are its answer."""
+    ) -> list[Tokens]:
+        """Return the tokens of each prompt with its answer, cut on the left; the answer's are labels."""
         found, end = [], end_of_text(tokenizer) if choices is None else ""
         for number, row in enumerate(self.texts(samples)):
-            pair = self.prompt_and_answer(row, None if choices is None else choices.text[number])
-            ids, answer_tokens = tokenise(*pair, tokenizer, end)
-            check_answer(len(ids), answer_tokens, data.row_name(samples, number), limit)
-            if limit is not None and len(ids) > limit:
-                begin = ids[:1] if ids[0] == tokenizer.bos_token_id and limit > answer_tokens + 1 else []
-                ids = begin + ids[len(ids) - limit + len(begin) :]
-            found.append((ids, answer_tokens))
+            prompt, answer = self.prompt_and_answer(row, None if choices is None else choices.text[number])
+            text = prompt + answer_text(prompt, answer, end)
+            ids, judged = tokenise(text, [(len(prompt), len(text))], tokenizer)
+            check_answer(judged, data.row_name(samples, number), limit)
+            found.append(cut_on_the_left(ids, judged, limit, tokenizer.bos_token_id))
         return found
 
-    def _padded(self, samples: Sequence[tuple[list[int], int]], tokenizer: Any) -> Batch:
-        """Return a batch of (tokens, how many at the end are labels), padded on the tokenizer's side."""
+    def _conversations(self, samples: datasets.Dataset, tokenizer: Any, limit: int | None) -> list[Tokens]:
+        """Return the tokens of each conversation, cut on the left; the assistant's are labels."""
+        read, found = Conversations(tokenizer), []
+        for number, row in enumerate(samples.select_columns(list(self.columns.messages))):
+            name = data.row_name(samples, number)
+            with refusing(f"the chat template must render every conversation, but fails on {name}", kind=DataError):
+                ids, judged = read.tokens([row[column] for column in self.columns.messages])
+            if not any(judged[1:]):
+                raise DataError(f"every conversation must have a token of the assistant's, but {name} has none")
+            found.append(cut_on_the_left(ids, judged, limit, tokenizer.bos_token_id))
+        if read.unclear:
+            logger.warning(
+                "the chat template does not tell which tokens of %d of %d conversations are the assistant's, so all of "
+                "them count; give it {%% generation %%} around these",
+                read.unclear,
+                len(samples),
+            )
+        return found
+
+    def _padded(self, samples: Sequence[Tokens], tokenizer: Any) -> Batch:
+        """Return a batch of samples, padded on the tokenizer's side."""
         left, width = tokenizer.padding_side == "left", max(len(ids) for ids, _ in samples)
         tokens = [torch.tensor(ids) for ids, _ in samples]
         labels = [ids.clone() for ids in tokens]
-        for of_row, (ids, counted) in zip(labels, samples, strict=True):
+        for of_row, (ids, judged) in zip(labels, samples, strict=True):
+            of_row[~torch.tensor(judged)] = data.IGNORED
             # Nothing predicts a text's first token; as a label it would be predicted from padding.
-            of_row[: max(len(ids) - counted, int(left and len(ids) < width))] = data.IGNORED
+            of_row[: int(left and len(ids) < width)] = data.IGNORED
         input_ids = data.padded(tokens, data.padding_token(tokenizer, self.config), left=left)
         mask = data.padded([torch.ones_like(ids) for ids in tokens], 0, left=left)
         data.check_vocabulary(input_ids, self.config)
@@ -302,6 +335,8 @@ class TextGeneration(Task):
         config = self.config.get_text_config()
         ends = [token for name in ("eos_token_id", "pad_token_id") for token in token_ids(getattr(config, name, None))]
         for batch in batches if self.shift else ():
+            if data.CHAT_KEY in batch:
+                return False
             labels = batch["labels"]
             mask, ids = batch.get("attention_mask", torch.ones_like(labels)), batch.get("input_ids", labels)
             counts = (mask != 0) & ~torch.isin(ids, torch.tensor(ends, dtype=ids.dtype, device=ids.device))
@@ -382,9 +417,10 @@ def first_largest(values: Tensor) -> Tensor:
     return torch.from_numpy(np.argmax(values.numpy(), axis=-1))
 
 
-def check_answer(tokens: int, answer_tokens: int, row: str, limit: int | None) -> None:
-    """Check that a sample with this many tokens has a prompt, and an answer that fits after it."""
-    if answer_tokens == 0 or answer_tokens == tokens:
+def check_answer(judged: Sequence[bool], row: str, limit: int | None) -> None:
+    """Check that a sample, of which the answer's tokens are judged, has a prompt, and an answer that fits after it."""
+    answer_tokens = sum(judged)
+    if answer_tokens == 0 or answer_tokens == len(judged):
         what = "an answer" if answer_tokens == 0 else "a prompt"
         raise DataError(f"every row must have {what} of at least one token, but {row} has none")
     if limit is not None and answer_tokens >= limit:
@@ -393,6 +429,18 @@ def check_answer(tokens: int, answer_tokens: int, row: str, limit: int | None) -
             f"at most {limit} tokens are read; leave such rows out, or raise max_length if it is given and the model "
             "takes more"
         )
+
+
+def cut_on_the_left(ids: list[int], judged: list[bool], limit: int | None, begin: int | None) -> Tokens:
+    """Return at most `limit` tokens of a sample, up to its last label, and the begin-of-text token if it has one."""
+    if limit is None or len(ids) <= limit:
+        return ids, judged
+    end = len(judged) - judged[::-1].index(True)
+    first = max(end - limit, 0)
+    kept = [*range(first, end)]
+    if ids[0] == begin and first and not judged[first + 1]:
+        kept[0] = 0
+    return [ids[place] for place in kept], [judged[place] for place in kept]
 
 
 def with_positions(batch: Batch, config: Any, labels: Tensor) -> Batch:

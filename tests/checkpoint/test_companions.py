@@ -168,4 +168,6 @@ def test_adapters_are_refused(hub: Hub, tmp_path: Path) -> None:
     for use in (lambda: prune(inner, [text_batch()], budget={"heads": 0.5}), lambda: find_modules(inner, text_batch())):
         with pytest.raises(RequestError, match="self.query has an adapter .*merge_and_unload"):
             use()
+    with pytest.raises(RequestError, match="but it has an adapter .PeftModel.* give what merge_and_unload"):
+        prune(adapted, [text_batch()], budget={"heads": 0.5})
     assert find_modules(adapted.merge_and_unload(), text_batch())

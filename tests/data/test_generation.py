@@ -237,8 +237,8 @@ def test_templates() -> None:
         ),
         (Columns(prompt="{question", answer="answer"), "must be a template such as"),
         (Columns(prompt="{question}", answer="anser"), "the column 'anser', .*; did you mean 'answer'"),
-        (Columns(prompt="{question}"), r"needs data\.text \(one column\), or data\.prompt and data\.answer"),
-        (Columns(), r"needs data\.text \(one column\), or .*; the data has question, answer, hint"),
+        (Columns(prompt="{question}"), r"needs data\.text \(one column\), data\.messages, or data\.prompt and data"),
+        (Columns(), r"needs data\.text \(one column\), data.*; the data has question, answer, hint"),
     ):
         with pytest.raises(DataError, match=match):
             check(columns)
@@ -317,6 +317,16 @@ def test_a_row_without_one_place_for_its_image_is_named(
     rows = rows_of(image=[png(0), png(1)], question=["a", prompt], answer=["b", answer])
     with pytest.raises(DataError, match=f"must have one place for its image, in the prompt, but {wrong}"):
         shown(rows, processor=llava_processor(chat_template=template))
+
+
+@pytest.mark.parametrize("name", ["patch_size", "vision_feature_select_strategy"])
+def test_a_processor_that_cannot_count_the_tokens_of_an_image(name: str) -> None:
+    processor = llava_processor()
+    setattr(processor, name, None)
+    rows = rows_of(image=[png(0)], question=["a"], answer=["b"])
+    match = f"a LlavaProcessor must know how many tokens an image takes, but has no {name}; set processor.patch_size"
+    with pytest.raises(DataError, match=match):
+        shown(rows, processor=processor)
 
 
 def test_a_processor_that_does_not_look_for_the_place_is_checked() -> None:

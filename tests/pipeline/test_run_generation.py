@@ -100,7 +100,7 @@ def test_other_ways(options: list[str], stories: Path, tmp_path: Path) -> None:
         assert list(dict.fromkeys(row["dtype"] for row in report.latency)) == ["float16", "bfloat16"]
 
 
-COLUMNS = "text-generation needs data.text (one column), or data.prompt and data.answer"
+COLUMNS = "text-generation needs data.text (one column), data.messages, or data.prompt and data.answer"
 BAD = {
     "label": ("data.label=text", COLUMNS),
     "answer alone": ("data.answer=text", COLUMNS),
