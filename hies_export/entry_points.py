@@ -1,8 +1,8 @@
 """Registries by name, to which other packages add by entry points.
 
-A recipe is checked against these names before torch is imported, which takes seconds. So three registries are made
-here. The files that define what they hold (`forms.runtimes.base`, `forms.formats`, `score.criteria`) give them their
-types, and all other code takes them from there.
+A recipe is checked against these names before torch is imported, which takes seconds. So four registries are made
+here. The files that define what they hold (`forms.runtimes.base`, `forms.formats`, `forms.form`, `score.criteria`)
+give them their types, and all other code takes them from there.
 """
 
 from __future__ import annotations
@@ -93,6 +93,9 @@ RUNTIMES: Registry[Any] = Registry(
         "llamacpp": "forms.runtimes.llamacpp",
     },
 )
+
+# Forms of both models in one file. A recipe has a section of the same name.
+COMPOUNDS: Registry[Any] = Registry("compounds", {"cascade": "forms.cascade.export"})
 
 FORMATS: Registry[Any] = Registry(
     "formats", {"onnx": "forms.onnx.quantize", "openvino": "forms.openvino.export", "gguf": "forms.gguf.export"}

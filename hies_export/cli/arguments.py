@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from ..entry_points import COMPOUNDS
 from ..errors import RecipeError, RequestError, check_path, quoted
 from ..progress import Progress
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from ..pipeline.recipe import PruningRecipe
 
 # Sections of a recipe that say how much goes, so that it may have no budget.
-_IN_PLACE_OF_A_BUDGET = ("cascade", "vocabulary")
+_IN_PLACE_OF_A_BUDGET = ("vocabulary", *COMPOUNDS)
 
 
 class Options(Namespace):

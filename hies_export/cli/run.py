@@ -25,7 +25,7 @@ def run(options: Options) -> dict[str, Any]:
         return report.summary()
     written = f"{recipe.export.format}-{recipe.export.quantize}"
     exports = f"{recipe.export.unquantized.format}/" + (f", {written}/" if recipe.export.quantize else "")
-    exports += ", onnx-cascade/" if recipe.cascade else ""
+    exports += f", onnx-{recipe.compound.name}/" if recipe.compound else ""
     refit = "" if recipe.options.compensation is None else ", refit.safetensors"
     if TASKS[recipe.task].embeds:
         exports += ", served/ (for sentence-transformers)"

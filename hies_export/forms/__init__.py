@@ -1,4 +1,4 @@
-"""Hold what runs: a form is a model (dense, slim, or both in a cascade) on a runtime, in bits.
+"""Hold what runs: a form is a model (dense, slim, or a compound of both) on a runtime, in bits.
 
 The input is models in memory and the runtimes to run them on; the output is their predictions, judged, and their times,
 taken beside each other.
@@ -11,7 +11,7 @@ In the order of reading:
 - `time.py`: `time`, which runs forms in turns, loaded as often as a runtime needs, on a batch or on the rows of a data
   set.
 - `judge.py`: `judge`, and what it returns with the times as the `forms` of report.json; the files of a run.
-- `deployment.py`: the dense model in all forms, and cuts of several sizes, each in a cascade.
+- `deployment.py`: the dense model in all forms, and cuts of several sizes, each in a compound.
 - `measured.py`: count both models of a run, and time them; the times as the `latency` of report.json.
 
 Its folders, the lowest first: `runtimes/` run and time a loaded model; `onnx/` and `gguf/` write exports, `openvino/`

@@ -1,4 +1,4 @@
-"""Try the dense model in all forms, and cuts of several sizes in cascades, and record what was found of each."""
+"""Try the dense model in all forms, and cuts of several sizes in compounds, and record what was found of each."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from ..data.batches import Batch
 from ..errors import HiesError, MissingRuntimeError, PlanError, RecipeError
 from ..evaluate.judge import Judge
 from ..tasks import Task
-from .cascade.export import CascadeOptions, SizeTried, export_cascade
-from .form import Form, Forms
-from .measure.counts import Share
+from .form import Compound, Form, Forms
+from .measure.counts import Count, Share
 from .onnx.quantize import check_quantizable
 from .runtimes.base import RUNTIMES, check_runtime, is_for
 from .time import Timed, ratios
@@ -130,9 +129,28 @@ def try_dense(
     return [way if way.problem else replace(way, dense_ratio=next(left)) for way in tried]
 
 
+@dataclass(frozen=True, kw_only=True)
+class SizeTried:
+    """A share of the FLOPs that was tried for a compound, and the result.
+
+    Attributes:
+        flops: Share that the cut leaves.
+        passed_on: Share of the held-out rows that go on to the dense part.
+        differ: Number of held-out rows whose answer differs from the dense model's.
+        time: Time of the compound relative to the dense model's; None if it was not timed when the size was chosen.
+        problem: Why there is none.
+    """
+
+    flops: Share
+    passed_on: Share | None = None
+    differ: Count | None = None
+    time: float | None = None
+    problem: str | None = None
+
+
 @dataclass(frozen=True)
 class Joined(Generic[T]):
-    """A cut in a cascade: what a report says of it, and the cascade on its runtime if there is one."""
+    """A cut in a compound: what a report says of it, and the compound on its runtime if there is one."""
 
     tried: SizeTried
     cut: T | None = None
@@ -141,34 +159,33 @@ class Joined(Generic[T]):
 
 def join_sizes(
     forms: Forms,
-    shares: Sequence[float],
+    compound: Compound,
     cut: Callable[[float], tuple[T, PreTrainedModel, float]],
-    options: CascadeOptions,
     *,
     batches: Sequence[Batch],
     answers: torch.Tensor,
 ) -> list[Joined[T]]:
-    """Cut the dense model to shares of its FLOPs, and join each cut with it, see `export_cascade`.
+    """Cut the dense model to the shares of its FLOPs, and join each cut with it, see `Compound.join`.
 
-    `cut` returns a cut, its model, and the share that it leaves. A cascade that fails keeps its reason.
+    `cut` returns a cut, its model, and the share that it leaves. A compound that fails keeps its reason.
     """
     found: list[Joined[T]] = []
-    dense, runtime, bits = forms.plain("dense"), options.runtime, options.bits
-    for number, share in enumerate(shares):
-        forms.progress.stage(f"cut to {share:g} of the FLOPs for a cascade")
+    name, runtime, bits, dense = compound.name, compound.runtime, compound.bits, forms.plain("dense")
+    for number, share in enumerate(compound.shares):
+        forms.progress.stage(f"cut to {share:g} of the FLOPs for a {name}")
         left = share
         made: T | None = None
         form: Form | None = None
         try:
             made, model, left = cut(share)
-            forms.add(name := f"{share:g}-for-cascade", model)
-            slim, place = forms.plain(name), forms.folder / f"cascade-{runtime}-{bits}-{number}"
-            forms.progress.stage(f"join {left:.2f} of the FLOPs in a cascade on {runtime} in {bits}")
-            joined = export_cascade(slim, dense, place, batches=batches, answers=answers, options=options)
+            forms.add(part := f"{share:g}-for-{name}", model)
+            slim, place = forms.plain(part), forms.folder / f"{name}-{runtime}-{bits}-{number}"
+            forms.progress.stage(f"join {left:.2f} of the FLOPs in a {name} on {runtime} in {bits}")
+            joined = compound.join(slim, dense, place, batches=batches, answers=answers)
         except HiesError as error:
             tried = SizeTried(flops=left, problem=str(error))
         else:
-            promise, form = joined.facts["promise"], Form.of_cascade(joined, options)
+            promise, form = joined.facts["promise"], compound.form(joined)
             tried = SizeTried(flops=left, passed_on=promise.passed_on, differ=promise.differ)
         found.append(Joined(tried, made, form))
     return found

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedModel
 
 from .. import processes
 from ..data.batches import Batch
+from ..entry_points import COMPOUNDS as KNOWN
+from ..entry_points import Registry
 from ..errors import HiesError
+from ..evaluate.interval import CONFIDENCE
 from ..evaluate.predict import Predictor, predict_by
 from ..model.copies import convert
 from ..progress import SILENT, Progress
 from ..recipe.sections import ExportSection
 from ..tasks import Predictions, Task, task_of
-from .cascade.export import CascadeOptions
 from .formats import Export, Exporter, read_by
+from .measure.counts import Both
 from .runtimes.base import RUNTIMES, Runtime, load_runtime
 
 
@@ -29,7 +34,7 @@ class Form:
     """A model as a runtime runs it.
 
     Attributes:
-        model: Name of the model: in a run "dense", "slim" or "cascade".
+        model: Name of the model: in a run "dense", "slim" or that of a compound.
         runtime: Name of the runtime.
         source: What the runtime loads: a model in memory, or the file or folder of its export.
         bits: What its linear layers are computed in, such as "float32" or "int8"; None leaves that to the source.
@@ -42,11 +47,6 @@ class Form:
     bits: str | None = None
     bytes: int | None = None
 
-    @classmethod
-    def of_cascade(cls, exported: Export, options: CascadeOptions) -> Form:
-        """Return a cascade on the runtime that it was made for."""
-        return cls("cascade", options.runtime, exported.folder, options.bits, exported.bytes)
-
     def load(self) -> Runtime:
         """Load the model into the runtime."""
         return load_runtime(self.runtime, self.source, dtype=self.bits)
@@ -56,6 +56,63 @@ class Form:
         runtime, name = self.load(), f"predict on {self.runtime}"
         forward = partial(runtime.prediction, names=task.output_names)
         return predict_by(forward, batches, task, name=name, progress=progress)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compound(ABC):
+    """A form of the slim and the dense model in one file, as a run asks for it; it keeps a promise by itself.
+
+    Attributes:
+        name: Its name in `COMPOUNDS`.
+        folder: Where a run keeps it.
+        runtimes: The runtimes that run it.
+        disagreement: Largest share of answers that may differ from the dense model's, in (0, 1).
+        confidence: The probability that the promise holds, in (0, 1).
+        shares: Shares of the dense model's FLOPs to choose the slim one's size among; empty if the budget says it.
+        runtime: The runtime that serves the file, as in `load_runtime`.
+        bits: What the linear layers of the slim part are computed in.
+    """
+
+    name: ClassVar[str]
+    folder: ClassVar[str]
+    runtimes: ClassVar[tuple[str, ...]]
+    disagreement: float
+    confidence: float = CONFIDENCE
+    shares: tuple[float, ...] = ()
+    runtime: str = "onnxruntime-cpu"
+    bits: str = "float32"
+
+    @abstractmethod
+    def check(self, model: PreTrainedModel, rows: Sequence[Batch]) -> None:
+        """Refuse, by a RequestError, a dense model or held-out rows that do not allow the promise."""
+
+    @abstractmethod
+    def join(
+        self, slim: Export, dense: Export, folder: Path, *, batches: Sequence[Batch], answers: torch.Tensor
+    ) -> Export:
+        """Write both models into a folder, after checking the promise on held-out batches.
+
+        `answers` are the dense model's logits on them. The fact `promise` of the result has `passed_on` and `differ` as
+        in `SizeTried`. Raises a HiesError where the promise cannot be kept.
+        """
+
+    @abstractmethod
+    def facts(
+        self, exported: Export, batches: Sequence[Batch], *, parts: Both[int], stability: float, tried: Sequence[Any]
+    ) -> tuple[Any, Any]:
+        """Return what a report's summary and its details say of an export.
+
+        It keeps the share `stability` of the answers on the evaluation batches; `parts` are the sizes of the files of
+        both models alone.
+        """
+
+    def form(self, exported: Export) -> Form:
+        """Return an export of it on its runtime."""
+        return Form(self.name, self.runtime, exported.folder, self.bits, exported.bytes)
+
+
+COMPOUNDS: Registry[type[Compound]] = KNOWN
+"""Name -> form of both models."""
 
 
 class Forms:

@@ -44,8 +44,8 @@ class Export:
         inputs, outputs: Names of the inputs and outputs of `file`, where they have any.
         facts: What else the format says. ONNX: `fused`, how often each of ONNX Runtime's own operators occurs. In fewer
             bits: `layers`, the number of linear layers by dtype, and on OpenVINO `float_neurons`. GGUF: `architecture`,
-            `types` (number of tensors by the type that they are stored in) and `parity`. A cascade: `promise` and
-            `shared_bytes`.
+            `types` (number of tensors by the type that they are stored in) and `parity`. A compound says
+            what it promises.
     """
 
     format: str

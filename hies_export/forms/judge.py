@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
 
 from pydantic import FiniteFloat
 
+from ..errors import one_of
 from ..evaluate.judge import Judge
 from ..progress import SILENT, Progress
-from .form import Form, Forms
+from .form import COMPOUNDS, Form, Forms
 from .formats import Export, runtime_of
 from .measure.counts import Count, Ratio, Record, Share, Size
 from .runtimes.base import RUNTIMES
 from .runtimes.ort import ONNX_FILE
 from .time import Phase, Timed
 
-# The folders of a cascade and of the slim checkpoint in that of a run.
-CASCADE, SLIM = "onnx-cascade", "slim"
+# The folder of the slim checkpoint in that of a run.
+SLIM = "slim"
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ class Judged:
     """A form, judged on the evaluation rows and timed beside the others: an entry of `details.forms` in report.json.
 
     Attributes:
-        model: "dense", "slim", or "cascade": the slim one, and the dense one for the rows that it is unsure of.
+        model: "dense", "slim", or the name of a compound of both.
         runtime: Name of the runtime.
-        bits: What its linear layers are computed in: "float32", "bfloat16", "float16" or "int8"; for a cascade, its
+        bits: What its linear layers are computed in: "float32", "bfloat16", "float16" or "int8"; for a compound, its
             slim part's.
         bytes: Size of the exported file; None if the runtime reads no export.
         quality: The first metric.
@@ -65,7 +65,7 @@ class Judged:
             the lower end of its 95 % interval.
     """
 
-    model: Literal["dense", "slim", "cascade"]
+    model: str
     runtime: str
     bits: str
     bytes: Size | None
@@ -77,6 +77,10 @@ class Judged:
     stability_high: Share | None = None
     kept: Ratio | None = None
     at_least: Ratio | None = None
+
+    def __post_init__(self) -> None:
+        if self.model not in (known := ("dense", "slim", *COMPOUNDS)):
+            raise ValueError(one_of("model", known, self.model))
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +133,7 @@ def judge(
         kept, at_least = promised or (None, None)
         judged.append(
             Judged(
-                model=form.model,  # type: ignore[arg-type]  # one of a run
+                model=form.model,
                 runtime=form.runtime,
                 bits=str(form.bits),
                 bytes=form.bytes,
@@ -159,7 +163,7 @@ def judge_exported(exported: Export, folder: Path, judge: Judge, forms: Sequence
     metric, how, quantize = judge.metrics[0], exported.how, exported.how.quantize
     own = (exported.checked_on, how.dtype) if quantize is None else (runtime_of(how, quantize), quantize)
     # If nothing was cut, the last form in these bits is the dense one's.
-    models = [form for form in forms if form.model != "cascade" and (form.runtime, form.bits) == own]
+    models = [form for form in forms if form.model not in COMPOUNDS and (form.runtime, form.bits) == own]
     known = [(form.quality, form.stability) for form in models[-1:]]
     if not known and quantize is None and exported.checked_on is not None:
         found = judge.of(Form("slim", exported.checked_on, exported.folder).predict(judge.batches, judge.task))
@@ -183,8 +187,8 @@ def keep_file(forms: Forms, form: Judged, folder: Path, *, same: bool) -> str | 
     If both models are the `same`, the slim one's file is that of the dense one too. In torch, the file of the slim
     model is its checkpoint, and the dense one has none there.
     """
-    if form.model == "cascade":
-        return f"{CASCADE}/{ONNX_FILE}"
+    if form.model in COMPOUNDS:
+        return f"{COMPOUNDS[form.model].folder}/{ONNX_FILE}"
     if RUNTIMES[form.runtime].reads_models:
         return SLIM if same or form.model == "slim" else None
     export = forms.export("slim" if same else form.model, forms.read_by(form.runtime, form.bits))

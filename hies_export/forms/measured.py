@@ -12,8 +12,7 @@ from torch import Tensor
 from ..recipe.budget import LatencyBudget
 from ..recipe.sections import ExportSection
 from ..units.units import PrunableModule
-from .cascade.export import CascadeOptions
-from .form import Forms
+from .form import Compound, Forms
 from .formats import runtime_of
 from .measure import counts
 from .measure.counts import Both, FlopCount, FlopsByLayer, Ratio, Record, Shape, Size, StoredBytes
@@ -31,10 +30,10 @@ class MeasureOptions:
     repeats: int = 30
     min_seconds: float = 0.0
 
-    def ways_to_judge(self, export: ExportSection, cascade: CascadeOptions | None) -> list[tuple[str, str]]:
+    def ways_to_judge(self, export: ExportSection, compound: Compound | None) -> list[tuple[str, str]]:
         """Return the (runtime, bits) pairs to judge both models in: those of `ways` that have bits, and the export's.
 
-        With a quantised export or a cascade, float32 on ONNX Runtime comes first. Without either, the list is empty if
+        With a quantised export or a compound, float32 on ONNX Runtime comes first. Without either, the list is empty if
         all bits are float32.
         """
         ways = [(name, bits) for name, bits in self.ways if bits is not None]
@@ -42,8 +41,8 @@ class MeasureOptions:
             fewer = [way for way in ways if way[1] != "float32"]
             own = runtime_of(export, export.quantize)
             ways = list(dict.fromkeys([_FULL, *([] if own is None else [(own, export.quantize)]), *fewer]))
-        if cascade is not None:
-            served = [] if cascade.quantize else [(cascade.runtime, cascade.bits)]
+        if compound is not None:
+            served = [] if compound.bits == "int8" else [(compound.runtime, compound.bits)]
             return list(dict.fromkeys([_FULL, *ways, *served]))
         return [] if all(bits == "float32" for _, bits in ways) else ways
 

@@ -62,7 +62,7 @@ def bench(
         repeats, min_seconds: Timed runs of each model, at least, and how long to go on beyond them; on `rows`, every
             batch is run once.
         rows: A recipe whose evaluation rows, 512 at most, are run as they come, in place of random ones: the time of a
-            cascade depends on them. Only the batch of each shape then counts; by default 1, 8 and 32.
+            compound depends on them. Only the batch of each shape then counts; by default 1, 8 and 32.
         progress: Shows the loops.
 
     Returns:

@@ -1,6 +1,6 @@
 """Decide which rows are for what: draw those of each use from separate rows, and hold rows out for a promise.
 
-There is one rule for the promises of `budget: {keep: ...}`, `deploy` and `cascade`.
+There is one rule for the promises of `budget: {keep: ...}`, `deploy` and compounds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,14 @@ from ..errors import RequestError
 from ..evaluate.interval import FAILURES, confidence_of_each, queries_needed, rate_rows_needed, rows_needed
 from ..forms.deployment import SEARCHED, fewer_bits
 from ..recipe.budget import KeepBudget
-from ..recipe.sections import CalibrationSection, DataSection, DeploySection, EvaluationSection, HeldOutSection
+from ..recipe.sections import (
+    CalibrationSection,
+    CompoundSection,
+    DataSection,
+    DeploySection,
+    EvaluationSection,
+    HeldOutSection,
+)
 from ..report.words import loss_words
 from ..score.criteria import AUTO
 from ..tasks import Task
@@ -80,11 +87,15 @@ class Draws:
     held_out: int  # after those to score on
     compensation: int  # from the start again
     apart: bool = False  # whether held-out samples are kept out of the refit too, if there are enough
-    promised: int = 0  # held-out samples for a promise, after those for choices
+    promised: int = 0  # held-out samples for the promise of a compound, after those for choices
+    compound: str = ""  # its name
 
     @classmethod
-    def of(cls, options: PruneSection, calibration: CalibrationSection, *, promised: int = 0) -> Draws:
-        """Return the draws of a run, by its options and the number of samples to make a promise on."""
+    def of(
+        cls, options: PruneSection, calibration: CalibrationSection, compound: CompoundSection | None = None
+    ) -> Draws:
+        """Return the draws of a run, by its options and the compound that it asks for."""
+        promised = 0 if compound is None else compound.samples
         by_choice = {
             "max_drop": MAX_DROP_SAMPLES,
             "keep": 0 if options.goal.keep is None else options.goal.keep.samples,
@@ -99,6 +110,7 @@ class Draws:
             compensation=0 if options.compensation is None else options.compensation.samples,
             apart=options.criterion == AUTO or options.goal.keep is not None or promised > 0,
             promised=promised,
+            compound="" if compound is None else compound.name,
         )
 
 
@@ -129,8 +141,8 @@ def draw(splits: Splits, load: Callable[..., datasets.Dataset], options: PruneSe
     # Of queries and documents, rows with a query come first, and others cannot be judged.
     there = splits.counted(drawn)
     if further and there <= splits.until(drawn, draws.scoring):
-        what = options.judged_on_held_out or ("cascade" if draws.promised else "alpha: auto")
-        remedies = {"criterion: auto": "choose a criterion", "alpha: auto": "set alpha", "cascade": "leave it out"}
+        what = options.judged_on_held_out or draws.compound or "alpha: auto"
+        remedies = {"criterion: auto": "choose a criterion", "alpha: auto": "set alpha", draws.compound: "leave it out"}
         remedy = remedies.get(what, "choose another budget")
         raise RequestError(
             f"{what} needs samples beyond the {draws.scoring} to score on, but the split {split!r} has {there}; "
@@ -210,20 +222,20 @@ LEAST_FOR_LOSS = 200
 class Looks:
     """How often a false promise may be looked at on the held-out rows; the more often, the more rows it takes.
 
-    A budget of `keep` is searched for once. `deploy` searches in several `forms`, and may try `cascades` of several
-    sizes in one of them. It also looks at the dense model in `bits` forms in fewer bits than float32, and at the slim
+    A budget of `keep` is searched for once. `deploy` searches in several `forms`, and may try several `compounds`
+    in one of them. It also looks at the dense model in `bits` forms in fewer bits than float32, and at the slim
     model in those in which the dense one keeps the promise. So at most one of the two is false in each: where the dense
     one is false, the slim one is not looked at, unless by chance.
     """
 
     forms: int = 1
-    cascades: bool = False
+    compounds: int = 0
     bits: int = 0
 
     @property
     def confidence(self) -> float:
         """Confidence of each interval, so that all together have that of a promise."""
-        return confidence_of_each(FAILURES * self.forms + len(FLOPS_TO_TRY) * self.cascades + self.bits)
+        return confidence_of_each(FAILURES * self.forms + self.compounds + self.bits)
 
     def rows(self, share: float, metric: str | None) -> int:
         """Return how many rows confirm a share of predictions, or queries one of a metric, if none loses any."""
@@ -231,13 +243,13 @@ class Looks:
 
 
 def all_looks(task: type[Task], deploy: DeploySection | None, *, classifies: bool) -> tuple[Looks, ...]:
-    """Return all that a promise can be searched with, most looks first; only a classifier has cascades.
+    """Return all that a promise can be searched with, most looks first; only a classifier has compounds.
 
     A budget of `keep` takes the last. The others let it hold out the rows of a deployment, where there are enough.
     """
     bits = fewer_bits(task, () if deploy is None else deploy.runtimes)
-    cascades = [Looks(SEARCHED, cascades=True, bits=bits)] if classifies else []
-    return (*cascades, Looks(SEARCHED, bits=bits), Looks(bits=bits), *([Looks()] if deploy is None else []))
+    compounds = [Looks(SEARCHED, compounds=len(FLOPS_TO_TRY), bits=bits)] if classifies else []
+    return (*compounds, Looks(SEARCHED, bits=bits), Looks(bits=bits), *([Looks()] if deploy is None else []))
 
 
 @dataclass(frozen=True)
@@ -264,16 +276,16 @@ class Promise:
         `metric` is the metric of which a share is promised, see `job.promised_metric`; None for a share of the
         predictions.
         """
-        keep, cascade = recipe.goal.keep, recipe.cascade
+        keep, compound = recipe.goal.keep, recipe.compound
         looks = all_looks(task, recipe.deploy, classifies=classifies and metric is None)
         kept = None if keep is None else cls._of_keep(keep, metric, looks)
-        if cascade is None:
+        if compound is None:
             return kept
-        needed = rate_rows_needed(cascade.disagreement, confidence_of_each(len(recipe.shares)))
+        needed = rate_rows_needed(compound.disagreement, confidence_of_each(len(recipe.shares)))
         choices = draws.held_out - draws.promised
-        # Held-out rows are divided between what else is chosen on them and the cascade, see `draw`.
+        # Held-out rows are divided between what else is chosen on them and the compound, see `draw`.
         least = max(needed + min(choices, needed), 0 if kept is None else 2 * kept.sizes[-1])
-        return cls(f"a disagreement of at most {100 * cascade.disagreement:g} %", (least,), draws.held_out)
+        return cls(compound.promise, (least,), draws.held_out)
 
     @classmethod
     def _of_keep(cls, keep: KeepBudget, metric: str | None, looks: Sequence[Looks]) -> Promise:

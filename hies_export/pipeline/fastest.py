@@ -1,4 +1,4 @@
-"""Find the cut, or the cascade, that keeps a promise in the least time."""
+"""Find the cut, or the compound of it and the dense model, that keeps a promise in the least time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -18,10 +18,9 @@ from ..calibrate.statistics import Statistics
 from ..data.batches import samples_of
 from ..errors import HiesError, PlanError
 from ..evaluate.judge import Judge
-from ..forms.cascade.export import CascadeOptions
 from ..forms.cost.bundles import cut_bundles
-from ..forms.deployment import DeployWay, Way, find_ways, join_sizes, try_dense
-from ..forms.form import Form, Forms
+from ..forms.deployment import DeployWay, Joined, Way, find_ways, join_sizes, try_dense
+from ..forms.form import COMPOUNDS, Compound, Form, Forms
 from ..forms.runtimes.base import RUNTIMES
 from ..forms.time import Timed, in_mixed_order, ratios, rows_by_shape
 from ..forms.time import time as time_forms
@@ -41,35 +40,33 @@ from .stages import Choice, judging, score, select, trial_model
 
 logger = logging.getLogger(__name__)
 
-# Runtimes that run a cascade.
-CASCADED = ("onnxruntime-cpu", "onnxruntime-cpu-int8", "openvino")
 # A cut whose time is predicted from its FLOPs may turn out to be faster than another by this factor.
 UNSURE = 1.1
 # Rows that are timed one at a time where cuts, or forms of the dense model, are compared.
 QUICK_ROWS = 128
 # How often each is loaded for that. Loading and warming up take longer than the timed runs.
 QUICK_LOADS = 2
-# Rows in a batch where the times of cascades of several sizes are compared.
+# Rows in a batch where the times of compounds of several sizes are compared.
 BATCH = 8
 
 
 def looks_of(job: Job) -> Looks:
-    """Return in how many forms a deployment searches, and whether it tries cascades, by the number of held-out rows."""
+    """Return what a deployment looks at, by the number of held-out rows."""
     share, rows = job.budget.share, job.rows.held_out
     assert share is not None
     metric = job.promised_metric
-    classifies = job.task.cascades and job.task.predicts == "classes" and job.trimming is None
+    classifies = job.task.classifies and job.task.predicts == "classes" and job.trimming is None
     able = all_looks(type(job.task), job.deploy, classifies=classifies and metric is None)
     return next((one for one in able if samples_of(rows) >= one.rows(share, metric)), able[-1])
 
 
-def quick_times(job: Job, forms: Sequence[Form], *, cascades: bool = False) -> list[Timed]:
+def quick_times(job: Job, forms: Sequence[Form], *, compounds: bool = False) -> list[Timed]:
     """Time forms beside each other as a deployment is timed, at the first of its shapes and without many repeats."""
     shape, batch = next(iter(job.shapes.items()))
     if job.on_rows:
         assert job.rows.in_order is not None
         rows = job.rows.in_order(1)[:QUICK_ROWS]
-    elif cascades:  # what a cascade takes depends on the rows
+    elif compounds:  # what they take depends on the rows
         rows = in_mixed_order(job.rows.promise, shape[0])
     else:
         return time_forms(forms, {shape: [batch]}, loads=QUICK_LOADS, progress=job.progress)
@@ -78,11 +75,11 @@ def quick_times(job: Job, forms: Sequence[Form], *, cascades: bool = False) -> l
 
 @dataclass(frozen=True)
 class _Found:
-    """A cut whose model, or whose cascade, keeps the promise in one way, and the time that it takes by its FLOPs."""
+    """A cut whose model, or whose compound, keeps the promise in one way, and the time that it takes by its FLOPs."""
 
     way: DeployWay
     choice: Choice
-    takes: float = math.inf  # relative to the first form; unknown for a cascade
+    takes: float = math.inf  # relative to the first form; unknown for a compound
     form: Form | None = None
 
 
@@ -90,7 +87,7 @@ def find_fastest(job: Job, statistics: Statistics, forms: Forms) -> Choice:
     """Return the cut that keeps the promise in the least time; nothing is cut where a dense form is the answer.
 
     The dense model is judged and timed in all forms. The largest cut is searched for in the fastest of those that keep
-    the promise; of a classifier, cascades of deeper cuts are tried too. When the time of `deploy` is over, the search
+    the promise; of a classifier, compounds of deeper cuts are tried too. When the time of `deploy` is over, the search
     ends with what it has found. Raises PlanError if the dense model keeps the promise in no form.
     """
     assert job.deploy is not None
@@ -121,9 +118,10 @@ def find_fastest(job: Job, statistics: Statistics, forms: Forms) -> Choice:
         scored += score(hurried, statistics)
         for one in _search_ways(hurried, statistics, scored, promise, judge, order[: looks.forms], tried):
             found += _as_files(job, statistics, forms, judge, promise, one)
-        if looks.cascades:
+        if looks.compounds:
             like = found[0].choice if found else None
-            found += _cascades(hurried, statistics, scored, forms, tried, like)
+            for kind in COMPOUNDS.values():
+                found += _joined(hurried, statistics, scored, forms, kind, tried, like)
         found = [_fastest(hurried, found)] if found else []
     except OutOfTime as error:
         job.progress.stage(str(error))
@@ -231,15 +229,16 @@ def _as_files(
     return []
 
 
-def _cascades(
+def _joined(
     job: Job,
     statistics: Statistics,
     scored: Sequence[Scores],
     forms: Forms,
+    kind: type[Compound],
     tried: Sequence[DeployWay],
     like: Choice | None,
 ) -> list[_Found]:
-    """Return cascades of a classifier that keep the promise, in the form in which the dense model is fastest.
+    """Return compounds of a classifier that keep the promise, in the form in which the dense model is fastest.
 
     The dense model in 8 bits need not keep the promise by itself: the dense part is in float32.
     """
@@ -249,27 +248,26 @@ def _cascades(
     able = [
         way
         for way in tried
-        if way.runtime in CASCADED and way.problem is None and way.bits not in RUNTIMES[way.runtime].calibrated
+        if way.runtime in kind.runtimes and way.problem is None and way.bits not in RUNTIMES[way.runtime].calibrated
     ]
     if not able:
         return []
     way = min(able, key=lambda way: way.dense_ratio or 0.0)
-    asked = CascadeOptions(
+    asked = kind(
         disagreement=1 - job.deploy.keep,
         confidence=(1 + looks_of(job).confidence) / 2,  # its interval is one-sided
-        quantize="int8" if way.bits == "int8" else None,
-        runtime=way.runtime.removesuffix("-int8"),
-        dtype=None if way.bits == "int8" else way.bits,
+        shares=FLOPS_TO_TRY,
+        runtime=RUNTIMES[way.runtime].full or way.runtime,
+        bits=way.bits,
     )
     try:
-        cut, rows = _cuts(job, statistics, scored, like), job.rows.promise
-        joined = join_sizes(forms, FLOPS_TO_TRY, cut, asked, batches=rows, answers=answers_of(job))
+        joined = _in_sizes(job, asked, statistics, scored, forms, like)
     except HiesError as error:
-        logger.warning("no cascade is deployed on %s in %s: %s", way.runtime, way.bits, error)
+        logger.warning("no %s is deployed on %s in %s: %s", asked.name, way.runtime, way.bits, error)
         return []
     sizes = tuple(one.tried for one in joined)
     return [
-        _Found(way, replace(one.cut, served=_served(job, way), cascade=asked, sizes=sizes), form=one.form)
+        _Found(way, replace(one.cut, served=_served(job, way), compound=asked, sizes=sizes), form=one.form)
         for one in joined
         if one.cut is not None and one.form is not None
     ]
@@ -281,36 +279,33 @@ def _fastest(job: Job, found: Sequence[_Found]) -> _Found:
         return found[0]
     job.progress.stage("time the cuts that were found")
     running = [one.form for one in found if one.form is not None]
-    times = quick_times(job, running, cascades=any(one.choice.cascade for one in found))
+    times = quick_times(job, running, compounds=any(one.choice.compound for one in found))
     return min(zip(ratios(times), found, strict=True), key=lambda pair: pair[0])[1]
 
 
-def find_cascade(job: Job, statistics: Statistics, forms: Forms) -> Choice:
-    """Return the cut to one of some shares of the FLOPs whose cascade answers the held-out rows fastest.
+def find_compound(job: Job, asked: Compound, statistics: Statistics, forms: Forms) -> Choice:
+    """Return the cut to one of some shares of the FLOPs whose compound answers the held-out rows fastest.
 
-    Raises PlanError if no share has a cascade that keeps the promise.
+    Raises PlanError if no share has a compound that keeps the promise.
     """
-    processes.refuse_several("a cascade that chooses its size")
-    asked, rows = job.cascade, job.rows.promise
-    assert asked is not None
+    processes.refuse_several(f"a {asked.name} that chooses its size")
     scored = score(job, statistics)
     dense = forms.form("dense", asked.runtime)
-    cut = _cuts(job, statistics, scored, None)
-    joined = join_sizes(forms, job.shares, cut, asked, batches=rows, answers=answers_of(job))
+    joined = _in_sizes(job, asked, statistics, scored, forms, None)
     running = [one.form for one in joined if one.form is not None]
     if not running:
         tried = [one.tried for one in joined]
         problems = "; ".join(f"with {size.flops:.2f} of the FLOPs, {size.problem}" for size in tried)
-        raise PlanError(f"no cascade keeps the promise: {problems}")
-    job.progress.stage("time the cascades on the held-out rows")
-    in_batches = rows_by_shape({BATCH: in_mixed_order(rows, BATCH)})
+        raise PlanError(f"no {asked.name} keeps the promise: {problems}")
+    job.progress.stage(f"time every {asked.name} on the held-out rows")
+    in_batches = rows_by_shape({BATCH: in_mixed_order(job.rows.promise, BATCH)})
     timed = time_forms([dense, *running], in_batches, progress=job.progress)
     times = iter(ratios(timed)[1:])
     sizes = [one.tried if one.form is None else replace(one.tried, time=next(times)) for one in joined]
     _, best = min((size.time, number) for number, size in enumerate(sizes) if size.time is not None)
     choice = joined[best].cut
     assert choice is not None
-    return replace(choice, cascade=asked, sizes=tuple(sizes))
+    return replace(choice, compound=asked, sizes=tuple(sizes))
 
 
 def answers_of(job: Job) -> torch.Tensor:
@@ -318,10 +313,10 @@ def answers_of(job: Job) -> torch.Tensor:
     return job.dense_predictions(job.rows.promise).values
 
 
-def _cuts(
-    job: Job, statistics: Statistics, scored: Sequence[Scores], like: Choice | None
-) -> Callable[[float], tuple[Choice, PreTrainedModel, float]]:
-    """Return what cuts the dense model to a share of its FLOPs, by the scores of another choice if there is one."""
+def _in_sizes(
+    job: Job, asked: Compound, statistics: Statistics, scored: Sequence[Scores], forms: Forms, like: Choice | None
+) -> list[Joined[Choice]]:
+    """Join cuts to several shares of the FLOPs, by the scores of another choice if there is one; see `join_sizes`."""
 
     def cut(share: float) -> tuple[Choice, PreTrainedModel, float]:
         if like is None:
@@ -332,4 +327,4 @@ def _cuts(
         model = trial_model(job, statistics, choice.trial)
         return choice, model, job.flops_left(choice.plan.kept)
 
-    return cut
+    return join_sizes(forms, asked, cut, batches=job.rows.promise, answers=answers_of(job))

@@ -28,10 +28,9 @@ from ..evaluate.judge import Judge, warn_if_no_better_than_commonest
 from ..evaluate.metrics import METRICS, check_metrics
 from ..evaluate.predict import Predictor, predict
 from ..evaluate.ranking import RowsKind, keeps_predictions, kind_of_rows
-from ..forms.cascade.export import CascadeOptions
 from ..forms.cost.bundles import flops_table, parameters_table
 from ..forms.cost.latency import TimedOn
-from ..forms.form import predictor
+from ..forms.form import Compound, predictor
 from ..forms.formats import Exporter, Given
 from ..forms.measure.counts import Shape, count_flops, count_parameters
 from ..forms.measure.shapes import RowLength, check_shapes, check_sizes, model_shapes, row_length
@@ -77,7 +76,7 @@ class Rows:
         score: What units are scored on.
         held_out: What alphas, criteria and sizes are chosen on; disjoint from `score`.
         refit: What cut models are refitted on, without labels of classes or numbers.
-        promise: What the threshold of a cascade is chosen on, and nothing else.
+        promise: What the promise of a compound is made on, and nothing else.
         evaluation: What both models are compared on.
         in_order: The first evaluation rows as they come, in batches of a size, to time on; None in memory.
         splits: Where they were read from; None in memory.
@@ -111,7 +110,7 @@ class Job:
         exporter: What exports models for runtimes that read files, by the options of the recipe.
         measure: Which runtimes to time on, and how often.
         evaluation: How it is judged, and the benchmarks to run.
-        cascade, shares: How to join both models, and the shares of the FLOPs to choose the slim one's size among.
+        compound: How to join both models.
         deploy: What to search for in place of a budget.
         source: How the dense model is stored; None in memory.
         asked: The fields of the recipe, for the report; None in memory.
@@ -135,8 +134,7 @@ class Job:
     length: RowLength | None = None
     measure: MeasureOptions = field(default_factory=lambda: MeasureOptions(()))
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
-    cascade: CascadeOptions | None = None
-    shares: tuple[float, ...] = ()
+    compound: Compound | None = None
     deploy: DeploySection | None = None
     source: Source | None = None
     asked: Request | None = None
@@ -602,7 +600,7 @@ def check_apart(job: Job) -> bool:
             continue
         what = f"{shared:,} of the {count:,} {name} rows are among those that units are {of}"
         how = "give files that share no rows, or slices such as train[:80%] and train[80%:]"
-        if job.cascade is not None or job.budget.searched:
+        if job.compound is not None or job.budget.searched:
             raise RequestError(f"a promise must be judged on rows of its own, but {what}; {how}")
         logger.warning("%s, and new rows may keep less; %s", what, how)
         return True

@@ -23,7 +23,7 @@ from ..checkpoint.classes import load_config, refuse_quantised
 from ..checkpoint.load import Source, load_dense, source_of, task_class
 from ..checkpoint.save import check_in_sentence_transformers
 from ..checkpoint.sentence import cross_encoder_of, encoder_class, load_encoder, settings_of
-from ..data.batches import Batch, by_length, check_one_size, is_of_documents, samples_of
+from ..data.batches import Batch, by_length, check_one_size, is_of_documents
 from ..data.processors import load_processor, read_as_asked, settle_padding, tokenizer_of
 from ..data.rows import load_rows, taken_from
 from ..data.splits import may_overlap, whole_split
@@ -31,9 +31,7 @@ from ..evaluate.interval import confidence_of_each
 from ..evaluate.lm_eval import check_benchmarks
 from ..evaluate.metrics import METRICS, check_metrics
 from ..evaluate.ranking import RowsKind
-from ..forms.cascade.cascade import check_classes
-from ..forms.cascade.export import CascadeOptions
-from ..forms.cascade.threshold import check_rows
+from ..forms.form import COMPOUNDS, Compound
 from ..forms.measured import MeasureOptions
 from ..forms.runtimes.base import GPU_HALF_STEP, RUNTIMES, check_dtypes, check_one_graph, check_runtime
 from ..forms.time import ROWS
@@ -91,8 +89,7 @@ def load_job(
         task = _to_read(_task(recipe, found), recipe, found, processor, metrics)
         task.config = model.config
     load = partial(task.load, **recipe.data.source)
-    promised = 0 if recipe.cascade is None else recipe.cascade.samples
-    splits, own = splits_of(recipe), Draws.of(options, recipe.calibration, promised=promised)
+    splits, own = splits_of(recipe), Draws.of(options, recipe.calibration, recipe.compound)
     splits = splits if draws else hold_out(splits, _promise(recipe, own, task, metrics), load)
     draws = draws or own
     drawn = draw(splits, load, options, draws)
@@ -129,8 +126,7 @@ def load_job(
         export=recipe.export,
         measure=MeasureOptions(_ways(recipe, names), recipe.measure.repeats, recipe.measure.min_seconds),
         evaluation=splits.evaluation,
-        cascade=_cascade(recipe, model, batches),
-        shares=recipe.shares,
+        compound=_compound(recipe, model, batches),
         source=like.source if like else _source(recipe, found, model, config),
         asked=requested(recipe, splits),
         trimming=trimming,
@@ -206,7 +202,7 @@ def _batches(recipe: PruningRecipe, task: Task, drawn: Drawn) -> Rows:
         score=task.read(drawn.scoring, size=size),
         held_out=held_out,
         refit=task.read(drawn.compensation, size=size, use="refit"),
-        # The cascades of `deploy` keep the promise that its cuts keep.
+        # The compounds of `deploy` keep the promise that its cuts keep.
         promise=_shortest_first(task, drawn.promised, size) if recipe.deploy is None else held_out,
     )
 
@@ -238,7 +234,7 @@ def splits_of(recipe: PruningRecipe) -> Splits:
 
 def _promise(recipe: PruningRecipe, draws: Draws, task: Task, metrics: Sequence[str]) -> Promise | None:
     """Return the promise of a recipe, and how many rows it takes; None if it makes none."""
-    keep, classifies = recipe.goal.keep, task.cascades and task.predicts == "classes"
+    keep, classifies = recipe.goal.keep, task.classifies and task.predicts == "classes"
     metric = None if keep is None else promised_metric(metrics, keep.metric, _kind_of_rows(recipe))
     promise = Promise.of(recipe, type(task), draws, metric=metric, classifies=classifies)
     return promise and replace(promise, blocks=task.generative and recipe.data.prompt is None)
@@ -253,20 +249,19 @@ def requested(recipe: PruningRecipe, splits: Splits | None = None) -> Request:
     return Request(fields, recipe.inputs, Path(recipe.output))
 
 
-def _cascade(recipe: PruningRecipe, model: PreTrainedModel, rows: Rows) -> CascadeOptions | None:
-    """Return the cascade that a recipe asks for, after checking that the model and the rows allow its promise."""
-    if (asked := recipe.cascade) is None:
+def _compound(recipe: PruningRecipe, model: PreTrainedModel, rows: Rows) -> Compound | None:
+    """Return the compound that a recipe asks for, after checking that the model and the rows allow its promise."""
+    if (asked := recipe.compound) is None:
         return None
-    confidence = confidence_of_each(len(recipe.shares))
-    check_classes(model)
-    check_rows(samples_of(rows.promise), asked.disagreement, confidence)
-    return CascadeOptions(
+    found = COMPOUNDS[asked.name](
         disagreement=asked.disagreement,
-        confidence=confidence,
-        quantize="int8" if recipe.export.quantize else None,
+        confidence=confidence_of_each(len(recipe.shares)),
+        shares=recipe.shares,
         runtime=asked.runtime,
-        dtype=asked.dtype,
+        bits="int8" if recipe.export.quantize else asked.dtype,
     )
+    found.check(model, rows.promise)
+    return found
 
 
 def rows_in_order(recipe: PruningRecipe) -> Callable[[int], list[Batch]]:
@@ -344,7 +339,7 @@ def _checked_runtimes(recipe: PruningRecipe, names: tuple[str, ...]) -> tuple[st
     ONNX runtimes are left out for a vision-language model, which is exported as several graphs.
     """
     task, timed = TASKS[recipe.task], recipe.goal.timed
-    for name in (*names, *([] if recipe.cascade is None else [recipe.cascade.runtime])):
+    for name in (*names, *([] if recipe.compound is None else [recipe.compound.runtime])):
         check_runtime(name, task=task)
     check_dtypes(recipe.measure.dtypes, names)
     if timed is not None and timed.dtype is not None:

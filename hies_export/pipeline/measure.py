@@ -11,12 +11,11 @@ from typing import Any
 from ..checkpoint.served_settings import write_served
 from ..data.batches import Batch
 from ..evaluate.judge import Judge
-from ..forms.cascade.export import CascadeFacts, CascadeSummary, cascade_facts, export_cascade
 from ..forms.cost.latency import compare_with_full
 from ..forms.deployment import Deployment, DeployWay
 from ..forms.form import Form, Forms
 from ..forms.formats import Export, add_graphs, link_files, runtime_of
-from ..forms.judge import CASCADE, ExportedFile, Judged, frontier, judge_exported, keep_file, with_times
+from ..forms.judge import ExportedFile, Judged, frontier, judge_exported, keep_file, with_times
 from ..forms.judge import judge as judge_forms
 from ..forms.measure.counts import Both, Shape
 from ..forms.measured import LatencyRow, Measurements, budget_rows, measure_both
@@ -48,7 +47,7 @@ class Measured:
         file: The file of that export, with its quality on the evaluation rows.
         forms: Both models in several runtimes and bits.
         deployment: Which of them to deploy, if that was asked.
-        cascade: What the report says of the cascade, if there is one.
+        compound: What the report's summary and its details say of the compound, by its name; empty without one.
         outcome: The budget, with what was counted or timed of it.
     """
 
@@ -57,7 +56,7 @@ class Measured:
     file: ExportedFile
     forms: list[Judged]
     deployment: Deployment | None
-    cascade: tuple[CascadeSummary, CascadeFacts] | None
+    compound: tuple[Mapping[str, Any], Mapping[str, Any]]
     outcome: Outcome | None
 
 
@@ -65,7 +64,7 @@ def measure(job: Job, forms: Forms, choice: Choice, slim: Slim, saved: Saved, fo
     """Export the slim model into the folder of a run, and judge and time it there beside the dense one.
 
     Both are counted, and timed on every runtime that the recipe names. All forms of both, in fewer bits and joined in a
-    cascade, are then judged and timed beside each other.
+    compound, are then judged and timed beside each other.
     """
     if job.deploy is not None:
         in_int8 = any(way.bits == "int8" and way.bits not in RUNTIMES[way.runtime].calibrated for way in _ways(choice))
@@ -87,11 +86,11 @@ def measure(job: Job, forms: Forms, choice: Choice, slim: Slim, saved: Saved, fo
         judged = _judge(job, running, choice, on_dense_index)
         best, step = None, 0
         if running:
-            judged, best, step = _time(job, choice, running, judged, cascade=joined is not None)
+            judged, best, step = _time(job, choice, running, judged, joined=joined is not None)
         deployment = None
         if job.deploy is not None:
             deployment = _deployment(job, forms, choice, judge, judged, best, step, folder)
-        cascade = None if joined is None else _cascade(job, forms, choice, judge, joined, judged[-1])
+        compound = _compound(job, forms, choice, judge, joined, judged[-1].stability) if joined else ({}, {})
         file = judge_exported(forms.export("slim", job.export), folder, on_dense_index, judged)
     add_graphs(exports.values(), folder / "slim")
     if isinstance(slim.model, TextEncoder):
@@ -102,7 +101,7 @@ def measure(job: Job, forms: Forms, choice: Choice, slim: Slim, saved: Saved, fo
         file=file,
         forms=judged,
         deployment=deployment,
-        cascade=cascade,
+        compound=compound,
         outcome=_with_cost(job, forms, slim, choice.outcome, sizes),
     )
 
@@ -127,13 +126,12 @@ def _export(job: Job, forms: Forms, slim: Slim, folder: Path) -> dict[ExportSect
 
 
 def _join(job: Job, forms: Forms, choice: Choice, folder: Path) -> Export | None:
-    """Write the cascade of both models into the folder of a run, if one is asked for."""
-    if choice.cascade is None:
+    """Write the compound of both models into the folder of a run, if one is asked for."""
+    if (asked := choice.compound) is None:
         return None
-    job.progress.stage("join both models in a cascade, and compare it with them")
+    job.progress.stage(f"join both models in a {asked.name}, and compare it with them")
     slim, dense = (forms.plain(name) for name in ("slim", "dense"))
-    rows, answers = job.rows.promise, answers_of(job)
-    return export_cascade(slim, dense, folder / CASCADE, batches=rows, answers=answers, options=choice.cascade)
+    return asked.join(slim, dense, folder / asked.folder, batches=job.rows.promise, answers=answers_of(job))
 
 
 def _forms(job: Job, forms: Forms, choice: Choice, joined: Export | None, *, same: bool) -> list[Form]:
@@ -144,7 +142,7 @@ def _forms(job: Job, forms: Forms, choice: Choice, joined: Export | None, *, sam
     if job.task.in_parts:  # models in several graphs have no forms
         return []
     if job.deploy is None:
-        ways = job.measure.ways_to_judge(job.export, choice.cascade)
+        ways = job.measure.ways_to_judge(job.export, choice.compound)
     else:
         ways = [(way.runtime, way.bits) for way in _ways(choice)]
         if _hurried(job, choice) and choice.served is not None:
@@ -159,8 +157,8 @@ def _forms(job: Job, forms: Forms, choice: Choice, joined: Export | None, *, sam
     for way in ways:
         names = ("dense",) if same or way in broken else ("dense", "slim")
         found += [forms.form(name, *way) for name in names]
-    if choice.cascade is not None and joined is not None:
-        found.append(Form.of_cascade(joined, choice.cascade))
+    if choice.compound is not None and joined is not None:
+        found.append(choice.compound.form(joined))
     return found
 
 
@@ -187,7 +185,7 @@ def _hurried(job: Job, choice: Choice) -> bool:
 
 
 def _time(
-    job: Job, choice: Choice, running: Sequence[Form], judged: Sequence[Judged], *, cascade: bool
+    job: Job, choice: Choice, running: Sequence[Form], judged: Sequence[Judged], *, joined: bool
 ) -> tuple[list[Judged], int | None, int]:
     """Return judged forms with their times, which one to deploy, and the step that decides; see `fastest`.
 
@@ -196,7 +194,7 @@ def _time(
     """
     job.progress.stage("time all forms of both models")
     how: dict[str, Any] = {"progress": job.progress}
-    if not cascade and not (job.deploy and job.on_rows):
+    if not joined and not (job.deploy and job.on_rows):
         batches: Mapping[Shape, Sequence[Batch]] = {shape: [batch] for shape, batch in job.shapes.items()}
         how |= {"repeats": job.measure.repeats, "min_seconds": job.measure.min_seconds, "decode": True}
     else:
@@ -204,7 +202,7 @@ def _time(
         batches = rows_by_shape({size: job.rows.in_order(size) for size in BATCHES})
     if job.deploy is None:
         return with_times(judged, time_forms(running, batches, **how)), None, 0
-    briefly = quick_times(job, running, cascades=cascade)
+    briefly = quick_times(job, running, compounds=joined)
     found = with_times(judged, briefly)
     able = [n for n, form in enumerate(judged) if form.at_least is not None and form.at_least >= job.deploy.keep]
     if _hurried(job, choice):
@@ -242,20 +240,15 @@ def _deployment(
     return Deployment(job.deploy.keep, best, step, list(choice.ways), seconds, file, ranking)
 
 
-def _cascade(
-    job: Job, forms: Forms, choice: Choice, judge: Judge, joined: Export, judged: Judged
-) -> tuple[CascadeSummary, CascadeFacts]:
-    asked = choice.cascade
+def _compound(
+    job: Job, forms: Forms, choice: Choice, judge: Judge, joined: Export, stability: float
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    asked = choice.compound
     assert asked is not None
-    part = forms.export("slim", job.export.unquantized.model_copy(update={"quantize": asked.quantize}))
-    return cascade_facts(
-        asked,
-        joined,
-        judge.batches,
-        parts=Both(forms.plain("dense").bytes, part.bytes),
-        stability=judged.stability,
-        tried=choice.sizes,
-    )
+    part = forms.export("slim", job.export.unquantized.model_copy(update={"quantize": joined.how.quantize}))
+    parts = Both(forms.plain("dense").bytes, part.bytes)
+    summary, facts = asked.facts(joined, judge.batches, parts=parts, stability=stability, tried=choice.sizes)
+    return {asked.name: summary}, {asked.name: facts}
 
 
 def _serve(

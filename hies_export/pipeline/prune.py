@@ -20,7 +20,7 @@ from ..data.batches import Batch, has_references, samples_of
 from ..errors import RecipeError, RequestError
 from ..forms.cascade.cascade import Cascade
 from ..forms.formats import FORMATS, Export, Given, export_options, export_served
-from ..forms.measure.counts import Both, FlopCount, count_both_flops, count_parameters
+from ..forms.measure.counts import Both, FlopCount, count_both_flops, count_parameters, si
 from ..forms.onnx.quantize import Quantize
 from ..forms.runtimes.base import Provider
 from ..model.internals import uncompiled, without_compiler
@@ -32,7 +32,7 @@ from ..recipe.gone import refusing_gone
 from ..recipe.sections import ComparisonSection, CompensationSection, MultipleOf
 from ..report.report import plan_counts
 from ..report.tables import PlainTable, Table, change, map_text, plan_maps, quality_rows, unit_rows
-from ..report.words import named_units, si
+from ..report.words import named_units
 from ..score.criteria import Scores
 from ..select.plan import PruningPlan
 from ..slim.refit import LayerFit

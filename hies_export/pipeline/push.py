@@ -31,6 +31,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from ..checkpoint.beside import LICENSE_KEYS, read_card
 from ..checkpoint.sentence import MODULES_FILE
+from ..entry_points import COMPOUNDS
 from ..errors import HiesError, OutputExistsError, PushError, RequestError, refusing, root_cause
 from ..progress import SILENT, Progress
 from ..report.card import render_card
@@ -43,7 +44,7 @@ MAIN = "main"
 # Files of an earlier push, deleted if this push does not write them.
 _REPLACED = ("*.safetensors", "*.safetensors.index.json", "modeling_hies.py")
 # Folders of the slim model's exports.
-_EXPORTS = ("onnx", "onnx-int8", "onnx-int4", "onnx-cascade", "gguf")
+_EXPORTS = ("onnx", "onnx-int8", "onnx-int4", *(f"onnx-{name}" for name in COMPOUNDS), "gguf")
 _REPLACED_FOLDERS = (*_EXPORTS, "openvino", "images")
 
 

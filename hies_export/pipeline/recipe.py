@@ -29,6 +29,7 @@ from ..recipe.sections import (
     CalibrationSection,
     CascadeSection,
     CompensationSection,
+    CompoundSection,
     DataSection,
     DeploySection,
     EvaluationSection,
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 
 Allocation = Literal["global", "uniform"]
 
-# Shares of the FLOPs that `cascade` tries if there is no budget.
+# Shares of the FLOPs that a compound tries if there is no budget.
 FLOPS_TO_TRY = (0.75, 0.55, 0.35)
 
 
@@ -343,10 +344,8 @@ class PruningRecipe(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> PruningRecipe:
-        task, deploy, cascade, given = TASKS[self.task], self.deploy, self.cascade, self.prune.budget
+        task, deploy, compound, given = TASKS[self.task], self.deploy, self.compound, self.prune.budget
         export, held_out, evaluation, name = self.export, self.held_out, self.evaluation, self.task
-        shown = f"{export.format}, {export.provider}, {export.dtype}"
-        plain = shown == "onnx, cpu, float32"
         refusal = task.refusal(self.data)
         first_broken(
             (
@@ -358,45 +357,26 @@ class PruningRecipe(Section):
                 deploy and given,
                 "deploy chooses how much to remove, and prune.budget sets it too; leave out one of them",
             ),
-            (
-                cascade and cascade.flops and given,
-                "cascade.flops chooses how much to remove, and prune.budget sets it too; leave out one",
-            ),
-            (not (deploy or cascade or given or self.vocabulary), "prune.budget must be given"),
+            (not (deploy or compound or given or self.vocabulary), "prune.budget must be given"),
             (
                 self.vocabulary and not task.text,
                 f"vocabulary is for models that read text, got task: {name}; leave it out",
             ),
-            (
-                self.vocabulary and cascade,
-                "a cascade promises the answers of a dense model that reads the same tokens, and vocabulary takes some "
-                "away; leave out one of them",
-            ),
         )
         first_broken(
-            (deploy and cascade, "deploy tries cascades by itself, got a section cascade; leave it out"),
+            *(() if compound is None else compound.rules(self, classifies=task.classifies)),
             (
                 deploy and task.in_parts,
                 f"deploy compares models that are one graph, got task: {name}, which is exported as several; prune it "
                 "with hies-export run, and a budget of keep",
             ),
             (
-                deploy and not plain,
-                f"deploy exports what each runtime reads, got export: {shown}; leave it out",
+                deploy and export.shown != ExportSection().shown,
+                f"deploy exports what each runtime reads, got export: {export.shown}; leave it out",
             ),
             (
                 deploy and self.prune.steps > 1,
                 f"deploy finds the largest cut in one step, got prune.steps: {self.prune.steps}; set it to 1",
-            ),
-            (cascade and not task.cascades, f"cascade is for classifiers, got task: {name}; leave it out"),
-            (
-                cascade and not plain,
-                f"cascade needs export: onnx for provider cpu in float32, got {shown}; leave them out",
-            ),
-            (
-                cascade and export.quantize and cascade.runtime == "openvino",
-                "a cascade in 8 bits needs runtime: onnxruntime-cpu, whose operators it has, got openvino; leave out "
-                "export.quantize, and set cascade.dtype: bfloat16",
             ),
             (
                 self.goal.timed and self.measure.dtypes,
@@ -473,8 +453,13 @@ class PruningRecipe(Section):
         return type(self)(**{**fields, "deploy": {**(fields.get("deploy") or {}), **asked}})
 
     @property
+    def compound(self) -> CompoundSection | None:
+        """The section of a form of both models; None if none is asked for."""
+        return self.cascade
+
+    @property
     def goal(self) -> Budget:
-        """How much is removed: the budget, the promise of `deploy`, or the smallest cut that a cascade tries.
+        """How much is removed: the budget, the promise of `deploy`, or the smallest cut that a compound tries.
 
         Without any of these, as where only the vocabulary is trimmed, it is a budget of no heads.
         """
@@ -482,14 +467,14 @@ class PruningRecipe(Section):
             return self.prune.budget
         if self.deploy is not None:
             return Budget(keep=KeepBudget(predictions=self.deploy.keep))
-        return NOTHING if self.cascade is None else Budget(flops=max(self.shares))
+        return NOTHING if self.compound is None else Budget(flops=max(self.shares))
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Shares of the dense model's FLOPs to choose the size of a cascade among; empty if that is not asked."""
-        if self.cascade is None or self.prune.budget is not None:
+        """Shares of the dense model's FLOPs to choose the size of a compound among; empty if that is not asked."""
+        if self.compound is None or self.prune.budget is not None:
             return ()
-        return self.cascade.flops or FLOPS_TO_TRY
+        return self.compound.flops or FLOPS_TO_TRY
 
     @property
     def options(self) -> PruneSection:

@@ -61,7 +61,7 @@ def build_report(
         latency=sizes.latency,
         environment={**machine_facts(), "processes": processes},
         exported=measured.file,
-        cascade=measured.cascade and measured.cascade[0],
+        **measured.compound[0],
         ranking=evaluation.ranking or None,
         details=_details(job, choice, slim, evaluation, measured, command),
     )
@@ -99,7 +99,7 @@ def _details(
         **_export_details(measured.exported),
         **({"forms": measured.forms} if measured.forms else {}),
         **({"deployment": measured.deployment} if measured.deployment else {}),
-        **({"cascade": measured.cascade[1]} if measured.cascade else {}),
+        **measured.compound[1],
         **({"row_length": job.length} if job.length else {}),
         data=_data_facts(job, choice),
         run=asdict(RunRecord.of(asked, command=command, commit=job.source.commit)),
@@ -132,7 +132,7 @@ def _data_facts(job: Job, choice: Choice) -> DataFacts:
     )
 
 
-def _export_differences(exported: Export) -> dict[str, float | None]:
+def _export_differences(exported: Export) -> dict[str, Any]:
     """Return how far the exported model's outputs are from torch's, as fields of a report."""
     found = {"onnx": None, exported.format: exported.max_abs}
     return {f"{format}_max_abs": found[format] for format in ("onnx", "gguf") if format in found}

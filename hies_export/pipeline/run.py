@@ -17,7 +17,7 @@ from ..forms.formats import check_exports, export_formats, require_exporters
 from ..progress import SILENT, Progress
 from ..report.report import Report
 from .choose import choose
-from .fastest import find_cascade, find_fastest
+from .fastest import find_compound, find_fastest
 from .job import Job
 from .load_job import load_job, runtimes_of
 from .measure import measure
@@ -99,10 +99,10 @@ def deploy(
 
     The dense model is tried on every runtime of this machine, in all bits that the runtime computes in: it is judged on
     the held-out rows, and timed. In the fastest forms, the search finds the largest cut whose file keeps the promise,
-    by the lower end of a 95 % interval. For a classifier, cascades of deeper cuts are tried too: the dense model
+    by the lower end of a 95 % interval. For a classifier, deeper cuts are tried too, joined with the dense model, which
     answers the rows that the slim one is unsure of. The fastest of all these is then judged and timed in all forms
-    beside the dense model; a cascade is timed on the evaluation rows. Statistics, moments and orders are computed once.
-    If no cut keeps the promise, nothing is cut, and the answer is the fastest dense form that keeps it.
+    beside the dense model; joined ones are timed on the evaluation rows. Statistics, moments and orders are computed
+    once. If no cut keeps the promise, nothing is cut, and the answer is the fastest dense form that keeps it.
 
     Args:
         recipe: Model, data, and how units are scored and refitted; its budget is ignored. If it holds out no rows, the
@@ -164,12 +164,12 @@ def _check_exports(job: Job, formats: Iterable[str]) -> None:
 
 
 def _decide(job: Job, statistics: Statistics, forms: Forms) -> Choice:
-    """Choose the cut: by the fastest form, by the time of its cascade, or by the budget."""
+    """Choose the cut: by the fastest form, by the time of its compound, or by the budget."""
     if job.deploy is not None:
         return find_fastest(job, statistics, forms)
-    if job.cascade is not None and job.shares:
-        return find_cascade(job, statistics, forms)
-    return replace(choose(job, statistics), cascade=job.cascade)
+    if job.compound is not None and job.compound.shares:
+        return find_compound(job, job.compound, statistics, forms)
+    return replace(choose(job, statistics), compound=job.compound)
 
 
 def output_folder(output: Path, *, overwrite: bool) -> AbstractContextManager[Path]:

@@ -25,8 +25,8 @@ from ..errors import DropError, NonFiniteError
 from ..evaluate.judge import Quality, Tried
 from ..evaluate.lm_eval import run_benchmarks
 from ..evaluate.predict import Predictor, predict
-from ..forms.cascade.export import CascadeOptions, SizeTried
-from ..forms.deployment import DeployWay
+from ..forms.deployment import DeployWay, SizeTried
+from ..forms.form import Compound
 from ..forms.measure.counts import Both
 from ..model.copies import round_each, same_weights, share_weights
 from ..model.internals import dtypes_in
@@ -85,7 +85,7 @@ class Choice:
         tried: What `criterion: auto` judged.
         token_weights: How refits weigh tokens.
         served: What serves the model that was judged; None for torch.
-        cascade, sizes: How it is joined with the dense model, and the sizes of cascades that were tried.
+        compound, sizes: How it is joined with the dense model, and the sizes of compounds that were tried.
         ways: The forms that `deploy` tried, and the results.
         dense_seconds: How long it took to try the dense model in them; the slim one takes about as long.
     """
@@ -98,7 +98,7 @@ class Choice:
     tried: tuple[Tried, ...] = ()
     token_weights: float = 1.0
     served: TimedSection | None = None
-    cascade: CascadeOptions | None = None
+    compound: Compound | None = None
     sizes: tuple[SizeTried, ...] = ()
     ways: tuple[DeployWay, ...] = ()
     dense_seconds: float = 0.0

@@ -7,7 +7,7 @@ A section is also the options of the stage that it is about. So this file import
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
 
@@ -264,6 +264,11 @@ class ExportSection(Section):
     quantize: Literal["int8", "int4"] | None = None
 
     @property
+    def shown(self) -> str:
+        """Format, provider and dtype, "onnx, cpu, float32" by default."""
+        return f"{self.format}, {self.provider}, {self.dtype}"
+
+    @property
     def unquantized(self) -> ExportSection:
         """The export that is quantised; OpenVINO's own format is made from ONNX."""
         return self.model_copy(
@@ -320,6 +325,8 @@ class CascadeSection(Section):
         dtype: What that runtime computes in; "bfloat16" is for openvino.
     """
 
+    name: ClassVar[str] = "cascade"
+
     disagreement: float = Field(gt=0, lt=1)
     samples: int = Field(4096, ge=1)
     flops: tuple[ShareOfDense, ...] = ()
@@ -331,6 +338,40 @@ class CascadeSection(Section):
         if self.dtype == "bfloat16" and self.runtime != "openvino":
             raise ValueError(f"dtype: bfloat16 needs runtime: openvino, got {self.runtime}; set it, or leave dtype out")
         return self
+
+    @property
+    def promise(self) -> str:
+        """What is promised, in words."""
+        return f"a disagreement of at most {100 * self.disagreement:g} %"
+
+    def rules(self, recipe: Any, *, classifies: bool) -> tuple[tuple[object, str], ...]:
+        """Return what else in a recipe does not go with it, as `first_broken` takes it."""
+        export = recipe.export
+        return (
+            (
+                self.flops and recipe.prune.budget,
+                "cascade.flops chooses how much to remove, and prune.budget sets it too; leave out one",
+            ),
+            (
+                recipe.vocabulary,
+                "a cascade promises the answers of a dense model that reads the same tokens, and vocabulary takes some "
+                "away; leave out one of them",
+            ),
+            (recipe.deploy, "deploy tries cascades by itself, got a section cascade; leave it out"),
+            (not classifies, f"cascade is for classifiers, got task: {recipe.task}; leave it out"),
+            (
+                export.shown != ExportSection().shown,
+                f"cascade needs export: onnx for provider cpu in float32, got {export.shown}; leave them out",
+            ),
+            (
+                export.quantize and self.runtime == "openvino",
+                "a cascade in 8 bits needs runtime: onnxruntime-cpu, whose operators it has, got openvino; leave out "
+                "export.quantize, and set cascade.dtype: bfloat16",
+            ),
+        )
+
+
+CompoundSection = CascadeSection  # of any form of both models
 
 
 class MeasureSection(Section):

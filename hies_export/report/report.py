@@ -253,6 +253,11 @@ class Report:
         return self
 
     @property
+    def compound(self) -> CascadeSummary | None:
+        """What the report says of a compound of both models, if there is one."""
+        return self.cascade
+
+    @property
     def metrics(self) -> Mapping[str, Both[float] | FirstMetric]:
         """All metrics of both models that are known, by name."""
         return self.details.metrics or {self.quality.metric: self.quality}

@@ -13,13 +13,13 @@ from rich.text import Text
 from ..evaluate.judge import AlphaPoint, Tried
 from ..evaluate.metrics import METRICS, title_of
 from ..forms.judge import FormTime, Judged
-from ..forms.measure.counts import Both, LayerFlops
+from ..forms.measure.counts import Both, LayerFlops, si
 from ..forms.measured import LatencyRow
 from ..kinds import ATTENTION, MLP, UNIT_NAMES
 from ..select.plan import PruningPlan
 from . import words
 from .report import CUT, KEPT, FirstMetric, NeuronCount, Report, head_map, neuron_counts
-from .words import FIRST_HIT, agreement, form_kept, form_name, form_step, is_own, keeps_metric, named_units, si
+from .words import FIRST_HIT, agreement, form_kept, form_name, form_step, is_own, keeps_metric, named_units
 
 # Parts of a layer's FLOPs, and what the table calls them.
 FLOP_PARTS = {
@@ -53,7 +53,8 @@ class Part(NamedTuple):
 def report_parts(report: Report) -> dict[str, Part]:
     """Return by name what the renderings show of a report, without what it does not have."""
     rows, layers, held_out = report.latency, report.details.flops_per_layer, words.held_out_rows(report)
-    served = "As served" if report.cascade else "In fewer bits"
+    joined = report.compound
+    served, promised = ("As served", joined.text(report.details)) if joined else ("In fewer bits", "")
     at = " x ".join(map(str, layers.shape)) if layers else ""
     parts = {
         "changed": Part(
@@ -63,7 +64,7 @@ def report_parts(report: Report) -> dict[str, Part]:
         ),
         "family": Part("", None, (words.family_text(report),)),
         "latency": Part("Latency", *((latency_table(rows), (words.latency_text(rows),)) if rows else ())),
-        "served": Part(served, forms_table(report), (words.forms_text(report), words.cascade_text(report))),
+        "served": Part(served, forms_table(report), (words.forms_text(report), promised)),
         "chosen": Part(f"How it was chosen, on {held_out}", tried_table(report), (words.tried_text(report),)),
         "alpha": Part(f"How alpha was chosen, on {held_out}", alpha_table(report), (words.alpha_text(report),)),
         "layers": Part(f"FLOPs of every layer, at {at}", layer_table(layers.dense, layers.slim) if layers else None),

@@ -27,16 +27,6 @@ FIRST_HIT = "first hit"
 # Names and numbers
 
 
-def si(number: float) -> str:
-    """Return a number with three significant digits and an SI prefix; whole numbers below 1,000 as they are."""
-    # Rounded first: 999,999 is 1.00 M, and no 1000 k.
-    rounded = float(f"{number:.3g}") if number >= 1000 else number
-    power = min((len(str(int(rounded))) - 1) // 3, 4)
-    scaled = rounded / 1000**power
-    digits = 0 if power == 0 and number == int(number) else max(0, 3 - len(str(int(scaled))))
-    return f"{scaled:.{digits}f} {' kMGT'[power]}".rstrip() + " " * (power == 0)
-
-
 def _number(value: float) -> str:
     """Return a metric with three digits, or all before the point."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3f}" if abs(value) < 1 else f"{value:.3g}"
@@ -261,7 +251,7 @@ def lead_text(report: Report) -> str:
 
 
 def _subject(report: Report) -> _Subject:
-    """Return the form to deploy; else the cascade, if one was asked for; else the slim model."""
+    """Return the form to deploy; else the compound, if one was asked for; else the slim model."""
     details, forms, word = report.details, report.details.forms, report.details.stability_of
     found = details.deployment
     if found is not None and found.form is not None:
@@ -269,7 +259,7 @@ def _subject(report: Report) -> _Subject:
         metric = report.quality.metric if keeps_metric(report) else None
         index: Any = "dense" if metric and "dense_index" in (report.ranking or {}) else None
         keep = KeepBudget(predictions=found.promise, metric=metric, index=index)
-        model = "cascade" if form.model == "cascade" else f"{form.model} model"
+        model = f"{form.model} model" if form.model in ("dense", "slim") else form.model
         return _Subject(
             name=f"Deploy the {model} in {form.bits} on {form_runtime(form)}",
             stability=form.stability,
@@ -281,18 +271,18 @@ def _subject(report: Report) -> _Subject:
             size=_form_size(report, form),
             ranking=found.ranking or report.ranking,
         )
-    if (cascade := report.cascade) is not None:
-        # A cascade is for batches.
+    if (joined := report.compound) is not None:
+        # It is for batches.
         quiet = [step for step, at in enumerate(forms[0].times) if not at.noisy]
         step = next((step for step in quiet if forms[0].times[step].batch > 1), quiet[0] if quiet else None)
-        keep = KeepBudget(predictions=1 - cascade.disagreement)
+        keep = KeepBudget(predictions=1 - joined.disagreement)
         return _Subject(
-            name="Cascade of both models",
-            stability=cascade.stability,
+            name=f"{joined.name.title()} of both models",
+            stability=joined.stability,
             ends=_ends(forms[-1].stability_low, forms[-1].stability_high),
             quality=forms[-1].quality,
-            promise=Outcome(Budget(keep=keep), samples=cascade.rows, word=word),
-            kept=cascade.stability,
+            promise=Outcome(Budget(keep=keep), samples=joined.rows, word=word),
+            kept=joined.stability,
             time=_form_time(forms, len(forms) - 1, step),
             size=_form_size(report, forms[-1]),
             ranking=report.ranking,
@@ -546,29 +536,6 @@ def forms_text(report: Report) -> str:
     return (
         f"Every form ran the evaluation rows itself. All were timed{timed}, interleaved in one process.{others} Time "
         f"is relative to {forms[0].model} {forms[0].bits}; its own row times a second copy, the control.{counts}"
-    )
-
-
-def cascade_text(report: Report) -> str:
-    """Return the promise of a cascade, its evidence, and its results."""
-    found, facts = report.cascade, report.details.cascade
-    if found is None or facts is None:
-        return ""
-    kept = "as promised" if 1 - found.stability <= found.disagreement else "fewer than promised"
-    tried = ""
-    if facts.tried:
-        shares = ", ".join(f"{size.flops:.2f}" for size in facts.tried if size.problem is None)
-        tried = f" Cascades with {shares} of the FLOPs were tried, and this one is the fastest of them."
-        tried += "".join(
-            f" With {size.flops:.2f} there is none: {size.problem}." for size in facts.tried if size.problem
-        )
-    return (
-        f"Cascade: at most {100 * found.disagreement:g} % of the answers differ from the dense model's, with "
-        f"{100 * found.confidence:g} % confidence (Clopper-Pearson, {found.rows:,} held-out rows, {facts.differ} of "
-        f"which differ). Rows whose two largest logits are at most {found.threshold:.3f} apart go on to the dense "
-        f"part: {100 * found.passed_on:.1f} % of the evaluated rows. Of all of these, {100 * found.stability:.2f} % "
-        f"keep their answer, {kept}. The file has {si(found.bytes)}B; the dense model alone has "
-        f"{si(facts.parts.dense)}B, the slim one {si(facts.parts.slim)}B.{tried}"
     )
 
 

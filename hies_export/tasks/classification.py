@@ -66,7 +66,7 @@ class Classification(Task):
     the key `group` is one of candidates for a reranker, whose loss is the logit itself.
     """
 
-    cascades = True
+    classifies = True
     of_rows: ClassVar = {"graded": ("ndcg@10", "mrr@10"), "groups": ("own_ndcg@10",)}
 
     def __init__(self, config: Any, **options: Any) -> None:

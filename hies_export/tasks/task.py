@@ -109,7 +109,7 @@ class Task(ABC):
     images: ClassVar[bool] = False  # whether they read images
     generative: ClassVar[bool] = False  # whether they predict text, token by token, rather than a class
     embeds: ClassVar[bool] = False  # whether they embed texts
-    cascades: ClassVar[bool] = False  # whether a cascade can answer for them: they predict classes
+    classifies: ClassVar[bool] = False  # whether a sample has one of several classes, whose logits say how sure it is
     in_parts: ClassVar[bool] = False  # whether they are exported in parts, so that there is no single graph to time
     decodes_text: ClassVar[bool] = False  # whether llama.cpp runs them and lm-eval judges: decoders of text alone
     places_by_labels: ClassVar[bool] = False  # whether labels say where predictions are read, so every row needs them

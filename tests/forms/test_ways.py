@@ -9,7 +9,7 @@ import torch
 from support.models import bert
 
 from hies_export.errors import ExportError, RecipeError
-from hies_export.forms.cascade.export import CascadeOptions
+from hies_export.forms.cascade.export import CascadeForm
 from hies_export.forms.deployment import fewer_bits, find_ways, join_sizes
 from hies_export.forms.form import Forms
 from hies_export.forms.formats import Exporter, Given
@@ -59,16 +59,17 @@ def test_the_file_of_a_model_in_torch_is_its_checkpoint(
 
 
 def test_a_cascade_that_fails_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def export(slim: str, dense: str, place: Path, **_: Any) -> Any:
+    def export(_: CascadeForm, slim: str, dense: str, place: Path, **__: Any) -> Any:
         if slim.startswith("0.8"):
             raise ExportError("ONNX Runtime must load model.onnx, and refused")
         return SimpleNamespace(facts={"promise": SimpleNamespace(passed_on=0.1, differ=0)}, folder=place, bytes=7)
 
     forms = Forms({"dense": bert()}, Exporter(ExportSection(), Given({})), tmp_path)
     monkeypatch.setattr(forms, "plain", lambda name: name)
-    monkeypatch.setattr("hies_export.forms.deployment.export_cascade", export)
+    monkeypatch.setattr(CascadeForm, "join", export)
     rows: dict[str, Any] = {"batches": [], "answers": torch.zeros(0)}
-    cut = join_sizes(forms, (0.8, 0.6), lambda share: (share, bert(), share), CascadeOptions(disagreement=0.1), **rows)
+    asked = CascadeForm(disagreement=0.1, shares=(0.8, 0.6))
+    cut = join_sizes(forms, asked, lambda share: (share, bert(), share), **rows)
     assert [(one.tried.problem, one.form and one.form.bytes) for one in cut] == [
         ("ONNX Runtime must load model.onnx, and refused", None),
         (None, 7),

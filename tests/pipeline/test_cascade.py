@@ -22,7 +22,7 @@ from hies_export.forms.runtimes.ort import OnnxRuntime
 from hies_export.forms.time import time
 from hies_export.pipeline import choose as choosing
 from hies_export.pipeline import fastest
-from hies_export.pipeline.fastest import find_cascade
+from hies_export.pipeline.fastest import find_compound
 from hies_export.pipeline.load_job import load_job, rows_in_order
 from hies_export.pipeline.push import _contents
 from hies_export.pipeline.recipe import PruningRecipe
@@ -117,8 +117,8 @@ def test_the_size_is_chosen_by_the_time_of_the_cascade(tmp_path: Path, monkeypat
     sections = {"prune": {"criterion": "fisher", "compensation": None}, "cascade": {"disagreement": 0.3}}
     recipe = make_project(tmp_path, **sections)
     resolved = load_job(PruningRecipe.from_yaml(recipe))
-    assert resolved.cascade is not None
-    assert resolved.shares == (0.75, 0.55, 0.35)
+    assert resolved.compound is not None
+    assert resolved.compound.shares == (0.75, 0.55, 0.35)
     timed: list[float] = []
 
     def remembered(*args: Any, **named: Any) -> Any:
@@ -129,14 +129,14 @@ def test_the_size_is_chosen_by_the_time_of_the_cascade(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(fastest, "time_forms", remembered)
     forms = Forms({"dense": resolved.model}, resolved.exporter, tmp_path)
-    tried = find_cascade(resolved, calibrate(resolved), forms)
+    tried = find_compound(resolved, resolved.compound, calibrate(resolved), forms)
     assert [size.time for size in tried.sizes] == timed[1:]
     best = min(tried.sizes, key=lambda size: size.time)
     heads, neurons = (tried.plan.of_kind(kind) for kind in ("attention", "mlp"))
     kept = sum(len(kept.units) for part in (heads, neurons) for kept in part.values())
     again = [size.flops for size in tried.sizes]
     assert again == sorted(again, reverse=True)
-    assert all(flops <= share + 1e-9 for flops, share in zip(again, resolved.shares, strict=True))
+    assert all(flops <= share + 1e-9 for flops, share in zip(again, resolved.compound.shares, strict=True))
     assert tried.outcome.predicted == pytest.approx(best.flops)
     assert kept < sum(kept.total for part in (heads, neurons) for kept in part.values())
 

@@ -15,13 +15,11 @@ from ...data.batches import Batch, samples_of
 from ...errors import RequestError
 from ...evaluate.predict import logits_by
 from ...model.tokens import first_samples
-from ...tasks.classification import Classification
-from ...tasks.registry import task_by_class, task_of
 from ..formats import Export
 from ..onnx.export import export_onnx
 from ..onnx.quantize import Quantize, check_quantizable
 from ..runtimes.base import Runtime, load_runtime
-from .export import CascadeOptions, export_cascade
+from .export import CascadeForm, check_classes
 from .threshold import Promise, check_disagreement, check_rows, choose_threshold, margins
 
 Model = Runtime | PreTrainedModel
@@ -133,30 +131,6 @@ class Cascade:
                 export_onnx(model, Path(temporary) / name, batch=sample, processor=processor or self._processor)
                 for name, model in (("slim", slim), ("dense", dense))
             )
-            return export_cascade(
-                first,
-                second,
-                folder,
-                batches=self._batches,
-                answers=self._answers,
-                options=CascadeOptions(disagreement=self.promise.disagreement, quantize=quantize),
-                overwrite=overwrite,
-            )
-
-
-def check_classes(*models: PreTrainedModel) -> None:
-    """Refuse, by a RequestError, models that are not classifiers of the same classes."""
-    found = []
-    for model in models:
-        known = task_by_class(type(model).__name__, model.config)
-        what = task_of(model).predicts if known is not None and issubclass(known, Classification) else None
-        classes: int = (model.config.num_labels or 0) if what == "classes" else 0
-        given = "sets of labels" if what == "labels" else f"{classes or 'no'} classes"
-        found.append((classes, f"{type(model).__name__} with {given}"))
-    counts = {classes for classes, _ in found}
-    if 0 in counts or len(counts) > 1:
-        raise RequestError(
-            f"a cascade needs two classifiers of the same classes, got {' and '.join(given for _, given in found)}; "
-            "sets of labels, numbers and tokens have no margin between two classes that says how sure the model is, so "
-            "leave the cascade out"
-        )
+            asked = CascadeForm(disagreement=self.promise.disagreement, bits=quantize or "float32")
+            rows: dict[str, Any] = {"batches": self._batches, "answers": self._answers}
+            return asked.join(first, second, folder, **rows, overwrite=overwrite)

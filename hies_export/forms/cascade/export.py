@@ -7,74 +7,35 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any, ClassVar
 
 import torch
+from transformers import PreTrainedModel
 
 from ...checkpoint.folders import new_folder, refuse_existing
-from ...data.batches import Batch
+from ...data.batches import Batch, samples_of
 from ...equal import OTHER_PROGRAM, REGROUPED_IN_FEWER_BITS
-from ...errors import ParityError
+from ...errors import ParityError, RequestError
 from ...evaluate.interval import CONFIDENCE, upper_rate
 from ...evaluate.predict import logits_by
+from ...tasks.classification import Classification
+from ...tasks.registry import task_by_class, task_of
+from ..deployment import SizeTried
+from ..form import COMPOUNDS, Compound
 from ..formats import Export, export_options
-from ..measure.counts import Both, Count, Record, Share, Size
+from ..measure.counts import Both, Count, Record, Share, Size, si
 from ..onnx.export import copy_beside, save_program
-from ..onnx.quantize import Quantize
 from ..runtimes.base import load_runtime
 from ..runtimes.bits import quantize_graph
 from ..runtimes.ort import ONNX_FILE
 from .join import LOGITS, PASSED_ON, join_graphs
-from .threshold import Promise, choose_threshold, margins
+from .threshold import Promise, check_rows, choose_threshold, margins
 
 # Metadata of a joined graph: its promise, as JSON.
 PROMISE = "hies_export.forms.cascade"
 # How far a margin may move in another graph or batch, relative to the largest logit: in float32, and by the rounding of
 # both logits in bfloat16.
 RESOLUTION, RESOLUTION_BITS = 1e-4, torch.finfo(torch.bfloat16).eps
-
-
-@dataclass(frozen=True, kw_only=True)
-class CascadeOptions:
-    """What a cascade promises, and the runtime that serves it.
-
-    Attributes:
-        disagreement: Largest share of answers that may differ from the dense model's, in (0, 1).
-        confidence: The probability that the promise holds, in (0, 1).
-        quantize: "int8" writes the linear layers of the slim part in 8 bits. Embeddings stay in float32: the dense part
-            reads them too.
-        runtime: The runtime that serves the file, as in `load_runtime`.
-        dtype: What the runtime computes in, if it has a choice.
-    """
-
-    disagreement: float
-    confidence: float = CONFIDENCE
-    quantize: Quantize | None = None
-    runtime: str = "onnxruntime-cpu"
-    dtype: str | None = None
-
-    @property
-    def bits(self) -> str:
-        """What the linear layers of the slim part are computed in."""
-        return self.quantize or self.dtype or "float32"
-
-
-@dataclass(frozen=True, kw_only=True)
-class SizeTried:
-    """A share of the FLOPs that was tried for a cascade, and the result.
-
-    Attributes:
-        flops: Share that the cut leaves.
-        passed_on: Share of the held-out rows that go on to the dense part.
-        differ: Number of held-out rows whose answer differs from the dense model's.
-        time: Time of the cascade relative to the dense model's; None if it was not timed when the size was chosen.
-        problem: Why it has no cascade.
-    """
-
-    flops: Share
-    passed_on: Share | None = None
-    differ: Count | None = None
-    time: float | None = None
-    problem: str | None = None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -85,6 +46,8 @@ class CascadeSummary(Record):
     equal the dense model's, and `bytes` the size of the file.
     """
 
+    name: ClassVar[str] = "cascade"
+
     disagreement: Share
     confidence: Share
     threshold: float
@@ -92,6 +55,26 @@ class CascadeSummary(Record):
     passed_on: Share
     stability: Share
     bytes: Size
+
+    def text(self, details: Any) -> str:
+        """Return the promise, its evidence, and its results, with the details of a report."""
+        facts: CascadeFacts = details.cascade
+        kept = "as promised" if 1 - self.stability <= self.disagreement else "fewer than promised"
+        tried = ""
+        if facts.tried:
+            shares = ", ".join(f"{size.flops:.2f}" for size in facts.tried if size.problem is None)
+            tried = f" Cascades with {shares} of the FLOPs were tried, and this one is the fastest of them."
+            tried += "".join(
+                f" With {size.flops:.2f} there is none: {size.problem}." for size in facts.tried if size.problem
+            )
+        return (
+            f"Cascade: at most {100 * self.disagreement:g} % of the answers differ from the dense model's, with "
+            f"{100 * self.confidence:g} % confidence (Clopper-Pearson, {self.rows:,} held-out rows, {facts.differ} of "
+            f"which differ). Rows whose two largest logits are at most {self.threshold:.3f} apart go on to the dense "
+            f"part: {100 * self.passed_on:.1f} % of the evaluated rows. Of all of these, {100 * self.stability:.2f} % "
+            f"keep their answer, {kept}. The file has {si(self.bytes)}B; the dense model alone has "
+            f"{si(facts.parts.dense)}B, the slim one {si(facts.parts.slim)}B.{tried}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,83 +96,161 @@ class CascadeFacts:
     tried: tuple[SizeTried, ...] = ()
 
 
-def export_cascade(
-    slim: Export,
-    dense: Export,
-    folder: str | Path,
-    *,
-    batches: Sequence[Batch],
-    answers: torch.Tensor,
-    options: CascadeOptions,
-    overwrite: bool = False,
-) -> Export:
-    """Write `folder/model.onnx`: the slim graph, and the dense one for the rows that the slim one is unsure of.
+@dataclass(frozen=True, kw_only=True)
+class CascadeForm(Compound):
+    """A cascade of a slim and a dense classifier. In 8 bits, embeddings stay in float32: the dense part reads them."""
 
-    Both exports are for provider cpu in float32. The threshold is chosen by the logits of both graphs on the runtime
-    that will serve them. The written file then answers all held-out rows. If it does not agree with the two graphs, or
-    breaks the promise, a ParityError is raised, and nothing is kept. `answers` are the logits of the dense model in
-    torch on these rows, (rows, classes), whose answers the promise is about.
+    name = "cascade"
+    folder = "onnx-cascade"
+    runtimes = ("onnxruntime-cpu", "onnxruntime-cpu-int8", "openvino")
 
-    In the result, `max_abs` is the largest difference from the two graphs' logits over all held-out rows. The facts are
-    the `promise`, which has the threshold, and `shared_bytes`, the size of the weights that are stored once. Raises
-    RequestError if the exports differ in inputs or are of another kind, or the rows are too few for the promise, and
-    PlanError if the dense graph, as it is served, changes too many answers itself.
-    """
-    import onnx_ir
+    @property
+    def _dtype(self) -> str:
+        """What the runtime computes in, apart from layers in 8 bits."""
+        return "float32" if self.bits == "int8" else self.bits
 
-    folder = Path(folder)
-    refuse_existing(folder, overwrite=overwrite)
-    graphs = [onnx_ir.load(export.file) for export in (slim, dense)]
-    if options.quantize:
-        quantize_graph(graphs[0].graph, tables=False)
+    def check(self, model: PreTrainedModel, rows: Sequence[Batch]) -> None:
+        """Refuse, by a RequestError, a model that is no classifier, and rows that are too few for the promise."""
+        check_classes(model)
+        check_rows(samples_of(rows), self.disagreement, self.confidence)
 
-    def logits(file: Path) -> torch.Tensor:
-        return logits_by(load_runtime(options.runtime, file, dtype=options.dtype).prediction, batches)
+    def join(
+        self,
+        slim: Export,
+        dense: Export,
+        folder: str | Path,
+        *,
+        batches: Sequence[Batch],
+        answers: torch.Tensor,
+        overwrite: bool = False,
+    ) -> Export:
+        """Write `folder/model.onnx`: the slim graph, and the dense one for the rows that the slim one is unsure of.
 
-    with new_folder(folder, overwrite=overwrite) as staging, TemporaryDirectory() as temporary:
-        sure, certain = Path(temporary) / ONNX_FILE, logits(dense.file)
-        save_program(graphs[0], sure)
-        found = logits(sure)
-        largest = max(1.0, certain.abs().max().item(), found.abs().max().item())
-        exact = options.dtype in (None, "float32")
-        resolution = (RESOLUTION if exact else RESOLUTION_BITS) * largest
-        promise = choose_threshold(
-            found,
-            answers,
-            options.disagreement,
-            passed_on=certain,
-            confidence=options.confidence,
-            resolution=resolution,
+        Both exports are for provider cpu in float32. The threshold is chosen by their logits on the runtime that will
+        serve them. `answers` are those of the dense model in torch, (rows, classes), which the promise is about. The
+        written file then answers all held-out rows.
+
+        In the result, `max_abs` is the largest difference from the two graphs' logits on these rows. The facts are the
+        `promise`, which has the threshold, and `shared_bytes`, the size of the weights that are stored once. Raises
+        ParityError if the file does not agree with the graphs or breaks the promise, RequestError if the exports differ
+        in inputs or the rows are too few, and PlanError if the dense graph itself changes too many answers.
+        """
+        import onnx_ir
+
+        folder = Path(folder)
+        refuse_existing(folder, overwrite=overwrite)
+        graphs = [onnx_ir.load(export.file) for export in (slim, dense)]
+        if self.bits == "int8":
+            quantize_graph(graphs[0].graph, tables=False)
+
+        def logits(file: Path) -> torch.Tensor:
+            return logits_by(load_runtime(self.runtime, file, dtype=self._dtype).prediction, batches)
+
+        with new_folder(folder, overwrite=overwrite) as staging, TemporaryDirectory() as temporary:
+            sure, certain = Path(temporary) / ONNX_FILE, logits(dense.file)
+            save_program(graphs[0], sure)
+            found = logits(sure)
+            largest = max(1.0, certain.abs().max().item(), found.abs().max().item())
+            exact = self._dtype == "float32"
+            resolution = (RESOLUTION if exact else RESOLUTION_BITS) * largest
+            promise = choose_threshold(
+                found,
+                answers,
+                self.disagreement,
+                passed_on=certain,
+                confidence=self.confidence,
+                resolution=resolution,
+            )
+            program = onnx_ir.load(sure)
+            shared = join_graphs(program.graph, graphs[1].graph, promise.threshold)
+            program.metadata_props[PROMISE] = json.dumps(asdict(promise))
+            copy_beside(slim, staging)
+            save_program(program, staging / ONNX_FILE)
+            joined = logits(staging / ONNX_FILE)
+            max_abs = _compared(
+                joined,
+                found,
+                certain,
+                apart=margins(found) - promise.threshold,
+                near=resolution,
+                tolerance=(OTHER_PROGRAM["float32"] if exact else REGROUPED_IN_FEWER_BITS) * largest,
+            )
+            _check_promise(joined, answers, promise)
+            size = sum(file.stat().st_size for file in staging.glob(f"{ONNX_FILE}*"))
+        return Export(
+            format="onnx",
+            folder=folder,
+            file=folder / ONNX_FILE,
+            files=(ONNX_FILE,),
+            bytes=size,
+            how=export_options(quantize="int8" if self.bits == "int8" else None),
+            max_abs=max_abs,
+            checked_on=self.runtime,
+            inputs=slim.inputs,
+            outputs=(LOGITS, PASSED_ON),
+            facts={"promise": promise, "shared_bytes": shared},
         )
-        program = onnx_ir.load(sure)
-        shared = join_graphs(program.graph, graphs[1].graph, promise.threshold)
-        program.metadata_props[PROMISE] = json.dumps(asdict(promise))
-        copy_beside(slim, staging)
-        save_program(program, staging / ONNX_FILE)
-        joined = logits(staging / ONNX_FILE)
-        max_abs = _compared(
-            joined,
-            found,
-            certain,
-            apart=margins(found) - promise.threshold,
-            near=resolution,
-            tolerance=(OTHER_PROGRAM["float32"] if exact else REGROUPED_IN_FEWER_BITS) * largest,
+
+    def facts(
+        self,
+        exported: Export,
+        batches: Sequence[Batch],
+        *,
+        parts: Both[int],
+        stability: float,
+        tried: Sequence[SizeTried],
+    ) -> tuple[CascadeSummary, CascadeFacts]:
+        """Return a report's facts about a cascade, which keeps this share of the answers on the evaluation batches."""
+        promise = exported.facts["promise"]
+        assert exported.max_abs is not None
+        summary = CascadeSummary(
+            disagreement=promise.disagreement,
+            confidence=CONFIDENCE,
+            threshold=promise.threshold,
+            rows=promise.rows,
+            passed_on=self._passed_on(exported, batches),
+            stability=stability,
+            bytes=exported.bytes,
         )
-        _check_promise(joined, answers, promise)
-        size = sum(file.stat().st_size for file in staging.glob(f"{ONNX_FILE}*"))
-    return Export(
-        format="onnx",
-        folder=folder,
-        file=folder / ONNX_FILE,
-        files=(ONNX_FILE,),
-        bytes=size,
-        how=export_options(quantize=options.quantize),
-        max_abs=max_abs,
-        checked_on=options.runtime,
-        inputs=slim.inputs,
-        outputs=(LOGITS, PASSED_ON),
-        facts={"promise": promise, "shared_bytes": shared},
-    )
+        facts = CascadeFacts(
+            file=f"{exported.folder.name}/{exported.file.name}",
+            quantize=exported.how.quantize,
+            parts=parts,
+            shared_bytes=exported.facts["shared_bytes"],
+            held_out_passed_on=promise.passed_on,
+            differ=promise.differ,
+            bound=promise.bound,
+            max_abs=exported.max_abs,
+            tried=tuple(tried),
+        )
+        return summary, facts
+
+    def _passed_on(self, exported: Export, batches: Sequence[Batch]) -> float:
+        """Return the share of rows that go on to the dense part."""
+        runtime = load_runtime(self.runtime, exported.folder, dtype=self._dtype)
+        found = [runtime.compute(batch)[PASSED_ON] for batch in batches]
+        return float(sum(part.sum() for part in found) / sum(part.size for part in found))
+
+
+COMPOUNDS[CascadeForm.name] = CascadeForm
+
+
+def check_classes(*models: PreTrainedModel) -> None:
+    """Refuse, by a RequestError, models that are not classifiers of the same classes."""
+    found = []
+    for model in models:
+        known = task_by_class(type(model).__name__, model.config)
+        what = task_of(model).predicts if known is not None and issubclass(known, Classification) else None
+        classes: int = (model.config.num_labels or 0) if what == "classes" else 0
+        given = "sets of labels" if what == "labels" else f"{classes or 'no'} classes"
+        found.append((classes, f"{type(model).__name__} with {given}"))
+    counts = {classes for classes, _ in found}
+    if 0 in counts or len(counts) > 1:
+        raise RequestError(
+            f"a cascade needs two classifiers of the same classes, got {' and '.join(given for _, given in found)}; "
+            "sets of labels, numbers and tokens have no margin between two classes that says how sure the model is, so "
+            "leave the cascade out"
+        )
 
 
 def _compared(
@@ -225,48 +286,3 @@ def _check_promise(joined: torch.Tensor, answers: torch.Tensor, promise: Promise
             f"{differ} of {promise.rows:,} held-out answers (its two models in torch: {promise.differ}); serve it in "
             "float32"
         )
-
-
-def cascade_facts(
-    options: CascadeOptions,
-    exported: Export,
-    batches: Sequence[Batch],
-    *,
-    parts: Both[int],
-    stability: float,
-    tried: Sequence[SizeTried],
-) -> tuple[CascadeSummary, CascadeFacts]:
-    """Return a report's facts about a cascade, which keeps this share of the answers on the evaluation batches.
-
-    `parts` are the sizes of the files of both models alone.
-    """
-    promise = exported.facts["promise"]
-    assert exported.max_abs is not None
-    summary = CascadeSummary(
-        disagreement=promise.disagreement,
-        confidence=CONFIDENCE,
-        threshold=promise.threshold,
-        rows=promise.rows,
-        passed_on=_passed_on(options, exported, batches),
-        stability=stability,
-        bytes=exported.bytes,
-    )
-    facts = CascadeFacts(
-        file=f"{exported.folder.name}/{exported.file.name}",
-        quantize=exported.how.quantize,
-        parts=parts,
-        shared_bytes=exported.facts["shared_bytes"],
-        held_out_passed_on=promise.passed_on,
-        differ=promise.differ,
-        bound=promise.bound,
-        max_abs=exported.max_abs,
-        tried=tuple(tried),
-    )
-    return summary, facts
-
-
-def _passed_on(options: CascadeOptions, exported: Export, batches: Sequence[Batch]) -> float:
-    """Return the share of rows that go on to the dense part."""
-    runtime = load_runtime(options.runtime, exported.folder, dtype=options.dtype)
-    found = [runtime.compute(batch)[PASSED_ON] for batch in batches]
-    return float(sum(part.sum() for part in found) / sum(part.size for part in found))

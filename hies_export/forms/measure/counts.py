@@ -29,6 +29,16 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Ratio = Annotated[float, Field(ge=0, le=1000)]
 
 
+def si(number: float) -> str:
+    """Return a number with three significant digits and an SI prefix; whole numbers below 1,000 as they are."""
+    # Rounded first: 999,999 is 1.00 M, and no 1000 k.
+    rounded = float(f"{number:.3g}") if number >= 1000 else number
+    power = min((len(str(int(rounded))) - 1) // 3, 4)
+    scaled = rounded / 1000**power
+    digits = 0 if power == 0 and number == int(number) else max(0, 3 - len(str(int(scaled))))
+    return f"{scaled:.{digits}f} {' kMGT'[power]}".rstrip() + " " * (power == 0)
+
+
 class Record(Mapping[str, Any]):
     """Base of dataclasses that are also mappings: `report.quality.slim` and `report.quality["slim"]` are the same.
 
