@@ -139,7 +139,6 @@ def on_main(function: Callable[[], T]) -> T:
 
 
 def _rank() -> int:
-    """Return the number of this process, from 0."""
     return 0 if _group is None else _group.rank
 
 
@@ -155,7 +154,6 @@ class _Pickler(pickle.Pickler):
 
 
 def _sent(value: T, source: int) -> T:
-    """Return the value that one process has, in all of them."""
     import torch
 
     buffer = io.BytesIO()
@@ -228,7 +226,6 @@ def _warn_of_one() -> None:
 
 
 def _join() -> _Group:
-    """Meet the other processes."""
     import torch
     import torch.distributed as dist
 

@@ -307,7 +307,6 @@ def _add_products(total: Tensor, x: Tensor) -> None:
 
 
 def _mirror(total: Tensor) -> None:
-    """Copy the part above the diagonal blocks to below them."""
     for start in range(0, len(total), BLOCK):
         end = start + BLOCK
         total[end:, start:end] = total[start:end, end:].T

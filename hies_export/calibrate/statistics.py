@@ -198,7 +198,6 @@ class _Pass:
         self._reset()
 
     def _reset(self) -> None:
-        """Discard the values of the last batch."""
         self._gates = Gates(self._modules)
         self._read: dict[str, list[Tensor]] = {}
         self._entropies.take()
@@ -294,7 +293,6 @@ class _Pass:
                 self._weights.add(layer, gradient, found.factor)
 
     def tensors(self) -> list[Tensor]:
-        """Return what batches are added to."""
         more = [part.tensors() for part in (self._inputs, self._weights) if part is not None]
         return [*chain(*(sums.values() for sums in self._sums.values()), *more)]
 
@@ -317,7 +315,6 @@ def _zeros(modules: Sequence[PrunableModule]) -> dict[str, Tensor]:
 
 
 def _part(batch: dict[str, Tensor], start: int, size: int) -> dict[str, Tensor]:
-    """Return up to `size` samples of a batch, from sample `start` on."""
     if size >= size_of(batch):
         return batch
     return {key: value[start : start + size] for key, value in batch.items()}

@@ -121,7 +121,6 @@ def add_budgeted(parser: ArgumentParser) -> None:
 
 
 def _add_changes(parser: ArgumentParser) -> None:
-    """Add the options that change a recipe."""
     parser.add_argument(
         "--set",
         metavar="KEY=VALUE",

@@ -84,7 +84,6 @@ def _inspect_model(options: Options) -> dict[str, Any]:
 
 
 def _find(model: PreTrainedModel) -> tuple[list[PrunableModule], dict[str, UnsupportedModelError]]:
-    """Return the modules of the kinds that can be cut, and by kind why others cannot."""
     from ..errors import UnsupportedModelError
     from ..forms.measure.shapes import check_runs
     from ..model.tokens import sample_batch
@@ -130,7 +129,6 @@ def _print_units(
 
 
 def _print_flops(model: PreTrainedModel, found: Sequence[PrunableModule], options: Options) -> list[dict[str, Any]]:
-    """Print the FLOPs of every layer, and return them for --json."""
     from ..forms.measure.counts import flops_per_layer
     from ..forms.measure.shapes import image_shape_at, model_shapes
     from ..model.tokens import synthetic_batch

@@ -151,7 +151,6 @@ class _Subparser(argparse.ArgumentParser):
     point: EntryPoint | None = None
 
     def parse_known_args(self, *arguments: Any, **named: Any) -> Any:
-        """Parse the command's arguments."""
         if self.point is not None:
             try:
                 command, self.point = load_point(self.point), None
@@ -176,7 +175,6 @@ def _name(command: ModuleType) -> str:
 
 
 def _finish(parser: argparse.ArgumentParser, command: ModuleType) -> None:
-    """Add the options of all commands, and `--json` where `run` returns a result."""
     if command.run.__annotations__["return"] != "None":
         parser.add_argument("--json", action="store_true", help="print the result as one line of JSON, last on stdout")
     parser.add_argument("-v", "--verbose", action="store_true", help="show warnings and progress of the libraries too")

@@ -193,7 +193,6 @@ class _Messages(logging.Handler):
             self._print(text)
 
     def count_repeats(self) -> None:
-        """Print how often texts came again."""
         for text, times in self._times.items():
             if times > 1:
                 self._print(f"{text if len(text) <= _SHORT else text[:_SHORT] + '...'} ({times:,} times in all)")

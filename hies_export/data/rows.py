@@ -264,7 +264,6 @@ def _slice(text: str, lengths: dict[str, int]) -> range:
 
 
 def _parts(path: Path) -> list[Path]:
-    """Return the files that a path names, whose last part may be a pattern."""
     return [path] if path.is_file() else sorted(part for part in path.parent.glob(path.name) if part.is_file())
 
 
@@ -299,7 +298,6 @@ def _is_saved(path: Path) -> bool:
 
 
 def _load_saved(path: Path, split: str) -> datasets.Dataset:
-    """Return the rows of a split that `save_to_disk` wrote to a folder."""
     must = f"{path} must be a folder as save_to_disk writes it, but it does not load"
     with refusing(must, "save the data set again", DataError), quiet():
         found = datasets.load_from_disk(path)
@@ -359,7 +357,6 @@ def _one_numbering(known: Sequence[Sequence[str]]) -> list[str] | None:
 
 
 def _stored_features(path: Path, split: str) -> Mapping[str, Any]:
-    """Return the columns of the rows of a path, as far as it tells without reading rows."""
     if _is_saved(path):
         return _load_saved(path, split).features
     if path.is_dir():

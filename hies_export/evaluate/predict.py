@@ -66,7 +66,6 @@ def logits_by(forward: Callable[[Batch], torch.Tensor], batches: Sequence[Batch]
 def _kept(
     forward: Callable[[Batch], torch.Tensor], keep: Keep, count: int, index: int, batch: Batch
 ) -> tuple[torch.Tensor, ...]:
-    """Return what is kept of the prediction of a batch, on the CPU."""
     kept = keep(forward(batch), batch)
     if not all(torch.isfinite(values).all() for values in kept):
         raise NonFiniteError(

@@ -305,13 +305,11 @@ def _joined(batches: Sequence[Batch], key: str) -> Tensor:
 
 
 def _by_number(numbers: Tensor, where: Tensor) -> Tensor:
-    """Return the places where a condition holds, in the order of their numbers."""
     places = where.nonzero().flatten()
     return places[numbers[places].argsort()]
 
 
 def _contents(batches: Sequence[Batch]) -> list[tuple[int, ...]]:
-    """Return the tokens of every row, without padding."""
     return [
         tuple(ids[mask != 0].tolist())
         for batch in batches

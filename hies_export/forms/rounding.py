@@ -100,7 +100,6 @@ class _Block:
         self.error = error.clone()
 
     def fit_levels(self, levels: Tensor, scale: Tensor, zero: Tensor, largest: int, stay: Tensor | None) -> None:
-        """Move each weight in turn to its best level, in place."""
         moved = torch.zeros_like(self.error)
         for row, curve in enumerate(self.hessian.diagonal()):
             slope = self.slope[row] + self.hessian[row] @ moved
@@ -138,7 +137,6 @@ def spreads(
 def _pass(
     names: Sequence[str], widths: Mapping[str, int], opens: Opens, batches: Sequence[Batch], centred: bool
 ) -> Iterator[tuple[str, Spread]]:
-    """Yield the spreads of some inputs after one pass over the batches."""
     counts = dict.fromkeys(names, 0)
     means = {name: torch.zeros(widths[name], dtype=torch.float64) for name in names}
     moments = {name: torch.zeros(widths[name], widths[name], dtype=torch.float64) for name in names}

@@ -279,7 +279,6 @@ def fastest(timed: Sequence[Timed], among: Sequence[int]) -> tuple[int | None, i
 
 
 def _steps(timed: Sequence[Timed]) -> list[list[Timed]]:
-    """Return the times of all forms at each shape and phase."""
     steps: dict[tuple[Shape, Phase], list[Timed]] = {}
     for one in timed:
         steps.setdefault((one.shape, one.phase), []).append(one)
@@ -398,7 +397,6 @@ def balanced_order(count: int, number: int) -> list[int]:
 
 
 def _compare(forms: Sequence[Form | None], shape: Shape, phase: Phase, loads: Sequence[_Load]) -> list[Timed]:
-    """Compare all models with the first over the rounds of at least one load."""
     times, total = [load.times_ms for load in loads], phase == "rows"
     control = ratio_with_interval([t[:, :1] for t in times], [t[:, -1] for t in times], total=total)
     found = []

@@ -366,7 +366,6 @@ def _numbers_in(tensor: Any) -> tuple[Any, ...]:
 
 
 def _fill(program: Any, weights: Mapping[str, np.ndarray], contents: Mapping[Place, Sequence[Any]]) -> None:
-    """Put weights and numbers into a graph without them."""
     import onnx_ir
 
     graph, nodes = program.graph, list(program.graph.all_nodes())
@@ -395,6 +394,5 @@ def _fill(program: Any, weights: Mapping[str, np.ndarray], contents: Mapping[Pla
 
 
 def _array(tensor: Any, numbers: Sequence[int]) -> np.ndarray:
-    """Return numbers in the dtype and shape of a tensor."""
     like = tensor.numpy()
     return np.array(numbers, like.dtype).reshape(like.shape)

@@ -246,7 +246,6 @@ def load_report() -> Iterator[list[str]]:
 
 
 def _plain(text: str) -> str:
-    """Return a report without colours and rules, on one line, 300 characters at most."""
     return " ".join(re.sub(r"\x1b\[[0-9;]*m|[-+]{3,}", "", text).split())[:300]
 
 

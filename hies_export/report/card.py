@@ -59,7 +59,6 @@ def render_card(
 
 
 def _download(location: str, revision: str | None) -> str:
-    """Return the command that fetches the GGUF file of a repository."""
     branch = ["--revision", revision] if revision else []
     return shlex.join(["hf", "download", location, *branch, "--include", "gguf/*", "--local-dir", "."])
 

@@ -173,7 +173,6 @@ def place_names(
 
 
 def _gap(box: Any, x: float, y: float) -> float:
-    """Return the distance from a place to a box."""
     return math.hypot(max(box.x0 - x, x - box.x1, 0.0), max(box.y0 - y, y - box.y1, 0.0))
 
 

@@ -100,13 +100,11 @@ def write_figures(figures: Mapping[str, str], folder: Path) -> list[Path]:
 
 
 def _draw(macro: str, *values: Any) -> str:
-    """Return what a macro of the pages draws."""
     drawn: str = getattr(environment().get_template("macros.html.j2").module, macro)(*values)
     return drawn
 
 
 def _height(svg: str, width: float) -> int:
-    """Return the height of a drawing that is scaled to a width."""
     found = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg)
     assert found is not None
     return round(width * float(found[2]) / float(found[1]))

@@ -172,7 +172,6 @@ def draw_frontier(figure: FrontierFigure, *, width: int = WIDTH, kind: str = "wi
             axes.axhline(figure.promise, **_PROMISE)
 
         def line(name: str, places: Sequence[Ends], *, of: str = "", **style: Any) -> None:
-            """Draw a line, or a mark, whose class is the first part of its name."""
             axes.plot(*zip(*places, strict=True), gid=drawn.gid(name, of=of), **{"clip_on": False, **style})
 
         places = [(one.time, max(one.same, lowest)) for one in figure.found]
@@ -208,7 +207,6 @@ def page_frontier(figure: FrontierFigure) -> str:
 
 
 def _legend(drawn: Figure, figure: FrontierFigure, numbered: Sequence[tuple[int, str]], *, columns: int) -> None:
-    """Draw the legend below the axes, and below it the names that are numbers."""
     from matplotlib.lines import Line2D
 
     entries = [
@@ -231,12 +229,10 @@ def _legend(drawn: Figure, figure: FrontierFigure, numbered: Sequence[tuple[int,
 
 
 def _colour(kind: str) -> str:
-    """Return the colour of a kind of point, of which those of series have a number."""
     known = {"slim": ACCENT, "other": MUTED, "peer": SECOND, "rest": GREY}
     return known[kind] if kind in known else SERIES[int(kind[1:])]
 
 
 def _text(one: Measured, *, below: bool) -> str:
-    """Return the lines of a name, with the agreement of a point below the axis."""
     first = f"{one.name[0]} ↓ {100 * one.same:.0f} %" if below else one.name[0]
     return "\n".join([first, *one.name[1:]])

@@ -115,7 +115,6 @@ def _files(name: str, path: str | Path) -> dict[str, Path]:
 
 
 def _matches(path: Path) -> list[Path]:
-    """Return the paths that match a path whose last part may be a pattern."""
     return [path] if path.exists() else sorted(path.parent.glob(path.name))
 
 

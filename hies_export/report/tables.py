@@ -355,7 +355,6 @@ def layer_table(dense: Sequence[LayerFlops], slim: Sequence[LayerFlops] | None =
         return f"{number / 1e6:,.0f}" if number >= 1e9 else f"{number / 1e6:.4g}"
 
     def line(name: str, layers: Sequence[Sequence[LayerFlops]]) -> list[str]:
-        """Return the cells of one layer, or of all, of each model."""
         cells = [[sum(getattr(row, part) for row in rows) for rows in layers] for part in parts]
         cells.append([sum(values) for values in zip(*cells, strict=True)])
         return [name, *(" → ".join(dict.fromkeys(map(millions, cell))) for cell in cells)]

@@ -28,7 +28,6 @@ FIRST_HIT = "first hit"
 
 
 def _number(value: float) -> str:
-    """Return a metric with three digits, or all before the point."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3f}" if abs(value) < 1 else f"{value:.3g}"
 
 

@@ -238,7 +238,6 @@ class _Greedy:
         return groups, self._size(self._of_token[:, None])[0]
 
     def _move(self, tokens: slice, columns: Tensor, solved: Tensor, taken_over: Tensor) -> None:
-        """Let the other columns take over from those that go, at some tokens."""
         read, gradient = self._read[tokens], self._gradient[tokens]
         gone_read, gone_gradient = read[:, columns], gradient[:, columns]
         self._of_token[tokens] += (gone_gradient * (gone_read @ solved.to(gone_read))).sum(1)
@@ -247,11 +246,9 @@ class _Greedy:
         gradient.addmm_(gone_gradient, moved, alpha=-1)
 
     def _columns(self, places: Tensor) -> Tensor:
-        """Return the columns of the groups at some places."""
         return (places[:, None] * self._width + torch.arange(self._width, device=places.device)).flatten()
 
     def _drop_gone(self) -> None:
-        """Leave out the columns of groups that are gone."""
         stay = self._columns(self._left.nonzero().flatten())
         self._inverse = self._inverse[stay][:, stay]
         self._read, self._gradient = self._read.index_select(1, stay), self._gradient.index_select(1, stay)

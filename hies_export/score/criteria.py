@@ -305,13 +305,11 @@ def score_units(
 def _scored(
     statistics: Statistics, found: Criterion, options: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
-    """Return the options that a criterion uses, and its scores."""
     used = {name: value for name, value in options.items() if name in found.options}
     return used, found.function(statistics, **used)
 
 
 def _check(statistics: Statistics, criterion: str, alpha: float, normalize: str, *, compared: bool) -> None:
-    """Refuse options out of range and missing statistics, all at once."""
     problems = []
     if criterion not in CRITERIA:
         problems.append(f"criterion must be one of {', '.join(CRITERIA)}, got {criterion!r}")

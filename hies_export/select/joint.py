@@ -72,7 +72,6 @@ def removed_jointly(
 
 
 def _of(chain: Chain, names: Collection[str]) -> Chain:
-    """Return the removals of a chain from some modules, with the effect up to each."""
     if all(removal.module in names for removal in chain):
         return chain
     found: list[Removal] = []

@@ -112,7 +112,6 @@ def check_weights(made_for: Mapping[str, Sequence[float]], found: Mapping[str, S
 
 
 def _distance(made: Sequence[float], here: Sequence[float]) -> float:
-    """Return the distance of two fingerprints, as a share of the norm."""
     return max(abs(one - other) for one, other in zip(made, here, strict=True)) / max(made[0], 1e-30)
 
 

@@ -91,7 +91,6 @@ def prune_units(
 
 
 def _cut(slim: PreTrainedModel, modules: Sequence[PrunableModule], selection: Selection, shapes: Shapes) -> None:
-    """Cut modules in place, and add the changes to `shapes`."""
     own = {name for module in modules for name in module.layers}
     for module in modules:
         kept = selection[module.name]
@@ -156,7 +155,6 @@ def how_to_skip(model: PreTrainedModel, modules: Sequence[PrunableModule]) -> di
 def _inputs_and_outputs(
     model: PreTrainedModel, modules: Sequence[PrunableModule], batch: Mapping[str, Tensor]
 ) -> dict[str, dict[str, Any]]:
-    """Run a copy of the model, and return how each module is skipped."""
     read: dict[str, tuple[Tensor, Tensor]] = {}  # module -> input and output of its consumer
     found: dict[str, tuple[Tensor, Any]] = {}  # module -> its own input and output
 

@@ -79,7 +79,6 @@ def _has_an_answer(value: Any) -> bool:
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:
-    """Return the messages of a conversation as chat templates take them."""
     found = [_given(message) or {} for message in value or []]
     return [
         {"role": _SHAREGPT.get(m["from"], m["from"]), "content": m.get("value", "")} if "from" in m else m

@@ -113,7 +113,6 @@ class FeatureExtraction(Task):
 
     @property
     def _of_queries(self) -> tuple[str, str, str | None]:
-        """The columns of queries, documents and labels."""
         return str(self.columns.query), str(self.columns.document), self.columns.label
 
     def batches(self, samples: datasets.Dataset, size: int, use: Use) -> Iterator[Batch]:
@@ -231,7 +230,6 @@ def _answers(
 
 
 def _check_queries(rows: datasets.Dataset, query: str, document: str, label: str | None) -> None:
-    """Refuse rows whose queries, documents or labels do not belong together."""
     for column in (query, document):
         feature = rows.features[column]
         inner = getattr(feature, "feature", feature) if column == document else feature

@@ -69,7 +69,6 @@ class FillMask(TextGeneration):
             yield data.as_batch(found, self.processor, self.config)
 
     def _masked(self, ids: list[int], special: list[int], text: str) -> tuple[list[int], list[int]]:
-        """Return the tokens of a text with masks, and what is behind them."""
         mask = self.processor.mask_token_id
         words = [place for place, mark in enumerate(special) if not mark and ids[place] != mask]
         if not words:

@@ -96,7 +96,6 @@ def _is_pair(item: Any) -> bool:
 
 
 def _of_texts(texts: Sequence[Any], what: str, task: Task) -> tuple[datasets.Dataset, dict[str, Any]]:
-    """Return the rows of texts, or of pairs of texts, and the columns to read."""
     if not task.of_item:
         raise DataError(
             f"{what} of {task.name} must be batches or a data set, got a list of texts; make a datasets.Dataset of them"
@@ -224,7 +223,6 @@ def check_batches(model: PreTrainedModel, batches: Iterable[Any], task: Task, *,
 
 
 def _checked(model: PreTrainedModel, batch: Any, place: str, task: Task) -> Batch:
-    """Return one batch on the CPU."""
     if not isinstance(batch, Mapping) or not batch:
         raise DataError(f"a batch must map names of arguments to tensors, but {place} is a {type(batch).__name__}")
     taken = [name for name in inspect.signature(model.forward).parameters if name != "kwargs"]

@@ -157,7 +157,6 @@ class QuestionAnswering(Task):
             yield batch
 
     def _in_windows(self, samples: datasets.Dataset) -> Iterator[tuple[int, dict[str, list[int]]]]:
-        """Yield the number of a question, and what the tokens of a window are, in order."""
         limit = data.token_limit(self.processor, self.config, self.columns.max_length) or WINDOW
         window = min(WINDOW, limit) if self.columns.max_length is None else limit
         stride = min(STRIDE, window // 3)
@@ -325,7 +324,6 @@ def _real(output: Tensor, batch: Batch) -> Tensor:
 
 
 def _of_text(output: Tensor, batch: Batch) -> Tensor:
-    """Return the logits, the lowest possible ones at padding."""
     return output.masked_fill(~_real(output, batch)[:, None], torch.finfo(output.dtype).min)
 
 
@@ -346,7 +344,6 @@ def _text(code_points: Tensor) -> str:
 
 
 def _windows(batches: Sequence[Batch]) -> list[list[int]]:
-    """Return the rows of each question, in the order of their numbers."""
     rows: dict[int, list[int]] = {}
     for row, question in enumerate(torch.cat([batch["question"] for batch in batches]).tolist()):
         rows.setdefault(question, []).append(row)
@@ -354,5 +351,4 @@ def _windows(batches: Sequence[Batch]) -> list[list[int]]:
 
 
 def _without_blanks(text: str) -> str:
-    """Return a text without the blanks and invisible characters that it begins with."""
     return "".join(itertools.dropwhile(lambda letter: letter.isspace() or not letter.isprintable(), text))

@@ -235,7 +235,6 @@ class TextGeneration(Task):
         return found
 
     def _padded(self, samples: Sequence[Tokens], tokenizer: Any) -> Batch:
-        """Return a batch of samples, padded on the tokenizer's side."""
         left, width = tokenizer.padding_side == "left", max(len(ids) for ids, _ in samples)
         tokens = [torch.tensor(ids) for ids, _ in samples]
         labels = [ids.clone() for ids in tokens]

@@ -151,7 +151,6 @@ class TokenClassification(Task):
         return places
 
     def _of_spans(self, places: Mapping[int, tuple[int, int]], spans: Sequence[_Span]) -> dict[int, int]:
-        """Return the class of each word, given its characters."""
         classes = dict.fromkeys(places, ClassNames(self.config).find("O")[0])
         for span in spans:
             inside = [word for word, (start, end) in places.items() if start < span.end and end > span.start]
@@ -175,7 +174,6 @@ class TokenClassification(Task):
         return self._class_numbers(rows, self.columns.label) if self._in_words(rows) else self._spans(rows)
 
     def _class_numbers(self, rows: datasets.Dataset, column: str) -> list[list[int]]:
-        """Return the class of each word of each row."""
         feature = getattr(rows.features[column], "feature", None)
         if feature is None:
             raise DataError(
@@ -193,7 +191,6 @@ class TokenClassification(Task):
         return class_numbers_of_lists(rows, labels, feature, column=column, classes=ClassNames(self.config))
 
     def _spans(self, rows: datasets.Dataset) -> list[list[_Span]]:
-        """Return the spans of each row, by their places."""
         column, classes = str(self.columns.label), ClassNames(self.config)
         if not classes.find("O"):
             raise DataError(f"words outside of spans need a class O, but the model has {classes}")
@@ -298,7 +295,6 @@ class TokenClassification(Task):
 
     @staticmethod
     def _counts(predictions: Predictions) -> list[int]:
-        """Return the number of words of each sample, in their order."""
         assert predictions.sample is not None
         return predictions.sample.bincount().tolist()
 
@@ -398,6 +394,5 @@ def _first_tokens(words: Sequence[int | None]) -> dict[int, int]:
 
 
 def _by_token(found: Mapping[str, Any], of_rows: Sequence[Mapping[int, Any]], others: Any) -> list[list[Any]]:
-    """Return a value for every token of every row, given those of some tokens."""
     lengths = map(len, found["input_ids"])
     return [[of_row.get(n, others) for n in range(length)] for of_row, length in zip(of_rows, lengths, strict=True)]

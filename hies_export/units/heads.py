@@ -173,7 +173,6 @@ def find_attention(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> tuple
 
 
 def _find_on_interface(model: PreTrainedModel, batch: Mapping[str, Tensor], label: str) -> tuple[PrunableModule, ...]:
-    """Return the heads of all modules that call the attention function."""
     probe = Probe(model)
     observer = AttentionObserver(probe)
     with requiring_gradients(probe.small_parameters()), use_attention(probe.model, observer.attention):

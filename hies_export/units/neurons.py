@@ -250,7 +250,6 @@ def _refuse_experts(model: PreTrainedModel, label: str) -> None:
 
 
 def _describe(block: FoundBlock, probe: Probe, label: str) -> PrunableModule:
-    """Return the description of a block, still without its attributes."""
     slices = [Slice(layer, 0, _spans(column, block.units)) for layer, column in block.columns.items()]
     for name, column in block.parameters.items():
         shape = probe.model.get_parameter(name).shape

@@ -257,7 +257,6 @@ def _reaches_other_tokens(x: Tensor, leaves: Sequence[Tensor]) -> bool:
 
 
 def _divisors(number: int) -> list[int]:
-    """Return the divisors of a number between 1 and itself, the largest first."""
     return [n for n in range(number // 2, 1, -1) if number % n == 0]
 
 
@@ -324,7 +323,6 @@ def find_heads(
 
 
 def _describe(found: FoundHeads) -> PrunableModule:
-    """Return the description of heads, still without their module's attributes."""
     features = (
         Slice(layer, 0, spans_of(per_head), per_group=per_group)
         for layer, kinds in found.features.items()

@@ -245,13 +245,11 @@ def _weightless(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _linear_parameters(model: nn.Module) -> set[int]:
-    """Return the ids of the weights and biases of the linear layers."""
     return {id(p) for m in model.modules() if is_linear(m) for p in m.parameters(recurse=False)}
 
 
 @contextmanager
 def _forwards(functions: Mapping[nn.Module, Callable[..., Tensor]]) -> Iterator[None]:
-    """Replace the forward of modules inside the block."""
     for module, function in functions.items():
         module.forward = function
     try:

@@ -106,7 +106,6 @@ class CascadeForm(Compound):
 
     @property
     def _dtype(self) -> str:
-        """What the runtime computes in, apart from layers in 8 bits."""
         return "float32" if self.bits == "int8" else self.bits
 
     def check(self, model: PreTrainedModel, rows: Sequence[Batch]) -> None:
@@ -226,7 +225,6 @@ class CascadeForm(Compound):
         return summary, facts
 
     def _passed_on(self, exported: Export, batches: Sequence[Batch]) -> float:
-        """Return the share of rows that go on to the dense part."""
         runtime = load_runtime(self.runtime, exported.folder, dtype=self._dtype)
         found = [runtime.compute(batch)[PASSED_ON] for batch in batches]
         return float(sum(part.sum() for part in found) / sum(part.size for part in found))

@@ -75,8 +75,6 @@ def flops_table(
 def _saved_per_bundle(
     model: PreTrainedModel, modules: Sequence[PrunableModule], batch: Mapping[str, Any], unit: str
 ) -> tuple[int, dict[str, int]]:
-    """Return the FLOPs of the model, and the saving per bundle of every module."""
-
     def count(removed: Mapping[str, int]) -> dict[str, int]:
         return flops_by_module(cut_bundles(model, modules, removed, unit=unit), batch)
 
@@ -113,7 +111,6 @@ def _attributed(modules: Sequence[PrunableModule], dense: Mapping[str, int], cut
 
 
 def _own(flops: Mapping[str, int]) -> dict[str, int]:
-    """Return the FLOPs of every torch module without those of the modules inside it."""
     own = dict(flops)
     for name, count in flops.items():
         if name:

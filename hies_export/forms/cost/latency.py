@@ -248,7 +248,6 @@ def _time_cuts(
 def _key(
     model: PreTrainedModel, modules: Sequence[PrunableModule], where: TimedOn, unit: str, skippable: Sequence[str]
 ) -> dict[str, Any]:
-    """Return everything that the times depend on, as values for JSON."""
     shapes = [[name, list(parameter.shape)] for name, parameter in model.named_parameters()]
     export = read_by(where.exporter.options, where.runtime, where.dtype)
     return {

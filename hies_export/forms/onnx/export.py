@@ -221,7 +221,6 @@ def _first_layers(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _names(programs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what an `Export` says of graphs, of which the last is the main one."""
     *_, main = (program.graph for program in programs.values())
     nodes = [node for program in programs.values() for node in program.graph.all_nodes()]
     return {

@@ -170,7 +170,6 @@ def _too_small(quantize: str) -> RequestError:
 
 
 def _check_request(quantize: str, *, decodes: bool, parts: int) -> None:
-    """Refuse exports that have no quantised form here."""
     if parts > 1:
         raise RequestError(f"quantize: {quantize} needs a single graph, got a vision-language model; leave it out")
     if quantize == "int4" and not decodes:

@@ -73,7 +73,6 @@ def _are_neurons(value: Any) -> bool:
 
 
 def _narrowed(new: Rewrite, value: Any, neurons: np.ndarray, width: int) -> Any:
-    """Return a value that has only some of its neurons, computed anew."""
     if value is None:
         return None
     if value.const_value is not None:

@@ -133,7 +133,6 @@ def check_calibrated(how: ExportSection, *, decodes: bool, rows: Sequence[Mappin
 
 
 def _quantised(file: Path, rows: Sequence[Mapping[str, Any]]) -> tuple[Any, dict[str, Any]]:
-    """Return a graph in 8 bits by the calibration rows, and how it was made."""
     with quiet(verbose=logger.isEnabledFor(logging.DEBUG)), TemporaryDirectory(prefix="hies-apart-") as temporary:
         import nncf
         import openvino
@@ -190,7 +189,6 @@ def _set_apart(file: Path, feeds: Sequence[Mapping[str, np.ndarray]], target: Pa
 
 
 def _layers(graph: Any) -> list[Any]:
-    """Return the products of a graph by a constant."""
     return [node for node in graph.get_ops() if node.get_type_name() == "MatMul" and _constant(node.input_value(1))]
 
 

@@ -256,7 +256,6 @@ def _is_table(node: Any, smallest: int) -> bool:
 
 
 def _quantize_table(graph: Any, node: Any) -> None:
-    """Replace rows of an embedding table by rows of int8, times the scale of each row."""
     new = Rewrite(graph, node)
     table, indices = node.inputs
     columns, scale = quantize_columns(table.const_value.numpy().T)

@@ -170,7 +170,6 @@ def _missing_library(provider: str) -> str | None:
 
 
 def _one_node() -> bytes:
-    """Return a graph of one operator."""
     from onnx import TensorProto, helper
 
     x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 8]) for name in ("x", "y"))
