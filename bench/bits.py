@@ -157,7 +157,7 @@ def print_forms(recipes: Sequence[PruningRecipe], other: str | None, *, title: s
 def slim_of(recipe: PruningRecipe) -> PreTrainedModel:
     """Load the slim model of a run, an embedding model with its pooling."""
     folder = recipe.output / "slim"
-    return load_sentence(folder) if is_sentence_transformer(folder) else load(folder)
+    return load_sentence(folder).model if is_sentence_transformer(folder) else load(folder)
 
 
 def calibrated(prepared: Job, model: PreTrainedModel, folder: Path) -> Path:

@@ -210,7 +210,7 @@ def export_dense(model: Path, work: Path, calibration: Split) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     batch = tokenizer([calibration.documents[0], calibration.queries[0]], padding=True, return_tensors="pt")
-    encoder = load_sentence(model).float().eval()
+    encoder = load_sentence(model).model.float().eval()
     exported = export_onnx(encoder, work / "dense", batch=batch, processor=tokenizer, overwrite=True)
     quantize_onnx(exported, work / "dense-int8", batch=batch)
 

@@ -87,7 +87,8 @@ def embedder(options: argparse.Namespace) -> None:
     """Print nDCG@10 of questions that search passages, of all and of those with words that were not all seen."""
     rows = read(options.data / "boolq" / "validation.jsonl.gz")
     seen, judged = rows[: len(rows) // 2], rows[len(rows) // 2 :]
-    model, tokenizer = load_sentence(options.model, dtype=torch.float32), AutoTokenizer.from_pretrained(options.model)
+    given = load_sentence(options.model, dtype=torch.float32)
+    model, tokenizer = given.model, given.processor
     texts, others = ([row[key] for row in some for key in ("question", "passage")] for some in (seen, judged))
     found = trimmed(model, tokenizer, texts, others)
     questions, passages = [row["question"] for row in judged], list(dict.fromkeys(row["passage"] for row in judged))

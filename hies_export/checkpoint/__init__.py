@@ -8,7 +8,7 @@ classes.py   the config and the model class of a checkpoint
 weights.py   the files of a checkpoint's weights, their dtype, and `from_pretrained` with its errors as ours
 load.py      the model to prune; `load` and `HIESModel`: folder or Hub id -> model
 beside.py    the files beside the weights: fetched, copied and completed; the card and its licence
-sentence.py  what a SentenceTransformer folder holds besides its encoder
+sentence.py  embedding models and rerankers by sentence-transformers: folder, Hub id or object -> model and back
 save.py      `save_slim`: slim model -> folder, loaded again in every way and compared; refits beside a plan
 apply.py     `apply_plan`: checkpoint, plan -> slim folder
 served_settings.py  the settings of an export that sentence-transformers runs

@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from ..data.processors import load_processor
 from ..errors import PlanError
 from ..kinds import ATTENTION
-from ..model.text_encoder import TextEncoder
 from ..model.tokens import sample_batch
 from ..progress import SILENT, Progress
 from ..select.plan import PruningPlan
@@ -32,8 +31,8 @@ from .classes import load_config, refuse_quantised
 from .folders import refuse_existing
 from .load import load
 from .save import load_refit, read_refit, save_slim, warn_uncompensated
-from .sentence import is_sentence_transformer, load_sentence, settings_of
-from .weights import stored_dtype, weight_bytes, weight_files
+from .sentence import Unwrapped, kind_in, load_sentence
+from .weights import load_weights, stored_dtype, weight_bytes, weight_files
 
 
 @dataclass(frozen=True)
@@ -96,8 +95,9 @@ def apply_plan(
     given = {"model": model} if refit is None else {"model": model, "refitted layers": refit}
     refuse_existing(folder, overwrite=overwrite, inputs=given)
     progress.stage("load the model")
-    source, dense = _load(model)
-    own_config, processor = dense.config, None
+    source, found = _load(model)
+    dense, processor, wrap = found.model, None, found.wrap
+    own_config = dense.config
     progress.stage("cut")
     if plan.vocabulary:
         kept = KeptTokens(plan.vocabulary, row_count(dense))
@@ -107,15 +107,14 @@ def apply_plan(
         plan = replace(plan, model=fingerprint(dense, modules))
     sample = batch or sample_batch(dense, sequence=3)
     slim = prune_units(dense, plan, modules, inplace=True)
-    del dense
+    del dense, found
     if layers is not None:
         load_refit(slim, layers)
     written = replace(plan, compensation={}) if layers is None else plan
     progress.stage("save, load again and compare")
     card = warn_uncompensated(plan) if plan.compensation and layers is None else None
-    licence = slim.settings.folder if isinstance(slim, TextEncoder) else source
-    how: dict[str, Any] = {"processor": processor, "dense": licence, "card": card, "overwrite": overwrite}
-    save_slim(slim, folder, plan=written, batch=sample, **how)
+    how: dict[str, Any] = {"processor": processor, "dense": source, "card": card, "overwrite": overwrite}
+    save_slim(slim, folder, plan=written, batch=sample, wrap=wrap, **how)
     return Applied(
         folder=Path(folder),
         dense_bytes=weight_bytes(source),
@@ -125,15 +124,22 @@ def apply_plan(
     )
 
 
-def _load(model: str | Path) -> tuple[Path, PreTrainedModel]:
+def _load(model: str | Path) -> tuple[Path, Unwrapped]:
     """Return the folder of a checkpoint's weights, and its model, in the dtype that they are stored in."""
-    embeds = is_sentence_transformer(model)
-    source = settings_of(model).encoder if embeds else fetch(model)
-    assert source is not None
+
+    def load_stored(model_class: type[PreTrainedModel], folder: Path, config: Any) -> PreTrainedModel:
+        refuse_quantised(config, folder)
+        dtype = stored_dtype(weight_files(folder), load_config(folder)) or "auto"
+        return load_weights(model_class, folder, config=config, dtype=dtype)
+
+    if kind_in(model) is not None:
+        found = load_sentence(model, load=load_stored)
+        assert found.folder is not None
+        return found.folder, found
+    source = fetch(model)
     config = load_config(source)
     refuse_quantised(config, source)
-    dtype = stored_dtype(weight_files(source), config) or "auto"
-    return source, load_sentence(model, dtype=dtype) if embeds else load(source, dtype=dtype)
+    return source, Unwrapped(load(source, dtype=stored_dtype(weight_files(source), config) or "auto"))
 
 
 def _processor(model: PreTrainedModel, source: Path, kept: KeptTokens) -> Any:

@@ -40,8 +40,6 @@ DOCUMENTS = (
     "data_config.json",  # the training data of a SentenceTransformer
 )
 CARD = "README.md"
-# Files that make the folder of a checkpoint that of a SentenceTransformer or CrossEncoder.
-SENTENCE_FILES = ("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json")
 # Vocabularies of tokenizers. transformers saves tokenizer.json instead, but converters to other formats read these.
 VOCABULARIES = (
     *("vocab.json", "vocab.txt", "merges.txt", "bpe.codes", "dict.txt", "vocab-src.json", "vocab-tgt.json"),
@@ -62,7 +60,7 @@ COMPANIONS = (*PROCESSORS, *DOCUMENTS)
 def fetch(
     model: str | Path,
     revision: str | None = None,
-    patterns: Sequence[str] = (CONFIG_NAME, GENERATION_CONFIG_NAME, *SENTENCE_FILES, *COMPANIONS),
+    patterns: Sequence[str] = (CONFIG_NAME, GENERATION_CONFIG_NAME, *COMPANIONS),
 ) -> Path:
     """Return the folder of a checkpoint, after fetching the weights of a Hub id and the files that match a pattern."""
     read_config(model, revision=revision)
@@ -121,7 +119,7 @@ def documents_of(model: PreTrainedModel) -> Path | None:
     Those of a model that was loaded from the Hub are fetched.
     """
     if isinstance(model, TextEncoder):
-        return model.settings.folder or documents_of(model.auto_model)
+        return documents_of(model.auto_model)
     name = model.config.name_or_path
     if not name or Path(name).is_dir():
         return Path(name) if name else None

@@ -23,7 +23,7 @@ from ..slim.cut import prune_units
 from ..tasks import TASKS
 from ..units.heads import find_attention
 from ..units.units import PrunableModule
-from .beside import COMPANIONS, SENTENCE_FILES, fetch_files
+from .beside import COMPANIONS, fetch_files
 from .classes import AGAIN, class_named, config_of_class, find_model_class, hub_options, read_config
 from .weights import lacks_pooler, load_weights, skeleton_of_files, stored_dtype, stored_shapes, weight_files
 
@@ -53,7 +53,7 @@ def source_of(model: PreTrainedModel, path: str | Path, config: Any, *, asked: s
     """
     files = weight_files(path, **hub)
     dtype = (stored_dtype(files, config) or model.dtype) if asked in (None, "auto") else getattr(torch, str(asked))
-    folder = fetch_files(path, (*COMPANIONS, *SENTENCE_FILES), hub.get("revision"))
+    folder = fetch_files(path, COMPANIONS, hub.get("revision"))
     size = sum(file.stat().st_size for file in files) or parameter_bytes(model)
     return Source(folder, dtype, size, commit_of(folder))
 
@@ -75,6 +75,11 @@ def task_class(path: str | Path, config: Any, *, task: str, **hub: Any) -> type[
     return model_class
 
 
+def device_to_prune_on() -> str:
+    """Return the GPU if there is one, else the CPU."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 @never_asking()
 def load_dense(
     path: str | Path, model_class: Any, *, dtype: str | None = None, device_map: str | None = None, **hub: Any
@@ -86,7 +91,7 @@ def load_dense(
     """
     if device_map is not None:
         require_package("accelerate", who="device_map needs", package="accelerate", extra="big")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = device_to_prune_on()
     name = dtype or ("float32" if device == "cpu" else "auto")
     model: Any = load_weights(
         model_class,

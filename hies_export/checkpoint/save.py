@@ -6,22 +6,18 @@ import copy
 import hashlib
 import inspect
 import logging
-from collections.abc import Mapping
-from importlib.util import find_spec
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import datasets
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModel, AutoTokenizer, PreTrainedModel
+from transformers import AutoModel, PreTrainedModel
 
-from ..data.batches import inputs_of
-from ..data.processors import read_as_asked
 from ..equal import SAME_CODE, Difference
-from ..errors import PlanError, ReloadMismatchError, RequestError, refusing
+from ..errors import PlanError, ReloadMismatchError, refusing
 from ..model.copies import convert
 from ..model.internals import (
     attention_undecided,
@@ -35,13 +31,11 @@ from ..model.internals import (
     saved_state,
 )
 from ..model.modes import evaluating
-from ..model.text_encoder import SentenceSettings, TextEncoder
-from ..model.tokens import longest_sequence
-from ..recipe.sections import Columns
+from ..model.text_encoder import TextEncoder
+from ..model.tokens import longest_sequence, shortest_limit
 from ..select.plan import PruningPlan
 from ..slim.check import first_output
 from ..slim.config import is_slim
-from ..tasks import FeatureExtraction, task_of
 from .beside import (
     CARD,
     DOCUMENTS,
@@ -51,11 +45,9 @@ from .beside import (
     copy_companions,
     documents_of,
     under_licence,
-    write_json,
 )
 from .classes import find_model_class
 from .folders import new_folder
-from .sentence import MODULES_FILE, cross_encoder_in, cross_encoder_settings, load_sentence, write_modules
 
 logger = logging.getLogger(__name__)
 
@@ -74,13 +66,13 @@ def save_slim(
     dtype: torch.dtype | None = None,
     refitted: Mapping[str, Tensor] | None = None,
     card: str | None = None,
-    files: Mapping[str, Any] | None = None,
+    wrap: Callable[[Any, Any], Any] | None = None,
     overwrite: bool = False,
 ) -> float:
     """Save a slim model, load it again through every class that users may load it by, and compare.
 
     Both sides of the comparison are in the dtype that is saved. Of a `TextEncoder`, the folder is at once the
-    checkpoint of its encoder and a SentenceTransformer, see `write_modules`.
+    checkpoint of its encoder and what sentence-transformers saves.
 
     Args:
         model: The slim model.
@@ -95,8 +87,7 @@ def save_slim(
         refitted: Parameters that compensation changed, to write as `refit.safetensors` beside the plan; their digest
             should be the plan's.
         card: Text to write as README.md, below the dense model's licence as metadata.
-        files: Content of further JSON files, by name; by default those that make the folder a CrossEncoder, if `dense`
-            is one.
+        wrap: Turns the model and a processor into what saves them, see `Unwrapped`.
         overwrite: Replace an existing folder.
 
     Returns:
@@ -115,9 +106,14 @@ def save_slim(
         if dtype is not None and dtype != model.dtype:
             model = convert(model, dtype=dtypes_in(model, dtype))
         saved = model.auto_model if isinstance(model, TextEncoder) else model
+        if isinstance(model, TextEncoder):
+            whole: Any = model.wrapped(processor)
+        else:
+            whole = model if wrap is None else wrap(model, processor)
+        without_card: Any = {} if whole is model else {"create_model_card": False}
         with attention_undecided(configs_of(saved)):
-            saved.save_pretrained(written)
-        if processor is not None:
+            whole.save_pretrained(str(written), **without_card)
+        if processor is not None and whole is model:
             processor.save_pretrained(written)
         source = dense or documents_of(model)
         if source is not None:
@@ -125,12 +121,6 @@ def save_slim(
             of_processor = () if plan.vocabulary else VOCABULARIES
             of_tokenizer = () if dense is None else of_processor if processor is not None else PROCESSORS
             copy_companions(source, written, (*of_tokenizer, *DOCUMENTS))
-        if isinstance(model, TextEncoder):
-            write_modules(model, written)
-        elif files is None and dense is not None:
-            files = cross_encoder_in(dense)
-        for name, content in (files or {}).items():
-            write_json(written / name, content)
         complete_settings(saved, written)
         (written / "hies_plan.json").write_text(plan.to_json(), encoding="utf-8")
         if refitted is not None:
@@ -139,7 +129,8 @@ def save_slim(
         if card is not None:
             (written / CARD).write_text(card, encoding="utf-8")
         worst = check_reload(model, written, batch)
-        check_in_sentence_transformers(model, written, processor)
+        if whole is not model:
+            check_in_sentence_transformers(whole, written)
         return worst
 
 
@@ -147,7 +138,7 @@ def save_slim(
 def check_reload(model: PreTrainedModel, folder: str | Path, batch: Mapping[str, Tensor]) -> float:
     """Load a folder by this package, by the Auto classes of its task and as `AutoModel`, and compare the outputs."""
     if isinstance(model, TextEncoder):
-        return max(check_reload(model.auto_model, folder, batch), _check_embeddings(model, folder, batch))
+        return check_reload(model.auto_model, folder, batch)
     worst = 0.0
     dtype, computing = model.dtype, _computing_dtype(model, batch)
     if computing != dtype:
@@ -212,118 +203,57 @@ def _for_base_model(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict
     return {"decoder_input_ids": batch["input_ids"], **batch} if needs else dict(batch)
 
 
-def _check_embeddings(model: TextEncoder, folder: str | Path, batch: Mapping[str, Tensor]) -> float:
-    """Load a folder with its readout, and compare the embeddings of texts in float32."""
-    loaded: Any = load_sentence(folder, dtype=torch.float32)
-    loaded.to(model.device)
-    with evaluating(model), exact_products(), torch.inference_mode():
-        inputs = {name: tensor.to(model.device) for name, tensor in inputs_of(batch).items()}
-        one, other = (m(**inputs).sentence_embedding for m in (convert(model, dtype=torch.float32), loaded))
-    difference = Difference.of(other, one)
-    if not difference.within(SAME_CODE):
-        raise ReloadMismatchError(
-            f"a loaded model must give the saved model's embeddings, but they differ by {difference}; nothing was kept"
-        )
-    return difference.max_abs
-
-
 @layers_unwarned()
 @never_asking()
-def check_in_sentence_transformers(
-    model: PreTrainedModel, folder: Path, processor: Any = None, *, written: bool = True, limit: float = SAME_CODE
-) -> None:
-    """Compare a model with its folder in sentence-transformers, where that is installed and the folder is one of it.
+def check_in_sentence_transformers(whole: Any, folder: Path, *, limit: float = SAME_CODE) -> None:
+    """Compare an object of sentence-transformers with what loads there from its folder, which was written here.
 
-    A few texts of the tokenizer's words, one of them too long, go through the reader and the model here, and through
-    `encode_query`, `encode_document` and `encode`, or of a CrossEncoder `predict`, there.
+    A few texts of the tokenizer's words, one of them too long, go through `encode_query`, `encode_document` and
+    `encode` of both, or of a CrossEncoder `predict`.
 
     Args:
-        model: What is in the folder.
-        folder: A SentenceTransformer or CrossEncoder.
-        processor: The tokenizer; by default that of the folder.
-        written: Whether the folder was written here: its code may run then, and nothing of it is kept if it differs.
+        whole: A SentenceTransformer or CrossEncoder.
+        folder: What was written of it, whose code may run.
         limit: Largest difference, as a share of the largest number.
 
     Raises:
-        ReloadMismatchError: The folder does not load there, or gives other numbers; a RequestError if it was given.
+        ReloadMismatchError: The folder does not load there, or gives other numbers.
     """
-    if find_spec("sentence_transformers") is None or not (folder / MODULES_FILE).is_file():
-        return
-    if next(folder.glob("**/tokenizer_config.json"), None) is None:
-        return
-    error: Any = ReloadMismatchError if written else RequestError
-    remedy = "nothing was kept" if written else "correct the settings in its files, or uninstall sentence-transformers"
-    with refusing(f"{_THERE} there it fails with", remedy, error):
-        import sentence_transformers as there
-
-        of: Any = there.SentenceTransformer if isinstance(model, TextEncoder) else there.CrossEncoder
+    must = "a saved model must load again, but in sentence-transformers"
+    with refusing(f"{must} it fails with", "nothing was kept", ReloadMismatchError):
+        options: dict[str, Any] = {"device": str(whole.device), "local_files_only": True, "trust_remote_code": True}
         computing = {"dtype": torch.float32, "attn_implementation": "eager"}
-        options = {"device": str(model.device), "local_files_only": True, "model_kwargs": computing}
-        loaded = of(str(folder), trust_remote_code=written, **options)
-    tokenizer = processor or AutoTokenizer.from_pretrained(folder)
-    compare_in_sentence_transformers(convert(model, dtype=torch.float32), loaded, tokenizer, error, remedy, limit)
+        loaded = type(whole)(str(folder), **options, model_kwargs=computing)
+        whole, texts = convert(whole, dtype=torch.float32), _texts(whole)
+        if not texts:  # a tokenizer of special tokens alone
+            return
+        with evaluating(whole), exact_products():
+            one, other = (torch.cat(_numbers(model, texts)) for model in (loaded, whole))
+    difference = Difference.of(one, other)
+    if not difference.within(limit):
+        raise ReloadMismatchError(f"{must} it differs by {difference}; nothing was kept")
 
 
-_THERE = "a model must give in sentence-transformers what it gives here, but"
+def _numbers(model: Any, texts: list[str]) -> list[Tensor]:
+    """Return the numbers that an object of sentence-transformers gives for texts, or for pairs of them."""
+    # One at a time: with padding on the left, some models embed a text by the others of its batch.
+    how: dict[str, Any] = {"batch_size": 1, "convert_to_tensor": True, "show_progress_bar": False}
+    if hasattr(model, "predict"):
+        return [model.predict([*zip(texts, reversed(texts), strict=True)], **how, activation_fn=nn.Identity())]
+    return [encode(texts, **how) for encode in (model.encode_query, model.encode_document, model.encode)]
 
 
-def compare_in_sentence_transformers(
-    model: PreTrainedModel, loaded: Any, tokenizer: Any, error: Any, remedy: str, limit: float = SAME_CODE
-) -> None:
-    """Compare a model with an object of sentence-transformers, as `check_in_sentence_transformers` does."""
-    if isinstance(model, TextEncoder):
-        settings = model.settings
-    else:
-        fields = {**loaded[0].get_config_dict(), "max_seq_length": loaded.max_seq_length}
-        settings = cross_encoder_settings({}, fields, model.config, "the CrossEncoder")
-    texts = _texts(model, tokenizer, settings)
-    if len(texts) < 2:  # a tokenizer of special tokens alone
-        return
-    with refusing(f"{_THERE} there it fails with", remedy, error):
-        # One at a time: with padding on the left, some models embed a text by the others of its batch.
-        if isinstance(model, TextEncoder):
-            ways = (loaded.encode_query, loaded.encode_document, loaded.encode)
-            found = [encode(texts, batch_size=1) for encode in ways]
-        else:
-            pairs = [*zip(texts, reversed(texts), strict=True)]
-            found = [loaded.predict(pairs, batch_size=1, activation_fn=nn.Identity())]
-    if isinstance(model, TextEncoder) and loaded.similarity_fn_name != settings.similarity:
-        by = f"compares embeddings by {loaded.similarity_fn_name}, and here by {settings.similarity}"
-        raise error(f"{_THERE} there it {by}; {remedy}")
-    for one, other in zip(found, _here(model, settings, copy.deepcopy(tokenizer), texts), strict=True):
-        difference = Difference.of(torch.as_tensor(one).reshape(len(texts), -1), other)
-        if not difference.within(limit):
-            raise error(f"{_THERE} it differs by {difference}; {remedy}")
-
-
-def _texts(model: PreTrainedModel, tokenizer: Any, settings: SentenceSettings) -> list[str]:
+def _texts(whole: Any) -> list[str]:
     """Return a few texts of a tokenizer's words, the last one longer than any may be, if that is not too long."""
-    longest = max(length for length in (8, settings.max_length, *settings.lengths.values()) if length and length <= 512)
+    tokenizer, asked, most = copy.deepcopy(whole.tokenizer), whole.max_seq_length, longest_sequence(whole[0].config)
     # Where a folder asks for longer texts than its model takes, sentence-transformers fails on these.
-    most, asked = longest_sequence(model.config), [n for n in settings.text.values() if isinstance(n, int)]
-    cut = most is None or max(asked, default=0) <= most
+    longest = min(shortest_limit(asked, most) or 512, 512) + (8 if most is None or (asked or 0) <= most else -8)
     generator = torch.Generator().manual_seed(0)
     texts = []
-    for count in (2, 7, longest + 8 if cut else longest // 2):
+    for count in (2, 7, longest):
         tokens = torch.randint(len(tokenizer), (count,), generator=generator).tolist()
         texts.append(tokenizer.decode([t for t in tokens if t not in tokenizer.all_special_ids]).strip())
     return [text for text in dict.fromkeys([texts[0], texts[1].title(), texts[2]]) if text]
-
-
-def _here(model: PreTrainedModel, settings: SentenceSettings, tokenizer: Any, texts: list[str]) -> list[Tensor]:
-    """Return the embeddings of texts as queries, as documents and as others, or the logits of pairs, as runs do."""
-    rows = datasets.Dataset.from_dict({"text": texts, "query": texts, "document": texts[::-1]})
-    task = task_of(model)
-    if isinstance(model, TextEncoder):
-        task = FeatureExtraction(model.config, settings=settings)
-        asked = [Columns(query="query", document="text"), Columns(text=("text",))]
-    else:
-        read_as_asked(tokenizer, settings.tokenizer, lower=settings.lower)
-        asked = [Columns(text=("text", "document"), max_length=settings.max_length)]
-    with evaluating(model), exact_products(), torch.inference_mode():
-        tasks = [task.to_read(columns, tokenizer) for columns in asked]
-        batches = [batch for task in tasks for batch in task.read(rows, size=len(texts), use="time")]
-        return [task.output(model, batch).cpu() for batch in batches]
 
 
 def _computing_dtype(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> torch.dtype:

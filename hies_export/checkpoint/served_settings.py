@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
-
-from pydantic import Field
 
 from ..files import Rule, Schema, read_json
+from ..model.internals import sentence_options
 from ..model.text_encoder import TextEncoder
 from .beside import write_json
-from .sentence import MODULES_FILE, write_text_settings
+from .sentence import MODULES_FILE, OPTIONS_FILE
 
 SERVED_FILE = "hies_served.json"
 _CLASS = "hies_export.served.OnnxEncoder"
@@ -26,11 +24,6 @@ class Served(Schema):
         runtime: Name of the runtime, as for `load_runtime`.
         dtype: Dtype to compute in, if the runtime offers other ones than the graph's.
         threads: Threads of the CPU; None for as many as torch has.
-        max_seq_length: Longest text in tokens; longer ones are cut.
-        do_lower_case: Whether texts are lowercased before the tokenizer's own rules.
-        lengths: Longest query, document or other text ("text"), where it is not `max_seq_length`.
-        special_tokens: Whether the tokenizer adds its special tokens.
-        attributes: What the tokenizer is given, such as `truncation_side`.
     """
 
     file: str
@@ -38,11 +31,6 @@ class Served(Schema):
     runtime: str = "onnxruntime-cpu"
     dtype: str | None = None
     threads: int | None = None
-    max_seq_length: int | None = None
-    do_lower_case: bool = False
-    lengths: dict[str, int] = Field(default_factory=dict)
-    special_tokens: bool = True
-    attributes: dict[str, Any] = Field(default_factory=dict)
 
 
 def write_served(folder: Path, model: TextEncoder, *, file: str, runtime: str, dtype: str | None = None) -> None:
@@ -50,26 +38,16 @@ def write_served(folder: Path, model: TextEncoder, *, file: str, runtime: str, d
 
     Args:
         folder: The folder, to which modules.json, the module's settings, and the prompts are added.
-        model: The model that was exported: its settings and its dimension are read.
+        model: The model that was exported: how it reads texts and its dimension are written.
         file: Name of the graph's file in the folder.
         runtime: Name of the runtime that it is to run on, as for `load_runtime`.
         dtype: Dtype to compute in, if the runtime offers other ones than the graph's.
     """
-    settings = model.settings
     write_json(folder / MODULES_FILE, [{"idx": 0, "name": "0", "path": "", "type": _CLASS}])
-    served = Served(
-        file=file,
-        dimension=model.dimension,
-        runtime=runtime,
-        dtype=dtype,
-        max_seq_length=settings.max_length,
-        do_lower_case=settings.lower,
-        lengths=dict(settings.lengths),
-        special_tokens=settings.special_tokens,
-        attributes=dict(settings.tokenizer),
-    )
+    served = Served(file=file, dimension=model.dimension, runtime=runtime, dtype=dtype)
     write_json(folder / SERVED_FILE, served.model_dump())
-    write_text_settings(model, folder)
+    write_json(folder / OPTIONS_FILE, sentence_options(model.reader.given))
+    model.reader.given[0].save_config(str(folder))
 
 
 def read_served(folder: Path) -> Served:

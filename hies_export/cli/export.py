@@ -56,8 +56,12 @@ def run(options: Options) -> dict[str, Any]:
     options.progress.stage("load the model")
     how = export_options(options.format, options.provider or "cpu", options.dtype, options.quantize)
     embeds = is_sentence_transformer(options.model)
-    model: Any = (load_sentence if embeds else load)(options.model, dtype=torch.float32)
-    processor = load_processor_if_any(str(model.settings.encoder) if embeds else options.model, model)
+    if embeds:
+        embedder = load_sentence(options.model, dtype=torch.float32)
+        model, processor = embedder.model, embedder.processor
+    else:
+        model = load(options.model, dtype=torch.float32)
+        processor = load_processor_if_any(options.model, model)
     rows = calibration_rows(options)
     options.progress.stage("export, and compare with torch")
     if embeds:

@@ -53,13 +53,14 @@ def _inspect_model(options: Options) -> dict[str, Any]:
 
     from ..checkpoint.classes import refuse_quantised
     from ..checkpoint.load import load
-    from ..checkpoint.sentence import is_sentence_transformer, settings_of
+    from ..checkpoint.sentence import is_sentence_transformer, load_sentence
     from ..forms.measure.counts import count_parameters
     from ..slim.config import is_slim
     from .terminal import print_json
 
-    encoder = settings_of(options.model).encoder if is_sentence_transformer(options.model) else None
-    model = load(encoder or options.model, dtype=torch.float32)
+    embeds = is_sentence_transformer(options.model)
+    how: dict[str, Any] = {"dtype": torch.float32}
+    model = load_sentence(options.model, **how).model.auto_model if embeds else load(options.model, **how)
     refuse_quantised(model.config, options.model)
     name, parameters, slim = type(model).__name__, count_parameters(model), is_slim(model)
     result: dict[str, Any] = {"model": str(options.model), "class": name, "slim": slim, "parameters": parameters}

@@ -33,7 +33,6 @@ from .processors import (
     give_padding,
     padding_token,
     position_ids,
-    read_as_asked,
     token_limit,
     tokenised,
     tokenizer_of,

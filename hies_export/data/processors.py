@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 import PIL.Image
 import torch
-from tokenizers import normalizers
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel
 
 from ..errors import DataError, refusing
@@ -146,20 +145,6 @@ def give_padding(tokenizer: Any) -> None:
     """
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
-
-
-def read_as_asked(tokenizer: Any, attributes: Mapping[str, Any], *, lower: bool) -> None:
-    """Give a tokenizer attributes, and let it make texts lower case before its own rules.
-
-    Source: the module Transformer of sentence-transformers, which does the same.
-    """
-    for name, value in attributes.items():
-        setattr(tokenizer, name, value)
-    own: Any = tokenizer.backend_tokenizer.normalizer if lower else None
-    several = isinstance(own, normalizers.Sequence)
-    rules = [*own] if several else [] if own is None else [own]
-    if lower and not any(isinstance(rule, normalizers.Lowercase) for rule in rules):
-        tokenizer.backend_tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *rules])
 
 
 def settle_padding(model: PreTrainedModel, tokenizer: Any) -> None:

@@ -220,7 +220,7 @@ def export_served(
     """
     if (runtime := runtime_of(how)) is None:
         raise RequestError(f"an embedding model needs a format that a runtime reads, got {how.format}; give another")
-    longest = model.settings.max_length
+    longest = model.reader.max_length
     sample = synthetic_batch(model, batch=2, sequence=16 if longest is None else min(16, longest))
     with new_folder(folder, overwrite=overwrite) as written:
         exported = FORMATS[how.format].write(model, written / "graph", how, Given(sample, processor, rows))
@@ -229,7 +229,7 @@ def export_served(
         exported.folder.rmdir()
         write_served(written, model, file=exported.file.name, runtime=runtime)
         if (how.provider, how.dtype, how.quantize) == ("cpu", "float32", None):
-            check_in_sentence_transformers(model, written, processor, limit=OTHER_PROGRAM["float32"])
+            check_in_sentence_transformers(model.wrapped(processor), written, limit=OTHER_PROGRAM["float32"])
     folder = Path(folder)
     return replace(exported, folder=folder, file=folder / exported.file.name)
 

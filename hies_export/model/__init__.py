@@ -6,7 +6,7 @@ linear.py          `nn.Linear` and GPT-2's `Conv1D` as one kind of layer
 tokens.py          batches of tokens: positions, padding, random inputs
 copies.py          copies of a model that share its weights, or have none
 modes.py           inside a block: evaluation mode, cache, frozen weights, threads, hooks on layers
-text_encoder.py    an encoder with what turns its token embeddings into one embedding per text
+text_encoder.py    a SentenceTransformer as one model of transformers, and how it reads texts
 attention.py       the attention function of a model, replaced inside a block
 kernels.py         attention and the entropy of its rows, without attention maps
 online.py          whether the Hub answers, and its cache if it does not

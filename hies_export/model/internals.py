@@ -653,3 +653,9 @@ def _reading_operators_once() -> Iterator[None]:
 @functools.cache
 def _operators(read: Any, *version: Any, **options: Any) -> Any:
     return read(*version, **options)
+
+
+def sentence_options(model: Any) -> dict[str, Any]:
+    """Return what a SentenceTransformer writes into config_sentence_transformers.json."""
+    found: dict[str, Any] = model._get_model_config()
+    return found

@@ -250,16 +250,14 @@ def _module():
 
     That of encoder-decoders loads a stock class by itself, whose layers have other sizes.
     """
-    module = importlib.import_module("sentence_transformers.models").Transformer  # which alone asks for this
-
-    def load(self, path, config, *args, **kwargs):
-        self.auto_model = __getattr__(config.architectures[0]).from_pretrained(path, config=config, **kwargs)
+    module = importlib.import_module("sentence_transformers.base.modules").Transformer  # which alone asks for this
 
     def encoder(self, path, config, **kwargs):
         return __getattr__(config.architectures[0]).from_pretrained(path, config=config, **kwargs)
 
-    own = {"__module__": __name__, "__doc__": module.__doc__, "_load_encoder_only_model": encoder}
-    return type("Transformer", (module,), own | dict.fromkeys(("_load_t5_model", "_load_mt5_model"), load))
+    # modules.json names it by its place in a folder.
+    own = {"__module__": __name__.removeprefix("hies_export.model."), "__doc__": module.__doc__}
+    return type("Transformer", (module,), own | {"_load_encoder_only_model": encoder})
 
 
 def __getattr__(name):

@@ -1,22 +1,30 @@
-"""An encoder with what turns its token embeddings into one embedding per text: pooling, dense layers, normalisation."""
+"""A SentenceTransformer as one model of transformers: its encoder, and its own modules behind it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, Literal, get_args
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-# The names that sentence-transformers gives its ways of pooling.
-PoolingMode = Literal["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"]
-POOLING_MODES: tuple[PoolingMode, ...] = get_args(PoolingMode)
-# And those by which embeddings are compared; distances are negative there.
+from . import modeling_hies
+from .internals import attributes_set
+from .tokens import longest_sequence, shortest_limit
+
+# By what embeddings are compared in sentence-transformers; distances are negative there.
 Similarity = Literal["cosine", "dot", "euclidean", "manhattan"]
+# Kind of text -> the prompts that `encode_query`, `encode_document` and `encode` look for, the first one first.
+_PROMPTS = {"query": ("query",), "document": ("document", "passage", "corpus"), "text": ()}
+# Types of encoder-decoders -> the class that sentence-transformers loads in place of that of `AutoModel`.
+ENCODERS = {
+    **{"t5": "T5EncoderModel", "mt5": "MT5EncoderModel", "umt5": "UMT5EncoderModel", "longt5": "LongT5EncoderModel"},
+    **{"switch_transformers": "SwitchTransformersEncoderModel", "t5gemma": "T5GemmaEncoderModel"},
+}
 
 
 @dataclass
@@ -27,98 +35,70 @@ class EmbeddingOutput(ModelOutput):
     sentence_embedding: Tensor | None = None
 
 
-class Pooling(nn.Module):
-    """Pools the embeddings of the real tokens of a text, in one way or in several that are joined.
-
-    Source: the module Pooling of sentence-transformers, whose results these are.
-    """
-
-    def __init__(self, modes: Sequence[PoolingMode], *, include_prompt: bool = True):
-        super().__init__()
-        self.modes, self.include_prompt = tuple(modes), include_prompt
-
-    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        """Return embeddings, (texts, modes * width), of tokens, (texts, tokens, width), and their mask."""
-        found = [_pooled(mode, tokens, mask) for mode in self.modes]
-        return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
-
-
-def _pooled(mode: PoolingMode, tokens: Tensor, mask: Tensor) -> Tensor:
-    real = mask.unsqueeze(-1).to(tokens.dtype)
-    if mode in ("cls", "lasttoken"):
-        places = torch.arange(1, mask.shape[1] + 1, device=mask.device) * mask
-        # The first real token has the smallest place that is not zero; padding may be on either side.
-        place = places.argmax(-1) if mode == "lasttoken" else mask.argmax(-1)
-        return tokens.gather(1, place[:, None, None].expand(-1, 1, tokens.shape[-1]))[:, 0]
-    if mode == "max":
-        return tokens.masked_fill(real == 0, torch.finfo(tokens.dtype).min).amax(1)
-    if mode == "weightedmean":
-        real = real * mask.cumsum(-1).unsqueeze(-1).to(tokens.dtype)
-    count = real.sum(1).clamp(min=1e-9)
-    return (tokens * real).sum(1) / (count.sqrt() if mode == "mean_sqrt_len_tokens" else count)
-
-
-class Dense(nn.Module):
-    """A linear layer with an activation, as sentence-transformers' module of this name."""
-
-    def __init__(self, linear: nn.Linear, activation: nn.Module):
-        super().__init__()
-        self.linear, self.activation = linear, activation
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return (texts, out_features) of (texts, in_features)."""
-        found: Tensor = self.activation(self.linear(x))
-        return found
-
-
-class Normalize(nn.Module):
-    """Scales embeddings to length 1."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return (texts, dimension) of the same."""
-        return nn.functional.normalize(x, p=2.0, dim=-1)
-
-
-@dataclass(frozen=True)
-class SentenceSettings:
-    """What a SentenceTransformer is besides its encoder.
+class TextReader:
+    """What a SentenceTransformer is besides its weights; the copies of a `TextEncoder` share it.
 
     Attributes:
-        readout: What follows the encoder: a `Pooling`, then any of `Dense`, `Normalize`, `LayerNorm` and `Dropout`.
-        folder: Where it was read from; None if it was made in memory.
-        encoder: Where the encoder's files are, mostly the folder itself; None if it was made in memory.
-        max_length: Longest text in tokens, special tokens included; None for no limit.
-        prompts: What precedes a text: of kind "query", "document" and "text" (any other), where there is one.
-        lower: Whether texts are lowercased before the tokenizer's own rules.
-        lengths: Longest text of a kind, by the names of prompts, where it is not `max_length`.
-        special_tokens: Whether the tokenizer adds its special tokens.
-        tokenizer: Attributes that the tokenizer is given, such as `truncation_side`.
-        similarity: By what embeddings are compared.
-        truncate_dim: How many numbers of an embedding are kept, from the first; None for all.
-        text: Fields of `sentence_bert_config.json` that are written again as they were.
-        options: The content of `config_sentence_transformers.json`.
+        given: The SentenceTransformer, which is not changed.
     """
 
-    readout: tuple[nn.Module, ...]
-    folder: Path | None = None
-    encoder: Path | None = None
-    max_length: int | None = None
-    prompts: Mapping[str, str] = field(default_factory=dict)
-    lower: bool = False
-    lengths: Mapping[str, int] = field(default_factory=dict)
-    special_tokens: bool = True
-    tokenizer: Mapping[str, Any] = field(default_factory=dict)
-    similarity: Similarity = "cosine"
-    truncate_dim: int | None = None
-    text: Mapping[str, Any] = field(default_factory=dict)
-    options: Mapping[str, Any] = field(default_factory=dict)
+    def __init__(self, given: Any) -> None:
+        self.given = given
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TextReader:
+        return self
+
+    @property
+    def prompts(self) -> list[str]:
+        """What may precede a text."""
+        return [prompt for prompt in self.given.prompts.values() if prompt]
+
+    @property
+    def max_length(self) -> int | None:
+        """Longest text in tokens, special tokens included; None for no limit."""
+        return shortest_limit(self.given.max_seq_length, longest_sequence(self.given[0].config))
+
+    def read(self, kind: str, texts: Sequence[str], max_length: int | None = None) -> dict[str, Tensor]:
+        """Return the tokens of texts as the SentenceTransformer reads them.
+
+        Args:
+            kind: "query", "document" or "text", for what `encode_query`, `encode_document` and `encode` read.
+            texts: The texts.
+            max_length: A limit in tokens below the model's own.
+        """
+        first, prompts = self.given[0], self.given.prompts
+        name = next((name for name in _PROMPTS[kind] if name in prompts), self.given.default_prompt_name)
+        task = None if kind == "text" else kind
+        how: dict[str, Any] = {"prompt": prompts.get(name) if name else None, "task": task}
+        if max_length is not None:
+            how["max_length"] = shortest_limit(max_length, getattr(first, f"{kind}_length", None), self.max_length)
+        # Otherwise texts for Flash Attention would be one row.
+        with attributes_set([(first, "can_flatten_inputs", False)]):
+            found = self.given.preprocess(list(texts), **how)
+        taken = ["input_ids", "attention_mask"]
+        # A model of fewer than two segments has no use for segment ids, or no embedding for the second.
+        if getattr(first.config, "type_vocab_size", 0) >= 2:
+            taken.append("token_type_ids")
+        return {name: found[name] for name in taken if name in found}
+
+    def wrapped(self, encoder: PreTrainedModel, readout: Iterable[nn.Module], tokenizer: Any = None) -> Any:
+        """Return a copy of the SentenceTransformer with another encoder, other modules behind it and a tokenizer."""
+        first, *rest = self.given
+        # deepcopy takes what its memo already holds for the finished copy.
+        memo = {id(first.model): encoder, **{id(one): other for one, other in zip(rest, readout, strict=True)}}
+        if tokenizer is not None:
+            memo[id(first.tokenizer)] = tokenizer
+        copied = copy.deepcopy(self.given, memo)
+        if getattr(encoder.config, "hies_export", None) and encoder.config.model_type in ENCODERS:
+            # The class of sentence-transformers would load a stock one, whose layers have other sizes.
+            copied[0].__class__ = modeling_hies.Transformer
+        return copied
 
 
 class TextEncoder(PreTrainedModel):
-    """An encoder of transformers and its readout, a `Pooling` and further layers, as one model.
+    """The encoder of a SentenceTransformer and the modules behind it, as one model of transformers.
 
-    It is not saved as such: a checkpoint holds the encoder, and `modules.json` names the rest. `settings` say how its
-    texts are read; their readout is empty, as the model has its own.
+    `wrapped` turns it into a SentenceTransformer, which embeds texts and saves itself. `reader` reads them.
     """
 
     base_model_prefix = "auto_model"
@@ -128,29 +108,31 @@ class TextEncoder(PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
 
-    def __init__(
-        self, auto_model: PreTrainedModel, readout: Sequence[nn.Module], settings: SentenceSettings | None = None
-    ):
-        super().__init__(auto_model.config)
-        self.settings = SentenceSettings(()) if settings is None else replace(settings, readout=())
-        self.readout = nn.ModuleList(readout)
-        self.hold(auto_model)
-        self.train(auto_model.training)
+    def __init__(self, given: Any) -> None:
+        first, *rest = given
+        super().__init__(first.model.config)
+        self.reader = TextReader(given)
+        self.readout = nn.ModuleList(rest)
+        self.hold(first.model)
+        self.train(first.model.training)
 
     @property
     def dimension(self) -> int:
         """The width of the embeddings of texts."""
-        width: int = self.config.get_text_config().hidden_size
-        for module in self.readout:
-            if isinstance(module, Pooling):
-                width *= len(module.modes)
-            elif isinstance(module, Dense):
-                width = module.linear.out_features
-        return min(width, self.settings.truncate_dim or width)
+        width: int = self.reader.given.get_embedding_dimension()
+        return width
 
     def hold(self, auto_model: PreTrainedModel) -> None:
         """Take an encoder in place of the one there is."""
         self.auto_model, self.config = auto_model, auto_model.config
+
+    def read_by(self, tokenizer: Any) -> None:
+        """Take another tokenizer for texts."""
+        self.reader = TextReader(self.reader.wrapped(self.auto_model, self.readout, tokenizer))
+
+    def wrapped(self, tokenizer: Any = None) -> Any:
+        """Return a SentenceTransformer of this model, which shares its weights, with a tokenizer or its own."""
+        return self.reader.wrapped(self.auto_model, self.readout, tokenizer)
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
@@ -162,10 +144,8 @@ class TextEncoder(PreTrainedModel):
         if token_type_ids is not None:
             inputs["token_type_ids"] = token_type_ids
         tokens: Tensor = self.auto_model(**inputs)[0]
-        pooling, *rest = self.readout
-        embedding = pooling(tokens, attention_mask)
-        for module in rest:
-            embedding = module(embedding)
-        if self.settings.truncate_dim is not None:
-            embedding = embedding[..., : self.settings.truncate_dim]
+        features: dict[str, Any] = {"token_embeddings": tokens, "attention_mask": attention_mask}
+        for module in self.readout:
+            features = module(features)
+        embedding = features["sentence_embedding"][..., : self.reader.given.truncate_dim]
         return EmbeddingOutput(last_hidden_state=tokens, sentence_embedding=embedding)

@@ -38,6 +38,11 @@ def longest_sequence(config: Any) -> int | None:
     return positions
 
 
+def shortest_limit(*limits: Any) -> int | None:
+    """Return the smallest of limits in tokens; None where all are None, or so large that they stand for no limit."""
+    return min((int(n) for n in limits if isinstance(n, (int, float)) and 0 < n < 1e9), default=None)
+
+
 def is_token(number: Any, config: Any) -> TypeGuard[int]:
     """Return whether a number is that of a token which a model of this configuration knows."""
     vocabulary = getattr(config.get_text_config(), "vocab_size", None)

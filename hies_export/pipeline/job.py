@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from ..calibrate.moments import HELD_OUT_EVERY
 from ..checkpoint.load import Source, check_in_memory
+from ..checkpoint.sentence import Unwrapped
 from ..data.batches import Batch, image_shape, inputs_of, sample_contents, samples_of, size_of
 from ..data.rows import common_values, drawn_order, has_one_value, number_rows, side_by_side, whole
 from ..errors import RecipeError, RequestError, UnsupportedModelError
@@ -38,6 +39,7 @@ from ..forms.measured import MeasureOptions
 from ..forms.onnx.quantize import check_quantizable
 from ..forms.runtimes.base import RUNTIMES, check_dtypes, check_one_graph, check_runtime
 from ..kinds import ATTENTION, MLP
+from ..model.text_encoder import TextEncoder
 from ..model.tokens import first_samples, synthetic_batch
 from ..progress import SILENT, Clock, Progress
 from ..recipe.budget import Budget, TimedSection
@@ -57,7 +59,6 @@ from ..units.heads import tower_of
 from ..units.units import PrunableModule, Selection
 from .accept import check_model, warn_of_one_class
 from .draw import LEAST_FOR_LOSS, Splits, all_looks
-from .objects import Unwrapped
 from .recipe import PruneSection
 from .trimming import PER_SAMPLE, Trimming, trim_in_memory
 
@@ -108,6 +109,7 @@ class Job:
         shapes: A batch to time with by (batch, sequence); FLOPs are counted on the first.
         length: Length of the rows; None unless it stands for a sequence that was not given.
         exporter: What exports models for runtimes that read files, by the options of the recipe.
+        given: What the model was taken from, such as a SentenceTransformer; it also wraps slim models.
         measure: Which runtimes to time on, and how often.
         evaluation: How it is judged, and the benchmarks to run.
         compound: How to join both models.
@@ -131,6 +133,7 @@ class Job:
     metrics: tuple[str, ...]
     shapes: Mapping[Shape, Batch]
     exporter: Exporter
+    given: Unwrapped
     length: RowLength | None = None
     measure: MeasureOptions = field(default_factory=lambda: MeasureOptions(()))
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
@@ -375,13 +378,10 @@ def job_in_memory(
     model, processor = given.model, processor or given.processor
     refuse_unknown(model)
     check_in_memory(model)
+    if processor is not given.processor and isinstance(model, TextEncoder):
+        model.read_by(processor)
     dense_processor, trimming = processor, None
     if vocabulary is not None:
-        if given.processor is not None:
-            raise RequestError(
-                "vocabulary= is for models of transformers, and a SentenceTransformer or CrossEncoder came with it; "
-                "save it, and prune the folder by a recipe"
-            )
         given_rows = {"batches": batches, "held_out": held_out, "compensation_batches": compensation_batches}
         model, processor, trimming = trim_in_memory(model, processor, given_rows, columns, vocabulary)
 
@@ -416,6 +416,7 @@ def job_in_memory(
         task=task,
         shapes=() if shape is None else (shape,),
         processor=processor,
+        given=given,
         metrics=tuple(metrics),
         trimming=trimming,
         seed=seed,

@@ -18,15 +18,14 @@ import datasets
 import torch
 from transformers import PreTrainedModel
 
-from .. import processes
 from ..checkpoint.classes import load_config, refuse_quantised
-from ..checkpoint.load import Source, load_dense, source_of, task_class
-from ..checkpoint.save import check_in_sentence_transformers
-from ..checkpoint.sentence import cross_encoder_of, encoder_class, load_encoder, settings_of
+from ..checkpoint.load import Source, device_to_prune_on, load_dense, source_of, task_class
+from ..checkpoint.sentence import EMBEDDER, RERANKER, Unwrapped, kind_in, load_sentence
 from ..data.batches import Batch, by_length, check_one_size, is_of_documents
-from ..data.processors import load_processor, read_as_asked, settle_padding, tokenizer_of
+from ..data.processors import load_processor, settle_padding, tokenizer_of
 from ..data.rows import load_rows, taken_from
 from ..data.splits import may_overlap, whole_split
+from ..errors import RequestError
 from ..evaluate.interval import confidence_of_each
 from ..evaluate.lm_eval import check_benchmarks
 from ..evaluate.metrics import METRICS, check_metrics
@@ -36,11 +35,10 @@ from ..forms.measured import MeasureOptions
 from ..forms.runtimes.base import GPU_HALF_STEP, RUNTIMES, check_dtypes, check_one_graph, check_runtime
 from ..forms.time import ROWS
 from ..kinds import MLP
-from ..model.text_encoder import SentenceSettings, TextEncoder
+from ..model.text_encoder import TextEncoder
 from ..progress import SILENT, Progress
 from ..recipe.sections import VocabularySection
 from ..report.provenance import Request
-from ..slim.config import is_slim
 from ..tasks import TASKS, FeatureExtraction, Task, TextGeneration
 from ..vocabulary.kept import check_request
 from .draw import Drawn, Draws, Promise, Splits, draw, evaluated, hold_out
@@ -68,7 +66,7 @@ def load_job(
     began = time.monotonic()
     progress.stage("read the data")
     options = options or recipe.options
-    found = _Checkpoint.of(recipe)
+    found = _Checkpoint.of(recipe, given=None if like is None else like.given)
     config, task = found.config, _task(recipe, found)
     metrics = _metrics(recipe, task)
     names = _checked_runtimes(recipe, runtimes_of(recipe, runtimes))
@@ -86,7 +84,7 @@ def load_job(
             processor = like and like.processor
         assert trimming is not None
         whole.config = trimming.dense.config
-        task = _to_read(_task(recipe, found), recipe, found, processor, metrics)
+        task = _to_read(_task(recipe, found, model), recipe, found, processor, metrics)
         task.config = model.config
     load = partial(task.load, **recipe.data.source)
     splits, own = splits_of(recipe), Draws.of(options, recipe.calibration, recipe.compound)
@@ -127,6 +125,7 @@ def load_job(
         measure=MeasureOptions(_ways(recipe, names), recipe.measure.repeats, recipe.measure.min_seconds),
         evaluation=splits.evaluation,
         compound=_compound(recipe, model, batches),
+        given=found.given or Unwrapped(model),
         source=like.source if like else _source(recipe, found, model, config),
         asked=requested(recipe, splits),
         trimming=trimming,
@@ -145,8 +144,7 @@ def load_job(
 def _load(recipe: PruningRecipe, found: _Checkpoint, task: Task, processor: Any, progress: Progress) -> PreTrainedModel:
     """Load the dense model, and name its padding token."""
     progress.stage("load the model")
-    model = found.load(dtype=recipe.dtype, device_map=recipe.device_map)
-    found.check(model, processor)
+    model = found.load(recipe)
     if task.text:
         settle_padding(model, tokenizer_of(processor))
     return model
@@ -288,10 +286,11 @@ def _in_order(task: Task, rows: datasets.Dataset) -> Callable[[int], list[Batch]
     return lambda size: [batch for batch in task.read(first, size=size, use="time") if not is_of_documents(batch)]
 
 
-def _task(recipe: PruningRecipe, found: _Checkpoint) -> Task:
-    """Return the task of a model, which knows which predictions a recipe takes for the same."""
-    if found.settings is not None:
-        return FeatureExtraction(found.config, settings=found.settings)
+def _task(recipe: PruningRecipe, found: _Checkpoint, model: PreTrainedModel | None = None) -> Task:
+    """Return the task of a model, or the dense one, which knows which predictions a recipe takes for the same."""
+    embedder: Any = model or (found.given and found.given.model)
+    if isinstance(embedder, TextEncoder):
+        return FeatureExtraction(found.config, reader=embedder.reader)
     asked = recipe.evaluation
     return TASKS[recipe.task](found.config, tolerance=asked.stability_tolerance, threshold=asked.threshold)
 
@@ -363,52 +362,53 @@ def _ways(recipe: PruningRecipe, names: Sequence[str]) -> tuple[tuple[str, str |
 
 @dataclass(frozen=True)
 class _Checkpoint:
-    """The checkpoint of a recipe: where its files are, its config and class, and how it embeds texts, if it does."""
+    """The checkpoint of a recipe: where its files are, its config and class, and what sentence-transformers loads."""
 
     encoder: str | Path
     config: Any
-    model_class: type[PreTrainedModel]
     hub: Mapping[str, Any]
-    settings: SentenceSettings | None = None
-    pairs: SentenceSettings | None = None  # how a CrossEncoder reads them
+    model_class: type[PreTrainedModel] | None = None
+    given: Unwrapped | None = None
 
     @classmethod
-    def of(cls, recipe: PruningRecipe) -> _Checkpoint:
-        """Find the checkpoint, and check that its class fits the task."""
+    def of(cls, recipe: PruningRecipe, given: Unwrapped | None = None) -> _Checkpoint:
+        """Find the checkpoint, and check that its class fits the task; one of sentence-transformers is loaded."""
         hub: dict[str, Any] = {} if recipe.revision is None else {"revision": recipe.revision}
+        ranks = recipe.task == "text-classification"
+        kind = kind_in(recipe.model, **hub) if ranks or TASKS[recipe.task].embeds else None
         if not TASKS[recipe.task].embeds:
             config = load_config(recipe.model, **hub)
             refuse_quantised(config, recipe.model)
             model_class = task_class(recipe.model, config, task=recipe.task, **hub)
-            classifies = recipe.task == "text-classification"
-            pairs = cross_encoder_of(recipe.model, config, **hub) if classifies else None
-            return cls(recipe.model, config, model_class, hub, pairs=pairs)
-        settings = settings_of(recipe.model, pooling=recipe.pooling, normalize=recipe.normalize, **hub)
-        assert settings.encoder is not None
-        config = load_config(settings.encoder)
-        refuse_quantised(config, settings.encoder)
-        return cls(settings.encoder, config, encoder_class(settings.encoder), {}, settings)
+            if kind != RERANKER:
+                return cls(recipe.model, config, hub, model_class)
+        elif kind == RERANKER:
+            raise RequestError(
+                f"{recipe.task} needs a {EMBEDDER}, but {recipe.model} is a {kind}; its task is text-classification"
+            )
+
+        def load(model_class: type[PreTrainedModel], folder: Path, config: Any) -> PreTrainedModel:
+            refuse_quantised(config, folder)
+            how: dict[str, Any] = {"dtype": recipe.dtype, "device_map": recipe.device_map}
+            return load_dense(folder, model_class, config=config, **how)
+
+        if given is None or given.folder is None:
+            how = {"pooling": recipe.pooling, "normalize": recipe.normalize, **hub}
+            given = load_sentence(recipe.model, device=device_to_prune_on(), load=load, **how)
+        assert given.folder is not None
+        return cls(given.folder, given.model.config, {}, given=given)
 
     def processor(self, task: type[Task]) -> Any:
-        """Load the tokenizer or processor; of a CrossEncoder, it reads as that asks."""
-        loaded = load_processor(self.encoder, task=task, **self.hub)
-        if self.pairs is not None:
-            read_as_asked(loaded, self.pairs.tokenizer, lower=self.pairs.lower)
-        return loaded
+        """Return the tokenizer or processor."""
+        return self.given.processor if self.given else load_processor(self.encoder, task=task, **self.hub)
 
-    def check(self, model: PreTrainedModel, processor: Any) -> None:
-        """Refuse a folder of sentence-transformers that gives other numbers there, where it is installed."""
-        folder = Path(self.encoder) if self.pairs is not None else self.settings and self.settings.folder
-        # A slim one was checked when it was written, and needs the code in its folder.
-        encoder = model.auto_model if isinstance(model, TextEncoder) else model
-        if folder and folder.is_dir() and not is_slim(encoder):
-            processes.on_main(lambda: check_in_sentence_transformers(model, folder, processor, written=False))
-
-    def load(self, *, dtype: str | None, device_map: str | None) -> PreTrainedModel:
-        """Load the dense model."""
-        if self.settings is not None:
-            return load_encoder(self.settings, dtype=dtype, device_map=device_map)
-        return load_dense(self.encoder, self.model_class, dtype=dtype, device_map=device_map, **self.hub)
+    def load(self, recipe: PruningRecipe) -> PreTrainedModel:
+        """Return the dense model."""
+        if self.given is not None:
+            model: PreTrainedModel = self.given.model
+            return model
+        how: dict[str, Any] = {"dtype": recipe.dtype, "device_map": recipe.device_map}
+        return load_dense(self.encoder, self.model_class, **how, **self.hub)
 
 
 def _to_read(
@@ -416,8 +416,8 @@ def _to_read(
 ) -> Task:
     """Return the task that reads the columns of a recipe, to be judged by these metrics."""
     columns = recipe.data
-    if columns.max_length is None and found.pairs is not None:
-        columns = columns.model_copy(update={"max_length": found.pairs.max_length})
+    if columns.max_length is None and found.given is not None:
+        columns = columns.model_copy(update={"max_length": found.given.max_length})
     if metrics and METRICS[metrics[0]].of == "choices" and isinstance(task, TextGeneration):
         task = task.of_choices()
     return task.to_read(columns, processor)

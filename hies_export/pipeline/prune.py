@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from rich.console import Console
 from transformers import PreTrainedModel
 
+from ..checkpoint.sentence import unwrap
 from ..data.batches import Batch, has_references, samples_of
 from ..errors import RecipeError, RequestError
 from ..forms.cascade.cascade import Cascade
@@ -39,7 +40,6 @@ from ..slim.refit import LayerFit
 from ..tasks.given import batches_of
 from .choose import choose
 from .job import Job, job_in_memory
-from .objects import Unwrapped, unwrap
 from .push import push_folder
 from .recipe import Allocation, PruneSection, sentences, whole
 from .stages import Choice, Evaluation, Slim, calibrate, compare, cut, save, try_metrics
@@ -64,7 +64,6 @@ class PruneResult:
         parameters: Number of parameters of both models.
         flops: Floating-point operations of one forward pass of both models at `flops.shape`.
         held_out: Metrics of both models and the share of equal predictions on the held-out batches; None without.
-        given: What `prune` was given.
     """
 
     job: Job
@@ -73,12 +72,11 @@ class PruneResult:
     parameters: Both[int]
     flops: FlopCount
     held_out: Evaluation | None
-    given: Unwrapped
 
     @cached_property
     def model(self) -> Any:
         """The slim model, in evaluation mode, of the class that was given: mostly an ordinary `PreTrainedModel`."""
-        return self.given.wrap(self.slim.model)
+        return self.job.given.wrap(self.slim.model, self.job.processor)
 
     @property
     def plan(self) -> PruningPlan:
@@ -126,20 +124,13 @@ class PruneResult:
             RequestError: There is no Hub token, or it may not write to the repository; the folder is written.
             PushError: The push did not finish; the folder is written.
         """
-        if processor is None and self.job.processor is None and not self.given.files:
+        if processor is None and self.job.processor is None:
             logger.warning(
                 "%s has no tokenizer or image processor, as prune was given none; pass processor= to save_pretrained",
                 folder,
             )
         with without_reports():
-            save(
-                self.job,
-                self.slim,
-                folder,
-                processor=processor,
-                files=self.given.files or None,
-                overwrite=overwrite,
-            )
+            save(self.job, self.slim, folder, processor=processor, overwrite=overwrite)
         if push_to_hub:
             push_folder(folder, repo_id or Path(folder).resolve().name, private=private)
 
@@ -314,7 +305,8 @@ def prune(
         columns: Columns to read of a data set that has texts or images, by the fields of a recipe's `data`: text,
             image, label, prompt, answer, max_length, packing, bos. By default the only columns that fit.
         embedding: For an encoder of transformers, how its token embeddings become the embedding of a text: `{"pooling":
-            "mean", "normalize": True}`; pooling is mean, cls, last or max.
+            "mean", "normalize": True}`; pooling is mean, cls, last or max. With its tokenizer as `processor`, it
+            becomes a SentenceTransformer, and so does the model of the result.
         evaluation: How predictions are judged, by the fields of a recipe's `evaluation`: metrics, stability_tolerance
             (of a regression) and threshold (of a multi-label classifier).
         shape: (batch, sequence) for which FLOPs are counted, or (batch,) for images; by default one row of 128 tokens,
@@ -348,7 +340,7 @@ def prune(
     }
     asked = _asked(options, plan, vocabulary)
     comparison = _section(ComparisonSection, evaluation or {}, "evaluation.")
-    given = unwrap(without_compiler(model), embedding)
+    given = unwrap(without_compiler(model), embedding, processor)
     rows = {"held_out": held_out, "compensation_batches": compensation_batches, "columns": columns}
     rows["vocabulary"] = vocabulary
     how = {"processor": processor, "evaluation": comparison, "shape": shape, "seed": seed, "progress": progress}
@@ -359,7 +351,7 @@ def prune(
         slim = cut(job, choice)
         sizes = _sizes(job, slim.model)
         held_out = compare(job, slim.model) if job.rows.held_out else None
-        return PruneResult(job, choice.done(slim), slim, *sizes, held_out, given)
+        return PruneResult(job, choice.done(slim), slim, *sizes, held_out)
 
 
 def _asked(options: Mapping[str, Any], plan: PruningPlan | None, vocabulary: Any) -> PruneSection:

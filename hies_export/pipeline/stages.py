@@ -542,13 +542,12 @@ def save(
     *,
     processor: Any = None,
     refit_file: Path | None = None,
-    files: Mapping[str, Any] | None = None,
     overwrite: bool = False,
 ) -> Saved:
     """Save a slim model, load it again and compare; of several processes, the first does.
 
-    The licence of the dense model's folder is copied; `files` are as in `save_slim`. The refitted layers of a
-    compensated model go to `refit_file`, by default into `folder`.
+    The licence of the dense model's folder is copied. The refitted layers of a compensated model go to `refit_file`, by
+    default into `folder`.
     """
     job.progress.stage("save, load again and compare")
     source = job.source
@@ -567,7 +566,7 @@ def save(
             dense=None if source is None else source.folder,
             dtype=job.dtype,
             refitted=slim.refitted if refit_file is None else None,
-            files=files,
+            wrap=job.given.wrap,
             overwrite=overwrite,
         )
         return Saved(weight_bytes(folder), max_abs)

@@ -61,7 +61,7 @@ def trim(
     What is put around texts counts as a text: the prompts of a SentenceTransformer, and a chat template.
     """
     tokenizer = tokenizer_of(processor)
-    around = [*model.settings.prompts.values()] if isinstance(model, TextEncoder) else []
+    around = model.reader.prompts if isinstance(model, TextEncoder) else []
     if isinstance(template := getattr(tokenizer, "chat_template", None), str):
         around.append(template)
     options: dict[str, Any] = {"keep": asked.keep, "multiple_of": asked.multiple_of, "min_count": asked.min_count}

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
-from ..errors import DataError, quoted
+from ..errors import DataError, quoted, refusing
 from .labels import LABELS
 from .late import data, datasets, torch
 from .task import Predictions, Task, Use, batched, random_projection
@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..data import Batch
-    from ..model.text_encoder import SentenceSettings
-    from ..recipe.sections import Columns
+    from ..model.text_encoder import TextReader
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +39,7 @@ class FeatureExtraction(Task):
     need no description.
 
     Args:
-        settings: How the model reads texts, and by what its embeddings are compared.
+        reader: Reads texts as the model's SentenceTransformer does, and says by what its embeddings are compared.
     """
 
     name = "feature-extraction"
@@ -62,11 +61,11 @@ class FeatureExtraction(Task):
     output_names = ("sentence_embedding",)
     repeats = 4
 
-    def __init__(self, config: Any, *, settings: SentenceSettings | None = None, **options: Any) -> None:
+    def __init__(self, config: Any, *, reader: TextReader | None = None, **options: Any) -> None:
         super().__init__(config, **options)
-        self.settings = settings
-        if settings is not None:
-            self.similarity = settings.similarity
+        self.reader = reader
+        if reader is not None:
+            self.similarity = reader.given.similarity_fn_name
 
     @classmethod
     def usual_columns(cls, features: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -75,13 +74,6 @@ class FeatureExtraction(Task):
         if query is None or document is None:
             return None
         return {"query": query, "document": document, "label": numbers_column(features)}
-
-    def to_read(self, columns: Columns, processor: Any = None) -> FeatureExtraction:
-        """Return the same task, with a copy of the tokenizer that reads as the settings ask."""
-        found, settings = super().to_read(columns, processor), self.settings
-        if found.processor is not None and settings is not None and (settings.tokenizer or settings.lower):
-            data.read_as_asked(found.processor, settings.tokenizer, lower=settings.lower)
-        return found
 
     @property
     def scored_pairs(self) -> bool:
@@ -178,14 +170,13 @@ class FeatureExtraction(Task):
         return {TEXT: ([text for pair in pairs for text in pair], described)}
 
     def _encoded(self, kind: str, texts: Sequence[str]) -> Batch:
-        settings, asked = self.settings, self.columns.max_length
-        prompt, length, special = "", asked, True
-        if settings is not None:
-            prompt, special = settings.prompts.get(kind, ""), settings.special_tokens
-            own = settings.lengths.get(kind)
-            length = (settings.max_length if asked is None else asked) if own is None else min(own, asked or own)
-        prompted = [prompt + text for text in texts]
-        return data.encoded(self.processor, self.config, prompted, max_length=length, add_special_tokens=special)
+        assert self.reader is not None
+        asked = self.columns.max_length
+        limit = None if asked is None else data.token_limit(self.reader.given.tokenizer, self.config, asked)
+        with refusing("the tokenizer must read every text, but fails", "correct its files", DataError):
+            found = self.reader.read(kind, texts, limit)
+        data.check_vocabulary(found["input_ids"], self.config)
+        return found
 
     def effect(self, model: PreTrainedModel, batch: Batch, output: Tensor, number: int) -> Tensor:
         """Return the embeddings on random signs, (batch,) float32."""

@@ -77,7 +77,7 @@ def task_of(model: Any, batch: Mapping[str, Tensor] | None = None, **options: An
     from ..model.text_encoder import TextEncoder
 
     if isinstance(model, TextEncoder):
-        return FeatureExtraction(model.config, settings=model.settings, **options)
+        return FeatureExtraction(model.config, reader=model.reader, **options)
     task = _known_task(model)
     if task is None:
         if batch is not None and "labels" in batch:

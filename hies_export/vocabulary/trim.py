@@ -10,6 +10,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..data.processors import tokenizer_of
+from ..model.text_encoder import TextEncoder
 from .embeddings import compare_rows, cut_rows, named_tokens, renumber, row_count
 from .kept import KeptTokens, find_kept
 from .tokenizer import CutBeside, compare_cuts, shrink_tokenizer
@@ -117,4 +118,7 @@ def apply_kept(model: PreTrainedModel, processor: Any, kept: KeptTokens) -> tupl
         whole = copy.copy(processor)
         renumber(whole, kept.numbers)
         whole.tokenizer, smaller = smaller, whole
-    return cut_rows(model, kept), smaller
+    slim = cut_rows(model, kept)
+    if isinstance(slim, TextEncoder):
+        slim.read_by(smaller)
+    return slim, smaller

@@ -9,14 +9,15 @@ import pytest
 import torch
 from support.models import bert, word_tokenizer
 from support.reading import reading
+from support.sentences import embedder
 from transformers import BertConfig, BertModel
 
 from hies_export.data.batches import ROW_KEYS, by_length
 from hies_export.data.rows import take
 from hies_export.errors import DataError, RequestError
-from hies_export.model.text_encoder import Normalize, Pooling, SentenceSettings, TextEncoder
+from hies_export.model.text_encoder import TextEncoder
 from hies_export.recipe.sections import Columns
-from hies_export.tasks import TASKS, FeatureExtraction, Task, Use, task_of
+from hies_export.tasks import TASKS, Task, Use, task_of
 from hies_export.tasks.given import batches_of, check_batches, usual_columns
 
 WORDS = [*"abcdefghijklmnop", "query", "passage", "B"]
@@ -29,7 +30,7 @@ def tokenizer() -> Any:
 
 def reader(**options: Any) -> Task:
     columns = Columns(**{key: options.pop(key) for key in list(options) if key in Columns.model_fields})
-    return FeatureExtraction(BertConfig(), settings=SentenceSettings((), **options)).to_read(columns, tokenizer())
+    return task_of(encoder(**options)).to_read(columns, tokenizer())
 
 
 def rows_of(**columns: Any) -> datasets.Dataset:
@@ -50,9 +51,9 @@ def some_words(chance: random.Random, most: int = 9) -> str:
     return " ".join(chance.choices("abcdefghijklmnop", k=chance.randint(1, most)))
 
 
-def encoder() -> TextEncoder:
+def encoder(**options: Any) -> TextEncoder:
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    return TextEncoder(BertModel(BertConfig(vocab_size=40, **sizes)), [Pooling(["mean"]), Normalize()])
+    return embedder(BertModel(BertConfig(vocab_size=40, **sizes)), tokenizer(), **options)
 
 
 # ---- texts -----------------------------------------------------------------------------------------------
@@ -93,26 +94,21 @@ def test_texts_are_cut_as_the_reader_of_one_text_to_classify_cuts_them() -> None
 
 
 def test_each_kind_of_text_has_its_prompt() -> None:
-    prompts = {"query": "query ", "document": "passage ", "text": "B "}
-    asked = rows_of(query=["a"], document=["A b"])
-    of = reader(query="query", document="document", prompts=prompts, lower=True)
+    prompts = {"query": "query ", "passage": "passage ", "other": "B "}
+    asked = rows_of(query=["a"], document=["a b"])
+    of = reader(query="query", document="document", prompts=prompts)
     assert texts_of(read(of, asked)) == ["query a", "passage a b"]
     assert texts_of(read(of, asked, use="judge")) == ["query a", "passage a b"]
-    # Lower case makes an unknown word of the prompt "B".
-    assert texts_of(read(reader(text=("text",), prompts=prompts), rows_of(text=["a"]))) == ["B a"]
-    assert texts_of(read(reader(text=("text",), prompts=prompts, lower=True), rows_of(text=["a"]))) == ["b a"]
+    of = reader(text=("text",), prompts=prompts, default_prompt_name="other")
+    assert texts_of(read(of, rows_of(text=["a"]))) == ["B a"]
 
 
 def test_each_kind_of_text_has_its_length() -> None:
     asked = rows_of(query=["a b c d e f"], document=["g h i j k"])
-    of = reader(query="query", document="document", max_length=5, lengths={"query": 4})
+    of = reader(query="query", document="document", max_length=5, query_length=4)
     assert texts_of(read(of, asked)) == ["a b", "g h i"]  # beside two special tokens
-    of = reader(query="query", document="document", lengths={"query": 4}, special_tokens=False)
-    batches = read(of, asked)
-    assert [batch["input_ids"].shape[1] for batch in batches] == [4, 5]
-    assert texts_of(batches) == ["a b c d", "g h i j k"]
-    of = reader(text=("text",), max_length=5, tokenizer={"truncation_side": "left"})
-    assert texts_of(read(of, rows_of(text=["a b c d e f"]))) == ["d e f"]
+    of = reader(query="query", document="document", max_length=3, query_length=4)
+    assert texts_of(read(of, asked)) == ["a", "g"]
 
 
 # ---- pairs -----------------------------------------------------------------------------------------------
@@ -346,11 +342,7 @@ def given(model: Any, texts: Any, task: Task | None = None, **options: Any) -> l
 
 def test_a_list_of_texts_is_read_as_the_rows_of_a_data_set() -> None:
     texts = ["a b", "c", "a b", "d e f"]
-    settings = SentenceSettings((), prompts={"text": "query "})
-    found = given(encoder(), texts, FeatureExtraction(BertConfig(), settings=settings))
-    assert texts_of(found) == ["query c", "query a b", "query d e f"]
-    model = encoder()
-    model.settings = SentenceSettings((), max_length=5, prompts={"text": "passage "}, lower=True)
+    model = encoder(max_seq_length=5, prompts={"x": "passage "}, default_prompt_name="x")
     assert texts_of(given(model, texts)) == ["passage c", "passage a b", "passage d e"]
     rows = given(encoder(), rows_of(text=texts))
     assert texts_of(rows) == ["c", "a b", "d e f"]
@@ -387,7 +379,7 @@ def test_a_list_of_pairs_is_grouped_by_its_queries_where_there_is_one_label() ->
 def test_bad_lists_of_texts(texts: Any, task: str, options: Any, error: type[Exception], match: str) -> None:
     model = encoder() if task == "feature-extraction" else bert(num_labels=1)
     with pytest.raises(error, match=match):
-        given(model, texts, TASKS[task](model.config), **options)
+        given(model, texts, TASKS[task](model.config) if task == "text-generation" else None, **options)
 
 
 def test_a_data_set_of_queries_describes_its_rows_when_judged() -> None:

@@ -1,5 +1,6 @@
 """Rankings of embeddings and rerankers, against loops over the queries and scikit-learn."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,14 +17,14 @@ from hies_export.evaluate import ranking
 from hies_export.evaluate.judge import Judge, Judgement
 from hies_export.evaluate.metrics import METRICS, check_metrics
 from hies_export.evaluate.ranking import RankedGroups, RankedTexts, kind_of_rows
-from hies_export.model.text_encoder import SentenceSettings, Similarity
+from hies_export.model.text_encoder import Similarity, TextReader
 from hies_export.tasks import FeatureExtraction, Predictions
 
 Batches = list[dict[str, Tensor]]
 
 
 def embedding(similarity: Similarity = "cosine") -> FeatureExtraction:
-    return FeatureExtraction(None, settings=SentenceSettings((), similarity=similarity))
+    return FeatureExtraction(None, reader=TextReader(SimpleNamespace(similarity_fn_name=similarity)))
 
 
 def embedded(vectors: Tensor) -> Predictions:

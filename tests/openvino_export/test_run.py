@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from sentence_transformers import SentenceTransformer
 from support.models import save_project
 from support.runs import hies
 from support.sentences import WIDTH, dense, sentence_folder
@@ -100,7 +101,6 @@ def test_the_command_calibrates_on_the_rows_it_is_given(tmp_path: Path, capsys: 
 
 
 def test_sentence_transformers_runs_an_embedding_model_in_8_bits(tmp_path: Path) -> None:
-    sentence_transformers = pytest.importorskip("sentence_transformers", reason="sentence-transformers is missing")
     source = sentence_folder(tmp_path / "dense", [dense(WIDTH, 12), ("Normalize", {}, {})])
     texts = [f"a{number % 7} b{number % 11} c{number}" for number in range(60)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps({"sentence": text}) + "\n" for text in texts))
@@ -110,8 +110,7 @@ def test_sentence_transformers_runs_an_embedding_model_in_8_bits(tmp_path: Path)
     served = read_served(out)
     assert (served.file, served.runtime) == ("openvino_model.xml", "openvino")
     ours, theirs = (
-        sentence_transformers.SentenceTransformer(str(folder), device="cpu", trust_remote_code=True).encode(texts)
-        for folder in (out, source)
+        SentenceTransformer(str(folder), device="cpu", trust_remote_code=True).encode(texts) for folder in (out, source)
     )
     assert ((ours * theirs).sum(1) > 0.99).all()
 

@@ -11,6 +11,7 @@ import pytest
 import scipy.stats
 import torch
 from datasets import Dataset
+from sentence_transformers import SentenceTransformer
 from support.models import bert, word_tokenizer, write_recipe
 from support.runs import deploy_on, without_tracing
 from support.sentences import WORDS, bert_encoder, sentence_folder
@@ -27,7 +28,6 @@ from transformers import (
 )
 
 import hies_export
-from hies_export.checkpoint.sentence import load_sentence
 from hies_export.data.batches import samples_of, size_of
 from hies_export.errors import DataError, RecipeError, RequestError
 from hies_export.pipeline import choose as choosing
@@ -115,13 +115,8 @@ def reranker_folder(folder: Path, **options: Any) -> Path:
 
 def embed(folder: Path, of: list[str]) -> Tensor:
     """Return the embeddings of texts, one at a time."""
-    model, tokenizer = load_sentence(folder), AutoTokenizer.from_pretrained(folder)
-    length = model.settings.max_length
-    with torch.no_grad():
-        return torch.cat([
-            model(**tokenizer(text, return_tensors="pt", truncation=True, max_length=length)).sentence_embedding
-            for text in of
-        ]).double()  # fmt: skip
+    model = SentenceTransformer(str(folder), device="cpu", trust_remote_code=True)
+    return torch.tensor(model.encode(of, batch_size=1)).double()
 
 
 def order_of(scores: list[float]) -> list[int]:

@@ -204,6 +204,7 @@ def promise_of(asked: dict[str, Any], rows: Any, task: Any, metrics: tuple[str, 
     """Return the promise for held-out rows of sentences."""
     options = PruneSection(budget=Budget(keep=asked_of(asked)))
     job: Any = {"model": None, "processor": None, "modules": (), "scored": (), "shapes": {}, "exporter": None}
+    job["given"] = None
     return search.promise_of(Job(task=task, rows=Rows([], rows), options=options, metrics=metrics, **job), 0.98)
 
 

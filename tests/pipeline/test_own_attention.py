@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from support.models import SIX_HEADS, shake, word_tokenizer, write_recipe, write_rows
 from support.runs import hies, without_tracing
-from support.sentences import WORDS, sentence_folder
+from support.sentences import WORDS, load_embedder, sentence_folder
 from transformers import (
     AutoModel,
     AutoModelForSequenceClassification,
@@ -17,8 +17,6 @@ from transformers import (
     MPNetConfig,
     MPNetModel,
 )
-
-from hies_export.checkpoint.sentence import load_sentence
 
 TIMED = {"runtimes": ["torch"], "shapes": [[2, 16]], "repeats": 2}
 # What the configs of DeBERTa v3 have.
@@ -90,5 +88,5 @@ def test_an_mpnet_that_lost_heads_embeds_as_the_masked_one(tmp_path: Path) -> No
         expected = dense(**tokens).last_hidden_state.mean(1)
         stock = AutoModel.from_pretrained(tmp_path / "out/slim", trust_remote_code=True)
         assert torch.allclose(stock(**tokens).last_hidden_state.mean(1), expected, atol=1e-4)
-        found = load_sentence(tmp_path / "out/slim")(**tokens).sentence_embedding
+        found = load_embedder(tmp_path / "out/slim")(**tokens).sentence_embedding
     assert torch.allclose(found, torch.nn.functional.normalize(expected, dim=-1), atol=1e-4)

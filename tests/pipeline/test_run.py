@@ -525,10 +525,8 @@ def test_what_bench_prints_is_shown_again(project: Path, capsys: pytest.CaptureF
 
 def test_public_names_are_complete() -> None:
     assert set(hies_export.__all__) == set(hies_export._HOMES)
-    # What sentence-transformers imports needs it.
-    left_out = set() if importlib.util.find_spec("sentence_transformers") else {"hies_export.served"}
     for module in pkgutil.walk_packages(hies_export.__path__, "hies_export."):
-        if not module.name.endswith("__main__") and module.name not in left_out:
+        if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
     for name in hies_export.__all__:
         value = getattr(hies_export, name)

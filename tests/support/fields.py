@@ -9,10 +9,10 @@ from typing import Any
 
 import PIL.Image
 import torch
+from sentence_transformers import CrossEncoder
 from transformers import ViTImageProcessorPil
 
 from hies_export import PruningRecipe
-from hies_export.checkpoint.sentence import cross_encoder_files
 from hies_export.evaluate.predict import predict
 from hies_export.pipeline.load_job import load_job
 from support.models import bert, causal_lm, generative_tokenizer, vit, word_tokenizer, write_rows
@@ -83,9 +83,8 @@ def _embedder(folder: Path) -> Path:
 def _reranker(folder: Path) -> Path:
     bert(**SMALL, num_labels=2, max_position_embeddings=16).save_pretrained(folder)
     word_tokenizer(["good", "bad", "fine"]).save_pretrained(folder)
-    options = {"activation_fn": "torch.nn.modules.linear.Identity", "prompts": {"q": "good "}}
-    for name, content in cross_encoder_files({**options, "default_prompt_name": None}, 12).items():
-        (folder / name).write_text(json.dumps(content))
+    how = {"prompts": {"q": "good "}, "activation_fn": torch.nn.Identity(), "max_length": 12}
+    CrossEncoder(str(folder), device="cpu", **how).save_pretrained(str(folder), create_model_card=False)
     return folder
 
 

@@ -1,4 +1,4 @@
-"""Write folders as sentence-transformers does, without it: a tiny encoder, and what turns it into embeddings."""
+"""Write folders as older and newer releases of sentence-transformers do, and make embedding models in memory."""
 
 import json
 from collections.abc import Sequence
@@ -11,6 +11,8 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import BertConfig, BertModel, PreTrainedModel
 
+from hies_export.checkpoint.sentence import load_sentence, unwrap
+from hies_export.model.text_encoder import TextEncoder
 from support.models import SIX_HEADS, shake, word_tokenizer
 
 WORDS = [f"w{number}" for number in range(90)]
@@ -33,12 +35,19 @@ def t5_encoder(kind: str) -> PreTrainedModel:
     return shake(getattr(transformers, f"{kind}EncoderModel")(config))
 
 
-def t5_batch() -> dict[str, torch.Tensor]:
-    """Return two texts, of which one is padded."""
-    mask = torch.ones(2, 9, dtype=torch.int64)
-    mask[1, 5:] = 0
-    tokens = torch.randint(4, 90, (2, 9), generator=torch.Generator().manual_seed(0))
-    return {"input_ids": tokens * mask, "attention_mask": mask}
+def embedder(encoder: PreTrainedModel, tokenizer: Any, **options: Any) -> TextEncoder:
+    """Return an embedding model in memory with mean pooling; the options are attributes of its SentenceTransformer."""
+    model: TextEncoder = unwrap(encoder, {"pooling": "mean"}, tokenizer).model
+    for name, value in options.items():
+        owner = model.reader.given[0] if name.endswith("_length") else model.reader.given
+        setattr(owner, name, value)
+    return model
+
+
+def load_embedder(folder: Path) -> TextEncoder:
+    """Return the embedding model in a folder."""
+    model: TextEncoder = load_sentence(folder).model
+    return model
 
 
 def dense(inputs: int, outputs: int, activation: type[nn.Module] = nn.Tanh, **config: Any) -> Layer:

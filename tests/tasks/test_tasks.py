@@ -10,13 +10,12 @@ import pytest
 import torch
 import transformers
 from support.generative import padded
-from support.models import bert, causal_lm, image_batch, text_batch, vit
+from support.models import bert, causal_lm, image_batch, text_batch, vit, word_tokenizer
 from support.reports import make_report
-from support.sentences import bert_encoder
+from support.sentences import bert_encoder, embedder
 from transformers import BertConfig, BertForMultipleChoice, PreTrainedModel
 
 from hies_export.evaluate.metrics import METRICS
-from hies_export.model.text_encoder import Pooling, TextEncoder
 from hies_export.recipe.sections import Columns
 from hies_export.report.card import render_card
 from hies_export.tasks import (
@@ -74,7 +73,7 @@ def test_every_task_has_what_others_ask_it_for(task: type[Task]) -> None:
 
 
 def test_a_model_has_the_task_of_its_class_or_else_of_its_labels() -> None:
-    encoder = TextEncoder(bert_encoder(), [Pooling(["mean"])])
+    encoder = embedder(bert_encoder(), word_tokenizer(["a"]))
     found = [type(task_of(model)) for model in (bert(), vit(), causal_lm(), encoder)]
     assert found == [TextClassification, ImageClassification, TextGeneration, FeatureExtraction]
     model = BertForMultipleChoice(bert().config)
