@@ -127,7 +127,7 @@ def statistics(device: str) -> Found:
     found: Found = {}
     for name, model, batches in _tiny():
         modules = find_modules(model, batches[0], kinds=BOTH)
-        needs = needs_of(*CRITERIA) if "labels" in batches[0] else ("his", "entropy", "obs", "output_norm")
+        needs = needs_of(*CRITERIA)
         wanted = collect_statistics(model, batches, modules, needs=needs).values
         for precision, dtype in DTYPES.items():
             there = convert(model, device=device, dtype=dtype)

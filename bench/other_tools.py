@@ -29,7 +29,6 @@ from hies_export.forms.measure.machine import machine_facts
 from hies_export.forms.onnx.export import export_onnx
 from hies_export.forms.onnx.quantize import quantize_onnx
 from hies_export.forms.runtimes.base import load_runtime
-from hies_export.pipeline.draw import Draws
 from hies_export.pipeline.job import Job
 from hies_export.pipeline.load_job import load_job
 from hies_export.pipeline.recipe import PruningRecipe
@@ -61,12 +60,13 @@ def main() -> None:
     options = parser.parse_args()
     fields: dict[str, Any] = {
         "evaluation.samples": None,
+        "calibration.samples": ROWS,
+        "prune": {"budget": {"heads": 0.5}, "alpha": 0.5},  # nothing is pruned: no rows are held out or refitted on
         "measure": {"runtimes": [], "shapes": [list(shape) for shape in SHAPES]},
         **read_overrides(options.fields),
     }
     recipe = PruningRecipe.from_yaml(options.recipe, overrides=fields)
-    draws = Draws(seed=recipe.calibration.seed, scoring=ROWS, held_out=0, compensation=0)
-    resolved = load_job(recipe, draws=draws)
+    resolved = load_job(recipe)
     if options.step == "give":
         give(resolved, options.run, options.given)
         return

@@ -102,19 +102,7 @@ FORMATS: Registry[Any] = Registry(
 )
 
 # In the order of help and of error messages.
-_CRITERIA = (
-    "hies",
-    "his",
-    "fisher",
-    "ad",
-    "l2",
-    "random",
-    "activation",
-    "output-norm",
-    "obs",
-    "llm-pruner-block",
-    "ae + activation-l2",
-)
+_CRITERIA = ("hies", "his", "fisher", "ad", "l2", "random", "activation")
 CRITERIA: Registry[Any] = Registry("criteria", dict.fromkeys(_CRITERIA, "score.criteria"))
 # Not in `CRITERIA`, because it needs more than averages per unit; see `score_compensated`.
 COMPENSATED = "compensated"

@@ -19,7 +19,6 @@ from hies_export.errors import (
     listed,
     require_package,
 )
-from hies_export.evaluate.lm_eval import check_benchmarks
 
 
 def drawn_tree() -> dict[str, str | None]:
@@ -56,7 +55,6 @@ def test_all_problems_of_a_recipe_are_in_its_message() -> None:
 # What needs a package, by the extra that installs it.
 NEEDS: dict[str, Callable[[], object]] = {
     "gguf": lambda: export_gguf(bert(), "out", tokenizer=None),
-    "lm-eval": lambda: check_benchmarks(["piqa"]),
     "openvino": lambda: load_runtime("openvino", "model"),
 }
 

@@ -7,8 +7,7 @@ passes.py     a pass over the rows, or as many as a memory limit makes necessary
 statistics.py `Statistics`, and `collect_statistics`: one forward and one backward pass per batch
 gates.py      "his": gradients to a gate of one on every unit's output
 entropy.py    "entropy": entropies of attention rows
-inputs.py     "activation_l2", "output_norm" and "obs": sums over the inputs of consumers
-weight_gradients.py  "weight_l2", "taylor" and "channel_taylor": sums over weights and their gradients
+weight_norms.py  "weight_l2": sums over the weights of a unit
 readings.py   what consumers read in a batch, with gradients; `EffectStream`, for `score_compensated`
 moments.py    `MomentStream`, for `compensate`, and the ridge regression that moments allow
 abreast.py    `abreast`: many batches that wait at one layer after the other, for refits layer by layer

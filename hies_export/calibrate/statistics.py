@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,21 +18,29 @@ from ..data.batches import OWN_KEY, batches_fingerprint, size_of
 from ..errors import DataError, StepError, memory_failure
 from ..kinds import ATTENTION
 from ..model.internals import checkpointing
-from ..model.modes import frozen, intercept, output_alone, requiring_gradients
-from ..model.tokens import refuse_tokens_first
+from ..model.modes import frozen, intercept, output_alone
+from ..model.tokens import real_tokens, refuse_tokens_first
 from ..progress import SILENT, Progress
 from ..tasks import task_of
 from ..units.units import PrunableModule
-from . import inputs, weight_gradients
 from .entropy import Entropies
 from .gates import Gates
 from .moments import MomentStream
 from .passes import run_pass
+from .readings import by_sample
+from .weight_norms import weight_l2
 
 logger = logging.getLogger(__name__)
 
 # Statistics that every run collects.
 DEFAULT_NEEDS = ("his", "entropy", "weight_l2")
+
+# Takes the model, calibration batches and modules, and returns module -> (units,) float64 on CPU.
+Collect: TypeAlias = Callable[
+    [PreTrainedModel, Sequence[dict[str, Tensor]], Sequence[PrunableModule]], Mapping[str, Tensor]
+]
+# Statistics that criteria bring, by name, see `score.criteria.criterion`.
+OWN: dict[str, Collect] = {}
 
 
 @dataclass(frozen=True)
@@ -108,12 +116,11 @@ def collect_statistics(
         modules: From `find_attention`. Modules of an image tower must see one image per sample. A unit whose output is
             not used (as in the last layer of LLaVA's tower) has an HIS of 0.
         needs: Statistics to collect beside "his", "fisher", "entropy" and "weight_l2", which are always collected:
-            "activation_l2", "output_norm" and "obs" (see `inputs.InputSums`), "taylor" and "channel_taylor" (see
-            `weight_gradients.WeightGradients`).
+            "activation_l2", the mean norm of a unit's output over real tokens, and those that criteria bring.
         progress: Shows the loop over the batches.
 
     Returns:
-        The statistics: (units,) float64 on CPU per module, except "channel_taylor", (groups * unit_width,).
+        The statistics: (units,) float64 on CPU per module.
 
     Raises:
         DataError: There is no batch, labels are needed and missing, or a sample has no label token.
@@ -126,7 +133,8 @@ def collect_statistics(
         >>> statistics.calibration.samples, statistics.calibration.labels, statistics["his"][modules[0].name].shape
         (32, 'data', torch.Size([6]))
     """
-    labelled = _check_labels(model, batches, needs)
+    labelled = _check_labels(model, batches)
+    own = {name: OWN[name](model, batches, modules) for name in dict.fromkeys(needs) if name in OWN}
     passing = _Pass(model, modules, needs, at_once=max(map(size_of, batches)))
     times = task_of(model, batches[0]).repeats
 
@@ -136,7 +144,7 @@ def collect_statistics(
     with passing.running():
         at_once = run_pass(model, batches, add, passing.tensors(), name="score", progress=progress)
     calibration = _calibration(batches, labelled=labelled, batch_size=min(at_once))
-    return Statistics(passing.values(times * calibration.samples), calibration)
+    return Statistics(passing.values(times * calibration.samples) | own, calibration)
 
 
 def without_statistics(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]]) -> Statistics:
@@ -145,7 +153,7 @@ def without_statistics(model: PreTrainedModel, batches: Sequence[dict[str, Tenso
     Raises:
         DataError: There is no batch, or a sample has no label token.
     """
-    labelled = _check_labels(model, batches, ())
+    labelled = _check_labels(model, batches)
     return Statistics({}, _calibration(batches, labelled=labelled, batch_size=max(map(size_of, batches))))
 
 
@@ -158,13 +166,11 @@ def _calibration(batches: Sequence[dict[str, Tensor]], *, labelled: bool, batch_
     )
 
 
-def _check_labels(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], needs: Collection[str]) -> bool:
-    """Return whether the batches have labels; refuse batches without labels that a statistic needs."""
+def _check_labels(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]]) -> bool:
+    """Return whether the batches have labels; refuse batches without labels that the loss needs."""
     if not batches:
         raise DataError("calibration needs at least one sample, got none; raise calibration.samples")
     labelled = "labels" in batches[0] and OWN_KEY not in batches[0]
-    if not labelled and model.can_generate() and not set(weight_gradients.STATISTICS).isdisjoint(needs):
-        raise DataError("this model needs labels to be scored by the gradients of its weights; set data.label")
     task_of(model, batches[0]).check_batches(batches)
     return labelled
 
@@ -174,9 +180,7 @@ class _OfBatch(NamedTuple):
 
     gates: Mapping[str, Tensor]  # module -> (batch, units)
     entropies: Mapping[str, tuple[Tensor, int]]
-    inputs: Sequence[tuple[str, inputs.Added]]
-    weights: Mapping[str, Tensor | None]  # layer -> (out_features, in_features)
-    factor: float  # turns gradients of weights into those of the sum over the batch's samples
+    norms: Sequence[tuple[str, Tensor, int]]  # module, sums of norms over tokens, (units,), and how many tokens
 
 
 class _Pass:
@@ -188,23 +192,21 @@ class _Pass:
         self._model, self._modules, self._at_once = model, modules, at_once
         attention = [module for module in modules if module.kind == ATTENTION]
         self._entropies = Entropies(model, attention)
-        self._inputs = None if set(inputs.STATISTICS).isdisjoint(needs) else inputs.InputSums(model, modules, needs)
-        wanted = not set(weight_gradients.STATISTICS).isdisjoint(needs)
-        self._weights = weight_gradients.WeightGradients(model, modules) if wanted else None
+        self._units = {module.name: module.units for module in modules} if "activation_l2" in needs else {}
         # By what is added up, and by module, (units,): also the samples with attention rows, and batches with maps.
-        self._sums = {name: _zeros(modules) for name in ("his", "fisher")}
+        self._sums = {name: _zeros(modules) for name in ("his", "fisher", "norms", "tokens")}
         self._sums |= {name: _zeros(attention) for name in ("entropy", "rows", "maps")}
         self._samples, self._even = 0, False
         self._reset()
 
     def _reset(self) -> None:
         self._gates = Gates(self._modules)
-        self._read: dict[str, list[Tensor]] = {}
+        self._norms: list[tuple[str, Tensor, int]] = []
         self._entropies.take()
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Attach gates, entropies and sums to the model inside the block, with its weights frozen."""
+        """Attach gates and entropies to the model inside the block, with its weights frozen."""
         consumers = {module.name: module.consumer for module in self._modules}
         with ExitStack() as stack:
             stack.enter_context(frozen(self._model))
@@ -212,16 +214,18 @@ class _Pass:
             stack.enter_context(checkpointing(self._model))
             stack.enter_context(self._entropies.attached())
             stack.enter_context(intercept(self._model, consumers, self._on_read))
-            if self._weights is not None:
-                stack.enter_context(requiring_gradients(self._weights.parameters.values()))
             yield
 
     def _on_read(self, name: str, x: Tensor) -> Tensor:
         if not self._entropies.enabled:
             return x
-        if self._inputs is not None and self._entropies.recording:
-            self._read.setdefault(name, []).append(x.detach())
-        refuse_tokens_first(self._model, name, self._entropies.batch, x)
+        batch = self._entropies.batch
+        refuse_tokens_first(self._model, name, batch, x)
+        if self._units and self._entropies.recording:
+            outputs = by_sample(self._model, name, batch, x.detach())
+            tokens = outputs[real_tokens(self._model, name, batch, outputs)].double()  # (tokens, inputs)
+            norms = tokens.unflatten(1, (self._units[name], -1)).norm(dim=-1).sum(0).cpu()
+            self._norms.append((name, norms, len(tokens)))
         rows = self._entropies.rows.get(name)
         return self._gates.apply(name, x, samples=self._samples, rows=rows, even=self._even)
 
@@ -245,7 +249,6 @@ class _Pass:
                 torch.cuda.empty_cache()
                 continue
             self._add(found)
-            del found  # gradients of weights are as large as the model
             done += size_of(part)
         return self._at_once
 
@@ -264,16 +267,13 @@ class _Pass:
                 total, losses = task.loss(self._model, batch, index)
                 self._entropies.recording = False
                 gates = self._gates.tensors
-                parameters = {} if self._weights is None else self._weights.parameters
-                gradients = torch.autograd.grad(total, [*gates.values(), *parameters.values()], allow_unused=True)
+                gradients = torch.autograd.grad(total, [*gates.values()], allow_unused=True)
         finally:
             self._entropies.enabled = self._entropies.recording = False
         return _OfBatch(
-            self._gates.per_sample(dict(zip(gates, gradients, strict=False)), losses, index),
+            self._gates.per_sample(dict(zip(gates, gradients, strict=True)), losses, index),
             self._entropies.take(),
-            [] if self._inputs is None else [*self._inputs.of(batch, self._read)],
-            dict(zip(parameters, gradients[len(gates) :], strict=True)),
-            size_of(batch) / losses.sum().item(),
+            self._norms,
         )
 
     def _add(self, found: _OfBatch) -> None:
@@ -284,30 +284,24 @@ class _Pass:
             self._sums["entropy"][name] += entropies.sum(0)
             self._sums["rows"][name] += counted
             self._sums["maps"][name] += 1
-        for name, added in found.inputs:
-            assert self._inputs is not None
-            self._inputs.add(name, added)
-        for layer, gradient in found.weights.items():
-            assert self._weights is not None
-            if gradient is not None:
-                self._weights.add(layer, gradient, found.factor)
+        for name, norms, tokens in found.norms:
+            self._sums["norms"][name] += norms
+            self._sums["tokens"][name] += tokens
 
     def tensors(self) -> list[Tensor]:
-        more = [part.tensors() for part in (self._inputs, self._weights) if part is not None]
-        return [*chain(*(sums.values() for sums in self._sums.values()), *more)]
+        return [*chain(*(sums.values() for sums in self._sums.values()))]
 
     def values(self, samples: int) -> dict[str, dict[str, Tensor]]:
         """Return statistic -> module -> values of its units, float64 on CPU, after `samples`."""
-        his, fisher, entropy, rows, maps = self._sums.values()
-        averages = {name: total / rows[name].clamp(min=1) for name, total in entropy.items()}
-        return {
-            "his": {name: total / samples for name, total in his.items()},
-            "fisher": {name: total / samples for name, total in fisher.items()},
-            **({"entropy": averages} if all(seen.all() for seen in maps.values()) else {}),
-            "weight_l2": {module.name: weight_gradients.weight_l2(self._model, module) for module in self._modules},
-            **({} if self._inputs is None else self._inputs.values()),
-            **({} if self._weights is None else self._weights.values()),
-        }
+        sums = self._sums
+        found = {what: {name: total / samples for name, total in sums[what].items()} for what in ("his", "fisher")}
+        if all(seen.all() for seen in sums["maps"].values()):
+            rows = sums["rows"]
+            found["entropy"] = {name: total / rows[name].clamp(min=1) for name, total in sums["entropy"].items()}
+        found["weight_l2"] = {module.name: weight_l2(self._model, module) for module in self._modules}
+        if self._units:
+            found["activation_l2"] = {name: total / sums["tokens"][name] for name, total in sums["norms"].items()}
+        return found
 
 
 def _zeros(modules: Sequence[PrunableModule]) -> dict[str, Tensor]:

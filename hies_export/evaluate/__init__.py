@@ -9,5 +9,4 @@ In the order of reading:
 - `metrics.py` is the registry of metrics, each a plain function of numpy arrays. A recipe may also name a metric of
   the `evaluate` library.
 - `judge.py` applies metrics to predictions, and holds the dense model's predictions to compare others with.
-- `lm_eval.py` runs the benchmarks of lm-evaluation-harness.
 """

@@ -111,7 +111,7 @@ class Job:
         exporter: What exports models for runtimes that read files, by the options of the recipe.
         given: What the model was taken from, such as a SentenceTransformer; it also wraps slim models.
         measure: Which runtimes to time on, and how often.
-        evaluation: How it is judged, and the benchmarks to run.
+        evaluation: How it is judged.
         compound: How to join both models.
         deploy: What to search for in place of a budget.
         source: How the dense model is stored; None in memory.
@@ -534,11 +534,11 @@ def _in_towers(
     return tuple(module for module in modules if of[module.name] in wanted)
 
 
-def check_job(job: Job, *, criteria: Sequence[str] | None = None) -> Job:
-    """Refuse, before anything is computed, options that do not suit the model, or `criteria` in place of theirs."""
+def check_job(job: Job) -> Job:
+    """Refuse, before anything is computed, options that do not suit the model."""
     options, budget = job.options, job.budget
     _warn_without_compensation(options)
-    _check_criteria(options, job.scored, (options.criterion,) if criteria is None else criteria)
+    check_criteria(job, options.criterion)
     if options.compensation is not None:
         check_biases(job.model, job.scored, options.compensation.method)
     _check_enough_rows(job)
@@ -618,10 +618,11 @@ def _warn_without_compensation(options: PruneSection) -> None:
         )
 
 
-def _check_criteria(options: PruneSection, modules: Sequence[PrunableModule], criteria: Sequence[str]) -> None:
+def check_criteria(job: Job, *criteria: str) -> None:
     """Refuse criteria that cannot score the modules: of heads if only neurons go, or of whole key/value groups."""
+    options = job.options
     by_query = options.constraints.unit == "query"
-    grouped = any(module.group_size > 1 for module in modules)
+    grouped = any(module.group_size > 1 for module in job.scored)
     if by_query and not grouped:
         logger.warning(
             "unit: query is the same as unit: group here, because every head of this model has its own keys and "

@@ -27,7 +27,6 @@ from ..data.rows import load_rows, taken_from
 from ..data.splits import may_overlap, whole_split
 from ..errors import RequestError
 from ..evaluate.interval import confidence_of_each
-from ..evaluate.lm_eval import check_benchmarks
 from ..evaluate.metrics import METRICS, check_metrics
 from ..evaluate.ranking import RowsKind
 from ..forms.form import COMPOUNDS, Compound
@@ -43,74 +42,49 @@ from ..tasks import TASKS, FeatureExtraction, Task, TextGeneration
 from ..vocabulary.kept import check_request
 from .draw import Drawn, Draws, Promise, Splits, draw, evaluated, hold_out
 from .job import Job, Rows, check_apart, check_job, make_job, promised_metric
-from .recipe import PruneSection, PruningRecipe
+from .recipe import PruningRecipe
 from .trimming import Texts, read_in_dense, texts_in, texts_of, trim
 
 logger = logging.getLogger(__name__)
 
 
-def load_job(
-    recipe: PruningRecipe,
-    *,
-    options: PruneSection | None = None,
-    draws: Draws | None = None,
-    like: Job | None = None,
-    criteria: Sequence[str] | None = None,
-    runtimes: tuple[str, ...] | None = None,
-    progress: Progress = SILENT,
-) -> Job:
-    """Load model and rows, and check that the recipe can be run; every argument is by default what the recipe says.
-
-    All `criteria` must suit the model. A job that is `like` this one lends its model and its evaluation rows.
-    """
+def load_job(recipe: PruningRecipe, *, progress: Progress = SILENT) -> Job:
+    """Load model and rows, and check that the recipe can be run."""
     began = time.monotonic()
     progress.stage("read the data")
-    options = options or recipe.options
-    found = _Checkpoint.of(recipe, given=None if like is None else like.given)
+    options = recipe.options
+    found = _Checkpoint.of(recipe)
     config, task = found.config, _task(recipe, found)
     metrics = _metrics(recipe, task)
-    names = _checked_runtimes(recipe, runtimes_of(recipe, runtimes))
+    names = _checked_runtimes(recipe, runtimes_of(recipe))
     processor = found.processor(TASKS[recipe.task])
     whole = task = _to_read(task, recipe, found, processor, metrics)
-    model, trimming = (None, None) if like is None else (like.model, like.trimming)
+    model, trimming = None, None
     if recipe.vocabulary is not None:
-        if model is None:
-            texts = _texts(recipe, recipe.vocabulary)
-            check_request(tokenizer_of(processor), texts.used, keep=recipe.vocabulary.keep)
-            dense = _load(recipe, found, task, processor, progress)
-            progress.stage("trim the vocabulary")
-            model, processor, trimming = trim(dense, processor, texts, recipe.vocabulary)
-        else:
-            processor = like and like.processor
-        assert trimming is not None
+        texts = _texts(recipe, recipe.vocabulary)
+        check_request(tokenizer_of(processor), texts.used, keep=recipe.vocabulary.keep)
+        dense = _load(recipe, found, task, processor, progress)
+        progress.stage("trim the vocabulary")
+        model, processor, trimming = trim(dense, processor, texts, recipe.vocabulary)
         whole.config = trimming.dense.config
         task = _to_read(_task(recipe, found, model), recipe, found, processor, metrics)
         task.config = model.config
-    load = partial(task.load, **recipe.data.source)
-    splits, own = splits_of(recipe), Draws.of(options, recipe.calibration, recipe.compound)
-    splits = splits if draws else hold_out(splits, _promise(recipe, own, task, metrics), load)
-    draws = draws or own
+    load = rows_of(recipe, task)
+    draws = Draws.of(options, recipe.calibration, recipe.compound)
+    splits = hold_out(splits_of(recipe), _promise(recipe, draws, task, metrics), load)
     drawn = draw(splits, load, options, draws)
-    if like is None:
-        rows = evaluated(splits, load)
+    rows = evaluated(splits, load)
     if model is None:
         model = _load(recipe, found, task, processor, progress)
     task.config = model.config
-    batches = _batches(recipe, task, drawn)
-    if like is None:
-        batches = replace(
-            batches,
-            evaluation=_shortest_first(task, rows, splits.evaluation.batch_size),
-            evaluation_of=taken_from(rows),
-            in_order=_in_order(task, rows),
-            splits=splits,
-        )
-        in_dense = _in_dense(recipe, whole, task, {"held_out": drawn.held_out, "evaluation": rows}, splits)
-    else:
-        kept = {name: getattr(like.rows, name) for name in ("evaluation", "evaluation_of", "in_order", "splits")}
-        batches = replace(batches, **kept)
-        in_dense = {**like.rows.in_dense, **_in_dense(recipe, whole, task, {"held_out": drawn.held_out}, splits)}
-    batches = replace(batches, in_dense=in_dense)
+    batches = replace(
+        read_drawn(recipe, task, drawn),
+        evaluation=_shortest_first(task, rows, splits.evaluation.batch_size),
+        evaluation_of=taken_from(rows),
+        in_order=_in_order(task, rows),
+        splits=splits,
+        in_dense=_in_dense(recipe, whole, task, {"held_out": drawn.held_out, "evaluation": rows}, splits),
+    )
     progress.stage("find the units that may go")
     job = make_job(
         model,
@@ -126,14 +100,14 @@ def load_job(
         evaluation=splits.evaluation,
         compound=_compound(recipe, model, batches),
         given=found.given or Unwrapped(model),
-        source=like.source if like else _source(recipe, found, model, config),
+        source=_source(recipe, found, model, config),
         asked=requested(recipe, splits),
         trimming=trimming,
         seed=recipe.calibration.seed,
         began=began,
         progress=progress,
     )
-    job = check_job(_aligned(job), criteria=criteria)
+    job = check_job(_aligned(job))
     if task.images and not task.text:
         check_one_size([*batches.score, *batches.held_out, *batches.refit, *batches.evaluation])
     if not check_apart(job):
@@ -192,7 +166,12 @@ def _aligned(job: Job) -> Job:
     return replace(job, options=job.options.model_copy(update={"multiple_of": aligned}))
 
 
-def _batches(recipe: PruningRecipe, task: Task, drawn: Drawn) -> Rows:
+def rows_of(recipe: PruningRecipe, task: Task) -> Callable[..., datasets.Dataset]:
+    """Return a function that loads rows of a split of the recipe's data."""
+    return partial(task.load, **recipe.data.source)
+
+
+def read_drawn(recipe: PruningRecipe, task: Task, drawn: Drawn) -> Rows:
     """Return the batches that decide which units a model loses."""
     size = recipe.calibration.batch_size
     held_out = _shortest_first(task, drawn.held_out, size)
@@ -266,7 +245,7 @@ def rows_in_order(recipe: PruningRecipe) -> Callable[[int], list[Batch]]:
     """Return a function of a batch size that gives batches of the first 512 evaluation rows, in their order."""
     found = _Checkpoint.of(recipe)
     task = _to_read(_task(recipe, found), recipe, found, found.processor(TASKS[recipe.task]))
-    rows = evaluated(splits_of(recipe), partial(task.load, **recipe.data.source))
+    rows = evaluated(splits_of(recipe), rows_of(recipe, task))
     return _in_order(task, rows)
 
 
@@ -274,9 +253,8 @@ def refit_rows(recipe: PruningRecipe) -> list[Batch]:
     """Return batches of the rows that a recipe refits on if it holds none out, without loading its model."""
     found = _Checkpoint.of(recipe)
     task = _to_read(_task(recipe, found), recipe, found, found.processor(TASKS[recipe.task]))
-    load = partial(task.load, **recipe.data.source)
     draws = replace(Draws.of(recipe.options, recipe.calibration), held_out=0, apart=False)
-    drawn = draw(splits_of(recipe), load, recipe.options, draws)
+    drawn = draw(splits_of(recipe), rows_of(recipe, task), recipe.options, draws)
     return task.read(drawn.compensation, size=recipe.calibration.batch_size, use="refit")
 
 
@@ -296,7 +274,7 @@ def _task(recipe: PruningRecipe, found: _Checkpoint, model: PreTrainedModel | No
 
 
 def _metrics(recipe: PruningRecipe, task: Task) -> tuple[str, ...]:
-    """Return the names of the metrics, the report's first, after checking that metrics and benchmarks fit the task."""
+    """Return the names of the metrics, the report's first, after checking that the metrics fit the task."""
     extra = () if recipe.goal.metric is None else (recipe.goal.metric,)
     named = (*recipe.evaluation.metrics, *extra)
     rows = _kind_of_rows(recipe)
@@ -309,8 +287,6 @@ def _metrics(recipe: PruningRecipe, task: Task) -> tuple[str, ...]:
     predicts = "choices" if choices else task.predicts
     names, labels = tuple(dict.fromkeys((*metrics, *extra))), getattr(task.config, "num_labels", None)
     check_metrics(names, predicts=predicts, rows=rows, labels=labels)
-    if recipe.evaluation.lm_eval:
-        check_benchmarks(recipe.evaluation.lm_eval)
     return tuple(metrics)
 
 
@@ -324,10 +300,10 @@ def _kind_of_rows(recipe: PruningRecipe) -> RowsKind | None:
     return "queries" if data.query is not None else "texts" if data.label is None else "pairs"
 
 
-def runtimes_of(recipe: PruningRecipe, wanted: tuple[str, ...] | None = None) -> tuple[str, ...]:
+def runtimes_of(recipe: PruningRecipe) -> tuple[str, ...]:
     """Return the names of the runtimes to measure on, and the runtime of a latency budget."""
-    names, timed = recipe.measure.runtimes if wanted is None else wanted, recipe.goal.timed
-    if wanted is None and recipe.deploy is not None:
+    names, timed = recipe.measure.runtimes, recipe.goal.timed
+    if recipe.deploy is not None:
         return ()  # it measures in all forms
     return names if timed is None else tuple(dict.fromkeys((*names, timed.runtime)))
 
@@ -371,7 +347,7 @@ class _Checkpoint:
     given: Unwrapped | None = None
 
     @classmethod
-    def of(cls, recipe: PruningRecipe, given: Unwrapped | None = None) -> _Checkpoint:
+    def of(cls, recipe: PruningRecipe) -> _Checkpoint:
         """Find the checkpoint, and check that its class fits the task; one of sentence-transformers is loaded."""
         hub: dict[str, Any] = {} if recipe.revision is None else {"revision": recipe.revision}
         ranks = recipe.task == "text-classification"
@@ -392,9 +368,8 @@ class _Checkpoint:
             how: dict[str, Any] = {"dtype": recipe.dtype, "device_map": recipe.device_map}
             return load_dense(folder, model_class, config=config, **how)
 
-        if given is None or given.folder is None:
-            how = {"pooling": recipe.pooling, "normalize": recipe.normalize, **hub}
-            given = load_sentence(recipe.model, device=device_to_prune_on(), load=load, **how)
+        how = {"pooling": recipe.pooling, "normalize": recipe.normalize, **hub}
+        given = load_sentence(recipe.model, device=device_to_prune_on(), load=load, **how)
         assert given.folder is not None
         return cls(given.folder, given.model.config, {}, given=given)
 

@@ -348,10 +348,6 @@ class PruningRecipe(Section):
         export, held_out, evaluation, name = self.export, self.held_out, self.evaluation, self.task
         refusal = task.refusal(self.data)
         first_broken(
-            (
-                evaluation.lm_eval and not task.decodes_text,
-                f"evaluation.lm_eval judges language models (text-generation), got task: {name}",
-            ),
             (refusal, refusal or ""),
             (
                 deploy and given,
@@ -568,10 +564,6 @@ def _resolve_paths(fields: dict[str, Any], folder: Path) -> None:
     if isinstance(fields.get("output"), str):
         fields["output"] = Path(os.path.normpath(at(fields["output"])))
     evaluation = fields.get("evaluation")
-    if isinstance(evaluation, dict) and isinstance(evaluation.get("lm_eval"), list):
-        evaluation["lm_eval"] = [
-            str(at(task)) if at(task).suffix in (".yaml", ".yml") else task for task in evaluation["lm_eval"]
-        ]
     if isinstance(evaluation, dict) and isinstance(evaluation.get("metrics"), list):
         evaluation["metrics"] = [
             str(at(name)) if "/" in str(name) and os.path.exists(at(name)) else name for name in evaluation["metrics"]

@@ -83,7 +83,6 @@ def _details(
         **({"neurons": neurons} if neurons else {}),
         outcome=measured.outcome,
         metrics=evaluation.metrics,
-        benchmarks=evaluation.benchmarks,
         uncompensated=evaluation.uncompensated,
         compensation=slim.fits,
         alpha_curve=choice.alpha_curve,

@@ -23,7 +23,6 @@ from ..checkpoint.weights import weight_bytes
 from ..data.batches import Batch, batches_fingerprint, size_of
 from ..errors import DropError, NonFiniteError
 from ..evaluate.judge import Quality, Tried
-from ..evaluate.lm_eval import run_benchmarks
 from ..evaluate.predict import Predictor, predict
 from ..forms.deployment import DeployWay, SizeTried
 from ..forms.form import Compound
@@ -466,13 +465,12 @@ def confirm(job: Job, slim: Slim, served: TimedSection | None) -> Slim:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How a slim model compares with the dense one: metrics and lm-eval benchmarks by name, stability, and rankings."""
+    """How a slim model compares with the dense one: metrics by name, stability, and rankings."""
 
     metrics: Mapping[str, Both[float]]
     stability: float  # share of predictions that equal the dense model's, in [0, 1]
     kept_ends: tuple[float, float] | None  # of the 95 % interval of what is kept, as in `Judge.kept`
     uncompensated: Quality | None  # of the cut model without compensation; None if that is not asked for
-    benchmarks: Mapping[str, Both[float]]
     ranking: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # of the slim model, as in `Judge.ranking`
     tolerance: float | None = None  # largest difference of numbers of a regression that are the same
 
@@ -490,7 +488,7 @@ def try_metrics(job: Job) -> None:
 def compare(job: Job, slim: PreTrainedModel, *, uncompensated: Selection | None = None) -> Evaluation:
     """Compare the slim model with the dense one on the evaluation rows, in memory on the held-out ones.
 
-    A selection that is only cut is judged beside them, and so are the benchmarks that are asked for.
+    A selection that is only cut is judged beside them.
     """
     judge = job.judge(job.rows.evaluation or job.rows.held_out, index=None, progress=job.progress)
 
@@ -504,27 +502,14 @@ def compare(job: Job, slim: PreTrainedModel, *, uncompensated: Selection | None 
         # Masked and cut models predict the same: `compare_cut` has checked that.
         with masked_units(job.model, uncompensated, job.modules):
             masked = judge.of(predictions_of(job.model))
-    benchmarks: Mapping[str, Both[float]] = {}
-    if job.evaluation.lm_eval:
-        job.progress.stage("run the benchmarks of lm-eval on both models")
-        benchmarks = _side_by_side(*(_benchmarks(job, model) for model in (job.model, slim)))
-    metrics, ranking = _side_by_side(dense.metrics, pruned.metrics), judge.ranking(predictions)
+    metrics = {name: Both(value, pruned.metrics[name]) for name, value in dense.metrics.items()}
+    ranking = judge.ranking(predictions)
     # Rankings are compared by their order, whatever the logits.
     tolerance = None if ranking else judge.task.tolerance_on(judge.dense)
     low, high = judge.kept_ends(predictions)
     # Without end where so few rows are ranked that the dense model finds nothing in some resamples.
     ends = (low, high) if math.isfinite(high) else None
-    return Evaluation(metrics, pruned.stability, ends, masked, benchmarks, ranking, tolerance)
-
-
-def _benchmarks(job: Job, model: PreTrainedModel) -> dict[str, float]:
-    asked = job.evaluation
-    how: dict[str, Any] = {"samples": asked.samples, "batch_size": asked.batch_size}
-    return processes.on_main(lambda: run_benchmarks(model, job.processor, asked.lm_eval, **how))
-
-
-def _side_by_side(dense: Mapping[str, float], slim: Mapping[str, float]) -> dict[str, Both[float]]:
-    return {name: Both(dense[name], slim[name]) for name in dense}
+    return Evaluation(metrics, pruned.stability, ends, masked, ranking, tolerance)
 
 
 @dataclass(frozen=True)

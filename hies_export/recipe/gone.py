@@ -13,6 +13,8 @@ T = TypeVar("T")
 
 # A field of a recipe, or a field and a value -> what follows it in a sentence.
 FIELDS: Mapping[str, str] = {
+    "evaluation.lm_eval": "is gone; give the slim folder to lm-eval's own command: lm_eval --model hf --model_args "
+    "pretrained=RUN/slim,trust_remote_code=True --tasks TASK",
     "prune.criterion: hies-compensated": "is called compensated; set criterion: compensated",
     "prune.criterion: activation-l2": "is called activation; set criterion: activation",
 }

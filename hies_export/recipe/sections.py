@@ -181,15 +181,12 @@ class EvaluationSection(ComparisonSection):
         rows: Which rows, if there are more: "drawn" by a seed that is the same for every run, or the "first". Data sets
             are often sorted, by topic or by length.
         batch_size: Most rows that go through the model at once.
-        lm_eval: Benchmarks of lm-eval (an extra) for language models, in addition: names of its tasks, or YAML files.
-            `samples` documents of each are used.
     """
 
     split: str = "validation"
     samples: int | None = Field(None, ge=1)
     rows: Literal["drawn", "first"] = "drawn"
     batch_size: int = Field(32, ge=1)
-    lm_eval: tuple[str, ...] = ()
 
 
 class MultipleOf(Section):

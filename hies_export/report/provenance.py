@@ -130,9 +130,8 @@ def _with_absolute_paths(fields: Mapping[str, Any]) -> dict[str, Any]:
     data, evaluation = dict(fields["data"]), dict(fields.get("evaluation", {}))
     if data.get("files"):
         data["files"] = {split: absolute(path) for split, path in data["files"].items()}
-    for name in ("lm_eval", "metrics"):
-        if evaluation.get(name):
-            evaluation[name] = [changed(text) for text in evaluation[name]]
+    if evaluation.get("metrics"):
+        evaluation["metrics"] = [changed(text) for text in evaluation["metrics"]]
     given = {"evaluation": evaluation} if evaluation else {}
     if vocabulary := fields.get("vocabulary"):
         given["vocabulary"] = {**vocabulary, "files": [absolute(path) for path in vocabulary.get("files", ())]}

@@ -129,7 +129,6 @@ class Details(BaseModel):
     neurons: dict[str, NeuronCount] = Field(default_factory=dict)
     outcome: Outcome | None = None
     metrics: dict[str, Both[float]] = Field(default_factory=dict)
-    benchmarks: dict[str, Both[float]] = Field(default_factory=dict)
     uncompensated: Quality | None = None
     compensation: list[LayerFit] = Field(default_factory=list)
     alpha_curve: list[AlphaPoint] = Field(default_factory=list)

@@ -101,7 +101,7 @@ def size_rows(report: Report) -> list[SizeRow]:
 
 
 def comparison_table(report: Report, *, sizes: bool = True) -> Table:
-    """Return everything that both models have: units, sizes if wanted, metrics, stability, benchmarks.
+    """Return everything that both models have: units, sizes if wanted, metrics, stability.
 
     With compensation, the last column has the metrics of the cut alone.
     """
@@ -112,7 +112,6 @@ def comparison_table(report: Report, *, sizes: bool = True) -> Table:
         *(size[:4] for size in size_rows(report) if sizes),
         *([("GGUF file", "", si(report.bytes.gguf) + "B", "")] if report.bytes.gguf else []),
         *quality_rows(report.metrics, ranking, labelled=details.data.evaluation_labelled, same=same),
-        *(quality_row(name, values) for name, values in details.benchmarks.items()),
     ]
     header = ("", "dense", "slim", "change")
     if (before := details.uncompensated) is None:

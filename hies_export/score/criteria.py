@@ -7,12 +7,13 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..calibrate.statistics import Statistics
+from ..calibrate.statistics import OWN, Collect, Statistics
 from ..entry_points import AUTO as AUTO
 from ..entry_points import COMPENSATED as COMPENSATED
 from ..entry_points import CRITERIA as KNOWN
@@ -126,16 +127,19 @@ def criterion(
     kinds: tuple[str, ...] = (ATTENTION,),
     effect: str = "fisher",
     ranks: bool = True,
+    collects: Mapping[str, Collect] = MappingProxyType({}),
 ) -> Any:
     """Register a criterion, so that recipes, the command line and sweeps find it by its name.
 
     Use it as `@criterion` or `@criterion(needs=..., kinds=...)`. `Criterion` says what the function takes and returns.
-    Collecting a new statistic takes a change in `calibrate`.
 
     Args:
         function: The function that scores.
         name: Name in recipes; by default the function's name, with hyphens for underscores.
         needs, kinds, effect, ranks: See `Criterion`.
+        collects: Statistics that the criterion brings and `needs` names: name -> a function that `collect_statistics`
+            calls with the model, the calibration batches and the modules, and which returns module -> (units,) float64
+            on the CPU. `calibrate.readings.reading` gives it what consumers read.
 
     Returns:
         The function itself.
@@ -150,6 +154,7 @@ def criterion(
 
     def register(function: ScoreFunction) -> ScoreFunction:
         key = name or function.__name__.replace("_", "-")
+        OWN.update(collects)
         CRITERIA[key] = Criterion(key, function, needs, kinds, effect, ranks)
         return function
 
@@ -202,40 +207,6 @@ def random(statistics: Statistics, *, seed: int) -> Mapping[str, Tensor]:
 def activation(statistics: Statistics, *, normalize: str) -> Mapping[str, Tensor]:
     """Mean norm of the unit's output: units with a small output go first."""
     return min_max(statistics["activation_l2"], normalize=normalize, what="activation norm")
-
-
-@criterion(needs=("output_norm",), kinds=KINDS)
-def output_norm(statistics: Statistics, *, normalize: str) -> Mapping[str, Tensor]:
-    """E |W_u x_u|, the mean norm of the unit's share of the projected output; needs no gradients."""
-    return min_max(statistics["output_norm"], normalize=normalize, what="output norm")
-
-
-@criterion(needs=("obs",))
-def obs(statistics: Statistics, *, normalize: str) -> Mapping[str, Tensor]:
-    """Error that remains if the head is removed and the others are refitted (optimal brain surgeon, by blocks)."""
-    return min_max(statistics["obs"], normalize=normalize, what="OBS score")
-
-
-@criterion(needs=("taylor",))
-def llm_pruner_block(statistics: Statistics) -> Mapping[str, Tensor]:
-    """First-order Taylor importance of a head's weights, as in LLM-Pruner's block-wise mode (Ma et al. 2023).
-
-    LLM-Pruner never prunes the first three layers and the last. Here, in models of at least 8 layers, these lose heads
-    only after all others. Only attention is pruned, which is a second difference.
-    """
-    found = min_max(statistics["taylor"], normalize="model", what="Taylor importance")
-    last = len(found) - 1
-    kept = {0, 1, 2, last} if last >= 7 else set()
-    # By 1 alone, the least head of these layers would tie with the greatest of the others, and could go first.
-    return {name: values + (2.0 if layer in kept else 0.0) for layer, (name, values) in enumerate(found.items())}
-
-
-@criterion(name="ae + activation-l2", needs=("entropy", "activation_l2"))
-def ae_and_activation_l2(statistics: Statistics, *, alpha: float, normalize: str) -> Mapping[str, Tensor]:
-    """HIES with the mean norm of the head's output in place of its HIS (the paper's last appendix)."""
-    norm = min_max(statistics["activation_l2"], normalize=normalize, what="activation norm")
-    entropy = min_max(statistics["entropy"], normalize=normalize, what="entropy")
-    return {name: alpha * norm[name] + (1 - alpha) * (1 - entropy[name]) for name in norm}
 
 
 def needs_of(*names: str) -> tuple[str, ...]:

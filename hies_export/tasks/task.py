@@ -111,7 +111,7 @@ class Task(ABC):
     embeds: ClassVar[bool] = False  # whether they embed texts
     classifies: ClassVar[bool] = False  # whether a sample has one of several classes, whose logits say how sure it is
     in_parts: ClassVar[bool] = False  # whether they are exported in parts, so that there is no single graph to time
-    decodes_text: ClassVar[bool] = False  # whether llama.cpp runs them and lm-eval judges: decoders of text alone
+    decodes_text: ClassVar[bool] = False  # whether llama.cpp runs them: decoders of text alone
     places_by_labels: ClassVar[bool] = False  # whether labels say where predictions are read, so every row needs them
     encoder_decoders: ClassVar[bool] = True  # whether encoder-decoders that the Auto class loads are its models
     only_encoder_decoders: ClassVar[bool] = False  # whether no other model is

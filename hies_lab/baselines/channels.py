@@ -6,7 +6,7 @@ of o. A head of width w has w channels, so removing w channels removes as many w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hies_export.calibrate.weight_gradients import channel_rows, has_channels
+from hies_export.calibrate.weight_norms import slices_of
+from hies_export.data.batches import Batch
 from hies_export.errors import UnsupportedModelError
 from hies_export.model.linear import features_of, weight_of
 from hies_export.score.criteria import Scores
@@ -23,7 +24,38 @@ from hies_export.select.constraints import Constraints, check_budget
 from hies_export.select.select import select_units
 from hies_export.units.units import PrunableModule, Units
 
+from ..criteria import taylor_of_weights
 from .names import CHANNELS
+
+
+def has_channels(modules: Sequence[PrunableModule]) -> bool:
+    """Return whether all heads of all attention modules are equally wide in q, k, v and o."""
+    width = modules[0].unit_width
+    widths = [span.width for m in modules for part in m.slices if not part.parameter for span in part.spans]
+    return all(m.key_width == m.unit_width == width for m in modules) and all(n % width == 0 for n in widths)
+
+
+def sum_by_channel(module: PrunableModule, elements: Callable[[str], Tensor]) -> Tensor:
+    """Return the sum of a number per weight over every channel, (groups * unit_width,), as `sum_by_unit` does.
+
+    A channel is one feature of a key/value head, with the same feature of each of its query heads.
+    """
+    shape = (module.groups, module.group_size, module.unit_width)
+    total = elements(module.consumer).sum(0).view(shape).sum(1)
+    for name in module.producers:
+        rows = elements(name).sum(1)
+        for group, channels in channel_rows(module, name):
+            total[group] += rows[channels].sum(0)
+    return total.flatten()
+
+
+def channel_rows(module: PrunableModule, producer: str) -> Iterator[tuple[int, Tensor]]:
+    """Yield the group and the features, (blocks, unit_width), of every head of a producer; one column per channel."""
+    for part in slices_of(module, producer):
+        for owner in range(module.groups if part.per_group else module.units):
+            features = part.indices([owner])
+            if len(features):
+                yield owner if part.per_group else owner // module.group_size, features.view(-1, module.unit_width)
 
 
 def check_channels(modules: Sequence[PrunableModule]) -> None:
@@ -35,6 +67,15 @@ def check_channels(modules: Sequence[PrunableModule]) -> None:
             f"q and v are {', '.join(f'{q} and {v}' for q, v in widths)}, or their features are shared; compare with "
             "llm-pruner-block instead"
         )
+
+
+def channel_taylor(
+    model: PreTrainedModel, batches: Sequence[Batch], modules: Sequence[PrunableModule]
+) -> dict[str, Tensor]:
+    """Return the sum of `taylor_of_weights` over every channel's weights, (groups * unit_width,) float64 by module."""
+    check_channels(modules)
+    found = taylor_of_weights(model, batches, modules)
+    return {module.name: sum_by_channel(module, found.__getitem__) for module in modules}
 
 
 def select_channels(

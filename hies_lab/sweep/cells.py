@@ -26,15 +26,15 @@ from hies_export.forms.measure.counts import count_flops
 from hies_export.kinds import KINDS
 from hies_export.model.copies import share_weights
 from hies_export.pipeline import stages
-from hies_export.pipeline.draw import HELD_OUT_SAMPLES, Draws
+from hies_export.pipeline.draw import Draws, draw
 from hies_export.pipeline.held_out import HeldOut, choose_alpha
-from hies_export.pipeline.job import Job
-from hies_export.pipeline.load_job import load_job
+from hies_export.pipeline.job import Job, check_criteria
+from hies_export.pipeline.load_job import load_job, read_drawn, rows_of, splits_of
 from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.progress import SILENT, Clock, Progress
 from hies_export.recipe.budget import Budget
 from hies_export.recipe.sections import CompensationSection
-from hies_export.score.criteria import COMPENSATED, Scores, needs_of, uses_alpha
+from hies_export.score.criteria import AUTO, COMPENSATED, FALLBACK, Scores, needs_of, uses_alpha
 from hies_export.select.constraints import bundles_lost, check_budget
 from hies_export.select.cost import check_reachable, lowest_ratio
 from hies_export.select.goal import Goal
@@ -60,12 +60,16 @@ class Calibrated:
     def statistics(self) -> Statistics:
         """The averages that the criteria of the grid score by, and the moments that layers are refitted from."""
         job, grid = self.job, self.grid
-        of_channels = ("channel_taylor",) if CHANNELS in grid.criteria else ()
-        needs = (*DEFAULT_NEEDS, *needs_of(*grid.criteria), *of_channels)
+        needs = (*DEFAULT_NEEDS, *needs_of(*grid.criteria))
         found = collect_statistics(job.model, job.rows.score, job.scored, needs=needs)
         how = compensation_of(WEIGHTED if WEIGHTED in grid.compensations else "least_squares", job.options)
         options, rows = job.options.model_copy(update={"compensation": how}), replace(job.rows, refit=self.refit)
         return replace(found, moments=stages.moments_of(replace(job, options=options, rows=rows)))
+
+    @cached_property
+    def channel_scores(self) -> dict[str, Tensor]:
+        """The first-order Taylor importance of every channel of heads, (groups * unit_width,) by module."""
+        return channels.channel_taylor(self.job.model, self.job.rows.score, self.job.scored)
 
     @cached_property
     def refit(self) -> list[Batch]:
@@ -124,7 +128,7 @@ class Shared:
         key = seed, samples or first[1]
         if key not in self._calibrated:
             self._calibrated = {other: kept for other, kept in self._calibrated.items() if other[0] == seed}
-            job = self.base if key == first else _load(self.recipe, self.grid, *key, like=self.base)
+            job = self.base if key == first else redrawn(self.base, _recipe_of(self.recipe, self.grid, *key))
             self._calibrated[key] = Calibrated(job, self.grid)
         return self._calibrated[key]
 
@@ -158,29 +162,49 @@ class Shared:
 
 
 def load_shared(recipe: PruningRecipe, grid: SweepGrid) -> Shared:
-    """Load the model, and the rows of the first seed and calibration size."""
-    return Shared(recipe, grid, _load(recipe, grid, grid.seeds[0], grid.calibration_sizes[0]))
-
-
-def _load(recipe: PruningRecipe, grid: SweepGrid, seed: int, samples: int, like: Job | None = None) -> Job:
-    """Return the job of a seed and calibration size, checked against all criteria of the grid."""
-    budget = Budget(flops=min(grid.flops)) if grid.flops else recipe.options.budget
-    options = recipe.options.model_copy(update={"modules": grid.kinds, "budget": budget})
-    automatic = any(alpha in AUTOMATIC for alpha in grid.alphas) and any(map(uses_alpha, grid.criteria))
-    refitted = not set(OWN_SAMPLES).isdisjoint(grid.criteria) or set(grid.compensations) != {"none"}
-    draws = Draws(
-        seed=seed,
-        scoring=samples,
-        held_out=HELD_OUT_SAMPLES if automatic else 0,
-        compensation=(options.compensation or CompensationSection()).samples if refitted else 0,
-    )
-    # Under sparsities, the ranks of `compensated` are good for query heads too.
-    names = [name for name in grid.criteria if grid.flops or name != COMPENSATED]
-    clock = Clock() if like is None else like.clock
+    """Load the model, and the rows of the first seed and calibration size; refuse what does not suit the grid."""
+    clock = Clock()
     with clock("load"):
+        job = load_job(_recipe_of(recipe, grid, grid.seeds[0], grid.calibration_sizes[0]))
+    # Under sparsities, the ranks of `compensated` are good for query heads too.
+    check_criteria(job, *(name for name in grid.criteria if grid.flops or name != COMPENSATED))
+    # What a cell refits with follows from its compensation and these.
+    options = job.options.model_copy(update={"compensation": recipe.options.compensation})
+    return Shared(recipe, grid, replace(job, options=options, clock=clock))
+
+
+def _recipe_of(recipe: PruningRecipe, grid: SweepGrid, seed: int, samples: int) -> PruningRecipe:
+    """Return the recipe of a seed and calibration size, which draws all rows that cells of the grid read."""
+    weighed = next(filter(uses_alpha, grid.criteria), None)
+    automatic = weighed is not None and any(alpha in AUTOMATIC for alpha in grid.alphas)
+    refitted = not set(OWN_SAMPLES).isdisjoint(grid.criteria) or set(grid.compensations) != {"none"}
+    asked: dict[str, Any] = {
+        "criterion": weighed if automatic else FALLBACK,
+        "alpha": AUTO if automatic else 0.0,
+        "modules": grid.kinds,
+        "budget": Budget(flops=min(grid.flops)) if grid.flops else Budget(heads=max(grid.sparsities)),
+        "compensation": recipe.options.compensation or CompensationSection() if refitted else None,
+    }
+    sections = {
+        "calibration": recipe.calibration.model_copy(update={"seed": seed, "samples": samples}),
+        "prune": recipe.prune.model_copy(update=asked),
         # Cells are timed on the sweep's own runtimes, so the recipe's need not be installed.
-        job = load_job(recipe, options=options, draws=draws, like=like, criteria=names, runtimes=("torch",))
-    return replace(job, seed=seed, clock=clock)
+        "measure": recipe.measure.model_copy(update={"runtimes": ("torch",)}),
+        "cascade": None,
+    }
+    return recipe.model_copy(update=sections)
+
+
+def redrawn(job: Job, recipe: PruningRecipe) -> Job:
+    """Return a job with the same model and evaluation rows, and other rows drawn as a recipe says."""
+    with job.clock("load"):
+        draws = Draws.of(recipe.options, recipe.calibration)
+        drawn = draw(splits_of(recipe), rows_of(recipe, job.task), recipe.options, draws)
+        found = read_drawn(recipe, job.task, drawn)
+    # In the tokens of a whole vocabulary, only the evaluation rows are the same.
+    in_dense = {name: own for name, own in job.rows.in_dense.items() if name == "evaluation"}
+    rows = replace(job.rows, score=found.score, held_out=found.held_out, refit=found.refit, in_dense=in_dense)
+    return replace(job, rows=rows, seed=recipe.calibration.seed)
 
 
 def reachable_cells(shared: Shared, progress: Progress = SILENT) -> list[Cell]:
@@ -400,7 +424,7 @@ def _baseline(shared: Shared, cell: Cell) -> Iterator[None]:
     assert cell.sparsity is not None
     with ExitStack() as stack:
         if cell.criterion == CHANNELS:
-            scores, constraints = of_seed.statistics["channel_taylor"], base.options.constraints
+            scores, constraints = of_seed.channel_scores, base.options.constraints
             stay = channels.select_channels(scores, modules, heads=cell.sparsity, constraints=constraints)
             stack.enter_context(channels.masked_channels(model, modules, stay))
         else:

@@ -15,12 +15,12 @@ from typing import Any
 
 from smoke import smoke_overrides
 
-from hies_export.evaluate.lm_eval import run_benchmarks
 from hies_export.pipeline.choose import choose
 from hies_export.pipeline.load_job import load_job
 from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.pipeline.stages import calibrate
 from hies_export.slim.check import masked_units
+from hies_lab.lm_eval import run_benchmarks
 from hies_lab.sweep.grid import SweepGrid
 from hies_lab.sweep.sweep import sweep
 
@@ -66,7 +66,7 @@ def by_sweep(recipe: PruningRecipe, table: str, folder: Path, *, seeds: tuple[in
     ]
 
 
-def by_benchmark(recipe: PruningRecipe, table: str, *, seeds: tuple[int, ...]) -> list[dict[str, Any]]:
+def by_benchmark(recipe: PruningRecipe, table: str, task: str, *, seeds: tuple[int, ...]) -> list[dict[str, Any]]:
     """The same by lm-eval, on the masked model; of several metrics of a task the first."""
     rows = []
     for seed in seeds:
@@ -80,7 +80,7 @@ def by_benchmark(recipe: PruningRecipe, table: str, *, seeds: tuple[int, ...]) -
                 plan = choose(job, calibrate(job)).plan
                 judged = {"samples": asked.evaluation.samples, "batch_size": asked.evaluation.batch_size}
                 with masked_units(job.model, plan, job.modules):
-                    found = run_benchmarks(job.model, job.processor, asked.evaluation.lm_eval, **judged)
+                    found = run_benchmarks(job.model, job.processor, [task], **judged)
                 metric, value = next(iter(found.items()))
                 rows.append({"criterion": criterion, "sparsity": sparsity, "metric": metric, "quality": 100 * value})
     return rows
@@ -129,8 +129,8 @@ def main() -> None:
             path = HERE / f"{options.table}-{task}.yaml"
             overrides = smoke_overrides(PruningRecipe.from_yaml(path), Path(temporary)) if options.smoke else {}
             recipe = PruningRecipe.from_yaml(path, overrides)
-            if recipe.evaluation.lm_eval:
-                found[task] = by_benchmark(recipe, options.table, seeds=seeds)
+            if options.table == "llama" and not options.smoke:
+                found[task] = by_benchmark(recipe, options.table, task, seeds=seeds)
             else:
                 found[task] = by_sweep(recipe, options.table, options.output / f"{options.table}-{task}", seeds=seeds)
     given = published[options.table]

@@ -223,7 +223,6 @@ def evil_report() -> Report:
         "head_map": {EVIL: KEPT * 4},
         "heads": {EVIL: {"his": [0.0, 1.0, 2.0, 3.0]}},
         "metrics": pair,
-        "benchmarks": pair,
         "uncompensated": {"metrics": {EVIL: 0.85}, "stability": 0.8},
         "outcome": outcome(timed, 0.86, predicted=0.84, noisy=False),
         "flops_per_layer": {"dense": layers, "slim": layers, "shape": [8, 128]},

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hies_export import CRITERIA, RecipeError, Statistics, criterion, score_units, select_units
+from hies_export import CRITERIA, RecipeError, Statistics, criterion, score_units
 from hies_export.calibrate.statistics import Calibration
 from hies_export.kinds import ATTENTION, KINDS
 from hies_export.score.criteria import (
@@ -44,8 +44,6 @@ PLAIN = {
     "ad": "entropy",
     "l2": "weight_l2",
     "activation": "activation_l2",
-    "output-norm": "output_norm",
-    "obs": "obs",
 }
 
 
@@ -60,7 +58,7 @@ def test_a_criterion_is_its_statistic_scaled_over_the_model_or_each_layer(name: 
 
 def test_the_kinds_that_a_criterion_scores_and_how_its_numbers_compare() -> None:
     both = {name for name, found in CRITERIA.items() if found.kinds == KINDS}
-    assert both == {"his", "fisher", "l2", "random", "activation", "output-norm"}
+    assert both == {"his", "fisher", "l2", "random", "activation"}
     assert {found.kinds for name, found in CRITERIA.items() if name not in both} == {(ATTENTION,)}
     # The numbers of these two are effects themselves; all others only rank.
     assert {name for name, found in CRITERIA.items() if not found.ranks} == {"his", "fisher"}
@@ -80,17 +78,14 @@ def test_random_draws_one_number_per_unit_from_its_seed() -> None:
     assert as_lists(found.scores) == as_lists(expected)
 
 
-@pytest.mark.parametrize(
-    ("name", "statistic"), [("hies", "his"), ("ae + activation-l2", "activation_l2")], ids=["hies", "activations"]
-)
-def test_hies_by_hand(name: str, statistic: str) -> None:
-    given = statistics(**{statistic: HEADS}, entropy={"a": [0.2, 0.4], "b": [0.6, 1.0]})
-    found = score_units(given, criterion=name, alpha=0.25)
+def test_hies_by_hand() -> None:
+    given = statistics(his=HEADS, entropy={"a": [0.2, 0.4], "b": [0.6, 1.0]})
+    found = score_units(given, criterion="hies", alpha=0.25)
     # The importance is (s - 1) / 4, the entropy (e - 0.2) / 0.8.
     expected = {"a": [0.75, 0.25 * 0.5 + 0.75 * 0.75], "b": [0.25 * 0.25 + 0.75 * 0.5, 0.25]}
     assert as_lists(found.scores) == expected
     assert found.parameters == {"alpha": 0.25, "normalize": "model"}
-    assert as_lists(score_units(given, criterion=name, alpha=0.0).scores) == {"a": [1, 0.75], "b": [0.5, 0]}
+    assert as_lists(score_units(given, criterion="hies", alpha=0.0).scores) == {"a": [1, 0.75], "b": [0.5, 0]}
 
 
 def test_a_degenerate_range_scores_zero_and_warns() -> None:
@@ -103,36 +98,12 @@ def test_a_degenerate_range_scores_zero_and_warns() -> None:
         assert as_lists(score_units(half_flat, criterion="his", normalize="layer").scores) == {"a": [0, 0], "b": [0, 1]}
 
 
-@pytest.mark.parametrize(("layers", "kept"), [(7, []), (8, [0, 1, 2, 7]), (9, [0, 1, 2, 8])])
-def test_llm_pruner_spares_the_first_layers_and_the_last_of_deep_models(layers: int, kept: list[int]) -> None:
-    given = statistics(taylor={f"l{i}": [float(i), float(i + 1)] for i in range(layers)})
-    found = score_units(given, criterion="llm-pruner-block").scores
-    for i, row in enumerate(found.values()):
-        expected = torch.tensor([i, i + 1], dtype=torch.float64) / layers + (2.0 if i in kept else 0.0)
-        torch.testing.assert_close(row, expected)
-
-
-@pytest.mark.parametrize("spared", [0, 2, 7])
-@pytest.mark.parametrize("best", [3, 5, 6])
-def test_llm_pruner_takes_the_best_of_the_others_before_the_worst_that_is_spared(spared: int, best: int) -> None:
-    """The worst head is in a layer that is spared, and the best two in another one; each keeps one of them."""
-    rows = {f"l{i}": [0.4, 0.5] for i in range(8)} | {f"l{spared}": [0.0, 0.5], f"l{best}": [1.0, 1.0]}
-    scores = score_units(statistics(taylor=rows), criterion="llm-pruner-block")
-    modules = [Units(name=name, units=2) for name in rows]
-    kept = select_units(scores, modules, heads=4 / 16)
-    assert [name for name, of in kept.items() if of.removed] == ["l3", "l4", "l5", "l6"]
-    # Of equal heads the last goes first, as under every criterion; the next to go is the worst of those spared.
-    assert kept[f"l{best}"].removed == (1,)
-    further = select_units(scores, modules, heads=5 / 16)
-    assert [name for name, of in further.items() if of.removed] == sorted({"l3", "l4", "l5", "l6", f"l{spared}"})
-
-
 def test_names_needs_and_alpha() -> None:
     assert list(CRITERIA)[:6] == ["hies", "his", "fisher", "ad", "l2", "random"]
     assert criterion_names() == (*CRITERIA, COMPENSATED, AUTO)
-    assert needs_of("hies", "obs", "compensated", "his") == ("his", "entropy", "obs")
+    assert needs_of("hies", "activation", "compensated", "his") == ("his", "entropy", "activation_l2")
     assert needs_of("no such criterion") == ()
-    assert [name for name in CRITERIA if uses_alpha(name)] == ["hies", "ae + activation-l2"]
+    assert [name for name in CRITERIA if uses_alpha(name)] == ["hies"]
     assert not uses_alpha("compensated")
 
 
@@ -206,7 +177,10 @@ def test_a_criterion_can_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"criterion": "hise"}, ["criterion must be one of hies, his, fisher, ad, l2, random, .*, got 'hise'"]),
         ({"criterion": "compensated"}, ["got 'compensated'"]),
-        ({"criterion": "obs"}, [r"obs needs statistics with obs; .*collect_statistics\(..., needs=\['obs'\]\)"]),
+        (
+            {"criterion": "activation"},
+            [r"needs statistics with activation_l2; .*collect_statistics\(..., needs=\['activation_l2'\]\)"],
+        ),
         ({"alpha": -0.01}, [r"alpha must be in \[0, 1\), got -0.01; for importance alone use criterion: his"]),
         ({"alpha": 1.0}, [r"alpha must be in \[0, 1\), got 1.0"]),
         ({"normalize": "both"}, ["normalize must be model or layer, got 'both'"]),

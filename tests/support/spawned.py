@@ -17,7 +17,7 @@ from hies_export.pipeline.load_job import load_job
 from support.runs import hies, without_tracing
 
 require_onnx_exporter()  # where this is imported: once for all processes that are forked from there
-ALL_STATISTICS = ("his", "activation_l2", "output_norm", "obs", "taylor", "channel_taylor")
+ALL_STATISTICS = ("his", "activation_l2")
 
 
 def run(project: Path, name: str) -> None:

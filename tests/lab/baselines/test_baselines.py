@@ -13,10 +13,10 @@ from support.references import layer_tokens
 from support.tolerance import REFITTED, assert_near
 from torch import Tensor
 
-from hies_export import Constraints, PruningRecipe, Scores, collect_statistics, find_attention
+from hies_export import Constraints, PruningRecipe, Scores, find_attention
 from hies_export.errors import RecipeError, UnsupportedModelError
 from hies_export.evaluate.predict import predict
-from hies_lab.baselines.channels import masked_channels, select_channels
+from hies_lab.baselines.channels import channel_taylor, masked_channels, select_channels
 from hies_lab.baselines.names import JUDGED_ONLY
 from hies_lab.baselines.slicing import collect_bases, fine_tuned, sliced
 
@@ -89,7 +89,7 @@ def test_channels_are_masked_as_if_their_weights_were_zero(make: Any) -> None:
 def test_the_channels_of_least_taylor_importance_go(make: Any) -> None:
     model, batch = make(), text_batch(4, 12)
     sites = find_attention(model, batch)
-    found = collect_statistics(model, [batch], sites, needs=["channel_taylor"])["channel_taylor"]
+    found = channel_taylor(model, [batch], sites)
     (model(**batch).loss * 4).backward()
     everything: list[tuple[float, str, int]] = []
     for site in sites:

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from support.models import bert, causal_lm, text_batch
 from support.reading import share_same
 from support.sweeps import save_sweep_project, sweep_row
 from support.tolerance import assert_same_text
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from hies_export import Constraints, PruningRecipe, collect_statistics, compensate, count_flops, prune_units
+from hies_export import Constraints, PruningRecipe, compensate, count_flops, prune_units
 from hies_export.cli.main import main
 from hies_export.data.batches import by_length
 from hies_export.errors import OutputExistsError, RequestError
@@ -25,10 +24,10 @@ from hies_export.pipeline.choose import choose
 from hies_export.pipeline.load_job import load_job
 from hies_export.pipeline.stages import calibrate, compare
 from hies_export.tasks import task_of
-from hies_lab.baselines.channels import masked_channels, select_channels
+from hies_lab.baselines.channels import channel_taylor, masked_channels, select_channels
 from hies_lab.baselines.names import JUDGED_ONLY
 from hies_lab.baselines.slicing import collect_bases, fine_tuned, sliced
-from hies_lab.sweep.cells import weighted_area
+from hies_lab.sweep.cells import redrawn, weighted_area
 from hies_lab.sweep.grid import SweepGrid
 from hies_lab.sweep.journal import Journal
 from hies_lab.sweep.results import render_markdown, sweep_tables, terminal_table
@@ -110,7 +109,7 @@ def test_baselines_that_cut_no_heads_are_judged_beside_the_others(recipe_file: P
     prepared = load_job(PruningRecipe(**fields))
     model, sites, evaluation = prepared.model, prepared.modules, prepared.rows.evaluation
     dense = predict(model, evaluation)
-    taylor = collect_statistics(model, prepared.rows.score, sites, needs=["channel_taylor"])["channel_taylor"]
+    taylor = channel_taylor(model, prepared.rows.score, sites)
     stay = select_channels(taylor, sites, heads=0.5, constraints=Constraints())
     unlabelled = by_length(prepared.rows.refit, config=model.config)
     bases, targets = collect_bases(model, unlabelled, sites), predict(model, unlabelled)
@@ -259,33 +258,6 @@ def test_weighted_area_is_the_integral() -> None:
     assert weighted_area([0.5], [0.7]) == 0.7
 
 
-@pytest.mark.parametrize("side", ["right", "left"])
-def test_batches_by_length_predict_the_same(side: str) -> None:
-    model = bert() if side == "right" else causal_lm()
-    batches = []
-    for size, length in ((4, 24), (3, 10), (4, 17)):
-        batch = text_batch(size, length, labels=side == "right")
-        if side == "left":
-            batch = {k: v.flip(-1) % 32 if k == "input_ids" else v.flip(-1) for k, v in batch.items()}
-            batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"].cumsum(-1) < 2, -100)
-            batch["position_ids"] = (batch["attention_mask"].cumsum(-1) - 1).clamp(min=0)
-        batches.append(batch)
-    ordered = by_length(batches, config=model.config)
-    assert sum(b["input_ids"].numel() for b in ordered) < sum(b["input_ids"].numel() for b in batches)
-    assert [len(b["input_ids"]) for b in ordered] == [4, 4, 3]
-    lengths = torch.cat([b["attention_mask"].sum(-1) for b in batches])
-    assert torch.equal(torch.cat([b["attention_mask"].sum(-1) for b in ordered]), lengths.sort().values)
-    order = lengths.argsort(stable=True)
-    found, expected = predict(model, ordered), predict(model, batches)
-    if side == "right":
-        torch.testing.assert_close(found.values, expected.values[order], rtol=1e-5, atol=1e-6)  # type: ignore[index]
-        labels = torch.cat([b["labels"] for b in batches])
-        assert torch.equal(torch.cat([b["labels"] for b in ordered]), labels[order])
-    else:
-        sums = [p.per_sample(p.nll) for p in (found, expected)]  # type: ignore[union-attr]
-        torch.testing.assert_close(sums[0], sums[1][order], rtol=1e-5, atol=1e-6)
-
-
 def table_rows() -> list[dict[str, Any]]:
     qualities = {"hies": (0.8, 0.9), "his": (0.7, 0.7), "ad": (0.1, 0.3)}
     return [
@@ -360,19 +332,9 @@ def test_the_command_prints_tables_and_one_line_of_json(
     assert result["rows"][1]["stability"] == (masked == dense).double().mean().item()
 
 
-def test_a_compensated_criterion_without_compensation_is_warned_about(
-    recipe_file: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    fields = {"prune.criterion": "compensated"}
-    load_job(PruningRecipe.from_yaml(recipe_file, fields))
-    assert not caplog.records
-    load_job(PruningRecipe.from_yaml(recipe_file, fields | {"prune.compensation": None}))
-    assert "nothing makes up for them; add compensation" in caplog.text
-
-
 def test_another_seed_draws_other_rows_for_the_same_model(recipe_file: Path) -> None:
     first = load_job(PruningRecipe.from_yaml(recipe_file))
-    again = load_job(PruningRecipe.from_yaml(recipe_file, {"calibration.seed": 5}), like=first)
+    again = redrawn(first, PruningRecipe.from_yaml(recipe_file, {"calibration.seed": 5}))
     assert again.model is first.model
     assert again.rows.evaluation is first.rows.evaluation
     ids = [found.rows.score[0]["input_ids"] for found in (first, again)]

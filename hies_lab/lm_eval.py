@@ -10,8 +10,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..errors import RecipeError, did_you_mean, refusing, require_package
-from ..progress import quiet
+from hies_export.errors import RecipeError, did_you_mean, refusing, require_package
+from hies_export.progress import quiet
 
 
 def check_benchmarks(tasks: Sequence[str]) -> None:
@@ -20,20 +20,19 @@ def check_benchmarks(tasks: Sequence[str]) -> None:
     Tasks are names of lm-eval's tasks and groups, or YAML files of tasks
     (https://github.com/EleutherAI/lm-evaluation-harness/tree/main/lm_eval/tasks).
     """
-    who = f"evaluation.lm_eval ({', '.join(tasks)}) needs"
-    require_package("lm_eval", who=who, package="lm-eval", extra="lm-eval")
+    require_package("lm_eval", who=f"judging by {', '.join(tasks)} needs", package="lm-eval", extra="lm-eval")
     manager = _task_manager(tuple(tasks))
     problems = []
     for task in tasks:
         if _is_file(task):
             if not Path(task).is_file():
-                problems.append(f"a task of evaluation.lm_eval must be a file that exists, got {task}")
+                problems.append(f"a task of lm-eval must be a file that exists, got {task}")
         elif task not in manager.task_index:
             near = did_you_mean(task, manager.all_tasks)
-            problems.append(f"a task of evaluation.lm_eval must be one of lm-eval's or a YAML file, got {task!r}{near}")
+            problems.append(f"a task must be one of lm-eval's or a YAML file, got {task!r}{near}")
     if problems:
         raise RecipeError(problems)
-    must = f"the data of {', '.join(tasks)} must be loadable for evaluation.lm_eval, but lm-eval says"
+    must = f"the data of {', '.join(tasks)} must be loadable, but lm-eval says"
     with refusing(must, "check the names and the connection"), quiet():
         manager.load(list(tasks))
 

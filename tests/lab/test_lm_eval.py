@@ -8,12 +8,11 @@ import pytest
 import torch
 import yaml
 from support.cuts import plan_of
-from support.models import causal_lm, generative_tokenizer, save_project, save_stories
+from support.models import causal_lm, generative_tokenizer
 from support.references import choice_likelihoods
 
-from hies_export import PruningRecipe, RecipeError, RequestError, Scores, find_attention, load, prune_units
-from hies_export.cli.main import main
-from hies_export.evaluate.lm_eval import check_benchmarks, run_benchmarks
+from hies_export import PruningRecipe, RecipeError, RequestError, Scores, find_attention, prune_units
+from hies_lab.lm_eval import check_benchmarks, run_benchmarks
 
 ROWS = [{"question": "Q a b", "choices": ["c d", "e"], "right": i % 2} for i in range(2)] + [
     {"question": f"Q {a} {b} c", "choices": [f"{b} a", f"{a} {b}", "yes no"], "right": i % 3}
@@ -64,28 +63,6 @@ def test_values_are_those_of_likelihoods_written_out(tmp_path: Path) -> None:
     assert few == pytest.approx(naive(model, ROWS[:3]))
 
 
-@pytest.mark.slow
-def test_a_run_reports_them_dense_and_slim(tmp_path: Path) -> None:
-    pytest.importorskip("lm_eval", reason="the extra lm-eval is not installed")
-    write_task(tmp_path)
-    recipe = save_stories(
-        tmp_path,
-        lines=200,
-        calibration={"split": "train[:60%]", "samples": 8},
-        evaluation={"split": "train[60%:]", "lm_eval": ["letters.yaml"]},
-        prune={"alpha": 0.5, "budget": {"heads": 0.5}, "compensation": {"samples": 16}},
-        measure={"runtimes": ["torch"], "shapes": [[1, 8]], "repeats": 2},
-    )
-    assert main(["run", str(recipe)]) == 0
-    found = json.loads((tmp_path / "out" / "report.json").read_text())["details"]["benchmarks"]
-    expected = naive(load(tmp_path / "model", dtype=torch.float32), ROWS)
-    assert {name: values["dense"] for name, values in found.items()} == pytest.approx(expected)
-    expected = naive(load(tmp_path / "out" / "slim", dtype=torch.float32), ROWS)
-    assert {name: values["slim"] for name, values in found.items()} == pytest.approx(expected)
-    for page in ("report.md", "report.html"):
-        assert "letters acc_norm" in (tmp_path / "out" / page).read_text()
-
-
 def test_unknown_tasks_and_lost_data_are_said_before_any_work(tmp_path: Path) -> None:
     pytest.importorskip("lm_eval", reason="the extra lm-eval is not installed")
     with pytest.raises(RecipeError, match=r"got 'helaswag'; did you mean 'hellaswag'\?"):
@@ -93,18 +70,12 @@ def test_unknown_tasks_and_lost_data_are_said_before_any_work(tmp_path: Path) ->
     with pytest.raises(RecipeError, match=r"must be a file that exists, got .*gone\.yaml"):
         check_benchmarks([str(tmp_path / "gone.yaml")])
     lost = write_task(tmp_path, dataset_kwargs={"data_files": {"test": str(tmp_path / "gone.jsonl")}})
-    with pytest.raises(RequestError, match=r"must be loadable for evaluation.lm_eval, but lm-eval says: .*gone\.jsonl"):
+    with pytest.raises(RequestError, match=r"must be loadable, but lm-eval says: .*gone\.jsonl"):
         check_benchmarks([str(lost)])
 
 
-def test_files_are_relative_to_the_recipe_and_only_language_models_are_judged(tmp_path: Path) -> None:
-    save_project(tmp_path, train=4, validation=4, prune={"budget": {"heads": 0.5}})
-    fields = yaml.safe_load((tmp_path / "recipe.yaml").read_text())
-    fields["evaluation"] = {"lm_eval": ["piqa", "letters.yaml"]}
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(fields))
-    with pytest.raises(RecipeError, match="judges language models .* got task: text-classification"):
-        PruningRecipe.from_yaml(tmp_path / "recipe.yaml")
-    fields |= {"task": "text-generation", "data": {"files": {"train": "a.txt"}, "text": "text"}}
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(fields))
-    recipe = PruningRecipe.from_yaml(tmp_path / "recipe.yaml")
-    assert recipe.evaluation.lm_eval == ("piqa", str(tmp_path / "letters.yaml"))
+def test_a_recipe_that_names_benchmarks_is_told_the_command() -> None:
+    with pytest.raises(
+        RecipeError, match=r"^evaluation.lm_eval is gone; .*: lm_eval --model hf --model_args .* --tasks"
+    ):
+        PruningRecipe(model="m", task="text-generation", evaluation={"lm_eval": ["piqa"]})
