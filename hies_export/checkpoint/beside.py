@@ -177,12 +177,21 @@ def complete_settings(model: PreTrainedModel, folder: Path) -> None:
     file = folder / "config.json"
     _keep_labels(model.config, file)
     written = completed = json.loads(file.read_text(encoding="utf-8"))
+    if completed.get("tie_word_embeddings") and _has_own_head(model):
+        # transformers 5 reads that head all the same, and other readers put the embeddings in its place.
+        completed = {**completed, "tie_word_embeddings": False}
     if not is_slim(model):  # a slim class of ours needs transformers 5
         older = _with_older_keys(completed)
         completed = older if _reads_the_same(type(model.config), older, completed) else completed
     if completed != written:
         _write(completed, file)
     name_tokenizer(folder)
+
+
+def _has_own_head(model: PreTrainedModel) -> bool:
+    """Return whether the weights that give the logits of tokens are others than the embeddings."""
+    head = getattr(model.get_output_embeddings(), "weight", None)
+    return head is not None and head is not model.get_input_embeddings().weight
 
 
 def write_config(model: PreTrainedModel, folder: Path) -> None:

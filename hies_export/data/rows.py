@@ -75,10 +75,11 @@ def load_rows(
 
     `name` ends in the configuration: `nyu-mll/glue/sst2`. `files` maps splits to paths: json (a list of objects),
     jsonl, csv, tsv (quotes are ordinary characters, as in GLUE's files) and txt (a row a line, column `text`), each
-    with or without `.gz`; parquet; a folder with one sub-folder of images per class (columns `image` and `label`); or
-    one that `save_to_disk` wrote, of a data set with this split or of its rows alone. The last part of a path may be a
-    pattern: `train-*.parquet` reads all parts in name order. All parts have the column types of the first one, and a
-    jsonl file those of its first 10 MB. In csv and tsv only an empty cell is missing.
+    with or without `.gz`; parquet; a folder with one sub-folder of images per class (columns `image` and `label`) or
+    with a metadata.csv, as for `datasets`; or one that `save_to_disk` wrote, of a data set with this split or of its
+    rows alone. The last part of a path may be a pattern: `train-*.parquet` reads all parts in name order. All parts
+    have the column types of the first one, and a jsonl file those of its first 10 MB. In csv and tsv only an empty cell
+    is missing.
 
     The rows of an image folder are sorted by class, so there `samples` without a seed uses seed 0.
     """
@@ -370,12 +371,15 @@ def _stored_features(path: Path, split: str) -> Mapping[str, Any]:
 
 
 def _load_image_folder(folder: Path, cache: str) -> datasets.Dataset:
+    described = any((folder / f"metadata.{ending}").is_file() for ending in ("csv", "jsonl", "parquet"))
+    pattern, options = ("**", {}) if described else ("*/*", {"drop_labels": False})
     try:
-        return _build("imagefolder", [f"{glob.escape(str(folder))}/*/*"], cache, drop_labels=False)
+        return _build("imagefolder", [f"{glob.escape(str(folder))}/{pattern}"], cache, **options)
     except Exception as error:  # as for files
         raise DataError(
-            f"an image folder must have one sub-folder of images per class, but {folder} does not load: "
-            f"{_reason(error)}; for other data name the files, such as {folder / 'train-*.parquet'}"
+            "an image folder must have one sub-folder of images per class, or a metadata.csv with columns file_name "
+            f"and label, but {folder} does not load: {_reason(error)}; for other data name the files, such as "
+            f"{folder / 'train-*.parquet'}"
         ) from error
 
 

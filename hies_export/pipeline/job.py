@@ -67,6 +67,8 @@ logger = logging.getLogger(__name__)
 # Largest share of the judged rows that may be among those that units are fitted on. Even if the fitted rows lose
 # nothing, the measured loss is then at least nine tenths of that on new rows.
 MOST_SHARED = 0.1
+# Largest share of the rows of a use that may repeat others without a warning: short texts recur by themselves.
+MOST_REPEATED = 0.25
 
 
 @dataclass(frozen=True)
@@ -376,6 +378,11 @@ def job_in_memory(
 ) -> Job:
     """Return the job of a model in memory, see `prune`; without a budget in the options, of one that a plan cuts."""
     model, processor = given.model, processor or given.processor
+    if torch.is_inference_mode_enabled():
+        raise RequestError(
+            "pruning takes gradients, which torch.inference_mode() rules out; call it outside of that block, or inside "
+            "of torch.no_grad(), which it may be in"
+        )
     refuse_unknown(model)
     check_in_memory(model)
     if processor is not given.processor and isinstance(model, TextEncoder):
@@ -588,6 +595,7 @@ def check_apart(job: Job) -> bool:
     rows = job.rows
     drawn = (rows.score, rows.refit, rows.held_out, rows.promise, rows.evaluation)
     parts = [sample_contents(part) for part in drawn]
+    _warn_of_repeats(parts)
     times = [Counter(content for sample in part for content in sample) for part in parts]
     recurring = {content for part in times for content, count in part.items() if count > 1}
     fitted, chosen = (set().union(*part) - recurring for part in (times[:2], times[:4]))
@@ -606,6 +614,18 @@ def check_apart(job: Job) -> bool:
         logger.warning("%s, and new rows may keep less; %s", what, how)
         return True
     return False
+
+
+def _warn_of_repeats(parts: Sequence[Sequence[tuple[bytes, ...]]]) -> None:
+    """Warn if many rows of a use repeat others: intervals count each row for itself, and copies get on both sides."""
+    for name, samples in zip(("scored", "refitted", "held-out", "held-out", "evaluated"), parts, strict=True):
+        if (repeats := len(samples) - len(set(samples))) > MOST_REPEATED * len(samples):
+            logger.warning(
+                "%s of the %s %s rows repeat others, so what stays is only known for new rows that repeat as often; "
+                "leave copies out, such as those of an oversampled class, before the data are split",
+                *(f"{repeats:,}", f"{len(samples):,}", name),
+            )
+            return
 
 
 def _warn_without_compensation(options: PruneSection) -> None:

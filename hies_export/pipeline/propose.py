@@ -160,8 +160,11 @@ def _task_of(model: str, config: Any) -> type[Task]:
     name = next(iter(getattr(config, "architectures", None) or ()), "")
     task = task_by_class(name, config) or embedding_task(name, config)
     if task is None:
+        remedy = "give a checkpoint with the head that it was fine-tuned with"
+        if getattr(config, "auto_map", None):
+            remedy = "it needs code of its own (auto_map), which is never run; give a model of a class of transformers"
         raise RequestError(
             f"the model must be of a class that {', '.join(task.auto_class for task in TASKS.values())} loads, but the "
-            f"config of {model} names {name or 'none'}; give a checkpoint with the head that it was fine-tuned with"
+            f"config of {model} names {name or 'none'}; {remedy}"
         )
     return task

@@ -96,8 +96,8 @@ class DataSection(Columns):
 
     Attributes:
         name: Hub data set, its configuration last ("nyu-mll/glue/sst2"); or
-        files: split -> file (jsonl, csv, tsv, parquet, txt, gzipped or not), image folder, or folder that
-            `save_to_disk` wrote.
+        files: split -> file (jsonl, csv, tsv, parquet, txt, gzipped or not), image folder (a sub-folder per class, or
+            a metadata.csv), or folder that `save_to_disk` wrote.
         shuffled: Whether a slice of a split, such as "train[:80%]", is of its rows in a random order, which is the same
             for every run, rather than in their own. The last rows of a file that is sorted, such as by its label, are
             unlike the first. Rows of one `query` or `group` stay together.

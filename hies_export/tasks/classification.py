@@ -110,15 +110,15 @@ class Classification(Task):
         labels = batch.get("labels")
         if labels is None:
             return dict(batch)
+        flags, count = self.predicts == "labels", self.config.num_labels
+        if labels.shape[1:] != ((count,) if flags else ()) or (flags and not ((labels == 0) | (labels == 1)).all()):
+            one = "class" if self.predicts == "classes" else "number"
+            what = f"0 or 1 for each of {count} labels" if flags else f"one {one} for each sample"
+            raise DataError(f"labels must be {what}, but a batch has {labels.dtype} of shape {tuple(labels.shape)}")
         if self.predicts == "classes":
             known = len(ClassNames(self.config).names)
             data.check_numbers(labels, known, "labels", "a batch", dtypes=(torch.int64,))
             return dict(batch)
-        flags, count = self.predicts == "labels", self.config.num_labels
-        wanted = (count,) if flags else ()
-        if labels.shape[1:] != wanted or (flags and not ((labels == 0) | (labels == 1)).all()):
-            what = f"0 or 1 for each of {count} labels" if flags else "one number for each sample"
-            raise DataError(f"labels must be {what}, but a batch has {labels.dtype} of shape {tuple(labels.shape)}")
         return {**batch, "labels": labels.float()}
 
     def own_labels(self, model: PreTrainedModel, batch: Batch, output: Tensor) -> Tensor:

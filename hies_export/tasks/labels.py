@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Numbers that stand for no label: of data sets, and of transformers' losses.
+_HIDDEN = (-1, -100)
 # Columns of labels, as transformers' collators know them.
 LABELS = ("labels", "label", "label_ids")
 # How names of classes say which word of an entity they are for, and its type: B-PER, b_per, PER-B, or a letter alone.
@@ -129,8 +131,9 @@ def class_numbers(
             f"the labels of a classifier must be class numbers or class names, but {column!r} holds "
             f"{data.kind_of(feature)} such as {quoted(values[0])}; a gap makes floats of numbers"
         )
-    if -1 in values:
-        raise DataError(_hidden(f"for {column!r} in {place(values.index(-1))}"))
+    for hidden in _HIDDEN:
+        if hidden in values:
+            raise DataError(_hidden(f"for {column!r} in {place(values.index(hidden))}", hidden))
     names = _names_of_values(values, feature, classes)
     numbers = {value: classes.find(name) for value, name in names.items()}
     if any(found and value not in found for value, found in numbers.items()):
@@ -199,10 +202,10 @@ def _names_of_values(values: Sequence[int], feature: Any, classes: ClassNames) -
     return {value: str(value) for value in values} if classes.are_numbers else {}
 
 
-def _hidden(where: str) -> str:
+def _hidden(where: str, given: int = -1) -> str:
     return (
-        f"every row must have a label, got -1 {where}: -1 stands for a hidden label, as in GLUE's test "
-        f"splits; use a split with labels, such as validation"
+        f"every row must have a label, got {given} {where}, which stands for a hidden label, as in GLUE's test splits, "
+        "or for one that annotators did not agree on, as in SNLI; leave such rows out, or use a split with labels"
     )
 
 

@@ -89,9 +89,11 @@ def right_choice(rows: datasets.Dataset, *, answer: str, label: str) -> datasets
     chosen = []
     for row, (choices, number) in enumerate(zip(rows[answer][:], rows[label][:], strict=True)):
         if not str(number).isdecimal() or int(number) >= len(choices):
+            named = str(number).strip().isalnum() and number is not None
+            remedy = "write 0 for the first choice, and so on" if named else "use a split with labels"
             raise DataError(
                 f"every {label!r} must be the number of one of the {len(choices)} choices, from 0, but "
-                f"{data.row_name(rows, row)} has {quoted(number)}; use a split with labels"
+                f"{data.row_name(rows, row)} has {quoted(number)}; {remedy}"
             )
         chosen.append(choices[int(number)])
     kind = rows.features[answer].feature

@@ -186,6 +186,18 @@ def test_labels_come_back_as_the_source_had_them(label2id: dict[str, int] | None
     assert model.config.label2id == label2id
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_of_its_own_is_not_said_to_be_the_embeddings(tied: bool, tmp_path: Path) -> None:
+    """transformers 5 reads both weights of such files, whatever the config says; others leave the head out."""
+    model = causal_lm(tie_word_embeddings=tied)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    model.config.tie_word_embeddings = True
+    model.save_pretrained(tmp_path)
+    complete_settings(model, tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"] == tied
+    assert_near(load(tmp_path)(**BATCH).logits, model(**BATCH).logits)
+
+
 def test_infinity_in_a_config_is_read_as_transformers_wrote_it(tmp_path: Path) -> None:
     model, _ = tiny("bamba")
     model.save_pretrained(tmp_path)

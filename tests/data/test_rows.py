@@ -177,6 +177,18 @@ def test_image_folder(tmp_path):
     assert load(write_image_folder(tmp_path / "one", classes=("test",))).features["label"].names == ["test"]
 
 
+def test_image_folder_with_labels_in_a_file(tmp_path):
+    folder = tmp_path / "images"
+    folder.mkdir()
+    for index in range(4):
+        PIL.Image.new("RGB", (4, 4), (index, 0, 0)).save(folder / f"{index}.JPG")
+    lines = [f"{index}.JPG,{('dog', 'cat')[index % 2]}" for index in (2, 0, 3, 1)]
+    (folder / "metadata.csv").write_text("\n".join(["file_name,label", *lines]))
+    rows = load(folder)
+    found = {image.getpixel((0, 0))[0]: label for image, label in zip(rows["image"], rows["label"], strict=True)}
+    assert found == {0: "dog", 1: "cat", 2: "dog", 3: "cat"}
+
+
 def test_hub_names(monkeypatch):
     loads = Mock(return_value=datasets.DatasetDict(validation=rows_of({"n": [1, 2, 3]})))
     monkeypatch.setattr(datasets, "load_dataset", loads)
@@ -280,7 +292,10 @@ def test_files_without_rows_and_folders_without_images(tmp_path):
     with pytest.raises(DataError, match=r"must .* at least one row"):
         load(tmp_path / "a.parquet")
     (tmp_path / "folder" / "cat").mkdir(parents=True)
-    with pytest.raises(DataError, match=r"of images per class, but .*: it has none; for other data name the files"):
+    with pytest.raises(
+        DataError,
+        match=r"of images per class, or a metadata.csv .*, but .*: it has none; for other data name the files",
+    ):
         load(tmp_path / "folder")
 
 

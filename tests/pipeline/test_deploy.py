@@ -405,6 +405,11 @@ def test_what_leaves_a_choice_is_refused(folder: Path, tmp_path: Path, capsys: p
         RequestError, match=r"the model must be of a class that AutoModelFor.* names BertForNextSentencePrediction"
     ):
         propose_recipe(str(tmp_path / "bare"), files={"train": rows}, output=tmp_path)
+    config = json.loads((tmp_path / "bare" / "config.json").read_text())
+    remote = {"architectures": ["JinaBertModel"], "auto_map": {"AutoModel": "modeling_bert.JinaBertModel"}}
+    (tmp_path / "bare" / "config.json").write_text(json.dumps(config | remote))
+    with pytest.raises(RequestError, match=r"names JinaBertModel; it needs code of its own \(auto_map\)"):
+        propose_recipe(str(tmp_path / "bare"), files={"train": rows}, output=tmp_path)
     assert hies("deploy", str(folder / "model")) == 2
     assert "a model needs --data; got" in capsys.readouterr().err
     assert hies("deploy", str(folder / "model"), "--data", "imdb", "--data", "train=x.jsonl") == 2

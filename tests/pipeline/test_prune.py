@@ -444,6 +444,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "argument of BertForSequenceClassification.forward, but batch 0 .* has 'idx'; leave it out",
     ),
     ({"batches": lambda: [image_batch()]}, "batch 0 .* has 'pixel_values'"),
+    (
+        {"batches": lambda: [text_batch() | {"labels": torch.zeros(4, 1, dtype=torch.int64)}]},
+        r"labels must be one class for each sample, but a batch has torch.int64 of shape \(4, 1\)",
+    ),
     ({"budget": None}, "budget must be given"),
     (
         {"budget": {"heads": 1.5}, "alpha": 2},
@@ -491,6 +495,15 @@ def test_labels_of_another_model_are_named_once(caplog: pytest.LogCaptureFixture
     prune(model, batches, criterion="hies", alpha="auto", budget={"heads": 0.5})
     (said,) = (message for message in caplog.messages if "the dense model is right on" in message)
     assert said.startswith("the dense model is right on 0 of 8 labels")
+
+
+def test_inference_mode_is_refused_and_no_grad_is_not() -> None:
+    with torch.inference_mode(), pytest.raises(HiesError, match=r"takes gradients, .* inside of torch.no_grad"):
+        prune(bert(), texts(), **HALF)
+    model, batches = bert(), texts()
+    with torch.no_grad():
+        found = prune(model, batches, **HALF)
+    assert found.plan.kept == prune(model, batches, **HALF).plan.kept
 
 
 def test_keywords_are_the_fields_of_a_recipe_with_their_defaults() -> None:
