@@ -29,6 +29,7 @@ FLOATING = (
     "give the checkpoint that it was made from, or if its weights are floating-point numbers after all, remove "
     "quantization_config from its config.json"
 )
+CODE = "it needs code of its own (auto_map), which is never run; give a model of a class of transformers"
 _VALUES = "the config of a model must have values that its class takes, but {} has others"
 _CONFIG = Rule("the config of a model must be what transformers or hies_export wrote", CORRECT)
 # The deepest models have about two hundred layers; building a million would fill the memory, even without weights.
@@ -85,6 +86,11 @@ def class_named(config: Mapping[str, Any], path: str | Path) -> type[PreTrainedM
     names = config.get("architectures") or []
     stock = getattr(transformers, names[0], None) if len(names) == 1 else None
     if not (isinstance(stock, type) and issubclass(stock, PreTrainedModel)):
+        if config.get("auto_map"):
+            raise RequestError(
+                f"the config of a model must name a class of transformers {transformers.__version__} in "
+                f"'architectures', but {path} names {quoted(names)}; {CODE}"
+            )
         # TensorFlow's and Flax's classes, which transformers 5 has no more, are named after torch's.
         named = re.sub(r"^(TF|Flax)", "", names[0]) if len(names) == 1 else ""
         raise RequestError(

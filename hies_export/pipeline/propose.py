@@ -9,7 +9,7 @@ from typing import Any
 
 import datasets
 
-from ..checkpoint.classes import load_config
+from ..checkpoint.classes import CODE, load_config
 from ..checkpoint.sentence import is_sentence_transformer
 from ..data.rows import hub_splits, load_rows, taken_from
 from ..errors import DataError, RequestError, listed
@@ -160,9 +160,8 @@ def _task_of(model: str, config: Any) -> type[Task]:
     name = next(iter(getattr(config, "architectures", None) or ()), "")
     task = task_by_class(name, config) or embedding_task(name, config)
     if task is None:
-        remedy = "give a checkpoint with the head that it was fine-tuned with"
-        if getattr(config, "auto_map", None):
-            remedy = "it needs code of its own (auto_map), which is never run; give a model of a class of transformers"
+        of_code = getattr(config, "auto_map", None)
+        remedy = CODE if of_code else "give a checkpoint with the head that it was fine-tuned with"
         raise RequestError(
             f"the model must be of a class that {', '.join(task.auto_class for task in TASKS.values())} loads, but the "
             f"config of {model} names {name or 'none'}; {remedy}"

@@ -151,6 +151,11 @@ WHOLE = bert().config.to_dict() | {"architectures": ["BertForSequenceClassificat
         (None, load, "a model must be a folder with a config.json or a Hub id"),
         (BERT, load, "names none; upgrade transformers, or write the class"),
         (WHOLE | {"architectures": ["TFBertModel"]}, load, r"\['TFBertModel'\]; upgrade .* mean 'BertModel'"),
+        (
+            WHOLE | {"architectures": ["JinaBertModel"], "auto_map": {"AutoModel": "own.JinaBertModel"}},
+            load,
+            r"names \['JinaBertModel'\]; it needs code of its own \(auto_map\)",
+        ),
         (WHOLE | {"model_type": "bert9"}, load_config, "type known to .* did you mean 'bert'"),
         (WHOLE | {"use_return_dict": False}, load, "values that its class takes.*; correct it there"),
         (WHOLE | {"quantization_config": {}}, load, "remove quantization_config from its config.json"),
