@@ -161,7 +161,7 @@ WHOLE = bert().config.to_dict() | {"architectures": ["BertForSequenceClassificat
         (WHOLE | {"quantization_config": {}}, load, "remove quantization_config from its config.json"),
         (WHOLE, load, "must load, but does not: OSError"),
     ],
-    ids=["no config", "no class", "old", "unknown type", "property", "quantised", "no weights"],
+    ids=["no config", "no class", "old", "own code", "unknown type", "property", "quantised", "no weights"],
 )
 def test_a_folder_without_a_model_is_refused(config: Any, read: Any, message: str, tmp_path: Path) -> None:
     if config is not None:
