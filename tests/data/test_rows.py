@@ -181,8 +181,8 @@ def test_image_folder_with_labels_in_a_file(tmp_path):
     folder = tmp_path / "images"
     folder.mkdir()
     for index in range(4):
-        PIL.Image.new("RGB", (4, 4), (index, 0, 0)).save(folder / f"{index}.JPG")
-    lines = [f"{index}.JPG,{('dog', 'cat')[index % 2]}" for index in (2, 0, 3, 1)]
+        PIL.Image.new("RGB", (4, 4), (index, 0, 0)).save(folder / f"{index}.PNG")
+    lines = [f"{index}.PNG,{('dog', 'cat')[index % 2]}" for index in (2, 0, 3, 1)]
     (folder / "metadata.csv").write_text("\n".join(["file_name,label", *lines]))
     rows = load(folder)
     found = {image.getpixel((0, 0))[0]: label for image, label in zip(rows["image"], rows["label"], strict=True)}
