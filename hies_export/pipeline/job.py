@@ -67,7 +67,7 @@ logger = logging.getLogger(__name__)
 # Largest share of the judged rows that may be among those that units are fitted on. Even if the fitted rows lose
 # nothing, the measured loss is then at least nine tenths of that on new rows.
 MOST_SHARED = 0.1
-# Largest share of the rows of a use that may repeat others without a warning: short texts recur by themselves.
+# Largest share of the judged rows that may repeat others without a warning: short texts recur by themselves.
 MOST_REPEATED = 0.25
 
 
@@ -595,7 +595,7 @@ def check_apart(job: Job) -> bool:
     rows = job.rows
     drawn = (rows.score, rows.refit, rows.held_out, rows.promise, rows.evaluation)
     parts = [sample_contents(part) for part in drawn]
-    _warn_of_repeats(parts)
+    _warn_of_repeats(parts[2:])
     times = [Counter(content for sample in part for content in sample) for part in parts]
     recurring = {content for part in times for content, count in part.items() if count > 1}
     fitted, chosen = (set().union(*part) - recurring for part in (times[:2], times[:4]))
@@ -617,8 +617,8 @@ def check_apart(job: Job) -> bool:
 
 
 def _warn_of_repeats(parts: Sequence[Sequence[tuple[bytes, ...]]]) -> None:
-    """Warn if many rows of a use repeat others: intervals count each row for itself, and copies get on both sides."""
-    for name, samples in zip(("scored", "refitted", "held-out", "held-out", "evaluated"), parts, strict=True):
+    """Warn if many judged rows repeat others, as intervals count each row for itself."""
+    for name, samples in zip(("held-out", "held-out", "evaluated"), parts, strict=True):
         if (repeats := len(samples) - len(set(samples))) > MOST_REPEATED * len(samples):
             logger.warning(
                 "%s of the %s %s rows repeat others, so what stays is only known for new rows that repeat as often; "

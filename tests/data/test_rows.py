@@ -182,8 +182,8 @@ def test_image_folder_with_labels_in_a_file(tmp_path):
     folder.mkdir()
     for index in range(4):
         PIL.Image.new("RGB", (4, 4), (index, 0, 0)).save(folder / f"{index}.PNG")
-    lines = [f"{index}.PNG,{('dog', 'cat')[index % 2]}" for index in (2, 0, 3, 1)]
-    (folder / "metadata.csv").write_text("\n".join(["file_name,label", *lines]))
+    named = [{"file_name": f"{index}.PNG", "label": ("dog", "cat")[index % 2]} for index in (2, 0, 3, 1)]
+    (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, named)))
     rows = load(folder)
     found = {image.getpixel((0, 0))[0]: label for image, label in zip(rows["image"], rows["label"], strict=True)}
     assert found == {0: "dog", 1: "cat", 2: "dog", 3: "cat"}
