@@ -50,7 +50,7 @@ def test_a_latency_budget_is_met_in_one_dtype() -> None:
         ("prun", {}, "prun is not a field of the recipe; did you mean 'prune'"),
         ("self", 1, "self is not a field of the recipe"),
         ("prune.alhpa", 0.5, "prune.alhpa is not a field of the recipe; did you mean 'alpha'"),
-        ("data.zzz", 1, "data.zzz is not a field of the recipe; the fields here are text, image, prompt"),
+        ("data.zzz", 1, "data.zzz is not a field of the recipe; the fields here are text, image, messages"),
         ("prune.budget.heads", 1.2, "prune.budget.heads must be less than 1, got 1.2"),
         ("prune.budget.heads", "half", "prune.budget.heads must be .* number.*, got 'half'"),
         ("prune.budget", {}, "exactly one of heads, flops, parameters, latency, max_drop, keep must be given"),
