@@ -4,8 +4,7 @@ The input is a model, its `PrunableModule`s and batches. The output is `Statisti
 and gradients of every consumer) or moments (sums for least squares). The model is restored afterwards.
 
 passes.py     a pass over the rows, or as many as a memory limit makes necessary
-statistics.py `Statistics`, and `collect_statistics`: one forward and one backward pass per batch
-gates.py      "his": gradients to a gate of one on every unit's output
+statistics.py `Statistics`, and `collect_statistics`: one forward and one backward pass per batch; "his", by gates
 entropy.py    "entropy": entropies of attention rows
 weight_norms.py  "weight_l2": sums over the weights of a unit
 readings.py   what consumers read in a batch, with gradients; `EffectStream`, for `score_compensated`

@@ -6,8 +6,7 @@ from argparse import ArgumentParser
 from typing import Any
 
 from ..checkpoint.folders import refuse_existing
-from .arguments import Options, a_path, add_model, add_output
-from .paths import checkpoint_in, plan_in
+from .arguments import Options, a_path, add_model, add_output, checkpoint_in, plan_in
 
 
 def add_arguments(parser: ArgumentParser) -> None:

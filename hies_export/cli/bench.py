@@ -11,8 +11,7 @@ from typing import Any
 from ..checkpoint.folders import Contents, contents, refuse_other
 from ..entry_points import RUNTIMES
 from ..errors import quoted
-from .arguments import REPEATED, Options, a_number, a_path, a_path_or_id
-from .paths import checkpoint_in
+from .arguments import REPEATED, Options, a_number, a_path, a_path_or_id, checkpoint_in
 
 EXPORTS = (Contents.ONNX, Contents.OPENVINO, Contents.GGUF)
 

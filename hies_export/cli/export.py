@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..checkpoint.folders import refuse_existing
 from ..entry_points import FORMATS
 from ..errors import RequestError
-from .arguments import Options, add_data, add_model, add_output, read_data
-from .paths import checkpoint_in
+from .arguments import Options, add_data, add_model, add_output, checkpoint_in, read_data
 
 if TYPE_CHECKING:
     from ..forms.formats import Export

@@ -6,8 +6,7 @@ from argparse import ArgumentParser
 from typing import Any
 
 from ..checkpoint.folders import Contents
-from .arguments import REPEATED, Options, a_number, a_path, a_path_or_id, a_text
-from .paths import checkpoint_in
+from .arguments import REPEATED, Options, a_number, a_path, a_path_or_id, a_text, checkpoint_in
 
 
 def add_arguments(parser: ArgumentParser) -> None:

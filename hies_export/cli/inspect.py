@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..kinds import ATTENTION, MLP, UNIT_NAMES
-from .arguments import Options, a_path_or_id
-from .paths import checkpoint_in, plan_in
+from .arguments import Options, a_path_or_id, checkpoint_in, plan_in
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

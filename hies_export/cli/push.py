@@ -7,8 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ..checkpoint.folders import Contents
-from .arguments import Options, a_path, a_text
-from .paths import refuse_other_than
+from .arguments import Options, a_path, a_text, refuse_other_than
 
 
 def add_arguments(parser: ArgumentParser) -> None:

@@ -9,8 +9,7 @@ from typing import Any
 from ..checkpoint.folders import Contents, contents, refuse_other_file, replace_file
 from ..errors import RequestError
 from ..recipe.gone import COMMANDS
-from .arguments import Options, a_path
-from .paths import refuse_other_than
+from .arguments import Options, a_path, refuse_other_than
 
 
 def add_arguments(parser: ArgumentParser) -> None:

@@ -17,8 +17,18 @@ from ..kinds import ATTENTION, MLP
 from ..recipe.budget import Budget, Found, Outcome
 from ..score.criteria import AUTO, COMPENSATED, Scores
 from ..select.constraints import bundles_lost, check_budget
-from ..select.cost import CostTable, check_reachable, lowest_ratio, shares_to_try
-from ..select.goal import Goal, compose, cost_to_go, filled_in, head_totals, heads_to_go
+from ..select.cost import (
+    CostTable,
+    Goal,
+    check_reachable,
+    compose,
+    cost_to_go,
+    filled_in,
+    head_totals,
+    heads_to_go,
+    lowest_ratio,
+    shares_to_try,
+)
 from ..units.find import find_modules
 from ..units.units import Selection
 from .held_out import HeldOut, choose_alpha, choose_by_agreement

@@ -29,7 +29,7 @@ from ..recipe.budget import Budget, Found, Outcome, TimedSection
 from ..report.words import asked_words
 from ..score.criteria import Scores
 from ..select.constraints import bundle_count
-from ..select.goal import Goal
+from ..select.cost import Goal
 from .choose import choose, choose_within, sizes_of
 from .draw import Looks, all_looks
 from .held_out import Key

@@ -20,8 +20,7 @@ from ..progress import OutOfTime
 from ..recipe.budget import Budget, Found, Outcome, TimedSection
 from ..report.words import asked_words, found_words, stays_words
 from ..score.criteria import Scores
-from ..select.cost import CostTable
-from ..select.goal import Goal
+from ..select.cost import CostTable, Goal
 from ..tasks.given import first_rows
 from .held_out import Key, key_of
 from .job import Job

@@ -35,7 +35,7 @@ from ..recipe.budget import Outcome, TimedSection
 from ..report.words import asked_words, found_words, vocabulary_words
 from ..score.compensated import score_compensated
 from ..score.criteria import AUTO, COMPENSATED, Scores, needs_of, score_units, uses_alpha
-from ..select.goal import Goal
+from ..select.cost import Goal
 from ..select.plan import PruningPlan, dump_json, library_versions
 from ..select.select import select_units
 from ..slim.check import compare_cut, fingerprint, masked_units

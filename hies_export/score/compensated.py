@@ -39,8 +39,7 @@ from ..model.modes import threads_for
 from ..processes import mapped
 from ..progress import SILENT, Progress
 from ..units.units import PrunableModule
-from .criteria import COMPENSATED, Chain, Removal, Scores
-from .merge import merged
+from .criteria import COMPENSATED, Chain, Removal, Scores, merged
 
 # Neurons are removed this share of a layer at a time.
 SHARE_PER_STEP = 0.01

@@ -5,8 +5,6 @@ a share of the dense model's cost (FLOPs, parameters or latency).
 
 select.py         `select_units`, for every budget
 constraints.py    `Constraints`, which units go together, and the check that a budget of heads can be met
-cost.py           `CostTable`, what bundles save, and the check that a budget of cost can be met
-joint.py          one budget of cost for several kinds, or for chains of removals
-knapsack.py       an exact solver for the multiple-choice knapsack
-goal.py           one budget in several rounds, each scored on the model that the previous one left
+cost.py           `CostTable`, what bundles save, the check that a budget of cost can be met, and its rounds
+joint.py          one budget of cost for several kinds, or for chains of removals, and the knapsack behind it
 """

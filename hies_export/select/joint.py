@@ -11,16 +11,66 @@ A kind with its own uniform allocation has one curve: its points are the shares 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from ..errors import RecipeError
-from ..score.criteria import Chain, Removal, Scores
-from ..score.merge import edges_by_slope
+from ..score.criteria import Chain, Removal, Scores, edges_by_slope
 from ..units.units import Units
 from .constraints import Constraints, bundle_count, removable_counts, worst_first
 from .cost import CostTable, check_reachable, saved_by, uniform_counts
-from .knapsack import least_loss_saving
+
+
+def least_loss(
+    costs: Sequence[Sequence[int]], losses: Sequence[Sequence[float]], limit: int
+) -> tuple[np.ndarray, Callable[[int], list[int]]]:
+    """Solve a multiple-choice knapsack exactly, from the cost (whole, from 0) and loss of every option of every module.
+
+    Return the least total loss for every exact total cost, (limit + 1,), infinite if no choice has that cost. Also
+    return a function from a total cost to its choice: the number of one option per module, among equals the earlier.
+    """
+    best = np.full(limit + 1, np.inf)
+    best[0] = 0.0
+    picks = []
+    for cost, loss in zip(costs, losses, strict=True):
+        new, pick = np.full(limit + 1, np.inf), np.zeros(limit + 1, dtype=np.int32)
+        for option, (c, lost) in enumerate(zip(cost, loss, strict=True)):
+            if c > limit:
+                continue
+            candidate = best[: limit + 1 - c] + lost
+            better = candidate < new[c:]
+            new[c:][better] = candidate[better]
+            pick[c:][better] = option
+        best = new
+        picks.append(pick)
+
+    def trace(total: int) -> list[int]:
+        chosen = []
+        for cost, pick in zip(reversed(costs), reversed(picks), strict=True):
+            chosen.append(int(pick[total]))
+            total -= cost[chosen[-1]]
+        return chosen[::-1]
+
+    return best, trace
+
+
+def least_loss_saving(
+    saved: Sequence[Sequence[float]], losses: Sequence[Sequence[float]], wanted: float, *, grid: int
+) -> list[int]:
+    """Return one option per module, by number, so that together they save enough at the least loss.
+
+    Savings are shares of the dense cost, for every option of every module; the first option saves nothing. They count
+    in steps of 1 / grid, rounded so that enough is saved.
+    """
+    # Timings need not fall with every unit, so costs are relative to the most that a module can save.
+    most = [max(row) for row in saved]
+    costs = [[math.ceil((top - share) * grid - 1e-6) for share in row] for top, row in zip(most, saved, strict=True)]
+    best, trace = least_loss(costs, losses, max(0, math.floor((sum(most) - wanted) * grid + 1e-6)))
+    return trace(int(best.argmin()))
+
 
 # Costs count in steps of 1 / GRID of the dense model's, rounded so that no budget is exceeded.
 GRID = 20_000

@@ -23,8 +23,7 @@ from .constraints import (
     removable_counts,
 )
 from .cost import CostTable, check_reachable, saved_by, uniform_counts
-from .joint import removed_jointly
-from .knapsack import least_loss, least_loss_saving
+from .joint import least_loss, least_loss_saving, removed_jointly
 
 # Costs of heads count in steps of 1 / GRID of the dense model's.
 GRID = 100_000

@@ -20,7 +20,7 @@ from ..model.modes import output_alone
 from ..model.text_encoder import TextEncoder
 from ..model.tokens import sample_batch
 from ..select.plan import PruningPlan, selection_of
-from ..units.follow import feature_cuts, narrow_arguments, parameter_cuts, set_attributes
+from ..units.rehearse import feature_cuts, narrow_arguments, parameter_cuts, set_attributes
 from ..units.units import PrunableModule, Selection
 from .check import check_selection, check_weights, fingerprint
 from .config import Shapes, become_slim, per_layer_config, plain_model

@@ -11,6 +11,5 @@ own_heads.py  heads of models whose attention is code of their own, from the lay
 neurons.py    `find_mlp`: the two linear layers of feed-forward blocks, and their neurons
 probe.py      a weightless copy of the model, and which feature reaches which head
 reads.py      one run of the copy: inputs of every linear layer, and which feature reaches which column
-rehearse.py   runs with fewer units, to find the attributes that must change
-follow.py     kept units -> kept rows and columns, and new values of attributes
+rehearse.py   kept units -> kept rows and columns; runs with fewer units, to find the attributes that must change
 """

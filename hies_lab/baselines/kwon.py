@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hies_export.calibrate.gates import Gates
+from hies_export.calibrate.statistics import Gates
 from hies_export.data.batches import Batch, size_of
 from hies_export.model.modes import frozen, intercept, output_alone
 from hies_export.tasks import task_of

@@ -36,8 +36,7 @@ from hies_export.recipe.budget import Budget
 from hies_export.recipe.sections import CompensationSection
 from hies_export.score.criteria import AUTO, COMPENSATED, FALLBACK, Scores, needs_of, uses_alpha
 from hies_export.select.constraints import bundles_lost, check_budget
-from hies_export.select.cost import check_reachable, lowest_ratio
-from hies_export.select.goal import Goal
+from hies_export.select.cost import Goal, check_reachable, lowest_ratio
 from hies_export.slim.cut import prune_units
 from hies_export.slim.refit import Compensation, LayerFit, compensate
 from hies_export.tasks import Predictions

@@ -11,7 +11,7 @@ from support.models import causal_lm, llava
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hies_export.calibrate.gates import Gates
+from hies_export.calibrate.statistics import Gates
 from hies_export.tasks import TextGeneration, task_of
 from hies_export.tasks.text_generation import text_labels
 from hies_export.units.units import PrunableModule

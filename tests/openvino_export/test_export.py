@@ -17,8 +17,7 @@ from hies_export import MissingRuntimeError, OutputExistsError, RequestError, qu
 from hies_export.forms.formats import Export, Exporter, Given, read_by
 from hies_export.forms.onnx.export import export_onnx
 from hies_export.forms.openvino import export as export_module
-from hies_export.forms.openvino.apart import readers, set_apart
-from hies_export.forms.openvino.export import export_openvino, single_rows
+from hies_export.forms.openvino.export import export_openvino, readers, set_apart, single_rows
 from hies_export.forms.runtimes.base import load_runtime
 from hies_export.forms.runtimes.ort import OnnxRuntime
 from hies_export.recipe.sections import ExportSection

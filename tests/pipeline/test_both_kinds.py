@@ -35,8 +35,7 @@ from hies_export.pipeline.stages import Choice, calibrate, cut, effect_batches, 
 from hies_export.report.report import Report
 from hies_export.score.compensated import score_compensated
 from hies_export.score.criteria import Scores, score_units
-from hies_export.select.cost import CostTable
-from hies_export.select.goal import compose
+from hies_export.select.cost import CostTable, compose
 from hies_export.select.plan import PruningPlan
 from hies_export.select.select import select_units
 from hies_export.slim.cut import prune_units

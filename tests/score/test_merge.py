@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from hies_export.score.criteria import Chain, Removal
-from hies_export.score.merge import Edge, hull, merged
+from hies_export.score.criteria import Chain, Edge, Removal, hull, merged
 
 
 def level(effects: Sequence[float]) -> list[float]:

@@ -11,7 +11,7 @@ from support.cuts import plan_of
 
 from hies_export import Constraints, PlanError, PruningPlan, Scores, select_units
 from hies_export.select.cost import CostTable, check_reachable, lowest_ratio, shares_to_try, uniform_counts
-from hies_export.select.knapsack import least_loss
+from hies_export.select.joint import least_loss
 from hies_export.units.units import Units
 
 

@@ -19,7 +19,7 @@ from hies_export.pipeline.load_job import load_job
 from hies_export.pipeline.stages import calibrate
 from hies_export.score.criteria import Scores
 from hies_export.select.constraints import bundles_lost
-from hies_export.select.goal import Goal, compose, head_totals, heads_to_go
+from hies_export.select.cost import Goal, compose, head_totals, heads_to_go
 from hies_export.select.plan import PruningPlan
 from hies_export.units.units import Kept, Units
 

@@ -13,8 +13,7 @@ from hies_export.score.criteria import Chain, Removal
 from hies_export.select import joint
 from hies_export.select.constraints import removable_counts
 from hies_export.select.cost import CostTable, lowest_ratio
-from hies_export.select.joint import by_slopes, chains_of
-from hies_export.select.knapsack import least_loss
+from hies_export.select.joint import by_slopes, chains_of, least_loss
 from hies_export.units.units import Units
 
 

@@ -13,7 +13,7 @@ from ...model.linear import features_of
 from ...select.constraints import bundle_count
 from ...select.cost import CostTable
 from ...slim.cut import prune_units
-from ...units.follow import feature_cuts, parameter_cuts
+from ...units.rehearse import feature_cuts, parameter_cuts
 from ...units.units import Kept, PrunableModule, Units
 from ..measure.counts import count_parameters, flops_by_module, innermost
 

@@ -8,8 +8,7 @@ In the order of reading:
 
 - `architecture.py`: read the sizes of a model off its modules, and choose the architecture of llama.cpp.
 - `tensors.py`: the model's weights by GGUF's names, and how they are stored; in 4 bits, rounded by calibration rows.
-- `reference.py`: compute in torch what llama.cpp computes from those tensors, to compare with the model before writing.
 - `vocabulary.py`: the tokens, merges and flags of a tokenizer.
 - `export.py`: `export_gguf`, the whole export.
-- `parity.py`: compare llama.cpp with torch, if it is installed.
+- `parity.py`: compare what llama.cpp computes, in torch before writing, and in llama.cpp itself if it is installed.
 """

@@ -32,7 +32,7 @@ _LINEAR = tuple(name for name in LAYER_NAMES if name.endswith("_proj"))
 # Rotary frequencies that do not depend on the length of the text, so that a tensor of factors can hold them.
 _FIXED_ROPES = ("default", "linear", "llama3", "yarn")
 # Decoders whose code was read: in these, only sliding windows depend on the length of the text, which the comparison of
-# logits on a short text (`reference.py`) would miss.
+# logits on a short text (`parity.py`) would miss.
 _MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "seed_oss", "smollm3")
 # The smallest relative change of a rotary frequency that is not rounding.
 _ROUNDING = 1e-5

@@ -19,8 +19,7 @@ from ...model.tokens import synthetic_batch
 from ..formats import FORMATS, Export, Format, export_options
 from ..runtimes.llamacpp import GGUF_FILE, LlamaCppRuntime, is_installed
 from .architecture import Layout, find_layout, refused
-from .parity import check_parity
-from .reference import check_same_function
+from .parity import check_parity, check_same_function
 from .tensors import BLOCK, IN_BLOCKS, STORED_AS, named_tensors, rounded, stored_bytes, stored_type
 from .vocabulary import Vocabulary, find_vocabulary
 

@@ -3,6 +3,5 @@
 The input is an ONNX `Export` in float32 and batches of rows; the output is a folder with `openvino_model.xml` and
 `.bin`, and an `Export`.
 
-- `apart.py`: compute the neurons with the largest activations beside the others, in float.
 - `export.py`: `quantize_openvino`, the whole export, by NNCF's post-training quantisation.
 """
