@@ -75,7 +75,5 @@ def test_unknown_tasks_and_lost_data_are_said_before_any_work(tmp_path: Path) ->
 
 
 def test_a_recipe_that_names_benchmarks_is_told_the_command() -> None:
-    with pytest.raises(
-        RecipeError, match=r"^evaluation.lm_eval is gone; .*: lm_eval --model hf --model_args .* --tasks"
-    ):
+    with pytest.raises(RecipeError, match=r"evaluation.lm_eval is gone; .*: lm_eval --model hf .* --tasks"):
         PruningRecipe(model="m", task="text-generation", evaluation={"lm_eval": ["piqa"]})
