@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from ..model.attention import AttentionCall, on_interface, use_attention
 from ..model.internals import attention_maps
 from ..model.kernels import VisibleKeys, attend, attend_with_entropy
-from ..model.tokens import target_tokens
 from ..units.units import PrunableModule
 
 
@@ -57,7 +56,7 @@ class Entropies:
         name = self._names.get(call.module)
         if name is None or not self.enabled:
             return attend(call, self._visible)
-        output, entropy, rows = attend_with_entropy(call, self._visible, target_tokens(self._model, name, self.batch))
+        output, entropy, rows = attend_with_entropy(call, self._visible)
         self.rows[name] = len(output)
         if self.recording:
             self._calls.setdefault(name, []).append((entropy, rows))
@@ -67,8 +66,7 @@ class Entropies:
         found = [o for o in outputs if isinstance(o, Tensor)] if isinstance(outputs, (tuple, list)) else []
         maps = [o for o in found if _is_map(o, module.units)]
         if self.recording and len(maps) == 1:
-            queries = target_tokens(self._model, module.name, self.batch)
-            entropy = entropy_of_map(maps[0].detach(), self.batch.get("attention_mask"), queries)
+            entropy = entropy_of_map(maps[0].detach(), self.batch.get("attention_mask"))
             self._calls.setdefault(module.name, []).append(entropy)
 
     def take(self) -> dict[str, tuple[Tensor, int]]:
@@ -91,20 +89,17 @@ def _is_map(output: Tensor, heads: int) -> bool:
     return bool((output >= 0).all() and (output.sum(-1) - 1).abs().amax() < 1e-2)
 
 
-def entropy_of_map(attention: Tensor, mask: Tensor | None, queries: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def entropy_of_map(attention: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return `attend_with_entropy`'s entropy, (batch, heads) float32, and number of rows, (batch,), of a map.
 
     Args:
         attention: (batch, heads, query, keys). A row sees the keys that have a weight in any head.
         mask: Which tokens are real, (batch, tokens), for maps from these tokens to themselves; None if all are. What a
             padding token sees is arbitrary.
-        queries: Which queries are real, (batch, query), if that is known.
     """
     seen = (attention > 0).any(1)
     keys = seen.sum(-1)  # (batch, query)
-    if queries is not None:
-        keys = keys * queries.bool()
-    elif seen.shape[1] == seen.shape[2]:
+    if seen.shape[1] == seen.shape[2]:
         keys = keys * seen.any(1)  # a token that no row sees is padding
         keys = keys * mask.bool() if mask is not None and mask.shape == keys.shape else keys
     counted = (keys > 1)[:, None]

@@ -16,7 +16,7 @@ from ..errors import RequestError, listed, refusing, require_package
 from ..model.copies import parameter_bytes
 from ..model.internals import auto_classes, commit_of, empty_model, never_asking, reads_old_names, use_torch_attention
 from ..model.text_encoder import TextEncoder
-from ..model.tokens import synthetic_batch
+from ..model.tokens import refuse_encoder_decoder, synthetic_batch
 from ..select.plan import PruningPlan, library_versions
 from ..slim.config import is_slim
 from ..slim.cut import prune_units
@@ -61,16 +61,12 @@ def source_of(model: PreTrainedModel, path: str | Path, config: Any, *, asked: s
 def task_class(path: str | Path, config: Any, *, task: str, **hub: Any) -> type[PreTrainedModel]:
     """Return the model class of a checkpoint, and check that it fits the task."""
     model_class = find_model_class(path, **hub)
+    refuse_encoder_decoder(config, model_class.__name__)
     auto_class = TASKS[task].auto_class
     if auto_class not in auto_classes(model_class.__name__, config.model_type):
         raise RequestError(
             f"{task} needs a model fine-tuned for it (one that {auto_class} loads, of its model_type), but {path} is a "
             f"{model_class.__name__} of type {config.model_type!r}; fine-tune it for the task, or change the task"
-        )
-    if config.is_encoder_decoder and not TASKS[task].encoder_decoders:
-        raise RequestError(
-            f"{task} needs a model without a decoder, but {path} is a {model_class.__name__}, an encoder-decoder; "
-            "give an encoder, such as BERT"
         )
     return model_class
 

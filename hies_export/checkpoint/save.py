@@ -196,11 +196,7 @@ def _for_base_model(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict
 
     with base.register_forward_pre_hook(record, with_kwargs=True):
         first_output(model, batch)
-    if given:
-        return given
-    # The head calls parts of its base model, as T5's does, which makes the decoder's tokens of the text.
-    needs = model.config.is_encoder_decoder and "decoder_input_ids" in names and "input_ids" in batch
-    return {"decoder_input_ids": batch["input_ids"], **batch} if needs else dict(batch)
+    return given or dict(batch)  # of a head that calls parts of its base model
 
 
 @layers_unwarned()

@@ -153,8 +153,7 @@ def settle_padding(model: PreTrainedModel, tokenizer: Any) -> None:
     Raises DataError if there is none but the one that all texts end in: their ends would be taken for padding.
     """
     text = model.config.get_text_config()
-    needed = finds_end_by_padding(model) or model.config.is_encoder_decoder
-    if not needed or text.pad_token_id is not None:
+    if not finds_end_by_padding(model) or text.pad_token_id is not None:
         return
     text.pad_token_id = padding_token(tokenizer, model.config)
     if text.pad_token_id == _end(tokenizer):
@@ -168,10 +167,9 @@ def settle_padding(model: PreTrainedModel, tokenizer: Any) -> None:
 def pads_left(tokenizer: Any, config: Any) -> bool:
     """Return whether batches of a classifier or an encoder are padded on the left: if its tokenizer pads there.
 
-    Encoder-decoders, and models with position ids but without rotary embeddings, are padded on the right in any case:
-    the latter count positions from the left edge of a batch and not from where a text begins.
+    Models with position ids but without rotary embeddings are padded on the right in any case: they count positions from the left edge of a batch and not from where a text begins.
     """
-    if tokenizer.padding_side != "left" or config.is_encoder_decoder:
+    if tokenizer.padding_side != "left":
         return False
     if getattr(config.get_text_config(), "rope_parameters", None):
         return True

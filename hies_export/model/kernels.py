@@ -31,10 +31,10 @@ class VisibleKeys:
         self._by_mask: MutableMapping[Tensor, dict[Any, tuple[Tensor | None, Tensor, bool]]] = WeakIdKeyDictionary()
         self._without_mask: dict[Any, tuple[Tensor | None, Tensor, bool]] = {}
 
-    def __call__(self, call: AttentionCall, *, square: bool = True) -> tuple[Tensor | None, Tensor, bool]:
+    def __call__(self, call: AttentionCall) -> tuple[Tensor | None, Tensor, bool]:
         """Return the facts of a call's mask: `bias`, `log_keys` and `has_bias`.
 
-        With `square`, queries and keys of equal number are taken to be the same tokens (self-attention).
+        Queries and keys of equal number are taken to be the same tokens (self-attention).
 
         `bias` is the additive mask in the query's dtype, None if the call has no mask; layers keep it for the backward
         pass, so it is laid out once in the way that the fused kernel needs. `log_keys` is the logarithm of the number
@@ -44,16 +44,13 @@ class VisibleKeys:
         """
         query_length, key_length = call.query.shape[2], call.key.shape[2]
         seen = self._without_mask if call.mask is None else self._by_mask.setdefault(call.mask, {})
-        square = square and query_length == key_length
-        key = (call.is_causal, query_length, key_length, call.query.dtype, call.query.device, square)
+        key = (call.is_causal, query_length, key_length, call.query.dtype, call.query.device)
         if key not in seen:
-            seen[key] = self._analyse(call, query_length, key_length, square)
+            seen[key] = self._analyse(call, query_length, key_length)
         return seen[key]
 
     @staticmethod
-    def _analyse(
-        call: AttentionCall, query_length: int, key_length: int, square: bool
-    ) -> tuple[Tensor | None, Tensor, bool]:
+    def _analyse(call: AttentionCall, query_length: int, key_length: int) -> tuple[Tensor | None, Tensor, bool]:
         device, dtype, mask = call.query.device, call.query.dtype, call.mask
         if mask is None:
             if call.is_causal:
@@ -72,7 +69,7 @@ class VisibleKeys:
         if device.type == "cuda":
             bias = _aligned(bias.expand(*bias.shape[:-1], key_length))
         counts = visible.expand(*visible.shape[:-1], key_length).sum(-1)
-        if square:
+        if query_length == key_length:
             # In self-attention a token that no row sees is padding, and its own row is no real query.
             real = visible.any(-2)
             if real.shape[-1] == key_length:
@@ -91,9 +88,7 @@ def attend(call: AttentionCall, visible: VisibleKeys) -> Tensor:
     )
 
 
-def attend_with_entropy(
-    call: AttentionCall, visible: VisibleKeys, queries: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def attend_with_entropy(call: AttentionCall, visible: VisibleKeys) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the layer's own attention and the length-normalised entropy of its rows, without a whole attention map.
 
     With s the scaled products (plus the mask) and p = softmax(s), H(p) = logsumexp(s) - E_p[s], and
@@ -102,14 +97,13 @@ def attend_with_entropy(
     Args:
         call: What the model computes.
         visible: The keys that its rows see.
-        queries: Which queries are real, (batch, query). By default, of self-attention, those that any row sees.
 
     Returns:
         output: (batch, heads, query, value head_dim), differentiable.
         entropy: (batch, heads) float32, mean over the real query rows of H(row) / log(keys the row sees), in [0, 1].
         rows: (batch,) float32, number of rows in that mean; if it is 0, the entropy is 0 too.
     """
-    bias, log_keys, has_bias = visible(call, square=queries is None)
+    bias, log_keys, has_bias = visible(call)
     key, value = _repeat_groups(call)
     if call.is_plain and not (bias is not None and bias.requires_grad):
         output, logsumexp = _output_and_logsumexp(call, key, value, bias)
@@ -123,8 +117,6 @@ def attend_with_entropy(
             expected = torch.linalg.vecdot(call.query.float(), mean_key.float()).mul_(call.scaling)
             row_entropy = logsumexp.float() - expected  # (batch, heads, query)
         log_keys = log_keys.expand(row_entropy.shape[0], -1, row_entropy.shape[2])
-        if queries is not None:
-            log_keys = log_keys * queries.bool()[:, None].to(log_keys.device)
         counted = log_keys > 0
         # A sink is one more key.
         most = log_keys if call.sinks is None else log_keys.exp().add(1).log()

@@ -72,28 +72,23 @@ def real_tokens(model: PreTrainedModel, name: str, batch: Mapping[str, Tensor], 
     """Return a mask of the tokens of an attention module's output y, (batch, tokens, width), that are not padding.
 
     The `attention_mask` describes text only: all patches of an image are real, even if an image has as many patches as
-    the text has tokens. It describes no target of an encoder-decoder either.
+    the text has tokens.
     """
-    if (target := target_tokens(model, name, batch)) is not None:
-        return target.bool().to(y.device)
     mask = batch.get("attention_mask")
     if mask is not None and mask.shape == y.shape[:2] and _reads_text(model, name):
         return mask.bool().to(y.device)
     return torch.ones(y.shape[:2], dtype=torch.bool, device=y.device)
 
 
-def target_tokens(model: PreTrainedModel, name: str, batch: Mapping[str, Tensor]) -> Tensor | None:
-    """Return which tokens of a target are real, (batch, target tokens), to a module of the decoder that reads them.
+def refuse_encoder_decoder(config: Any, name: str) -> None:
+    """Refuse, by an UnsupportedModelError, a class whose models have an encoder and a decoder, such as T5 and BART.
 
-    None if the module belongs to no decoder, or if the model makes the decoder's inputs of the text itself.
+    The encoder alone of such a model, as sentence-transformers loads it, may have the same config.
     """
-    ids = batch.get("decoder_input_ids")
-    if ids is None or not model.config.is_encoder_decoder:
-        return None
-    decoder = model.get_decoder()
-    while name and model.get_submodule(name) is not decoder:
-        name = name.rpartition(".")[0]
-    return batch.get("decoder_attention_mask", torch.ones_like(ids)) if name else None
+    if config.is_encoder_decoder and not name.endswith(("Encoder", "EncoderModel")):
+        raise UnsupportedModelError(
+            f"encoder-decoders cannot be pruned, got a {name}; give a model that is an encoder or a decoder"
+        )
 
 
 def judged_tokens(model: PreTrainedModel, batch: Mapping[str, Tensor], like: Tensor) -> Tensor:
@@ -119,7 +114,7 @@ def placeholders(config: Any) -> Tensor:
 def refuse_tokens_first(model: PreTrainedModel, name: str, batch: Mapping[str, Tensor], x: Tensor) -> None:
     """Refuse a module whose input x is (tokens, samples, width): read as windows of samples, it would mix them.
 
-    FSMT and XLNet are such models. With one sample there is nothing to mix.
+    XLNet is such a model. With one sample there is nothing to mix.
 
     Raises:
         UnsupportedModelError: The module reads the tokens of a batch before its samples.
@@ -156,15 +151,13 @@ def synthetic_batch(
     They are `input_ids` and a mask of ones, both (batch, sequence), or `pixel_values`, (batch, *image), or all three
     for a model of images that also reads text. An `image`, (channels, height, width), has by default the size of the
     config, which many a processor does not keep. Multiple choice has one choice per row, so its tokens are (batch, 1,
-    sequence). An encoder-decoder has `decoder_input_ids`, (batch, sequence), unless its head makes them from the text.
-    Classifiers with a decoder, such as BART, read the last end-of-text token: it ends every row and is nowhere else.
-    Tokens that stand for images, videos or audio are not drawn.
+    sequence). Tokens that stand for images, videos or audio are not drawn.
     """
     generator = torch.Generator().manual_seed(seed)
     accepted = inspect.signature(model.forward).parameters
     if model.main_input_name == "pixel_values":
         images = {"pixel_values": random_images(model.config, batch, generator, image)}
-        if sequence is None or not {"input_ids", "decoder_input_ids"} & set(accepted):
+        if sequence is None or "input_ids" not in accepted:
             return images
         return images | _random_text(model, batch, sequence, generator)
     if "input_ids" not in accepted:
@@ -184,14 +177,6 @@ def sample_batch(model: PreTrainedModel, *, sequence: int | None = None) -> dict
     pad = getattr(model.config.get_text_config(), "pad_token_id", None)
     alone = pad is None and "AutoModelForSequenceClassification" in _heads(model)
     return synthetic_batch(model, batch=1 if alone else 2, sequence=sequence)
-
-
-def end_of_text(model: PreTrainedModel) -> int | None:
-    """Return the token that each row needs for a classifier with a decoder, such as BART; None for other models."""
-    if not model.config.is_encoder_decoder or "AutoModelForSequenceClassification" not in _heads(model):
-        return None
-    end = getattr(model.config, "eos_token_id", None)
-    return end[0] if isinstance(end, (list, tuple)) else end
 
 
 def _heads(model: PreTrainedModel) -> list[str]:
@@ -214,33 +199,20 @@ def _random_text(
     model: PreTrainedModel, batch: int, sequence: int | None, generator: torch.Generator
 ) -> dict[str, Tensor]:
     """Return random tokens and a mask of ones under the names of the model's inputs; see `synthetic_batch`."""
-    config, heads = model.config, _heads(model)
+    config = model.config
+    refuse_encoder_decoder(config, type(model).__name__)
     longest = longest_sequence(config)
     if sequence is None or sequence < 1 or (longest is not None and sequence > longest):
         allowed = f"1..{'any' if longest is None else longest}"
         raise RecipeError(f"sequence must be in {allowed} for {type(model).__name__}, got {sequence}")
-    accepted = inspect.signature(model.forward).parameters
     vocabulary = getattr(config.get_text_config(), "vocab_size", 256)  # CANINE has none: it reads code points
-    end = end_of_text(model)
-    never = [*([] if end is None else [end]), *placeholders(config).tolist()]
-    instead = next(token for token in range(vocabulary) if token not in never)
-
-    def draw() -> Tensor:
-        ids = torch.randint(0, vocabulary, (batch, sequence), generator=generator)
-        return ids.where(~torch.isin(ids, torch.tensor(never, dtype=ids.dtype)), instead)
-
-    text: dict[str, Tensor] = {}
-    if "input_ids" in accepted:
-        ids = draw()
-        if end is not None:
-            ids[:, -1] = end
-        if "AutoModelForMultipleChoice" in heads:
-            ids = ids[:, None]
-        text = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    makes_its_own = {"AutoModelForSequenceClassification", "AutoModelForQuestionAnswering"} & set(heads)
-    if config.is_encoder_decoder and "decoder_input_ids" in accepted and not makes_its_own:
-        text["decoder_input_ids"] = draw()
-    return text
+    never = placeholders(config)
+    instead = next(token for token in range(vocabulary) if token not in never.tolist())
+    ids = torch.randint(0, vocabulary, (batch, sequence), generator=generator)
+    ids = ids.where(~torch.isin(ids, never), instead)
+    if "AutoModelForMultipleChoice" in _heads(model):
+        ids = ids[:, None]
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def first_samples(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -251,13 +223,11 @@ def first_samples(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def short_samples(model: torch.nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return of a batch of longer texts the first two, and `SHORT` tokens that are padding in neither.
 
-    That is enough for what depends on a model's code and not on its rows. A batch with inputs that are not by token, or
-    for a model that looks for the end of a text, stays whole.
+    That is enough for what depends on a model's code and not on its rows. A batch with inputs that are not by token stays whole.
     """
     tokens = batch["input_ids"].shape if "input_ids" in batch else ()
     by_token = [name for name, tensor in batch.items() if tensor.dim() > 1]
-    ends = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    if ends or len(tokens) != 2 or any(batch[name].shape[:2] != tokens for name in by_token):
+    if len(tokens) != 2 or any(batch[name].shape[:2] != tokens for name in by_token):
         return dict(batch)
     samples = first_samples(batch)
     real = samples.get("attention_mask", torch.ones(tokens)).bool().all(0)

@@ -511,11 +511,9 @@ def _shaped(
     if not task.in_parts:
         random = partial(synthetic_batch, model, image=image_shape(read))
         return {(size, tokens): random(batch=size, sequence=tokens) for size, tokens in shapes}
-    # Random tokens would contain no image tokens, and say nothing of how long targets are beside their sources.
-    masks = [read[name].sum(-1) for name in ("attention_mask", "decoder_attention_mask") if name in read]
-    longest = max(range(size_of(read)), key=lambda row: sum(int(mask[row]) for mask in masks))
-    sources = [key for key in inputs_of(read) if not key.startswith("decoder_")]
-    sequence = read["input_ids" if "input_ids" in sources else sources[0]].shape[-1]
+    # Random tokens would contain no image tokens.
+    longest = int(read["attention_mask"].sum(-1).argmax()) if "attention_mask" in read else 0
+    sequence = read["input_ids"].shape[-1]
     return {
         (shape[0], sequence): {
             key: value[longest : longest + 1].repeat(shape[0], *[1] * (value.dim() - 1))
@@ -536,8 +534,7 @@ def _in_towers(
             raise RequestError(
                 f"prune.towers must be among {', '.join(known)}, the towers of this model, got {tower!r}"
             )
-    alone = "language" in known and not model.config.is_encoder_decoder  # there, it is the decoder's tower
-    wanted = towers or (("language",) if alone else tuple(known))
+    wanted = towers or (("language",) if "language" in known else tuple(known))
     return tuple(module for module in modules if of[module.name] in wanted)
 
 

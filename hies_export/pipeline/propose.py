@@ -14,6 +14,7 @@ from ..checkpoint.sentence import is_sentence_transformer
 from ..data.rows import hub_splits, load_rows, taken_from
 from ..errors import DataError, RequestError, listed
 from ..files import Rule, check
+from ..model.tokens import refuse_encoder_decoder
 from ..recipe.sections import Columns
 from ..tasks import TASKS, Task
 from ..tasks.classification import CLASSIFIED
@@ -158,6 +159,7 @@ def _labels_that_are_known(
 def _task_of(model: str, config: Any) -> type[Task]:
     """Return the task of a checkpoint by the class that its config names."""
     name = next(iter(getattr(config, "architectures", None) or ()), "")
+    refuse_encoder_decoder(config, name)
     task = task_by_class(name, config) or embedding_task(name, config)
     if task is None:
         of_code = getattr(config, "auto_map", None)

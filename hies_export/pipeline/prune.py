@@ -261,16 +261,15 @@ def prune(
     refits by least squares.
 
     Batches are a DataLoader, a list, or a `datasets.Dataset` with `processor`. A batch maps the names of the model's
-    inputs to tensors. Labels are used if there are any. Otherwise the model's own predictions replace classes, plain
-    text is its own label, and an encoder-decoder's own answers are its target. All rows of a data set are read; a few
-    hundred are enough.
+    inputs to tensors. Labels are used if there are any. Otherwise the model's own predictions replace classes, and
+    plain text is its own label. All rows of a data set are read; a few hundred are enough.
 
     Objects of sentence-transformers are taken too: a SentenceTransformer with a list of texts, or a CrossEncoder with a
     list of pairs. The model of the result is then a new object of the same class. That of a compiled model is not
     compiled.
 
     Args:
-        model: A model that classifies or regresses texts or images, or generates text, also from images or speech; a
+        model: A model that classifies or regresses texts or images, or generates text, also from images; a
             SentenceTransformer or a CrossEncoder; or, with `embedding`, an encoder.
         batches: Batches that units are scored on.
         budget: How much is removed; required without `plan`. Exactly one of `{"heads": share removed}`, `{"flops":
@@ -283,8 +282,7 @@ def prune(
         normalize: Whether the terms of HIES are scaled over all heads or over each layer's.
         allocation: "uniform" removes the same number of heads from every layer; or one for each kind.
         unit: Under grouped-query attention, whether key/value groups or query heads of each group go.
-        towers: Parts of a composite model that lose units; by default the language model, and of an encoder-decoder
-            both parts.
+        towers: Parts of a composite model that lose units; by default the language model.
         min_heads: Query heads that every layer keeps; with 0, attention modules may be skipped.
         min_neurons: Neurons that every feed-forward block keeps; with 0, blocks may be skipped.
         keep_layers: Layers that lose nothing, counted from 0; -1 is the last.
@@ -311,8 +309,8 @@ def prune(
             (of a regression) and threshold (of a multi-label classifier).
         shape: (batch, sequence) for which FLOPs are counted, or (batch,) for images; by default one row of 128 tokens,
             or fewer if the model takes no more, and under a budget of time without a sequence, one row as long as the
-            batches' rows are at the median. Models of images and text, and encoder-decoders, are counted on copies of
-            the longest row of the first batch.
+            batches' rows are at the median. Models of images and text are counted on copies of the longest row of
+            the first batch.
         seed: Seed of the criterion `random`; the plan records it.
         progress: Shows stages and loops.
 

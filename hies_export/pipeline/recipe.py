@@ -109,8 +109,7 @@ class PruneSection(Section):
         unit: With grouped-query attention, "group" removes whole key/value groups, with their part of the cache, and
             "query" the same number of query heads from each group, so that the cache keeps its size. Without groups the
             two are the same: every head is its own group, and takes its part of the cache along.
-        towers: The parts of a composite model that lose heads; by default the language model if there is one, and of an
-            encoder-decoder both.
+        towers: The parts of a composite model that lose heads; by default the language model if there is one.
         min_heads: Query heads that every layer keeps, however low they score. With 0, an attention module may lose all
             of them: it then computes nothing, and its output is the same for all tokens.
         min_neurons: Neurons that every feed-forward block keeps; with 0, it may lose all of them.

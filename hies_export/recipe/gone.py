@@ -15,6 +15,10 @@ T = TypeVar("T")
 FIELDS: Mapping[str, str] = {
     "evaluation.lm_eval": "is gone; give the slim folder to lm-eval's own command: lm_eval --model hf --model_args "
     "pretrained=RUN/slim,trust_remote_code=True --tasks TASK",
+    **dict.fromkeys(
+        ("task: text2text-generation", "task: automatic-speech-recognition"),
+        "is for encoder-decoders, which cannot be pruned; give a model that is an encoder or a decoder, and its task",
+    ),
     "prune.criterion: hies-compensated": "is called compensated; set criterion: compensated",
     "prune.criterion: activation-l2": "is called activation; set criterion: activation",
 }

@@ -202,7 +202,7 @@ def per_layer_config(
     None if fields cannot describe it: heads have another width than the dense config says, the config has other names
     for the numbers, or numbers of its own for every layer, or the model has several stacks of layers.
     """
-    if layers_differ(model.config) or model.config.is_encoder_decoder:
+    if layers_differ(model.config):
         return None
     found: PerLayer = {}
     seen = set()
@@ -350,14 +350,13 @@ def become_slim(model: PreTrainedModel, shapes: Shapes, layers: PerLayer | None)
 def _auto_map(stock: type, model: PreTrainedModel) -> dict[str, str]:
     """Return Auto class -> "file.class": every Auto class of the stock class, and `AutoModel` for its base model.
 
-    An encoder or decoder can be loaded with any other head too, to be fine-tuned.
+    It can be loaded with any other head too, to be fine-tuned.
     """
     module = modeling_hies.__name__.rpartition(".")[2]
     names = dict.fromkeys(auto_classes(stock.__name__, model.config.model_type), stock.__name__)
     if has_auto_base(model):
         names["AutoModel"] = type(model.base_model).__name__
-        if not model.config.is_encoder_decoder:
-            names = heads_on(stock, model.config.model_type) | names
+        names = heads_on(stock, model.config.model_type) | names
     return {auto_class: f"{module}.{name}" for auto_class, name in names.items()}
 
 

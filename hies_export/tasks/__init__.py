@@ -18,14 +18,12 @@ from .image_text_to_text import ImageTextToText
 from .question_answering import QuestionAnswering
 from .registry import TASKS, register_task, task_of
 from .task import COLUMNS, Loss, Predictions, Task, Use, batched
-from .text2text_generation import AutomaticSpeechRecognition, Text2TextGeneration
 from .text_generation import TextGeneration
 from .token_classification import TokenClassification
 
 __all__ = [
     "COLUMNS",
     "TASKS",
-    "AutomaticSpeechRecognition",
     "FeatureExtraction",
     "FillMask",
     "ImageClassification",
@@ -34,7 +32,6 @@ __all__ = [
     "Predictions",
     "QuestionAnswering",
     "Task",
-    "Text2TextGeneration",
     "TextClassification",
     "TextGeneration",
     "TokenClassification",

@@ -38,7 +38,6 @@ class FillMask(TextGeneration):
     a_row_is_a_sample = True
     generative = False
     decodes_text = False
-    encoder_decoders = False  # their losses feed the decoder the labels, which are behind the masks
 
     metrics = ("perplexity", "token_accuracy")
     word = "masked token"

@@ -79,7 +79,7 @@ def batches_of(
         batches = check_batches(model, given, task, what=what)
     else:
         batches = _of_rows(given, what, task, processor, {"max_length": max_length, **fields}, use)
-    if task.predicts in ("words", "tokens") and not model.config.is_encoder_decoder:
+    if task.predicts in ("words", "tokens"):
         batches = [_padding_unlabelled(batch, shift=task.shift) for batch in batches]
     return [task.canonical(model, batch) for batch in batches]
 

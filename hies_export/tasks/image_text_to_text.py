@@ -40,7 +40,6 @@ class ImageTextToText(TextGeneration):
     images = True
     in_parts = True
     decodes_text = False
-    encoder_decoders = False  # their labels stand where they are predicted
 
     metrics = ("exact_match", "perplexity")
 

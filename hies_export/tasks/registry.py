@@ -14,7 +14,6 @@ from .image_text_to_text import ImageTextToText
 from .late import data
 from .question_answering import QuestionAnswering
 from .task import COLUMNS, Task
-from .text2text_generation import AutomaticSpeechRecognition, Text2TextGeneration
 from .text_generation import TextGeneration
 from .token_classification import TokenClassification
 
@@ -31,8 +30,6 @@ for _task in (
     ImageClassification,
     TextGeneration,
     ImageTextToText,
-    Text2TextGeneration,
-    AutomaticSpeechRecognition,
 ):
     TASKS[_task.name] = _task
 
@@ -101,8 +98,7 @@ def task_by_class(name: str, config: Any) -> type[Task] | None:
     classes = auto_classes(name, config.model_type)
     for task in TASKS.values():
         # `AutoModel` loads base models, which have no task of their own.
-        fits = task.encoder_decoders if config.is_encoder_decoder else not task.only_encoder_decoders
-        if task.auto_class in classes and not task.embeds and fits:
+        if task.auto_class in classes and not task.embeds:
             return task
     return None
 
@@ -116,10 +112,11 @@ def embedding_task(name: str, config: Any) -> type[Task] | None:
 
 
 def refuse_unknown(model: Any) -> None:
-    """Refuse a model in memory that has no task, is none of transformers, or has weights that cannot be cut."""
+    """Refuse a model in memory that has no task, is an encoder-decoder or no model of transformers, or cannot be cut."""
     from transformers import PreTrainedModel
 
     from ..model.text_encoder import TextEncoder
+    from ..model.tokens import refuse_encoder_decoder
 
     if callable(getattr(model, "named_modules", None)):
         refuse_adapters(model)
@@ -128,6 +125,7 @@ def refuse_unknown(model: Any) -> None:
             f"the model must be a PreTrainedModel of transformers, got {type(model).__name__}; pass the one "
             "inside it, or load one with from_pretrained"
         )
+    refuse_encoder_decoder(model.config, type(model).__name__)
     by_torch = any(type(module).__module__.startswith("torch.ao.nn.") for module in model.modules())
     if by_torch or getattr(model, "hf_quantizer", None) or getattr(model.config, "quantization_config", None):
         raise RequestError(

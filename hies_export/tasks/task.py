@@ -113,8 +113,6 @@ class Task(ABC):
     in_parts: ClassVar[bool] = False  # whether they are exported in parts, so that there is no single graph to time
     decodes_text: ClassVar[bool] = False  # whether llama.cpp runs them: decoders of text alone
     places_by_labels: ClassVar[bool] = False  # whether labels say where predictions are read, so every row needs them
-    encoder_decoders: ClassVar[bool] = True  # whether encoder-decoders that the Auto class loads are its models
-    only_encoder_decoders: ClassVar[bool] = False  # whether no other model is
     on_hub: ClassVar[bool] = True  # whether the Hub has pipelines of this name
 
     predicts: str  # name of what is predicted: metrics that are of this fit

@@ -11,7 +11,7 @@ from ..errors import RequestError
 from ..kinds import ATTENTION, MLP
 from ..model.copies import refuse_devices
 from ..model.internals import note_newer_release
-from ..model.tokens import short_samples
+from ..model.tokens import refuse_encoder_decoder, short_samples
 from ..tasks.registry import refuse_adapters
 from .heads import find_attention
 from .neurons import find_mlp
@@ -39,7 +39,7 @@ def find_modules(
 
     Raises:
         RequestError: A kind is unknown, or the model has an adapter in it or is on a device such as MPS.
-        UnsupportedModelError: Some module cannot be cut; the message says which and why.
+        UnsupportedModelError: The model is an encoder-decoder, or some module cannot be cut; the message says why.
 
     Examples:
         >>> modules = find_modules(model, batches[0], kinds=("attention", "mlp"))
@@ -50,6 +50,7 @@ def find_modules(
         if kind not in FINDERS:
             raise RequestError(f"kinds must be among {', '.join(FINDERS)}, got {kind!r}")
     note_newer_release()
+    refuse_encoder_decoder(model.config, type(model).__name__)
     refuse_adapters(model)
     refuse_devices(model)
     rows = short_samples(model, batch)

@@ -201,9 +201,8 @@ def _difference(
     new: Tensor,
 ) -> Difference:
     """Compare the first outputs of both models on the same tokens by their old and new numbers, (1, tokens)."""
-    names = ("input_ids", "decoder_input_ids") if dense.config.is_encoder_decoder else ("input_ids",)
-    expected = first_output(dense, {**batch, **dict.fromkeys(names, old)})
-    found = first_output(slim, {**batch, **dict.fromkeys(names, new)})
+    expected = first_output(dense, {**batch, "input_ids": old})
+    found = first_output(slim, {**batch, "input_ids": new})
     if expected.shape[-1] == kept.total and found.shape[-1] == len(kept.rows):
         expected = expected[..., list(kept.rows)]
     return Difference.of(found, expected)

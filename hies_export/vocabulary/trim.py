@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from ..data.processors import tokenizer_of
 from ..model.text_encoder import TextEncoder
+from ..model.tokens import refuse_encoder_decoder
 from .embeddings import compare_rows, cut_rows, named_tokens, renumber, row_count
 from .kept import KeptTokens, find_kept
 from .tokenizer import CutBeside, compare_cuts, shrink_tokenizer
@@ -92,7 +93,7 @@ def trim_vocabulary(
     Raises:
         RequestError: The tokenizer is of another kind or another model's, an option is out of range, or nothing goes.
         DataError: There are no texts, or they use no token often enough.
-        UnsupportedModelError: The model has no vocabulary, or several.
+        UnsupportedModelError: The model is an encoder-decoder, or has no vocabulary, or several.
         CutMismatchError: A text whose tokens stay is cut otherwise, or outputs differ by 1e-4 or more.
 
     Source: Ushio et al. 2023, https://arxiv.org/abs/2305.15020
@@ -102,6 +103,7 @@ def trim_vocabulary(
         >>> trimmed.model.config.vocab_size == len(trimmed.kept.rows) < model.config.vocab_size
         True
     """
+    refuse_encoder_decoder(model.config, type(model).__name__)
     total, texts = row_count(model), texts if isinstance(texts, str) else list(texts)
     tokenizer = tokenizer_of(processor)
     options: dict[str, Any] = {"min_count": min_count, "keep": keep, "multiple_of": multiple_of}

@@ -67,37 +67,6 @@ def test_models_without_a_limit(config: transformers.PreTrainedConfig) -> None:
     assert longest_sequence(config) is None
 
 
-SIDES = ("encoder", "decoder")
-BART = {
-    "vocab_size": 6,
-    "d_model": 8,
-    **{f"{side}_{name}": value for side in SIDES for name, value in (("layers", 1), ("ffn_dim", 8))},
-    **{f"{side}_attention_heads": 2 for side in SIDES},
-}
-
-
-def test_a_classifier_with_a_decoder_gets_one_end_of_text_in_each_row() -> None:
-    model = transformers.BartForSequenceClassification(transformers.BartConfig(**BART)).eval()
-    ids = synthetic_batch(model, batch=5, sequence=7)["input_ids"]
-    assert ((ids == 2).long().argmax(1) == 6).all()
-    assert (ids == 2).sum() == 5
-    with torch.no_grad():
-        assert model(input_ids=ids).logits.shape == (5, 3)
-
-
-@pytest.mark.parametrize("name", ["BartForConditionalGeneration", "T5ForConditionalGeneration", "T5Model"])
-def test_an_encoder_decoder_gets_tokens_for_its_decoder(name: str) -> None:
-    t5 = {"vocab_size": 50, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_heads": 2, "num_layers": 1}
-    model_class = getattr(transformers, name)
-    model = model_class(model_class.config_class(**(BART if name.startswith("Bart") else t5))).eval()
-    batch = synthetic_batch(model, batch=2, sequence=5)
-    assert {key: tuple(value.shape) for key, value in batch.items()} == dict.fromkeys(
-        ("input_ids", "attention_mask", "decoder_input_ids"), (2, 5)
-    )
-    with torch.no_grad():
-        assert model(**batch)[0].shape[:2] == (2, 5)
-
-
 def test_a_decoder_that_classifies_without_padding_gets_one_row() -> None:
     model = llama(pad_token_id=None)
     assert len(sample_batch(model, sequence=5)["input_ids"]) == 1
@@ -167,12 +136,3 @@ def test_what_is_not_by_token_and_what_has_too_few_tokens_stays_whole() -> None:
     assert short_samples(llava(), images)["input_ids"].shape == (2, LONG)
     mask[1, SHORT - 1 :] = 0
     assert short_samples(bert(), {"input_ids": ids, "attention_mask": mask})["input_ids"].shape == (2, LONG)
-    # A classifier of this family reads the end of the text.
-    bart = transformers.BartForSequenceClassification(transformers.BartConfig(**BART))
-    assert short_samples(bart, {"input_ids": ids})["input_ids"].shape == (2, LONG)
-
-
-BART = {
-    **{"vocab_size": 50, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16},
-    **{"decoder_ffn_dim": 16, "encoder_attention_heads": 2, "decoder_attention_heads": 2},
-}

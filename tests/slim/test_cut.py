@@ -3,18 +3,16 @@
 import copy
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-from support.contract import Subject
 from support.cuts import random_cut, random_neurons
 from support.families import decoder
 from support.models import bert, text_batch
 from support.tolerance import assert_near
 from transformers import PreTrainedModel
 
-from hies_export import find_modules, load, prune_units
+from hies_export import find_modules, prune_units
 from hies_export.slim.check import compare_cut, first_output
 
 gpt_oss = decoder("GptOss", head_dim=8, num_local_experts=2, num_experts_per_tok=1)
@@ -70,14 +68,3 @@ def test_layers_with_the_weight_of_a_cut_one_are_cut_too() -> None:
     cut = slim.bert.encoder.layer[0].intermediate.dense
     assert slim.other.weight is cut.weight
     assert len(cut.weight) < len(made.weight) == len(model.other.weight)
-
-
-@pytest.mark.slow
-def test_layers_with_the_weight_of_a_cut_one_load_again(tmp_path: Path) -> None:
-    subject = Subject.of("d_fine", "mlp")  # its heads share weights with layers of its decoder
-    dense, slim = subject.model, subject.slim[False]
-    assert dense.bbox_embed[0].layers[0].weight is dense.model.decoder.bbox_embed[0].layers[0].weight
-    slim.save_pretrained(tmp_path)
-    loaded = load(tmp_path)
-    assert loaded.bbox_embed[0].layers[0].weight is loaded.model.decoder.bbox_embed[0].layers[0].weight
-    assert sum(p.numel() for p in loaded.parameters()) < sum(p.numel() for p in dense.parameters())

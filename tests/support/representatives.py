@@ -5,7 +5,6 @@ Layouts that tests/units/test_find_attention.py cuts are not among them.
 
 CUT = {
     "albert": "layers that share their weights",
-    "bart": "encoder-decoder with cross-attention",
     "bert": "separate projections with biases",
     "bloom": "attention of its own, fused head by head, a bias of batch times heads",
     "bros": "places that all heads share, also when a layer has one head",
@@ -20,7 +19,6 @@ CUT = {
     "mpnet": "a bias that layers share",
     "qwen2_5_vl_vision": "one call of the attention function per image",
     "swin": "windows of an image, a table of biases",
-    "t5": "a bias that the first layer makes for the others",
 }
 # By type, or type and class, for `-m exports`; both the graph and its 8 bits are compared with torch.
 QUANTISED = {
@@ -34,10 +32,10 @@ DECODERS = {
     "qwen3/Qwen3Model": "no head",
 }
 REFUSED = {
+    "bart": "an encoder and a decoder",
     "beam": "code that fails with fewer heads",
     "bitnet": "heads that are mixed before the output projection",
     "blip": "code that reads the number of heads off its input",
-    "conditional_detr": "queries of two layers, which are mixed",
     "diffllama": "values that heads share",
     "doge": "values that make a mask too",
     "fnet": "no attention",
@@ -48,7 +46,6 @@ REFUSED = {
     "olmo2": "a norm across heads",
 }
 NEURONS = {
-    "bart": "an encoder and a decoder, with a field of the config for each",
     "bert": "separate layers with biases",
     "gpt2": "transposed weights, in a field of the config that is unset",
     "llama": "gated",

@@ -19,7 +19,7 @@ from support.table_of_types import holds, neurons_of, read_table
 SEQUENCE = 8
 TASK_CLASSES = {name: task.auto_class for name, task in TASKS.items()}
 # Not tasks of a recipe; `inspect`, `apply`, `export` and `bench` take these models too.
-OTHER_CLASSES = {"multiple-choice": "AutoModelForMultipleChoice", "text2text-generation": "AutoModelForSeq2SeqLM"}
+OTHER_CLASSES = {"multiple-choice": "AutoModelForMultipleChoice"}
 
 
 @dataclass(frozen=True)

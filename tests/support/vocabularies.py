@@ -108,11 +108,6 @@ def reader(name: str, tokenizer: PreTrainedTokenizerFast, *, spare: int = 7, **o
         "intermediate_size": 48,
         "num_key_value_heads": 4,
     }
-    if config_class.model_type in ("t5", "bart"):
-        size = {"d_model": WIDTH, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "use_cache": False}
-        size |= {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
-        size |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
     special = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("bos", "eos", "pad")}
-    start = {"decoder_start_token_id": tokenizer.pad_token_id or 0, "forced_eos_token_id": None}
-    config = config_class(vocab_size=len(tokenizer) + spare, **(size | special | start | options))
+    config = config_class(vocab_size=len(tokenizer) + spare, **(size | special | options))
     return shake(getattr(transformers, name)(config))

@@ -16,8 +16,6 @@ from support.references import naive_statistics
 from support.runs import without_tracing
 from transformers import (
     AutoModelForSequenceClassification,
-    BartConfig,
-    BartForConditionalGeneration,
     BertConfig,
     BertForMaskedLM,
     BertForSequenceClassification,
@@ -205,7 +203,7 @@ def test_the_slim_encoder_is_fine_tuned_with_another_head(
     result.save_pretrained(tmp_path / "slim")
     config = json.loads((tmp_path / "slim" / "config.json").read_text())
     of_text = [task for task in TASKS.values() if task.text and not task.images]
-    of_encoders = {task.auto_class for task in of_text if not task.only_encoder_decoders}
+    of_encoders = {task.auto_class for task in of_text}
     assert of_encoders <= config["auto_map"].keys()
     options: Any = {"num_labels": 2, "trust_remote_code": True}
     classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "slim", **options)
@@ -306,12 +304,3 @@ def test_what_a_recipe_asks_of_another_task_is_refused(model: PreTrainedModel, t
         RecipeError, match="the metrics of a language model must be among perplexity, .*, got 'accuracy'"
     ):
         recipe_of(tmp_path, model, evaluation={"split": "train[50%:]", "metrics": ["accuracy"]}).run()
-
-
-def test_an_encoder_decoder_is_no_model_of_the_task(tmp_path: Path) -> None:
-    sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
-    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
-    model = BartForConditionalGeneration(BartConfig(vocab_size=64, **sizes, **heads))
-    assert not isinstance(task_of(model), FillMask)
-    with pytest.raises(RequestError, match="fill-mask needs a model without a decoder, but .* is a Bart.*encoder-dec"):
-        recipe_of(tmp_path, model).run()

@@ -14,7 +14,6 @@ from hies_export.errors import ReloadMismatchError
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "task_heads"
 # What is particular about the inputs of each.
 CUT = {
-    ("bart", "text-classification"): "the last end-of-text token is read",
     ("llama", "text-classification"): "the last token that is not padding is read",
     ("clip", "image-classification"): "the image size is in the config of a part",
 }

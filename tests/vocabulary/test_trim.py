@@ -29,8 +29,6 @@ CLASSES = {
     "GPT2LMHeadModel": byte_level,
     "XLMRobertaForMaskedLM": unigram,
     "XLMRobertaModel": unigram,
-    "T5ForConditionalGeneration": unigram,
-    "BartForConditionalGeneration": unigram,
 }
 
 
@@ -87,8 +85,8 @@ def test_what_is_unknown_stays_as_unlikely() -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
     trimmed = trim_vocabulary(reader("LlamaForCausalLM", tokenizer), tokenizer, ["abc"])
     assert tokenizer.tokenize("abc") == trimmed.processor.tokenize("abc") == ["ab", "c"]
-    assert trimmed.processor.get_vocab().keys() == {"xyz", "zzz", "ab", "<unk>", "c"}
-    assert ids(trimmed.processor, "d") == [trimmed.processor.unk_token_id] == [3]
+    assert trimmed.processor.get_vocab().keys() == {"zzz", "ab", "<unk>", "c"}
+    assert ids(trimmed.processor, "d") == [trimmed.processor.unk_token_id] == [2]
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -104,10 +102,6 @@ def test_outputs_are_those_of_the_dense_model(name: str) -> None:
     for text in FIRST[:5]:
         dense_inputs = {"input_ids": torch.tensor([ids(tokenizer, text)])}
         inputs = {"input_ids": torch.tensor([ids(trimmed.processor, text)])}
-        if model.config.is_encoder_decoder:
-            dense_inputs["decoder_input_ids"], inputs["decoder_input_ids"] = (
-                one["input_ids"][:, :5] for one in (dense_inputs, inputs)
-            )
         with torch.no_grad():
             expected, found = (one.eval()(**given)[0] for one, given in ((model, dense_inputs), (slim, inputs)))
         expected = expected[..., rows] if expected.shape[-1] == model.config.vocab_size else expected

@@ -115,7 +115,7 @@ def _problems(model: PreTrainedModel) -> Iterator[str]:
     """Yield what llama.cpp cannot carry, of what the comparison of logits would miss or fail on."""
     base: Any = model.base_model
     config = model.config.get_text_config()
-    if not model.can_generate() or model.config.is_encoder_decoder:
+    if not model.can_generate():
         yield "it is no decoder with a language-modelling head"
     if config.model_type not in _MODEL_TYPES:
         yield (

@@ -233,7 +233,7 @@ def cache_bytes_per_token(model: PreTrainedModel) -> int | None:
 
     They are read from the cache that the model itself fills, run on tensors without data.
     """
-    if not model.can_generate() or model.config.is_encoder_decoder:
+    if not model.can_generate():
         return None
     empty = share_weights(model, device="meta").eval()
     ids = torch.zeros(1, 8, dtype=torch.int64, device="meta")

@@ -25,11 +25,7 @@ _CACHE_TENSOR = re.compile(r"(?:(?:in|out)put\.)?(?:cache|past_key_values)\.laye
 def check_decoder(model: PreTrainedModel) -> None:
     """Refuse, by an UnsupportedModelError, a generating model that is no decoder with a key/value cache."""
     name = type(model).__name__
-    if model.config.is_encoder_decoder:
-        wanted = (
-            f"an encoder, a decoder or a vision-language model, and {name} is an encoder-decoder: export its encoder"
-        )
-    elif cache_name(model) is None:
+    if cache_name(model) is None:
         wanted = f"a decoder with a key/value cache, and {name} takes no cache"
     elif keeps_recurrent_state(model.config):
         wanted = f"a decoder whose cache is keys and values, and {name} keeps a recurrent state"

@@ -24,7 +24,7 @@ from ...model.internals import (
     require_onnx_exporter,
 )
 from ...model.modes import output_alone
-from ...model.tokens import end_of_text, forward_inputs, longest_sequence, short_samples
+from ...model.tokens import forward_inputs, longest_sequence, refuse_encoder_decoder, short_samples
 from ...progress import quiet
 from ..formats import Export, export_options
 from ..runtimes.base import Provider
@@ -243,6 +243,7 @@ def _check_request(provider: str, dtype: str) -> None:
 
 def _kind(model: PreTrainedModel, given: dict[str, torch.Tensor]) -> tuple[Kind, dict[str, torch.Tensor]]:
     """Return the kind of the model, and the inputs that its export needs; raises as `export_onnx`."""
+    refuse_encoder_decoder(model.config, type(model).__name__)
     if not model.can_generate():
         return "encoder", given
     check_decoder(model)
@@ -264,7 +265,7 @@ def _samples(
     """Return the batch to trace a model with, and the batches to compare its graphs on."""
     if kind == "encoder":
         sample = trace_sample(model, given)
-        return sample, parity_batches(given, sample, end=end_of_text(model))
+        return sample, parity_batches(given, sample)
     padded = left_padded(given, image_token_id=model.config.image_token_id if kind == "vision-language" else None)
     return padded, parity_batches(given, padded, shorten=False)
 

@@ -33,12 +33,10 @@ def parity_batches(
     sample: Mapping[str, torch.Tensor],
     *,
     shorten: bool = True,
-    end: int | None = None,
 ) -> dict[str, dict[str, torch.Tensor]]:
     """Return the batches to compare on, by name: as given, padded, and a single row, of another length if it is text.
 
-    `shorten` is off for prompts with padding in front, whose rows have another length already. `end` is a token that
-    every text must have; the shortened row ends in it.
+    `shorten` is off for prompts with padding in front, whose rows have another length already.
     """
     single = {name: tensor[:1] for name, tensor in sample.items()}
     if shorten and "input_ids" in sample:
@@ -46,9 +44,6 @@ def parity_batches(
         length += length == given["input_ids"].shape[1]
         tokens = single["input_ids"].shape
         single = {name: t[:, :length] if t.shape[:2] == tokens else t for name, t in single.items()}
-        # The first row of the sample has no padding, so the shortened one has none.
-        if end is not None:
-            single["input_ids"] = torch.cat([single["input_ids"][:, :-1], torch.full((1, 1), end)], dim=1)
     return {"the given batch": dict(given), "a padded batch": dict(sample), "a batch of 1": single}
 
 

@@ -78,7 +78,7 @@ class TorchRuntime(Runtime):
     def decodes(self) -> bool:
         """Whether the model generates with a key/value cache."""
         model = self._model
-        return model.can_generate() and not model.config.is_encoder_decoder and self._cache_name is not None
+        return model.can_generate() and self._cache_name is not None
 
     def prepare(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Move tensors to the model's device, floating ones to its dtype."""
